@@ -1,0 +1,90 @@
+"""Symmetric int8 weights: the one definition of their codes and scales.
+
+Per output channel, ``a = max|w|`` and ``scale = fp16(a / 127)``; the codes are computed with the *rounded* scale,
+``code = clip(rint(w / fp32(scale)), -127, 127)``, rounding half to even. So what is stored is what was meant. A row of
+zeros has scale 1. If any row's fp16 scale would be subnormal, all scales of that tensor are kept in fp32, because a
+subnormal fp16 loses precision silently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+FP16_SMALLEST_NORMAL = float(np.finfo(np.float16).tiny)
+FP16_LARGEST = float(np.finfo(np.float16).max)
+CODE_MAX = 127
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """A weight matrix in int8, on the host.
+
+    ``codes`` is int8 ``[out, in]``; ``scale`` is ``[out]`` in fp16 (or fp32, or bf16 as some writers store it), and the
+    weight is ``scale[:, None] * codes``. ``dynamic`` says whether activations are quantized too, per token at run time
+    (w8a8), or stay float (w8a16). Codes of -128 occur in files that others wrote, and are read as they are.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+    dynamic: bool = True
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape  # type: ignore[return-value]
+
+    def dequantize(self) -> np.ndarray:
+        """The weight as fp32 ``[out, in]``."""
+        return self.scale.astype(np.float32)[:, None] * self.codes.astype(np.float32)
+
+
+HostWeight = np.ndarray | Int8Weight
+"""A weight matrix ``[out, in]`` as a checkpoint gives it: float (fp32, fp16, bf16) or int8."""
+
+
+def weight_scales(row_max: np.ndarray) -> np.ndarray:
+    """The scale of each row from its largest magnitude, fp32 ``[out]`` -> fp16 or fp32 ``[out]``."""
+    scale = row_max.astype(np.float32) / np.float32(CODE_MAX)
+    subnormal = (row_max > 0) & (scale < FP16_SMALLEST_NORMAL)
+    dtype = np.float32 if subnormal.any() or (scale > FP16_LARGEST).any() else np.float16
+    return np.where(row_max > 0, scale, np.float32(1)).astype(dtype)
+
+
+def quantize_weight(weight: np.ndarray, dynamic: bool = True, rows_at_once: int = 4096) -> Int8Weight:
+    """Quantize a float matrix ``[out, in]`` per output channel; see the module's docstring for the formula.
+
+    Works in blocks of ``rows_at_once`` rows, so beside its result it needs little memory. Raises ``ValueError`` for
+    a NaN or an infinity: such a row has no scale.
+    """
+    out_features = weight.shape[0]
+    row_max = np.empty(out_features, np.float32)
+    blocks = [slice(i, i + rows_at_once) for i in range(0, out_features, rows_at_once)]
+    for block in blocks:
+        row_max[block] = np.abs(weight[block].astype(np.float32)).max(axis=1, initial=0)
+    if not np.isfinite(row_max).all():
+        raise ValueError(f"row {int(np.flatnonzero(~np.isfinite(row_max))[0])} holds a NaN or an infinity")
+    scale = weight_scales(row_max)
+    codes = np.empty(weight.shape, np.int8)
+    for block in blocks:
+        ratio = weight[block].astype(np.float32) / scale[block].astype(np.float32)[:, None]
+        codes[block] = np.clip(np.rint(ratio), -CODE_MAX, CODE_MAX)
+    return Int8Weight(codes, scale, dynamic)
+
+
+def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize activations per token (row), dynamically: float ``[..., K]`` -> int8 codes ``[..., K]``, fp32 scale ``[...]``.
+
+    In fp32: ``a = max|x|``, ``r = 127 / a`` (0 for a row of zeros), ``code = clip(rint(x * r), -127, 127)``, and the
+    scale kept is ``a / 127``. A row that holds a NaN or an infinity gets the scale NaN, so its results are NaN too and
+    never plausible numbers. A row whose ``127 / a`` overflows fp32 (``a`` below about 3.7e-37) counts as zeros.
+    """
+    x = x.astype(np.float32, copy=False)
+    with np.errstate(all="ignore"):
+        a = np.abs(x).max(axis=-1, initial=0)
+        r = np.float32(CODE_MAX) / a
+        finite = np.isfinite(a)
+        r = np.where(finite & np.isfinite(r), r, np.float32(0))
+        codes = np.clip(np.rint(np.nan_to_num(x * r[..., None], nan=0.0)), -CODE_MAX, CODE_MAX).astype(np.int8)
+        scale = np.where(finite, np.where(r > 0, a / np.float32(CODE_MAX), np.float32(0)), np.float32(np.nan))
+    return codes, scale.astype(np.float32)

@@ -1,0 +1,25 @@
+"""The exceptions that a caller catches.
+
+Each message says what was wrong, the value, the bound and the remedy. The command line prints the message alone
+(exit code 1, or 2 for :class:`UsageError`) and shows a traceback only with ``--debug``.
+"""
+
+
+class BminfError(Exception):
+    """Everything that this package raises on purpose."""
+
+
+class CheckpointError(BminfError):
+    """A checkpoint, or a file of it, cannot be used. Lists every problem found, not only the first."""
+
+
+class UsageError(BminfError, ValueError):
+    """An argument is out of range: a sampling parameter, a prompt, a recipe, a device name."""
+
+
+class DeviceError(BminfError, RuntimeError):
+    """The requested device cannot be used: no driver, no GPU, a missing library, a kernel that does not compile."""
+
+
+class OutOfMemory(DeviceError, MemoryError):
+    """The memory limit is reached. Says how much was asked for, how much is in use and how much is allowed."""

@@ -1,0 +1,35 @@
+"""One architecture, one file, found by ``model_type``.
+
+``config.json`` names a ``model_type``; the module of that name in this package implements it. There is no registry to
+edit: adding ``models/foo.py`` adds the architecture ``foo``. Such a module defines
+
+- ``parse(config: dict) -> Config``: a frozen dataclass from the checkpoint's ``config.json``; raises
+  :class:`~bminf_lite.errors.CheckpointError` with every nonsensical value;
+- ``spec(config) -> Spec``: the checkpoint's tensors;
+- ``Model(config, weights, ops)``: the layers, built on a backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+from ..errors import CheckpointError
+
+_SHARED = {"spec"}
+
+
+def names() -> list[str]:
+    """The architectures that exist, sorted."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _SHARED and not m.name.startswith("_"))
+
+
+def find(config: dict) -> ModuleType:
+    """The module that implements ``config["model_type"]``; raises ``CheckpointError`` if there is none."""
+    model_type = config.get("model_type")
+    if model_type not in names():
+        raise CheckpointError(
+            f"config.json: model_type {model_type!r} is not supported; this version runs: {', '.join(names())}"
+        )
+    return importlib.import_module(f"{__name__}.{model_type}")

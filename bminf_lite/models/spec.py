@@ -1,0 +1,47 @@
+"""What an architecture file says about its checkpoint: every tensor's name, shape and role.
+
+The map is the contract between a checkpoint and a model. Reading validates against it and lists every missing,
+unexpected or misshapen tensor in one error; migration quantizes exactly the tensors whose role is ``LINEAR`` or
+``HEAD``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Role(str, Enum):
+    """What a tensor is for, which decides whether migration quantizes it."""
+
+    LINEAR = "linear"  # [out, in], multiplied by activations: int8 after migration
+    HEAD = "head"  # the output projection [vocab, hidden]: int8 too unless the recipe says otherwise
+    EMBEDDING = "embedding"  # looked up, stays float
+    VECTOR = "vector"  # norm gains and biases, stay float
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of a checkpoint: its shape and role.
+
+    ``transposed`` marks GPT-2's ``Conv1D`` weights, which are stored ``[in, out]``; ``shape`` is the shape as stored.
+    """
+
+    shape: tuple[int, ...]
+    role: Role
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All tensors of one model.
+
+    ``parameters`` maps checkpoint names to parameters. ``tied`` maps a name that the checkpoint may omit to the name
+    whose values it shares (the tied output head); where the file holds it all the same, it is ignored. ``ignored``
+    are regular expressions (full match) for tensors that some writers include and no reader needs.
+    """
+
+    parameters: Mapping[str, Parameter]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
