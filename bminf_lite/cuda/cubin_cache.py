@@ -1,0 +1,73 @@
+"""Compiled kernels kept on disk, so that a second start compiles nothing.
+
+An entry is a file named by the hash of everything that its contents depend on, so an entry is never stale, only unused.
+It is written beside its place and renamed, so several processes may compile the same kernel at once: the last one wins
+with the same bytes. It begins with its own checksum, so a damaged entry counts as absent. A folder that cannot be
+written costs a warning and the time to compile, never a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+ENVIRONMENT_VARIABLE = "BMINF_LITE_CACHE"
+
+
+def default_folder() -> Path:
+    """Where compiled kernels are kept: ``$BMINF_LITE_CACHE``, or ``bminf_lite`` in the platform's folder for caches."""
+    if override := os.environ.get(ENVIRONMENT_VARIABLE):
+        return Path(override)
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return (Path(local) if local else Path.home() / "AppData" / "Local") / "bminf_lite" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "bminf_lite"
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "bminf_lite"
+
+
+def read(folder: Path, key: str) -> bytes | None:
+    """The entry's contents, or None where there is none or it is damaged."""
+    try:
+        stored = (folder / key).read_bytes()
+    except OSError:
+        return None
+    checksum, _, contents = stored.partition(b"\n")
+    return contents if checksum == _checksum(contents) else None
+
+
+def write(folder: Path, key: str, contents: bytes) -> None:
+    """Keep ``contents`` under ``key``; warns, once for each folder, where that is not possible."""
+    temporary = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writing-", delete=False) as file:
+            temporary = Path(file.name)
+            file.write(_checksum(contents) + b"\n" + contents)
+        os.replace(temporary, folder / key)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        _warn_unwritable(folder, f"{error.strerror or error}")
+
+
+def _checksum(contents: bytes) -> bytes:
+    return hashlib.sha256(contents).hexdigest().encode()
+
+
+@functools.cache
+def _warn_unwritable(folder: Path, reason: str) -> None:
+    warnings.warn(
+        f"{folder}: compiled kernels cannot be kept there ({reason}), so every start compiles them again; "
+        f"set {ENVIRONMENT_VARIABLE} to a folder that can be written",
+        RuntimeWarning,
+        stacklevel=2,
+    )
