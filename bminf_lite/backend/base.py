@@ -1,0 +1,332 @@
+"""Every operation, defined once, over NumPy. This is the contract that other backends follow, and their reference.
+
+A backend owns a device. Layers call its operations and pass its arrays on; a faster backend overrides an operation
+with a kernel and must return the same integers bit for bit, and the same floats within the tolerances that
+``tests/backend/tolerances.py`` gives with their reasons.
+
+Numbers (see docs/numerics.md): the residual stream, norms, softmax, rotary angles and logits are fp32. Other
+activations are rounded to ``activation_dtype`` between operations: fp32 here, fp16 on a GPU. Constructed with
+``activation_dtype=np.float16`` this class rounds where a GPU rounds, which makes the two comparable tightly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from .quantization import HostWeight, Int8Weight, quantize_rows
+from .sampling import SamplerState
+from .sampling import sample as sample_tokens
+from .values import Array, AttentionSpec, LayerCache, Norm, Rope, Step
+
+T = TypeVar("T")
+
+EXACT_IN_FP32 = 1024
+"""Products of int8 codes summed over this many terms stay below 2**24, so fp32 arithmetic is exact."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight matrix ``[out, in]`` as this backend multiplies by it.
+
+    ``values`` holds fp32 weights, or int8 codes as fp32 numbers (exact, and BLAS multiplies them) with ``scale`` fp32
+    ``[out]``. ``dynamic``: activations are quantized per token. ``bias`` is fp32 ``[out]``.
+    """
+
+    values: np.ndarray
+    scale: np.ndarray | None
+    bias: np.ndarray | None
+    dynamic: bool
+
+
+class Backend:
+    """The operations over NumPy. ``name`` is the device's, as in ``--device``."""
+
+    name = "cpu"
+    lookahead = 0
+    """How many decode steps may be under way before the host must look at a result."""
+
+    def __init__(self, activation_dtype: type = np.float32):
+        self.activation_dtype = np.dtype(activation_dtype)
+
+    # -- arrays ---------------------------------------------------------------------------------------------------
+
+    def array(self, values: np.ndarray) -> Array:
+        """A copy of a host array on the device, of the same shape and dtype."""
+        return np.array(values)
+
+    def assign(self, target: Array, values: np.ndarray) -> None:
+        """Overwrite a device array with a host array of the same shape."""
+        target[...] = values
+
+    def host(self, x: Array) -> np.ndarray:
+        """A NumPy array of the values. Waits for the device."""
+        return np.asarray(x)
+
+    def fetch(self, x: Array) -> Callable[[], np.ndarray]:
+        """Start copying ``x`` to the host; calling the result waits for it. Later work does not change the copy."""
+        copy = np.array(x)
+        return lambda: copy
+
+    def repeated(self, work: Callable[[], T]) -> Callable[[], T]:
+        """``work``, made cheap to call again and again.
+
+        ``work`` must do the same operations on the same arrays each time and return the same arrays, so that a
+        backend may record it once and replay it.
+        """
+        return work
+
+    def describe(self) -> str:
+        """The device in words."""
+        return "CPU (NumPy reference)"
+
+    def memory(self) -> dict[str, int]:
+        """Device memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; empty if unknown."""
+        return {}
+
+    def close(self) -> None:
+        """Give the device's memory back. Arrays of this backend must not be used afterwards."""
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
+        """A device weight from host matrices stacked along ``out``; all int8 with equal ``dynamic``, or all float.
+
+        ``biases``, if given, is as long as ``parts``; a missing one counts as zeros if another is there. Raises
+        ``ValueError`` where the kinds differ.
+        """
+        bias = stack_biases(parts, biases)
+        if quantized := int8_parts(parts):
+            codes = np.concatenate([p.codes for p in quantized]).astype(np.float32)
+            scale = np.concatenate([p.scale.astype(np.float32) for p in quantized])
+            return Weight(codes, scale, bias, quantized[0].dynamic)
+        values = np.concatenate([self._round(np.asarray(p).astype(np.float32)) for p in parts])
+        return Weight(values.astype(np.float32), None, bias, False)
+
+    def table(self, values: np.ndarray) -> Array:
+        """An embedding table ``[rows, features]`` in the activation type."""
+        return self._round(values.astype(np.float32))
+
+    def vector(self, values: np.ndarray) -> Array:
+        """A gain, a bias or frequencies, fp32."""
+        return np.array(values, np.float32)
+
+    def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int) -> LayerCache:
+        """An empty key-value cache of one layer."""
+        shape = (slots, kv_heads, capacity, head_dim)
+        return LayerCache(np.zeros(shape, self.activation_dtype), np.zeros(shape, self.activation_dtype))
+
+    def grow(self, cache: LayerCache, capacity: int) -> None:
+        """Enlarge a layer's cache in place to ``capacity`` tokens per slot, keeping its contents."""
+        slots, kv_heads, old, head_dim = cache.keys.shape
+        larger = self.layer_cache(slots, kv_heads, capacity, head_dim)
+        larger.keys[:, :, :old] = cache.keys
+        larger.values[:, :, :old] = cache.values
+        cache.keys, cache.values = larger.keys, larger.values
+
+    # -- quantization and products ----------------------------------------------------------------------------------
+
+    def quantize(self, x: Array) -> tuple[Array, Array]:
+        """Per-token dynamic int8: ``[T, K]`` -> codes int8 ``[T, K]``, scale fp32 ``[T]``; see ``quantize_rows``."""
+        return quantize_rows(x)
+
+    def igemm(self, x: Array, w: Array) -> Array:
+        """The exact product ``x @ w.T`` of int8 codes: ``[T, K]``, ``[N, K]`` -> int32 ``[T, N]``; K up to 131,071."""
+        return exact_product(x.astype(np.float32), w.astype(np.float32)).astype(np.int32)
+
+    def linear(self, x: Array, weight: Weight, fp32: bool = False) -> Array:
+        """``x @ weight.T + bias``: ``[T, in]`` -> ``[T, out]`` in the activation type, or fp32 if asked for.
+
+        With an int8 weight and dynamic activations: ``x`` is quantized per token and
+        ``y = s_x * (s_w * fp32(acc))`` in fp32, then the bias, then the cast. With int8 weights alone:
+        ``y = s_w * sum(code * x)``.
+        """
+        y = self._product(x, weight)
+        return y if fp32 else self._round(y)
+
+    def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:
+        """``residual + linear(x, weight)``, fp32 ``[T, out]``. ``residual`` may be overwritten with the result."""
+        residual += self.linear(x, weight)
+        return residual
+
+    def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:
+        """``f(gate) * up`` where ``[gate, up] = linear(x, weight)``: ``[T, in]`` -> ``[T, out / 2]``.
+
+        ``activation`` names ``f``, one of :data:`ACTIVATIONS`; it is computed in fp32.
+        """
+        gate, up = np.split(self.linear(x, weight).astype(np.float32), 2, axis=-1)
+        return self._round(ACTIVATIONS[activation](gate) * up)
+
+    # -- around the products ----------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Array, table: Array) -> Array:
+        """Rows of ``table`` as the start of the residual stream: int32 ``[T]`` -> fp32 ``[T, features]``."""
+        return table[tokens].astype(np.float32)
+
+    def norm(self, residual: Array, norm: Norm) -> Array:
+        """RMSNorm or LayerNorm of each row in fp32, left unrounded for the quantization that follows.
+
+        fp32 ``[T, features]`` -> ``[T, features]``.
+        """
+        return normalise(residual, norm)
+
+    def last_tokens(self, x: Array, step: Step) -> Array:
+        """Each sequence's last row: ``[T, features]`` -> ``[B, features]``."""
+        return x if step.decoding else x[step.starts[1:] - 1]
+
+    def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> Array:
+        """Causal self-attention of a step's tokens over the cache, which gets their keys and values.
+
+        ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side. Query and key heads are
+        normalised (if asked for), rotated to their position and rounded; keys and values go into the cache; then each
+        query attends to its own sequence: scores and softmax in fp32. Returns ``[T, heads * head_dim]``.
+        """
+        tokens = qkv.shape[0]
+        heads = qkv.astype(np.float32).reshape(tokens, spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        q, k, v = np.split(heads, [spec.heads, spec.heads + spec.kv_heads], axis=1)
+        positions = np.arange(tokens) - np.repeat(step.starts[:-1] - step.past, np.diff(step.starts))
+        q, k = (
+            self._round(rotate(normalise(x, norm) if norm else x, positions, spec.rope))
+            for x, norm in ((q, spec.q_norm), (k, spec.k_norm))
+        )
+        out = np.empty((tokens, spec.heads, spec.head_dim), np.float32)
+        for b in range(step.count):
+            rows = slice(int(step.starts[b]), int(step.starts[b + 1]))
+            slot, past = int(step.slots[b]), int(step.past[b])
+            total = past + rows.stop - rows.start
+            cache.keys[slot, :, past:total] = k[rows].swapaxes(0, 1)
+            cache.values[slot, :, past:total] = self._round(v[rows]).swapaxes(0, 1)
+            out[rows] = attend(
+                q[rows], cache.keys[slot, :, :total], cache.values[slot, :, :total], spec.scale, past, spec.window
+            )
+        return self._round(out.reshape(tokens, -1))
+
+    def sample(self, logits: Array, sampler: SamplerState, step: Step) -> Array:
+        """Choose each sequence's next token and make it the step's input: fp32 ``[B, vocab]`` -> int32 ``[2, B]``.
+
+        Row 0 holds the tokens (-1 where logits are NaN), row 1 the bits of their fp32 log-probabilities. ``step`` must
+        be a decoding step: its tokens are overwritten and ``past`` grows by one.
+        """
+        tokens, logprobs = sample_tokens(logits, sampler)
+        step.tokens[...] = np.maximum(tokens, 0)
+        step.past += 1
+        return np.stack([tokens, logprobs.view(np.int32)])
+
+    # -- shared by the operations -----------------------------------------------------------------------------------
+
+    def _round(self, x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return x.astype(self.activation_dtype, copy=False)
+
+    def _product(self, x: np.ndarray, weight: Weight) -> np.ndarray:
+        if weight.scale is None:
+            y = x.astype(np.float32) @ weight.values.T
+        elif weight.dynamic:
+            codes, scale = self.quantize(x)
+            acc = exact_product(codes.astype(np.float32), weight.values).astype(np.float32)
+            y = scale[:, None] * (weight.scale * acc)
+        else:
+            y = weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
+        return y if weight.bias is None else y + weight.bias
+
+
+def int8_parts(parts: Sequence[HostWeight]) -> list[Int8Weight]:
+    """``parts`` if all are int8 of one kind, ``[]`` if all are float; ``ValueError`` for a mixture."""
+    quantized = [p for p in parts if isinstance(p, Int8Weight)]
+    if quantized and (len(quantized) < len(parts) or len({p.dynamic for p in quantized}) > 1):
+        raise ValueError("weights that are multiplied together must be quantized alike")
+    return quantized
+
+
+def stack_biases(parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """The biases of stacked matrices as one fp32 vector, or None where no part has one."""
+    if all(b is None for b in biases):
+        return None
+    return np.concatenate(
+        [np.zeros(p.shape[0], np.float32) if b is None else b.astype(np.float32) for p, b in zip(parts, biases, strict=True)]
+    )
+
+
+def exact_product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """``x @ w.T`` of integers held in fp32, exactly: fp32 ``[T, K]``, ``[N, K]`` -> integers ``[T, N]`` (fp32 or int32)."""
+    if x.shape[1] <= EXACT_IN_FP32:
+        return x @ w.T
+    acc = np.zeros((x.shape[0], w.shape[0]), np.int32)
+    for i in range(0, x.shape[1], EXACT_IN_FP32):
+        chunk = slice(i, i + EXACT_IN_FP32)
+        acc += (x[:, chunk] @ w[:, chunk].T).astype(np.int32)
+    return acc
+
+
+def normalise(x: np.ndarray, norm: Norm) -> np.ndarray:
+    """``norm`` over the last axis, in fp32."""
+    x = x.astype(np.float32, copy=False)
+    if norm.center:
+        x = x - x.mean(axis=-1, keepdims=True)
+    inverse = np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(norm.eps))
+    y = x * inverse * norm.gain
+    return y if norm.bias is None else y + norm.bias
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope | None) -> np.ndarray:
+    """Rotary embedding of ``[T, heads, head_dim]`` fp32 at ``positions`` ``[T]``."""
+    if rope is None:
+        return x
+    angles = positions.astype(np.float32)[:, None, None] * rope.frequencies
+    cos, sin = np.cos(angles) * np.float32(rope.scale), np.sin(angles) * np.float32(rope.scale)
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def softmax(scores: np.ndarray, visible: np.ndarray | None = None) -> np.ndarray:
+    """Softmax over the last axis in fp32. Positions that are not ``visible`` get exactly 0; so does a row with none."""
+    if visible is not None:
+        scores = np.where(visible, scores, -np.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isneginf(top), np.float32(0), top))
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total == 0, np.float32(1), total)
+
+
+def attend(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, past: int, window: int | None
+) -> np.ndarray:
+    """One sequence's attention in fp32.
+
+    ``q`` ``[n, heads, head_dim]`` at positions ``past..past+n``; ``keys`` and ``values`` ``[kv_heads, past+n, head_dim]``.
+    Returns ``[n, heads, head_dim]``.
+    """
+    n, heads, head_dim = q.shape
+    kv_heads, total, _ = keys.shape
+    q = q.reshape(n, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+    scores = q.astype(np.float32) @ keys.astype(np.float32).swapaxes(1, 2) * np.float32(scale)
+    visible = None
+    if n > 1 or (window is not None and window < total):
+        key, query = np.arange(total), past + np.arange(n)[:, None]
+        visible = key <= query if window is None else (key <= query) & (key > query - window)
+        visible = np.tile(visible, (heads // kv_heads, 1))
+    out = softmax(scores, visible) @ values.astype(np.float32)
+    return out.reshape(kv_heads, heads // kv_heads, n, head_dim).transpose(2, 0, 1, 3).reshape(n, heads, head_dim)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """``x * sigmoid(x)`` in fp32."""
+    with np.errstate(over="ignore"):
+        return x / (np.float32(1) + np.exp(-x))
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    """GELU's tanh form (https://arxiv.org/abs/1606.08415) in fp32."""
+    inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
+    return np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
+
+
+def relu(x: np.ndarray) -> np.ndarray:
+    """``max(x, 0)``."""
+    return np.maximum(x, np.float32(0))
+
+
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu": relu}

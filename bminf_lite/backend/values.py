@@ -1,0 +1,102 @@
+"""The values that layers and backends exchange. They hold arrays of some device and name none.
+
+``Array`` is whatever a backend computes with: a NumPy array, a CuPy array, or a value that a backend has not finished
+computing because its consumer can do so more cheaply. A layer passes arrays on and never looks inside.
+
+A step processes the new tokens of several sequences at once, packed one after another without padding; so a batch of
+ragged prompts and a single decoded token are the same thing, and no token ever sees another sequence's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Array = Any
+
+
+@dataclass
+class Step:
+    """The new tokens of ``B`` sequences, ``T`` in all, on the device.
+
+    ``tokens`` int32 ``[T]``; sequence ``b`` owns ``tokens[starts[b]:starts[b + 1]]`` (``starts`` int32 ``[B + 1]``),
+    has ``past[b]`` tokens in the cache already (int32 ``[B]``) and lives in row ``slots[b]`` of it (int32 ``[B]``).
+    ``count`` is ``B``, ``longest`` the largest number of new tokens of any sequence and ``reach`` an upper bound of
+    what any sequence will have in the cache after this step; the host knows these without asking the device.
+    """
+
+    tokens: Array
+    starts: Array
+    past: Array
+    slots: Array
+    count: int
+    longest: int
+    reach: int
+
+    @property
+    def decoding(self) -> bool:
+        """Whether every sequence has exactly one new token."""
+        return self.longest == 1
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalization over the last axis, computed in fp32.
+
+    With ``center`` it is LayerNorm (mean subtracted, ``gain`` and ``bias``), without it RMSNorm
+    (https://arxiv.org/abs/1910.07467). ``gain`` and ``bias`` are fp32 ``[features]``.
+    """
+
+    gain: Array
+    eps: float
+    bias: Array | None = None
+    center: bool = False
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (https://arxiv.org/abs/2104.09864), the halves of a head rotated against each other.
+
+    The angle of pair ``i`` at position ``p`` is ``fp32(p) * frequencies[i]`` in fp32; cosine and sine are multiplied
+    by ``scale`` (YaRN's attention factor, else 1). ``frequencies`` is fp32 ``[head_dim / 2]``.
+    """
+
+    frequencies: Array
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Causal self-attention with grouped key-value heads (https://arxiv.org/abs/2305.13245).
+
+    Query head ``h`` reads key-value head ``h // (heads // kv_heads)``. ``scale`` multiplies the scores. A query at
+    position ``p`` sees keys ``p - window < j <= p`` (all ``j <= p`` without a window). ``q_norm`` and ``k_norm``
+    normalise each head before the rotation.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    rope: Rope | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+    @property
+    def qkv_features(self) -> int:
+        """Width of the fused query, key, value projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+@dataclass
+class LayerCache:
+    """Keys and values of one layer, each ``[slots, kv_heads, capacity, head_dim]`` in the backend's activation type."""
+
+    keys: Array
+    values: Array
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit per slot."""
+        return self.keys.shape[2]

@@ -1,0 +1,48 @@
+"""The key-value cache of a whole model: a row ("slot") per sequence, growing with the longest of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..backend.base import Backend
+from ..backend.values import LayerCache
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a model stores per token: ``layers`` times keys and values of ``kv_heads * head_dim``."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, itemsize: int = 2) -> int:
+        """Bytes that one token of one sequence takes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+
+
+class KVCache:
+    """Keys and values of ``slots`` sequences of up to ``capacity`` tokens; ``limit`` is the model's context length."""
+
+    BLOCK = 256
+
+    def __init__(self, ops: Backend, shape: CacheShape, slots: int, capacity: int, limit: int):
+        self.ops = ops
+        self.slots = slots
+        self.limit = limit
+        self.capacity = self._rounded(capacity)
+        self.layers: list[LayerCache] = [
+            ops.layer_cache(slots, shape.kv_heads, self.capacity, shape.head_dim) for _ in range(shape.layers)
+        ]
+
+    def reserve(self, tokens: int) -> bool:
+        """Make room for ``tokens`` per slot; returns whether the cache moved. Grows by half at least, layer by layer."""
+        if tokens <= self.capacity:
+            return False
+        self.capacity = self._rounded(max(tokens, min(self.limit, self.capacity * 3 // 2)))
+        for layer in self.layers:
+            self.ops.grow(layer, self.capacity)
+        return True
+
+    def _rounded(self, tokens: int) -> int:
+        return min(-(-max(tokens, 1) // self.BLOCK) * self.BLOCK, max(self.limit, tokens))

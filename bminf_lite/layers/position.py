@@ -1,0 +1,108 @@
+"""Rotary frequencies from a checkpoint's configuration, with the scalings that extend the context.
+
+Configurations name them ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before); both
+are read. The formulas are those of the papers, in the fp32 steps that transformers takes, so that angles are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Parameters = dict[str, Any]
+
+
+def rope_parameters(config: Parameters, default_theta: float = 10000.0) -> Parameters:
+    """The rotary parameters of a ``config.json``: ``rope_type``, ``rope_theta`` and whatever the type needs."""
+    found = dict(config.get("rope_scaling") or {})
+    nested = config.get("rope_parameters") or {}
+    found.update(nested)
+    found.setdefault("rope_theta", config.get("rope_theta", default_theta))
+    found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
+    return found
+
+
+def rope_frequencies(parameters: Parameters, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
+    """Frequencies fp32 ``[head_dim / 2]`` and the factor on cosine and sine.
+
+    Raises ``ValueError`` for a type that is not known, a missing parameter or one out of range.
+    """
+    kind = parameters["rope_type"]
+    if kind not in _SCALINGS:
+        raise ValueError(f"rope_type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}")
+    theta = _number(parameters, "rope_theta")
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = np.float32(1) / np.float32(theta) ** exponents
+    return _SCALINGS[kind](frequencies, parameters, head_dim, max_positions)
+
+
+def _number(parameters: Parameters, key: str, default: float | None = None) -> float:
+    value = parameters.get(key, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"rope parameter {key} must be a positive number, not {value!r}")
+    return value
+
+
+def _default(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
+    return frequencies, 1.0
+
+
+def _linear(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
+    """Position interpolation (https://arxiv.org/abs/2306.15595)."""
+    return frequencies / np.float32(_number(parameters, "factor")), 1.0
+
+
+def _llama3(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
+    """LLaMA 3.1: long wavelengths are stretched by ``factor``, short ones kept, and those between interpolated."""
+    factor, low, high = (_number(parameters, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = _number(parameters, "original_max_position_embeddings")
+    if high <= low:
+        raise ValueError(f"rope parameter high_freq_factor ({high}) must be larger than low_freq_factor ({low})")
+    wavelengths = np.float32(2 * math.pi) / frequencies
+    smooth = (np.float32(original) / wavelengths - np.float32(low)) / np.float32(high - low)
+    between = (1 - smooth) * frequencies / np.float32(factor) + smooth * frequencies
+    stretched = np.where(wavelengths > original / low, frequencies / np.float32(factor), frequencies)
+    medium = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return np.where(medium, between, stretched).astype(np.float32), 1.0
+
+
+def _yarn(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
+    """YaRN (https://arxiv.org/abs/2309.00071): interpolation by wavelength, and softer scores."""
+    original = _number(parameters, "original_max_position_embeddings", max_positions)
+    factor = _number(parameters, "factor", max_positions / original)
+    theta = _number(parameters, "rope_theta")
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(_number(parameters, "beta_fast", 32))
+    high = dimension(_number(parameters, "beta_slow", 1))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    steps = np.arange(head_dim // 2, dtype=np.float32)
+    ramp = np.clip((steps - low) / ((high - low) or 0.001), 0, 1).astype(np.float32)
+    scaled = frequencies / np.float32(factor) * ramp + frequencies * (1 - ramp)
+    return scaled.astype(np.float32), _yarn_attention(parameters, factor)
+
+
+def _yarn_attention(parameters: Parameters, factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if parameters.get("attention_factor") is not None:
+        return float(_number(parameters, "attention_factor"))
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return mscale(_number(parameters, "mscale")) / mscale(_number(parameters, "mscale_all_dim"))
+    return mscale(1.0)
+
+
+_SCALINGS: dict[str, Callable[[np.ndarray, Parameters, int, int], tuple[np.ndarray, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,71 @@
+"""Reading a ``config.json`` with every nonsensical value reported at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..errors import CheckpointError
+
+
+class ConfigReader:
+    """Typed, bounded look-ups in a configuration. Problems are collected; :meth:`finish` raises them together.
+
+    A look-up with a problem returns a harmless stand-in, so that reading can go on to the next problem.
+    """
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+        self.problems: list[str] = []
+
+    def problem(self, text: str) -> None:
+        """Record one problem."""
+        self.problems.append(text)
+
+    def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**24) -> int:
+        """A whole number in ``low..high``. ``default`` serves where the key is absent or null; None: it is required."""
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            self.problem(f"{key} is missing")
+        elif not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            self.problem(f"{key} is {value!r}; it must be a whole number from {low} to {high}")
+        else:
+            return value
+        return max(low, 1)
+
+    def number(self, key: str, default: float, low: float = 0.0, high: float = math.inf) -> float:
+        """A finite number in ``low..high``."""
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high or math.isinf(value):
+            self.problem(f"{key} is {value!r}; it must be a number from {low} to {high}")
+            return default
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.problem(f"{key} is {value!r}; it must be true or false")
+            return default
+        return value
+
+    def choice(self, key: str, default: str, choices: dict[str, str]) -> str:
+        """What ``choices`` maps the value to."""
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        if value not in choices:
+            self.problem(f"{key} is {value!r}; supported: {', '.join(choices)}")
+            return next(iter(choices.values()))
+        return choices[value]
+
+    def finish(self) -> None:
+        """Raise ``CheckpointError`` with all problems, if there are any."""
+        if self.problems:
+            raise CheckpointError("config.json: " + "; ".join(self.problems))

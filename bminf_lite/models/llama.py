@@ -1,0 +1,199 @@
+"""LLaMA 2 and 3 (https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783), and the layers that its kin share.
+
+A pre-norm decoder: RMSNorm, grouped-query attention with rotary positions, a gated feed-forward layer. Mistral and
+Qwen differ by a window, biases or a norm on queries and keys: fields of :class:`Config` that their files set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..backend.base import Backend
+from ..backend.values import Array, AttentionSpec, LayerCache, Rope, Step
+from ..layers.attention import Attention
+from ..layers.cache import CacheShape, KVCache
+from ..layers.embedding import Embedding
+from ..layers.linear import Head
+from ..layers.loading import Weights
+from ..layers.mlp import GatedMLP
+from ..layers.norm import RMSNorm, load_rms_norm
+from ..layers.position import rope_frequencies, rope_parameters
+from ._config import ConfigReader
+from .spec import Parameter, Role, Spec
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a model; lengths in tokens, sizes in elements.
+
+    ``windows`` has an entry per layer: the attention window, or None. ``frequencies`` are the rotary frequencies and
+    ``rope_scale`` the factor on cosine and sine.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context_length: int
+    norm_eps: float
+    activation: str
+    tied_head: bool
+    frequencies: tuple[float, ...]
+    rope_scale: float
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What the model keeps per token."""
+        return CacheShape(self.layers, self.kv_heads, self.head_dim)
+
+
+def parse(config: dict[str, Any]) -> Config:
+    """LLaMA's configuration. Absent keys mean transformers' defaults for the class."""
+    read = ConfigReader(config)
+    bias = read.flag("attention_bias", False)
+    return parse_decoder(read, qkv_bias=bias, o_bias=bias, mlp_bias=read.flag("mlp_bias", False))
+
+
+def parse_decoder(
+    read: ConfigReader,
+    *,
+    window: int | None = None,
+    first_windowed: int = 0,
+    context_length: int = 2048,
+    default_kv_heads: int | None = None,
+    default_head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> Config:
+    """The keys that the family shares. Layers from ``first_windowed`` on attend within ``window``."""
+    hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    layers = read.integer("num_hidden_layers", high=4096)
+    kv_heads = read.integer("num_key_value_heads", default_kv_heads or heads)
+    if read.config.get("head_dim") is None and default_head_dim is None and hidden % heads:
+        read.problem(f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
+    head_dim = read.integer("head_dim", default_head_dim or max(hidden // heads, 1), high=1024)
+    if heads % kv_heads:
+        read.problem(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+    if head_dim % 2:
+        read.problem(f"head_dim ({head_dim}) must be even, for rotary positions")
+    context = read.integer("max_position_embeddings", context_length)
+    try:
+        frequencies, rope_scale = rope_frequencies(rope_parameters(read.config), head_dim + head_dim % 2, context)
+    except ValueError as error:
+        read.problem(str(error))
+        frequencies, rope_scale = np.ones(1, np.float32), 1.0
+    result = Config(
+        vocab_size=read.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=read.integer("intermediate_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        context_length=context,
+        norm_eps=read.number("rms_norm_eps", norm_eps, high=1.0),
+        activation=read.choice("hidden_act", "silu", ACTIVATIONS),
+        tied_head=read.flag("tie_word_embeddings", False),
+        frequencies=tuple(map(float, frequencies)),
+        rope_scale=rope_scale,
+        windows=tuple(window if i >= first_windowed else None for i in range(layers)),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+    )
+    read.finish()
+    return result
+
+
+def spec(config: Config) -> Spec:
+    """Every tensor of the checkpoint."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    tensors = {
+        "model.embed_tokens.weight": Parameter((config.vocab_size, hidden), Role.EMBEDDING),
+        "model.norm.weight": Parameter((hidden,), Role.VECTOR),
+        "lm_head.weight": Parameter((config.vocab_size, hidden), Role.HEAD),
+    }
+    linears = {
+        "self_attn.q_proj": (q, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q, config.o_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    vectors = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.qk_norm:
+        vectors |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}"
+        for name, (out_features, in_features, bias) in linears.items():
+            tensors[f"{prefix}.{name}.weight"] = Parameter((out_features, in_features), Role.LINEAR)
+            if bias:
+                tensors[f"{prefix}.{name}.bias"] = Parameter((out_features,), Role.VECTOR)
+        for name, width in vectors.items():
+            tensors[f"{prefix}.{name}.weight"] = Parameter((width,), Role.VECTOR)
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_head else {}
+    return Spec(tensors, tied, ignored=(r".*rotary_emb\.inv_freq",))
+
+
+class Block:
+    """``r = r + attention(norm(r))``, ``r = r + mlp(norm(r))``."""
+
+    def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, rope: Rope):
+        name = f"model.layers.{layer}"
+        attention = AttentionSpec(
+            config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5, config.windows[layer], rope,
+            *(
+                load_rms_norm(ops, weights, f"{name}.self_attn.{x}_norm", config.norm_eps) if config.qk_norm else None
+                for x in "qk"
+            ),
+        )  # fmt: skip
+        self.input_norm = RMSNorm(ops, weights, f"{name}.input_layernorm", config.norm_eps)
+        self.attention = Attention(ops, weights, f"{name}.self_attn", attention, config.qkv_bias, config.o_bias)
+        self.post_norm = RMSNorm(ops, weights, f"{name}.post_attention_layernorm", config.norm_eps)
+        self.mlp = GatedMLP(ops, weights, f"{name}.mlp", config.activation, config.mlp_bias)
+
+    def __call__(self, residual: Array, cache: LayerCache, step: Step) -> Array:
+        residual = self.attention.add_to(residual, self.input_norm(residual), cache, step)
+        return self.mlp.add_to(residual, self.post_norm(residual))
+
+
+class Model:
+    """Tokens in, logits out."""
+
+    def __init__(self, config: Config, weights: Weights, ops: Backend):
+        self.ops = ops
+        self.config = config
+        rope = Rope(ops.vector(np.array(config.frequencies, np.float32)), config.rope_scale)
+        self.embedding = Embedding(ops, weights, "model.embed_tokens")
+        self.blocks = [Block(config, weights, ops, layer, rope) for layer in range(config.layers)]
+        self.norm = RMSNorm(ops, weights, "model.norm", config.norm_eps)
+        self.head = Head(ops, weights, ["lm_head"])
+
+    def __call__(self, step: Step, cache: KVCache, all_logits: bool = False) -> Array:
+        """Run a step's tokens: fp32 logits ``[B, vocab]`` of each sequence's last token, or of all ``[T, vocab]``."""
+        residual = self.embedding(step.tokens)
+        for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
+            residual = block(residual, layer_cache, step)
+        if not all_logits:
+            residual = self.ops.last_tokens(residual, step)
+        return self.head(self.norm(residual))
