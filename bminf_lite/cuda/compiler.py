@@ -18,10 +18,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from ..errors import DeviceError
-from . import cubin_cache
+from . import cubin_cache, libraries
+from .bindings import LibraryError, bind
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -64,7 +66,6 @@ _SIZE = ctypes.POINTER(ctypes.c_size_t)
 _STRINGS = ctypes.POINTER(ctypes.c_char_p)
 _INT = ctypes.POINTER(ctypes.c_int)
 _PROTOTYPES: dict[str, tuple[type, ...]] = {
-    "nvrtcVersion": (_INT, _INT),
     "nvrtcGetNumSupportedArchs": (_INT,),
     "nvrtcGetSupportedArchs": (_INT,),
     "nvrtcCreateProgram": (
@@ -79,60 +80,25 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "nvrtcGetCUBIN": (Program, ctypes.c_char_p),
     "nvrtcGetLoweredName": (Program, ctypes.c_char_p, _STRINGS),
 }  # fmt: skip
-COMPILATION_FAILED = 6
-
-
-class Nvrtc:
-    """NVRTC's functions, called by name with their status checked."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        for name, argtypes in _PROTOTYPES.items():
-            function = getattr(library, name)
-            function.argtypes = argtypes
-            function.restype = ctypes.c_int
-        library.nvrtcGetErrorString.argtypes = (ctypes.c_int,)
-        library.nvrtcGetErrorString.restype = ctypes.c_char_p
-
-    def call(self, name: str, *args: object, accept: int = 0) -> int:
-        """Call a function and return its status; raises ``DeviceError`` unless that is 0 or ``accept``."""
-        status = getattr(self._library, name)(*args)
-        if status not in (0, accept):
-            raise DeviceError(f"{name}: {self._library.nvrtcGetErrorString(status).decode()}")
-        return status
-
-    @functools.cached_property
-    def version(self) -> tuple[int, int]:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self.call("nvrtcVersion", major, minor)
-        return major.value, minor.value
-
-    @functools.cached_property
-    def architectures(self) -> frozenset[int]:
-        """The compute capabilities that it compiles for, as in ``90``."""
-        count = ctypes.c_int()
-        self.call("nvrtcGetNumSupportedArchs", count)
-        found = (ctypes.c_int * count.value)()
-        self.call("nvrtcGetSupportedArchs", found)
-        return frozenset(found)
+_COMPILATION_FAILED = 6
 
 
 @functools.cache
-def nvrtc() -> Nvrtc:
-    """NVRTC, loaded at the first call; raises ``DeviceError`` where it is not installed."""
-    from cuda.pathfinder import load_nvidia_dynamic_lib
+def nvrtc() -> SimpleNamespace:
+    """NVRTC's functions, loaded at the first call; raises ``DeviceError`` where it is not installed."""
+    library = libraries.load("nvrtc").dll
+    library.nvrtcGetErrorString.argtypes = (ctypes.c_int,)
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return bind(library, _PROTOTYPES, lambda status: library.nvrtcGetErrorString(status).decode())
 
-    return Nvrtc(ctypes.CDLL(load_nvidia_dynamic_lib("nvrtc").abs_path))
 
-
-def header_folder() -> str:
-    """The folder that holds ``cuda_fp16.h``; raises ``DeviceError`` where it is not installed."""
-    from cuda.pathfinder import find_nvidia_header_directory
-
-    folder = find_nvidia_header_directory("cudart")
-    if folder is None:
-        raise DeviceError("the CUDA headers (cuda_fp16.h) were not found")
-    return folder
+def architectures() -> list[int]:
+    """The compute capabilities that NVRTC compiles for, as in ``90``, in order."""
+    count = ctypes.c_int()
+    nvrtc().nvrtcGetNumSupportedArchs(count)
+    found = (ctypes.c_int * count.value)()
+    nvrtc().nvrtcGetSupportedArchs(found)
+    return sorted(found)
 
 
 def compile(
@@ -150,33 +116,36 @@ def compile(
     :func:`cubin_cache.default_folder`. Raises ``DeviceError`` with the compiler's log where the source does not
     compile, and where NVRTC or the headers are missing or too old for ``arch``.
     """
-    compiler = nvrtc()
-    _check_architecture(compiler, arch)
+    _check_architecture(arch)
     text = (sources / source_name).read_text(encoding="utf-8")
     headers = _included(text, sources)
-    include = header_folder()
+    version, include = libraries.load("nvrtc").version, _header_folder()
     options = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{include}", *(f"-D{define}" for define in defines))
     folder = cubin_cache.default_folder() if cache is None else cache
     # Upgrading the CUDA headers replaces files in their folder, which changes the folder's time.
-    installed = Path(include).stat().st_mtime_ns
-    identity = [source_name, text, headers, options, list(name_expressions), compiler.version, installed]
+    installed = include.stat().st_mtime_ns
+    identity = [source_name, text, headers, options, list(name_expressions), version, installed]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     key = f"{Path(source_name).stem}-{arch}-{digest[:32]}.cubin"
     if (stored := cubin_cache.read(folder, key)) is not None:
         return _unpack(stored)
-    cubin = _compile(compiler, source_name, text, headers, options, name_expressions)
+    cubin = _compile(source_name, text, headers, options, name_expressions)
     cubin_cache.write(folder, key, _pack(cubin))
     return cubin
 
 
-def _check_architecture(compiler: Nvrtc, arch: str) -> None:
+@functools.cache
+def _header_folder() -> Path:
+    return libraries.find_headers(major=libraries.load("nvrtc").version[0]).path
+
+
+def _check_architecture(arch: str) -> None:
     match = re.fullmatch(r"sm_(\d+)[af]?", arch)
-    if match is None or int(match[1]) not in compiler.architectures:
-        version = "{}.{}".format(*compiler.version)
-        known = ", ".join(f"sm_{number}" for number in sorted(compiler.architectures))
+    if match is None or int(match[1]) not in architectures():
+        known = ", ".join(f"sm_{number}" for number in architectures())
         raise DeviceError(
-            f"NVRTC {version} cannot compile for {arch}: it knows {known}. A newer GPU needs a newer NVRTC "
-            f"(pip install --upgrade nvidia-cuda-nvrtc), an older one an older major version"
+            f"NVRTC {libraries.text(libraries.load('nvrtc').version)} cannot compile for {arch}, only for {known}; "
+            f"a newer GPU needs a newer NVRTC, an older GPU an older one (bminf-lite doctor says which is installed)"
         )
 
 
@@ -196,51 +165,50 @@ def _included(text: str, sources: Traversable) -> dict[str, str]:
 
 
 @contextmanager
-def _program(compiler: Nvrtc, name: str, text: str, headers: Mapping[str, str]) -> Iterator[Program]:
+def _program(name: str, text: str, headers: Mapping[str, str]) -> Iterator[Program]:
     program = Program()
     contents, names = _strings(headers.values()), _strings(headers)
-    compiler.call("nvrtcCreateProgram", program, text.encode(), name.encode(), len(headers), contents, names)
+    nvrtc().nvrtcCreateProgram(program, text.encode(), name.encode(), len(headers), contents, names)
     try:
         yield program
     finally:
-        compiler.call("nvrtcDestroyProgram", program)
+        nvrtc().nvrtcDestroyProgram(program)
 
 
 def _compile(
-    compiler: Nvrtc,
-    name: str,
-    text: str,
-    headers: Mapping[str, str],
-    options: Sequence[str],
-    name_expressions: Sequence[str],
+    name: str, text: str, headers: Mapping[str, str], options: Sequence[str], name_expressions: Sequence[str]
 ) -> Cubin:
-    with _program(compiler, name, text, headers) as program:
+    with _program(name, text, headers) as program:
         for expression in name_expressions:
-            compiler.call("nvrtcAddNameExpression", program, expression.encode())
-        arguments = (program, len(options), _strings(options))
-        status = compiler.call("nvrtcCompileProgram", *arguments, accept=COMPILATION_FAILED)
-        log = _read(compiler, "nvrtcGetProgramLog", program).rstrip(b"\0\n").decode(errors="replace")
-        if status == COMPILATION_FAILED:
-            raise DeviceError(f"{name} does not compile with {' '.join(options)}:\n{log}")
-        symbols = {expression: _symbol(compiler, program, expression) for expression in name_expressions}
-        image = _read(compiler, "nvrtcGetCUBIN", program)
-    reported = parse_usage(log)
-    return Cubin(image, symbols, {e: reported[s] for e, s in symbols.items() if s in reported})
+            nvrtc().nvrtcAddNameExpression(program, expression.encode())
+        try:
+            nvrtc().nvrtcCompileProgram(program, len(options), _strings(options))
+        except LibraryError as error:
+            if error.status != _COMPILATION_FAILED:
+                raise
+            raise DeviceError(f"{name} does not compile with {' '.join(options)}:\n{_log(program)}") from None
+        symbols = {expression: _symbol(program, expression) for expression in name_expressions}
+        size = ctypes.c_size_t()
+        nvrtc().nvrtcGetCUBINSize(program, size)
+        image = ctypes.create_string_buffer(size.value)
+        nvrtc().nvrtcGetCUBIN(program, image)
+        reported = parse_usage(_log(program))
+    return Cubin(image.raw, symbols, {e: reported[s] for e, s in symbols.items() if s in reported})
 
 
-def _symbol(compiler: Nvrtc, program: Program, expression: str) -> str:
+def _symbol(program: Program, expression: str) -> str:
     symbol = ctypes.c_char_p()
-    compiler.call("nvrtcGetLoweredName", program, expression.encode(), symbol)
+    nvrtc().nvrtcGetLoweredName(program, expression.encode(), symbol)
     assert symbol.value is not None
     return symbol.value.decode()
 
 
-def _read(compiler: Nvrtc, getter: str, program: Program) -> bytes:
+def _log(program: Program) -> str:
     size = ctypes.c_size_t()
-    compiler.call(f"{getter}Size", program, size)
-    buffer = ctypes.create_string_buffer(size.value)
-    compiler.call(getter, program, buffer)
-    return buffer.raw
+    nvrtc().nvrtcGetProgramLogSize(program, size)
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc().nvrtcGetProgramLog(program, log)
+    return log.value.decode(errors="replace")
 
 
 def _strings(values: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:

@@ -1,0 +1,177 @@
+"""Kernels loaded into a GPU and launched with as little Python as possible.
+
+A decode step launches some ten kernels a layer from Python, so a launch is two ``struct`` packings into memory that the
+kernel owns and one call of the driver. Launches may be captured into a graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import DeviceError
+from . import compiler, driver
+from .bindings import LibraryError
+from .driver import Device, FunctionAttribute, LaunchAttribute, LaunchAttributeID, LaunchConfig
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+Dimensions = int | tuple[int, ...]
+
+# CUlaunchConfig: grid, block, shared bytes, stream, attributes, how many. Native alignment is the C compiler's.
+_CONFIG = struct.Struct("@7IPPI")
+_PARAMETER_BUFFER_POINTER, _PARAMETER_BUFFER_SIZE = 1, 2
+_SHARED_WITHOUT_ASKING = 48 * 1024
+
+
+@dataclass(frozen=True)
+class KernelAttributes:
+    """What the driver says of a loaded kernel: registers and bytes of local memory a thread, static shared a block."""
+
+    registers: int
+    local: int
+    shared: int
+    max_threads: int
+
+
+class Module:
+    """One source file's kernels for one GPU, compiled and loaded when the first of them is asked for."""
+
+    def __init__(
+        self,
+        device: Device,
+        source_name: str,
+        name_expressions: Sequence[str],
+        defines: Sequence[str] = (),
+        sources: Traversable = compiler.SOURCES,
+    ) -> None:
+        self.device = device
+        self._source = (source_name, tuple(name_expressions), tuple(defines), sources)
+
+    @functools.cached_property
+    def cubin(self) -> compiler.Cubin:
+        source_name, name_expressions, defines, sources = self._source
+        return compiler.compile(source_name, self.device.arch, name_expressions, defines, sources)
+
+    @functools.cached_property
+    def _handle(self) -> driver.Module:
+        self.device.make_current()
+        handle = driver.Module()
+        driver.load().cuModuleLoadData(handle, self.cubin.image)
+        return handle
+
+    def kernel(self, name_expression: str, signature: str) -> Kernel:
+        """The kernel of that name, one of the module's ``name_expressions``; see :class:`Kernel` for ``signature``."""
+        function = driver.Function()
+        driver.load().cuModuleGetFunction(function, self._handle, self.cubin.symbols[name_expression].encode())
+        return Kernel(self, name_expression, function, signature)
+
+
+class Kernel:
+    """One kernel, launched by calling it.
+
+    ``signature`` has a letter for each parameter: ``p`` a pointer, and the :mod:`struct` letters for the rest, of which
+    ``i`` int32, ``I`` uint32, ``q`` int64, ``Q`` uint64, ``f`` fp32, ``d`` fp64 and ``?`` bool are the useful ones.
+    """
+
+    def __init__(self, module: Module, name: str, function: driver.Function, signature: str) -> None:
+        self.name = name
+        self._module = module  # which must outlive its kernels
+        self._function = function
+        self._launch = driver.load().cuLaunchKernelEx
+        self._lock = threading.Lock()
+        self._shared_allowed = _SHARED_WITHOUT_ASKING
+        self._dependent_supported = module.device.compute_capability >= (9, 0)
+        parameters = struct.Struct("@" + signature.replace("p", "P"))
+        self._pack_parameters = parameters.pack_into
+        self._parameters = ctypes.create_string_buffer(max(1, parameters.size))
+        self._size = ctypes.c_size_t(parameters.size)
+        self._extra = (ctypes.c_void_p * 5)(
+            _PARAMETER_BUFFER_POINTER, ctypes.addressof(self._parameters),
+            _PARAMETER_BUFFER_SIZE, ctypes.addressof(self._size), None,
+        )  # fmt: skip
+        self._config = LaunchConfig()
+        self._config_pointer = ctypes.byref(self._config)
+        # Cluster first, dependent launch second: either alone or both are a run of this array.
+        self._attributes = (LaunchAttribute * 2)()
+        self._attributes[0].id = LaunchAttributeID.CLUSTER_DIMENSION
+        self._attributes[1].id = LaunchAttributeID.PROGRAMMATIC_STREAM_SERIALIZATION
+        self._attributes[1].value[0] = 1
+        self._cluster_attribute = ctypes.addressof(self._attributes)
+        self._dependent_attribute = self._cluster_attribute + ctypes.sizeof(LaunchAttribute)
+
+    @functools.cached_property
+    def attributes(self) -> KernelAttributes:
+        return KernelAttributes(
+            registers=self._attribute(FunctionAttribute.NUM_REGS),
+            local=self._attribute(FunctionAttribute.LOCAL_SIZE_BYTES),
+            shared=self._attribute(FunctionAttribute.SHARED_SIZE_BYTES),
+            max_threads=self._attribute(FunctionAttribute.MAX_THREADS_PER_BLOCK),
+        )
+
+    def __call__(
+        self,
+        grid: Dimensions,
+        block: Dimensions,
+        args: Sequence[object],
+        shared: int = 0,
+        stream: int = 0,
+        dependent: bool = False,
+        cluster: Dimensions | None = None,
+    ) -> None:
+        """Launch on ``stream`` (``cudaStream_t`` as an integer), in blocks of ``block`` threads, ``grid`` of them.
+
+        ``args`` are integers and floats, one for each letter of the signature; a pointer is an address on the GPU,
+        whose memory must stay until the kernel has run. ``shared`` is dynamic shared memory in bytes. ``cluster`` is
+        in blocks. ``dependent`` lets the kernel start before the one ahead of it in the stream has ended; such a
+        kernel must wait (``cudaGridDependencySynchronize``) before it touches what that one writes. GPUs below compute
+        capability 9.0 ignore it. The calling thread must have the GPU's context current. Raises ``TypeError`` for
+        arguments that do not fit the signature and ``DeviceError`` where the launch is refused.
+        """
+        with self._lock:
+            if shared > self._shared_allowed:
+                self._allow_shared(shared)
+            attributes, count = 0, 0
+            if dependent and self._dependent_supported:
+                attributes, count = self._dependent_attribute, 1
+            if cluster is not None:
+                self._attributes[0].value[:3] = _three(cluster)
+                attributes, count = self._cluster_attribute, count + 1
+            try:
+                self._pack_parameters(self._parameters, 0, *args)
+                _CONFIG.pack_into(
+                    self._config, 0, *_three(grid), *_three(block), shared, stream, attributes, count
+                )
+                self._launch(self._config_pointer, self._function, None, self._extra)
+            except struct.error as error:
+                raise TypeError(f"{self.name}: the arguments {args} do not fit the signature: {error}") from error
+            except LibraryError as error:
+                raise DeviceError(
+                    f"{self.name} with grid {grid}, block {block}, {shared} bytes of shared memory: {error}"
+                ) from error
+
+    def _attribute(self, attribute: FunctionAttribute) -> int:
+        value = ctypes.c_int()
+        driver.load().cuFuncGetAttribute(value, attribute, self._function)
+        return value.value
+
+    def _allow_shared(self, shared: int) -> None:
+        try:
+            driver.load().cuFuncSetAttribute(
+                self._function, FunctionAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared
+            )
+        except LibraryError as error:
+            raise DeviceError(f"{self.name}: {shared} bytes of dynamic shared memory a block: {error}") from error
+        self._shared_allowed = shared
+
+
+def _three(dimensions: Dimensions) -> tuple[int, ...]:
+    if isinstance(dimensions, int):
+        return dimensions, 1, 1
+    return dimensions if len(dimensions) == 3 else (*dimensions, 1, 1)[:3]
