@@ -204,15 +204,17 @@ class Backend:
             )
         return self._round(out.reshape(tokens, -1))
 
-    def sample(self, logits: Array, sampler: SamplerState, step: Step) -> Array:
-        """Choose each sequence's next token and make it the step's input: fp32 ``[B, vocab]`` -> int32 ``[2, B]``.
+    def sample(self, logits: Array, sampler: SamplerState, step: Step | None = None) -> Array:
+        """Choose each sequence's next token, as ``backend.sampling`` defines: fp32 ``[B, vocab]`` -> int32 ``[2, B]``.
 
-        Row 0 holds the tokens (-1 where logits are NaN), row 1 the bits of their fp32 log-probabilities. ``step`` must
-        be a decoding step: its tokens are overwritten and ``past`` grows by one.
+        Row 0 holds the tokens (-1 where no token can be chosen), row 1 the bits of their fp32 log-probabilities. The
+        sampler's state advances. A decoding ``step`` becomes the next one: the tokens are its input (0 for -1), and
+        ``past`` grows by one.
         """
         tokens, logprobs = sample_tokens(logits, sampler)
-        step.tokens[...] = np.maximum(tokens, 0)
-        step.past += 1
+        if step is not None:
+            step.tokens[...] = np.maximum(tokens, 0)
+            step.past += 1
         return np.stack([tokens, logprobs.view(np.int32)])
 
     # -- shared by the operations -----------------------------------------------------------------------------------
