@@ -45,7 +45,7 @@ class SamplerState:
     ``temperature``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty`` and ``frequency_penalty`` are
     fp32 ``[B]``, ``top_k`` is int32 ``[B]`` (0: off), ``seed`` is uint64 ``[B]``. ``sequence`` int32 ``[B]`` tells the
     sequences of one seed apart; ``step`` int32 ``[B]`` counts the tokens drawn so far. ``counts`` is int32 ``[B, V]``:
-    how often each token was generated, plus ``PROMPT_FLAG`` where the prompt holds it; ``None`` if no row has a penalty.
+    how often each token was generated, plus ``PROMPT_FLAG`` where the prompt holds it; ``None`` without any penalty.
     """
 
     temperature: Any

@@ -1,0 +1,66 @@
+"""Token ids to text one at a time, so that the pieces put together are what decoding all ids at once gives.
+
+Text is emitted only once no later token can change it. Two things hold it back: an unfinished UTF-8 character, and a
+run of byte tokens (``<0xE2>``), which a decoder turns into text or into U+FFFD as a whole. How a token reads also
+depends on what is before it: a SentencePiece decoder drops the space before the very first word. So a new token is
+decoded together with the ones that the last piece came from, and only what they add is new.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from .tokenizer import Tokenizer
+
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_PROMPT_TOKENS = 16
+_UNFINISHED_TOKENS = 8
+
+
+class Detokenizer:
+    """The text of a sequence of tokens as it grows; special tokens have none.
+
+    ``prompt`` are the ids that the sequence continues, if the text is to be read as their continuation: with them a
+    first word keeps the space before it. Decodes a bounded window for each token, not everything again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        # enough for any decoder's memory of what came before, and for the bytes of a character
+        self._emitted = [i for i in prompt if self._has_text(i)][-_PROMPT_TOKENS:]
+        self._emitted_text = tokenizer.decode(self._emitted)
+        self._pending: list[int] = []
+        self._try_at = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now that ``token_id`` follows; often empty, never half a character."""
+        if not self._has_text(token_id):
+            return ""
+        self._pending.append(token_id)
+        if len(self._pending) < self._try_at or self._is_byte(token_id):
+            return ""
+        text = self._tokenizer.decode(self._emitted + self._pending)
+        if text.endswith("\ufffd") or len(text) <= len(self._emitted_text):
+            # A character has at most four bytes: a longer run is no text, and is not decoded again for each token
+            n = len(self._pending)
+            self._try_at = n + 1 + (n // 8 if n >= _UNFINISHED_TOKENS else 0)
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        """The text held back, once no more tokens will come. Unfinished characters are U+FFFD."""
+        return self._emit(self._tokenizer.decode(self._emitted + self._pending)) if self._pending else ""
+
+    def _emit(self, text: str) -> str:
+        new = text[len(self._emitted_text) :]
+        self._emitted, self._pending, self._try_at = self._pending, [], 0
+        self._emitted_text = self._tokenizer.decode(self._emitted)
+        return new
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._tokenizer.special_ids and self._tokenizer.id_to_piece(token_id) is not None
+
+    def _is_byte(self, token_id: int) -> bool:
+        piece = self._tokenizer.id_to_piece(token_id)
+        return self._tokenizer.byte_fallback and piece is not None and _BYTE_PIECE.fullmatch(piece) is not None

@@ -1,0 +1,163 @@
+"""What a caller may ask of sampling, checked once, and its form for a backend.
+
+:class:`SamplingParams` is what a user sees; :func:`sampler_state` makes from one of them per sequence the arrays that
+:mod:`bminf_lite.backend.sampling` defines the meaning of.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from ..backend.sampling import PROMPT_FLAG, SamplerState
+from ..errors import CheckpointError, UsageError
+
+INT32_MAX = 2**31 - 1
+FP32_TINY = float(np.finfo(np.float32).tiny)
+FP32_MAX = float(np.finfo(np.float32).max)
+
+_INTEGERS = {"max_new_tokens": (1, INT32_MAX), "top_k": (0, INT32_MAX), "seed": (0, 2**64 - 1)}
+_NUMBERS = {
+    "temperature": (0.0, FP32_MAX, "a finite number, 0 or more"),
+    "top_p": (FP32_TINY, 1.0, "over 0 and at most 1"),
+    "min_p": (0.0, 1.0, "from 0 to 1"),
+    "repetition_penalty": (FP32_TINY, FP32_MAX, "a finite number over 0"),
+    "presence_penalty": (-FP32_MAX, FP32_MAX, "a finite number"),
+    "frequency_penalty": (-FP32_MAX, FP32_MAX, "a finite number"),
+}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the tokens of a completion. Raises ``UsageError`` with every field that is out of range.
+
+    - ``max_new_tokens``: the completion's length at most, 1 or more.
+    - ``temperature``: 0 takes the most likely token; larger is more random.
+    - ``top_k``: draw from this many most likely tokens; 0 is off.
+    - ``top_p``: draw from the fewest most likely tokens that have this probability together, over 0 and up to 1 (off).
+    - ``min_p``: drop tokens less likely than this fraction of the most likely one, 0 (off) to 1.
+    - ``repetition_penalty``: over 0, 1 is off; divides positive and multiplies negative logits of tokens seen before.
+    - ``presence_penalty``, ``frequency_penalty``: subtracted from the logit of a generated token, once or once for each
+      time.
+    - ``seed``: 0 to 2**64 - 1; the same seed gives the same tokens. ``None`` draws one at random.
+    - ``stop``: texts that end the completion and are not part of it. One string counts as a tuple of one.
+    - ``ignore_eos``: go on after an end-of-sequence token.
+    - ``logprobs``: report each token's log-probability.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        elif isinstance(self.stop, Sequence):
+            object.__setattr__(self, "stop", tuple(self.stop))
+        problems = [p for f in fields(self) if (p := _problem(f.name, getattr(self, f.name)))]
+        if problems:
+            raise UsageError("; ".join(problems))
+
+    @classmethod
+    def from_checkpoint(cls, generation_config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
+        """The defaults of a checkpoint's ``generation_config.json``, and over them the caller's ``overrides``.
+
+        As in transformers, a configuration that does not say ``"do_sample": true`` means temperature 0, and one that
+        does means temperature 1 unless it gives another. An override of ``None`` counts as not given. Raises
+        ``CheckpointError`` for nonsensical values in the file (those that an override replaces are not looked at),
+        ``UsageError`` for an override of an unknown name or out of range.
+        """
+        names = [f.name for f in fields(cls)]
+        given = {name: value for name, value in overrides.items() if value is not None}
+        unknown = [_unknown(name, names) for name in overrides if name not in names]
+        if unknown:
+            raise UsageError("; ".join(unknown))
+        defaults = {
+            name: generation_config[name]
+            for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+            if generation_config.get(name) is not None and name not in given
+        }
+        problems = [p for name, value in defaults.items() if (p := _problem(name, value))]
+        do_sample = generation_config.get("do_sample")
+        if do_sample not in (True, False, None):
+            problems.append(f"do_sample is {do_sample!r}, but must be true or false")
+        if problems:
+            raise CheckpointError(
+                f"generation_config.json: {'; '.join(problems)}. Correct the file, or give these options explicitly"
+            )
+        if "temperature" not in given:
+            defaults["temperature"] = defaults.get("temperature", 1.0) if do_sample else 0.0
+        return cls(**(defaults | given))
+
+
+def sampler_state(
+    params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], vocab_size: int, sequences: Sequence[int]
+) -> SamplerState:
+    """The state, as NumPy arrays, of sequences at their start: one for each of ``params`` and ``prompts`` (token ids).
+
+    ``sequences`` numbers them within their request, which tells apart the draws of sequences with equal seeds. A
+    sequence without a seed gets one from the operating system.
+    """
+
+    def column(name: str, dtype: type) -> np.ndarray:
+        return np.array([getattr(p, name) for p in params], dtype)
+
+    counts = None
+    if any((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1, 0, 0) for p in params):
+        counts = np.zeros((len(params), vocab_size), np.int32)
+        for row, prompt in zip(counts, prompts, strict=True):
+            row[np.asarray(prompt, np.int64)] = PROMPT_FLAG
+    return SamplerState(
+        temperature=column("temperature", np.float32),
+        top_k=column("top_k", np.int32),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        repetition_penalty=column("repetition_penalty", np.float32),
+        presence_penalty=column("presence_penalty", np.float32),
+        frequency_penalty=column("frequency_penalty", np.float32),
+        seed=np.array([secrets.randbits(64) if p.seed is None else p.seed for p in params], np.uint64),
+        sequence=np.array(sequences, np.int32),
+        step=np.zeros(len(params), np.int32),
+        counts=counts,
+    )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """What is wrong with the value of a field, if anything."""
+    if name in _INTEGERS:
+        low, high = _INTEGERS[name]
+        valid = (_is_integer(value) and low <= value <= high) or (name == "seed" and value is None)
+        wanted = f"a whole number from {low} to {high}"
+    elif name in _NUMBERS:
+        least, most, wanted = _NUMBERS[name]
+        valid = isinstance(value, Real) and not isinstance(value, bool) and least <= float(value) <= most
+    elif name == "stop":
+        valid = isinstance(value, tuple) and all(isinstance(s, str) and s for s in value)
+        wanted = "a text or several, none of them empty"
+    else:
+        valid, wanted = isinstance(value, bool), "True or False"
+    return None if valid else f"{name} is {value!r}, but must be {wanted}"
+
+
+def _unknown(name: str, names: list[str]) -> str:
+    close = get_close_matches(name, names, n=1, cutoff=0)
+    return f"there is no sampling option {name!r}; the nearest is {close[0]!r}"
