@@ -1,0 +1,161 @@
+"""Pages of a GPU's memory, and how much of it may be used.
+
+With the driver's virtual memory management, addresses are reserved first and memory is mapped to them later, so an
+arena takes from the GPU what it needs and no more. GPUs and drivers without it get the whole amount at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+from ..cuda import driver
+from ..cuda.bindings import LibraryError
+from ..cuda.driver import AccessDescription, AllocationProperties, Device, DeviceAttribute, Location, Status
+from ..errors import OutOfMemory
+from .arena import Arena, Pages
+from .sizes import format_size, parse_size
+
+CHUNK = 64 << 20
+"""Mapped memory is taken in pieces of at most this size, which are also what can be given back."""
+MARGIN = 256 << 20
+"""What is left free by default: for the display, for the libraries' own needs and for kernels' local memory."""
+
+_ON_DEVICE, _PINNED, _READ_AND_WRITE, _MINIMUM_GRANULARITY = 1, 1, 3, 0
+
+
+def device_limit(memory_limit: int | str | None, free_bytes: int) -> int:
+    """Bytes that may be used of ``free_bytes``: what the user allows (``"6GiB"``, ``"500MB"``, bytes), or with None all
+    but a margin. Raises ``UsageError`` for a text that is no size. A limit beyond what is free is kept: it
+    may be free by the time it is needed.
+    """
+    if memory_limit is None:
+        return max(0, free_bytes - MARGIN)
+    return parse_size(memory_limit)
+
+
+def device_arena(device: Device, memory_limit: int | str | None = None) -> Arena:
+    """An arena of the GPU's memory under ``memory_limit``, as in :func:`device_limit`."""
+    limit = device_limit(memory_limit, device.memory()[0])
+    pages = device_pages(device, limit)
+    return Arena(pages, limit)
+
+
+def device_pages(device: Device, nbytes: int) -> Pages:
+    """Pages for ``nbytes``: mapped as they are needed where the GPU can do that, all at once where it cannot."""
+    if device.attribute(DeviceAttribute.VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
+        return MappedPages(device, nbytes)
+    return WholePages(device, nbytes)
+
+
+class MappedPages:
+    """``nbytes`` of addresses, rounded up to ``granularity``, with memory mapped to them in chunks."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._driver = driver.load()
+        device.make_current()
+        location = Location(type=_ON_DEVICE, id=device.index)
+        self._properties = AllocationProperties(type=_PINNED, location=location)
+        self._access = AccessDescription(location=location, flags=_READ_AND_WRITE)
+        granularity = ctypes.c_size_t()
+        self._driver.cuMemGetAllocationGranularity(granularity, self._properties, _MINIMUM_GRANULARITY)
+        self.granularity = granularity.value
+        self._nbytes = max(1, -(-nbytes // self.granularity)) * self.granularity
+        base = ctypes.c_uint64()
+        self._driver.cuMemAddressReserve(base, self._nbytes, 0, 0, 0)
+        self.base = base.value
+        self._chunks: dict[int, tuple[int, int]] = {}  # offset -> bytes, allocation handle
+
+    def map(self, offset: int, nbytes: int) -> None:
+        self._device.make_current()
+        done: list[int] = []
+        try:
+            for start, size in _chunks(offset, nbytes):
+                self._map_chunk(start, size)
+                done.append(start)
+        except LibraryError as error:
+            for start in done:
+                self._unmap_chunk(start)
+            if error.status != Status.OUT_OF_MEMORY:
+                raise
+            raise _refused(self._device, nbytes) from error
+
+    def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        end = offset + nbytes
+        inside = [
+            (start, size) for start, (size, _) in self._chunks.items() if offset <= start and start + size <= end
+        ]
+        if inside:
+            self._device.synchronize()
+            for start, _ in inside:
+                self._unmap_chunk(start)
+        return inside
+
+    def close(self) -> None:
+        if self._nbytes:
+            self.unmap(0, self._nbytes)
+            self._driver.cuMemAddressFree(self.base, self._nbytes)
+            self._nbytes = 0
+
+    def _map_chunk(self, offset: int, nbytes: int) -> None:
+        handle = ctypes.c_uint64()
+        self._driver.cuMemCreate(handle, nbytes, self._properties, 0)
+        try:
+            self._driver.cuMemMap(self.base + offset, nbytes, 0, handle, 0)
+        except LibraryError:
+            self._driver.cuMemRelease(handle)
+            raise
+        self._chunks[offset] = (nbytes, handle.value)
+        try:
+            self._driver.cuMemSetAccess(self.base + offset, nbytes, self._access, 1)
+        except LibraryError:
+            self._unmap_chunk(offset)
+            raise
+
+    def _unmap_chunk(self, offset: int) -> None:
+        nbytes, handle = self._chunks.pop(offset)
+        self._driver.cuMemUnmap(self.base + offset, nbytes)
+        self._driver.cuMemRelease(handle)
+
+
+class WholePages:
+    """``nbytes`` taken at once: one page, there from the start until :meth:`close`."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._driver = driver.load()
+        device.make_current()
+        self.granularity = max(1, nbytes)
+        base = ctypes.c_uint64()
+        try:
+            self._driver.cuMemAlloc_v2(base, self.granularity)
+        except LibraryError as error:
+            if error.status != Status.OUT_OF_MEMORY:
+                raise
+            raise _refused(device, nbytes) from error
+        self.base = base.value
+
+    def map(self, offset: int, nbytes: int) -> None: ...
+
+    def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        return []
+
+    def close(self) -> None:
+        if self.base:
+            self._device.make_current()
+            self._driver.cuMemFree_v2(self.base)
+            self.base = 0
+
+
+def _chunks(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(offset, offset + nbytes, CHUNK):
+        yield start, min(CHUNK, offset + nbytes - start)
+
+
+def _refused(device: Device, nbytes: int) -> OutOfMemory:
+    free, total = device.memory()
+    return OutOfMemory(
+        f"GPU {device.index} refused {format_size(nbytes)}: of its {format_size(total)}, {format_size(free)} are free; "
+        f"another process may have taken memory"
+    )

@@ -1,0 +1,61 @@
+"""Sets of integers as sorted, disjoint half-open intervals that never touch each other."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+
+class Intervals:
+    """A set of integers; adding and removing coalesce and split its intervals."""
+
+    def __init__(self, *intervals: tuple[int, int]) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self.total = 0
+        for start, end in intervals:
+            self.add(start, end)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._starts, self._ends, strict=True)
+
+    def add(self, start: int, end: int) -> None:
+        """Add ``[start, end)``, of which nothing need be absent."""
+        if start >= end:
+            return
+        first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
+        if first < last:
+            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
+        self._replace(first, last, [(start, end)])
+
+    def remove(self, start: int, end: int) -> None:
+        """Remove ``[start, end)``, of which nothing need be present."""
+        first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
+        if start >= end or first >= last:
+            return
+        edges = (self._starts[first], start), (end, self._ends[last - 1])
+        self._replace(first, last, [(low, high) for low, high in edges if low < high])
+
+    def within(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The parts of the set that lie in ``[start, end)``."""
+        if start >= end:
+            return
+        for i in range(bisect_right(self._ends, start), bisect_left(self._starts, end)):
+            yield max(start, self._starts[i]), min(end, self._ends[i])
+
+    def missing(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The parts of ``[start, end)`` that are not in the set."""
+        gaps = []
+        for low, high in self.within(start, end):
+            if start < low:
+                gaps.append((start, low))
+            start = high
+        if start < end:
+            gaps.append((start, end))
+        return gaps
+
+    def _replace(self, first: int, last: int, intervals: list[tuple[int, int]]) -> None:
+        self.total -= sum(self._ends[first:last]) - sum(self._starts[first:last])
+        self.total += sum(end - start for start, end in intervals)
+        self._starts[first:last] = [start for start, _ in intervals]
+        self._ends[first:last] = [end for _, end in intervals]
