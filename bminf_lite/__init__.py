@@ -1,0 +1,63 @@
+"""An int8 inference engine for language models: migrate a checkpoint, load it, generate text.
+
+    model = bminf_lite.load("path")
+    print(model.generate("Once", max_new_tokens=64))
+
+Everything here is imported when it is first used, so ``import bminf_lite`` costs a few milliseconds, and neither NumPy
+nor CuPy is imported before something needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint.migrate import migrate
+    from .engine.model import Model, load
+    from .engine.result import Piece, Result
+    from .engine.sampling import SamplingParams
+    from .errors import BminfError, CheckpointError, DeviceError, OutOfMemory, UsageError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BminfError",
+    "CheckpointError",
+    "DeviceError",
+    "Model",
+    "OutOfMemory",
+    "Piece",
+    "Result",
+    "SamplingParams",
+    "UsageError",
+    "__version__",
+    "load",
+    "migrate",
+]
+
+_HOMES = {
+    "load": "engine.model",
+    "Model": "engine.model",
+    "Piece": "engine.result",
+    "Result": "engine.result",
+    "SamplingParams": "engine.sampling",
+    "migrate": "checkpoint.migrate",
+    "BminfError": "errors",
+    "CheckpointError": "errors",
+    "DeviceError": "errors",
+    "OutOfMemory": "errors",
+    "UsageError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

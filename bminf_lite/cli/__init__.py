@@ -1,0 +1,97 @@
+"""The command line. Each file of this folder is a command of the same name; a file whose name starts with ``_`` is not.
+
+Commands parse, call the Python API and print: results on stdout, progress and messages on stderr. A file imports
+click alone at its top and the rest inside its command, so that ``--help`` answers at once.
+
+Exit codes: 0; 1 for a failed job; 2 for wrong usage; 130 after Ctrl-C. An error is one message without a traceback,
+unless ``--debug`` asks for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import pkgutil
+import traceback
+from typing import Any
+
+import click
+
+from .. import __version__
+from ..errors import BminfError, UsageError
+
+FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+
+
+def _debug_option() -> click.Option:
+    """``--debug``, accepted before and after the command's name."""
+
+    def remember(context: click.Context, _: click.Parameter, value: bool) -> None:
+        root = context.find_root()
+        root.obj = root.obj or value
+
+    return click.Option(
+        ["--debug"], is_flag=True, expose_value=False, is_eager=True, callback=remember,
+        help="Show a traceback when something fails.",
+    )  # fmt: skip
+
+
+class CommandLine(click.Group):
+    """Finds the commands among the files here, and turns exceptions into messages and exit codes."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in self.list_commands(context):
+            return None
+        command = getattr(importlib.import_module(f"{__name__}.{name}"), name)
+        if not any(p.name == "debug" for p in command.params):
+            command.params.append(_debug_option())
+        return command
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                raise  # whoever read our output has left: click ends the process quietly
+            if context.obj:
+                traceback.print_exception(error)
+            else:
+                click.echo(_message(error), err=True)
+            context.exit(_exit_code(error))
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, BminfError):
+        return f"error: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"error: {error.strerror}" + (f": {error.filename}" if error.filename else "")
+    return f"error: {type(error).__name__}: {error} (run again with --debug for the traceback)"
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return WRONG_USAGE if isinstance(error, UsageError) else FAILED
+
+
+main = CommandLine(
+    "bminf-lite",
+    params=[_debug_option()],
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Migrate a language-model checkpoint to int8, and generate text with it.
+
+    \b
+    Example:
+      bminf-lite demo
+      bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8
+      bminf-lite generate Llama-3.2-1B-int8 "Once upon a time"
+    """,
+)
+click.version_option(__version__, prog_name="bminf-lite")(main)

@@ -1,0 +1,27 @@
+"""Options that several commands share, and sizes for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
+
+device_option = click.option(
+    "--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N",
+    help="Where to run: auto takes a GPU if one can be used, and else the CPU.",
+)  # fmt: skip
+
+memory_limit_option = click.option(
+    "--memory-limit", metavar="SIZE", help="The most GPU memory to use, for example 6GiB or 800MiB."
+)
+
+
+def size_text(size: float) -> str:
+    """A number of bytes in powers of 1000, as files are usually measured: ``17.0 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

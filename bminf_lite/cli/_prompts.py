@@ -1,0 +1,93 @@
+"""Prompts from the command line, from stdin and from a JSONL file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Text to continue, or messages of a conversation to answer. ``id`` names it in the output."""
+
+    content: str | Messages
+    id: str | int | None = None
+
+    def as_chat(self, system: str | None) -> Prompt:
+        """The prompt as a conversation, with ``system`` before it unless it starts with a system message of its own."""
+        messages = [{"role": "user", "content": self.content}] if isinstance(self.content, str) else self.content
+        if system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        return Prompt(messages, self.id)
+
+
+def read_stdin() -> Prompt:
+    """All of stdin as one prompt, without the newline that ends it. Raises ``UsageError`` if it is not UTF-8."""
+    return Prompt(_decode(sys.stdin.buffer.read(), "stdin").removesuffix("\n"))
+
+
+def read_file(path: Path) -> list[Prompt]:
+    """The prompts of a JSONL file: an object per line with ``prompt`` or ``messages``, and perhaps ``id``.
+
+    Without an ``id``, the line's number is one. Empty lines are skipped. Raises ``UsageError`` with every bad line.
+    """
+    prompts: list[Prompt] = []
+    problems: list[str] = []
+    for number, line in enumerate(_decode(path.read_bytes(), str(path)).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(_parse(line, number))
+        except ValueError as error:
+            problems.append(f"line {number}: {error}")
+    if problems:
+        raise UsageError(f"{path}: " + "\n  ".join(["", *problems] if len(problems) > 1 else problems))
+    if not prompts:
+        raise UsageError(f'{path}: holds no prompts; each line is an object such as {{"prompt": "Once"}}')
+    return prompts
+
+
+def _decode(content: bytes, source: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source}: is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}") from None
+
+
+def _parse(line: str, number: int) -> Prompt:
+    """A line's prompt; raises ``ValueError`` that says what is wrong with it."""
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"is {type(value).__name__}, but must be an object with prompt or messages")
+    unknown = sorted(set(value) - {"prompt", "messages", "id"})
+    if unknown:
+        raise ValueError(f"has unknown keys: {', '.join(unknown)}; known are prompt, messages and id")
+    if ("prompt" in value) == ("messages" in value):
+        raise ValueError("must have either prompt or messages")
+    name = value.get("id", number)
+    if not isinstance(name, (str, int)):
+        raise ValueError(f"id is {name!r}, but must be a string or a whole number")
+    if "prompt" in value:
+        if not isinstance(value["prompt"], str):
+            raise ValueError(f"prompt is {value['prompt']!r}, but must be a string")
+        return Prompt(value["prompt"], name)
+    return Prompt(_check_messages(value["messages"]), name)
+
+
+def _check_messages(messages: Any) -> Messages:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages is {messages!r}, but must be a list of one object or more")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{index}] is {message!r}, but must be an object with role and content")
+    return messages

@@ -1,0 +1,157 @@
+"""``generate``: continue a prompt, or answer a message, as the text appears."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import UsageError
+from ._options import device_option, memory_limit_option, model_argument
+from ._prompts import Prompt, read_file, read_stdin
+
+if TYPE_CHECKING:
+    from ..engine.model import Model
+    from ..engine.result import Piece, Result
+
+
+@click.command()
+@model_argument
+@click.argument("prompt", metavar="[PROMPT | -]", required=False)
+@click.option("--prompts", metavar="FILE.jsonl", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help='Many prompts: an object per line with "prompt" or "messages", and perhaps "id".')  # fmt: skip
+@device_option
+@memory_limit_option
+@click.option("--max-new-tokens", type=int, metavar="N", help="The most tokens to generate.")
+@click.option("--temperature", type=float, metavar="T", help="0 takes the most likely token; larger is more random.")
+@click.option("--top-k", type=int, metavar="K", help="Draw from the K most likely tokens; 0 is off.")
+@click.option("--top-p", type=float, metavar="P", help="Draw from the most likely tokens of this total probability.")
+@click.option("--min-p", type=float, metavar="P", help="Drop tokens below this fraction of the most likely one.")
+@click.option("--repetition-penalty", type=float, metavar="R", help="Over 1 discourages tokens seen before.")
+@click.option("--seed", type=int, metavar="S", help="The same seed gives the same tokens on the same device.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
+@click.option("--chat", is_flag=True, help="Treat the prompt as a user's message, in the checkpoint's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: the system message.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object per result, when it is complete.")
+@click.option("--stats", is_flag=True, help="Report tokens, times and speeds on stderr.")
+def generate(
+    model: Path,
+    prompt: str | None,
+    prompts: Path | None,
+    device: str,
+    memory_limit: str | None,
+    chat: bool,
+    system: str | None,
+    as_json: bool,
+    stats: bool,
+    stop: tuple[str, ...],
+    **sampling: float | None,
+) -> None:
+    """Generate text with a model.
+
+    Continues PROMPT with the model in the folder MODEL, and prints the text as it comes; with - the prompt is read
+    from stdin. Options that are not given come from the model's generation_config.json.
+
+    \b
+    Example:
+      bminf-lite generate MODEL "Once upon a time" --max-new-tokens 64 --temperature 0.8
+      bminf-lite generate MODEL --chat "Why is the sky blue?" --stats
+      bminf-lite generate MODEL --prompts questions.jsonl --json > answers.jsonl
+    """
+    from ..engine.model import load
+    from ..engine.sampling import SamplingParams
+
+    if (prompt is None) == (prompts is None):
+        raise click.UsageError("Give either PROMPT (or - for stdin) or --prompts.")
+    if system is not None and not chat:
+        raise click.UsageError("--system needs --chat.")
+    given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+    if stop:
+        given["stop"] = stop
+    SamplingParams(**given)  # what is out of range is told before the model is loaded
+    if prompts is not None:
+        wanted = read_file(prompts)
+    else:
+        wanted = [read_stdin() if prompt == "-" else Prompt(str(prompt))]
+    if chat:
+        wanted = [p.as_chat(system) for p in wanted]
+    with load(model, device=device, memory_limit=memory_limit) as loaded:
+        started = time.perf_counter()
+        pieces = loaded.stream(encode(loaded, wanted), **given)
+        if prompts is None and not as_json:
+            results = print_stream(pieces)
+        else:
+            results = print_results(pieces, wanted, as_json)
+        if stats:
+            click.echo(stats_text(results, time.perf_counter() - started), err=True)
+
+
+def encode(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The token ids of each prompt, conversations by the chat template. Raises ``UsageError`` with every bad prompt."""
+    ids: list[list[int]] = []
+    problems: list[str] = []
+    for prompt in prompts:
+        try:
+            chat = not isinstance(prompt.content, str)
+            text = model.chat(prompt.content) if chat else prompt.content
+            ids.append(model.tokenizer.encode(text, add_special_tokens=not chat))
+        except UsageError as error:
+            problems.append(f"prompt {prompt.id}: {error}" if prompt.id is not None else str(error))
+    if problems:
+        raise UsageError("\n  ".join(problems))
+    return ids
+
+
+def print_stream(pieces: Iterable[Piece]) -> list[Result]:
+    """Print one prompt's text as it comes."""
+    for piece in pieces:
+        click.echo(piece.text, nl=False)
+        if piece.result is not None:
+            click.echo()
+            return [piece.result]
+    return []
+
+
+def print_results(pieces: Iterable[Piece], prompts: Sequence[Prompt], as_json: bool) -> list[Result]:
+    """Print each result when it and those before it are complete, with its prompt's id if it has one."""
+    from tqdm import tqdm
+
+    done: dict[int, Result] = {}
+    printed = 0
+    with tqdm(total=len(prompts), unit="prompt", disable=None if len(prompts) > 1 else True) as progress:
+        for piece in pieces:
+            if piece.result is None:
+                continue
+            done[piece.index] = piece.result
+            progress.update()
+            while printed in done:
+                with progress.external_write_mode():
+                    click.echo(result_text(done[printed], prompts[printed].id, as_json))
+                printed += 1
+    return [done[i] for i in range(printed)]
+
+
+def result_text(result: Result, name: str | int | None, as_json: bool) -> str:
+    """A result as a line of JSON, or as its text under a heading."""
+    if as_json:
+        return json.dumps(({} if name is None else {"id": name}) | result.to_dict(), ensure_ascii=False)
+    return f"--- {name}\n{result}"
+
+
+def stats_text(results: Sequence[Result], seconds: float) -> str:
+    """What was done and how fast; ``seconds`` is the wall-clock time of all of it."""
+    lines = [
+        f"prompt {t.prompt_tokens} tokens in {t.prompt_seconds:.3f} s ({t.prompt_tokens_per_second:.1f} tokens/s), "
+        f"new {t.new_tokens} tokens in {t.total_seconds:.3f} s (decode {t.decode_tokens_per_second:.1f} tokens/s), "
+        f"finished by {r.finish_reason}"
+        for r in results
+        for t in [r.timings]
+    ]
+    if len(results) > 1:
+        new = sum(r.timings.new_tokens for r in results)
+        lines.append(f"total {len(results)} prompts, {new} new tokens in {seconds:.3f} s ({new / seconds:.1f} tokens/s)")
+    return "\n".join(lines)
