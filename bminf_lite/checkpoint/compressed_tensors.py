@@ -1,0 +1,228 @@
+"""The compressed-tensors format: what its ``quantization_config`` says, and how int8 codes are stored.
+
+Three layouts of a quantized layer ``X`` are read. ``int-quantized`` and ``naive-quantized`` keep ``X.weight`` as int8
+``[out, in]``; ``pack-quantized`` keeps ``X.weight_packed``, int32 ``[out, ceil(in / 4)]`` with ``code + 128`` in each
+byte, and ``X.weight_shape``, int64 ``[2]``. All have ``X.weight_scale``, ``[out, 1]``. Two are written:
+``int-quantized`` where activations are quantized too, ``pack-quantized`` where they are not, because those are what
+both transformers and vLLM open.
+
+A configuration that this package cannot run as it is meant is refused, and the error names the setting.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ._errors import checkpoint_error
+from .recipe import Scheme
+
+INT8_FORMATS = ("int-quantized", "naive-quantized")
+PACKED_FORMAT = "pack-quantized"
+COMPANIONS = (".weight_scale", ".weight_packed", ".weight_shape", ".weight_zero_point")
+"""What may stand beside, or instead of, the ``.weight`` of a quantized layer."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are quantized alike. ``dynamic``: activations are quantized too, per token, at run time."""
+
+    targets: tuple[str, ...]
+    packed: bool
+    dynamic: bool
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """Which layers of a checkpoint are quantized, and how."""
+
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...] = ()
+
+    def group_of(self, module: str) -> Group | None:
+        """The group of the linear layer ``module`` (``model.layers.0.mlp.up_proj``), or None if it stays float.
+
+        A target that names the layer goes before one that names its class, as the format's other readers have it.
+        """
+        if any(_matches(target, module) for target in self.ignore):
+            return None
+        by_name = (group for group in self.groups if any(_matches(target, module) for target in group.targets))
+        by_class = (group for group in self.groups if "Linear" in group.targets)
+        return next(by_name, None) or next(by_class, None)
+
+
+def _matches(target: str, module: str) -> bool:
+    return re.match(target[3:], module) is not None if target.startswith("re:") else target == module
+
+
+def parse_quantization(config: Mapping[str, Any], source: object) -> QuantizationConfig | None:
+    """Read ``quantization_config`` of a ``config.json``; None if there is none.
+
+    Raises :class:`CheckpointError`, with ``source`` as its title, for every setting that cannot be run.
+    """
+    raw = config.get("quantization_config") or config.get("compression_config")
+    if raw is None:
+        return None
+    if not isinstance(raw, dict):
+        raise checkpoint_error(source, [f"quantization_config must be an object, not {raw!r}"])
+    method = raw.get("quant_method", "compressed-tensors")
+    if method != "compressed-tensors":
+        raise checkpoint_error(
+            source,
+            [
+                f"quantization_config.quant_method is {method!r}; this version reads int8 checkpoints of "
+                "compressed-tensors and migrates fp32, fp16 and bf16 ones: use this model's unquantized checkpoint"
+            ],
+        )
+    problems = [
+        f"quantization_config.{key} is {raw[key]!r}, which this version cannot run"
+        for key in ("kv_cache_scheme", "transform_config")
+        if raw.get(key)
+    ]
+    sparsity = raw.get("sparsity_config") or {}
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        problems.append(f"quantization_config.sparsity_config.format is {sparsity['format']!r}; only dense can be run")
+    groups = []
+    raw_groups = raw.get("config_groups")
+    if not isinstance(raw_groups, dict) or not raw_groups:
+        problems.append(f"quantization_config.config_groups must name at least one group, not {raw_groups!r}")
+        raw_groups = {}
+    for name, group in raw_groups.items():
+        found = _parse_group(f"quantization_config.config_groups.{name}", group, raw.get("format"))
+        if isinstance(found, Group):
+            groups.append(found)
+        else:
+            problems.extend(found)
+    ignore = raw.get("ignore") or []
+    problems += _target_problems("quantization_config.ignore", ignore)
+    if problems:
+        raise checkpoint_error(source, problems)
+    return QuantizationConfig(tuple(groups), tuple(ignore))
+
+
+def _parse_group(where: str, group: object, default_format: object) -> Group | list[str]:
+    if not isinstance(group, dict):
+        return [f"{where} must be an object, not {group!r}"]
+    layout = group.get("format") or default_format
+    problems = []
+    if layout not in (*INT8_FORMATS, PACKED_FORMAT):
+        problems.append(f"{where}.format is {layout!r}; this version reads {', '.join((*INT8_FORMATS, PACKED_FORMAT))}")
+    targets = group.get("targets")
+    problems += _target_problems(f"{where}.targets", targets)
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    problems += _mismatches(f"{where}.weights", weights, dynamic=False, strategies=("channel", "tensor"))
+    if inputs is not None:
+        problems += _mismatches(f"{where}.input_activations", inputs, dynamic=True, strategies=("token",))
+    if group.get("output_activations") is not None:
+        problems.append(f"{where}.output_activations is set; quantized outputs cannot be run")
+    if problems or not isinstance(targets, list):
+        return problems
+    return Group(tuple(targets), layout == PACKED_FORMAT, inputs is not None)
+
+
+def _target_problems(where: str, targets: object) -> list[str]:
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        return [f"{where} must be a list of names, not {targets!r}"]
+    problems = []
+    for target in targets:
+        if target.startswith("re:"):
+            try:
+                re.compile(target[3:])
+            except re.error as error:
+                problems.append(f"{where}: {target!r} is not a regular expression ({error})")
+    return problems
+
+
+def _mismatches(where: str, args: object, dynamic: bool, strategies: Sequence[str]) -> list[str]:
+    """The settings of weights or activations that differ from symmetric int8 with one of ``strategies``."""
+    if not isinstance(args, dict):
+        return [f"{where} must be an object, not {args!r}"]
+    default_strategy = "channel" if args.get("group_size") == -1 else "tensor"
+    found = {
+        "num_bits": args.get("num_bits", 8),
+        "type": args.get("type", "int"),
+        "symmetric": args.get("symmetric", True),
+        "dynamic": args.get("dynamic", False),
+        "strategy": args.get("strategy") or default_strategy,
+        "group_size": None if args.get("group_size") == -1 else args.get("group_size"),
+        "block_structure": args.get("block_structure"),
+    }
+    wanted = {
+        "num_bits": (8,),
+        "type": ("int",),
+        "symmetric": (True,),
+        "dynamic": (dynamic,),
+        "strategy": strategies,
+        "group_size": (None,),
+        "block_structure": (None,),
+    }
+    return [
+        f"{where}.{key} is {value!r}; this version runs {' or '.join(map(repr, wanted[key]))}"
+        for key, value in found.items()
+        if value not in wanted[key]
+    ]
+
+
+def quantization_config(schemes: Mapping[str, Scheme]) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint whose linear layers have ``schemes``, by module name.
+
+    Layers that stay float are listed in ``ignore``. With one scheme the group targets the class ``Linear``; with two,
+    each group lists its layers.
+    """
+    used = [scheme for scheme in (Scheme.W8A8, Scheme.W8A16) if scheme in schemes.values()]
+    groups = {}
+    for index, scheme in enumerate(used):
+        targets = ["Linear"] if len(used) == 1 else [module for module, s in schemes.items() if s is scheme]
+        groups[f"group_{index}"] = {
+            "targets": targets,
+            "format": FORMATS[scheme],
+            "weights": _quantization_args(dynamic=False, strategy="channel"),
+            "input_activations": _quantization_args(dynamic=True, strategy="token") if scheme is Scheme.W8A8 else None,
+            "output_activations": None,
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": FORMATS[used[0]] if len(used) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": [module for module, scheme in schemes.items() if scheme is Scheme.FLOAT],
+        "config_groups": groups,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+FORMATS = {Scheme.W8A8: "int-quantized", Scheme.W8A16: PACKED_FORMAT}
+
+
+def _quantization_args(dynamic: bool, strategy: str) -> dict[str, Any]:
+    return {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "group_size": None,
+        "strategy": strategy,
+        "dynamic": dynamic,
+    }
+
+
+def packed_width(in_features: int) -> int:
+    """How many int32 words hold a row of ``in_features`` codes."""
+    return math.ceil(in_features / 4)
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    """int8 ``[out, in]`` -> the bytes of ``weight_packed``, uint8 ``[out, 4 * ceil(in / 4)]``, padded with zeros."""
+    rows, width = codes.shape
+    packed = np.zeros((rows, 4 * packed_width(width)), np.uint8)
+    np.bitwise_xor(codes.view(np.uint8), 0x80, out=packed[:, :width])
+    return packed
+
+
+def unpack(packed: np.ndarray, in_features: int) -> np.ndarray:
+    """``weight_packed``, int32 ``[out, ceil(in / 4)]`` -> int8 ``[out, in]``; the inverse of :func:`pack`."""
+    return (np.ascontiguousarray(packed).view(np.uint8)[:, :in_features] ^ np.uint8(0x80)).view(np.int8)

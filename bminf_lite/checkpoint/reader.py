@@ -1,0 +1,278 @@
+"""Opening a checkpoint: a folder with ``config.json`` and safetensors, in one file or in shards with an index.
+
+Everything that can be wrong with the files is found when the folder is opened, and reported in one error; whether the
+tensors are those that a model needs is :meth:`Checkpoint.validate`'s question. Tensors are views of memory maps (see
+:mod:`.safetensors_file`), so opening costs milliseconds whatever the size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from ..backend.quantization import HostWeight, Int8Weight, quantize_weight
+from ..errors import CheckpointError
+from ..models.spec import Spec
+from ._errors import checkpoint_error
+from .compressed_tensors import packed_width, parse_quantization, unpack
+from .recipe import Scheme
+from .safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorInfo
+from .validation import spec_problems
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MANIFEST_FILE = "bminf_lite.json"
+
+
+class Checkpoint:
+    """An open checkpoint. Made by :func:`open_checkpoint`; a context manager.
+
+    ``config``, ``generation_config`` and ``manifest`` (of a migrated checkpoint) are the parsed JSON files, ``{}``
+    where the latter two do not exist. ``tensors`` maps names to types, shapes and places. ``quantization`` is what
+    ``config.json`` says about int8 layers, or None.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any], files: list[SafetensorsFile], metadata_files: list[Path]):
+        self.path = path
+        self.config = config
+        self.quantization = parse_quantization(config, path / "config.json")
+        self._metadata_files = metadata_files
+        self._files = {file.path: file for file in files}
+        self.tensors: Mapping[str, TensorInfo] = {k: v for file in files for k, v in file.tensors.items()}
+        self.generation_config = _read_optional(path / "generation_config.json")
+        self.manifest = _read_optional(path / MANIFEST_FILE)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; arrays that were handed out stay valid."""
+        for file in self._files.values():
+            file.close()
+
+    def files(self) -> list[Path]:
+        """Every file that the tensors and their meaning come from: ``config.json``, the index, the safetensors."""
+        return [*self._metadata_files, *self._files]
+
+    def check_unchanged(self) -> None:
+        """Raise :class:`CheckpointError` if a safetensors file was written to since the checkpoint was opened."""
+        for file in self._files.values():
+            file.check_unchanged()
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor as it is stored: a read-only view of the file. bf16 comes as ``ml_dtypes.bfloat16``."""
+        return self._files[self._info(name).file].view(name)
+
+    def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> None:
+        """Fill ``buffer`` with a tensor's bytes from ``offset`` on, without a memory map."""
+        info = self._info(name)
+        assert offset + len(buffer) <= info.nbytes
+        self._files[info.file].read_into(buffer, info.offset + offset)
+
+    def vector(self, name: str) -> np.ndarray:
+        """A float tensor (a gain, a bias, an embedding table) as it is stored."""
+        info = self._info(name)
+        if info.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(f"{info.file}: tensor {name!r} is {info.dtype}, not one of {', '.join(FLOAT_DTYPES)}")
+        return self.read(name)
+
+    def weight(self, name: str) -> HostWeight:
+        """The matrix ``name`` (``model.layers.0.mlp.up_proj.weight``) ``[out, in]``: float as stored, or int8."""
+        module = name.removesuffix(".weight")
+        packed = self.tensors.get(f"{module}.weight_packed")
+        if packed is None and self._info(name).dtype != "I8":
+            return self.vector(name)
+        group = self.quantization.group_of(module) if self.quantization else None
+        if group is None:
+            raise CheckpointError(f"{self.path}: {module} holds int8 codes, but quantization_config does not cover it")
+        if packed is None:
+            codes = self.read(name)
+        else:
+            rows, columns = (int(size) for size in self.read(f"{module}.weight_shape"))
+            if packed.shape != (rows, packed_width(columns)):
+                raise CheckpointError(
+                    f"{packed.file}: {module}.weight_shape is {[rows, columns]}, which takes weight_packed "
+                    f"{[rows, packed_width(columns)]}, not {list(packed.shape)}"
+                )
+            codes = unpack(self.read(f"{module}.weight_packed"), columns)
+        return Int8Weight(codes, self._scale(module, codes.shape[0]), group.dynamic)
+
+    def validate(self, spec: Spec) -> None:
+        """Raise one :class:`CheckpointError` with every missing, unexpected, misshapen or wrongly typed tensor."""
+        problems = spec_problems(spec, self.tensors, self.quantization)
+        if problems:
+            raise checkpoint_error(self.path, problems)
+
+    def weights(self, spec: Spec) -> SpecWeights:
+        """The tensors by the names that a model uses, tied ones included."""
+        return SpecWeights(self, spec)
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}")
+        return self.tensors[name]
+
+    def _scale(self, module: str, rows: int) -> np.ndarray:
+        """The scales of a layer ``[out]``; one scale for the whole tensor is spread over its rows."""
+        scale = self.vector(f"{module}.weight_scale")
+        if scale.size not in (1, rows):
+            raise CheckpointError(f"{self.path}: {module}.weight_scale has {scale.size} values for {rows} rows")
+        if not np.isfinite(scale.astype(np.float32)).all():
+            raise CheckpointError(f"{self.path}: {module}.weight_scale holds a NaN or an infinity")
+        zero_point = f"{module}.weight_zero_point"
+        if zero_point in self.tensors and self.read(zero_point).any():
+            raise CheckpointError(f"{self.path}: {zero_point} is not zero; only symmetric weights can be run")
+        return np.ascontiguousarray(np.broadcast_to(scale.reshape(-1), (rows,)))
+
+
+class SpecWeights:
+    """A checkpoint seen through a model's specification: a tied tensor is read from where its values are.
+
+    A tied head of a migrated checkpoint is quantized here, as the recipe in the manifest says, because the format keeps
+    it as the float embedding. Elsewhere it stays float.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, spec: Spec):
+        self.checkpoint = checkpoint
+        self.spec = spec
+        scheme = checkpoint.manifest.get("tied_head") or Scheme.FLOAT.value
+        if scheme not in [s.value for s in Scheme]:
+            raise CheckpointError(f"{checkpoint.path / MANIFEST_FILE}: tied_head is {scheme!r}, which is no scheme")
+        self.tied_scheme = Scheme(scheme)
+
+    def weight(self, name: str) -> HostWeight:
+        """The matrix ``name`` ``[out, in]``, float or int8."""
+        if name not in self.spec.tied:
+            return self.checkpoint.weight(name)
+        weight = self.checkpoint.vector(self.spec.tied[name])
+        if self.tied_scheme is Scheme.FLOAT:
+            return weight
+        return quantize_weight(weight, dynamic=self.tied_scheme is Scheme.W8A8)
+
+    def vector(self, name: str) -> np.ndarray:
+        """The float tensor ``name``."""
+        return self.checkpoint.vector(self.spec.tied.get(name, name))
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open the checkpoint in the folder ``path``.
+
+    Raises :class:`CheckpointError` if the folder, ``config.json``, the index or a safetensors file cannot be used; all
+    problems of the shards are listed together.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        what = "is a file, not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path}: {what}; give the folder that holds config.json and *.safetensors")
+    config = read_json(path / "config.json")
+    weight_map, metadata_files = None, [path / "config.json"]
+    if (path / SINGLE_FILE).exists():
+        names = [SINGLE_FILE]
+    elif (path / INDEX_FILE).exists():
+        weight_map = _read_index(path / INDEX_FILE)
+        metadata_files.append(path / INDEX_FILE)
+        names = sorted(set(weight_map.values()))
+    else:
+        raise CheckpointError(_no_weights(path))
+    files: list[SafetensorsFile] = []
+    try:
+        files = _open_shards(path, names, weight_map)
+        return Checkpoint(path, config, files, metadata_files)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object; raises :class:`CheckpointError` if it does not exist or is something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: does not exist; copy it from the model's original folder") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not valid JSON ({error}); download or export it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """``weight_map`` of an index: tensor name -> file name, each a plain name inside the folder."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map must map tensor names to files, not {weight_map!r}")
+    problems = []
+    for file in sorted(set(map(str, weight_map.values()))):
+        if PurePosixPath(file).name != file or "\\" in file or "\0" in file:
+            problems.append(f"names {file!r}, which is outside this folder; move the file into it and correct the name")
+        elif not file.endswith(".safetensors"):
+            problems.append(f"names {file!r}, which is not a safetensors file")
+        elif not (path.parent / file).exists():
+            problems.append(f"the shard {file} is missing; download it again")
+    if problems:
+        raise checkpoint_error(path, problems)
+    return weight_map
+
+
+def _open_shards(path: Path, names: list[str], weight_map: dict[str, str] | None) -> list[SafetensorsFile]:
+    """Open all files; their tensors must be those of the index, each in one file only."""
+    files: list[SafetensorsFile] = []
+    problems = []
+    for name in names:
+        try:
+            files.append(SafetensorsFile(path / name))
+        except CheckpointError as error:  # noqa: PERF203, the others' problems are wanted too
+            problems.append(str(error))
+    if not problems:
+        problems = _shard_problems(files, weight_map)
+    if problems:
+        for file in files:
+            file.close()
+        if len(problems) == 1 and len(names) == 1:
+            raise CheckpointError(problems[0])
+        raise checkpoint_error(path, problems)
+    return files
+
+
+def _shard_problems(files: list[SafetensorsFile], weight_map: dict[str, str] | None) -> list[str]:
+    holders: dict[str, list[str]] = {}
+    for file in files:
+        for tensor in file.tensors:
+            holders.setdefault(tensor, []).append(file.path.name)
+    problems = [f"tensor {t!r} is in more than one shard: {', '.join(f)}" for t, f in holders.items() if len(f) > 1]
+    for tensor, file_name in (weight_map or {}).items():
+        found = holders.pop(tensor, [])
+        if file_name not in found:
+            where = f"but it is in {', '.join(found)}" if found else "but no shard has it"
+            problems.append(f"{INDEX_FILE} places tensor {tensor!r} in {file_name}, {where}")
+    if weight_map is not None:
+        problems += [f"tensor {t!r} of {', '.join(f)} is not in {INDEX_FILE}" for t, f in holders.items()]
+    return problems
+
+
+def _no_weights(path: Path) -> str:
+    suffixes = (".bin", ".pt", ".pth", ".safetensors", ".gguf", ".h5")
+    found = sorted(file.name for file in path.iterdir() if file.suffix in suffixes)
+    listed = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+    if any(name.endswith(".safetensors") for name in found):
+        return f"{path}: has {listed}, but neither {SINGLE_FILE} nor {INDEX_FILE}; copy the missing index"
+    if found:
+        return (
+            f"{path}: its weights are in {listed}, and this version reads safetensors only; convert them with "
+            "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    return f"{path}: holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}"

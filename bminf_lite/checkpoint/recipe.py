@@ -1,0 +1,133 @@
+"""Recipes: which tensors become int8, and how.
+
+A recipe is a TOML file. ``linear`` decides for the linear layers, ``head`` for the output projection, and ``[rules]``
+for tensors whose checkpoint name matches a pattern (``*`` matches any characters); the first pattern that matches goes
+before the other two. Each decision is one of
+
+- ``w8a8``: int8 weights, activations quantized per token at run time;
+- ``w8a16``: int8 weights, float activations;
+- ``float``: as in the source.
+
+A tied head has no tensor of its own: it is quantized as ``head`` says when the checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class Scheme(str, Enum):
+    """What becomes of a weight matrix."""
+
+    W8A8 = "w8a8"
+    W8A16 = "w8a16"
+    FLOAT = "float"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Decisions for every weight matrix. ``rules`` maps patterns of tensor names to schemes, first match first."""
+
+    name: str
+    linear: Scheme
+    head: Scheme
+    rules: Mapping[str, Scheme] = field(default_factory=dict)
+    description: str = ""
+
+    def scheme_of(self, tensor: str, is_head: bool = False) -> Scheme:
+        """The decision for a tensor, by its full name (``model.layers.0.mlp.up_proj.weight``)."""
+        default = self.head if is_head else self.linear
+        return next((scheme for pattern, scheme in self.rules.items() if fnmatch.fnmatchcase(tensor, pattern)), default)
+
+    def check_patterns(self, tensors: Iterable[str]) -> None:
+        """Raise :class:`UsageError` for every pattern that matches none of ``tensors``."""
+        names = list(tensors)
+        unused = [pattern for pattern in self.rules if not fnmatch.filter(names, pattern)]
+        if unused:
+            raise UsageError(
+                f"recipe {self.name}: no weight matrix of this checkpoint matches {', '.join(map(repr, unused))}; "
+                f"patterns match full tensor names such as {names[0]!r}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as its file has it."""
+        rules = {pattern: scheme.value for pattern, scheme in self.rules.items()}
+        return {"name": self.name, "linear": self.linear.value, "head": self.head.value, "rules": rules}
+
+
+def built_in_recipes() -> list[str]:
+    """The names of the recipes that come with the package, sorted."""
+    return sorted(file.name.removesuffix(".toml") for file in _built_in().iterdir() if file.name.endswith(".toml"))
+
+
+def load_recipe(recipe: str | Path | Recipe) -> Recipe:
+    """A built-in recipe by name, or one from a TOML file by path. A :class:`Recipe` is returned as it is.
+
+    Raises :class:`UsageError` for an unknown name, and for a file with unknown keys or values (all of them listed).
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe in built_in_recipes():
+        return parse_recipe(_built_in().joinpath(f"{recipe}.toml").read_text(encoding="utf-8"), str(recipe))
+    path = Path(recipe)
+    if not path.is_file():
+        names = ", ".join(built_in_recipes())
+        raise UsageError(f"recipe {str(recipe)!r} is neither built in ({names}) nor a file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe {path}: cannot be read: {error}") from error
+    return parse_recipe(text, str(path))
+
+
+def parse_recipe(text: str, source: str) -> Recipe:
+    """Read a recipe from TOML; ``source`` names it in errors."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"recipe {source}: not valid TOML: {error}") from error
+    problems = [f"unknown key {key!r}" for key in raw.keys() - {"name", "description", "linear", "head", "rules"}]
+    strings = {"name": Path(source).stem, "description": ""}
+    for key in strings:
+        value = raw.get(key, strings[key])
+        if not isinstance(value, str):
+            problems.append(f"{key} must be text, not {value!r}")
+        strings[key] = value
+    rules = raw.get("rules", {})
+    if not isinstance(rules, dict):
+        problems.append(f"rules must be a table of patterns, not {rules!r}")
+        rules = {}
+    decisions = {key: raw.get(key) for key in ("linear", "head")} | {f"rules.{key}": rules[key] for key in rules}
+    allowed = [scheme.value for scheme in Scheme]
+    problems += [
+        f"{key} is missing" if value is None else f"{key} is {value!r}, not one of {', '.join(allowed)}"
+        for key, value in decisions.items()
+        if value not in allowed
+    ]
+    if problems:
+        raise UsageError(f"recipe {source}: " + "; ".join(sorted(problems)))
+    return Recipe(
+        strings["name"],
+        Scheme(raw["linear"]),
+        Scheme(raw["head"]),
+        {pattern: Scheme(scheme) for pattern, scheme in rules.items()},
+        strings["description"],
+    )
+
+
+def _built_in() -> Any:
+    return resources.files(__package__).joinpath("recipes")
