@@ -1,0 +1,131 @@
+"""Renders chat templates that are not trusted: the program of the process that ``chat.py`` starts and may kill.
+
+The first line of standard input says where to import jinja2 from, the template and its limits; it is answered by an
+empty object. Each line that follows holds the variables of one rendering, and is answered by ``{"text": ...}``,
+``{"refused": ...}`` where the template called ``raise_exception``, or ``{"failed": ...}``. It imports nothing of this
+package, so it starts quickly.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from typing import Any
+
+
+class Refused(Exception):
+    """What ``raise_exception`` raises: these messages are not what the template is for."""
+
+
+def main() -> None:
+    setup = json.loads(sys.stdin.readline())
+    sys.path[:] = setup["path"]
+    environment = make_environment()
+    limit_memory(setup["memory"])
+    template = None
+    print("{}", flush=True)
+    for line in sys.stdin:
+        try:
+            template = template or environment.from_string(setup["source"])
+            reply = {"text": render(template, json.loads(line), setup["output"])}
+        except Refused as e:
+            reply = {"refused": str(e)}
+        except MemoryError:
+            reply = {"failed": f"needs more than {setup['memory'] >> 20} MiB of memory"}
+        except RecursionError:
+            reply = {"failed": "nests too deeply"}
+        except Exception as e:  # a template can raise anything that Python can
+            reply = {"failed": f"fails: {type(e).__name__}: {e}"[:2000]}
+        print(json.dumps(reply), flush=True)
+
+
+def limit_memory(size: int) -> None:
+    """Have allocations beyond ``size`` bytes of address space fail, where the operating system can."""
+    try:
+        import resource
+    except ImportError:
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def render(template: Any, variables: dict[str, Any], limit: int) -> str:
+    """The text that ``template`` gives, of ``limit`` characters at most."""
+    pieces = []
+    length = 0
+    for piece in template.generate(variables):
+        length += len(piece)
+        if length > limit:
+            raise ValueError(f"the prompt has more than {limit:,} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def make_environment() -> Any:
+    """The Jinja environment that chat templates are written for, as transformers defines it."""
+    from jinja2 import nodes, utils
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks what an assistant said, for training; here its content is all that matters."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    class Namespace(utils.Namespace):
+        """Refuses attributes that begin with an underscore, by which a template could pose as another type."""
+
+        def __init__(*args: Any, **attributes: Any) -> None:
+            self, args = args[0], args[1:]
+            utils.Namespace.__init__(self)
+            for name, value in dict(*args, **attributes).items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise SecurityError(f"a namespace may not have an attribute {name!r}")
+            super().__setitem__(name, value)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals.update(
+        raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace, dict=new_dict
+    )
+    return environment
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: Jinja's own filter escapes it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def raise_exception(message: Any) -> None:
+    raise Refused(str(message))
+
+
+def strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def new_dict(*args: Any, **items: Any) -> dict:
+    """The class itself would offer its methods to the template."""
+    return dict(*args, **items)
+
+
+if __name__ == "__main__":
+    main()
