@@ -1,0 +1,342 @@
+"""The arena over pages that only keep books, under random sequences of calls and in the cases that matter."""
+
+import gc
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle as RuleBundle
+from hypothesis.stateful import RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from bminf_lite.errors import OutOfMemory
+from bminf_lite.memory.arena import ALIGNMENT, Arena, Block
+
+PAGE = 4 * ALIGNMENT
+PAGES = 32
+BASE = 1 << 20
+
+
+class FakePages:
+    """Pages that check every call; ``available`` is how much memory the device has for them."""
+
+    granularity = PAGE
+    base = BASE
+
+    def __init__(self, available: int = PAGES * PAGE, chunk: int = 3 * PAGE) -> None:
+        self.available = available
+        self.chunk = chunk
+        self.chunks: dict[int, int] = {}
+        self.closed = 0
+
+    @property
+    def mapped(self) -> int:
+        return sum(self.chunks.values())
+
+    def covers(self, start: int, end: int) -> bool:
+        for offset, size in sorted(self.chunks.items()):
+            if offset <= start < offset + size:
+                start = offset + size
+        return start >= end
+
+    def map(self, offset: int, nbytes: int) -> None:
+        assert nbytes > 0 and offset % PAGE == nbytes % PAGE == 0
+        assert all(offset + nbytes <= start or start + size <= offset for start, size in self.chunks.items())
+        if self.mapped + nbytes > self.available:
+            raise OutOfMemory("the device refused")
+        for start in range(offset, offset + nbytes, self.chunk):
+            self.chunks[start] = min(self.chunk, offset + nbytes - start)
+
+    def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        inside = [(o, n) for o, n in self.chunks.items() if offset <= o and o + n <= offset + nbytes]
+        for start, _ in inside:
+            del self.chunks[start]
+        return inside
+
+    def close(self) -> None:
+        self.closed += 1
+        self.chunks.clear()
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    blocks = RuleBundle("blocks")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages = FakePages()
+        self.arena = Arena(self.pages, PAGES * PAGE + PAGE // 2)
+        self.live: dict[int, Block] = {}
+        self.peak = 0
+        self.count = 0
+
+    @rule(target=blocks, nbytes=st.one_of(st.integers(0, 3 * PAGE), st.integers(0, PAGES * PAGE)))
+    def allocate(self, nbytes: int) -> object:
+        size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+        try:
+            block = self.arena.allocate(nbytes)
+        except OutOfMemory:
+            assert self.largest_gap() < size or self.pages.mapped + size > self.pages.available - PAGE
+            return multiple()
+        self.count += 1
+        assert block.nbytes == nbytes
+        self.live[id(block)] = block
+        self.peak = max(self.peak, self.expected_used())
+        return block
+
+    @rule(block=consumes(blocks), twice=st.booleans())
+    def free(self, block: Block, twice: bool) -> None:
+        del self.live[id(block)]
+        block.free()
+        if twice:
+            block.free()
+
+    @rule()
+    def trim(self) -> None:
+        before = self.pages.mapped
+        assert self.arena.trim() == before - self.pages.mapped
+
+    @rule(available=st.integers(0, PAGES))
+    def another_process_changes_what_is_available(self, available: int) -> None:
+        self.pages.available = max(available * PAGE, self.pages.mapped)
+
+    @precondition(lambda self: not self.live)
+    @rule()
+    def everything_is_reusable(self) -> None:
+        self.pages.available = PAGES * PAGE
+        self.arena.allocate(self.arena.limit).free()
+        self.arena.trim()
+        assert self.pages.mapped == 0
+        self.peak = self.arena.limit
+        self.count += 1
+
+    @invariant()
+    def blocks_are_aligned_and_do_not_overlap(self) -> None:
+        end = BASE
+        for block in sorted(self.live.values(), key=lambda block: block.address):
+            assert block.address % ALIGNMENT == 0 and block.address >= end
+            end = block.address + max(1, block.nbytes)
+        assert end <= BASE + self.arena.limit
+
+    @invariant()
+    def blocks_have_memory(self) -> None:
+        for block in self.live.values():
+            start = block.address - BASE
+            assert self.pages.covers(start, start + max(1, block.nbytes))
+
+    @invariant()
+    def the_figures_are_true(self) -> None:
+        assert self.arena.used == self.expected_used()
+        assert self.arena.used <= self.arena.reserved == self.pages.mapped <= self.arena.limit == PAGES * PAGE
+        assert self.arena.peak_used == self.peak
+        assert self.arena.peak_reserved >= self.arena.reserved
+        assert self.arena.allocations == self.count
+
+    def expected_used(self) -> int:
+        return sum(max(1, -(-block.nbytes // ALIGNMENT)) * ALIGNMENT for block in self.live.values())
+
+    def largest_gap(self) -> int:
+        gap, end = 0, BASE
+        for block in sorted(self.live.values(), key=lambda block: block.address):
+            gap = max(gap, block.address - end)
+            end = block.address + max(1, -(-block.nbytes // ALIGNMENT)) * ALIGNMENT
+        return max(gap, BASE + self.arena.limit - end)
+
+
+ArenaMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestArenaMachine = ArenaMachine.TestCase
+
+
+def test_maps_only_what_is_needed_and_reuses_it() -> None:
+    pages = FakePages()
+    arena = Arena(pages, PAGES * PAGE)
+    first, second = arena.allocate(PAGE // 2), arena.allocate(PAGE // 2)
+    assert arena.reserved == PAGE, "the second block fits into the page of the first"
+    third = arena.allocate(PAGE + 1)
+    assert arena.reserved == 3 * PAGE
+    addresses = first.address, second.address
+    first.free()
+    second.free()
+    again = arena.allocate(PAGE)
+    assert again.address == addresses[0], "neighbours coalesce"
+    assert arena.reserved == 3 * PAGE
+    assert third.address == again.address + PAGE
+
+
+def test_extends_the_mapped_end_by_what_is_missing() -> None:
+    arena = Arena(FakePages(), PAGES * PAGE)
+    keep = arena.allocate(PAGE + PAGE // 2)
+    more = arena.allocate(2 * PAGE)
+    assert more.address == keep.address + PAGE + PAGE // 2
+    assert arena.reserved == 4 * PAGE
+
+
+def test_best_fit_keeps_the_large_range() -> None:
+    arena = Arena(FakePages(), PAGES * PAGE)
+    large, wall, small, last = (arena.allocate(n * ALIGNMENT) for n in (8, 1, 2, 1))
+    place = small.address
+    large.free()
+    small.free()
+    assert arena.allocate(2 * ALIGNMENT).address == place
+    assert last.address > place > wall.address
+
+
+def test_garbage_collection_frees() -> None:
+    arena = Arena(FakePages(), PAGES * PAGE)
+    block = arena.allocate(100)
+    cycle: list[object] = [block]
+    cycle.append(cycle)
+    del block, cycle
+    gc.collect()
+    assert arena.used == 0
+
+
+def test_a_block_freed_twice_frees_nobody_elses_memory() -> None:
+    arena = Arena(FakePages(), PAGES * PAGE)
+    block = arena.allocate(100)
+    block.free()
+    other = arena.allocate(100)
+    assert other.address == block.address
+    block.free()
+    assert arena.used == ALIGNMENT
+    assert arena.allocate(100).address != other.address
+
+
+def test_running_out_says_everything_and_leaves_everything_usable() -> None:
+    arena = Arena(FakePages(), PAGES * PAGE)
+    blocks = [arena.allocate(PAGE) for _ in range(PAGES)]
+    for block in blocks[::2]:
+        block.free()
+    with pytest.raises(OutOfMemory) as caught:
+        arena.allocate(PAGE + 1)
+    message = str(caught.value)
+    for part in ("2.0 KiB asked for", "32.0 KiB in use", "32.0 KiB free", "2.0 KiB in one piece", "64.0 KiB allowed"):
+        assert part in message
+    assert "raise the memory limit" in message
+    blocks += [arena.allocate(PAGE) for _ in range(PAGES // 2)]
+    assert arena.used == arena.limit
+
+
+def test_a_device_that_refuses_is_out_of_memory_with_its_reason() -> None:
+    pages = FakePages(available=4 * PAGE)
+    arena = Arena(pages, PAGES * PAGE)
+    block = arena.allocate(2 * PAGE)
+    with pytest.raises(OutOfMemory, match=r"6\.0 KiB asked for.*the device refused.*raise"):
+        arena.allocate(3 * PAGE)
+    assert arena.used == 2 * PAGE
+    arena.allocate(2 * PAGE).free()
+    block.free()
+
+
+def test_free_pages_elsewhere_make_up_for_a_device_that_refuses() -> None:
+    pages = FakePages(available=6 * PAGE, chunk=PAGE)
+    arena = Arena(pages, PAGES * PAGE)
+    first = arena.allocate(3 * PAGE)
+    arena_end = arena.allocate(PAGE)
+    first.free()
+    large = arena.allocate(5 * PAGE)
+    assert large.address > arena_end.address
+    assert pages.mapped == arena.reserved == 6 * PAGE
+
+
+def test_a_limit_below_one_page_holds_nothing() -> None:
+    arena = Arena(FakePages(), PAGE - 1)
+    assert arena.limit == 0
+    with pytest.raises(OutOfMemory):
+        arena.allocate(0)
+
+
+def test_peaks_start_again() -> None:
+    arena = Arena(FakePages(), PAGES * PAGE)
+    arena.allocate(5 * PAGE).free()
+    keep = arena.allocate(PAGE)
+    assert (arena.peak_used, arena.peak_reserved) == (5 * PAGE, 5 * PAGE)
+    arena.trim()
+    arena.reset_peaks()
+    assert arena.peak_used == keep.nbytes
+    assert arena.peak_reserved == arena.reserved
+
+
+def test_pages_are_closed_once_nobody_holds_the_arena_or_a_block() -> None:
+    pages = FakePages()
+    arena = Arena(pages, PAGES * PAGE)
+    block = arena.allocate(1)
+    del arena
+    gc.collect()
+    assert not pages.closed
+    del block
+    gc.collect()
+    assert pages.closed == 1
+
+
+def test_closing_twice_is_harmless() -> None:
+    pages = FakePages()
+    arena = Arena(pages, PAGES * PAGE)
+    arena.close()
+    arena.close()
+    assert pages.closed == 1
+
+
+def test_scratch_lies_within_one_block_and_gives_it_back() -> None:
+    arena = Arena(FakePages(), PAGES * PAGE)
+    arena.allocate(ALIGNMENT)
+    scratch = arena.scratch(2 * PAGE + 1)
+    assert (arena.used, arena.allocations, scratch.limit) == (2 * PAGE + ALIGNMENT, 2, 2 * PAGE + ALIGNMENT)
+    blocks = [scratch.allocate(PAGE), scratch.allocate(PAGE), scratch.allocate(1)]
+    with pytest.raises(OutOfMemory, match="too small"):
+        scratch.allocate(1)
+    assert arena.allocations == 2, "what the scratch hands out is no allocation of the arena's"
+    end = max(block.address + block.nbytes for block in blocks)
+    assert end <= min(block.address for block in blocks) + scratch.limit
+    scratch.free()
+    scratch.free()
+    assert arena.used == 0
+
+
+calls = st.lists(st.tuples(st.integers(0, 3 * PAGE), st.lists(st.integers(0, 30), max_size=3)), max_size=30)
+
+
+@given(noise=calls, measured=calls)
+@settings(deadline=None)
+def test_what_was_measured_is_enough_and_no_more(noise: list, measured: list) -> None:
+    def serve(arena: Arena, sequence: list) -> list[Block]:
+        blocks = []
+        for nbytes, freed in sequence:
+            blocks.append(arena.allocate(nbytes))
+            for i in freed:
+                if i < len(blocks):
+                    blocks[i].free()
+        return blocks
+
+    limit = 256 * PAGE
+    arena = Arena(FakePages(available=limit), limit)
+    held = serve(arena, noise)
+    with arena.measure() as meter:
+        held += serve(arena, measured)
+    serve(arena, noise)
+    scratch = Arena(FakePages(available=limit), limit).scratch(meter.peak)
+    serve(scratch, measured)
+    assert scratch.peak_reserved == meter.peak or not measured
+    assert scratch.peak_used <= meter.peak
+
+
+def test_threads_never_share_memory() -> None:
+    arena = Arena(FakePages(), PAGES * PAGE)
+    owners: dict[int, int] = {}
+    failures: list[str] = []
+
+    def work(me: int) -> None:
+        for i in range(300):
+            block = arena.allocate(1 + (me * 37 + i * 91) % PAGE)
+            if owners.setdefault(block.address, me) != me:
+                failures.append(f"{block.address} belongs to {owners[block.address]} and {me}")
+            del owners[block.address]
+            block.free()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert arena.used == 0
+    assert arena.allocations == 1200

@@ -1,0 +1,28 @@
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bminf_lite.memory.intervals import Intervals
+
+ranges = st.tuples(st.integers(0, 40), st.integers(0, 40))
+
+
+@given(st.lists(st.tuples(st.booleans(), ranges), max_size=20), ranges)
+def test_is_a_set_of_integers(changes: list[tuple[bool, tuple[int, int]]], query: tuple[int, int]) -> None:
+    intervals, integers = Intervals(), set()
+    for add, (start, end) in changes:
+        if add:
+            intervals.add(start, end)
+            integers |= set(range(start, end))
+        else:
+            intervals.remove(start, end)
+            integers -= set(range(start, end))
+    pairs = list(intervals)
+    assert {i for start, end in pairs for i in range(start, end)} == integers
+    assert intervals.total == len(integers)
+    assert all(start < end for start, end in pairs)
+    assert all(end < following for (_, end), (following, _) in pairwise(pairs)), "coalesced"
+    asked = set(range(*query))
+    assert {i for start, end in intervals.within(*query) for i in range(start, end)} == integers & asked
+    assert {i for start, end in intervals.missing(*query) for i in range(start, end)} == asked - integers
