@@ -1,0 +1,155 @@
+// What the kernels share: dependent launch, reductions, the int8 quantization of one row, and vectors of eight.
+//
+// Memory: every row of a matrix starts at a multiple of 16 elements and is that long in memory ("pitch"), so a thread
+// may read and write eight elements at once anywhere; what lies past the last column is never used as a value.
+#pragma once
+#include <cuda_fp16.h>
+
+namespace bminf {
+
+constexpr int WARP = 32;
+constexpr unsigned FULL = 0xffffffffu;
+constexpr float NAN_F = __builtin_nanf("");
+constexpr float INF_F = __builtin_inff();
+
+// A kernel launched as dependent may start before its predecessor has ended: what it does before this call must not
+// touch anything that a predecessor writes. Without such a launch both calls do nothing.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- vectors of eight --------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void load8(const __half* p, float (&x)[8]) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(p);
+    const __half2* pair = reinterpret_cast<const __half2*>(&raw);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 f = __half22float2(pair[i]);
+        x[2 * i] = f.x;
+        x[2 * i + 1] = f.y;
+    }
+}
+
+__device__ __forceinline__ void load8(const float* p, float (&x)[8]) {
+    const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+__device__ __forceinline__ void load8(const int* p, float (&x)[8]) {
+    const int4 a = reinterpret_cast<const int4*>(p)[0], b = reinterpret_cast<const int4*>(p)[1];
+    const int v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = __int2float_rn(v[i]);
+}
+
+__device__ __forceinline__ void store8(__half* p, const float (&x)[8]) {
+    uint4 raw;
+    __half2* pair = reinterpret_cast<__half2*>(&raw);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pair[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+    *reinterpret_cast<uint4*>(p) = raw;
+}
+
+__device__ __forceinline__ void store8(float* p, const float (&x)[8]) {
+    reinterpret_cast<float4*>(p)[0] = make_float4(x[0], x[1], x[2], x[3]);
+    reinterpret_cast<float4*>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+__device__ __forceinline__ float rounded(float x) { return __half2float(__float2half_rn(x)); }
+
+// ---- reductions over the threads of a row ------------------------------------------------------------------------
+
+// The largest of non-negative floats, compared as their bits; a NaN is larger than all. THREADS per row, a power of two
+// and at least a warp; rows of one warp need no scratch. scratch: one word per warp of the row.
+template <int THREADS>
+__device__ __forceinline__ float row_max(float magnitude, unsigned* scratch) {
+    unsigned bits = __float_as_uint(magnitude);
+#if __CUDA_ARCH__ >= 800
+    bits = __reduce_max_sync(FULL, bits);
+#else
+    for (int d = WARP / 2; d; d /= 2) bits = max(bits, __shfl_xor_sync(FULL, bits, d));
+#endif
+    if constexpr (THREADS > WARP) {
+        __syncthreads();
+        if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = bits;
+        __syncthreads();
+        bits = 0;
+#pragma unroll
+        for (int i = 0; i < THREADS / WARP; ++i) bits = max(bits, scratch[i]);
+    }
+    return __uint_as_float(bits);
+}
+
+// A sum in fp64, which rounds to the same fp32 whatever the number of threads, but for rare ties.
+template <int THREADS>
+__device__ __forceinline__ double row_sum(double x, double* scratch) {
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) x += __shfl_xor_sync(FULL, x, d);
+    if constexpr (THREADS > WARP) {
+        __syncthreads();
+        if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = x;
+        __syncthreads();
+        x = 0;
+#pragma unroll
+        for (int i = 0; i < THREADS / WARP; ++i) x += scratch[i];
+    }
+    return x;
+}
+
+// ---- per-token int8 ----------------------------------------------------------------------------------------------
+
+// From the largest magnitude a of a row: codes are rint(x * ratio) clipped to +-127, and the scale kept is a / 127.
+// A NaN or an infinity gives scale NaN and ratio 0; a zero row, or one too small for 127 / a, gives 0 and 0.
+struct RowScale {
+    float ratio, scale;
+};
+
+__device__ __forceinline__ RowScale row_scale(float a) {
+    const float ratio = __fdiv_rn(127.0f, a);
+    if (!(a < INF_F)) return {0.0f, NAN_F};
+    if (!(ratio < INF_F)) return {0.0f, 0.0f};
+    return {ratio, __fdiv_rn(a, 127.0f)};
+}
+
+__device__ __forceinline__ int code(float x, float ratio) {
+    return ratio == 0.0f ? 0 : max(-127, min(127, __float2int_rn(__fmul_rn(x, ratio))));
+}
+
+__device__ __forceinline__ uint2 codes8(const float (&x)[8], float ratio) {
+    unsigned word[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        unsigned w = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) w |= (static_cast<unsigned>(code(x[4 * i + j], ratio)) & 0xffu) << (8 * j);
+        word[i] = w;
+    }
+    return make_uint2(word[0], word[1]);
+}
+
+// The scaled product: s_x * (s_w * acc) + bias, each operation rounded on its own.
+__device__ __forceinline__ float scaled(float acc, float x_scale, float w_scale) {
+    return __fmul_rn(x_scale, __fmul_rn(w_scale, acc));
+}
+
+// ---- activation functions, in fp32 -------------------------------------------------------------------------------
+
+enum Activation { SILU = 0, GELU_TANH = 1, RELU = 2 };
+
+template <int F>
+__device__ __forceinline__ float activate(float x) {
+    if constexpr (F == SILU) return __fdiv_rn(x, 1.0f + expf(-x));
+    if constexpr (F == GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+    return fmaxf(x, 0.0f);
+}
+
+}  // namespace bminf
