@@ -41,11 +41,12 @@ def load(
     with open_checkpoint(path) as checkpoint:
         architecture = models.find(checkpoint.config)
         config = architecture.parse(checkpoint.config)
-        checkpoint.validate(architecture.spec(config))
+        spec = architecture.spec(config)
+        checkpoint.validate(spec)
         tokenizer = Tokenizer.load(checkpoint.path, config.vocab_size)
         ops = backend.create(device, memory_limit)
         try:
-            network = architecture.Model(config, checkpoint, ops)
+            network = architecture.Model(config, checkpoint.weights(spec), ops)
         except BaseException:
             ops.close()
             raise
