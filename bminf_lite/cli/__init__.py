@@ -67,7 +67,7 @@ class CommandLine(click.Group):
 
 def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return "\ninterrupted"  # below the "^C" that a terminal shows
     if isinstance(error, BminfError):
         return f"error: {error}"
     if isinstance(error, OSError) and error.strerror:

@@ -73,37 +73,36 @@ def generate(
     if stop:
         given["stop"] = stop
     SamplingParams(**given)  # what is out of range is told before the model is loaded
-    if prompts is not None:
-        wanted = read_file(prompts)
-    else:
-        wanted = [read_stdin() if prompt == "-" else Prompt(str(prompt))]
+    wanted = read_file(prompts) if prompts is not None else [read_stdin() if prompt == "-" else Prompt(str(prompt))]
     if chat:
         wanted = [p.as_chat(system) for p in wanted]
     with load(model, device=device, memory_limit=memory_limit) as loaded:
         started = time.perf_counter()
         pieces = loaded.stream(encode(loaded, wanted), **given)
-        if prompts is None and not as_json:
-            results = print_stream(pieces)
-        else:
-            results = print_results(pieces, wanted, as_json)
+        streams = prompts is None and not as_json
+        results = print_stream(pieces) if streams else print_results(pieces, wanted, as_json)
         if stats:
             click.echo(stats_text(results, time.perf_counter() - started), err=True)
 
 
 def encode(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
     """The token ids of each prompt, conversations by the chat template. Raises ``UsageError`` with every bad prompt."""
-    ids: list[list[int]] = []
     problems: list[str] = []
-    for prompt in prompts:
-        try:
-            chat = not isinstance(prompt.content, str)
-            text = model.chat(prompt.content) if chat else prompt.content
-            ids.append(model.tokenizer.encode(text, add_special_tokens=not chat))
-        except UsageError as error:
-            problems.append(f"prompt {prompt.id}: {error}" if prompt.id is not None else str(error))
+    ids = [token_ids(model, prompt, problems) for prompt in prompts]
     if problems:
         raise UsageError("\n  ".join(problems))
     return ids
+
+
+def token_ids(model: Model, prompt: Prompt, problems: list[str]) -> list[int]:
+    """One prompt's token ids; where it cannot be encoded, none, and the reason is added to ``problems``."""
+    try:
+        if isinstance(prompt.content, str):
+            return model.tokenizer.encode(prompt.content)
+        return model.tokenizer.encode(model.chat(prompt.content), add_special_tokens=False)
+    except UsageError as error:
+        problems.append(f"prompt {prompt.id}: {error}" if prompt.id is not None else str(error))
+        return []
 
 
 def print_stream(pieces: Iterable[Piece]) -> list[Result]:
@@ -153,5 +152,6 @@ def stats_text(results: Sequence[Result], seconds: float) -> str:
     ]
     if len(results) > 1:
         new = sum(r.timings.new_tokens for r in results)
-        lines.append(f"total {len(results)} prompts, {new} new tokens in {seconds:.3f} s ({new / seconds:.1f} tokens/s)")
+        speed = new / seconds
+        lines.append(f"total {len(results)} prompts, {new} new tokens in {seconds:.3f} s ({speed:.1f} tokens/s)")
     return "\n".join(lines)

@@ -1,0 +1,118 @@
+"""What every command promises: help with an example, exit codes, and messages without tracebacks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from bminf_lite import __version__
+from bminf_lite.cli import main
+from bminf_lite.errors import CheckpointError, DeviceError, OutOfMemory, UsageError
+
+COMMANDS = main.list_commands(click.Context(main))
+
+
+def test_the_commands_are_those_of_the_files() -> None:
+    assert {"demo", "doctor", "generate", "inspect", "migrate"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=lambda c: " ".join(c) or "group")
+def test_help_has_an_example(command: list[str]) -> None:
+    result = CliRunner().invoke(main, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Example" in result.stdout
+    assert " ".join(["bminf-lite", *command]) in result.stdout
+    assert result.stderr == ""
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(main, ["--version"])
+    assert result.exit_code == 0
+    assert __version__ in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["no-such-command"], ["generate"], ["generate", "m", "x", "--no-such-option"]])
+def test_wrong_usage_is_2(arguments: list[str]) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("Usage:")
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch):
+    """A command ``fail`` that raises the given exception."""
+
+    def make(error: BaseException) -> None:
+        @click.command()
+        def fail() -> None:
+            raise error
+
+        monkeypatch.setattr(main, "get_command", lambda *_: fail)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (CheckpointError("a.safetensors: is empty"), 1, "error: a.safetensors: is empty\n"),
+        (DeviceError("no GPU"), 1, "error: no GPU\n"),
+        (OutOfMemory("6 GiB are not enough"), 1, "error: 6 GiB are not enough\n"),
+        (UsageError("top_p is 2"), 2, "error: top_p is 2\n"),
+        (FileNotFoundError(2, "No such file or directory", "x.json"), 1, "error: No such file or directory: x.json\n"),
+        (OSError(28, "No space left on device"), 1, "error: No space left on device\n"),
+        (ZeroDivisionError("oh"), 1, "error: ZeroDivisionError: oh (run again with --debug for the traceback)\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+    ],
+)
+def test_an_exception_is_one_message(failing, error: BaseException, code: int, message: str) -> None:
+    failing(error)
+    result = CliRunner().invoke(main, ["fail"])
+    assert (result.exit_code, result.stderr, result.stdout) == (code, message, "")
+
+
+def test_debug_shows_the_traceback(failing) -> None:
+    failing(UsageError("top_p is 2"))
+    result = CliRunner().invoke(main, ["--debug", "fail"])
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert "UsageError: top_p is 2" in result.stderr
+
+
+def test_debug_is_accepted_after_the_command(tmp_path) -> None:
+    result = CliRunner().invoke(main, ["generate", str(tmp_path / "none"), "x", "--device", "cpu", "--debug"])
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_help_imports_no_array_library() -> None:
+    code = f"""
+import contextlib, io, sys
+from bminf_lite.cli import main
+for command in {COMMANDS!r}:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main([command, "--help"])
+print(sorted({{"numpy", "cupy", "torch", "tokenizers"}} & set(sys.modules)))
+"""
+    assert run_python(code).strip() == "[]"
+
+
+def test_import_brings_in_nothing_and_the_names_arrive_when_used() -> None:
+    code = """
+import sys
+import bminf_lite
+print(sorted({"numpy", "cupy", "torch", "click"} & set(sys.modules)))
+missing = [name for name in bminf_lite.__all__ if getattr(bminf_lite, name, None) is None]
+print(missing, set(bminf_lite.__all__) <= set(dir(bminf_lite)), "cupy" in sys.modules, "torch" in sys.modules)
+print(hasattr(bminf_lite, "no_such_name"))
+"""
+    assert run_python(code).split("\n")[:3] == ["[]", "[] True False False", "False"]
