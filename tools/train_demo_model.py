@@ -84,7 +84,6 @@ def configuration() -> LlamaConfig:
         tie_word_embeddings=True,
         bos_token_id=END_ID,
         eos_token_id=END_ID,
-        attn_implementation="sdpa",
         dtype="float32",
     )
 
@@ -229,12 +228,12 @@ def collect(corpus: Path, stdlib: Path | None) -> None:
 @main.command()
 @click.argument("corpus", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("output", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--steps", default=4000, show_default=True)
+@click.option("--steps", default=4500, show_default=True)
 @click.option("--seconds", default=math.inf, help="End sooner, learning-rate schedule included.")
 @click.option("--batch", default=24, show_default=True, help=f"Windows of {CONTEXT} tokens per step.")
 @click.option("--learning-rate", default=3e-3, show_default=True)
-@click.option("--weight-decay", default=0.1, show_default=True)
-@click.option("--dropout", default=0.2, show_default=True)
+@click.option("--weight-decay", default=0.5, show_default=True)
+@click.option("--dropout", default=0.3, show_default=True)
 @click.option("--seed", default=1, show_default=True)
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 def train(corpus: Path, output: Path, device: str, **options: float) -> None:

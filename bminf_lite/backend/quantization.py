@@ -15,6 +15,8 @@ import numpy as np
 FP16_SMALLEST_NORMAL = float(np.finfo(np.float16).tiny)
 FP16_LARGEST = float(np.finfo(np.float16).max)
 CODE_MAX = 127
+BLOCK_ELEMENTS = 1 << 18
+"""1 MiB of fp32: a block, its ratios and its codes together fit the second-level cache of a core."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +46,55 @@ HostWeight = np.ndarray | Int8Weight
 
 
 def weight_scales(row_max: np.ndarray) -> np.ndarray:
-    """The scale of each row from its largest magnitude, fp32 ``[out]`` -> fp16 or fp32 ``[out]``."""
+    """The scale of each row from its largest magnitude, fp32 ``[out]`` -> fp16 or fp32 ``[out]``.
+
+    A row so small that its scale is 0 in fp32 counts as zeros.
+    """
     scale = row_max.astype(np.float32) / np.float32(CODE_MAX)
-    subnormal = (row_max > 0) & (scale < FP16_SMALLEST_NORMAL)
+    subnormal = (scale > 0) & (scale < FP16_SMALLEST_NORMAL)
     dtype = np.float32 if subnormal.any() or (scale > FP16_LARGEST).any() else np.float16
-    return np.where(row_max > 0, scale, np.float32(1)).astype(dtype)
+    return np.where(scale > 0, scale, np.float32(1)).astype(dtype)
 
 
-def quantize_weight(weight: np.ndarray, dynamic: bool = True, rows_at_once: int = 4096) -> Int8Weight:
+def row_maxima(block: np.ndarray) -> np.ndarray:
+    """The largest magnitude of each row, fp32 ``[rows, in]`` -> fp32 ``[rows]``; NaN for a row that holds a NaN."""
+    return np.maximum(block.max(axis=1, initial=0), -block.min(axis=1, initial=0))
+
+
+def round_to_codes(block: np.ndarray, scale: np.ndarray, ratio: np.ndarray, codes: np.ndarray) -> None:
+    """Set ``ratio`` to ``block / scale`` and ``codes`` to what it rounds to, all fp32 ``[rows, in]``; scale ``[rows]``."""
+    with np.errstate(all="ignore"):
+        np.divide(block, scale.astype(np.float32)[:, None], out=ratio)
+        np.rint(ratio, out=codes)
+        np.clip(codes, -CODE_MAX, CODE_MAX, out=codes)
+
+
+def rows_per_block(in_features: int) -> int:
+    """How many rows to quantize at once, so that a block and its intermediate results stay in a core's cache."""
+    return max(1, BLOCK_ELEMENTS // max(in_features, 1))
+
+
+def quantize_weight(weight: np.ndarray, dynamic: bool = True) -> Int8Weight:
     """Quantize a float matrix ``[out, in]`` per output channel; see the module's docstring for the formula.
 
-    Works in blocks of ``rows_at_once`` rows, so beside its result it needs little memory. Raises ``ValueError`` for
-    a NaN or an infinity: such a row has no scale.
+    Works in blocks of rows, so beside its result it needs little memory. Raises ``ValueError`` for a NaN or an
+    infinity: such a row has no scale.
     """
-    out_features = weight.shape[0]
+    out_features, in_features = weight.shape
+    step = rows_per_block(in_features)
+    blocks = [slice(i, i + step) for i in range(0, out_features, step)]
     row_max = np.empty(out_features, np.float32)
-    blocks = [slice(i, i + rows_at_once) for i in range(0, out_features, rows_at_once)]
     for block in blocks:
-        row_max[block] = np.abs(weight[block].astype(np.float32)).max(axis=1, initial=0)
+        row_max[block] = row_maxima(weight[block].astype(np.float32, copy=False))
     if not np.isfinite(row_max).all():
         raise ValueError(f"row {int(np.flatnonzero(~np.isfinite(row_max))[0])} holds a NaN or an infinity")
     scale = weight_scales(row_max)
     codes = np.empty(weight.shape, np.int8)
+    ratio, rounded = np.empty((2, min(step, out_features), in_features), np.float32)
     for block in blocks:
-        ratio = weight[block].astype(np.float32) / scale[block].astype(np.float32)[:, None]
-        codes[block] = np.clip(np.rint(ratio), -CODE_MAX, CODE_MAX)
+        part = weight[block].astype(np.float32, copy=False)
+        round_to_codes(part, scale[block], ratio[: len(part)], rounded[: len(part)])
+        np.copyto(codes[block], rounded[: len(part)], casting="unsafe")
     return Int8Weight(codes, scale, dynamic)
 
 

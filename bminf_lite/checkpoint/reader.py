@@ -19,13 +19,13 @@ from ..errors import CheckpointError
 from ..models.spec import Spec
 from ._errors import checkpoint_error
 from .compressed_tensors import packed_width, parse_quantization, unpack
+from .manifest import MANIFEST_FILE
 from .recipe import Scheme
 from .safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorInfo
 from .validation import spec_problems
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MANIFEST_FILE = "bminf_lite.json"
 
 
 class Checkpoint:

@@ -103,7 +103,10 @@ class SafetensorsFile:
         self.check_unchanged()
         done = 0
         while done < len(buffer):
-            count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            try:
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
             if count == 0:
                 raise CheckpointError(f"{self.path}: became shorter while it was read; nothing else may write to it")
             done += count

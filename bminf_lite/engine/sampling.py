@@ -149,7 +149,8 @@ def _problem(name: str, value: Any) -> str | None:
         wanted = f"a whole number from {low} to {high}"
     elif name in _NUMBERS:
         least, most, wanted = _NUMBERS[name]
-        valid = isinstance(value, Real) and not isinstance(value, bool) and least <= float(value) <= most
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        valid = number and least <= value <= most  # false for NaN
     elif name == "stop":
         valid = isinstance(value, tuple) and all(isinstance(s, str) and s for s in value)
         wanted = "a text or several, none of them empty"

@@ -9,8 +9,15 @@ namespace bminf {
 
 constexpr int WARP = 32;
 constexpr unsigned FULL = 0xffffffffu;
-constexpr float NAN_F = __builtin_nanf("");
-constexpr float INF_F = __builtin_inff();
+#define NAN_F __int_as_float(0x7fc00000)
+#define INF_F __int_as_float(0x7f800000)
+
+using int8 = signed char;
+
+template <bool CONDITION, class A, class B>
+struct Choose { using type = A; };
+template <class A, class B>
+struct Choose<false, A, B> { using type = B; };
 
 // A kernel launched as dependent may start before its predecessor has ended: what it does before this call must not
 // touch anything that a predecessor writes. Without such a launch both calls do nothing.
