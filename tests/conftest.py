@@ -1,0 +1,70 @@
+"""Fixtures that every test may use: the backends that this machine has."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.cuda.driver import Device
+from bminf_lite.errors import DeviceError
+
+settings.register_profile("bminf_lite", deadline=None, max_examples=30, print_blob=True)
+settings.load_profile("bminf_lite")
+
+
+@functools.cache
+def why_no_gpu() -> str:
+    """Why tests marked ``gpu`` cannot run here; empty where they can."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    try:
+        Device(0)
+    except DeviceError as error:
+        return f"no usable GPU: {error}"
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked ``gpu`` where there is none."""
+    if item.get_closest_marker("gpu") and why_no_gpu():
+        pytest.skip(why_no_gpu())
+
+
+@pytest.fixture
+def cuda_device() -> Device:
+    """GPU 0 with its context current, for tests marked ``gpu``."""
+    return Device(0)
+
+
+def open_cuda_backend() -> Backend:
+    """A backend on GPU 0; skips the test that asks for it where there is no usable one."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from bminf_lite.backend.cuda import CudaBackend
+
+    try:
+        return CudaBackend(device=0, memory_limit=None)
+    except DeviceError as error:
+        pytest.skip(f"no usable GPU: {error}")
+
+
+@pytest.fixture(scope="session")
+def cuda_backend() -> Iterator[Backend]:
+    """GPU 0, for tests marked ``gpu``."""
+    backend = open_cuda_backend()
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="session", params=["cpu", "reference-fp16", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Each backend that the machine has: fp32 NumPy, NumPy that rounds where a GPU rounds, and the GPU."""
+    if request.param == "cuda":
+        return request.getfixturevalue("cuda_backend")
+    return CpuBackend() if request.param == "cpu" else Backend(np.float16)

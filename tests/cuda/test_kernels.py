@@ -1,0 +1,299 @@
+"""Launching: what the driver is given, seen through a driver that only records; and real launches on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bminf_lite.cuda import compiler, driver, kernels
+from bminf_lite.cuda.bindings import LibraryError
+from bminf_lite.cuda.driver import FunctionAttribute, LaunchAttribute, LaunchAttributeID, LaunchConfig
+from bminf_lite.cuda.kernels import Module
+from bminf_lite.errors import DeviceError
+
+SOURCE = """
+__global__ void add(float* out, const float* a, float b, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = a[i] + b;
+}
+
+__global__ void mixed(long long* out, bool a, int b, long long c, unsigned d, double e, float f) {
+    out[0] = a; out[1] = b; out[2] = c; out[3] = d; out[4] = (long long)e; out[5] = (long long)f;
+}
+
+__global__ void follow(float* x, int n) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+    for (int i = threadIdx.x; i < n; i += blockDim.x) x[i] = x[i] * 0.5f + 1.0f;
+}
+
+__global__ void reverse(float* x, int n) {
+    extern __shared__ float row[];
+    for (int i = threadIdx.x; i < n; i += blockDim.x) row[i] = x[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) x[i] = row[n - 1 - i];
+}
+
+__global__ void cluster_sizes(int* out) {
+    unsigned n = 1;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(n));
+#endif
+    if (threadIdx.x == 0) out[blockIdx.x] = n;
+}
+"""
+NAMES = ("add", "mixed", "follow", "reverse", "cluster_sizes")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("src")
+    (folder / "launch.cu").write_text(SOURCE)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BMINF_LITE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+class RecordingDriver(SimpleNamespace):
+    """The driver's functions that kernels use; a launch reads what a real driver would, at the moment of the call."""
+
+    def __init__(self) -> None:
+        super().__init__(launches=[], shared_allowed=[], refuse=0)
+        self.cuLaunchKernelEx = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+        )(self._launch)
+
+    def cuModuleLoadData(self, handle, image) -> None:
+        handle.value = 7
+
+    def cuModuleGetFunction(self, function, module, symbol: bytes) -> None:
+        function.value = 1234
+
+    def cuFuncSetAttribute(self, function, attribute, value: int) -> None:
+        assert attribute == FunctionAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
+        if value > 227 * 1024:
+            raise LibraryError("cuFuncSetAttribute", 1, "CUDA_ERROR_INVALID_VALUE, invalid argument")
+        self.shared_allowed.append(value)
+
+    def _launch(self, config: int, function: int, parameters: int | None, extra: int) -> int:
+        c = LaunchConfig.from_address(config)
+        attributes = [
+            (a.id, tuple(a.value[:3])) for a in (c.attributes[i] for i in range(c.attribute_count))
+        ]
+        words = (ctypes.c_void_p * 5).from_address(extra)
+        assert (words[0], words[2], words[4], parameters, function) == (1, 2, None, None, 1234)
+        size = ctypes.c_size_t.from_address(words[3]).value
+        self.launches.append(
+            SimpleNamespace(
+                grid=tuple(c.grid), block=tuple(c.block), shared=c.shared, stream=c.stream,
+                attributes=attributes, parameters=ctypes.string_at(words[1], size),
+            )
+        )  # fmt: skip
+        return 0
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
+    recorder = RecordingDriver()
+    monkeypatch.setattr(driver, "load", lambda: recorder)
+    monkeypatch.setattr(compiler, "compile", lambda *_: compiler.Cubin(b"", {"k": "k"}, {}))
+    return recorder
+
+
+def fake_module(capability: tuple[int, int] = (9, 0)) -> Module:
+    device = SimpleNamespace(compute_capability=capability, arch="sm_90a", make_current=lambda: None)
+    return Module(device, "any.cu", ["k"])  # type: ignore[arg-type]
+
+
+def test_the_driver_gets_what_was_asked_for(recording: RecordingDriver) -> None:
+    kernel = fake_module().kernel("k", "pif")
+    kernel((5, 6), 128, (0x7F0000000200, -3, 1.5), shared=1024, stream=99)
+    kernel(1, (2, 3, 4), (0, np.int32(7), np.float32(0.25)))
+    first, second = recording.launches
+    assert (first.grid, first.block, first.shared, first.stream) == ((5, 6, 1), (128, 1, 1), 1024, 99)
+    assert first.parameters == struct.pack("@Pif", 0x7F0000000200, -3, 1.5)
+    assert (second.grid, second.block, second.shared, second.stream) == ((1, 1, 1), (2, 3, 4), 0, None)
+    assert second.parameters == struct.pack("@Pif", 0, 7, 0.25)
+    assert first.attributes == second.attributes == []
+
+
+def test_parameters_are_aligned_as_in_c(recording: RecordingDriver) -> None:
+    class Parameters(ctypes.Structure):
+        _fields_ = (("a", ctypes.c_bool), ("b", ctypes.c_double), ("c", ctypes.c_int), ("d", ctypes.c_void_p))
+
+    fake_module().kernel("k", "?dip")(1, 1, (True, 2.5, -1, 1 << 40))
+    assert recording.launches[0].parameters == bytes(Parameters(True, 2.5, -1, 1 << 40))
+
+
+def test_a_kernel_without_parameters(recording: RecordingDriver) -> None:
+    fake_module().kernel("k", "")(1, 1, ())
+    assert recording.launches[0].parameters == b""
+
+
+def test_dependent_launches_and_clusters(recording: RecordingDriver) -> None:
+    kernel = fake_module().kernel("k", "")
+    dependent = (LaunchAttributeID.PROGRAMMATIC_STREAM_SERIALIZATION, (1, 0, 0))
+    cluster = (LaunchAttributeID.CLUSTER_DIMENSION, (2, 1, 1))
+    for options, expected in (
+        ({"dependent": True}, [dependent]),
+        ({"cluster": 2}, [cluster]),
+        ({"cluster": (2, 1), "dependent": True}, [cluster, dependent]),
+        ({}, []),
+    ):
+        kernel(4, 32, (), **options)  # type: ignore[arg-type]
+        assert recording.launches[-1].attributes == expected
+
+
+def test_dependent_launch_is_ignored_where_the_gpu_lacks_it(recording: RecordingDriver) -> None:
+    fake_module((8, 9)).kernel("k", "")(1, 1, (), dependent=True)
+    assert recording.launches[0].attributes == []
+
+
+def test_much_shared_memory_is_asked_for_once(recording: RecordingDriver) -> None:
+    kernel = fake_module().kernel("k", "")
+    for shared in (48 << 10, 100 << 10, 64 << 10, 100 << 10, 200 << 10):
+        kernel(1, 1, (), shared=shared)
+    assert recording.shared_allowed == [100 << 10, 200 << 10]
+    with pytest.raises(DeviceError, match="k: 262144 bytes of dynamic shared memory"):
+        kernel(1, 1, (), shared=256 << 10)
+    assert len(recording.launches) == 5
+
+
+@pytest.mark.parametrize("args", [(), (1,), (1, 2, 3), ("one", 2), (1, 2.5), (-1 << 70, 2), (1, 1 << 31)])
+def test_arguments_that_do_not_fit(args: tuple, recording: RecordingDriver) -> None:
+    with pytest.raises(TypeError, match="k: the arguments"):
+        fake_module().kernel("k", "pi")(1, 1, args)
+    assert recording.launches == []
+
+
+def test_a_refused_launch_says_which_and_how(recording: RecordingDriver) -> None:
+    def refuse(*_: object) -> None:
+        raise LibraryError("cuLaunchKernelEx", 1, "CUDA_ERROR_INVALID_VALUE, invalid argument")
+
+    recording.cuLaunchKernelEx = refuse
+    with pytest.raises(DeviceError, match=r"k with grid 0, block \(2048,\), 16 bytes.*CUDA_ERROR_INVALID_VALUE"):
+        fake_module().kernel("k", "")(0, (2048,), (), shared=16)
+
+
+def test_the_structures_have_the_drivers_sizes() -> None:
+    assert ctypes.sizeof(LaunchConfig) == kernels._CONFIG.size + 4 == 56
+    assert ctypes.sizeof(LaunchAttribute) == 72
+    assert ctypes.sizeof(driver.AllocationProperties) == 32
+    assert ctypes.sizeof(driver.AccessDescription) == 12
+
+
+@pytest.fixture
+def gpu(cuda_device: driver.Device) -> driver.Device:
+    return cuda_device
+
+
+@pytest.fixture
+def module(gpu: driver.Device, sources: Path) -> Module:
+    return Module(gpu, "launch.cu", NAMES, sources=sources)
+
+
+@pytest.mark.gpu
+def test_a_kernel_runs(module: Module) -> None:
+    import cupy
+
+    add = module.kernel("add", "ppfi")
+    for n in (1, 31, 32, 33, 1021, 128256):
+        a = cupy.random.random(n, dtype=np.float32)
+        out = cupy.zeros(n + 1, np.float32)
+        add(-(-n // 128), 128, (out.data.ptr, a.data.ptr, 2.5, n), stream=cupy.cuda.get_current_stream().ptr)
+        assert (out[:n] == a + np.float32(2.5)).all() and out[n] == 0
+    assert 0 < add.attributes.registers < 64 and add.attributes.max_threads == 1024
+    assert module.cubin.usage["add"].registers == add.attributes.registers
+
+
+@pytest.mark.gpu
+def test_every_kind_of_parameter_arrives(module: Module) -> None:
+    import cupy
+
+    out = cupy.zeros(6, np.int64)
+    module.kernel("mixed", "p?iqIdf")(1, 1, (out.data.ptr, True, -5, -(1 << 40), 4_000_000_000, 1e12, -8.0))
+    assert out.tolist() == [1, -5, -(1 << 40), 4_000_000_000, 10**12, -8]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dependent", [False, True])
+def test_launches_keep_their_order(dependent: bool, module: Module) -> None:
+    import cupy
+
+    follow = module.kernel("follow", "pi")
+    x = cupy.zeros(100_000, np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    for _ in range(20):
+        follow(1, 256, (x.data.ptr, x.size), stream=stream.ptr, dependent=dependent)
+    stream.synchronize()
+    assert (x == np.float32(2 - 2.0**-19)).all()
+
+
+@pytest.mark.gpu
+def test_large_shared_memory(gpu: driver.Device, module: Module) -> None:
+    import cupy
+
+    limit = gpu.attribute(driver.DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    n = limit // 4
+    x = cupy.arange(n, dtype=np.float32)
+    reverse = module.kernel("reverse", "pi")
+    reverse(1, 512, (x.data.ptr, n), shared=limit)
+    assert (x == cupy.arange(n, dtype=np.float32)[::-1]).all()
+    with pytest.raises(DeviceError, match="reverse"):
+        reverse(1, 512, (x.data.ptr, n), shared=limit + 4)
+    reverse(1, 512, (x.data.ptr, 16), shared=64)
+
+
+@pytest.mark.gpu
+def test_clusters(gpu: driver.Device, module: Module) -> None:
+    import cupy
+
+    if gpu.compute_capability < (9, 0):
+        pytest.skip("clusters came with compute capability 9.0")
+    out = cupy.zeros(8, np.int32)
+    module.kernel("cluster_sizes", "p")(8, 32, (out.data.ptr,), cluster=4)
+    assert out.tolist() == [4] * 8
+
+
+@pytest.mark.gpu
+def test_an_impossible_launch_is_an_error_and_the_gpu_stays_usable(module: Module) -> None:
+    import cupy
+
+    out = cupy.ones(4, np.float32)
+    add = module.kernel("add", "ppfi")
+    with pytest.raises(DeviceError, match=r"add with grid 1, block 2048"):
+        add(1, 2048, (out.data.ptr, out.data.ptr, 1.0, 4))
+    add(1, 32, (out.data.ptr, out.data.ptr, 1.0, 4))
+    assert out.tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.gpu
+def test_a_launch_takes_microseconds(module: Module) -> None:
+    import cupy
+
+    follow = module.kernel("follow", "pi")
+    x = cupy.zeros(32, np.float32)
+    arguments, best = (x.data.ptr, 1), float("inf")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for _ in range(20):
+        stream.synchronize()
+        begin = time.perf_counter()
+        for _ in range(200):
+            follow(1, 32, arguments, stream=stream.ptr, dependent=True)
+        best = min(best, (time.perf_counter() - begin) / 200)
+    print(f"one launch: {best * 1e6:.2f} microseconds")
+    assert best < 20e-6, "the aim is 6 microseconds, the bound is for a busy machine"
