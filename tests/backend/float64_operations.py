@@ -1,0 +1,127 @@
+"""The operations once more: in float64, in plain loops, and written from docs/numerics.md rather than from the code.
+
+Where docs/numerics.md prescribes single fp32 steps, these take them too. ``rounded`` stands for the activation type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from bminf_lite.backend.values import AttentionSpec, Norm
+
+
+def rounded(x: np.ndarray, activation: np.dtype | type) -> np.ndarray:
+    """``x`` as the activation type holds it, in float64."""
+    with np.errstate(over="ignore"):
+        return np.asarray(x, np.float64).astype(np.float32).astype(activation).astype(np.float64)
+
+
+def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and fp32 scales of finite rows ``[T, K]``, row by row as docs/numerics.md says it."""
+    codes, scales = np.zeros(x.shape, np.int8), np.zeros(len(x), np.float32)
+    for t, row in enumerate(x.astype(np.float32)):
+        largest = np.float32(max((abs(float(v)) for v in row), default=0.0))
+        if largest > 0:
+            ratio = np.float32(127) / largest
+            codes[t] = [max(-127, min(127, round(float(v * ratio)))) for v in row]  # round() is half to even
+            scales[t] = largest / np.float32(127)
+    return codes, scales
+
+
+def int_product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """``x @ w.T`` in 64-bit integers."""
+    return x.astype(np.int64) @ w.astype(np.int64).T
+
+
+def w8a8_product(x: np.ndarray, codes: np.ndarray, scale: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """The prescribed fp32 steps: ``s_x * (s_w * fp32(acc))``, then the bias."""
+    x_codes, x_scale = quantize(x)
+    acc = int_product(x_codes, codes).astype(np.float32)
+    y = x_scale[:, None] * (scale.astype(np.float32)[None, :] * acc)
+    return y if bias is None else y + bias.astype(np.float32)
+
+
+def norm(x: np.ndarray, norm: Norm) -> np.ndarray:
+    """RMSNorm or LayerNorm over the last axis."""
+    x = np.asarray(x, np.float64)
+    if norm.center:
+        x = x - x.mean(axis=-1, keepdims=True)
+    y = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + np.float32(norm.eps)) * np.asarray(norm.gain, np.float64)
+    return y if norm.bias is None else y + np.asarray(norm.bias, np.float64)
+
+
+def norm_terms(x: np.ndarray, norm: Norm) -> np.ndarray:
+    """The magnitudes that a norm adds: the values, and with a mean that mean."""
+    x = x.astype(np.float64)
+    centred = x - x.mean(axis=1, keepdims=True) if norm.center else x
+    inverse = 1 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + norm.eps)
+    sums = np.abs(x) + (np.abs(x).mean(axis=1, keepdims=True) if norm.center else 0)
+    # the mean's rounding also enters the variance, relative to the variance
+    amplified = 1 + (sums.max(axis=1, keepdims=True) * inverse if norm.center else 0)
+    return sums * inverse * amplified * np.abs(norm.gain) + (0 if norm.bias is None else np.abs(norm.bias))
+
+
+def activation(name: str, x: np.ndarray) -> np.ndarray:
+    """The functions between ``gate`` and ``up``."""
+    x = np.asarray(x, np.float64)
+    if name == "silu":
+        return x * np.exp(-np.logaddexp(0, -x))
+    if name == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    assert name == "relu"
+    return np.where(x > 0, x, 0)
+
+
+def rotate(head: np.ndarray, position: int, frequencies: np.ndarray, scale: float) -> np.ndarray:
+    """One head ``[head_dim]`` at one position, by complex multiplication. The angle itself is a fp32 product."""
+    half = len(head) // 2
+    angle = (np.float32(position) * frequencies.astype(np.float32)).astype(np.float64)
+    turned = (head[:half] + 1j * head[half:]) * np.exp(1j * angle) * np.float32(scale)
+    return np.concatenate([turned.real, turned.imag])
+
+
+class AttentionModel:
+    """Attention of one sequence, a token at a time; it keeps every key and value it has seen."""
+
+    def __init__(self, spec: AttentionSpec, frequencies: np.ndarray | None, activation: np.dtype | type):
+        self.spec = spec
+        self.frequencies = frequencies
+        self.activation = activation
+        self.keys: list[np.ndarray] = []
+        self.values: list[np.ndarray] = []
+
+    def __call__(self, qkv: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Append tokens ``[n, qkv_features]``; their outputs ``[n, heads * head_dim]`` and each output's magnitude."""
+        outputs = [self._token(np.asarray(row, np.float64)) for row in qkv]
+        return np.array([o for o, _ in outputs]), np.array([m for _, m in outputs])
+
+    def _token(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        spec, position = self.spec, len(self.keys)
+        heads = row.reshape(-1, spec.head_dim)
+        queries = [self._prepare(h, spec.q_norm, position) for h in heads[: spec.heads]]
+        new_keys = [self._prepare(h, spec.k_norm, position) for h in heads[spec.heads :][: spec.kv_heads]]
+        self.keys.append(np.array(new_keys))
+        self.values.append(rounded(heads[spec.heads + spec.kv_heads :], self.activation))
+        first = 0 if spec.window is None else max(0, position - spec.window + 1)
+        keys, values = np.array(self.keys[first:]), np.array(self.values[first:])
+        out, magnitude = np.empty((2, spec.heads, spec.head_dim))
+        for h, query in enumerate(queries):
+            group = h // (spec.heads // spec.kv_heads)
+            scores = keys[:, group] @ query * spec.scale
+            weights = np.exp(scores - scores.max())
+            weights /= weights.sum()
+            out[h] = weights @ values[:, group]
+            # a relative error of the terms of a score is an error of the weight, and moves the output by this much
+            spread = 1 + (np.abs(keys[:, group]) @ np.abs(query) * abs(spec.scale)).max()
+            magnitude[h] = spread * (weights @ np.abs(values[:, group]))
+        return out.reshape(-1), magnitude.reshape(-1)
+
+    def _prepare(self, head: np.ndarray, head_norm: Norm | None, position: int) -> np.ndarray:
+        if head_norm is not None:
+            head = norm(head, head_norm)
+        if self.frequencies is not None:
+            head = rotate(head, position, self.frequencies, self.spec.rope.scale)  # type: ignore[union-attr]
+        return rounded(head, self.activation)

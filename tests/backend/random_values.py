@@ -1,0 +1,88 @@
+"""Random inputs for the operations' tests, made to hit what goes wrong: rows of zeros, very different sizes, -128."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.quantization import Int8Weight
+from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerState
+from bminf_lite.backend.values import Norm, Step
+
+SEEDS = st.integers(0, 2**32 - 1)
+WIDTHS = st.sampled_from([1, 2, 3, 5, 7, 8, 16, 31, 32, 33, 61, 64, 96, 127, 130])
+ROWS = st.sampled_from([1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65])
+FLOAT_TYPES = [np.float16, np.float32, ml_dtypes.bfloat16]
+"""What checkpoints store."""
+
+
+def random_rows(rng: np.random.Generator, rows: int, width: int, dtype: type) -> np.ndarray:
+    """Rows of very different size, and now and then a row of zeros."""
+    sizes = 10.0 ** rng.uniform(-2, 1, (rows, 1)) * (rng.random((rows, 1)) > 0.1)
+    return (rng.standard_normal((rows, width)) * sizes).astype(dtype)
+
+
+def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """int8 over its whole range: other writers store -128 too."""
+    return rng.integers(-128, 128, shape, dtype=np.int8)
+
+
+def random_int8(
+    rng: np.random.Generator, rows: int, width: int, dynamic: bool, scale_type: type = np.float16
+) -> Int8Weight:
+    """A weight of entries around 1."""
+    scale = (rng.uniform(0.5, 1, rows) * 0.01).astype(scale_type)
+    return Int8Weight(random_codes(rng, rows, width), scale, dynamic)
+
+
+def random_norm(rng: np.random.Generator, width: int, center: bool) -> Norm:
+    """A norm that holds NumPy arrays; see :func:`norm_on`."""
+    gain, bias = rng.standard_normal((2, width)).astype(np.float32)
+    return Norm(gain, 1e-5, bias if center else None, center)
+
+
+def norm_on(backend: Backend, norm: Norm) -> Norm:
+    """The same norm with arrays of a backend."""
+    bias = None if norm.bias is None else backend.vector(norm.bias)
+    return dataclasses.replace(norm, gain=backend.vector(norm.gain), bias=bias)
+
+
+def random_sampler(rng: np.random.Generator, count: int, vocab: int, penalties: bool) -> SamplerState:
+    """Sampling parameters drawn for each row from values that include every limit; NumPy arrays."""
+
+    def one_of(*values: float) -> np.ndarray:
+        return rng.choice(np.array(values, np.float32), count)
+
+    counts = None
+    if penalties:
+        generated, prompt = rng.integers(0, [[[3]], [[2]]], (2, count, vocab), dtype=np.int32)
+        counts = generated + PROMPT_FLAG * prompt
+    return SamplerState(
+        temperature=one_of(0, 0.5, 1, 3),
+        top_k=one_of(0, 1, 2, 40, vocab).astype(np.int32),
+        top_p=one_of(1e-6, 0.3, 0.9, 1),
+        min_p=one_of(0, 0.05, 0.5, 1),
+        repetition_penalty=one_of(1, 1.3, 0.7),
+        presence_penalty=one_of(0, 0.5, -1),
+        frequency_penalty=one_of(0, 0.25, -0.5),
+        seed=rng.integers(0, 2**64, count, dtype=np.uint64),
+        sequence=rng.integers(0, 9, count, dtype=np.int32),
+        step=rng.integers(0, 99, count, dtype=np.int32),
+        counts=counts,
+    )
+
+
+def make_step(
+    backend: Backend, counts: list[int], past: list[int], slots: list[int], tokens: np.ndarray | None = None
+) -> Step:
+    """A step of ``counts[b]`` new tokens for each sequence."""
+    if tokens is None:
+        tokens = np.zeros(sum(counts))
+    starts = np.cumsum([0, *counts])
+    arrays = (backend.array(np.asarray(x, np.int32)) for x in (tokens, starts, past, slots))
+    reach = max(p + c for p, c in zip(past, counts, strict=True))
+    return Step(*arrays, count=len(counts), longest=max(counts), reach=reach)

@@ -1,0 +1,169 @@
+"""Attention of every backend over random histories of ragged steps, against a float64 model of one sequence at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from float64_operations import AttentionModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_values import SEEDS, make_step, norm_on, random_norm
+from tolerances import assert_close
+
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.values import AttentionSpec, LayerCache, Rope
+
+SPECS = {
+    "multi-head": AttentionSpec(4, 4, 8, 0.35),
+    "grouped": AttentionSpec(6, 2, 16, 0.25, rope=Rope(None)),
+    "multi-query": AttentionSpec(5, 1, 24, 0.2, rope=Rope(None, 1.2)),
+    "one head": AttentionSpec(1, 1, 2, 1.0, rope=Rope(None)),
+    "window": AttentionSpec(4, 2, 8, 0.35, window=5, rope=Rope(None)),
+    "window of one": AttentionSpec(2, 1, 6, 0.4, window=1),
+    "head norms": AttentionSpec(4, 2, 12, 0.3, rope=Rope(None)),
+    "unscaled": AttentionSpec(2, 2, 10, 1.0),
+    "head of 64": AttentionSpec(8, 2, 64, 0.125, rope=Rope(None)),
+    "head of 80": AttentionSpec(2, 2, 80, 0.11, rope=Rope(None)),
+    "head of 128": AttentionSpec(4, 1, 128, 0.09, window=7, rope=Rope(None)),
+    "head of 256": AttentionSpec(2, 1, 256, 0.06, rope=Rope(None)),
+}
+
+
+class Case:
+    """One layer's attention on a backend, and a float64 model of each slot beside it."""
+
+    def __init__(self, backend: Backend, spec: AttentionSpec, rng: np.random.Generator, slots: int, capacity: int):
+        self.backend = backend
+        self.rng = rng
+        frequencies = None
+        self.spec = device_spec = spec
+        if spec.rope is not None:
+            frequencies = (1.0 / 100.0 ** (np.arange(0, spec.head_dim, 2) / spec.head_dim)).astype(np.float32)
+            device_spec = dataclasses.replace(spec, rope=Rope(backend.vector(frequencies), spec.rope.scale))
+        if spec is SPECS["head norms"]:
+            norms = [random_norm(rng, spec.head_dim, False) for _ in range(2)]
+            self.spec = dataclasses.replace(spec, q_norm=norms[0], k_norm=norms[1])
+            q_norm, k_norm = (norm_on(backend, n) for n in norms)
+            device_spec = dataclasses.replace(device_spec, q_norm=q_norm, k_norm=k_norm)
+        self.device_spec = device_spec
+        self.models = [AttentionModel(self.spec, frequencies, backend.activation_dtype) for _ in range(slots)]
+        self.cache: LayerCache = backend.layer_cache(slots, spec.kv_heads, capacity, spec.head_dim)
+
+    def random_qkv(self, tokens: int) -> np.ndarray:
+        return self.rng.standard_normal((tokens, self.spec.qkv_features)).astype(self.backend.activation_dtype)
+
+    def run(self, qkv: np.ndarray, counts: list[int], slots: list[int]) -> np.ndarray:
+        """One step on the backend alone; the models tell what each slot holds already."""
+        step = make_step(self.backend, counts, [len(self.models[s].keys) for s in slots], slots)
+        out = self.backend.attention(self.backend.array(qkv), self.device_spec, self.cache, step)
+        return self.backend.host(out)
+
+    def check(self, counts: list[int], slots: list[int]) -> None:
+        """One step on both."""
+        qkv = self.random_qkv(sum(counts))
+        out = self.run(qkv, counts, slots)
+        assert out.dtype == self.backend.activation_dtype
+        results = [self.models[s](rows) for s, rows in zip(slots, np.split(qkv, np.cumsum(counts)[:-1]), strict=True)]
+        expected, magnitude = (np.concatenate(x) for x in zip(*results, strict=True))
+        assert_close(out, expected, "attention", self.backend.activation_dtype, magnitude)
+
+
+@settings(max_examples=8)
+@given(SEEDS, st.data())
+@pytest.mark.parametrize("name", SPECS)
+def test_histories_of_ragged_steps(backend, name, seed, data):
+    """Prefills at once and in chunks, single tokens, any subset of the slots in any order, and a cache that grows."""
+    slots, capacity = 4, 24
+    case = Case(backend, SPECS[name], np.random.default_rng(seed), slots, capacity)
+    for _ in range(data.draw(st.integers(1, 5), label="steps")):
+        chosen = data.draw(st.lists(st.integers(0, slots - 1), min_size=1, unique=True), label="slots")
+        decoding = data.draw(st.booleans(), label="decoding")
+        counts = [1 if decoding else data.draw(st.integers(1, 12), label="tokens") for _ in chosen]
+        longest = max(len(case.models[s].keys) + n for s, n in zip(chosen, counts, strict=True))
+        if longest > case.cache.capacity:
+            backend.grow(case.cache, longest + 3)
+        case.check(counts, chosen)
+
+
+@pytest.mark.parametrize("tokens", [31, 32, 33, 63, 65, 127, 129, 257])
+@pytest.mark.parametrize("name", ["grouped", "window", "head of 64"])
+def test_prefill_then_decode_around_tile_sizes(backend, name, tokens):
+    case = Case(backend, SPECS[name], np.random.default_rng(tokens), 1, tokens + 2)
+    case.check([tokens], [0])
+    case.check([1], [0])
+    case.check([1], [0])
+
+
+def test_growing_keeps_what_is_cached(backend):
+    case = Case(backend, SPECS["grouped"], np.random.default_rng(0), 3, 8)
+    case.check([8, 3, 5], [0, 1, 2])
+    before = backend.host(case.cache.keys).copy(), backend.host(case.cache.values).copy()
+    backend.grow(case.cache, 21)
+    assert case.cache.capacity == 21
+    for old, new in zip(before, (case.cache.keys, case.cache.values), strict=True):
+        assert backend.host(new).shape == (3, 2, 21, 16)
+        for slot, length in enumerate((8, 3, 5)):
+            np.testing.assert_array_equal(backend.host(new)[slot, :, :length], old[slot, :, :length])
+    case.check([13, 1, 2], [0, 1, 2])
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, 60000.0])
+@pytest.mark.parametrize("name", ["grouped", "window"])
+def test_what_the_cache_holds_beyond_a_sequence_does_not_count(backend, name, garbage):
+    case = Case(backend, SPECS[name], np.random.default_rng(1), 3, 40)
+    junk = np.full(backend.host(case.cache.keys).shape, garbage, backend.activation_dtype)
+    backend.assign(case.cache.keys, junk)
+    backend.assign(case.cache.values, junk)
+    case.check([7, 1], [2, 0])
+    case.check([1, 1], [2, 0])
+    case.check([9], [2])
+
+
+def test_a_ragged_batch_gives_each_row_exactly_what_it_gets_alone(backend):
+    counts, slots = [5, 1, 17, 3], [2, 0, 3, 1]
+    together = Case(backend, SPECS["grouped"], np.random.default_rng(2), 4, 32)
+    qkv = together.random_qkv(sum(counts))
+    out = together.run(qkv, counts, slots)
+    for rows in np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1]):
+        alone = Case(backend, SPECS["grouped"], np.random.default_rng(2), 1, 32)
+        expected = alone.run(qkv[rows], [len(rows)], [0])
+        if backend.name == "cpu":
+            np.testing.assert_array_equal(out[rows], expected)
+        assert_close(out[rows], expected, "attention", backend.activation_dtype, np.abs(qkv).max())
+
+
+def test_large_scores_do_not_overflow(backend):
+    """Scores of 1e4 and more: the softmax subtracts the largest first."""
+    spec = AttentionSpec(2, 1, 8, 1.0)
+    case = Case(backend, spec, np.random.default_rng(4), 1, 16)
+    qkv = case.random_qkv(9)
+    qkv[:, : 3 * 8] *= backend.activation_dtype.type(100)
+    out = case.run(qkv, [9], [0])
+    expected, _ = case.models[0](qkv)
+    assert np.isfinite(out).all()
+    # where two scores differ by less than fp32 resolves at this size the weights are free; here none do
+    np.testing.assert_allclose(out, expected, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (32, 32, 64), (28, 4, 128)])
+def test_real_sizes(cuda_backend, heads, kv_heads, head_dim, window):
+    """2,000 tokens at once, then one more of each of three sequences, as the reference that rounds alike."""
+    rng, reference = np.random.default_rng(heads), Backend(np.float16)
+    frequencies = (1.0 / 500000.0 ** (np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+    caches, specs = {}, {}
+    for b in (cuda_backend, reference):
+        caches[b] = b.layer_cache(3, kv_heads, 2304, head_dim)
+        specs[b] = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, Rope(b.vector(frequencies)))
+    past = [0, 0, 0]
+    for counts in ([2000, 31, 600], [1, 1, 1], [1, 1, 1], [1, 130, 1]):
+        qkv = rng.standard_normal((sum(counts), specs[reference].qkv_features)).astype(np.float16)
+        out, expected = (
+            b.host(b.attention(b.array(qkv), specs[b], caches[b], make_step(b, counts, past, [1, 2, 0])))
+            for b in (cuda_backend, reference)
+        )
+        assert_close(out, expected, "attention", np.float16, np.abs(qkv).max())
+        past = [p + n for p, n in zip(past, counts, strict=True)]

@@ -1,0 +1,268 @@
+"""Every operation of every backend against float64 models; what is prescribed step by step is compared with ``==``."""
+
+from __future__ import annotations
+
+import float64_operations as model
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from random_values import (
+    FLOAT_TYPES,
+    ROWS,
+    SEEDS,
+    WIDTHS,
+    make_step,
+    norm_on,
+    random_codes,
+    random_int8,
+    random_norm,
+    random_rows,
+)
+from tolerances import assert_close
+
+from bminf_lite.backend.base import ACTIVATIONS, Backend
+
+
+def in_activation_type(backend: Backend, x: np.ndarray) -> np.ndarray:
+    """``x`` as the backend's operations would pass it on."""
+    return x.astype(backend.activation_dtype)
+
+
+# -- arrays -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32, np.int8])
+def test_arrays_make_the_round_trip(backend, dtype):
+    values = np.arange(-6, 6).astype(dtype).reshape(3, 4)
+    array = backend.array(values)
+    np.testing.assert_array_equal(backend.host(array), values)
+    assert backend.host(array).dtype == dtype
+    backend.assign(array, values[::-1])
+    np.testing.assert_array_equal(backend.host(array), values[::-1])
+
+
+def test_an_array_is_a_copy(backend):
+    values = np.zeros(3, np.float32)
+    array = backend.array(values)
+    values += 1
+    np.testing.assert_array_equal(backend.host(array), 0)
+
+
+def test_later_work_does_not_change_what_is_fetched(backend):
+    array = backend.array(np.array([1, 2, 3], np.int32))
+    pending = backend.fetch(array)
+    backend.assign(array, np.array([4, 5, 6], np.int32))
+    later = backend.fetch(array)
+    np.testing.assert_array_equal(pending(), [1, 2, 3])
+    np.testing.assert_array_equal(later(), [4, 5, 6])
+    np.testing.assert_array_equal(pending(), [1, 2, 3])
+
+
+def test_repeated_work_sees_new_inputs(backend):
+    rng = np.random.default_rng(0)
+    x = backend.array(in_activation_type(backend, rng.standard_normal((2, 64))))
+    weight = backend.weight([random_int8(rng, 48, 64, True)])
+    work = backend.repeated(lambda: backend.linear(x, weight, fp32=True))
+    for _ in range(4):
+        backend.assign(x, in_activation_type(backend, rng.standard_normal((2, 64))))
+        once = backend.host(backend.linear(x, weight, fp32=True)).copy()
+        np.testing.assert_array_equal(backend.host(work()), once)
+
+
+def test_memory_is_told_in_known_words(backend):
+    assert set(backend.memory()) <= {"used", "peak_used", "reserved", "peak_reserved", "limit"}
+    assert all(isinstance(v, int) and v >= 0 for v in backend.memory().values())
+    assert backend.describe()
+
+
+# -- quantization and products ----------------------------------------------------------------------------------------
+
+
+@given(SEEDS, ROWS, WIDTHS, st.sampled_from([np.float16, np.float32]))
+def test_quantize(backend, seed, rows, width, dtype):
+    x = random_rows(np.random.default_rng(seed), rows, width, dtype)
+    codes, scale = (backend.host(v) for v in backend.quantize(backend.array(x)))
+    expected_codes, expected_scale = model.quantize(x)
+    assert codes.dtype == np.int8 and scale.dtype == np.float32
+    np.testing.assert_array_equal(codes, expected_codes)
+    np.testing.assert_array_equal(scale, expected_scale)
+
+
+def test_quantize_rounds_half_to_even(backend):
+    x = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5]], np.float32)
+    codes, _ = backend.quantize(backend.array(in_activation_type(backend, x)))
+    np.testing.assert_array_equal(backend.host(codes), [[127, 0, 2, 2, 0, -2, -2, 126]])
+
+
+def test_quantize_every_fp16_row_maximum(backend):
+    """No maximum gives a code past 127 (it would wrap around), a NaN, or a largest code below 127."""
+    largest = np.arange(0x7C00, dtype=np.uint16).view(np.float16)  # zero, subnormals and all finite numbers
+    fractions = np.array([1, -1, 0.5, -0.25, 0.999, 0.004, 0, -0.75], np.float16)
+    x = largest[:, None] * fractions
+    codes, scale = (backend.host(v) for v in backend.quantize(backend.array(in_activation_type(backend, x))))
+    assert codes.min() == -127 and codes.max() == 127
+    np.testing.assert_array_equal(codes[0], 0)
+    np.testing.assert_array_equal(np.abs(codes[1:]).max(axis=1), 127)
+    np.testing.assert_array_equal(scale, largest.astype(np.float32) / np.float32(127))
+
+
+@given(SEEDS, ROWS, WIDTHS, WIDTHS)
+def test_igemm(backend, seed, rows, width, outputs):
+    rng = np.random.default_rng(seed)
+    x, w = random_codes(rng, rows, width), random_codes(rng, outputs, width)
+    acc = backend.host(backend.igemm(backend.array(x), backend.array(w)))
+    assert acc.dtype == np.int32
+    np.testing.assert_array_equal(acc, model.int_product(x, w))
+
+
+@pytest.mark.parametrize("width", [1023, 1024, 1025, 1040, 4099, 131_071])
+def test_igemm_is_exact_where_sums_are_largest(backend, width):
+    x = np.full((3, width), 127, np.int8)
+    w = np.array([[127], [-128]], np.int8).repeat(width, axis=1)
+    acc = backend.host(backend.igemm(backend.array(x), backend.array(w)))
+    np.testing.assert_array_equal(acc, model.int_product(x, w))
+
+
+@given(SEEDS, ROWS, WIDTHS, st.lists(st.sampled_from([1, 3, 8, 31, 64]), min_size=1, max_size=3), st.data())
+def test_linear_w8a8_is_the_prescribed_arithmetic(backend, seed, rows, width, outputs, data):
+    rng = np.random.default_rng(seed)
+    scale_type = data.draw(st.sampled_from(FLOAT_TYPES))
+    has_bias = data.draw(st.lists(st.booleans(), min_size=len(outputs), max_size=len(outputs)))
+    parts = [random_int8(rng, n, width, True, scale_type) for n in outputs]
+    biases = [rng.standard_normal(n).astype(np.float32) if b else None for n, b in zip(outputs, has_bias, strict=True)]
+    x = random_rows(rng, rows, width, backend.activation_dtype.type)
+    bias = np.concatenate([np.zeros(n) if b is None else b for n, b in zip(outputs, biases, strict=True)])
+    codes, scale = np.concatenate([p.codes for p in parts]), np.concatenate([p.scale for p in parts])
+    expected = model.w8a8_product(x, codes, scale, bias if any(has_bias) else None)
+    weight = backend.weight(parts, biases)
+    np.testing.assert_array_equal(backend.host(backend.linear(backend.array(x), weight, fp32=True)), expected)
+    y = backend.host(backend.linear(backend.array(x), weight))
+    assert y.dtype == backend.activation_dtype
+    np.testing.assert_array_equal(y, expected.astype(backend.activation_dtype))
+
+
+@given(SEEDS, ROWS, WIDTHS, WIDTHS, st.sampled_from(["w8a16", *FLOAT_TYPES]), st.booleans())
+def test_linear_with_float_sums(backend, seed, rows, width, outputs, kind, with_bias):
+    rng = np.random.default_rng(seed)
+    if kind == "w8a16":
+        part = random_int8(rng, outputs, width, False)
+        w = part.dequantize().astype(np.float64)
+    else:
+        part = rng.standard_normal((outputs, width)).astype(kind)
+        w = model.rounded(part, backend.activation_dtype)
+    bias = rng.standard_normal(outputs).astype(np.float32) if with_bias else None
+    x = random_rows(rng, rows, width, backend.activation_dtype.type).astype(np.float64)
+    expected = x @ w.T + (0 if bias is None else bias)
+    terms = np.abs(x) @ np.abs(w).T + (0 if bias is None else np.abs(bias))
+    weight = backend.weight([part], [bias])
+    y = backend.linear(backend.array(in_activation_type(backend, x)), weight, fp32=True)
+    assert_close(backend.host(y), expected, "linear, float sum", np.float32, terms)
+    y = backend.linear(backend.array(in_activation_type(backend, x)), weight)
+    assert_close(backend.host(y), expected, "linear, float sum", backend.activation_dtype, terms)
+
+
+def test_weights_of_different_kinds_do_not_stack(backend):
+    rng = np.random.default_rng(0)
+    parts = random_int8(rng, 2, 8, True), random_int8(rng, 2, 8, False), rng.standard_normal((2, 8)).astype(np.float32)
+    for a, b in ((0, 1), (1, 2), (2, 0)):
+        with pytest.raises(ValueError, match="quantized alike"):
+            backend.weight([parts[a], parts[b]])
+
+
+@given(SEEDS, ROWS, WIDTHS, WIDTHS, st.sampled_from(["w8a8", "w8a16", "float"]))
+def test_linear_add(backend, seed, rows, width, outputs, kind):
+    rng = np.random.default_rng(seed)
+    if kind == "float":
+        part = rng.standard_normal((outputs, width)).astype(np.float16)
+        w = part.astype(np.float64)
+    else:
+        part = random_int8(rng, outputs, width, kind == "w8a8")
+        w = part.dequantize().astype(np.float64)
+    x = random_rows(rng, rows, width, backend.activation_dtype.type)
+    residual = rng.standard_normal((rows, outputs)).astype(np.float32)
+    sums = np.abs(x.astype(np.float64)) @ np.abs(w).T
+    product = x.astype(np.float64) @ w.T
+    if kind == "w8a8":
+        product = model.w8a8_product(x, part.codes, part.scale, None)
+        sums = np.abs(product)
+    y = backend.host(backend.linear_add(backend.array(x), backend.weight([part]), backend.array(residual)))
+    assert y.dtype == np.float32
+    added = y.astype(np.float64) - residual
+    assert_close(added, product, "linear_add", backend.activation_dtype, sums + np.abs(residual))
+
+
+@given(SEEDS, ROWS, WIDTHS, WIDTHS, st.sampled_from(sorted(ACTIVATIONS)), st.sampled_from(["w8a8", "w8a16", "float"]))
+def test_gated_linear(backend, seed, rows, width, outputs, function, kind):
+    rng = np.random.default_rng(seed)
+    if kind == "float":
+        parts = [rng.standard_normal((outputs, width)).astype(np.float16) for _ in range(2)]
+        w = np.concatenate(parts).astype(np.float64)
+    else:
+        parts = [random_int8(rng, outputs, width, kind == "w8a8") for _ in range(2)]
+        w = np.concatenate([p.dequantize() for p in parts]).astype(np.float64)
+    x = random_rows(rng, rows, width, backend.activation_dtype.type)
+    sums = np.abs(x.astype(np.float64)) @ np.abs(w).T
+    if kind == "w8a8":
+        codes, scale = (np.concatenate([getattr(p, field) for p in parts]) for field in ("codes", "scale"))
+        both = model.w8a8_product(x, codes, scale, None)
+        sums = np.abs(both)
+    else:
+        both = x.astype(np.float64) @ w.T
+    gate, up = np.split(model.rounded(both, backend.activation_dtype), 2, axis=1)
+    gate_terms, up_terms = np.split(sums, 2, axis=1)
+    y = backend.host(backend.gated_linear(backend.array(x), backend.weight(parts), function))
+    assert y.dtype == backend.activation_dtype
+    assert_close(
+        y, model.activation(function, gate) * up, "gated_linear", backend.activation_dtype, gate_terms * up_terms
+    )
+
+
+# -- around the products ----------------------------------------------------------------------------------------------
+
+
+@given(SEEDS, ROWS, WIDTHS, st.sampled_from(FLOAT_TYPES))
+def test_embed(backend, seed, rows, width, dtype):
+    rng = np.random.default_rng(seed)
+    table = rng.standard_normal((29, width)).astype(dtype)
+    tokens = rng.integers(0, 29, rows).astype(np.int32)
+    y = backend.host(backend.embed(backend.array(tokens), backend.table(table)))
+    assert y.dtype == np.float32
+    np.testing.assert_array_equal(y, model.rounded(table[tokens], backend.activation_dtype))
+
+
+@given(SEEDS, ROWS, WIDTHS, st.booleans())
+def test_norm(backend, seed, rows, width, center):
+    rng = np.random.default_rng(seed)
+    x = random_rows(rng, rows, width, np.float32)
+    norm = random_norm(rng, width, center)
+    y = backend.host(backend.norm(backend.array(x), norm_on(backend, norm)))
+    assert_close(y, model.norm(x, norm), "norm", backend.activation_dtype, model.norm_terms(x, norm))
+
+
+@given(SEEDS, ROWS, WIDTHS, WIDTHS)
+def test_norm_then_quantize_and_multiply(backend, seed, rows, width, outputs):
+    """What a layer does: a norm's last bit may move a code that is next to a tie, by one."""
+    rng = np.random.default_rng(seed)
+    residual = random_rows(rng, rows, width, np.float32)
+    norm, part = random_norm(rng, width, False), random_int8(rng, outputs, width, True)
+    x, weight = backend.norm(backend.array(residual), norm_on(backend, norm)), backend.weight([part])
+    codes, scale = (backend.host(v) for v in backend.quantize(x))
+    normed = model.norm(residual, norm).astype(np.float32)
+    expected_codes, expected_scale = model.quantize(normed)
+    assert np.abs(codes.astype(int) - expected_codes).max() <= 1
+    assert_close(scale, expected_scale, "norm", backend.activation_dtype, expected_scale)
+    x = backend.norm(backend.array(residual), norm_on(backend, norm))
+    expected = model.w8a8_product(normed, part.codes, part.scale, None)
+    one_code = expected_scale[:, None] * np.abs(part.dequantize()).max(axis=1)
+    assert_close(backend.host(backend.linear(x, weight, fp32=True)), expected, "norm, then w8a8", np.float32, one_code)
+
+
+@given(SEEDS, st.lists(st.integers(1, 9), min_size=1, max_size=5))
+@example(0, [1])
+@example(0, [1, 1, 1])
+def test_last_tokens(backend, seed, counts):
+    x = np.random.default_rng(seed).standard_normal((sum(counts), 12)).astype(np.float32)
+    step = make_step(backend, counts, [0] * len(counts), list(range(len(counts))))
+    y = backend.host(backend.last_tokens(backend.array(x), step))
+    np.testing.assert_array_equal(y, x[np.cumsum(counts) - 1])
