@@ -191,6 +191,21 @@ def driver_version() -> Version:
 
 
 @functools.cache
+def driver_release() -> str:
+    """The installed driver's own version, such as ``580.159.04``; empty where it cannot be asked."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    text = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() != 0:
+        return ""
+    failed = nvml.nvmlSystemGetDriverVersion(text, len(text))
+    nvml.nvmlShutdown()
+    return "" if failed else text.value.decode()
+
+
+@functools.cache
 def load(name: str) -> Library:
     """Load ``"cuda"``, ``"cudart"``, ``"nvrtc"`` or ``"cublasLt"``; raises ``DeviceError`` with the remedy."""
     return load_from(name, candidates(name), () if name == "cuda" else driver_version())

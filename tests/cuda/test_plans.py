@@ -1,0 +1,109 @@
+"""Plans: computed here in NumPy from the very bytes and descriptors that cublasLt would get, each gives ``x @ w.T``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bminf_lite.cuda.cublaslt import ComputeType, DataType, Order
+from bminf_lite.cuda.layouts import Layout
+from bminf_lite.cuda.plans import Matrix, PlanKind, Product, Shapes, bucket, kinds_for, row_major_product
+
+DTYPES = {DataType.R_8I: np.int8, DataType.R_32I: np.int32, DataType.R_32F: np.float32}
+SIZES = st.one_of(st.sampled_from([1, 2, 31, 32, 33, 64]), st.integers(1, 80))
+
+
+def offsets(matrix: Matrix) -> np.ndarray:
+    """The offset of every element [batch, rows, cols] of a matrix as cublasLt is told of it."""
+    row, col = np.arange(matrix.rows)[:, None], np.arange(matrix.cols)
+    if matrix.order is Order.COL:
+        inside = col * matrix.ld + row
+    else:
+        inside = Layout(matrix.order, matrix.rows, matrix.cols, matrix.ld).offset(row, col)
+    return np.arange(matrix.batch)[:, None, None] * matrix.stride + inside
+
+
+def execute(product: Product, a: np.ndarray, b: np.ndarray, d: np.ndarray) -> None:
+    """What cublasLt does, on flat buffers, with a copy of its rules on shapes."""
+    left, right = a[offsets(product.a)].astype(np.int64), b[offsets(product.b)].astype(np.int64)
+    left = left.swapaxes(-1, -2) if product.transpose_a else left
+    right = right.swapaxes(-1, -2) if product.transpose_b else right
+    assert left.shape[-1] == right.shape[-2]
+    assert (left.shape[-2], right.shape[-1]) == (product.d.rows, product.d.cols)
+    d[offsets(product.d)] = left @ right
+
+
+@given(st.sampled_from(list(PlanKind)), SIZES, SIZES, SIZES)
+def test_every_plan_computes_the_product_whatever_lies_in_the_padding(kind, rows, out, inner):
+    shapes = Shapes(kind, out, inner)
+    random = np.random.default_rng(rows + out + inner)
+    x = random.integers(-128, 128, (rows, inner)).astype(np.int8)
+    codes = random.integers(-128, 128, (out, inner)).astype(np.int8)
+
+    padded = np.zeros(shapes.padded, np.int8)
+    padded[:out, :inner] = codes
+    w = shapes.weight.pack(padded)
+    activation, result = shapes.activation(rows), shapes.result(rows)
+    buffer = random.integers(-128, 128, activation.size).astype(np.int8)
+    buffer[activation.offset(np.arange(rows)[:, None], np.arange(inner)).ravel()] = x.ravel()
+    acc = np.full(result.size, -1, np.int32)
+
+    product = shapes.product(rows)
+    execute(product, *((w, buffer) if shapes.is_plain else (buffer, w)), acc)
+    assert np.array_equal(result.unpack(acc), x.astype(np.int64) @ codes.T.astype(np.int64))
+    assert result.nbytes == acc.nbytes and activation.nbytes == buffer.nbytes
+    assert product.compute is ComputeType.COMPUTE_32I and product.scale_type is DataType.R_32I
+
+
+@given(SIZES, SIZES, SIZES, st.booleans(), st.booleans())
+def test_row_major_products_with_every_transposition(m, n, k, transpose_x, transpose_w):
+    random = np.random.default_rng(m * n + k)
+    x = random.integers(-128, 128, (k, m) if transpose_x else (m, k))
+    w = random.integers(-128, 128, (n, k) if transpose_w else (k, n))
+    matrices = [Matrix(DataType.R_8I, Order.ROW, *shape, shape[1]) for shape in (x.shape, w.shape, (m, n))]
+    product = row_major_product(*matrices, ComputeType.COMPUTE_32I, transpose_x, transpose_w)
+    d = np.zeros(m * n, np.int64)
+    execute(product, w.ravel(), x.ravel(), d)
+    assert np.array_equal(d.reshape(m, n), (x.T if transpose_x else x) @ (w.T if transpose_w else w))
+
+
+def test_batched_products_repeat_an_operand_with_stride_0():
+    shapes, random = Shapes(PlanKind.PLAIN, 16, 32), np.random.default_rng(0)
+    x, w = random.integers(-128, 128, (3, 5, 32)), random.integers(-128, 128, (1, 16, 32))
+    acc = np.zeros(3 * 5 * 16, np.int64)
+    execute(shapes.batched(5, 3, w_stride=0, x_stride=5 * 32), w.ravel(), x.ravel(), acc)
+    assert np.array_equal(acc.reshape(3, 5, 16), x @ w.swapaxes(-1, -2))
+
+
+@pytest.mark.parametrize(
+    ("capability", "first"),
+    [
+        ((6, 1), PlanKind.DP4A),
+        ((7, 0), PlanKind.DP4A),
+        ((7, 5), PlanKind.COL4_4R2_8C),
+        ((8, 0), PlanKind.COL32_2R_4R4),
+        ((8, 6), PlanKind.COL32_2R_4R4),
+        ((8, 9), PlanKind.COL32_2R_4R4),
+        ((9, 0), PlanKind.PLAIN),
+        ((10, 0), PlanKind.PLAIN),
+        ((12, 0), PlanKind.PLAIN),
+    ],
+)
+def test_the_table_of_plans(capability, first):
+    kinds = kinds_for(capability)
+    assert kinds[0] is first
+    assert kinds[-1] is PlanKind.DP4A, "what works everywhere comes last"
+    assert any(Shapes(kind, 1, 1).is_plain for kind in kinds)
+
+
+def test_a_weight_that_needs_no_padding_gets_none():
+    assert Shapes(PlanKind.PLAIN, 4096, 14336).padded == (4096, 14336)
+    assert Shapes(PlanKind.COL32_2R_4R4, 4096, 14336).weight.nbytes == 4096 * 14336
+
+
+@given(st.integers(1, 1 << 20))
+def test_a_bucket_holds_its_rows_and_is_not_much_larger(rows):
+    assert rows <= bucket(rows) <= max(16, rows * 1.25)
+    assert bucket(bucket(rows)) == bucket(rows)
