@@ -45,15 +45,24 @@ HostWeight = np.ndarray | Int8Weight
 """A weight matrix ``[out, in]`` as a checkpoint gives it: float (fp32, fp16, bf16) or int8."""
 
 
-def weight_scales(row_max: np.ndarray) -> np.ndarray:
-    """The scale of each row from its largest magnitude, fp32 ``[out]`` -> fp16 or fp32 ``[out]``.
+def exact_scales(row_max: np.ndarray) -> np.ndarray:
+    """The scale of each row from its largest magnitude, unrounded, fp32 ``[out]`` -> fp32 ``[out]``.
 
-    A row so small that its scale is 0 in fp32 counts as zeros.
+    A row so small that its scale is 0 in fp32 counts as zeros, and has scale 1.
     """
     scale = row_max.astype(np.float32) / np.float32(CODE_MAX)
-    subnormal = (scale > 0) & (scale < FP16_SMALLEST_NORMAL)
-    dtype = np.float32 if subnormal.any() or (scale > FP16_LARGEST).any() else np.float16
-    return np.where(scale > 0, scale, np.float32(1)).astype(dtype)
+    return np.where(scale > 0, scale, np.float32(1))
+
+
+def fits_fp16(scale: np.ndarray) -> bool:
+    """Whether fp16 holds all these scales with full precision: none would be subnormal or infinite."""
+    return bool(((scale >= FP16_SMALLEST_NORMAL) & (scale <= FP16_LARGEST)).all())
+
+
+def weight_scales(row_max: np.ndarray) -> np.ndarray:
+    """The scales of a weight as they are stored, fp32 ``[out]`` -> fp16 ``[out]``, or fp32 if any does not fit fp16."""
+    scale = exact_scales(row_max)
+    return scale.astype(np.float16) if fits_fp16(scale) else scale
 
 
 def row_maxima(block: np.ndarray) -> np.ndarray:
@@ -62,7 +71,7 @@ def row_maxima(block: np.ndarray) -> np.ndarray:
 
 
 def round_to_codes(block: np.ndarray, scale: np.ndarray, ratio: np.ndarray, codes: np.ndarray) -> None:
-    """Set ``ratio`` to ``block / scale`` and ``codes`` to what it rounds to, all fp32 ``[rows, in]``; scale ``[rows]``."""
+    """Set ``ratio`` to ``block / scale`` and ``codes`` to that, rounded and clipped. All fp32 ``[rows, in]``."""
     with np.errstate(all="ignore"):
         np.divide(block, scale.astype(np.float32)[:, None], out=ratio)
         np.rint(ratio, out=codes)
@@ -99,7 +108,7 @@ def quantize_weight(weight: np.ndarray, dynamic: bool = True) -> Int8Weight:
 
 
 def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize activations per token (row), dynamically: float ``[..., K]`` -> int8 codes ``[..., K]``, fp32 scale ``[...]``.
+    """Quantize activations per token (row): float ``[..., K]`` -> int8 codes ``[..., K]``, fp32 scale ``[...]``.
 
     In fp32: ``a = max|x|``, ``r = 127 / a`` (0 for a row of zeros), ``code = clip(rint(x * r), -127, 127)``, and the
     scale kept is ``a / 127``. A row that holds a NaN or an infinity gets the scale NaN, so its results are NaN too and

@@ -1,0 +1,86 @@
+"""What a migration says about itself: the report that it returns, and the manifest that it leaves in the folder.
+
+``bminf_lite.json`` holds ``format_version``, the tool's version, the recipe, ``tied_head`` (the scheme in which a head
+without a tensor of its own is to be quantized, or null), the source files with their sizes and SHA-256 checksums, and a
+:class:`TensorReport` for every tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .. import __version__
+from .recipe import Recipe, Scheme
+
+MANIFEST_FILE = "bminf_lite.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What became of one tensor.
+
+    ``snr_db`` is the signal-to-noise ratio of the int8 tensor, ``10 log10(sum w^2 / sum (w - scale * code)^2)``, and
+    ``worst_row`` the row where it is smallest. They are None for tensors that stay float, for a dry run, and where
+    nothing was lost (the ratio is infinite). Sizes are in bytes, scales included.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source_dtype: str
+    scheme: Scheme
+    bytes_before: int
+    bytes_after: int
+    snr_db: float | None = None
+    worst_row: int | None = None
+    worst_row_snr_db: float | None = None
+    scale_min: float | None = None
+    scale_max: float | None = None
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that the migration read; ``sha256`` in hexadecimal, empty for a dry run."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class MigrationReport:
+    """The outcome of a migration: sizes in bytes, and what became of each tensor, in the order of the source.
+
+    The sizes are those of all tensors; ``tied_head`` is the scheme in which a head without a tensor of its own will be
+    quantized when the checkpoint is loaded, or None.
+    """
+
+    recipe: Recipe
+    tied_head: Scheme | None
+    tensors: tuple[TensorReport, ...]
+    sources: tuple[SourceFile, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        """Size of the tensors in the source."""
+        return sum(tensor.bytes_before for tensor in self.tensors)
+
+    @property
+    def bytes_after(self) -> int:
+        """Size of the tensors after migration."""
+        return sum(tensor.bytes_after for tensor in self.tensors)
+
+    def manifest(self) -> dict[str, Any]:
+        """The content of ``bminf_lite.json``."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "tool": "bminf-lite",
+            "tool_version": __version__,
+            "recipe": self.recipe.to_dict(),
+            "tied_head": self.tied_head.value if self.tied_head else None,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "sources": [asdict(source) for source in self.sources],
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+        }

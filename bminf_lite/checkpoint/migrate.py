@@ -1,0 +1,198 @@
+"""Migration: a float checkpoint in, the same model with int8 weights out.
+
+The source is read once, tensor by tensor and block by block (see :mod:`.conversion`), so memory stays small whatever
+the size of the model, and the result appears complete or not at all (see :mod:`.output_folder`). What the recipe does
+not quantize is copied bit for bit in the source's type: embeddings, norms and biases are a small part of a model, and
+what is exact needs no explanation. A tied head has no tensor of its own in the source and gets none; it is listed as
+unquantized, as the format demands, and quantized when the checkpoint is loaded.
+
+The output is a compressed-tensors checkpoint that transformers and vLLM open, plus ``bminf_lite.json`` (see
+:mod:`.manifest`). Tokenizer files, chat templates, generation settings, licence and readme are carried along.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .. import models
+from ..errors import CheckpointError, UsageError
+from ..models.spec import Role, Spec
+from ._errors import checkpoint_error
+from .compressed_tensors import quantization_config
+from .conversion import MAX_WORKERS, Converter, Planned, Progress
+from .manifest import MANIFEST_FILE, MigrationReport, SourceFile, TensorReport
+from .output_folder import output_folder
+from .reader import Checkpoint, open_checkpoint
+from .recipe import Recipe, Scheme, load_recipe
+from .writer import SHARD_BYTES, CheckpointWriter, write_json
+
+MAX_IN_FEATURES = 131_071
+"""With more, a sum of products of two int8 values can exceed int32."""
+
+CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
+NOT_CARRIED = ("config.json", "*.index.json", MANIFEST_FILE)
+CARRIED_FOLDER = "additional_chat_templates"
+
+
+def migrate(
+    source: str | Path,
+    out: str | Path,
+    recipe: str | Path | Recipe = "w8a8",
+    *,
+    force: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> MigrationReport:
+    """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
+
+    ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. ``force`` replaces an earlier result
+    in ``out``, once the new one is complete. ``dry_run`` only reports what each tensor would become. ``progress`` is
+    called with the bytes of the source that are done, all of them, and the name of the tensor at work.
+
+    Raises :class:`CheckpointError` if the source cannot be read or quantized or ``out`` cannot be written, and
+    :class:`UsageError` for a recipe that makes no sense. ``out`` is untouched then, and after Ctrl-C.
+    """
+    chosen = load_recipe(recipe)
+    with open_checkpoint(source) as checkpoint:
+        spec = _checked_spec(checkpoint)
+        plans = _plan(checkpoint, spec, chosen)
+        tied = next((name for name in spec.tied if spec.parameters[name].role is Role.HEAD), None)
+        tied_head = chosen.scheme_of(tied, is_head=True) if tied else None
+        if dry_run:
+            files = tuple(SourceFile(file.name, file.stat().st_size, "") for file in checkpoint.files())
+            return MigrationReport(chosen, tied_head, tuple(map(_forecast, plans)), files)
+        target = Path(out).resolve()
+        if checkpoint.path.resolve().is_relative_to(target):
+            raise CheckpointError(f"{target}: holds the source, {checkpoint.path}; name another folder for the result")
+        outputs = {name: declared for plan in plans for name, declared in plan.outputs().items()}
+        carried = _carried_files(checkpoint.path)
+        needed = sum(d.nbytes for d in outputs.values()) + sum(f.stat().st_size for f in carried) + (1 << 20)
+        with output_folder(target, force, needed) as folder:
+            writer = CheckpointWriter(folder, outputs, {plan.scale_name for plan in plans}, shard_bytes)
+            try:
+                with _checksums(checkpoint.files()) as hashed, Converter(checkpoint, writer, progress) as converter:
+                    tensors = converter.run(plans)
+                    writer.finish()
+                    report = MigrationReport(chosen, tied_head, tuple(tensors), tuple(file.result() for file in hashed))
+            finally:
+                writer.close()
+            checkpoint.check_unchanged()
+            write_json(folder / "config.json", _output_config(checkpoint.config, spec, chosen))
+            write_json(folder / MANIFEST_FILE, report.manifest())
+            _carry(checkpoint.path, carried, folder)
+        return report
+
+
+def _checked_spec(checkpoint: Checkpoint) -> Spec:
+    """The tensors of the architecture, if the checkpoint has them, unquantized."""
+    if checkpoint.quantization is not None:
+        raise CheckpointError(
+            f"{checkpoint.path / 'config.json'}: has a quantization_config, so this checkpoint is quantized already; "
+            "migrate the fp32, fp16 or bf16 checkpoint that it was made from"
+        )
+    architecture = models.find(checkpoint.config)
+    spec = architecture.spec(architecture.parse(checkpoint.config))
+    checkpoint.validate(spec)
+    return spec
+
+
+def _schemes(spec: Spec, recipe: Recipe) -> dict[str, Scheme]:
+    """What becomes of each weight matrix, by tensor name; a tied one stays float in the file."""
+    matrices = {
+        name: parameter
+        for name, parameter in spec.parameters.items()
+        if parameter.role in (Role.LINEAR, Role.HEAD) and not parameter.transposed
+    }
+    recipe.check_patterns(matrices)
+    return {
+        name: Scheme.FLOAT if name in spec.tied else recipe.scheme_of(name, parameter.role is Role.HEAD)
+        for name, parameter in matrices.items()
+    }
+
+
+def _plan(checkpoint: Checkpoint, spec: Spec, recipe: Recipe) -> list[Planned]:
+    """Every tensor that the output will have, in the order in which the source stores them."""
+    schemes = _schemes(spec, recipe)
+    if set(schemes.values()) <= {Scheme.FLOAT}:
+        raise UsageError(f"recipe {recipe.name}: leaves every weight matrix of this checkpoint float")
+    limit = f"w8a8 allows {MAX_IN_FEATURES:,} inputs at most; choose w8a16 or float for it"
+    wide = [
+        f"tensor {name!r} {list(spec.parameters[name].shape)}: {limit}"
+        for name, scheme in schemes.items()
+        if scheme is Scheme.W8A8 and spec.parameters[name].shape[-1] > MAX_IN_FEATURES
+    ]
+    if wide:
+        raise checkpoint_error(checkpoint.path, wide)
+    names = [name for name in spec.parameters if name not in spec.tied]
+    plans = [Planned(name, checkpoint.tensors[name], schemes.get(name, Scheme.FLOAT)) for name in names]
+    return sorted(plans, key=lambda plan: (plan.info.file, plan.info.offset))
+
+
+def _forecast(plan: Planned) -> TensorReport:
+    size = sum(declared.nbytes for declared in plan.outputs().values())
+    if plan.scheme is not Scheme.FLOAT:
+        size -= 2 * plan.info.shape[0]  # the scales are declared as fp32, and nearly always fp16
+    return TensorReport(plan.name, plan.info.shape, plan.info.dtype, plan.scheme, plan.info.nbytes, size)
+
+
+def _output_config(config: Mapping[str, Any], spec: Spec, recipe: Recipe) -> dict[str, Any]:
+    schemes = {name.removesuffix(".weight"): scheme for name, scheme in _schemes(spec, recipe).items()}
+    return {**config, "quantization_config": quantization_config(schemes)}
+
+
+def _carried_files(source: Path) -> list[Path]:
+    """The files that are not weights and belong to the model all the same."""
+    found = [
+        path
+        for path in sorted(source.iterdir())
+        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in CARRIED)
+        and not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in NOT_CARRIED)
+    ]
+    folder = source / CARRIED_FOLDER
+    if folder.is_dir():
+        found += sorted(folder.iterdir())
+    return [path for path in found if path.is_file()]
+
+
+def _carry(source: Path, files: list[Path], folder: Path) -> None:
+    for file in files:
+        copy = folder / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+        with open(copy, "rb+") as written:
+            os.fsync(written.fileno())
+
+
+@contextmanager
+def _checksums(files: list[Path]) -> Iterator[list[Future[SourceFile]]]:
+    """Hash files in the background, several at a time; stops early when the block is left before they are done.
+
+    It goes over a file at about the time when the tensors are read from it, so one of the two finds it in the page
+    cache, and the disk is read once.
+    """
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_WORKERS), "checksum")
+    try:
+        yield [pool.submit(_checksum, file, stop) for file in files]
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _checksum(path: Path, stop: threading.Event) -> SourceFile:
+    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as file:
+        while (count := file.readinto(buffer)) and not stop.is_set():
+            digest.update(buffer[:count])
+            size += count
+    return SourceFile(path.name, size, digest.hexdigest())

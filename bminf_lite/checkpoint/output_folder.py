@@ -1,0 +1,156 @@
+"""A folder that appears complete or not at all.
+
+The files are written into a hidden folder beside the target, on the same file system; when everything is on the disk,
+it takes the target's name in one step. A run that is killed leaves the target as it was, and its hidden folder is
+removed by the next run for the same target. An existing target is replaced only when asked to, and then the two
+exchange names in one step (``renameat2`` of Linux), so there is a complete folder under that name at every moment.
+Where the system cannot exchange names, the old folder is renamed first and put back if the second step fails; a run
+that is killed between the two is repaired by the next run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .manifest import MANIFEST_FILE
+
+_PARTIAL = ".partial"
+_OLD = ".old"
+
+
+@contextmanager
+def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
+    """Yields an empty folder to fill; when the block ends without an exception it becomes ``target``.
+
+    ``needed`` is the size in bytes of what will be written. Raises :class:`CheckpointError` if the target exists and
+    ``force`` is not given, if it exists and is no migrated checkpoint, or if the disk is, or becomes, full.
+    """
+    target = target.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(target)
+        check_target(target, force)
+        check_space(target, needed)
+        partial = target.parent / f".{target.name}.{secrets.token_hex(4)}{_PARTIAL}"
+        partial.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be created: {error.strerror}") from error
+    lock = _lock(partial)
+    try:
+        yield partial
+        _sync_folder(partial)
+        _publish(partial, target, force)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _disk_full(target, needed) from error
+        raise CheckpointError(f"{target}: cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def check_target(target: Path, force: bool) -> None:
+    """Raise :class:`CheckpointError` if ``target`` exists and may not be replaced."""
+    if not target.exists():
+        return
+    if not force:
+        raise CheckpointError(f"{target}: already exists; name another folder, or replace it with --force (force=True)")
+    if not target.is_dir() or (any(target.iterdir()) and not (target / MANIFEST_FILE).is_file()):
+        raise CheckpointError(
+            f"{target}: is not the result of a migration (it holds no {MANIFEST_FILE}), so it is not replaced; "
+            "delete it, or name another folder"
+        )
+
+
+def check_space(target: Path, needed: int) -> None:
+    """Raise :class:`CheckpointError` if ``needed`` bytes are more than what is free where ``target`` will be."""
+    if shutil.disk_usage(target.parent).free < needed:
+        raise _disk_full(target, needed)
+
+
+def _disk_full(target: Path, needed: int) -> CheckpointError:
+    free = shutil.disk_usage(target.parent).free
+    return CheckpointError(
+        f"{target}: the disk is full: {needed:,} bytes are needed and {free:,} are free; "
+        "make room, or name a folder on another disk"
+    )
+
+
+def _clear_leftovers(target: Path) -> None:
+    """Remove what killed runs for the same target left behind; folders of running ones are locked, and stay."""
+    for leftover in _siblings(target, _OLD):
+        if target.exists():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            os.rename(leftover, target)
+    for leftover in _siblings(target, _PARTIAL):
+        try:
+            lock = _lock(leftover)
+        except OSError:
+            continue
+        shutil.rmtree(leftover, ignore_errors=True)
+        os.close(lock)
+
+
+def _siblings(target: Path, suffix: str) -> list[Path]:
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{re.escape(suffix)}")
+    return [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder for as long as the descriptor is open, or raise ``OSError``. The system unlocks what died."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _publish(partial: Path, target: Path, force: bool) -> None:
+    """Give ``partial`` the name ``target``; what had it before gets the name ``partial``."""
+    if not force or not target.exists():
+        os.rename(partial, target)
+    elif not _exchange(partial, target):
+        old = partial.with_suffix(_OLD)
+        os.rename(target, old)
+        try:
+            os.rename(partial, target)
+        except OSError:
+            os.rename(old, target)
+            raise
+        os.rename(old, partial)
+    _sync_folder(target.parent)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange two names in one step; False where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    here, exchange = ctypes.c_int(-100), ctypes.c_uint(2)  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2(here, ctypes.c_char_p(os.fsencode(a)), here, ctypes.c_char_p(os.fsencode(b)), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL):
+        return False
+    raise OSError(code, os.strerror(code))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,184 @@
+"""Writing safetensors piece by piece, so that no tensor has to be in memory at once.
+
+The ``safetensors`` library writes a file from tensors that are all in memory. Here they are declared first, which fixes
+where each one lies; then their bytes are written in any order, from any thread, and the header comes last. So a file
+that was never finished has no valid header and cannot be mistaken for a complete one.
+
+Some small tensors have a type that is known only when everything else is written: the scales of a weight are fp16, or
+fp32 if one of them is too small for fp16. They are declared as *late*, with the widest type that they may have, and are
+put after the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .safetensors_file import DTYPES
+
+SHARD_BYTES = 5_000_000_000
+"""The usual size of a shard: what hubs and readers expect."""
+
+_METADATA = {"format": "pt"}  # transformers refuses a file without it
+_TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The type name and the shape of a tensor to be written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class SafetensorsWriter:
+    """One file. ``write`` may be called from several threads; ``finish`` or ``close`` once, when they are done.
+
+    ``data_bytes`` is the size of all tensors, known when the file is finished.
+
+    Tensors lie in the order of their element sizes, the widest first, because a reader that maps the file wants them
+    aligned and the format allows no gap.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Declared], late: Mapping[str, Declared]):
+        self.path = path
+        self._tensors = dict(sorted(tensors.items(), key=lambda item: -DTYPES[item[1].dtype].itemsize))
+        self._late = dict(late)
+        self._offsets = {}
+        # The header may turn out shorter, never longer: it is padded with spaces, as the format allows.
+        self._data_start = 8 + math.ceil(len(_header(self._tensors | self._late)) / 8) * 8
+        end = self._data_start
+        for name, declared in self._tensors.items():
+            self._offsets[name] = end
+            end += declared.nbytes
+        self._late_start = end
+        self.data_bytes = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(self, name: str, data: np.ndarray, at: int = 0) -> None:
+        """Write ``data`` (C-contiguous) into the tensor ``name``, ``at`` bytes after its start."""
+        assert at + data.nbytes <= self._tensors[name].nbytes, name
+        _write_all(self._fd, data, self._offsets[name] + at)
+
+    def finish(self, late: Mapping[str, np.ndarray]) -> None:
+        """Write the late tensors and the header, and wait until the file is on the disk."""
+        assert late.keys() == self._late.keys()
+        end, settled = self._late_start, {}
+        for name, array in sorted(late.items(), key=lambda item: -item[1].itemsize):
+            assert array.nbytes <= self._late[name].nbytes, name
+            settled[name] = Declared(_TYPE_NAMES[array.dtype], array.shape)
+            _write_all(self._fd, array, end)
+            end += array.nbytes
+        self.data_bytes = end - self._data_start
+        header = _header(self._tensors | settled).ljust(self._data_start - 8)
+        assert len(header) == self._data_start - 8
+        _write_all(self._fd, np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8), 0)
+        os.fsync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+class CheckpointWriter:
+    """``model.safetensors`` in ``folder``, or shards of at most ``shard_bytes`` with their index.
+
+    A tensor larger than that has a shard for itself. ``late`` names those of ``tensors`` that ``finish`` brings.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, Declared], late: set[str], shard_bytes: int = SHARD_BYTES
+    ):
+        self.folder = folder
+        shards = _shards(tensors, shard_bytes)
+        count = len(shards)
+        self._files: list[SafetensorsWriter] = []
+        self._file_of: dict[str, SafetensorsWriter] = {}
+        self._late: dict[str, np.ndarray] = {}
+        try:
+            for i, shard in enumerate(shards):
+                name = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+                fixed = {k: v for k, v in shard.items() if k not in late}
+                file = SafetensorsWriter(folder / name, fixed, {k: v for k, v in shard.items() if k in late})
+                self._files.append(file)
+                self._file_of |= dict.fromkeys(shard, file)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, name: str, data: np.ndarray, at: int = 0) -> None:
+        """Write ``data`` into the tensor ``name``, ``at`` bytes after its start. Safe from any thread."""
+        self._file_of[name].write(name, data, at)
+
+    def write_late(self, name: str, data: np.ndarray) -> None:
+        """Keep a late tensor until its file is finished."""
+        self._late[name] = data
+
+    def finish(self) -> None:
+        """Complete and sync every file, and write the index if there are several."""
+        for file in self._files:
+            file.finish({name: data for name, data in self._late.items() if self._file_of[name] is file})
+        if len(self._files) > 1:
+            index = {
+                "metadata": {"total_size": sum(file.data_bytes for file in self._files)},
+                "weight_map": {name: file.path.name for name, file in sorted(self._file_of.items())},
+            }
+            write_json(self.folder / "model.safetensors.index.json", index)
+
+    def close(self) -> None:
+        """Close every file as it is."""
+        for file in self._files:
+            file.close()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file and wait until it is on the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _shards(tensors: Mapping[str, Declared], limit: int) -> list[dict[str, Declared]]:
+    """Split the tensors, in their order, into runs of at most ``limit`` bytes."""
+    shards: list[dict[str, Declared]] = [{}]
+    size = 0
+    for name, declared in tensors.items():
+        if shards[-1] and size + declared.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = declared
+        size += declared.nbytes
+    return shards
+
+
+def _header(tensors: Mapping[str, Declared]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": _METADATA}
+    end = 0
+    for name, declared in tensors.items():
+        offsets = [end, end + declared.nbytes]
+        entries[name] = {"dtype": declared.dtype, "shape": list(declared.shape), "data_offsets": offsets}
+        end = offsets[1]
+    return json.dumps(entries, separators=(",", ":")).encode()
+
+
+def _write_all(fd: int, data: np.ndarray, offset: int) -> None:
+    view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+    while view:
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
