@@ -1,4 +1,4 @@
-"""Attention of every backend over random histories of ragged steps, against a float64 model of one sequence at a time."""
+"""Attention of every backend over random histories of ragged steps, against a float64 model of one sequence."""
 
 from __future__ import annotations
 

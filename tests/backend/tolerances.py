@@ -105,5 +105,5 @@ def assert_close(
         worst = tuple(map(int, np.unravel_index(excess.argmax(), excess.shape)))
         raise AssertionError(
             f"{operation}: {np.count_nonzero(excess > 1)} of {excess.size} values differ; worst at {worst}: "
-            f"{actual[worst]!r}, expected {expected[worst]!r}, {excess[worst]:.3g} times what is tolerated: {tolerance.why}"
+            f"{actual[worst]!r}, expected {expected[worst]!r}; {excess[worst]:.3g} times the tolerance: {tolerance.why}"
         )

@@ -1,0 +1,170 @@
+"""What a backend promises beside its numbers: equal signatures, and nothing plausible out of what is no number."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import numpy as np
+import pytest
+from random_values import make_step, norm_on, random_int8, random_norm, random_rows
+
+from bminf_lite.backend.base import Backend, softmax
+from bminf_lite.backend.values import AttentionSpec, Norm
+
+BACKENDS = {"cpu": ("bminf_lite.backend.cpu", "CpuBackend"), "cuda": ("bminf_lite.backend.cuda", "CudaBackend")}
+NOT_NUMBERS = [np.nan, np.inf, -np.inf]
+
+
+@pytest.fixture(params=BACKENDS)
+def subclass(request: pytest.FixtureRequest) -> type[Backend]:
+    """Every backend class, whether or not its device is here."""
+    if request.param == "cuda":
+        pytest.importorskip("cupy", reason="CuPy is not installed")
+    module, name = BACKENDS[request.param]
+    return getattr(importlib.import_module(module), name)
+
+
+def public(cls: type) -> dict[str, object]:
+    return {name: value for name, value in vars(cls).items() if not name.startswith("_")}
+
+
+def test_an_override_has_the_signature_of_what_it_replaces(subclass):
+    assert issubclass(subclass, Backend)
+    for name, method in public(subclass).items():
+        if name in public(Backend) and callable(method):
+            assert parameters(method) == parameters(getattr(Backend, name)), name
+
+
+def parameters(method: object) -> list[tuple[str, object, object]]:
+    """Names, kinds and defaults: what a caller relies on. A return type may be narrower."""
+    return [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]  # type: ignore[arg-type]
+
+
+def test_a_backend_adds_no_public_operation(subclass):
+    """A layer could call it, and would then run on this backend alone."""
+    methods = {name for name, value in public(subclass).items() if inspect.isfunction(value)}
+    assert methods <= set(public(Backend))
+
+
+def test_every_operation_says_what_it_means():
+    assert not [name for name, method in public(Backend).items() if callable(method) and not inspect.getdoc(method)]
+
+
+# -- zeros ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_zeros_stay_zero(backend):
+    rng = np.random.default_rng(0)
+    zeros = backend.array(np.zeros((3, 40), backend.activation_dtype))
+    codes, scale = (backend.host(v) for v in backend.quantize(zeros))
+    assert not codes.any() and not scale.any()
+    for dynamic in (True, False):
+        weight = backend.weight([random_int8(rng, 24, 40, dynamic)])
+        np.testing.assert_array_equal(backend.host(backend.linear(zeros, weight)), 0)
+        np.testing.assert_array_equal(backend.host(backend.gated_linear(zeros, weight, "silu")), 0)
+
+
+def test_a_norm_of_zeros_is_zero(backend):
+    norm = norm_on(backend, random_norm(np.random.default_rng(0), 40, False))
+    np.testing.assert_array_equal(backend.host(backend.norm(backend.array(np.zeros((3, 40), np.float32)), norm)), 0)
+
+
+def test_rows_too_small_for_a_scale_count_as_zeros(backend):
+    """Where ``127 / max`` overflows fp32, and one step above it."""
+    tiny = np.float32(127) / np.finfo(np.float32).max
+    x = np.array([[tiny / 2, -tiny / 4], [tiny * 2, -tiny]], np.float32)
+    codes, scale = (backend.host(v) for v in backend.quantize(backend.array(x)))
+    np.testing.assert_array_equal(codes, [[0, 0], [127, -64]])
+    np.testing.assert_array_equal(scale, [0, tiny * 2 / np.float32(127)])
+
+
+# -- what is not a number ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", NOT_NUMBERS)
+@pytest.mark.parametrize("kind", ["w8a8", "w8a16", "float"])
+def test_products_of_a_row_that_is_not_finite(backend, bad, kind):
+    """Nothing finite comes out of it, and the other rows do not notice."""
+    rng = np.random.default_rng(1)
+    part = random_int8(rng, 24, 40, kind == "w8a8")
+    weight = backend.weight([part.dequantize() if kind == "float" else part])
+    clean = random_rows(rng, 5, 40, backend.activation_dtype.type)
+    x = clean.copy()
+    x[2, 17] = bad
+    for operation in (
+        lambda x: backend.linear(x, weight),
+        lambda x: backend.linear(x, weight, fp32=True),
+        lambda x: backend.linear_add(x, weight, backend.array(np.ones((5, 24), np.float32))),
+        lambda x: backend.gated_linear(x, weight, "silu"),
+        lambda x: backend.gated_linear(x, weight, "relu"),
+    ):
+        y, expected = (backend.host(operation(backend.array(v))).copy() for v in (x, clean))
+        assert not np.isfinite(y[2]).any()
+        np.testing.assert_array_equal(y[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("bad", NOT_NUMBERS)
+def test_the_scale_of_a_row_that_is_not_finite_is_nan(backend, bad):
+    x = np.ones((3, 33), backend.activation_dtype)
+    x[1, 32] = bad
+    _, scale = backend.quantize(backend.array(x))
+    np.testing.assert_array_equal(np.isnan(backend.host(scale)), [False, True, False])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", NOT_NUMBERS)
+@pytest.mark.parametrize("center", [False, True])
+def test_a_norm_of_a_row_that_is_not_finite_multiplies_to_nothing_finite(backend, bad, center):
+    """As the layers do it: what overflowed in the residual stream shows in the logits."""
+    rng = np.random.default_rng(2)
+    norm = Norm(np.ones(40, np.float32), 1e-6, np.zeros(40, np.float32) if center else None, center)
+    weight = backend.weight([random_int8(rng, 24, 40, True)])
+    residual = rng.standard_normal((3, 40)).astype(np.float32)
+    residual[1, 3] = bad
+    y = backend.host(backend.linear(backend.norm(backend.array(residual), norm_on(backend, norm)), weight, fp32=True))
+    assert np.isfinite(y[[0, 2]]).all() and not np.isfinite(y[1]).any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", NOT_NUMBERS)
+def test_attention_to_a_value_that_is_not_finite(backend, bad):
+    """The token itself and those after it see it; another sequence of the batch does not."""
+    spec = AttentionSpec(2, 1, 8, 0.3)
+    cache = backend.layer_cache(2, 1, 8, 8)
+    qkv = np.random.default_rng(3).standard_normal((6, spec.qkv_features)).astype(backend.activation_dtype)
+    qkv[2, -8:] = bad
+    step = make_step(backend, [3, 3], [0, 0], [0, 1])
+    out = backend.host(backend.attention(backend.array(qkv), spec, cache, step))
+    assert not np.isfinite(out[2]).any() and np.isfinite(out[3:]).all()
+    step = make_step(backend, [1, 1], [3, 3], [0, 1])
+    out = backend.host(backend.attention(backend.array(qkv[3:5]), spec, cache, step))
+    assert not np.isfinite(out[0]).any() and np.isfinite(out[1]).all()
+
+
+def test_fp16_overflow_is_seen(backend):
+    """A product past 65504 is an infinity in fp16, and never a large plausible number."""
+    weight = backend.weight([np.full((4, 64), 1000, np.float32)])
+    y = backend.host(backend.linear(backend.array(np.full((1, 64), 10, backend.activation_dtype)), weight))
+    expected = 640000.0 if backend.activation_dtype == np.float32 else np.inf
+    np.testing.assert_array_equal(y, expected)
+
+
+# -- softmax, which the backends compute inside attention --------------------------------------------------------------
+
+
+def test_a_masked_position_contributes_exactly_zero():
+    scores = np.array([[0.0, 3e38, 1.0, -3e38]], np.float32)
+    weights = softmax(scores, np.array([[True, False, True, False]]))
+    np.testing.assert_array_equal(weights[:, [1, 3]], 0)
+    np.testing.assert_allclose(weights.sum(), 1, rtol=1e-6)
+
+
+def test_a_fully_masked_row_gives_zeros():
+    weights = softmax(np.ones((2, 3), np.float32), np.array([[False, False, False], [True, True, False]]))
+    np.testing.assert_array_equal(weights, [[0, 0, 0], [0.5, 0.5, 0]])
+
+
+def test_a_nan_score_makes_its_row_nan():
+    assert np.isnan(softmax(np.array([[0.0, np.nan]], np.float32))).all()

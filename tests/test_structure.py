@@ -1,0 +1,135 @@
+"""The package's structure: who may import whom, who may name a device, and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bminf_lite
+
+PACKAGE = Path(bminf_lite.__file__).parent
+REPOSITORY = PACKAGE.parent
+
+MAY_IMPORT = {
+    "": {"engine", "models", "layers", "backend", "checkpoint", "memory", "errors"},
+    "cli": {"", "engine", "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors"},
+    "engine": {"models", "layers", "backend", "checkpoint", "memory", "errors"},
+    "checkpoint": {"models", "backend", "errors"},
+    "models": {"layers", "backend", "errors"},
+    "layers": {"backend", "errors"},
+    "backend": {"cuda", "memory", "errors"},
+    "memory": {"cuda", "errors"},
+    "cuda": {"errors"},
+    "demo_model": set(),
+    "errors": set(),
+}
+"""By part of the package: what it may import beside itself. ``""`` is ``bminf_lite/__init__.py``, the public API."""
+
+VERSION = "bminf_lite.__version__"
+"""A constant that everyone may read."""
+
+MAY_IMPORT_CUPY = ("cuda/", "backend/cuda.py", "memory/device.py")
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of what a module imports anywhere in it, functions and type checking included."""
+    package = ["bminf_lite", *path.relative_to(PACKAGE).parent.parts]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            found |= {".".join([*base, alias.name]) for alias in node.names} if len(base) < 2 else {".".join(base)}
+    return found
+
+
+def part(module: str) -> str:
+    """``bminf_lite.backend.base`` -> ``backend``; a name of the public API -> ``""``."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 and names[1] in MAY_IMPORT else ""
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+@pytest.mark.parametrize("path", modules(), ids=relative)
+def test_dependencies_point_down(path):
+    own = part(".".join(["bminf_lite", *path.relative_to(PACKAGE).with_suffix("").parts]))
+    used = {part(name) for name in imports(path) if name.split(".")[0] == "bminf_lite" and name != VERSION}
+    assert used - {own} <= MAY_IMPORT[own], f"{relative(path)} imports {sorted(used - {own} - MAY_IMPORT[own])}"
+
+
+def test_the_parts_have_no_cycle():
+    """The table above can be put in an order in which every part imports earlier parts only."""
+    remaining = {name: set(uses) for name, uses in MAY_IMPORT.items()}
+    while remaining:
+        ready = [name for name, uses in remaining.items() if not uses & remaining.keys()]
+        assert ready, f"a cycle among {sorted(remaining)}"
+        for name in ready:
+            del remaining[name]
+
+
+@pytest.mark.parametrize("path", modules(), ids=relative)
+def test_only_the_device_parts_import_cupy(path):
+    libraries = {name.split(".")[0] for name in imports(path)}
+    assert not libraries & {"torch", "transformers"}
+    if not relative(path).startswith(MAY_IMPORT_CUPY):
+        assert not libraries & {"cupy", "cupyx", "cupy_backends"}
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if relative(p).startswith(("layers/", "models/"))], ids=relative)
+def test_layers_and_models_name_no_device(path):
+    assert not re.search(r"cupy|cuda|gpu|nvidia|\.device\b", path.read_text(), re.IGNORECASE)
+
+
+def test_importing_needs_neither_gpu_nor_torch():
+    heavy = "cupy", "cupyx", "torch", "transformers", "tokenizers", "jinja2", "click"
+    code = f"import sys, bminf_lite; print([m for m in {heavy!r} if m in sys.modules])"
+    assert python(code) == "[]"
+
+
+def test_importing_is_quick():
+    """The fastest of five, in an interpreter of its own; what NumPy takes is not ours."""
+    code = "import time, numpy; t = time.perf_counter(); import bminf_lite; print(time.perf_counter() - t)"
+    assert min(float(python(code)) for _ in range(5)) < 0.2
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout.strip()
+
+
+def tracked_files() -> list[Path]:
+    """The repository's files; empty outside a clone."""
+    result = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    return [REPOSITORY / name for name in result.stdout.split("\0") if name]
+
+
+def test_no_file_names_a_place_on_its_author_s_machine():
+    """Top-level folders that an example would not use."""
+    places = re.compile(rb"(?<![\w.~:/-])/(work|root|opt(?!/cuda))/\w+")
+    found = {
+        f"{path.relative_to(REPOSITORY)}: {match.group().decode()}"
+        for path in tracked_files()
+        if path.is_file() and (match := places.search(path.read_bytes()))
+    }
+    assert not found
+
+
+def test_source_files_stay_readable():
+    """A file is read in one sitting: about 400 lines, hard at 500."""
+    long = {relative(p): n for p in modules() if (n := len(p.read_text().splitlines())) > 500}
+    assert not long
