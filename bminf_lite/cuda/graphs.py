@@ -29,7 +29,7 @@ class Graph(Generic[Result]):
     function allocates from; it is freed with the graph. ``result`` is what the function returned. Run the function once
     before, outside a graph, so that kernels are compiled, libraries are initialized and the need for memory is known:
     anything that waits for the GPU or asks the driver for memory fails inside. If it raises, the stream is left as
-    it was before.
+    it was before, and the memory stays the caller's.
     """
 
     def __init__(self, function: Callable[[], Result], stream: int, memory: Memory | None = None) -> None:

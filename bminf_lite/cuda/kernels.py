@@ -74,7 +74,7 @@ class Module:
 
 
 class Kernel:
-    """One kernel, launched by calling it.
+    """One kernel, launched by calling it, from any thread.
 
     ``signature`` has a letter for each parameter: ``p`` a pointer, and the :mod:`struct` letters for the rest, of which
     ``i`` int32, ``I`` uint32, ``q`` int64, ``Q`` uint64, ``f`` fp32, ``d`` fp64 and ``?`` bool are the useful ones.

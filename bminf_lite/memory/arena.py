@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ..errors import OutOfMemory
-from .intervals import Intervals
+from .intervals import Intervals, SizedIntervals
 from .sizes import format_size
 
 ALIGNMENT = 512
@@ -84,6 +84,7 @@ class Arena:
         self._live: dict[int, tuple[int, int, Block | None]] = {}
         self._free = Intervals((0, self.limit))
         self._mapped = Intervals()
+        self._ready = SizedIntervals()  # free and mapped
         self._meter: Meter | None = None
         self._serial = 0
         self._peak_used = 0
@@ -132,13 +133,14 @@ class Arena:
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         with self._lock:
             self._collect()
-            start = self._mapped_place(size)
+            start = self._ready.best_fit(size)
             if start is None:
-                start = self._unmapped_place(size)
+                start = self._place_to_map(size)
                 if start is None:
                     raise OutOfMemory(self._explain(nbytes, "no free range is large enough"))
                 self._map(start, size, nbytes)
             self._free.remove(start, start + size)
+            self._ready.remove(start, start + size)
             self._serial += 1
             shadow = self._meter.allocate(nbytes) if self._meter is not None else None
             self._live[self._serial] = (start, size, shadow)
@@ -180,23 +182,14 @@ class Arena:
         while self._freed:
             start, size, shadow = self._live.pop(self._freed.popleft(), (0, 0, None))
             self._free.add(start, start + size)
+            self._ready.add(start, start + size)
             if shadow is not None:
                 shadow.free()
 
     def _used(self) -> int:
         return self.limit - self._free.total
 
-    def _mapped_place(self, size: int) -> int | None:
-        """The start of the smallest range that is free, mapped and large enough."""
-        best = None
-        for start, end in self._free:
-            if end - start >= size:
-                for low, high in self._mapped.within(start, end):
-                    if high - low >= size and (best is None or high - low < best[0]):
-                        best = (high - low, low)
-        return best and best[1]
-
-    def _unmapped_place(self, size: int) -> int | None:
+    def _place_to_map(self, size: int) -> int | None:
         """The start of the free range that is large enough and needs the fewest bytes mapped."""
         best = None
         for start, end in self._free:
@@ -226,15 +219,17 @@ class Arena:
         for low, high in self._mapped.missing(*self._whole_pages(start, start + size)):
             self._pages.map(low, high - low)
             self._mapped.add(low, high)
+            for free in self._free.within(low, high):
+                self._ready.add(*free)
             self._peak_reserved = max(self._peak_reserved, self._mapped.total)
 
     def _trim(self) -> int:
         granularity, before = self._pages.granularity, self._mapped.total
-        for start, end in self._free:
+        for start, end in list(self._ready):
             first, last = -(-start // granularity) * granularity, end // granularity * granularity
-            for low, high in list(self._mapped.within(first, last)):
-                for offset, nbytes in self._pages.unmap(low, high - low):
-                    self._mapped.remove(offset, offset + nbytes)
+            for offset, nbytes in self._pages.unmap(first, last - first) if first < last else ():
+                self._mapped.remove(offset, offset + nbytes)
+                self._ready.remove(offset, offset + nbytes)
         return before - self._mapped.total
 
     def _explain(self, nbytes: int, reason: str) -> str:

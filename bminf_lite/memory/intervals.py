@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
 
@@ -59,3 +59,23 @@ class Intervals:
         self.total += sum(end - start for start, end in intervals)
         self._starts[first:last] = [start for start, _ in intervals]
         self._ends[first:last] = [end for _, end in intervals]
+
+
+class SizedIntervals(Intervals):
+    """A set of integers that also finds an interval by its size."""
+
+    def __init__(self, *intervals: tuple[int, int]) -> None:
+        self._sizes: list[tuple[int, int]] = []  # (size, start), in order
+        super().__init__(*intervals)
+
+    def best_fit(self, size: int) -> int | None:
+        """The start of the smallest interval of at least ``size``, of several the first; None where there is none."""
+        i = bisect_left(self._sizes, (size, 0))
+        return self._sizes[i][1] if i < len(self._sizes) else None
+
+    def _replace(self, first: int, last: int, intervals: list[tuple[int, int]]) -> None:
+        for i in range(first, last):
+            del self._sizes[bisect_left(self._sizes, (self._ends[i] - self._starts[i], self._starts[i]))]
+        for start, end in intervals:
+            insort(self._sizes, (end - start, start))
+        super()._replace(first, last, intervals)

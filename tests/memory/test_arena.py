@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -72,11 +73,14 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(target=blocks, nbytes=st.one_of(st.integers(0, 3 * PAGE), st.integers(0, PAGES * PAGE)))
     def allocate(self, nbytes: int) -> object:
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+        fits_in_mapped, mapped = self.longest_run(self.pages.covers) >= size, self.pages.mapped
         try:
             block = self.arena.allocate(nbytes)
         except OutOfMemory:
-            assert self.largest_gap() < size or self.pages.mapped + size > self.pages.available - PAGE
+            assert not fits_in_mapped
+            assert self.longest_run() < size or self.pages.mapped + size > self.pages.available - PAGE
             return multiple()
+        assert (self.pages.mapped == mapped) == fits_in_mapped
         self.count += 1
         assert block.nbytes == nbytes
         self.live[id(block)] = block
@@ -134,12 +138,18 @@ class ArenaMachine(RuleBasedStateMachine):
     def expected_used(self) -> int:
         return sum(max(1, -(-block.nbytes // ALIGNMENT)) * ALIGNMENT for block in self.live.values())
 
-    def largest_gap(self) -> int:
-        gap, end = 0, BASE
-        for block in sorted(self.live.values(), key=lambda block: block.address):
-            gap = max(gap, block.address - end)
-            end = block.address + max(1, -(-block.nbytes // ALIGNMENT)) * ALIGNMENT
-        return max(gap, BASE + self.arena.limit - end)
+    def longest_run(self, usable: Callable[[int, int], bool] = lambda start, end: True) -> int:
+        """The longest run of free bytes, all of them ``usable``."""
+        taken: set[int] = set()
+        for block in self.live.values():
+            first = (block.address - BASE) // ALIGNMENT
+            taken.update(range(first, first + max(1, -(-block.nbytes // ALIGNMENT))))
+        longest = run = 0
+        for unit in range(self.arena.limit // ALIGNMENT):
+            free = unit not in taken and usable(unit * ALIGNMENT, (unit + 1) * ALIGNMENT)
+            run = run + 1 if free else 0
+            longest = max(longest, run)
+        return longest * ALIGNMENT
 
 
 ArenaMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -3,14 +3,15 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.memory.intervals import Intervals
+from bminf_lite.memory.intervals import SizedIntervals
 
 ranges = st.tuples(st.integers(0, 40), st.integers(0, 40))
 
 
 @given(st.lists(st.tuples(st.booleans(), ranges), max_size=20), ranges)
 def test_is_a_set_of_integers(changes: list[tuple[bool, tuple[int, int]]], query: tuple[int, int]) -> None:
-    intervals, integers = Intervals(), set()
+    intervals = SizedIntervals()
+    integers: set[int] = set()
     for add, (start, end) in changes:
         if add:
             intervals.add(start, end)
@@ -26,3 +27,6 @@ def test_is_a_set_of_integers(changes: list[tuple[bool, tuple[int, int]]], query
     asked = set(range(*query))
     assert {i for start, end in intervals.within(*query) for i in range(start, end)} == integers & asked
     assert {i for start, end in intervals.missing(*query) for i in range(start, end)} == asked - integers
+    for size in range(1, 42):
+        fitting = [(end - start, start) for start, end in pairs if end - start >= size]
+        assert intervals.best_fit(size) == (min(fitting)[1] if fitting else None)
