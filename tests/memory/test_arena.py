@@ -180,6 +180,16 @@ def test_extends_the_mapped_end_by_what_is_missing() -> None:
     assert arena.reserved == 4 * PAGE
 
 
+def test_maps_where_the_fewest_pages_are_needed() -> None:
+    arena = Arena(FakePages(chunk=PAGE), PAGES * PAGE)
+    first, wall = arena.allocate(4 * PAGE), arena.allocate(PAGE + ALIGNMENT)
+    first.free()
+    arena.trim()
+    block = arena.allocate(2 * PAGE + PAGE // 2)
+    assert block.address == wall.address + wall.nbytes, "two pages more, and not three at the beginning"
+    assert arena.reserved == 4 * PAGE
+
+
 def test_best_fit_keeps_the_large_range() -> None:
     arena = Arena(FakePages(), PAGES * PAGE)
     large, wall, small, last = (arena.allocate(n * ALIGNMENT) for n in (8, 1, 2, 1))
