@@ -1,0 +1,86 @@
+"""``demo``: everything once, on the small model that comes with the package."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ._options import size_text
+
+if TYPE_CHECKING:
+    from ..engine.model import Model
+
+PROMPT = "If the file"
+NEW_TOKENS = 96
+SEED = 5
+WINDOW = 1024
+SCORED_TOKENS = 12 * WINDOW
+
+
+@click.command()
+def demo() -> None:
+    """Migrate the bundled model, and generate with it.
+
+    Migrates the small fp32 checkpoint that comes with the package into a temporary folder, streams a completion, and
+    compares int8 with float on a text that the model has not seen.
+
+    \b
+    Example:
+      bminf-lite demo
+    """
+    from ..engine.model import load
+
+    with (
+        resources.as_file(resources.files("bminf_lite").joinpath("demo_model")) as source,
+        tempfile.TemporaryDirectory(prefix="bminf-lite-demo-") as folder,
+    ):
+        target = Path(folder) / "demo-int8"
+        show_migration(source, target)
+        with load(target) as int8:
+            show_completion(int8)
+            text = (source / "heldout.txt").read_text(encoding="utf-8")
+            ids = int8.tokenizer.encode(text)
+            click.echo(f"\nPerplexity on unseen text, the first {SCORED_TOKENS:,} of {len(ids):,} tokens")
+            quantized = show_perplexity("int8", int8, ids[:SCORED_TOKENS])
+            device = int8.device
+        with load(source, device=device) as original:
+            plain = show_perplexity("float", original, ids[:SCORED_TOKENS])
+        click.echo(f"  int8 is {quantized / plain - 1:+.2%} from float")
+
+
+def show_migration(source: Path, target: Path) -> None:
+    """Migrate, and print the size before and after."""
+    from ..checkpoint.migrate import migrate
+
+    started = time.perf_counter()
+    report = migrate(source, target)
+    seconds = time.perf_counter() - started
+    ratio = report.bytes_before / report.bytes_after
+    click.echo(f"Migration of the bundled model, {seconds:.2f} s")
+    click.echo(f"  before {size_text(report.bytes_before):>9}  fp32")
+    click.echo(f"  after  {size_text(report.bytes_after):>9}  int8 linear layers, float embedding; {ratio:.1f} times smaller")
+
+
+def show_completion(model: Model) -> None:
+    """Stream a completion, and print its speed."""
+    click.echo(f"\nCompletion on {model.describe()}, temperature 0.7, seed {SEED}\n\n  {PROMPT}", nl=False)
+    for piece in model.stream(PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.7, top_p=0.9, seed=SEED):
+        click.echo(piece.text.replace("\n", "\n  "), nl=False)
+        if piece.result is not None:
+            times = piece.result.timings
+            click.echo(f"\n\n  {times.new_tokens} tokens, {times.decode_tokens_per_second:.0f} tokens per second")
+
+
+def show_perplexity(name: str, model: Model, ids: list[int]) -> float:
+    """Print the perplexity of ``ids`` and return it."""
+    from ..engine.evaluate import perplexity
+
+    started = time.perf_counter()
+    value = perplexity(model, ids, WINDOW).value
+    click.echo(f"  {name:5}  {value:8.3f}  ({len(ids) / (time.perf_counter() - started):,.0f} tokens per second)")
+    return value
