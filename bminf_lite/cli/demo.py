@@ -63,7 +63,7 @@ def show_migration(source: Path, target: Path) -> None:
     ratio = report.bytes_before / report.bytes_after
     click.echo(f"Migration of the bundled model, {seconds:.2f} s")
     click.echo(f"  before {size_text(report.bytes_before):>9}  fp32")
-    click.echo(f"  after  {size_text(report.bytes_after):>9}  int8 linear layers, float embedding; {ratio:.1f} times smaller")
+    click.echo(f"  after  {size_text(report.bytes_after):>9}  int8 linear layers, {ratio:.1f} times smaller")
 
 
 def show_completion(model: Model) -> None:

@@ -1,0 +1,31 @@
+"""``bminf-lite demo`` on a part of the held-out text."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bminf_lite import backend
+from bminf_lite.cli import main
+
+
+def test_the_demo_shows_sizes_text_speed_and_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = importlib.import_module("bminf_lite.cli.demo")
+    create = backend.create
+    monkeypatch.setattr(module, "SCORED_TOKENS", 2 * module.WINDOW)
+    monkeypatch.setattr(backend, "create", lambda *_: create("cpu"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = CliRunner().invoke(main, ["demo"])
+    assert result.exit_code == 0, result.stderr
+    assert re.search(r"before +13\.1 MB", result.stdout)
+    assert re.search(r"after +4\.9 MB", result.stdout)
+    assert module.PROMPT in result.stdout
+    assert re.search(r"\d+ tokens, \d+ tokens per second", result.stdout)
+    int8, plain = (float(re.search(rf"{name} +([\d.]+)", result.stdout)[1]) for name in ("int8", "float"))  # type: ignore[index]
+    assert int8 == pytest.approx(plain, rel=0.01)
+    assert list(tmp_path.iterdir()) == []
