@@ -13,7 +13,7 @@ import pytest
 import bminf_lite
 
 PACKAGE = Path(bminf_lite.__file__).parent
-REPOSITORY = PACKAGE.parent
+REPOSITORY = Path(__file__).parents[1]
 
 MAY_IMPORT = {
     "": {"engine", "models", "layers", "backend", "checkpoint", "memory", "errors"},

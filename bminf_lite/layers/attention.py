@@ -12,7 +12,13 @@ class Attention:
     """``o(attend(qkv(x)))``, added to the residual stream."""
 
     def __init__(
-        self, ops: Backend, weights: Weights, name: str, spec: AttentionSpec, qkv_bias: bool = False, o_bias: bool = False
+        self,
+        ops: Backend,
+        weights: Weights,
+        name: str,
+        spec: AttentionSpec,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
     ):
         self.ops = ops
         self.spec = spec

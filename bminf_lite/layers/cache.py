@@ -36,7 +36,7 @@ class KVCache:
         ]
 
     def reserve(self, tokens: int) -> bool:
-        """Make room for ``tokens`` per slot; returns whether the cache moved. Grows by half at least, layer by layer."""
+        """Make room for ``tokens`` per slot; returns whether the cache moved. Grows by half at least, by layer."""
         if tokens <= self.capacity:
             return False
         self.capacity = self._rounded(max(tokens, min(self.limit, self.capacity * 3 // 2)))

@@ -7,31 +7,40 @@ are read. The formulas are those of the papers, in the fp32 steps that transform
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 Parameters = dict[str, Any]
+Scaled = tuple[np.ndarray, float]
+"""Frequencies fp32 ``[head_dim / 2]``, and the factor on cosine and sine."""
 
 
 def rope_parameters(config: Parameters, default_theta: float = 10000.0) -> Parameters:
-    """The rotary parameters of a ``config.json``: ``rope_type``, ``rope_theta`` and whatever the type needs."""
-    found = dict(config.get("rope_scaling") or {})
-    nested = config.get("rope_parameters") or {}
-    found.update(nested)
-    found.setdefault("rope_theta", config.get("rope_theta", default_theta))
+    """The rotary parameters of a ``config.json``: ``rope_type``, ``rope_theta`` and whatever the type needs.
+
+    Where both spellings are there, the older one counts, as in transformers. Raises ``ValueError`` for a value that is
+    no mapping, for parameters per layer type, and for a rotation of a part of each head only.
+    """
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
+        raise ValueError(f"rotary parameters must be one mapping of names to numbers for all layers, not {found!r}")
+    found = {"rope_theta": config.get("rope_theta", default_theta), **found}
     found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
+    partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise ValueError(f"partial_rotary_factor is {partial!r}; only whole heads are rotated (1)")
     return found
 
 
-def rope_frequencies(parameters: Parameters, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
+def rope_frequencies(parameters: Parameters, head_dim: int, max_positions: int) -> Scaled:
     """Frequencies fp32 ``[head_dim / 2]`` and the factor on cosine and sine.
 
     Raises ``ValueError`` for a type that is not known, a missing parameter or one out of range.
     """
     kind = parameters["rope_type"]
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ValueError(f"rope_type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}")
     theta = _number(parameters, "rope_theta")
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -40,25 +49,26 @@ def rope_frequencies(parameters: Parameters, head_dim: int, max_positions: int) 
 
 
 def _number(parameters: Parameters, key: str, default: float | None = None) -> float:
-    value = parameters.get(key, default)
+    value = parameters.get(key)
+    value = default if value is None else value
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"rope parameter {key} must be a positive number, not {value!r}")
     return value
 
 
-def _default(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
+def _default(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> Scaled:
     return frequencies, 1.0
 
 
-def _linear(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
+def _linear(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> Scaled:
     """Position interpolation (https://arxiv.org/abs/2306.15595)."""
     return frequencies / np.float32(_number(parameters, "factor")), 1.0
 
 
-def _llama3(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
+def _llama3(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> Scaled:
     """LLaMA 3.1: long wavelengths are stretched by ``factor``, short ones kept, and those between interpolated."""
     factor, low, high = (_number(parameters, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = _number(parameters, "original_max_position_embeddings")
+    original = _number(parameters, "original_max_position_embeddings", max_positions)
     if high <= low:
         raise ValueError(f"rope parameter high_freq_factor ({high}) must be larger than low_freq_factor ({low})")
     wavelengths = np.float32(2 * math.pi) / frequencies
@@ -69,11 +79,13 @@ def _llama3(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_
     return np.where(medium, between, stretched).astype(np.float32), 1.0
 
 
-def _yarn(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
+def _yarn(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> Scaled:
     """YaRN (https://arxiv.org/abs/2309.00071): interpolation by wavelength, and softer scores."""
     original = _number(parameters, "original_max_position_embeddings", max_positions)
     factor = _number(parameters, "factor", max_positions / original)
     theta = _number(parameters, "rope_theta")
+    if theta <= 1:
+        raise ValueError(f"rope parameter rope_theta must be larger than 1 for yarn, not {theta!r}")
 
     def dimension(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -100,7 +112,7 @@ def _yarn_attention(parameters: Parameters, factor: float) -> float:
     return mscale(1.0)
 
 
-_SCALINGS: dict[str, Callable[[np.ndarray, Parameters, int, int], tuple[np.ndarray, float]]] = {
+_SCALINGS: dict[str, Callable[[np.ndarray, Parameters, int, int], Scaled]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,

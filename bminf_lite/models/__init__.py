@@ -22,7 +22,8 @@ _SHARED = {"spec"}
 
 def names() -> list[str]:
     """The architectures that exist, sorted."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _SHARED and not m.name.startswith("_"))
+    modules = (m.name for m in pkgutil.iter_modules(__path__))
+    return sorted(name for name in modules if name not in _SHARED and not name.startswith("_"))
 
 
 def find(config: dict) -> ModuleType:

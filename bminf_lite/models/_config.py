@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError
@@ -11,19 +12,22 @@ from ..errors import CheckpointError
 class ConfigReader:
     """Typed, bounded look-ups in a configuration. Problems are collected; :meth:`finish` raises them together.
 
-    A look-up with a problem returns a harmless stand-in, so that reading can go on to the next problem.
+    ``defaults`` are what transformers' class takes where a key is absent. A null is no absent key: it means what the
+    look-up's own default says. A look-up with a problem returns a harmless stand-in, so that reading can go on to the
+    next problem.
     """
 
-    def __init__(self, config: dict[str, Any]):
-        self.config = config
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]):
+        self.config = {**defaults, **config}
         self.problems: list[str] = []
 
     def problem(self, text: str) -> None:
-        """Record one problem."""
-        self.problems.append(text)
+        """Record one problem, once."""
+        if text not in self.problems:
+            self.problems.append(text)
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**24) -> int:
-        """A whole number in ``low..high``. ``default`` serves where the key is absent or null; None: it is required."""
+        """A whole number in ``low..high``. ``default`` serves where there is no value; None: one is required."""
         value = self.config.get(key)
         if value is None:
             value = default
@@ -35,12 +39,17 @@ class ConfigReader:
             return value
         return max(low, 1)
 
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.integer("num_hidden_layers", high=4096)
+
     def number(self, key: str, default: float, low: float = 0.0, high: float = math.inf) -> float:
         """A finite number in ``low..high``."""
         value = self.config.get(key)
         if value is None:
             value = default
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high or math.isinf(value):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or math.isinf(value):
             self.problem(f"{key} is {value!r}; it must be a number from {low} to {high}")
             return default
         return float(value)
@@ -60,7 +69,7 @@ class ConfigReader:
         value = self.config.get(key)
         if value is None:
             value = default
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             self.problem(f"{key} is {value!r}; supported: {', '.join(choices)}")
             return next(iter(choices.values()))
         return choices[value]

@@ -1,4 +1,4 @@
-"""LLaMA 2 and 3 (https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783), and the layers that its kin share.
+"""LLaMA 2 and 3 (https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783), and what its kin share.
 
 A pre-norm decoder: RMSNorm, grouped-query attention with rotary positions, a gated feed-forward layer. Mistral and
 Qwen differ by a window, biases or a norm on queries and keys: fields of :class:`Config` that their files set.
@@ -24,7 +24,24 @@ from ..layers.position import rope_frequencies, rope_parameters
 from ._config import ConfigReader
 from .spec import Parameter, Role, Spec
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu"}
+DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+"""What transformers takes for a key that is absent, where that is not the same for the whole family."""
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+"""Names in configurations -> names in ``backend.base.ACTIVATIONS``."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,7 @@ class Config:
 
 def parse(config: dict[str, Any]) -> Config:
     """LLaMA's configuration. Absent keys mean transformers' defaults for the class."""
-    read = ConfigReader(config)
+    read = ConfigReader(config, DEFAULTS)
     bias = read.flag("attention_bias", False)
     return parse_decoder(read, qkv_bias=bias, o_bias=bias, mlp_bias=read.flag("mlp_bias", False))
 
@@ -70,29 +87,24 @@ def parse(config: dict[str, Any]) -> Config:
 def parse_decoder(
     read: ConfigReader,
     *,
-    window: int | None = None,
-    first_windowed: int = 0,
-    context_length: int = 2048,
-    default_kv_heads: int | None = None,
-    default_head_dim: int | None = None,
-    norm_eps: float = 1e-6,
+    windows: tuple[int | None, ...] | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
 ) -> Config:
-    """The keys that the family shares. Layers from ``first_windowed`` on attend within ``window``."""
+    """The keys that the family shares. ``windows`` has an entry per layer; without it no layer has a window."""
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-    layers = read.integer("num_hidden_layers", high=4096)
-    kv_heads = read.integer("num_key_value_heads", default_kv_heads or heads)
-    if read.config.get("head_dim") is None and default_head_dim is None and hidden % heads:
+    layers = read.layers()
+    kv_heads = read.integer("num_key_value_heads", heads)
+    if read.config.get("head_dim") is None and hidden % heads:
         read.problem(f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
-    head_dim = read.integer("head_dim", default_head_dim or max(hidden // heads, 1), high=1024)
+    head_dim = read.integer("head_dim", max(hidden // heads, 1), high=1024)
     if heads % kv_heads:
         read.problem(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
     if head_dim % 2:
         read.problem(f"head_dim ({head_dim}) must be even, for rotary positions")
-    context = read.integer("max_position_embeddings", context_length)
+    context = read.integer("max_position_embeddings")
     try:
         frequencies, rope_scale = rope_frequencies(rope_parameters(read.config), head_dim + head_dim % 2, context)
     except ValueError as error:
@@ -107,12 +119,12 @@ def parse_decoder(
         kv_heads=kv_heads,
         head_dim=head_dim,
         context_length=context,
-        norm_eps=read.number("rms_norm_eps", norm_eps, high=1.0),
+        norm_eps=read.number("rms_norm_eps", 1e-6, high=1.0),
         activation=read.choice("hidden_act", "silu", ACTIVATIONS),
         tied_head=read.flag("tie_word_embeddings", False),
         frequencies=tuple(map(float, frequencies)),
         rope_scale=rope_scale,
-        windows=tuple(window if i >= first_windowed else None for i in range(layers)),
+        windows=windows or (None,) * layers,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,

@@ -5,22 +5,45 @@ from __future__ import annotations
 from typing import Any
 
 from ._config import ConfigReader
+from .llama import DEFAULTS as LLAMA_DEFAULTS
 from .llama import Config, Model, parse_decoder, spec
 
 __all__ = ["Config", "Model", "parse", "spec"]
 
+DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+"""See ``llama.DEFAULTS``."""
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
 
 def parse(config: dict[str, Any]) -> Config:
-    """Qwen2's configuration. The window counts only with ``use_sliding_window``, from ``max_window_layers`` on."""
-    read = ConfigReader(config)
-    window, first = qwen_window(read)
-    return parse_decoder(
-        read, window=window, first_windowed=first, context_length=32768, default_kv_heads=32, qkv_bias=True
-    )
+    """Qwen2's configuration, with biases on query, key and value and none on the output."""
+    read = ConfigReader(config, DEFAULTS)
+    return parse_decoder(read, windows=qwen_windows(read), qkv_bias=True)
 
 
-def qwen_window(read: ConfigReader) -> tuple[int | None, int]:
-    """The window and the first layer that has it."""
-    if not read.flag("use_sliding_window", False) or read.config.get("sliding_window", 4096) is None:
-        return None, 0
-    return read.integer("sliding_window", 4096), read.integer("max_window_layers", 28, low=0)
+def qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
+    """Each layer's window, which counts only with ``use_sliding_window``.
+
+    ``layer_types`` says which layers have it; without that key, those from ``max_window_layers`` on.
+    """
+    layers = read.layers()
+    window = read.config["sliding_window"]
+    if not read.flag("use_sliding_window", False) or window is None:
+        return (None,) * layers
+    window = read.integer("sliding_window")
+    types = read.config.get("layer_types")
+    if types is None:
+        first = read.integer("max_window_layers", low=0)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= LAYER_TYPES:
+        read.problem(f"layer_types is {types!r}; it must list {layers} times one of {', '.join(sorted(LAYER_TYPES))}")
+        return (None,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -6,24 +6,17 @@ from typing import Any
 
 from ._config import ConfigReader
 from .llama import Config, Model, parse_decoder, spec
-from .qwen2 import qwen_window
+from .qwen2 import DEFAULTS as QWEN2_DEFAULTS
+from .qwen2 import qwen_windows
 
 __all__ = ["Config", "Model", "parse", "spec"]
 
+DEFAULTS = QWEN2_DEFAULTS | {"head_dim": 128}
+"""See ``llama.DEFAULTS``."""
+
 
 def parse(config: dict[str, Any]) -> Config:
-    """Qwen3's configuration; an absent ``head_dim`` means 128."""
-    read = ConfigReader(config)
-    window, first = qwen_window(read)
+    """Qwen3's configuration, where the head size does not follow from the hidden size."""
+    read = ConfigReader(config, DEFAULTS)
     bias = read.flag("attention_bias", False)
-    return parse_decoder(
-        read,
-        window=window,
-        first_windowed=first,
-        context_length=32768,
-        default_kv_heads=32,
-        default_head_dim=128,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-    )
+    return parse_decoder(read, windows=qwen_windows(read), qkv_bias=bias, o_bias=bias, qk_norm=True)
