@@ -111,20 +111,21 @@ class _Worker:
 
     def ask(self, request: str, seconds: float) -> dict[str, str]:
         """The reply to one request. The process ends if it does not reply in time, or the wait is interrupted."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
         late = threading.Event()
 
-        def expire() -> None:
+        def expire() -> None:  # must not refer to self, which would live until the timer's thread has ended
             late.set()
-            self._process.kill()
+            process.kill()
 
         timer = threading.Timer(seconds, expire)
         timer.start()
         reply = ""
         try:
-            self._process.stdin.write(request + "\n")
-            self._process.stdin.flush()
-            reply = self._process.stdout.readline()
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            reply = process.stdout.readline()
         except BrokenPipeError:
             pass  # the reply is missing then
         finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import islice
 
 from .tokenizer import Tokenizer
 
@@ -28,7 +29,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
         # enough for any decoder's memory of what came before, and for the bytes of a character
-        self._emitted = [i for i in prompt if self._has_text(i)][-_PROMPT_TOKENS:]
+        self._emitted = list(islice(filter(self._has_text, reversed(prompt)), _PROMPT_TOKENS))[::-1]
         self._emitted_text = tokenizer.decode(self._emitted)
         self._pending: list[int] = []
         self._try_at = 0

@@ -106,11 +106,12 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids`` without special tokens. Ids that the vocabulary lacks have no text.
 
-        Bytes that are not UTF-8 become U+FFFD. Raises ``UsageError`` for negative ids.
+        Bytes that are not UTF-8 become U+FFFD. Raises ``UsageError`` for what is no 32-bit id.
         """
         ids = [int(i) for i in ids]
-        if min(ids, default=0) < 0:
-            raise UsageError(f"token ids must be 0 or more, but one is {min(ids)}")
+        wrong = [i for i in ids if not 0 <= i < 2**32]
+        if wrong:
+            raise UsageError(f"token ids must be from 0 to {2**32 - 1}, but one is {wrong[0]}")
         return self._backend.decode(ids, skip_special_tokens=True)
 
     def id_to_piece(self, token_id: int) -> str | None:
