@@ -139,6 +139,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(Context), c_int),
     "cuCtxSetCurrent": (Context,),
     "cuCtxSynchronize": (),

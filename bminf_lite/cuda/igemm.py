@@ -21,7 +21,7 @@ from ..errors import DeviceError
 from .driver import Device
 from .kernels import Kernel, Module
 from .layouts import Layout
-from .matmul import Multiplier, NoAlgorithm, Prepared
+from .matmul import Multiplier, NoAlgorithm, Prepared, timed
 from .plans import PlanKind, Product, Shapes, bucket, kinds_for
 
 PREPARED_LIMIT = 256
@@ -69,6 +69,17 @@ class Igemm:
         """Why ``kind`` cannot be trusted on this GPU, in one line, or None if it computes every trial exactly."""
         failures = (self._trial(kind, *trial) for trial in TRIALS)
         return next((failure for failure in failures if failure is not None), None)
+
+    def speed(self, kind: PlanKind, size: int) -> float:
+        """10^12 operations per second that ``kind`` reaches on a product of ``size`` rows, outputs and inputs."""
+        plan = Plan(self, Shapes(kind, size, size))
+        random = cp.random.RandomState(0)
+        w, x = (random.randint(-127, 128, (size, size)).astype(np.int8) for _ in range(2))
+        weight, acc = plan.pack_weight(w), cp.empty(plan.result(size).size, np.int32)
+        buffer, stream = plan.activation(size).pack(x), cp.cuda.get_current_stream().ptr
+        run = functools.partial(plan.run, acc.data.ptr, weight.data.ptr, buffer.data.ptr, size, stream)
+        run()
+        return 2 * size**3 / timed(run, stream, runs=10) / 1e12
 
     def matmul(self, a: cp.ndarray, b: cp.ndarray, transpose_a: bool = False, transpose_b: bool = False) -> cp.ndarray:
         """``op(a) @ op(b)`` in int32 on CuPy's current stream, where op transposes the last two axes or does nothing.

@@ -28,6 +28,10 @@ class Matrix:
     batch: int = 1
     stride: int = 0
 
+    def __str__(self) -> str:
+        batch = f"{self.batch} of " if self.batch > 1 else ""
+        return f"{batch}{self.rows} x {self.cols} {self.dtype.name[2:]} {self.order.name}"
+
 
 @dataclass(frozen=True)
 class Product:
@@ -39,6 +43,10 @@ class Product:
     transpose_a: bool
     transpose_b: bool
     compute: ComputeType
+
+    def __str__(self) -> str:
+        a, b = (f"{m}{' transposed' * t}" for m, t in ((self.a, self.transpose_a), (self.b, self.transpose_b)))
+        return f"({a}) by ({b}) into {self.d.dtype.name[2:]} {self.d.order.name}"
 
     @property
     def scale_type(self) -> DataType:

@@ -1,0 +1,282 @@
+"""What this machine has for running on a GPU, what is missing, and the command that installs each missing thing.
+
+:func:`diagnose` asks :class:`Probes`, one function for each fact. A probe raises ``DeviceError`` where there is nothing
+to find, and no probe's failure keeps another from being asked, so the report is useful on a machine that has nothing at
+all. Nothing here imports CuPy until the machine has a driver, a GPU and CuPy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+from ..errors import DeviceError
+from . import driver, libraries
+from .driver import DeviceAttribute
+from .libraries import Headers, Library, Version, install_command, text
+
+CUPY_DISTRIBUTIONS = {"cupy-cuda13x": 13, "cupy-cuda12x": 12, "cupy": None}
+"""CuPy's wheels and the CUDA major version each is for; ``cupy`` alone is built from source for any."""
+SPEED_SIZE = 4096
+"""The speed of a plan is measured on a product of this many rows, outputs and inputs."""
+
+REQUIRED = {
+    "nvrtc": "libnvrtc (compiles kernels)",
+    "cublasLt": "libcublasLt (multiplies matrices)",
+    "headers": "the CUDA headers (cuda_fp16.h)",
+}
+"""What running on a GPU needs beside CuPy. The CUDA runtime is only reported: the driver and CuPy do without it."""
+
+Part = Library | Headers | DeviceError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU; ``memory`` in bytes."""
+
+    index: int
+    name: str
+    compute_capability: tuple[int, int]
+    memory: int
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """One way to multiply int8 matrices on the first GPU.
+
+    ``problem`` says why it is not used: cublasLt refuses it here, or its results were wrong. ``tops`` is its speed in
+    10^12 operations per second.
+    """
+
+    name: str
+    preferred: bool
+    problem: str | None
+    tops: float | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something missing or wrong, and the command or step that helps; ``details`` are lines on how it was found out."""
+
+    what: str
+    remedy: str
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Component:
+    """A library or a folder of headers that was found."""
+
+    name: str
+    version: str
+    path: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that :func:`diagnose` found."""
+
+    driver: str | None
+    driver_cuda: str | None
+    gpus: tuple[Gpu, ...]
+    cupy: str | None
+    components: tuple[Component, ...]
+    plans: tuple[PlanReport, ...]
+    problems: tuple[Problem, ...]
+
+    @property
+    def usable(self) -> bool:
+        """Whether ``--device cuda`` works here."""
+        return bool(self.gpus) and not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        return {"usable": self.usable, **asdict(self)}
+
+    def text(self) -> str:
+        """The report for people: one fact a line, and last what is missing with its remedy."""
+        driver = "none" if self.driver_cuda is None else f"{self.driver or 'unknown'}, CUDA up to {self.driver_cuda}"
+        lines = [_line("driver", driver)]
+        lines += [_line(f"GPU {gpu.index}", _gpu_text(gpu)) for gpu in self.gpus]
+        lines.append(_line("CuPy", self.cupy or "none"))
+        lines += [_line(c.name, f"{c.version:<10}{c.path or 'found by the dynamic linker'}") for c in self.components]
+        lines += [_line("" if i else "int8 plans", _plan_text(plan)) for i, plan in enumerate(self.plans)]
+        lines += ["", "CUDA is ready." if self.usable else "CUDA cannot be used yet; the CPU can."]
+        for problem in self.problems:
+            lines += ["", problem.what, *(f"    {line}" for line in problem.details), f"  {problem.remedy}"]
+        return "\n".join(lines)
+
+
+def _line(name: str, value: str) -> str:
+    return f"{name:<14}{value}"
+
+
+def _gpu_text(gpu: Gpu) -> str:
+    return f"{gpu.name}, compute capability {text(gpu.compute_capability)}, {gpu.memory / 2**30:.1f} GiB"
+
+
+def _plan_text(plan: PlanReport) -> str:
+    state = plan.problem or f"exact, {plan.tops:.0f} TOPS"
+    return f"{plan.name:<14}{state}{' (in use)' if plan.preferred else ''}"
+
+
+def _find_gpus() -> list[Gpu]:
+    return [_describe(driver.load(), index) for index in range(driver.device_count())]
+
+
+def _describe(functions: Any, index: int) -> Gpu:
+    # Asked without a context, which on a machine with many GPUs would take seconds and memory on each.
+    handle, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    functions.cuDeviceGet(handle, index)
+    functions.cuDeviceGetName(name, len(name), handle)
+    functions.cuDeviceTotalMem_v2(memory, handle)
+    capability = []
+    for attribute in (DeviceAttribute.COMPUTE_CAPABILITY_MAJOR, DeviceAttribute.COMPUTE_CAPABILITY_MINOR):
+        value = ctypes.c_int()
+        functions.cuDeviceGetAttribute(value, attribute, handle)
+        capability.append(value.value)
+    return Gpu(index, name.value.decode(), (capability[0], capability[1]), memory.value)
+
+
+def _find_cupy() -> dict[str, str]:
+    installed = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
+    return {name: installed[name] for name in CUPY_DISTRIBUTIONS if name in installed}
+
+
+def _measure_plans() -> list[PlanReport]:
+    import cupy
+
+    from .driver import Device
+    from .igemm import Igemm
+    from .matmul import Multiplier
+    from .plans import PlanKind
+
+    device = Device(0)
+    igemm = Igemm(device, Multiplier.open(device, cupy.cuda.alloc))
+    reports = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # what they say is in the report
+        for kind in PlanKind:
+            problem = igemm.check(kind)
+            tops = None if problem else igemm.speed(kind, SPEED_SIZE)
+            reports.append(PlanReport(kind.value, kind is igemm.kind, problem, tops))
+    return reports
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Where the facts come from; each raises ``DeviceError`` where there is nothing to find.
+
+    ``library(name)`` loads one of ``libraries.NAMES``, ``driver_release`` gives the driver's version (or ""), ``gpus``
+    asks the driver, ``cupy`` gives the CuPy distributions with their versions, ``headers(major)`` finds headers,
+    preferably of that CUDA version, and ``plans`` tries every plan on the first GPU.
+    """
+
+    library: Callable[[str], Library] = libraries.load
+    driver_release: Callable[[], str] = libraries.driver_release
+    gpus: Callable[[], list[Gpu]] = _find_gpus
+    cupy: Callable[[], dict[str, str]] = _find_cupy
+    headers: Callable[[int | None], Headers] = lambda major: libraries.find_headers(major=major)
+    plans: Callable[[], list[PlanReport]] = _measure_plans
+
+
+def diagnose(probes: Probes | None = None) -> Report:
+    """Find out what this machine has; loads libraries, and where all are there runs products on the first GPU."""
+    probes = probes or Probes()
+    problems: list[Problem] = []
+    libcuda = _library(probes, "cuda")
+    no_driver = isinstance(libcuda, DeviceError)
+    if no_driver:
+        problems.append(Problem("There is no NVIDIA driver.", install_command("cuda")))
+    gpus = [] if no_driver else _gpus(probes, problems)
+    cuda = _version(libcuda)
+    cupy = probes.cupy()
+    parts: dict[str, Part] = {name: _library(probes, name) for name in libraries.NAMES if name != "cuda"}
+    parts["headers"] = _headers(probes, _version(parts["nvrtc"]) or cuda)
+    problems += [*_missing(cupy, parts, cuda), *_mismatched(cupy, parts, cuda)]
+    plans = _plans(probes, problems, cuda) if gpus and not problems else []
+    return Report(
+        driver=None if no_driver else probes.driver_release() or None,
+        driver_cuda=None if no_driver else text(cuda),
+        gpus=tuple(gpus),
+        cupy=", ".join(f"{name} {version}" for name, version in cupy.items()) or None,
+        components=tuple(
+            Component(name, text(part.version), str(part.path) if part.path else None)
+            for name, part in parts.items()
+            if not isinstance(part, DeviceError)
+        ),
+        plans=tuple(plans),
+        problems=tuple(problems),
+    )
+
+
+def _version(part: Part) -> Version:
+    return () if isinstance(part, DeviceError) else part.version
+
+
+def _library(probes: Probes, name: str) -> Library | DeviceError:
+    try:
+        return probes.library(name)
+    except DeviceError as error:
+        return error
+
+
+def _headers(probes: Probes, version: Version) -> Headers | DeviceError:
+    try:
+        return probes.headers(version[0] if version else None)
+    except DeviceError as error:
+        return error
+
+
+def _gpus(probes: Probes, problems: list[Problem]) -> list[Gpu]:
+    remedy = "see whether nvidia-smi lists a GPU; a container needs one passed in, as by docker run --gpus all"
+    try:
+        gpus = probes.gpus()
+    except DeviceError as error:
+        problems.append(Problem("The driver offers no GPU.", remedy, (str(error).splitlines()[0],)))
+        return []
+    if not gpus:
+        problems.append(Problem("The driver offers no GPU.", remedy))
+    return gpus
+
+
+def _missing(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> list[Problem]:
+    """What is not there: one problem and one command for everything if CuPy is among it, else one for each part."""
+    missing = {name: part for name in REQUIRED if isinstance(part := parts[name], DeviceError)}
+    if not cupy:
+        names = ["CuPy", *(REQUIRED[name] for name in missing)]
+        return [Problem(f"Not installed: {', '.join(names)}.", install_command("cupy", cuda))]
+    return [
+        Problem(f"Not usable: {REQUIRED[name]}.", install_command(name, cuda), tuple(str(error).splitlines()[1:]))
+        for name, error in missing.items()
+    ]
+
+
+def _mismatched(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> list[Problem]:
+    """What is there and does not fit the rest."""
+    problems = []
+    remove = f"pip uninstall {' '.join(cupy)}, then {install_command('cupy', cuda)}"
+    if len(cupy) > 1:
+        problems.append(Problem(f"More than one CuPy is installed: {', '.join(cupy)}.", remove))
+    for name in cupy if len(cupy) == 1 else ():
+        major = CUPY_DISTRIBUTIONS[name]
+        if major and cuda and major > cuda[0]:
+            problems.append(Problem(f"{name} needs a newer driver: this one supports CUDA up to {text(cuda)}.", remove))
+    nvrtc, headers = _version(parts["nvrtc"]), _version(parts["headers"])
+    if nvrtc and headers and nvrtc[0] != headers[0]:
+        what = f"The CUDA headers are of version {text(headers)}, and libnvrtc of {text(nvrtc)}."
+        problems.append(Problem(what, install_command("headers", nvrtc)))
+    return problems
+
+
+def _plans(probes: Probes, problems: list[Problem], cuda: Version) -> list[PlanReport]:
+    remedy = f"pip install --upgrade 'bminf-lite[{libraries.extra(cuda)}]'"
+    try:
+        return probes.plans()
+    except (DeviceError, ImportError) as error:
+        problems.append(Problem("Products on the GPU fail.", remedy, tuple(str(error).splitlines())))
+        return []

@@ -1,0 +1,164 @@
+"""The diagnosis on machines that miss something, each simulated by probes that find as much as such a machine has."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bminf_lite.cuda.doctor import Gpu, PlanReport, Probes, diagnose
+from bminf_lite.cuda.libraries import Headers, Library, Version
+from bminf_lite.errors import DeviceError
+
+GPU = Gpu(0, "NVIDIA Example", (9, 0), 80 << 30)
+PLANS = [
+    PlanReport("plain", True, None, 1432.6),
+    PlanReport("col32_2r_4r4", False, "cublasLt refuses it", None),
+]
+
+
+def absent(*_):
+    raise DeviceError("it is not there; run: something\n  tried here\n  and there")
+
+
+def libraries_of(cuda: Version, *missing: str, driver: Version = (13, 0)):
+    """A library probe that finds everything of CUDA version ``cuda`` except ``missing``."""
+
+    def load(name: str) -> Library:
+        if name in missing:
+            absent()
+        version = driver if name == "cuda" else cuda
+        return Library(name, f"/lib/lib{name}.so", version, ctypes.CDLL(None))
+
+    return load
+
+
+def complete(cuda: Version = (13, 1), driver: Version = (13, 0)) -> Probes:
+    return Probes(
+        library=libraries_of(cuda, driver=driver),
+        driver_release=lambda: "580.1",
+        gpus=lambda: [GPU],
+        cupy=lambda: {f"cupy-cuda{cuda[0]}x": "14.2.0"},
+        headers=lambda major: Headers(Path("/include"), cuda),
+        plans=lambda: PLANS,
+    )
+
+
+def remedies(report) -> list[str]:
+    return [problem.remedy for problem in report.problems]
+
+
+def must_not_run(*_):
+    raise AssertionError("a GPU was used though something is missing")
+
+
+def test_a_complete_machine_is_usable_and_says_what_it_has():
+    report = diagnose(complete())
+    assert report.usable and not report.problems
+    text = report.text()
+    for fact in ("580.1, CUDA up to 13.0", "GPU 0", "NVIDIA Example, compute capability 9.0, 80.0 GiB",
+                 "cupy-cuda13x 14.2.0", "/lib/libcublasLt.so", "13.1", "/include",
+                 "exact, 1433 TOPS (in use)", "cublasLt refuses it", "CUDA is ready"):  # fmt: skip
+        assert fact in text
+
+
+def test_without_a_driver():
+    probes = replace(
+        complete(), library=libraries_of((13, 1), "cuda"), gpus=must_not_run, plans=must_not_run,
+        driver_release=must_not_run,
+    )  # fmt: skip
+    report = diagnose(probes)
+    assert not report.usable and report.driver is None and report.gpus == ()
+    assert remedies(report) == ["install the NVIDIA driver: https://www.nvidia.com/drivers"]
+    assert "There is no NVIDIA driver." in report.text() and "the CPU can" in report.text()
+    assert report.cupy and report.components, "the rest is reported all the same"
+
+
+@pytest.mark.parametrize(("driver", "extra"), [((12, 4), "cuda12"), ((13, 0), "cuda13")])
+def test_with_a_driver_and_nothing_else(driver, extra):
+    probes = replace(
+        complete(driver=driver), cupy=dict, headers=absent, plans=must_not_run,
+        library=libraries_of((13, 1), "cudart", "nvrtc", "cublasLt", driver=driver),
+    )  # fmt: skip
+    report = diagnose(probes)
+    assert not report.usable and report.gpus == (GPU,)
+    assert remedies(report) == [f"pip install 'bminf-lite[{extra}]'"], "one command installs everything"
+    assert "CuPy, libnvrtc (compiles kernels), libcublasLt" in report.problems[0].what
+
+
+@pytest.mark.parametrize(("cuda", "wheel"), [((12, 9), "nvidia-cublas-cu12"), ((13, 1), "nvidia-cublas")])
+def test_with_cupy_and_no_cublas(cuda, wheel):
+    driver = (cuda[0], 0)
+    probes = replace(complete(cuda, driver), library=libraries_of(cuda, "cublasLt", driver=driver), plans=must_not_run)
+    report = diagnose(probes)
+    assert remedies(report) == [f"pip install {wheel}"]
+    assert "libcublasLt (multiplies matrices)" in report.text() and "and there" in report.text()
+
+
+@pytest.mark.parametrize(("cuda", "wheel"), [((12, 9), "nvidia-cuda-runtime-cu12"), ((13, 1), "nvidia-cuda-runtime")])
+def test_with_headers_missing(cuda, wheel):
+    report = diagnose(replace(complete(cuda, (cuda[0], 0)), headers=absent, plans=must_not_run))
+    assert remedies(report) == [f"pip install {wheel}"]
+    assert "the CUDA headers (cuda_fp16.h)" in report.text()
+
+
+def test_a_missing_runtime_is_no_problem():
+    report = diagnose(replace(complete(), library=libraries_of((13, 1), "cudart")))
+    assert report.usable and "cudart" not in [component.name for component in report.components]
+
+
+@pytest.mark.parametrize("gpus", [absent, list], ids=["refused", "none"])
+def test_a_driver_that_offers_no_gpu(gpus):
+    report = diagnose(replace(complete(), gpus=gpus, plans=must_not_run))
+    assert not report.usable
+    assert "nvidia-smi" in remedies(report)[0] and "--gpus all" in remedies(report)[0]
+
+
+def test_cupy_for_a_newer_driver():
+    report = diagnose(replace(complete((12, 9), (12, 4)), cupy=lambda: {"cupy-cuda13x": "14.2.0"}, plans=must_not_run))
+    assert remedies(report) == ["pip uninstall cupy-cuda13x, then pip install 'bminf-lite[cuda12]'"]
+    assert "this one supports CUDA up to 12.4" in report.text()
+
+
+def test_two_cupys():
+    report = diagnose(replace(complete(), cupy=lambda: {"cupy-cuda13x": "14.2.0", "cupy-cuda12x": "13.6.0"}))
+    assert remedies(report) == ["pip uninstall cupy-cuda13x cupy-cuda12x, then pip install 'bminf-lite[cuda13]'"]
+
+
+def test_headers_of_another_cuda_version():
+    report = diagnose(replace(complete(), headers=lambda major: Headers(Path("/include"), (12, 4)), plans=must_not_run))
+    assert remedies(report) == ["pip install nvidia-cuda-runtime"]
+
+
+def test_headers_are_searched_for_the_compilers_version():
+    asked = []
+    diagnose(replace(complete((12, 9)), headers=lambda major: asked.append(major) or Headers(Path("/i"), (12, 9))))
+    assert asked == [12]
+
+
+def test_products_that_fail_are_reported():
+    report = diagnose(replace(complete(), plans=absent))
+    assert not report.usable and "Products on the GPU fail." in report.text() and "it is not there" in report.text()
+
+
+def test_the_report_is_json():
+    values = json.loads(json.dumps(diagnose(complete()).as_dict()))
+    assert values["usable"] is True and values["gpus"][0]["compute_capability"] == [9, 0]
+    assert values["plans"][0] == {"name": "plain", "preferred": True, "problem": None, "tops": 1432.6}
+
+
+def test_this_machine_is_diagnosed_whatever_it_has():
+    report = diagnose(replace(Probes(), plans=list))
+    assert report.text() and (report.usable or report.problems)
+
+
+@pytest.mark.gpu
+def test_this_gpu_is_ready(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("BMINF_LITE_CACHE", str(tmp_path))
+    report = diagnose()
+    print(report.text())
+    assert report.usable, report.text()
+    assert [plan.name for plan in report.plans if plan.preferred and plan.problem is None and plan.tops]
