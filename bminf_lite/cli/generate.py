@@ -97,6 +97,8 @@ def encode(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
 def token_ids(model: Model, prompt: Prompt, problems: list[str]) -> list[int]:
     """One prompt's token ids; where it cannot be encoded, none, and the reason is added to ``problems``."""
     try:
+        if not prompt.content:
+            raise UsageError("the prompt is empty: give at least one character")
         if isinstance(prompt.content, str):
             return model.tokenizer.encode(prompt.content)
         return model.tokenizer.encode(model.chat(prompt.content), add_special_tokens=False)

@@ -122,6 +122,7 @@ def test_defaults_come_from_the_checkpoint(tmp_path: Path) -> None:
         (["x", "--stop", ""], "stop"),
         (["x", "--device", "tpu"], "tpu"),
         (["x" * 200], "128"),
+        ([""], "empty"),
     ],
 )
 def test_wrong_usage_is_2_and_names_the_value(model: Path, arguments: list[str], words: str) -> None:
@@ -164,6 +165,16 @@ def test_every_bad_line_of_a_file_of_prompts_is_told(model: Path, tmp_path: Path
     assert result.exit_code == 2
     assert re.findall(r"line (\d+):", result.stderr) == [str(i) for i in range(2, 2 + len(bad))]
     assert result.stdout == ""
+
+
+def test_every_prompt_of_a_file_that_cannot_be_encoded_is_told(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": ""}\n{"prompt": "fine"}\n{"prompt": "\\ud800", "id": "half"}\n')
+    result = generate(model, "--prompts", str(prompts))
+    assert result.exit_code == 2
+    assert "prompt 1: " in result.stderr
+    assert "prompt half: " in result.stderr
+    assert "surrogate" in result.stderr
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
