@@ -75,41 +75,133 @@ __device__ __forceinline__ float rounded(float x) { return __half2float(__float2
 
 // ---- reductions over the threads of a row ------------------------------------------------------------------------
 
-// The largest of non-negative floats, compared as their bits; a NaN is larger than all. THREADS per row, a power of two
-// and at least a warp; rows of one warp need no scratch. scratch: one word per warp of the row.
+// A barrier among the first THREADS threads of a block; others need not take part.
 template <int THREADS>
-__device__ __forceinline__ float row_max(float magnitude, unsigned* scratch) {
-    unsigned bits = __float_as_uint(magnitude);
+__device__ __forceinline__ void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+// Room for the warps of a row to exchange what they found.
+template <int THREADS>
+struct RowScratch {
+    static constexpr int WARPS = THREADS / WARP;
+    double sum[WARPS];
+    unsigned top[WARPS];
+};
+
+// The bits of a magnitude order like the number, and those of a NaN come last, so that a NaN is never lost.
+__device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+__device__ __forceinline__ unsigned warp_max(unsigned x) {
 #if __CUDA_ARCH__ >= 800
-    bits = __reduce_max_sync(FULL, bits);
+    return __reduce_max_sync(FULL, x);
 #else
-    for (int d = WARP / 2; d; d /= 2) bits = max(bits, __shfl_xor_sync(FULL, bits, d));
+    for (int d = WARP / 2; d; d /= 2) x = max(x, __shfl_xor_sync(FULL, x, d));
+    return x;
 #endif
-    if constexpr (THREADS > WARP) {
-        __syncthreads();
-        if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = bits;
-        __syncthreads();
-        bits = 0;
-#pragma unroll
-        for (int i = 0; i < THREADS / WARP; ++i) bits = max(bits, scratch[i]);
-    }
-    return __uint_as_float(bits);
 }
 
-// A sum in fp64, which rounds to the same fp32 whatever the number of threads, but for rare ties.
+// Sum in fp64 (which rounds to the same fp32 whatever the number of threads, but for rare ties) and largest magnitude over
+// the THREADS of a row, a power of two from a warp to a block.
 template <int THREADS>
-__device__ __forceinline__ double row_sum(double x, double* scratch) {
+__device__ __forceinline__ void row_sum_max(double& sum, unsigned& top, RowScratch<THREADS>& scratch) {
 #pragma unroll
-    for (int d = WARP / 2; d; d /= 2) x += __shfl_xor_sync(FULL, x, d);
+    for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
+    top = warp_max(top);
     if constexpr (THREADS > WARP) {
-        __syncthreads();
-        if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = x;
-        __syncthreads();
-        x = 0;
+        constexpr int WARPS = THREADS / WARP;
+        sync_threads<THREADS>();
+        if (threadIdx.x % WARP == 0) scratch.sum[threadIdx.x / WARP] = sum, scratch.top[threadIdx.x / WARP] = top;
+        sync_threads<THREADS>();
+        double even = 0, odd = 0;  // two chains of additions instead of one
+        top = 0;
 #pragma unroll
-        for (int i = 0; i < THREADS / WARP; ++i) x += scratch[i];
+        for (int i = 0; i < WARPS; i += 2) {
+            even += scratch.sum[i], odd += scratch.sum[i + 1];
+            top = max(top, max(scratch.top[i], scratch.top[i + 1]));
+        }
+        sum = even + odd;
     }
-    return x;
+}
+
+// ---- one row, spread over THREADS as vectors: thread t holds elements 8 (i THREADS + t) .. + 8 -------------------------
+
+template <class Source>
+__device__ __forceinline__ void load_row8(const Source* row, int column, int k, int pitch, float (&x)[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = 0;
+    if (column >= pitch) return;
+    load8(row + column, x);
+    if (column + 8 > k)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) if (column + j >= k) x[j] = 0;
+}
+
+template <int THREADS, int VECTORS>
+__device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratch<THREADS>& scratch) {
+    double none = 0;
+    unsigned top = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) top = max(top, magnitude(v[i][j]));
+    row_sum_max<THREADS>(none, top, scratch);
+    return __uint_as_float(top);
+}
+
+// RMSNorm, or with CENTER LayerNorm, of a row in place; returns the largest magnitude of the result. In fp32 it is
+// (x - mean) * gain * inverse + shift; because rounding keeps order, the largest |x gain| gives the largest result.
+template <int THREADS, bool CENTER, int VECTORS>
+__device__ __forceinline__ float normalise_row(
+    float (&v)[VECTORS][8], const float* __restrict__ gain, const float* __restrict__ shift, float eps, int k, int pitch,
+    RowScratch<THREADS>& scratch)
+{
+    const int thread = threadIdx.x % THREADS;
+    if constexpr (CENTER) {
+        double sum = 0;
+        unsigned none = 0;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            float part = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) part += v[i][j];
+            sum += part;
+        }
+        row_sum_max<THREADS>(sum, none, scratch);
+        const float mean = static_cast<float>(sum / k);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) if ((i * THREADS + thread) * 8 + j < k) v[i][j] -= mean;
+    }
+    double sum = 0;
+    unsigned top = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int column = (i * THREADS + thread) * 8;
+        float part = 0, g[8];
+        load_row8(gain, column, k, pitch, g);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            part = fmaf(v[i][j], v[i][j], part);
+            v[i][j] = __fmul_rn(v[i][j], g[j]);
+            top = max(top, magnitude(v[i][j]));
+        }
+        sum += part;
+    }
+    row_sum_max<THREADS>(sum, top, scratch);
+    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum / k) + eps));
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[i][j] = __fmul_rn(v[i][j], inverse);
+    if (shift == nullptr) return __fmul_rn(__uint_as_float(top), inverse);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        float g[8];
+        load_row8(shift, (i * THREADS + thread) * 8, k, pitch, g);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], g[j]);
+    }
+    return row_max<THREADS>(v, scratch);
 }
 
 // ---- per-token int8 ----------------------------------------------------------------------------------------------
