@@ -5,7 +5,7 @@ For each row of fp32 logits, in this order, every fp32 operation rounded on its 
 1. Repetition penalty ``r`` over the tokens of prompt and completion, as in Hugging Face transformers: ``x / r`` where
    ``x > 0``, else ``x * r``. Then, over generated tokens and as in OpenAI's definition, ``x - frequency * n`` where
    ``n`` says how often the token was generated, and ``x - presence`` where ``n > 0``.
-2. Temperature 0 takes the largest ``x``; of equals, the lowest id.
+2. Temperature 0 takes the largest ``x``; of equals (0 equals -0), the lowest id.
 3. Otherwise each token has an integer weight, ``rint(2**40 * exp((x - max x) / temperature))``, see :func:`weights`.
    Integers add up to the same sum in any order, so a parallel kernel needs no particular order of summation to choose
    the same token. What a weight drops is below ``2**-41`` of the most likely token's probability.
@@ -65,8 +65,8 @@ def sample(logits: np.ndarray, state: SamplerState) -> tuple[np.ndarray, np.ndar
     """The next token of each row, fp32 ``[B, V]`` -> int32 ``[B]``, and its log-probability, fp32 ``[B]``.
 
     The log-probability is the log-softmax of the logits as given, before penalties and temperature. A row from which
-    no token can be chosen (a NaN among its logits, a maximum of +inf or -inf) gives the token -1 and the
-    log-probability NaN. Advances ``state.step``, and counts the chosen tokens in ``state.counts``.
+    no token can be chosen (a NaN among its logits, or a maximum of +inf or -inf after penalties) gives the token -1
+    and the log-probability NaN. Advances ``state.step``, and counts the chosen tokens in ``state.counts``.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         x = penalise(logits, state)

@@ -101,7 +101,7 @@ class _Worker:
             encoding="ascii",
         )
         self._end = weakref.finalize(self, _end, self._process)
-        setup = {"path": sys.path, "source": source, "output": limits.output, "memory": limits.memory}
+        setup = {"path": [str(p) for p in sys.path], "source": source, "output": limits.output, "memory": limits.memory}
         if self.ask(json.dumps(setup), START_SECONDS) != {}:
             raise BminfError(f"the process that renders chat templates does not start: {sys.executable} {WORKER}")
 
@@ -126,8 +126,8 @@ class _Worker:
             process.stdin.write(request + "\n")
             process.stdin.flush()
             reply = process.stdout.readline()
-        except BrokenPipeError:
-            pass  # the reply is missing then
+        except OSError:
+            pass  # the process has ended, and the reply is missing
         finally:
             timer.cancel()
             if late.is_set() or not reply.endswith("\n"):
@@ -144,7 +144,7 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
     assert process.stdin is not None and process.stdout is not None
     process.stdout.close()
-    with contextlib.suppress(BrokenPipeError):  # what was left to write has no reader any more
+    with contextlib.suppress(OSError):  # what was left to write has no reader any more
         process.stdin.close()
 
 

@@ -8,7 +8,8 @@ runs without any of them as long as it is given token ids.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of ``text``; ``add_special_tokens`` frames it as the checkpoint does (a leading ``<s>``, say).
 
-        Raises ``UsageError`` for what is not text, or cannot be written as UTF-8.
+        Raises ``UsageError`` for what is not text, or cannot be written as UTF-8; ``CheckpointError`` for text that
+        a vocabulary without bytes and without an unknown token cannot express.
         """
         if not isinstance(text, str):
             raise UsageError(f"a prompt must be text, but is {type(text).__name__}")
@@ -100,7 +102,8 @@ class Tokenizer:
             raise UsageError(
                 f"the prompt cannot be encoded: character {e.start} is {text[e.start]!r}, half of a surrogate pair"
             ) from None
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with _library_errors("tokenizer.json has no tokens for this prompt"):
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return [self.bos_id, *ids] if add_special_tokens and self._prepends_bos else ids  # type: ignore[list-item]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -112,7 +115,8 @@ class Tokenizer:
         wrong = [i for i in ids if not 0 <= i < 2**32]
         if wrong:
             raise UsageError(f"token ids must be from 0 to {2**32 - 1}, but one is {wrong[0]}")
-        return self._backend.decode(ids, skip_special_tokens=True)
+        with _library_errors("tokenizer.json cannot turn these tokens into text"):
+            return self._backend.decode(ids, skip_special_tokens=True)
 
     def id_to_piece(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; ``None`` for an id that it lacks."""
@@ -133,10 +137,19 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             "transformers and sentencepiece are installed: python -c \"from transformers import AutoTokenizer; "
             f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})\""
         )
-    try:
+    with _library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as e:  # the library raises plain Exception for whatever is wrong with the file
-        raise CheckpointError(f"{path} is not a tokenizer that the tokenizers library can read: {e}") from e
+
+
+@contextmanager
+def _library_errors(message: str) -> Iterator[None]:
+    """Turn what the tokenizers library raises for a faulty file (``Exception``, or a panic of Rust) into our error."""
+    try:
+        yield
+    except BaseException as e:
+        if isinstance(e, (KeyboardInterrupt, SystemExit, MemoryError)):
+            raise
+        raise CheckpointError(f"{message}: {e}") from e
 
 
 def _read_json(path: Path) -> dict[str, Any]:

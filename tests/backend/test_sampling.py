@@ -275,3 +275,33 @@ def test_a_vocabulary_of_one_token():
     tokens, logprobs = sample(np.full((1, 1), -5, np.float32), make_state(1, top_k=3, top_p=0.1, min_p=1))
     assert tokens.tolist() == [0]
     assert logprobs.tolist() == [0]
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parity
+def test_penalties_and_filters_are_those_of_transformers():
+    torch = pytest.importorskip("torch")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    rng = np.random.default_rng(3)
+    logits = rng.standard_normal((40, 300)).astype(np.float32) * 4
+    seen = rng.integers(0, 300, (40, 17))
+    counts = np.zeros(logits.shape, np.int32)
+    np.put_along_axis(counts, seen, PROMPT_FLAG, axis=1)
+    state = make_state(40, counts, repetition_penalty=1.3)
+    x = penalise(logits, state)
+    scores, ids = torch.from_numpy(logits), torch.from_numpy(seen)
+    scores = process.RepetitionPenaltyLogitsProcessor(1.3)(ids, scores)
+    np.testing.assert_array_equal(x, scores)
+    for warp in (
+        process.TemperatureLogitsWarper(0.7),
+        process.TopKLogitsWarper(50),
+        process.TopPLogitsWarper(0.8),
+        process.MinPLogitsWarper(0.02),
+    ):
+        scores = warp(ids, scores)
+    w = weights(x, x.max(axis=1), np.full(40, 0.7, np.float32))
+    for row in range(40):
+        keep(w[row], x[row], 50, 0.8, 0.02)
+    np.testing.assert_array_equal(w > 0, torch.isfinite(scores))

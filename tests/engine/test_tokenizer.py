@@ -76,6 +76,20 @@ def test_settings_of_training_do_not_cut_or_pad_a_prompt(tmp_path):
     assert Tokenizer.load(write(tmp_path, backend), 1000).encode("hello there") == whole
 
 
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", [tokenizer_kit.byte_level, tokenizer_kit.sentencepiece_like, tokenizer_kit.metaspace])
+def test_ids_and_text_are_those_of_transformers(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    config = {**CONFIG, "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    expected = transformers.AutoTokenizer.from_pretrained(write(tmp_path, kind(), config))
+    tokenizer = Tokenizer.load(tmp_path, 1000)
+    for text in ("", "the cat", " hé\n🙂 ", "</s>the<s>", "<0x41>", "你"):
+        for special in (True, False):
+            ids = tokenizer.encode(text, special)
+            assert ids == expected.encode(text, add_special_tokens=special)
+            assert tokenizer.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+
+
 # -- the chat template ------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +171,14 @@ def test_half_a_surrogate_pair_is_refused_with_its_position(text):
 def test_only_text_is_encoded(text):
     with pytest.raises(UsageError, match=type(text).__name__):
         Tokenizer(tokenizer_kit.byte_level()).encode(text)
+
+
+def test_text_that_the_vocabulary_cannot_express_is_refused(tmp_path):
+    backend = json.loads(tokenizer_kit.metaspace().to_str())
+    backend["model"]["unk_id"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path, 1000).encode("ü")
 
 
 def test_ids_may_be_unknown_but_not_out_of_range():
