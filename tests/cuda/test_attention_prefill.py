@@ -1,0 +1,229 @@
+"""Attention of new tokens: compiled for every architecture without spills; on a GPU, compared with the definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bminf_lite.backend.base import attend
+from bminf_lite.cuda import attention, compiler
+from bminf_lite.cuda.attention import PrefillAttention, tiling_for
+from bminf_lite.cuda.driver import Device
+
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+"""KiB of shared memory a block, from the CUDA programming guide's table of compute capabilities."""
+DEPTHS = [16, 32, 64, 80, 96, 128, 192, 256]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiles_without_spills(capability: tuple[int, int], tmp_path: Path) -> None:
+    arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
+    names = [tiling_for(capability, depth).expression(depth) for depth in DEPTHS]
+    usage = compiler.compile("attention_prefill.cu", arch, names, cache=tmp_path).usage
+    for name in names:
+        assert usage[name].spill_stores == usage[name].spill_loads == usage[name].stack == 0, name
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_shared_memory_fits(capability: tuple[int, int]) -> None:
+    for depth in range(16, attention.MAX_HEAD_DIM + 1, 16):
+        assert tiling_for(capability, depth).shared(depth) <= MOST_SHARED[capability] << 10, depth
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: new tokens and past of each sequence, and the attention's shape."""
+
+    new: tuple[int, ...]
+    past: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    window: int | None = None
+    sharpness: float = 1.0
+
+    @property
+    def depth(self) -> int:
+        return -(-self.head_dim // 16) * 16
+
+    @property
+    def capacity(self) -> int:
+        return max(n + p for n, p in zip(self.new, self.past, strict=True)) + 5
+
+
+class Problem:
+    """A case's arrays on the host. The cache is NaN where no token is, and the output is NaN before the launch."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case, depth, dim = case, case.depth, case.head_dim
+        tokens, count = sum(case.new), len(case.new)
+        self.starts = np.concatenate([[0], np.cumsum(case.new)]).astype(np.int32)
+        self.past = np.array(case.past, np.int32)
+        self.slots = rng.permutation(count + 2)[:count].astype(np.int32)
+        self.q = np.zeros((tokens, case.heads, depth), np.float16)
+        self.q[..., :dim] = rng.standard_normal((tokens, case.heads, dim)) * case.sharpness
+        shape = (count + 2, case.kv_heads, case.capacity, depth)
+        self.keys, self.values = np.full(shape, np.nan, np.float16), np.full(shape, np.nan, np.float16)
+        for b in range(count):
+            total = case.new[b] + case.past[b]
+            for cache in (self.keys, self.values):
+                cache[self.slots[b], :, :total] = 0
+                cache[self.slots[b], :, :total, :dim] = rng.standard_normal((case.kv_heads, total, dim))
+        self.scale = float(np.float32(dim**-0.5))
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """The definition's output and the error that the kernel may have, both ``[T, heads, head_dim]``."""
+        case = self.case
+        outputs, bounds = [], []
+        for b in range(len(case.new)):
+            q = self.q[self.starts[b] : self.starts[b + 1]]
+            total = case.new[b] + case.past[b]
+            keys, values = (c[self.slots[b], :, :total].astype(np.float32) for c in (self.keys, self.values))
+            rest = (self.scale, case.past[b], case.window)
+            outputs.append(attend(q, keys, values, *rest)[..., : case.head_dim])
+            # A weight, at most 1, is rounded to fp16: by 2^-11 of itself, or by 2^-25 where it is subnormal, for each
+            # of the keys. Their sum is at least 1. Rounding the output adds 2^-11 of it, and it is at most the average
+            # magnitude of the values. A tenth more covers what fp32 sums and exp2 add.
+            magnitude = attend(q, keys, np.abs(values), *rest)[..., : case.head_dim]
+            bounds.append(1.1 * 2**-10 * magnitude + total * 2**-25 * np.abs(values).max())
+        return np.concatenate(outputs), np.concatenate(bounds)
+
+    def compute(self, device: Device) -> np.ndarray:
+        """What the kernel writes, ``[T, heads, head_dim]``; checks that it writes nothing else."""
+        import cupy as cp
+
+        case, tokens = self.case, sum(self.case.new)
+        width = case.heads * case.head_dim
+        q_width, pitch = case.heads * case.depth, -(-width // 16) * 16
+        q = cp.full((tokens, q_width + 16), cp.nan, cp.float16)
+        q[:, :q_width] = cp.asarray(self.q.reshape(tokens, -1))
+        out = cp.full((tokens, pitch), cp.nan, cp.float16)
+        keys, values, starts, past, slots = map(
+            cp.asarray, (self.keys, self.values, self.starts, self.past, self.slots)
+        )
+        PrefillAttention(device).launch(
+            q.data.ptr, q_width + 16, keys.data.ptr, values.data.ptr, out.data.ptr, pitch,
+            starts.data.ptr, past.data.ptr, slots.data.ptr,
+            heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, capacity=case.capacity,
+            scale=self.scale, window=case.window, count=len(case.new), longest=max(case.new),
+        )  # fmt: skip
+        device.synchronize()
+        result = cp.asnumpy(out)
+        assert np.isnan(result[:, width:]).all()
+        return result[:, :width].reshape(tokens, case.heads, case.head_dim).astype(np.float32)
+
+
+def check(case: Case, device: Device, seed: int = 0) -> None:
+    problem = Problem(case, seed)
+    got = problem.compute(device)
+    want, bound = problem.expected()
+    excess = np.abs(got - want) - bound
+    assert (excess <= 0).all(), f"{case}: {(~(excess <= 0)).mean():.2%} of the output is wrong, by {np.nanmax(excess)}"
+
+
+RAGGED = {"new": (1, 70, 300, 2, 64, 129), "past": (40, 0, 17, 255, 64, 3)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [8, 12, 16, 24, 31, 48, 64, 80, 96, 128, 160, 192, 256])
+def test_head_dims(head_dim: int, cuda_device: Device) -> None:
+    check(Case(**RAGGED, head_dim=head_dim), cuda_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1), (7, 1), (71, 1)])
+def test_grouped_heads(heads: int, kv_heads: int, head_dim: int, cuda_device: Device) -> None:
+    check(Case(**RAGGED, heads=heads, kv_heads=kv_heads, head_dim=head_dim), cuda_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [48, 128])
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200, 100_000])
+def test_windows(window: int, head_dim: int, cuda_device: Device) -> None:
+    check(Case(**RAGGED, window=window, head_dim=head_dim), cuda_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps(seed: int, cuda_device: Device) -> None:
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 9))
+    new = tuple(int(n) for n in rng.integers(1, 301, count))
+    past = tuple(int(p) for p in rng.integers(0, 301, count) * rng.integers(0, 2, count))
+    kv_heads = int(rng.integers(1, 4))
+    window = int(rng.integers(1, 400)) if rng.integers(2) else None
+    head_dim = int(rng.choice([16, 64, 80, 128]))
+    case = Case(new, past, kv_heads * int(rng.integers(1, 5)), kv_heads, head_dim, window, sharpness=8.0)
+    check(case, cuda_device, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_long_prompt(head_dim: int, cuda_device: Device) -> None:
+    check(Case((2048,), (0,), head_dim=head_dim), cuda_device)
+    check(Case((2048, 5), (100, 0), head_dim=head_dim, window=700), cuda_device)
+
+
+@pytest.mark.gpu
+def test_a_nan_stays_in_its_sequence_and_its_heads(cuda_device: Device) -> None:
+    problem = Problem(Case((80, 90), (0, 30), head_dim=128), 0)
+    problem.keys[problem.slots[1], 1, 100, 7] = np.nan
+    bad = np.isnan(problem.compute(cuda_device)).any(axis=-1)
+    want = np.zeros_like(bad)
+    want[80 + 100 - 30 :, 2:] = True
+    assert (bad == want).all()
+
+
+HEADS = 32
+
+
+def seconds(device: Device, tokens: int, head_dim: int, runs: int = 20) -> float:
+    """The mean time of one launch for one prompt of ``tokens``, on random data."""
+    import cupy as cp
+
+    heads, kv_heads = HEADS, HEADS // 4
+    q, out = (cp.random.standard_normal((tokens, heads * head_dim), np.float32).astype(np.float16) for _ in range(2))
+    keys, values = (
+        cp.random.standard_normal((1, kv_heads, tokens, head_dim), np.float32).astype(np.float16) for _ in range(2)
+    )
+    starts, zero = cp.asarray([0, tokens], np.int32), cp.zeros(1, np.int32)
+    prefill, stream = PrefillAttention(device), cp.cuda.Stream()
+
+    def launch() -> None:
+        prefill.launch(
+            q.data.ptr, heads * head_dim, keys.data.ptr, values.data.ptr, out.data.ptr, heads * head_dim,
+            starts.data.ptr, zero.data.ptr, zero.data.ptr,
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, capacity=tokens, scale=head_dim**-0.5, window=None,
+            count=1, longest=tokens, stream=stream.ptr,
+        )  # fmt: skip
+
+    for _ in range(3):
+        launch()
+    device.synchronize()
+    start, end = cp.cuda.Event(), cp.cuda.Event()
+    start.record(stream)
+    for _ in range(runs):
+        launch()
+    end.record(stream)
+    end.synchronize()
+    return cp.cuda.get_elapsed_time(start, end) / 1000 / runs
+
+
+def main() -> None:
+    """Print times and rates of causal attention, counting the products of what is visible."""
+    device = Device(0)
+    for head_dim in (64, 128, 256):
+        for tokens in (512, 2048, 8192):
+            t = seconds(device, tokens, head_dim=head_dim)
+            rate = 2 * HEADS * head_dim * tokens * (tokens + 1) / t / 1e12
+            print(f"head_dim {head_dim:3d}  {tokens:4d} tokens  {t * 1e6:7.1f} us  {rate:5.0f} TFLOP/s")
+
+
+if __name__ == "__main__":
+    main()
