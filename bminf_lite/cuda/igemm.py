@@ -163,6 +163,8 @@ class Igemm:
     def _trial(self, kind: PlanKind, rows: int, out_features: int, in_features: int) -> str | None:
         try:
             exact = self._is_exact(Plan(self, Shapes(kind, out_features, in_features)), rows)
+        except NoAlgorithm as error:
+            return f"cublasLt has no algorithm for it: {error.__cause__ or error}"
         except DeviceError as error:
             return str(error).splitlines()[0]
         return None if exact else f"a product of {rows} x {in_features} by {out_features} x {in_features} was wrong"

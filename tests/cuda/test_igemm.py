@@ -170,6 +170,35 @@ def test_a_plain_weight_without_padding_is_not_copied(igemm):
         igemm.plan(64, 64).pack_weight(random_codes(64, 65))
 
 
+@pytest.mark.parametrize("kind", list(PlanKind))
+def test_a_weight_is_laid_out_as_the_plan_says(igemm, kind):
+    from bminf_lite.cuda.igemm import Plan
+    from bminf_lite.cuda.plans import Shapes
+
+    plan = Plan(igemm, Shapes(kind, 45, 71))
+    codes = random_codes(45, 71)
+    padded = plan.weight.unpack(plan.pack_weight(codes))
+    assert padded.shape == plan.shapes.padded
+    assert (padded[:45, :71] == codes).all() and (padded != 0).sum() == (codes != 0).sum()
+
+
+def test_a_shape_that_cublaslt_refuses_is_computed_by_the_other_kernel(device, multiplier, monkeypatch):
+    from bminf_lite.cuda.matmul import NoAlgorithm
+
+    chosen = igemm_of(device, multiplier, PlanKind.PLAIN)
+    plan = chosen.plan(33, 65)
+
+    def refuse(*_):
+        raise NoAlgorithm("refused")
+
+    monkeypatch.setattr(multiplier, "prepare", refuse)
+    x, codes = random_codes(31, 65), random_codes(33, 65)
+    with pytest.warns(RuntimeWarning, match="refused; a slower kernel computes it"):
+        assert (run_plan(plan, x, codes) == exact(x, codes.T)).all()
+    with pytest.warns(RuntimeWarning, match="refused"):
+        assert (chosen.matmul(x, codes, transpose_b=True) == exact(x, codes.T)).all()
+
+
 @pytest.mark.parametrize("seen", [True, False], ids=["seen", "unseen"])
 @pytest.mark.parametrize("kind", [PlanKind.PLAIN, PlanKind.DP4A])
 def test_products_are_captured_into_a_graph(device, multiplier, seen, kind):
