@@ -1,0 +1,48 @@
+"""int8 logits of whole models equal a float64 model of the same quantization; and are near the float logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from float64_model import Float64Model
+from tiny_models import FAMILIES, Golden, RandomWeights, TinyModel, goldens, random_tokens
+from tolerances import assert_close
+
+from bminf_lite.backend.cpu import CpuBackend
+
+OWN_ROPE = {"rope_parameters", "rope_scaling"}
+CASES = [
+    golden
+    for family in FAMILIES
+    for golden in goldens(family)
+    if not golden.config.keys() & (OWN_ROPE | {"layer_types", "hidden_act"}) and "absent" not in golden.name
+]
+FP32_REACH = 1e-4
+"""How far fp32 arithmetic may move an activation on the scale of its codes: a few 1e-7 of 127."""
+
+
+@pytest.mark.parametrize("golden", CASES, ids=str)
+@pytest.mark.parametrize("kind", ["w8a8", "w8a16", "float"])
+def test_logits_equal_a_float64_model_of_the_same_quantization(golden: Golden, kind: str):
+    for seed in range(golden.seed, golden.seed + 100):
+        weights = RandomWeights(golden.config, seed, quantized=kind != "float", dynamic=kind == "w8a8")
+        tokens = random_tokens(seed, 8, golden.config["vocab_size"])
+        model = Float64Model(golden.config, weights.tensors, kind)
+        expected = model(tokens)
+        if model.margin > FP32_REACH:
+            break
+    else:
+        pytest.fail("every seed has a code next to a tie")
+    logits = TinyModel(CpuBackend(), golden.config, weights).run(tokens)
+    assert_close(logits, expected, "logits", np.float32, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dynamic", "bound"), [(True, 0.06), (False, 0.05)])
+def test_quantization_changes_logits_a_little(backend, family, dynamic, bound):
+    """Only a check of size, against the unquantized golden: it would not find a wrong code, nor is it meant to."""
+    for golden in goldens(family):
+        weights = RandomWeights(golden.config, golden.seed, quantized=True, dynamic=dynamic)
+        logits = TinyModel(backend, golden.config, weights).run(golden.tokens)
+        error = np.sqrt(((logits - golden.logits) ** 2).mean() / (golden.logits**2).mean())
+        assert 1e-4 < error < bound, f"{golden}: relative error {error:.3g}"

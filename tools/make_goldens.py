@@ -1,0 +1,177 @@
+"""Make tests/goldens: what transformers computes for tiny random models of each family (torch; development only).
+
+    python tools/make_goldens.py [FAMILY ...]
+
+The committed files hold configurations, seeds, token ids and fp32 logits of transformers' eager attention in fp32. The
+weights are made again from the seed (tests/models/tiny_models.py), so the files stay small and reading them needs no
+torch. A configuration is written as a ``config.json`` has it, in the old and the new spelling of the rotary keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
+from tiny_models import FAMILIES, GOLDENS, digest, random_tensors, random_tokens
+
+Case = dict[str, Any]
+
+TOKENS = 33
+BASE: Case = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+}
+ABSENT = object()
+"""Marks a key of BASE that a case leaves out, so that the class default counts."""
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_TUNED = YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3, "truncate": False}
+YARN_MSCALE = YARN | {"mscale": 1.2, "mscale_all_dim": 0.8}
+
+
+def old_spelling(parameters: Case, key: str = "rope_type") -> Case:
+    """``rope_parameters`` as ``rope_theta`` and ``rope_scaling``; the type's key was ``type`` in the oldest files."""
+    scaling = {k: v for k, v in parameters.items() if k not in ("rope_theta", "rope_type")}
+    return {"rope_theta": parameters["rope_theta"], "rope_scaling": {key: parameters["rope_type"], **scaling}}
+
+
+COMMON: dict[str, Case] = {
+    "multi-head": {"num_key_value_heads": 4},
+    "grouped": {},
+    "multi-query": {"num_key_value_heads": 1},
+    "tied head": {"tie_word_embeddings": True},
+    "odd vocabulary": {"vocab_size": 131, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "own head size": {"head_dim": 20},
+    "small theta, old key": {"rope_theta": 100.0, "rms_norm_eps": 1e-2},
+    "linear rope": {"rope_parameters": LINEAR},
+    "linear rope, old keys": old_spelling(LINEAR, "type"),
+    "llama3 rope": {"rope_parameters": LLAMA3},
+    "llama3 rope, old keys": old_spelling(LLAMA3),
+    "yarn rope": {"rope_parameters": YARN},
+    "yarn rope, old keys": old_spelling(YARN_TUNED, "type"),
+}
+WINDOWED: dict[str, Case] = {
+    "window on every layer": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    "window from layer 1": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "window on no layer": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "window not used": {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0},
+    "layer types": {
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+CASES: dict[str, dict[str, Case]] = {
+    "llama": COMMON
+    | {
+        "absent keys": {"num_key_value_heads": ABSENT, "max_position_embeddings": ABSENT},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+        "tied, biases, multi-query": {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+        "relu": {"hidden_act": "relu"},
+        "yarn rope, mscale": {"rope_parameters": YARN_MSCALE},
+        "one head, one layer": {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1},
+    },
+    "mistral": COMMON
+    | {
+        "absent window": {"num_attention_heads": 8, "num_key_value_heads": ABSENT},
+        "no window": {"sliding_window": None},
+        "window": {"sliding_window": 5},
+        "window of one": {"sliding_window": 1},
+        "window, multi-query": {"sliding_window": 8, "num_key_value_heads": 1},
+        "window, yarn rope": {"sliding_window": 11, "rope_parameters": YARN},
+        "window, own head size, tied": {"sliding_window": 9, "head_dim": 16, "tie_word_embeddings": True},
+    },
+    "qwen2": COMMON | WINDOWED,
+    "qwen3": COMMON
+    | WINDOWED
+    | {
+        "absent head size": {"head_dim": ABSENT, "num_attention_heads": 2},
+        "biases": {"attention_bias": True},
+        "biases, tied, window": {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 0,
+        },
+    },
+}
+
+
+def config_of(family: str, case: Case) -> Case:
+    """A ``config.json``: BASE with what the case changes. Qwen3's own default head size of 128 is for one case only."""
+    base = BASE | ({"head_dim": 12} if family == "qwen3" else {})
+    config = {"model_type": family} | base | case
+    return {key: value for key, value in config.items() if value is not ABSENT}
+
+
+def build(config: Case, seed: int) -> PreTrainedModel:
+    """transformers' model of a configuration with the weights of a seed, fp32, eager attention."""
+    keys = {key: value for key, value in config.items() if key != "model_type"}
+    hf_config = AutoConfig.for_model(config["model_type"], **json.loads(json.dumps(keys)))
+    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
+    parameters = dict(model.named_parameters())  # a tied head is there once, under the embedding's name
+    weights = random_tensors(seed, {name: tuple(p.shape) for name, p in parameters.items()})
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.from_numpy(weights[name]))
+    return model
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
+    """fp32 ``[tokens, vocab]``."""
+    return model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
+
+
+def make(family: str) -> None:
+    """Write one family's two files."""
+    cases, arrays = {}, {}
+    for seed, (name, case) in enumerate(CASES[family].items(), start=1000 * (FAMILIES.index(family) + 1)):
+        config = config_of(family, case)
+        model = build(config, seed)
+        tokens = random_tokens(seed, TOKENS, config["vocab_size"])
+        weights = digest({n: p.detach().numpy() for n, p in model.named_parameters()})
+        cases[name] = {"config": config, "seed": seed, "weights": weights, "tokens": tokens.tolist()}
+        arrays[name] = logits_of(model, tokens)
+    text = ",\n".join(f"{json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items())
+    GOLDENS.mkdir(exist_ok=True)
+    (GOLDENS / f"{family}.json").write_text("{\n" + text + "\n}\n")
+    np.savez_compressed(GOLDENS / f"{family}.npz", **arrays)
+    print(f"{family}: {len(cases)} configurations")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", choices=[*FAMILIES, []], help=", ".join(FAMILIES))
+    for family in parser.parse_args().families or FAMILIES:
+        make(family)
+
+
+if __name__ == "__main__":
+    main()
