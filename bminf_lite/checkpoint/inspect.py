@@ -1,0 +1,86 @@
+"""What is in a checkpoint, for any architecture: nothing is computed but statistics of the scales."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .compressed_tensors import COMPANIONS
+from .reader import Checkpoint, open_checkpoint
+
+
+def inspect(path: str | Path) -> dict[str, Any]:
+    """A description of the checkpoint in the folder ``path``, made of what JSON can hold.
+
+    ``model_type``, ``architectures``, ``parameters`` (how many, scales not counted), ``bytes`` and ``file_bytes``,
+    ``dtypes`` (bytes per type), ``quantization`` (None, or its groups), ``migration`` (recipe, tool version and sources
+    of the manifest, or None) and ``tensors``: for each its ``dtype``, ``shape``, ``bytes`` and ``file``, and for a
+    quantized layer's codes ``activations`` (``int8`` or ``float``) and ``scale`` (dtype, min, median, max). Raises
+    :class:`CheckpointError` if the checkpoint cannot be opened.
+    """
+    with open_checkpoint(path) as checkpoint:
+        tensors = {name: _describe(checkpoint, name) for name in checkpoint.tensors}
+        dtypes: dict[str, int] = {}
+        for info in checkpoint.tensors.values():
+            dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.nbytes
+        files = {info.file for info in checkpoint.tensors.values()}
+        manifest = checkpoint.manifest
+        return {
+            "path": str(path),
+            "model_type": checkpoint.config.get("model_type"),
+            "architectures": checkpoint.config.get("architectures"),
+            "parameters": sum(tensor.get("parameters", 0) for tensor in tensors.values()),
+            "bytes": sum(dtypes.values()),
+            "file_bytes": sum(file.stat().st_size for file in files),
+            "dtypes": dtypes,
+            "quantization": _quantization(checkpoint),
+            "migration": {key: manifest.get(key) for key in ("recipe", "tool_version", "tied_head", "sources")}
+            if manifest
+            else None,
+            "tensors": tensors,
+        }
+
+
+def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    found = checkpoint.quantization
+    if found is None:
+        return None
+    groups = [
+        {"targets": list(group.targets), "packed": group.packed, "activations": "int8" if group.dynamic else "float"}
+        for group in found.groups
+    ]
+    return {"groups": groups, "ignore": list(found.ignore)}
+
+
+def _describe(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    info = checkpoint.tensors[name]
+    result: dict[str, Any] = {
+        "dtype": info.dtype,
+        "shape": list(info.shape),
+        "bytes": info.nbytes,
+        "file": info.file.name,
+    }
+    module = name.removesuffix("_packed").removesuffix(".weight")
+    group = checkpoint.quantization.group_of(module) if checkpoint.quantization else None
+    codes = name == f"{module}.weight_packed" or (name == f"{module}.weight" and info.dtype == "I8")
+    if codes and group is not None:
+        result["activations"] = "int8" if group.dynamic else "float"
+        result["scale"] = _scale_statistics(checkpoint.read(f"{module}.weight_scale"))
+        if group.packed:
+            result["unpacked_shape"] = checkpoint.read(f"{module}.weight_shape").tolist()
+    if not name.endswith(tuple(c for c in COMPANIONS if c != ".weight_packed")):
+        result["parameters"] = math.prod(result.get("unpacked_shape", info.shape))
+    return result
+
+
+def _scale_statistics(scale: np.ndarray) -> dict[str, Any]:
+    values = scale.astype(np.float64)
+    return {
+        "dtype": scale.dtype.name,
+        "min": float(values.min()),
+        "median": float(np.median(values)),
+        "max": float(values.max()),
+    }

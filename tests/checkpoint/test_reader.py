@@ -1,0 +1,335 @@
+"""Opening checkpoints: whole, sharded, quantized by others, and broken in every way that we know."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from tiny_checkpoints import CONFIG, MakeCheckpoint, random_tensors, spec_of
+
+from bminf_lite.backend.quantization import Int8Weight, quantize_weight
+from bminf_lite.checkpoint.compressed_tensors import pack, quantization_config, unpack
+from bminf_lite.checkpoint.reader import Checkpoint, open_checkpoint
+from bminf_lite.checkpoint.recipe import Scheme
+from bminf_lite.errors import CheckpointError
+
+LINEAR = "model.layers.0.mlp.up_proj"
+
+
+def message(folder: Path) -> str:
+    """The error of opening the folder and validating its tensors."""
+    with pytest.raises(CheckpointError) as caught, open_checkpoint(folder) as checkpoint:
+        checkpoint.validate(spec_of(checkpoint.config))
+    return str(caught.value)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_reads_every_tensor(make_checkpoint: MakeCheckpoint, shards: int, dtype: Any) -> None:
+    tensors = random_tensors(CONFIG, dtype)
+    folder = make_checkpoint(tensors=tensors, shards=shards)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.validate(spec_of(CONFIG))
+        assert checkpoint.config["vocab_size"] == 40 and checkpoint.generation_config == {"eos_token_id": 2}
+        assert checkpoint.manifest == {} and checkpoint.quantization is None
+        assert checkpoint.tensors.keys() == tensors.keys()
+        for name, expected in tensors.items():
+            got = checkpoint.weight(name) if expected.ndim == 2 else checkpoint.vector(name)
+            assert isinstance(got, np.ndarray) and got.dtype == expected.dtype
+            np.testing.assert_array_equal(got, expected)
+        assert len(checkpoint.files()) == (2 if shards == 1 else 5)
+        assert all(file.is_file() for file in checkpoint.files())
+
+
+def test_tied_heads_come_from_the_embedding(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(tie_word_embeddings=True)
+    with open_checkpoint(folder) as checkpoint:
+        spec = spec_of(checkpoint.config)
+        checkpoint.validate(spec)
+        head = checkpoint.weights(spec).weight("lm_head.weight")
+        np.testing.assert_array_equal(head, checkpoint.read("model.embed_tokens.weight"))
+        (folder / "bminf_lite.json").write_text('{"tied_head": "w8a16"}')
+    with open_checkpoint(folder) as checkpoint:
+        head = checkpoint.weights(spec).weight("lm_head.weight")
+        expected = quantize_weight(checkpoint.read("model.embed_tokens.weight"))
+        assert isinstance(head, Int8Weight) and not head.dynamic
+        np.testing.assert_array_equal(head.codes, expected.codes)
+        (folder / "bminf_lite.json").write_text('{"tied_head": "int3"}')
+    with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="int3"):
+        checkpoint.weights(spec)
+
+
+def test_a_tied_head_in_the_file_is_ignored(make_checkpoint: MakeCheckpoint) -> None:
+    tensors = random_tensors(CONFIG)
+    with open_checkpoint(make_checkpoint(tensors=tensors, tie_word_embeddings=True)) as checkpoint:
+        spec = spec_of(checkpoint.config)
+        checkpoint.validate(spec)
+        head = checkpoint.weights(spec).weight("lm_head.weight")
+        np.testing.assert_array_equal(head, tensors["model.embed_tokens.weight"])
+
+
+def test_wrong_tensors_are_listed_together(make_checkpoint: MakeCheckpoint) -> None:
+    tensors = random_tensors(CONFIG)
+    del tensors["model.norm.weight"]
+    tensors["extra"] = np.zeros(3, np.float32)
+    tensors[f"{LINEAR}.weight"] = np.zeros((3, 5), np.float32)
+    tensors["lm_head.weight"] = np.zeros((40, 16), np.int32)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+    text = message(make_checkpoint(tensors=tensors))
+    assert "4 problems" in text
+    assert "missing tensor 'model.norm.weight', F32 or F16 or BF16 [16]" in text
+    assert "unexpected tensor 'extra', F32 [3]" in text
+    assert f"tensor '{LINEAR}.weight' has shape [3, 5]; config.json asks for [24, 16]" in text
+    assert "tensor 'lm_head.weight' is I32; it must be F32 or F16 or BF16" in text
+
+
+def test_reading_what_is_not_there(make_checkpoint: MakeCheckpoint) -> None:
+    tensors = random_tensors(CONFIG) | {"codes.weight": np.zeros((2, 2), np.int8), "count": np.zeros(1, np.int64)}
+    with open_checkpoint(make_checkpoint(tensors=tensors)) as checkpoint:
+        for read in (checkpoint.read, checkpoint.vector, checkpoint.weight):
+            with pytest.raises(CheckpointError, match="has no tensor 'absent'"):
+                read("absent")
+        with pytest.raises(CheckpointError, match="'count' is I64"):
+            checkpoint.vector("count")
+        with pytest.raises(CheckpointError, match="does not cover it"):
+            checkpoint.weight("codes.weight")
+
+
+# What is wrong with the files
+
+
+def test_not_a_folder(tmp_path: Path) -> None:
+    assert "does not exist" in message(tmp_path / "absent")
+    (tmp_path / "file").write_text("x")
+    assert "is a file, not a folder" in message(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (None, "config.json: does not exist"),
+        ("{", "not valid JSON"),
+        ("[1]", "must hold a JSON object"),
+        ("\xff", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+    ids=["absent", "cut", "list", "bytes", "deep"],
+)
+def test_config_that_cannot_be_read(make_checkpoint: MakeCheckpoint, text: str | None, expected: str) -> None:
+    folder = make_checkpoint()
+    (folder / "config.json").unlink()
+    if text is not None:
+        (folder / "config.json").write_bytes(text.encode("latin-1"))
+    assert expected in message(folder)
+
+
+def test_only_pytorch_files(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    text = message(folder)
+    assert "pytorch_model.bin" in text and "safetensors only" in text and "save_pretrained" in text
+
+
+def test_no_weights_and_no_index(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(shards=2)
+    (folder / "model.safetensors.index.json").unlink()
+    assert "copy the missing index" in message(folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    assert "holds no weights" in message(folder)
+
+
+def test_missing_shards_are_all_listed(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(shards=3)
+    (folder / "model-00001-of-00003.safetensors").unlink()
+    (folder / "model-00003-of-00003.safetensors").unlink()
+    text = message(folder)
+    assert "the shard model-00001-of-00003.safetensors is missing" in text and "model-00003" in text
+
+
+OUTSIDE = ["../outside.safetensors", "/etc/passwd", "a/../../b.safetensors", "sub/x.safetensors", "..", ""]
+NO_NAMES = ["c:\\x.safetensors", "x\0.safetensors", 5, None]
+
+
+@pytest.mark.parametrize("name", OUTSIDE + NO_NAMES)
+def test_index_stays_inside_its_folder(make_checkpoint: MakeCheckpoint, name: Any) -> None:
+    folder = make_checkpoint(shards=2)
+    save_file({"x": np.zeros(1, np.float32)}, folder.parent / "outside.safetensors")
+    (folder / "sub").mkdir()
+    save_file({"x": np.zeros(1, np.float32)}, folder / "sub" / "x.safetensors")
+    edit_json(folder / "model.safetensors.index.json", weight_map={"x": name})
+    text = message(folder)
+    assert "outside this folder" in text or "not a safetensors file" in text
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, "x"])
+def test_index_without_a_map(make_checkpoint: MakeCheckpoint, weight_map: Any) -> None:
+    folder = make_checkpoint(shards=2)
+    edit_json(folder / "model.safetensors.index.json", weight_map=weight_map)
+    assert "weight_map must map" in message(folder)
+
+
+def test_shards_that_disagree_with_the_index(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(shards=2)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    first, second = sorted(set(weight_map.values()))
+    mine = [name for name, file in weight_map.items() if file == first]
+    save_file({"model.norm.weight": np.zeros(16, np.float32), mine[0]: np.zeros(1, np.float32)}, folder / second)
+    del weight_map[mine[1]]
+    edit_json(index, weight_map=weight_map | {"nowhere": first})
+    text = message(folder)
+    assert f"tensor '{mine[0]}' is in more than one shard: {first}, {second}" in text
+    assert f"tensor '{mine[1]}' of {first} is not in model.safetensors.index.json" in text
+    assert f"places tensor 'nowhere' in {first}, but no shard has it" in text
+
+
+def test_damage_in_several_shards_is_reported_together(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(shards=3)
+    os.truncate(folder / "model-00001-of-00003.safetensors", 0)
+    os.truncate(folder / "model-00003-of-00003.safetensors", 500)
+    text = message(folder)
+    assert "2 problems" in text and "00001-of-00003.safetensors: is empty" in text and "truncated" in text
+
+
+def test_linked_files_are_followed(make_checkpoint: MakeCheckpoint) -> None:
+    """Download caches keep the files elsewhere and link to them; only the index's names must stay inside."""
+    folder = make_checkpoint()
+    (folder / "model.safetensors").rename(folder.parent / "blob")
+    (folder / "model.safetensors").symlink_to("../blob")
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.validate(spec_of(CONFIG))
+
+
+# Quantized checkpoints
+
+
+def quantized(
+    make_checkpoint: MakeCheckpoint, name: str, scheme: Scheme, scale_dtype: Any = np.float16, flat: bool = False
+) -> tuple[Path, dict[str, Int8Weight]]:
+    """A checkpoint as other tools write it: codes down to -128, scales of any type and shape."""
+    random = np.random.default_rng(0)
+    tensors, weights = {}, {}
+    for tensor, value in random_tensors(CONFIG).items():
+        if value.ndim != 2 or "embed" in tensor:
+            tensors[tensor] = value
+            continue
+        module = tensor.removesuffix(".weight")
+        codes = random.integers(-128, 128, value.shape, dtype=np.int8)
+        scale = random.uniform(1e-3, 1e-2, len(value)).astype(scale_dtype)
+        weights[tensor] = Int8Weight(codes, scale, scheme is Scheme.W8A8)
+        tensors[f"{module}.weight_scale"] = scale if flat else scale[:, None]
+        if scheme is Scheme.W8A16:
+            tensors[f"{module}.weight_packed"] = pack(codes).view(np.int32)
+            tensors[f"{module}.weight_shape"] = np.array(codes.shape, np.int64)
+        else:
+            tensors[tensor] = codes
+    config = quantization_config({tensor.removesuffix(".weight"): scheme for tensor in weights})
+    return make_checkpoint(name, tensors, quantization_config=config), weights
+
+
+@pytest.mark.parametrize("scheme", [Scheme.W8A8, Scheme.W8A16])
+@pytest.mark.parametrize("scale_dtype", [np.float16, np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("flat", [False, True])
+def test_quantized_layouts(make_checkpoint: MakeCheckpoint, scheme: Scheme, scale_dtype: Any, flat: bool) -> None:
+    folder, weights = quantized(make_checkpoint, "q", scheme, scale_dtype, flat)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.validate(spec_of(CONFIG))
+        for name, expected in weights.items():
+            got = checkpoint.weight(name)
+            assert isinstance(got, Int8Weight) and got.dynamic == (scheme is Scheme.W8A8)
+            assert got.codes.dtype == np.int8
+            assert got.scale.dtype == scale_dtype and got.scale.shape == (len(got.codes),)
+            np.testing.assert_array_equal(got.codes, expected.codes)
+            np.testing.assert_array_equal(got.scale, expected.scale)
+        assert isinstance(checkpoint.weight("model.embed_tokens.weight"), np.ndarray)
+
+
+def test_naive_layout_and_one_scale_for_a_tensor(make_checkpoint: MakeCheckpoint) -> None:
+    folder, weights = quantized(make_checkpoint, "q", Scheme.W8A8)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config["format"] = config["config_groups"]["group_0"]["format"] = "naive-quantized"
+    config["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    edit_json(folder / "config.json", quantization_config=config)
+    with open_checkpoint(folder) as checkpoint:
+        tensors = {name: checkpoint.read(name).copy() for name in checkpoint.tensors}
+    tensors[f"{LINEAR}.weight_scale"] = np.array([0.5], np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.validate(spec_of(CONFIG))
+        got = checkpoint.weight(f"{LINEAR}.weight")
+        assert isinstance(got, Int8Weight)
+        np.testing.assert_array_equal(got.scale, np.full(24, 0.5, np.float32))
+        np.testing.assert_array_equal(got.codes, weights[f"{LINEAR}.weight"].codes)
+
+
+@pytest.mark.parametrize(
+    "scheme, change, expected",
+    [
+        (Scheme.W8A8, {f"{LINEAR}.weight_scale": np.full((24, 1), np.nan, np.float32)}, "NaN or an infinity"),
+        (Scheme.W8A8, {f"{LINEAR}.weight_scale": np.ones(7, np.float32)}, "weight_scale' has shape [7]"),
+        (Scheme.W8A8, {f"{LINEAR}.weight_scale": None}, f"missing tensor '{LINEAR}.weight_scale'"),
+        (Scheme.W8A8, {f"{LINEAR}.weight": np.ones((24, 16), np.float32)}, "is F32; it must be I8"),
+        (Scheme.W8A8, {f"{LINEAR}.weight_zero_point": np.ones((24, 1), np.int8)}, "only symmetric weights"),
+        (Scheme.W8A8, {f"{LINEAR}.weight_zero_point": np.zeros((24, 1), np.int8)}, None),
+        (Scheme.W8A16, {f"{LINEAR}.weight_shape": np.array([24, 99], np.int64)}, "takes weight_packed [24, 25]"),
+        (Scheme.W8A16, {f"{LINEAR}.weight_shape": np.array([24, -4], np.int64)}, "takes weight_packed [24, -1]"),
+        (Scheme.W8A16, {f"{LINEAR}.weight_packed": np.zeros((24, 3), np.int32)}, "config.json asks for [24, 4]"),
+    ],
+)
+def test_broken_quantized_layers(
+    make_checkpoint: MakeCheckpoint, scheme: Scheme, change: dict[str, Any], expected: str | None
+) -> None:
+    folder, _ = quantized(make_checkpoint, "q", scheme)
+    with open_checkpoint(folder) as checkpoint:
+        tensors = {name: checkpoint.read(name).copy() for name in checkpoint.tensors} | change
+    save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
+    with open_checkpoint(folder) as checkpoint:
+        if expected is None:
+            checkpoint.validate(spec_of(CONFIG))
+            checkpoint.weight(f"{LINEAR}.weight")
+            return
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.validate(spec_of(CONFIG))
+            checkpoint.weight(f"{LINEAR}.weight")
+    assert expected in str(caught.value) and LINEAR in str(caught.value)
+
+
+@given(st.integers(0, 6), st.integers(0, 9), st.integers(0, 2**32))
+@settings(max_examples=50, deadline=None)
+def test_packing_is_invertible(rows: int, columns: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(-128, 128, (rows, columns), dtype=np.int8)
+    packed = pack(codes).view(np.int32)
+    assert packed.shape == (rows, -(-columns // 4))
+    np.testing.assert_array_equal(unpack(packed, columns), codes)
+    words = packed.view(np.uint32).astype(np.int64)
+    for column in range(columns):
+        shifted = words[:, column // 4] >> (8 * (column % 4)) & 0xFF
+        np.testing.assert_array_equal(shifted - 128, codes[:, column])
+
+
+def test_a_checkpoint_closes_its_files(make_checkpoint: MakeCheckpoint) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    checkpoint: Checkpoint = open_checkpoint(make_checkpoint(shards=3))
+    kept = checkpoint.read("model.norm.weight")
+    checkpoint.close()
+    checkpoint.close()
+    assert kept.shape == (16,)
+    del kept, checkpoint
+    folder = make_checkpoint("bad", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(CheckpointError, match="gptq"):
+        open_checkpoint(folder)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,134 @@
+"""Time and peak memory of a migration, beside what reading its source and writing its result alone take.
+
+    python tools/measure_migration.py --gigabytes 2 --folder /tmp/measure
+
+makes a random fp32 checkpoint of LLaMA's architecture in ``--folder``, and runs each measurement in a process of its
+own, ``--repeat`` times in turn. "plain" reads the source through a small buffer and writes as many bytes as the
+migrated checkpoint has, in blocks, synced to the disk. Both read from the page cache, or with ``--cold`` from the disk.
+The folder is removed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bminf_lite import models
+from bminf_lite.checkpoint.migrate import migrate
+from bminf_lite.checkpoint.writer import CheckpointWriter, Declared
+
+BLOCK = 1 << 20
+HIDDEN, INNER, VOCAB = 2048, 8192, 32000
+
+
+def make_checkpoint(folder: Path, gigabytes: float, shard_bytes: int) -> None:
+    """A random fp32 checkpoint with as many layers as come closest to the size."""
+    layer = 4 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 4 + 3 * HIDDEN * INNER)
+    layers = max(1, round((gigabytes * 1e9 - 8 * VOCAB * HIDDEN) / layer))
+    config = {
+        "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": layers,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": VOCAB, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    architecture = models.find(config)
+    parameters = architecture.spec(architecture.parse(config)).parameters
+    declared = {name: Declared("F32", parameter.shape) for name, parameter in parameters.items()}
+    writer = CheckpointWriter(folder, declared, set(), shard_bytes)
+    random = np.random.default_rng(0)
+    for name, parameter in parameters.items():
+        writer.write(name, random.standard_normal(parameter.shape, np.float32) * np.float32(0.02))
+    writer.finish()
+
+
+def run_plain(source: Path, out: Path, size: int) -> None:
+    """Read every file of the source, and write and sync ``size`` bytes."""
+    buffer = memoryview(bytearray(BLOCK))
+    for path in sorted(source.iterdir()):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    out.mkdir()
+    with open(out / "plain", "wb", buffering=0) as file:
+        for start in range(0, size, BLOCK):
+            file.write(buffer[: size - start])
+        os.fsync(file.fileno())
+
+
+def prepare(source: Path, cold: bool) -> None:
+    """Have the source in the page cache, or not in it; nothing else waits to be written."""
+    os.sync()
+    for path in source.iterdir():
+        with open(path, "rb", buffering=0) as file:
+            if cold:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                buffer = bytearray(BLOCK)
+                while file.readinto(buffer):
+                    pass
+
+
+def child(what: str, source: Path, out: Path, size: int) -> None:
+    """One measurement: prints seconds and peak memory in bytes."""
+    start = time.perf_counter()
+    if what == "plain":
+        run_plain(source, out, size)
+    else:
+        migrate(source, out)
+    seconds = time.perf_counter() - start
+    # Not getrusage: what that calls the peak includes the parent's, from before exec.
+    peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert peak is not None
+    print(json.dumps({"seconds": seconds, "peak": int(peak[1]) * 1024}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--shard-gigabytes", type=float, default=5.0)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--child", nargs=2, metavar=("WHAT", "SIZE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    source, out = args.folder / "source", args.folder / "out"
+    if args.child:
+        child(args.child[0], source, out, int(args.child[1]))
+        return
+    make_checkpoint(source, args.gigabytes, int(args.shard_gigabytes * 1e9))
+    try:
+        report = migrate(source, out, dry_run=True)
+        results: dict[str, list[dict[str, float]]] = {"plain": [], "migrate": []}
+        for _ in range(args.repeat):
+            for what, found in results.items():
+                prepare(source, args.cold)
+                command = [sys.executable, __file__, "--folder", str(args.folder)]
+                command += ["--child", what, str(report.bytes_after)]
+                found.append(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
+                shutil.rmtree(out)
+        print(f"source {report.bytes_before / 1e9:.2f} GB, result {report.bytes_after / 1e9:.2f} GB")
+        for what, found in results.items():
+            seconds = [r["seconds"] for r in found]
+            print(
+                f"{what}: median {statistics.median(seconds):.2f} s (from {min(seconds):.2f} to {max(seconds):.2f}), "
+                f"peak memory {max(r['peak'] for r in found) / 2**20:.0f} MiB"
+            )
+        plain, migration = (statistics.median(r["seconds"] for r in found) for found in results.values())
+        largest = max(tensor.bytes_before for tensor in report.tensors)
+        print(f"plain / migrate: {plain / migration:.0%}; the largest tensor has {largest / 2**20:.0f} MiB")
+    finally:
+        shutil.rmtree(args.folder)
+
+
+if __name__ == "__main__":
+    main()
