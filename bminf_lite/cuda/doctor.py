@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -212,6 +212,22 @@ def diagnose(probes: Probes | None = None) -> Report:
         plans=tuple(plans),
         problems=tuple(problems),
     )
+
+
+def require_usable(index: int, probes: Probes | None = None) -> None:
+    """Check that GPU ``index`` can be used, without running anything on it.
+
+    Raises ``DeviceError`` with all that is missing and the commands that help, on one line. Where there is no driver,
+    nothing else is looked for.
+    """
+    probes = replace(probes or Probes(), plans=list)
+    if isinstance(_library(probes, "cuda"), DeviceError):
+        raise DeviceError(f"there is no NVIDIA driver; {install_command('cuda')}")
+    report = diagnose(probes)
+    if report.problems:
+        raise DeviceError("; ".join(f"{problem.what.rstrip('.')}: {problem.remedy}" for problem in report.problems))
+    if index >= len(report.gpus):
+        raise DeviceError(f"there is no GPU {index}: the driver offers {len(report.gpus)}, numbered from 0")
 
 
 def _version(part: Part) -> Version:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bminf_lite.cuda.doctor import Gpu, PlanReport, Probes, diagnose
+from bminf_lite.cuda.doctor import Gpu, PlanReport, Probes, diagnose, require_usable
 from bminf_lite.cuda.libraries import Headers, Library, Version
 from bminf_lite.errors import DeviceError
 
@@ -142,6 +142,23 @@ def test_headers_are_searched_for_the_compilers_version():
 def test_products_that_fail_are_reported():
     report = diagnose(replace(complete(), plans=absent))
     assert not report.usable and "Products on the GPU fail." in report.text() and "it is not there" in report.text()
+
+
+def test_requiring_a_gpu_runs_nothing_and_says_all_that_is_missing_on_one_line():
+    require_usable(0, replace(complete(), plans=must_not_run))
+    with pytest.raises(DeviceError, match="no GPU 1: the driver offers 1"):
+        require_usable(1, complete())
+    probes = replace(complete(), library=libraries_of((13, 1), "cublasLt"), headers=absent)
+    with pytest.raises(DeviceError) as info:
+        require_usable(0, probes)
+    assert "pip install nvidia-cublas;" in str(info.value) and "pip install nvidia-cuda-runtime" in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_requiring_a_gpu_looks_for_nothing_else_without_a_driver():
+    probes = replace(complete(), library=libraries_of((13, 1), "cuda"), cupy=must_not_run, headers=must_not_run)
+    with pytest.raises(DeviceError, match="no NVIDIA driver; install"):
+        require_usable(0, probes)
 
 
 def test_the_report_is_json():
