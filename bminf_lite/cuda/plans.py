@@ -164,6 +164,6 @@ class Shapes:
 
 
 def bucket(rows: int) -> int:
-    """``rows`` rounded up a little (by a quarter at most, or by 15), so that nearby sizes share the choice of an algorithm."""
+    """``rows`` rounded up by a quarter or 15 at most, so that nearby sizes share the choice of an algorithm."""
     step = max(16, 1 << max(0, (rows - 1).bit_length() - 3))
     return round_up(rows, step)
