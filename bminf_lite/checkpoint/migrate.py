@@ -39,7 +39,7 @@ MAX_IN_FEATURES = 131_071
 """With more, a sum of products of two int8 values can exceed int32."""
 
 CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
-NOT_CARRIED = ("config.json", "*.index.json", MANIFEST_FILE)
+NOT_CARRIED = ("config.json", "*.index.json", MANIFEST_FILE, ".*")
 CARRIED_FOLDER = "additional_chat_templates"
 
 

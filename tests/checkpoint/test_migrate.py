@@ -1,0 +1,271 @@
+"""Migration: the codes are those of the definition, the rest is untouched, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from tiny_checkpoints import CONFIG, MakeCheckpoint, random_tensors, spec_of
+
+import bminf_lite
+from bminf_lite.backend import quantization
+from bminf_lite.backend.quantization import Int8Weight, quantize_weight
+from bminf_lite.checkpoint import conversion
+from bminf_lite.checkpoint.inspect import inspect
+from bminf_lite.checkpoint.migrate import migrate
+from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.recipe import Recipe, Scheme
+from bminf_lite.errors import CheckpointError, UsageError
+
+RULES = {"*.down_proj.weight": Scheme.W8A16, "model.layers.1.mlp*": Scheme.FLOAT}
+MIXED = Recipe("mixed", Scheme.W8A8, Scheme.FLOAT, RULES)
+LINEAR = "model.layers.0.mlp.up_proj.weight"
+
+
+def expect_migrated(source: Path, out: Path, recipe: Recipe) -> None:
+    """``out`` holds what the definition makes of ``source``, and everything else bit for bit."""
+    with open_checkpoint(source) as before, open_checkpoint(out) as after:
+        spec = spec_of(before.config)
+        after.validate(spec)
+        for name, parameter in spec.parameters.items():
+            if name in spec.tied:
+                continue
+            stored, scheme = before.read(name), Scheme.FLOAT
+            if parameter.role.value in ("linear", "head"):
+                scheme = recipe.scheme_of(name, parameter.role.value == "head")
+            got = after.weight(name)
+            if scheme is Scheme.FLOAT:
+                assert isinstance(got, np.ndarray) and got.dtype == stored.dtype and got.tobytes() == stored.tobytes()
+                continue
+            expected = quantize_weight(stored, scheme is Scheme.W8A8)
+            assert isinstance(got, Int8Weight) and got.dynamic == expected.dynamic
+            assert got.scale.dtype == expected.scale.dtype
+            np.testing.assert_array_equal(got.codes, expected.codes)
+            np.testing.assert_array_equal(got.scale, expected.scale)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a16", MIXED], ids=["w8a8", "w8a16", "mixed"])
+@pytest.mark.parametrize("tied, shards", [(False, 1), (True, 3)])
+def test_output_is_what_the_definition_says(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, dtype: Any, recipe: Any, tied: bool, shards: int
+) -> None:
+    config = CONFIG | {"tie_word_embeddings": tied, "intermediate_size": 27}
+    source = make_checkpoint(tensors=random_tensors(config, dtype), shards=shards, **config)
+    report = migrate(source, tmp_path / "out", recipe, shard_bytes=2000 if tied else 10**9)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1 or tied
+    expect_migrated(source, tmp_path / "out", report.recipe)
+    assert report.tied_head == (report.recipe.head if tied else None)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16"])
+def test_small_rows_zero_rows_and_blocks(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Whatever the size of a block, and in whichever block the row is that needs fp32 scales."""
+    monkeypatch.setattr(quantization, "BLOCK_ELEMENTS", 40)
+    tensors = random_tensors(CONFIG)
+    tensors[LINEAR][5] = 0
+    tensors["model.layers.0.self_attn.q_proj.weight"][11] *= 1e-4
+    tensors["model.layers.1.self_attn.q_proj.weight"][0] = 1e-44
+    tensors["model.layers.0.self_attn.k_proj.weight"][-1] = 1e30
+    tensors["model.layers.0.self_attn.v_proj.weight"][:] = 0
+    source = make_checkpoint(tensors=tensors)
+    report = migrate(source, tmp_path / "out", scheme)
+    expect_migrated(source, tmp_path / "out", report.recipe)
+    with open_checkpoint(tmp_path / "out") as out:
+        types = {n: w.scale.dtype for n in tensors if isinstance(w := out.weight(n), Int8Weight)}
+    assert [n for n, dtype in types.items() if dtype == np.float32] == [
+        "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight",
+    ]  # fmt: skip
+    rows = {row.name: row for row in report.tensors}
+    zero = rows["model.layers.0.self_attn.v_proj.weight"]
+    assert zero.snr_db is None and zero.worst_row is None and zero.scale_min == zero.scale_max == 1
+
+
+def test_report_and_manifest(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source, out = make_checkpoint(shards=2), tmp_path / "out"
+    report = migrate(source, out)
+    assert json.loads((out / "bminf_lite.json").read_text()) == json.loads(json.dumps(report.manifest()))
+    stored = {name: value.nbytes for name, value in load_file(out / "model.safetensors").items()}
+    assert report.bytes_after == sum(stored.values())
+    assert report.bytes_before == sum(value.nbytes for value in random_tensors(CONFIG).values())
+    for file in report.sources:
+        content = (source / file.name).read_bytes()
+        assert file.bytes == len(content) and file.sha256 == hashlib.sha256(content).hexdigest()
+    assert {file.name for file in report.sources} == {path.name for path in source.iterdir()}
+    with open_checkpoint(source) as before, open_checkpoint(out) as after:
+        for row in report.tensors:
+            weight = before.read(row.name).astype(np.float64)
+            got = after.weight(row.name)
+            if row.scheme is Scheme.FLOAT:
+                assert row.bytes_after == stored[row.name] and row.snr_db is None
+                continue
+            assert isinstance(got, Int8Weight)
+            assert row.bytes_after == stored[row.name] + stored[f"{row.name}_scale"]
+            signal, noise = (weight**2).sum(axis=1), ((weight - got.dequantize()) ** 2).sum(axis=1)
+            assert row.snr_db is not None and row.worst_row_snr_db is not None
+            # fp32 sums of a few dozen squares
+            assert row.snr_db == pytest.approx(10 * math.log10(signal.sum() / noise.sum()), abs=1e-3)
+            assert row.worst_row == np.argmin(signal / noise)
+            assert row.worst_row_snr_db == pytest.approx(10 * math.log10((signal / noise).min()), abs=1e-3)
+            assert (row.scale_min, row.scale_max) == (got.scale.min(), got.scale.max())
+
+
+def test_dry_run_writes_nothing_and_foretells(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source = make_checkpoint()
+    foretold = migrate(source, tmp_path / "out", MIXED, dry_run=True)
+    assert not (tmp_path / "out").exists() and sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+    real = migrate(source, tmp_path / "out", MIXED)
+    assert foretold.bytes_after == real.bytes_after and foretold.bytes_before == real.bytes_before
+    assert [(r.name, r.scheme, r.bytes_after) for r in foretold.tensors] == [
+        (r.name, r.scheme, r.bytes_after) for r in real.tensors
+    ]
+
+
+def test_what_is_carried_along(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source, out = make_checkpoint(), tmp_path / "out"
+    carried = ["tokenizer.json", "tokenizer.model", "chat_template.jinja", "generation_config.json"]
+    carried += ["LICENSE.txt", "README.md", "merges.txt"]
+    left = ["pytorch_model.bin", "pytorch_model.bin.index.json", "model.py", ".hidden.json", "bminf_lite.json"]
+    for name in carried + left:
+        (source / name).write_text(json.dumps({"name": name}))
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "rag.jinja").write_text("x")
+    (source / "folder.json").mkdir()
+    migrate(source, out)
+    for name in [*carried, "additional_chat_templates/rag.jinja"]:
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    expected = {*carried, "additional_chat_templates", "bminf_lite.json", "config.json", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == expected
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop("quantization_config")["quantization_status"] == "compressed"
+    assert config == json.loads((source / "config.json").read_text())
+
+
+def test_every_tensor_with_a_nan_is_told(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    tensors = random_tensors(CONFIG)
+    tensors[LINEAR][7, 3] = np.nan
+    tensors["lm_head.weight"][0, 0] = -np.inf
+    tensors["model.embed_tokens.weight"][39, 1] = np.inf
+    tensors["model.norm.weight"][2] = np.nan
+    source = make_checkpoint(tensors=tensors)
+    for recipe in ("w8a8", "w8a16"):
+        with pytest.raises(CheckpointError) as caught:
+            migrate(source, tmp_path / "out", recipe)
+        text = str(caught.value)
+        assert "4 problems" in text and f"tensor '{LINEAR}' holds a NaN or an infinity, first in row 7" in text
+        assert "'model.embed_tokens.weight' holds a NaN or an infinity, first in row 39" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_sources_that_cannot_be_migrated(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source = make_checkpoint()
+    migrate(source, tmp_path / "int8")
+    with pytest.raises(CheckpointError, match="is quantized already"):
+        migrate(tmp_path / "int8", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="model_type 'nonsense' is not supported"):
+        migrate(make_checkpoint("other", model_type="nonsense", tensors=random_tensors(CONFIG)), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="missing tensor"):
+        migrate(make_checkpoint("less", tensors={"x": np.zeros(1, np.float32)}), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="holds the source"):
+        migrate(source, tmp_path, force=True)
+    with pytest.raises(UsageError, match="matches 'nothing'"):
+        migrate(source, tmp_path / "out", Recipe("r", Scheme.W8A8, Scheme.W8A8, {"nothing": Scheme.FLOAT}))
+    with pytest.raises(UsageError, match="leaves every weight matrix"):
+        migrate(source, tmp_path / "out", Recipe("r", Scheme.FLOAT, Scheme.FLOAT))
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_many_inputs_for_an_exact_sum(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    config = CONFIG | {"intermediate_size": 131_072, "num_hidden_layers": 1}
+    source = make_checkpoint(tensors=random_tensors(config, np.float16), **config)
+    with pytest.raises(CheckpointError, match=r"down_proj.weight' \[16, 131072\]: w8a8 allows 131,071 inputs"):
+        migrate(source, tmp_path / "out", dry_run=True)
+    migrate(source, tmp_path / "out", "w8a16", dry_run=True)
+
+
+def test_existing_output(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source, out = make_checkpoint(), tmp_path / "out"
+    migrate(source, out, "w8a8")
+    with pytest.raises(CheckpointError, match="already exists"):
+        migrate(source, out, "w8a16")
+    assert inspect(out)["migration"]["recipe"]["name"] == "w8a8"
+    migrate(source, out, "w8a16", force=True)
+    assert inspect(out)["migration"]["recipe"]["name"] == "w8a16"
+
+
+def test_progress_and_interruption(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    calls: list[tuple[int, int, str]] = []
+    source = make_checkpoint()
+    report = migrate(source, tmp_path / "out", progress=lambda *call: calls.append(call))
+    done = [call[0] for call in calls]
+    assert done == sorted(done) and done[-1] == calls[-1][1] == report.bytes_before
+    assert [name for _, _, name in calls] == [row.name for row in report.tensors]
+
+    def interrupt(done: int, total: int, name: str) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        migrate(source, tmp_path / "out2", progress=interrupt)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_source_that_changes_meanwhile(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source = make_checkpoint()
+
+    def shrink(done: int, total: int, name: str) -> None:
+        os.truncate(source / "model.safetensors", 1000)
+
+    with pytest.raises(CheckpointError, match=r"changed since it was opened|became shorter"):
+        migrate(source, tmp_path / "out", progress=shrink)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_disk_full_while_writing(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    source = make_checkpoint()
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(CheckpointError, match=r"the disk is full: [\d,]+ bytes are needed and [\d,]+ are free"):
+        migrate(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@given(st.integers(1, 9), st.integers(1, 70), st.integers(0, 2**32), st.sampled_from([1, 16, 4096]))
+@settings(max_examples=40)
+def test_threads_give_what_one_call_gives(
+    tmp_path_factory: pytest.TempPathFactory, heads: int, inner: int, seed: int, block: int
+) -> None:
+    """Random shapes and magnitudes, and blocks of any size."""
+    config = CONFIG | {"hidden_size": 2 * heads, "num_attention_heads": heads, "intermediate_size": inner}
+    folder = tmp_path_factory.mktemp("m")
+    random = np.random.default_rng(seed)
+    tensors = random_tensors(config)
+    for value in tensors.values():
+        value *= np.float32(10.0 ** random.uniform(-8, 3))
+    (folder / "source").mkdir()
+    (folder / "source" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "source" / "model.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantization, "BLOCK_ELEMENTS", block)
+        report = migrate(folder / "source", folder / "out", "w8a16" if seed % 2 else "w8a8")
+    expect_migrated(folder / "source", folder / "out", report.recipe)
+
+
+def test_public_name() -> None:
+    assert bminf_lite.migrate is migrate and conversion.MAX_WORKERS >= 1

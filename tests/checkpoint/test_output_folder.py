@@ -1,0 +1,148 @@
+"""The output appears complete or not at all, whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bminf_lite.checkpoint import output_folder as module
+from bminf_lite.checkpoint.manifest import MANIFEST_FILE
+from bminf_lite.checkpoint.output_folder import output_folder
+from bminf_lite.errors import CheckpointError
+
+
+def fill(folder: Path, content: str) -> None:
+    (folder / MANIFEST_FILE).write_text(content)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def make(target: Path, content: str, force: bool = False) -> None:
+    with output_folder(target, force, 0) as folder:
+        assert folder.parent == target.parent and not any(folder.iterdir())
+        fill(folder, content)
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
+def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without the system call that exchanges names."""
+    if not request.param:
+        monkeypatch.setattr(module, "_exchange", lambda a, b: False)
+
+
+def test_appears_at_the_end(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "out"
+    with output_folder(target, False, 0) as folder:
+        fill(folder, "new")
+        assert not target.exists()
+    assert (target / MANIFEST_FILE).read_text() == "new" and names(target.parent) == {"out"}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_nothing_is_left_after_a_failure(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), output_folder(tmp_path / "out", False, 0) as folder:
+        fill(folder, "new")
+        raise error
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.usefixtures("exchange")
+def test_replacing_keeps_the_old_one_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    make(target, "old")
+    with pytest.raises(ValueError), output_folder(target, True, 0) as folder:
+        fill(folder, "new")
+        assert (target / MANIFEST_FILE).read_text() == "old"
+        raise ValueError
+    assert (target / MANIFEST_FILE).read_text() == "old" and names(tmp_path) == {"out"}
+    make(target, "new", force=True)
+    assert (target / MANIFEST_FILE).read_text() == "new" and names(tmp_path) == {"out"}
+
+
+def test_an_existing_target_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    with pytest.raises(CheckpointError, match=r"already exists.*--force"):
+        make(target, "x")
+    make(target, "an empty folder may be replaced", force=True)
+    (target / MANIFEST_FILE).unlink()
+    (target / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match="not the result of a migration"):
+        make(target, "x", force=True)
+    assert names(target) == {"precious"} and names(tmp_path) == {"out"}
+    with pytest.raises(CheckpointError, match="not the result of a migration"):
+        make(target / "precious", "x", force=True)
+
+
+def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with pytest.raises(CheckpointError, match="cannot be written"), output_folder(target, False, 0):
+        target.mkdir()
+        (target / "theirs").write_text("x")
+    assert names(target) == {"theirs"} and names(tmp_path) == {"out"}
+
+
+def test_leftovers_of_killed_runs_are_removed_and_running_ones_stay(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with output_folder(target, False, 0) as running:
+        killed = [tmp_path / ".out.0123abcd.partial", tmp_path / ".out.0123abce.old"]
+        others = [tmp_path / ".out2.0123abcd.partial", tmp_path / ".out.0123abcd.partial.x", tmp_path / "out.partial"]
+        for folder in killed + others:
+            folder.mkdir()
+            (folder / "x").write_text("x")
+        killed[1].rename(tmp_path / "aside")
+        make(tmp_path / "out3", "x")
+        assert killed[0].exists(), "another target's leftovers are not ours"
+        (tmp_path / "aside").rename(killed[1])
+        target.mkdir()
+        with pytest.raises(CheckpointError, match="already exists"):
+            make(target, "second")
+        assert running.exists() and all(folder.exists() for folder in others)
+        assert not any(folder.exists() for folder in killed)
+        shutil.rmtree(target)
+    assert target.exists()
+
+
+def test_a_run_killed_between_two_renames_is_repaired(tmp_path: Path) -> None:
+    target, old = tmp_path / "out", tmp_path / ".out.0123abcd.old"
+    old.mkdir()
+    fill(old, "old")
+    with pytest.raises(CheckpointError, match="already exists"):
+        make(target, "new")
+    assert (target / MANIFEST_FILE).read_text() == "old" and names(tmp_path) == {"out"}
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
+    told = r"the disk is full: 1,000,000,000,000,000,000 bytes are needed and [\d,]+ are free"
+    with pytest.raises(CheckpointError, match=told), output_folder(tmp_path / "out", False, 10**18):
+        raise AssertionError("must not start")
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_becomes_full(tmp_path: Path, code: int) -> None:
+    told = "the disk is full: 7 bytes are needed"
+    with pytest.raises(CheckpointError, match=told), output_folder(tmp_path / "out", False, 7) as folder:
+        fill(folder, "x")
+        raise OSError(code, os.strerror(code))
+    assert names(tmp_path) == set()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="cannot be created"):
+        make(tmp_path / "file" / "out", "x")
+
+
+def test_a_link_to_the_target_is_followed(tmp_path: Path) -> None:
+    make(tmp_path / "real", "old")
+    (tmp_path / "link").symlink_to("real")
+    with output_folder(tmp_path / "link", True, 0) as folder:
+        fill(folder, "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / MANIFEST_FILE).read_text() == "new"

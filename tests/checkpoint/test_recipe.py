@@ -1,0 +1,75 @@
+"""Recipes decide for each tensor, and mistakes in them are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bminf_lite.checkpoint.recipe import Recipe, Scheme, built_in_recipes, load_recipe, parse_recipe
+from bminf_lite.errors import UsageError
+
+EXAMPLES = Path(__file__).parents[2] / "configs" / "recipes"
+
+
+def test_built_in_recipes() -> None:
+    assert built_in_recipes() == ["w8a16", "w8a8"]
+    for name in built_in_recipes():
+        recipe = load_recipe(name)
+        assert recipe.name == name and recipe.linear.value == recipe.head.value == name and recipe.description
+        assert load_recipe(recipe) is recipe
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_examples_are_valid(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem and recipe.description
+    assert load_recipe(str(path)) == recipe
+
+
+def test_the_first_pattern_that_matches_decides() -> None:
+    recipe = parse_recipe(
+        'linear = "w8a8"\nhead = "float"\n[rules]\n"a.*" = "w8a16"\n"*.weight" = "float"\n"a.b" = "w8a8"', "x/mine.toml"
+    )
+    assert recipe.name == "mine"
+    assert recipe.scheme_of("a.b") is Scheme.W8A16
+    assert recipe.scheme_of("c.weight") is Scheme.FLOAT
+    assert recipe.scheme_of("c.b") is Scheme.W8A8
+    assert recipe.scheme_of("head", is_head=True) is Scheme.FLOAT
+    assert recipe.scheme_of("a.head", is_head=True) is Scheme.W8A16
+    assert recipe.to_dict()["rules"] == {"a.*": "w8a16", "*.weight": "float", "a.b": "w8a8"}
+
+
+def test_patterns_that_match_nothing() -> None:
+    recipe = Recipe("mine", Scheme.W8A8, Scheme.W8A8, {"a.*": Scheme.FLOAT, "b.*": Scheme.FLOAT, "c": Scheme.FLOAT})
+    with pytest.raises(UsageError, match=r"matches 'b\.\*', 'c'.*such as 'a\.weight'"):
+        recipe.check_patterns(["a.weight"])
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("linear =", ["not valid TOML"]),
+        ("", ["head is missing", "linear is missing"]),
+        ('linear = "w8a8"\nhead = "int4"', ["head is 'int4', not one of w8a8, w8a16, float"]),
+        ('linear = ["w8a8"]\nhead = 8', ["linear is ['w8a8']", "head is 8"]),
+        ('linear = "w8a8"\nhead = "w8a8"\nlinaer = "float"', ["unknown key 'linaer'"]),
+        ('linear = "w8a8"\nhead = "w8a8"\nrules = "x"', ["rules must be a table"]),
+        ('linear = "w8a8"\nhead = "w8a8"\nname = 1', ["name must be text, not 1"]),
+        ('linear = "w8a8"\nhead = "w8a8"\n[rules]\n"a*" = "no"\nb.c = 1', ["rules.a* is 'no'", "rules.b is {'c': 1}"]),
+    ],
+)
+def test_mistakes_are_all_told(tmp_path: Path, text: str, expected: list[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_recipe(path)
+    assert all(part in str(caught.value) for part in [str(path), *expected])
+
+
+def test_unknown_and_unreadable_recipes(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'int4' is neither built in \(w8a16, w8a8\) nor a file"):
+        load_recipe("int4")
+    (tmp_path / "x.toml").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_recipe(tmp_path / "x.toml")
