@@ -84,7 +84,7 @@ class Backend:
         return "CPU (NumPy reference)"
 
     def memory(self) -> dict[str, int]:
-        """Device memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; empty if unknown."""
+        """Device memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; or nothing."""
         return {}
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Backend:
         larger.values[:, :, :old] = cache.values
         cache.keys, cache.values = larger.keys, larger.values
 
-    # -- quantization and products ----------------------------------------------------------------------------------
+    # -- quantization and products --------------------------------------------------------------------------------
 
     def quantize(self, x: Array) -> tuple[Array, Array]:
         """Per-token dynamic int8: ``[T, K]`` -> codes int8 ``[T, K]``, scale fp32 ``[T]``; see ``quantize_rows``."""
@@ -160,7 +160,7 @@ class Backend:
         gate, up = np.split(self.linear(x, weight).astype(np.float32), 2, axis=-1)
         return self._round(ACTIVATIONS[activation](gate) * up)
 
-    # -- around the products ----------------------------------------------------------------------------------------
+    # -- around the products --------------------------------------------------------------------------------------
 
     def embed(self, tokens: Array, table: Array) -> Array:
         """Rows of ``table`` as the start of the residual stream: int32 ``[T]`` -> fp32 ``[T, features]``."""
@@ -217,7 +217,7 @@ class Backend:
             step.past += 1
         return np.stack([tokens, logprobs.view(np.int32)])
 
-    # -- shared by the operations -----------------------------------------------------------------------------------
+    # -- shared by the operations ---------------------------------------------------------------------------------
 
     def _round(self, x: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
@@ -247,13 +247,12 @@ def stack_biases(parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None
     """The biases of stacked matrices as one fp32 vector, or None where no part has one."""
     if all(b is None for b in biases):
         return None
-    return np.concatenate(
-        [np.zeros(p.shape[0], np.float32) if b is None else b.astype(np.float32) for p, b in zip(parts, biases, strict=True)]
-    )
+    pairs = zip(parts, biases, strict=True)
+    return np.concatenate([np.zeros(p.shape[0], np.float32) if b is None else b.astype(np.float32) for p, b in pairs])
 
 
 def exact_product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """``x @ w.T`` of integers held in fp32, exactly: fp32 ``[T, K]``, ``[N, K]`` -> integers ``[T, N]`` (fp32 or int32)."""
+    """``x @ w.T`` of integers held in fp32, exactly: fp32 ``[T, K]``, ``[N, K]`` -> fp32 or int32 ``[T, N]``."""
     if x.shape[1] <= EXACT_IN_FP32:
         return x @ w.T
     acc = np.zeros((x.shape[0], w.shape[0]), np.int32)
@@ -298,8 +297,8 @@ def attend(
 ) -> np.ndarray:
     """One sequence's attention in fp32.
 
-    ``q`` ``[n, heads, head_dim]`` at positions ``past..past+n``; ``keys`` and ``values`` ``[kv_heads, past+n, head_dim]``.
-    Returns ``[n, heads, head_dim]``.
+    ``q`` is ``[n, heads, head_dim]`` at positions ``past..past+n``; ``keys`` and ``values`` are
+    ``[kv_heads, past+n, head_dim]``. Returns ``[n, heads, head_dim]``.
     """
     n, heads, head_dim = q.shape
     kv_heads, total, _ = keys.shape

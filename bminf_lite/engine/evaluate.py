@@ -42,7 +42,8 @@ def window_losses(model: Model, token_ids: Sequence[int], window: int) -> Iterat
     """Negative log-likelihoods of each window's tokens after its first, fp64 ``[n - 1]``."""
     if window < 2 or len(token_ids) < 2:
         raise UsageError(
-            f"perplexity needs windows and texts of at least 2 tokens; got a window of {window} and {len(token_ids)} tokens"
+            f"perplexity needs windows and texts of at least 2 tokens; got a window of {window} and "
+            f"{len(token_ids)} tokens"
         )
     for start in range(0, len(token_ids) - 1, window):
         ids = token_ids[start : start + window]

@@ -89,7 +89,8 @@ class Generation:
         self.active: list[Request] = []
         slots = min(limits.max_batch, len(self.waiting))
         self.free_slots = list(range(slots))[::-1]
-        longest = max((len(r.prompt) + min(r.room(limits.context_length), KVCache.BLOCK) for r in self.waiting), default=1)
+        reach = (len(r.prompt) + min(r.room(limits.context_length), KVCache.BLOCK) for r in self.waiting)
+        longest = max(reach, default=1)
         self.cache = KVCache(self.ops, limits.cache_shape, max(slots, 1), longest, limits.context_length)
 
     def __iter__(self) -> Iterator[Request]:
@@ -97,7 +98,7 @@ class Generation:
             yield from self._admit()
             yield from self._decode()
 
-    # -- schedule -----------------------------------------------------------------------------------------------------
+    # -- schedule -------------------------------------------------------------------------------------------------
 
     def _admit(self) -> Iterator[Request]:
         """Prefill waiting prompts while slots are free."""
@@ -121,10 +122,10 @@ class Generation:
         self.free_slots += [r.slot for r in self.active if r.finish_reason]
         self.active = [r for r in self.active if not r.finish_reason]
 
-    # -- run ------------------------------------------------------------------------------------------------------------
+    # -- run ------------------------------------------------------------------------------------------------------
 
     def _prefill_chunk(self, requests: list[Request]) -> list[Request]:
-        """Run the next chunk of prompt tokens; returns the requests whose prompt is complete, with their first token."""
+        """Run the next chunk of prompt tokens; returns the requests whose prompt is complete; they have a token."""
         parts: list[tuple[Request, int]] = []
         budget = self.limits.chunk
         for request in requests:
@@ -181,12 +182,11 @@ class Generation:
 
     def _accept(self, request: Request, token: int, logprob: float) -> None:
         if token < 0:
-            raise BminfError(
-                f"prompt {request.index}: the model's logits are NaN at token {len(request.prompt) + len(request.tokens)}"
-            )
+            position = len(request.prompt) + len(request.tokens)
+            raise BminfError(f"prompt {request.index}: the model's logits are NaN at token {position}")
         request.accept(token, logprob, self.limits.context_length)
 
-    # -- device arrays ----------------------------------------------------------------------------------------------------
+    # -- device arrays --------------------------------------------------------------------------------------------
 
     def _step(self, tokens: np.ndarray, parts: list[tuple[Request, int]]) -> Step:
         counts = [n for _, n in parts]

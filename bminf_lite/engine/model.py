@@ -99,7 +99,7 @@ class Model:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- text -----------------------------------------------------------------------------------------------------------
+    # -- text -----------------------------------------------------------------------------------------------------
 
     @overload
     def generate(self, prompt: str, **options: Any) -> Result: ...
@@ -165,7 +165,7 @@ class Model:
         for request in Generation(self.network, requests, self.limits):
             yield texts[request.index].take()
 
-    # -- tensors ----------------------------------------------------------------------------------------------------------
+    # -- tensors --------------------------------------------------------------------------------------------------
 
     def logits(self, token_ids: Sequence[int], device: bool = False) -> Any:
         """Logits after each token: fp32 ``[tokens, vocab]``.
@@ -176,14 +176,16 @@ class Model:
         ids = np.asarray(token_ids, np.int32)
         if ids.ndim != 1 or not 0 < len(ids) <= self.limits.context_length:
             raise UsageError(
-                f"logits needs a list of 1 to {self.limits.context_length:,} token ids, not an array of shape {ids.shape}"
+                f"logits needs a list of 1 to {self.limits.context_length:,} token ids, "
+                f"not an array of shape {ids.shape}"
             )
         self._check_ids(ids.tolist(), "token_ids")
         cache = KVCache(self.ops, self.limits.cache_shape, 1, len(ids), self.limits.context_length)
         if device:
             return self._logits(ids, 0, cache)
-        chunk = self.limits.chunk
-        return np.concatenate([self.ops.host(self._logits(ids[i : i + chunk], i, cache)) for i in range(0, len(ids), chunk)])
+        starts = range(0, len(ids), self.limits.chunk)
+        chunks = (self._logits(ids[i : i + self.limits.chunk], i, cache) for i in starts)
+        return np.concatenate([self.ops.host(logits) for logits in chunks])
 
     def _logits(self, ids: np.ndarray, past: int, cache: KVCache) -> Array:
         def array(*values: int) -> Array:
