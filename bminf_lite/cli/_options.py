@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ..errors import UsageError
+
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
 
 device_option = click.option(
@@ -13,8 +15,23 @@ device_option = click.option(
     help="Where to run: auto takes a GPU if one can be used, and else the CPU.",
 )  # fmt: skip
 
+
+class Size(click.ParamType):
+    """An amount of memory such as ``6GiB``, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: str | int, parameter: click.Parameter | None, context: click.Context | None) -> int:
+        from ..memory.sizes import parse_size
+
+        try:
+            return parse_size(value)
+        except UsageError as error:
+            self.fail(str(error), parameter, context)
+
+
 memory_limit_option = click.option(
-    "--memory-limit", metavar="SIZE", help="The most GPU memory to use, for example 6GiB or 800MiB."
+    "--memory-limit", type=Size(), metavar="SIZE", help="The most GPU memory to use, for example 6GiB or 800MiB."
 )
 
 

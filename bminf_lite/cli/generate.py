@@ -43,7 +43,7 @@ def generate(
     prompt: str | None,
     prompts: Path | None,
     device: str,
-    memory_limit: str | None,
+    memory_limit: int | None,
     chat: bool,
     system: str | None,
     as_json: bool,

@@ -123,6 +123,8 @@ def test_defaults_come_from_the_checkpoint(tmp_path: Path) -> None:
         (["x", "--device", "tpu"], "tpu"),
         (["x" * 200], "128"),
         ([""], "empty"),
+        (["x", "--memory-limit", "6 elephants"], "6 elephants"),
+        (["x", "--memory-limit", "0"], "0"),
     ],
 )
 def test_wrong_usage_is_2_and_names_the_value(model: Path, arguments: list[str], words: str) -> None:
