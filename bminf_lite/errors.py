@@ -5,6 +5,18 @@ Each message says what was wrong, the value, the bound and the remedy. The comma
 """
 
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def listed(title: object, problems: Sequence[str]) -> str:
+    """All ``problems`` under ``title`` (a path, mostly): one on the same line, several on a line of their own each."""
+    if len(problems) == 1:
+        return f"{title}: {problems[0]}"
+    return f"{title}: {len(problems)} problems\n" + "\n".join(f"  - {problem}" for problem in problems)
+
+
 class BminfError(Exception):
     """Everything that this package raises on purpose."""
 

@@ -25,12 +25,12 @@ def rope_parameters(config: Parameters, default_theta: float = 10000.0) -> Param
     """
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
-        raise ValueError(f"rotary parameters must be one mapping of names to numbers for all layers, not {found!r}")
+        raise ValueError(f"rope_parameters is {found!r}, not one mapping of names to numbers for all layers")
     found = {"rope_theta": config.get("rope_theta", default_theta), **found}
     found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
     partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1):
-        raise ValueError(f"partial_rotary_factor is {partial!r}; only whole heads are rotated (1)")
+        raise ValueError(f"partial_rotary_factor is {partial!r}, not 1: only whole heads are rotated")
     return found
 
 
@@ -41,7 +41,7 @@ def rope_frequencies(parameters: Parameters, head_dim: int, max_positions: int) 
     """
     kind = parameters["rope_type"]
     if not isinstance(kind, str) or kind not in _SCALINGS:
-        raise ValueError(f"rope_type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}")
+        raise ValueError(f"rope_type is {kind!r}, not one of {', '.join(_SCALINGS)}")
     theta = _number(parameters, "rope_theta")
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = np.float32(1) / np.float32(theta) ** exponents
@@ -51,8 +51,8 @@ def rope_frequencies(parameters: Parameters, head_dim: int, max_positions: int) 
 def _number(parameters: Parameters, key: str, default: float | None = None) -> float:
     value = parameters.get(key)
     value = default if value is None else value
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"rope parameter {key} must be a positive number, not {value!r}")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-30 < value < 1e30:
+        raise ValueError(f"rope parameter {key} is {value!r}, not a positive number")
     return value
 
 
@@ -70,7 +70,7 @@ def _llama3(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_
     factor, low, high = (_number(parameters, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     original = _number(parameters, "original_max_position_embeddings", max_positions)
     if high <= low:
-        raise ValueError(f"rope parameter high_freq_factor ({high}) must be larger than low_freq_factor ({low})")
+        raise ValueError(f"rope parameter high_freq_factor ({high}) is not larger than low_freq_factor ({low})")
     wavelengths = np.float32(2 * math.pi) / frequencies
     smooth = (np.float32(original) / wavelengths - np.float32(low)) / np.float32(high - low)
     between = (1 - smooth) * frequencies / np.float32(factor) + smooth * frequencies
@@ -85,7 +85,7 @@ def _yarn(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_po
     factor = _number(parameters, "factor", max_positions / original)
     theta = _number(parameters, "rope_theta")
     if theta <= 1:
-        raise ValueError(f"rope parameter rope_theta must be larger than 1 for yarn, not {theta!r}")
+        raise ValueError(f"rope parameter rope_theta is {theta!r}, not larger than 1 as yarn needs")
 
     def dimension(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, listed
 
 
 class ConfigReader:
@@ -20,10 +20,17 @@ class ConfigReader:
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]):
         self.config = {**defaults, **config}
         self.problems: list[str] = []
+        self._bad: set[str] = set()
 
-    def problem(self, text: str) -> None:
-        """Record one problem, once."""
-        if text not in self.problems:
+    def problem(self, key: str, text: str) -> None:
+        """Record a problem with the value of ``key``; of one key only the first counts."""
+        if key not in self._bad:
+            self._bad.add(key)
+            self.problems.append(text)
+
+    def require(self, holds: bool, text: str, *keys: str) -> None:
+        """Record ``text``, about the values of ``keys`` together, unless it holds or one of them is bad by itself."""
+        if not holds and not self._bad & set(keys):
             self.problems.append(text)
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**24) -> int:
@@ -32,9 +39,9 @@ class ConfigReader:
         if value is None:
             value = default
         if value is None:
-            self.problem(f"{key} is missing")
+            self.problem(key, f"{key} is missing")
         elif not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            self.problem(f"{key} is {value!r}; it must be a whole number from {low} to {high}")
+            self.problem(key, f"{key} is {value!r}, not a whole number from {low} to {high}")
         else:
             return value
         return max(low, 1)
@@ -50,7 +57,7 @@ class ConfigReader:
             value = default
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or math.isinf(value):
-            self.problem(f"{key} is {value!r}; it must be a number from {low} to {high}")
+            self.problem(key, f"{key} is {value!r}, not a number from {low} to {high}")
             return default
         return float(value)
 
@@ -60,7 +67,7 @@ class ConfigReader:
         if value is None:
             return default
         if not isinstance(value, bool):
-            self.problem(f"{key} is {value!r}; it must be true or false")
+            self.problem(key, f"{key} is {value!r}, not true or false")
             return default
         return value
 
@@ -70,11 +77,11 @@ class ConfigReader:
         if value is None:
             value = default
         if not isinstance(value, str) or value not in choices:
-            self.problem(f"{key} is {value!r}; supported: {', '.join(choices)}")
+            self.problem(key, f"{key} is {value!r}, not one of {', '.join(choices)}")
             return next(iter(choices.values()))
         return choices[value]
 
     def finish(self) -> None:
         """Raise ``CheckpointError`` with all problems, if there are any."""
         if self.problems:
-            raise CheckpointError("config.json: " + "; ".join(self.problems))
+            raise CheckpointError(listed("config.json", self.problems))

@@ -97,18 +97,27 @@ def parse_decoder(
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     layers = read.layers()
     kv_heads = read.integer("num_key_value_heads", heads)
-    if read.config.get("head_dim") is None and hidden % heads:
-        read.problem(f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
     head_dim = read.integer("head_dim", max(hidden // heads, 1), high=1024)
-    if heads % kv_heads:
-        read.problem(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-    if head_dim % 2:
-        read.problem(f"head_dim ({head_dim}) must be even, for rotary positions")
+    read.require(
+        hidden % heads == 0 or read.config.get("head_dim") is not None,
+        f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads})",
+        "hidden_size", "num_attention_heads",
+    )  # fmt: skip
+    read.require(
+        heads % kv_heads == 0,
+        f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})",
+        "num_attention_heads", "num_key_value_heads",
+    )  # fmt: skip
+    read.require(
+        head_dim % 2 == 0,
+        f"head_dim ({head_dim}) is odd, which rotary positions do not allow",
+        "head_dim", "hidden_size", "num_attention_heads",
+    )  # fmt: skip
     context = read.integer("max_position_embeddings")
     try:
         frequencies, rope_scale = rope_frequencies(rope_parameters(read.config), head_dim + head_dim % 2, context)
     except ValueError as error:
-        read.problem(str(error))
+        read.problem("rope_parameters", str(error))
         frequencies, rope_scale = np.ones(1, np.float32), 1.0
     result = Config(
         vocab_size=read.integer("vocab_size"),

@@ -20,7 +20,7 @@ DEFAULTS = LLAMA_DEFAULTS | {
 }
 """See ``llama.DEFAULTS``."""
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def parse(config: dict[str, Any]) -> Config:
@@ -43,7 +43,7 @@ def qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
     if types is None:
         first = read.integer("max_window_layers", low=0)
         return tuple(window if layer >= first else None for layer in range(layers))
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= LAYER_TYPES:
-        read.problem(f"layer_types is {types!r}; it must list {layers} times one of {', '.join(sorted(LAYER_TYPES))}")
+    if not isinstance(types, list) or len(types) != layers or not all(t in LAYER_TYPES for t in types):
+        read.problem("layer_types", f"layer_types is {types!r}, not {layers} times one of {', '.join(LAYER_TYPES)}")
         return (None,) * layers
     return tuple(window if kind == "sliding_attention" else None for kind in types)

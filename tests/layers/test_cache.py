@@ -1,0 +1,45 @@
+"""The cache of a whole model: room for what was asked, growth by half at least, never past the context."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bminf_lite.backend.base import Backend
+from bminf_lite.layers.cache import CacheShape, KVCache
+
+SHAPE = CacheShape(layers=2, kv_heads=1, head_dim=2)
+
+
+def test_bytes_per_token():
+    assert CacheShape(32, 8, 128).bytes_per_token() == 131072
+    assert SHAPE.bytes_per_token(4) == 2 * 2 * 1 * 2 * 4
+
+
+@given(st.integers(1, 3000), st.integers(1, 5000), st.lists(st.integers(1, 5000), max_size=6))
+def test_capacity(first, limit, requests):
+    first = min(first, limit)
+    cache = KVCache(Backend(), SHAPE, 3, first, limit)
+    for tokens in (first, *(min(r, limit) for r in requests)):
+        before = cache.capacity
+        moved = cache.reserve(tokens)
+        assert tokens <= cache.capacity <= limit
+        assert moved == (cache.capacity > before)
+        if moved:
+            assert cache.capacity >= min(limit, before * 3 // 2)
+        assert cache.capacity % KVCache.BLOCK == 0 or cache.capacity == limit
+        assert len(cache.layers) == 2 and all(layer.capacity == cache.capacity for layer in cache.layers)
+
+
+def test_growing_is_rare():
+    """Token by token to the context: a logarithmic number of moves, so the copies cost a constant per token."""
+    cache = KVCache(Backend(), SHAPE, 1, 1, 100_000)
+    assert sum(cache.reserve(tokens) for tokens in range(1, 100_001)) < 20
+
+
+def test_contents_survive():
+    cache = KVCache(Backend(), SHAPE, 2, 5, 2000)
+    cache.layers[1].keys[1, 0, :5] = np.arange(10).reshape(5, 2)
+    cache.reserve(300)
+    np.testing.assert_array_equal(cache.layers[1].keys[1, 0, :5], np.arange(10).reshape(5, 2))

@@ -1,0 +1,141 @@
+"""Rotary frequencies: the formulas against float64 ones, both spellings of the configuration, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bminf_lite.layers.position import rope_frequencies, rope_parameters
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def plain(theta: float, head_dim: int) -> np.ndarray:
+    return theta ** (-np.arange(0, head_dim, 2) / head_dim)
+
+
+@given(st.floats(1.5, 1e8), st.integers(1, 256))
+def test_default(theta, half):
+    frequencies, scale = rope_frequencies({"rope_type": "default", "rope_theta": theta}, 2 * half, 2048)
+    assert frequencies.dtype == np.float32 and frequencies.shape == (half,) and scale == 1
+    np.testing.assert_allclose(frequencies, plain(theta, 2 * half), rtol=1e-6 * (1 + math.log(theta)))
+    assert frequencies[0] == 1
+
+
+def test_linear_divides_positions():
+    frequencies, scale = rope_frequencies({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, 64, 2048)
+    np.testing.assert_allclose(frequencies, plain(1e4, 64) / 4, rtol=1e-5)
+    assert scale == 1
+
+
+def test_llama3_keeps_short_waves_and_stretches_long_ones():
+    frequencies, scale = rope_frequencies(LLAMA3, 128, 131072)
+    unscaled = plain(5e5, 128)
+    waves = 8192 * unscaled / (2 * math.pi)  # turns within the original context
+    np.testing.assert_allclose(frequencies[waves > 4], unscaled[waves > 4], rtol=1e-5)
+    np.testing.assert_allclose(frequencies[waves < 1], unscaled[waves < 1] / 8, rtol=1e-5)
+    blend = ((waves - 1) / 3)[(waves > 1) & (waves < 4)]
+    between = unscaled[(waves > 1) & (waves < 4)]
+    np.testing.assert_allclose(
+        frequencies[(waves > 1) & (waves < 4)], between * blend + between / 8 * (1 - blend), rtol=1e-4
+    )
+    assert (np.diff(frequencies) < 0).all() and scale == 1
+
+
+def test_yarn_keeps_short_waves_stretches_long_ones_and_scales_scores():
+    frequencies, scale = rope_frequencies(YARN, 128, 131072)
+    unscaled = plain(1e6, 128)
+    turns = 32768 * unscaled / (2 * math.pi)
+    np.testing.assert_allclose(frequencies[turns > 40], unscaled[turns > 40], rtol=1e-5)
+    np.testing.assert_allclose(frequencies[turns < 0.8], unscaled[turns < 0.8] / 4, rtol=1e-5)
+    assert (np.diff(frequencies) < 0).all()
+    assert scale == pytest.approx(0.1 * math.log(4) + 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "scale"),
+    [
+        ({"attention_factor": 1.5}, 1.5),
+        ({"factor": 1.0}, 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 2.0, "mscale_all_dim": 1.0}, (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
+        ({"factor": None}, 0.1 * math.log(131072 / 32768) + 1),
+    ],
+)
+def test_yarn_attention_factor(more, scale):
+    assert rope_frequencies(YARN | more, 128, 131072)[1] == pytest.approx(scale)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_type": "default", "rope_theta": 5e5}),
+        ({"rope_parameters": {"rope_theta": 7.0}}, {"rope_type": "default", "rope_theta": 7.0}),
+        (
+            {"rope_parameters": {"factor": 2.0, "rope_type": "linear"}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        ),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        ),
+        ({"partial_rotary_factor": 1.0}, {"rope_type": "default", "rope_theta": 1e4}),
+    ],
+)
+def test_both_spellings(config, expected):
+    assert rope_parameters(config) == expected
+
+
+@pytest.mark.parametrize("parameters", [LLAMA3, YARN, {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}])
+def test_the_old_spelling_means_the_same(parameters):
+    scaling = {k: v for k, v in parameters.items() if k not in ("rope_type", "rope_theta")}
+    for key in ("type", "rope_type"):
+        old = {"rope_theta": parameters["rope_theta"], "rope_scaling": {key: parameters["rope_type"], **scaling}}
+        assert rope_parameters(old) == rope_parameters({"rope_parameters": parameters}) == parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_scaling": "linear"}, "one mapping"),
+        ({"rope_scaling": [1]}, "one mapping"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "for all layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic', not one of default, linear"),
+        ({"rope_scaling": {"type": ["yarn"]}}, "not one of"),
+        ({"rope_theta": 0}, "rope_theta is 0, not a positive number"),
+        ({"rope_theta": "10000"}, "rope_theta"),
+        ({"rope_theta": True}, "rope_theta"),
+        ({"rope_theta": float("nan")}, "rope_theta"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_theta": 1e-300}, "rope_theta"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is None, not a positive number"),
+        ({"rope_scaling": {"type": "linear", "factor": -1.0}}, "factor"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "is not larger than low_freq_factor"),
+        ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "not larger than 1"),
+        ({"rope_parameters": YARN | {"attention_factor": -1}}, "attention_factor"),
+    ],
+)
+def test_what_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        rope_frequencies(rope_parameters(config), 64, 2048)
