@@ -43,7 +43,8 @@ def load(
         config = architecture.parse(checkpoint.config)
         spec = architecture.spec(config)
         checkpoint.validate(spec)
-        tokenizer = Tokenizer.load(checkpoint.path, config.vocab_size)
+        has_tokenizer = (checkpoint.path / "tokenizer.json").is_file()
+        tokenizer = Tokenizer.load(checkpoint.path, config.vocab_size) if has_tokenizer else None
         ops = backend.create(device, memory_limit)
         try:
             network = architecture.Model(config, checkpoint.weights(spec), ops)
