@@ -1,0 +1,584 @@
+// Choosing the next token of each row of fp32 logits: the same tokens as bminf_lite/backend/sampling.py, which defines
+// them. Every fp32 operation is rounded on its own there, hence the intrinsics here, which are never fused.
+//
+// Four kernels, each with a block for every CHUNK ids of every row. The block of a row that ends last does what needs
+// the whole row, so nothing waits for a block that may not run. Weights are integers: their sums do not depend on the
+// order in which atomics add them up.
+//
+//   best_token   maximum and log-sum-exp; chooses the token of rows of temperature 0
+//   histogram    weight and number of tokens by bucket of likelihood: in which buckets top-k and top-p end
+//   cut_tail     the tokens of just those buckets: the exact token with which they end
+//   draw_token   the weight of each chunk, then of each token in the chunk that is drawn
+//
+// The scratch must be zero before the first launch; a launch leaves what it counts in at zero again.
+#include "common.cuh"
+
+using namespace bminf;
+typedef unsigned long long u64;
+
+constexpr int EACH = 4;  // ids of a thread
+constexpr int THREADS = CHUNK / EACH;
+constexpr int WARPS = THREADS / WARP;
+constexpr int DIGIT = 8;  // bits that cut_tail decides at a time
+constexpr int CACHED = 2048;  // candidates that it holds in shared memory
+constexpr int PROMPT_FLAG = 1 << 30;
+constexpr int WEIGHT_BITS = 40;
+constexpr float LOG2_E = 0x1.715476p+0f;
+constexpr float EXP2[7] = {0x1.430912p-13f, 0x1.5d87fep-10f, 0x1.3b2ab6p-7f, 0x1.c6b08ep-5f,
+                           0x1.ebfbe0p-3f,  0x1.62e430p-1f,  0x1p+0f};
+constexpr u64 EVERYTHING = ~0ull;
+
+// What the kernels know of a row.
+struct Row {
+    u64 cut;                              // the last key that top-k and top-p keep
+    u64 total_weight;                     // without top-k: what top-p is a part of
+    u64 weight_before, k_weight_before;   // of tokens ranked before the first and before top-k's bucket, and not listed
+    unsigned arrived, listed;             // blocks that have ended; entries of the list
+    float largest, top, log_sum;          // largest penalised and largest given logit, log(sum(exp(given - top)))
+    int drawing, cutting;                 // whether draw_token and cut_tail have anything to do
+    int first, last, k_bucket, k_rank;    // top-p ends in first..last, top-k (-1: off) as listed number k_rank
+};
+static_assert(sizeof(Row) <= ROW_BYTES, "the host allocates ROW_BYTES for each row");
+
+// What one block, or the whole row, found in best_token.
+struct Best {
+    u64 key;
+    float top, sum;
+};
+
+// The same for every kernel. [B] each but logits [B, pitch], counts [B, vocab] and result [2, B]; counts, tokens and
+// past may be null. The state comes in the order of SamplerState.
+struct Arguments {
+    const float *logits, *temperature;
+    const int* top_k;
+    const float *top_p, *min_p, *repetition, *presence, *frequency;
+    const u64* seed;
+    const int* sequence;
+    int *step, *counts, *result, *tokens, *past;
+    char* scratch;
+    int rows, vocab, pitch, chunks;
+
+    __device__ Row& row() const { return *reinterpret_cast<Row*>(scratch + size_t(blockIdx.y) * ROW_BYTES); }
+    __device__ Best* parts() const {  // [rows, chunks]; draw_token's sums take their place
+        return reinterpret_cast<Best*>(scratch + size_t(rows) * ROW_BYTES) + size_t(blockIdx.y) * chunks;
+    }
+    __device__ u64* weights() const {  // [rows, BUCKETS]
+        return reinterpret_cast<u64*>(scratch + size_t(rows) * (ROW_BYTES + chunks * sizeof(Best))) +
+               size_t(blockIdx.y) * BUCKETS;
+    }
+    __device__ unsigned* numbers() const {  // [rows, BUCKETS]
+        return reinterpret_cast<unsigned*>(weights() + size_t(rows - blockIdx.y) * BUCKETS) + size_t(blockIdx.y) * BUCKETS;
+    }
+    __device__ u64* list() const {  // [rows, vocab]
+        return reinterpret_cast<u64*>(numbers() + size_t(rows - blockIdx.y) * BUCKETS) + size_t(blockIdx.y) * vocab;
+    }
+};
+
+// ---- the definition's arithmetic ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ float penalised(float x, int count, float repetition, float presence, float frequency) {
+    if (count == 0) return x;
+    const float generated = __int2float_rn(count & (PROMPT_FLAG - 1));
+    x = x > 0.0f ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition);
+    x = __fsub_rn(x, __fmul_rn(frequency, generated));
+    return __fsub_rn(x, generated > 0.0f ? presence : 0.0f);
+}
+
+struct Weighed {
+    u64 weight;
+    float log2;  // of the likelihood, relative to the most likely token: not positive, and never falls as x grows
+};
+
+__device__ __forceinline__ Weighed weigh(float x, float largest, float temperature) {
+    float t = __fmul_rn(__fdiv_rn(__fsub_rn(x, largest), temperature), LOG2_E);
+    t = fmaxf(t, -2.0f * WEIGHT_BITS);
+    const float n = rintf(t), f = __fsub_rn(t, n);
+    float power = EXP2[0];
+#pragma unroll
+    for (int i = 1; i < 7; ++i) power = __fadd_rn(__fmul_rn(power, f), EXP2[i]);
+    const float scale = __int_as_float((__float2int_rn(n) + WEIGHT_BITS + 127) << 23);
+    return {static_cast<u64>(__float2ll_rn(__fmul_rn(power, scale))), t};
+}
+
+// floor(a * b / 2**32); the bits that fell off are left in `rest`.
+__device__ __forceinline__ u64 scaled_down(u64 a, u64 b, unsigned& rest) {
+    const u64 low = a * b;
+    rest = static_cast<unsigned>(low);
+    return __umul64hi(a, b) << 32 | low >> 32;
+}
+
+// The weight that top-p keeps at least, of `total`.
+__device__ __forceinline__ u64 top_p_bound(float top_p, u64 total) {
+    unsigned rest;
+    const u64 floor = scaled_down(static_cast<u64>(static_cast<double>(top_p) * 4294967296.0), total, rest);
+    return max(1ull, floor + (rest != 0));
+}
+
+__device__ __forceinline__ unsigned random_word(u64 seed, int sequence, int step) {
+    unsigned c0 = step, c1 = sequence, c2 = 0, c3 = 0, k0 = static_cast<unsigned>(seed), k1 = seed >> 32;
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const u64 a = 0xD2511F53ull * c0, b = 0xCD9E8D57ull * c2;
+        c0 = static_cast<unsigned>(b >> 32) ^ c1 ^ k0;
+        c1 = static_cast<unsigned>(b);
+        c2 = static_cast<unsigned>(a >> 32) ^ c3 ^ k1;
+        c3 = static_cast<unsigned>(a);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return c0;
+}
+
+// Ascending keys are descending x, of equals ascending ids; a NaN comes first of all. -0 and 0 are equal.
+__device__ __forceinline__ u64 rank_key(float x, int id) {
+    const unsigned bits = __float_as_uint(__fadd_rn(x, 0.0f));
+    const unsigned down = x != x ? 0u : bits >> 31 ? bits : ~(bits | 0x80000000u);
+    return static_cast<u64>(down) << 32 | static_cast<unsigned>(id);
+}
+
+__device__ __forceinline__ float value_of(u64 key) {
+    const unsigned down = key >> 32;
+    return __uint_as_float(down >> 31 ? down : ~down & 0x7fffffffu);
+}
+
+// ---- rows, blocks and chunks -------------------------------------------------------------------------------------
+
+// A thread's four ids from `first` on: the logits as given (-inf past the last) and with penalties.
+struct Four {
+    float given[EACH], x[EACH];
+};
+
+__device__ __forceinline__ Four load_four(const Arguments& a, int first) {
+    Four four;
+    float4 v = make_float4(-INF_F, -INF_F, -INF_F, -INF_F);
+    if (first < a.vocab) v = *reinterpret_cast<const float4*>(a.logits + size_t(blockIdx.y) * a.pitch + first);
+    const float loaded[EACH] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) four.x[i] = four.given[i] = first + i < a.vocab ? loaded[i] : -INF_F;
+    if (a.counts) {
+        const float repetition = a.repetition[blockIdx.y];
+        const float presence = a.presence[blockIdx.y], frequency = a.frequency[blockIdx.y];
+        const int* counts = a.counts + size_t(blockIdx.y) * a.vocab;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (first + i < a.vocab)
+                four.x[i] = penalised(four.given[i], counts[first + i], repetition, presence, frequency);
+    }
+    return four;
+}
+
+// Whether this block is the last of its row to get here: then it sees what the others wrote before.
+__device__ __forceinline__ bool is_last_block(const Arguments& a) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        Row& row = a.row();
+        __threadfence();
+        last = atomicAdd(&row.arrived, 1u) + 1 == gridDim.x;
+        if (last) row.arrived = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+
+struct Sum {
+    u64 before, total;  // of the threads before this one, and of all
+};
+
+__device__ __forceinline__ Sum sum_over_block(u64 x) {
+    __shared__ u64 of_warp[WARPS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    u64 through = x;
+#pragma unroll
+    for (int d = 1; d < WARP; d *= 2) {
+        const u64 other = __shfl_up_sync(FULL, through, d);
+        if (lane >= d) through += other;
+    }
+    __syncthreads();
+    if (lane == WARP - 1) of_warp[warp] = through;
+    __syncthreads();
+    Sum sum = {through - x, 0};
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) {
+        if (i < warp) sum.before += of_warp[i];
+        sum.total += of_warp[i];
+    }
+    return sum;
+}
+
+// Everything that follows from a row's choice; token -1 where there is none. By one thread.
+__device__ __forceinline__ void finish_row(const Arguments& a, int token, float top, float log_sum) {
+    const int row = blockIdx.y;
+    float logprob = NAN_F;
+    if (token >= 0) {
+        logprob = a.logits[size_t(row) * a.pitch + token] - top - log_sum;
+        if (a.counts) a.counts[size_t(row) * a.vocab + token] += 1;
+    }
+    a.result[row] = token;
+    a.result[a.rows + row] = __float_as_int(logprob);
+    a.step[row] += 1;
+    if (a.tokens) a.tokens[row] = max(token, 0);
+    if (a.past) a.past[row] += 1;
+}
+
+// ---- the most likely token ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float rescale(float from, float to) { return from == to ? 1.0f : __expf(from - to); }
+
+__device__ __forceinline__ Best merge(const Best& a, const Best& b) {
+    const float top = fmaxf(a.top, b.top);
+    return {min(a.key, b.key), top, a.sum * rescale(a.top, top) + b.sum * rescale(b.top, top)};
+}
+
+template <int LANES>
+__device__ __forceinline__ Best merge_lanes(Best best) {
+#pragma unroll
+    for (int d = LANES / 2; d; d /= 2) {
+        const Best other = {__shfl_xor_sync(FULL, best.key, d), __shfl_xor_sync(FULL, best.top, d),
+                            __shfl_xor_sync(FULL, best.sum, d)};
+        best = merge(best, other);
+    }
+    return best;
+}
+
+// In a fixed order; the result is thread 0's.
+__device__ __forceinline__ Best merge_block(Best best) {
+    __shared__ Best of_warp[WARPS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    best = merge_lanes<WARP>(best);
+    if (lane == 0) of_warp[warp] = best;
+    __syncthreads();
+    if (warp == 0) best = merge_lanes<WARPS>(of_warp[lane % WARPS]);
+    return best;
+}
+
+__global__ void __launch_bounds__(THREADS, 2) best_token(const Arguments a) {
+    wait_for_predecessor();
+    let_successor_start();
+    const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
+    const Four four = load_four(a, first);
+    Best best = {EVERYTHING, -INF_F, 0.0f};
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        if (first + i < a.vocab) best.key = min(best.key, rank_key(four.x[i], first + i));
+        best.top = fmaxf(best.top, four.given[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (first + i < a.vocab) best.sum += rescale(four.given[i], best.top);
+    best = merge_block(best);
+    if (threadIdx.x == 0) a.parts()[blockIdx.x] = best;
+    if (!is_last_block(a)) return;
+
+    best = {EVERYTHING, -INF_F, 0.0f};
+    for (int i = threadIdx.x; i < a.chunks; i += THREADS) best = merge(best, a.parts()[i]);
+    best = merge_block(best);
+    if (threadIdx.x != 0) return;
+    Row& row = a.row();
+    const float largest = value_of(best.key), log_sum = logf(best.sum);
+    const bool valid = fabsf(largest) < INF_F;
+    const bool drawing = valid && a.temperature[blockIdx.y] > 0.0f;
+    row.cut = EVERYTHING;
+    row.largest = largest, row.top = best.top, row.log_sum = log_sum;
+    row.drawing = drawing, row.cutting = false;
+    if (!drawing) finish_row(a, valid ? static_cast<int>(best.key) : -1, best.top, log_sum);
+}
+
+// ---- in which buckets top-k and top-p end ------------------------------------------------------------------------
+
+// Numbers and 64-bit weights by bin, in 32-bit words, because shared memory adds no longer ones at once.
+template <int BINS>
+struct Tally {
+    unsigned number[BINS], low[BINS], high[BINS];
+
+    // By a whole block; the caller synchronizes.
+    __device__ void clear() {
+        for (int i = threadIdx.x; i < BINS; i += THREADS) number[i] = low[i] = high[i] = 0;
+    }
+    __device__ u64 weight(int bin) const { return static_cast<u64>(high[bin]) << 32 | low[bin]; }
+    __device__ void add_one(int bin, unsigned n, u64 w) {
+        atomicAdd(&number[bin], n);
+        const unsigned word = static_cast<unsigned>(w), carry = atomicAdd(&low[bin], word) > ~word;
+        const unsigned rest = static_cast<unsigned>(w >> 32) + carry;
+        if (rest) atomicAdd(&high[bin], rest);
+    }
+    // By a whole warp; bin -1 adds nothing. Many equal logits fall into one bin, whose atomics would go one by one.
+    __device__ void add(int bin, u64 w) {
+        int same;
+        __match_all_sync(FULL, bin, &same);
+        if (!same) {
+            if (bin >= 0) add_one(bin, 1, w);
+            return;
+        }
+        if (bin < 0) return;
+#pragma unroll
+        for (int d = WARP / 2; d; d /= 2) w += __shfl_xor_sync(FULL, w, d);
+        if (threadIdx.x % WARP == 0) add_one(bin, WARP, w);
+    }
+};
+
+// The weight of a token without weight is never drawn, and all such rank behind those with weight: they have none.
+__device__ __forceinline__ int bucket_of(const Weighed& w) {
+    return w.weight ? min(BUCKETS - 1, static_cast<int>(-w.log2 * BUCKETS_PER_OCTAVE)) : -1;
+}
+
+// Running totals over the buckets: before[b] of all buckets before b.
+struct Totals {
+    u64 number[BUCKETS + 1], weight[BUCKETS + 1];
+};
+
+// The first bucket with which the running total reaches `target`, by a whole warp; 1 <= target <= before[BUCKETS].
+__device__ __forceinline__ int first_reaching(const u64* before, u64 target) {
+    static_assert(BUCKETS == WARP * WARP, "two steps of a warp");
+    const int lane = threadIdx.x % WARP;
+    const int coarse = WARP * __popc(__ballot_sync(FULL, before[WARP * (lane + 1)] < target));
+    return coarse + __popc(__ballot_sync(FULL, before[coarse + lane + 1] < target));
+}
+
+// By a whole warp: which tokens cut_tail needs, and what comes before them.
+__device__ __forceinline__ void plan_cuts(const Arguments& a, const Totals& totals) {
+    const u64 tokens = totals.number[BUCKETS], total = totals.weight[BUCKETS];
+    const int k = a.top_k[blockIdx.y];
+    const float p = a.top_p[blockIdx.y];
+    const bool by_k = 0 < k && k < tokens, by_p = p < 1.0f;
+    const int k_bucket = by_k ? first_reaching(totals.number, k) : -1;
+    // How much top-k keeps of its bucket is not known yet, so top-p may end in any of some buckets.
+    int first = k_bucket, last = k_bucket;
+    if (by_p) {
+        first = first_reaching(totals.weight, top_p_bound(p, by_k ? totals.weight[k_bucket] : total));
+        last = first_reaching(totals.weight, top_p_bound(p, by_k ? totals.weight[k_bucket + 1] : total));
+    }
+    if (threadIdx.x != 0) return;
+    Row& row = a.row();
+    row.cutting = by_k || by_p;
+    row.total_weight = total;
+    row.first = first, row.last = last, row.k_bucket = k_bucket;
+    if (!row.cutting) return;
+    row.weight_before = totals.weight[first];
+    if (!by_k) return;
+    const int gap = min(last + 1, k_bucket);  // from here to top-k's bucket nothing is listed
+    row.k_rank = k - static_cast<int>(totals.number[k_bucket] - totals.number[gap] + totals.number[first]);
+    row.k_weight_before = totals.weight[k_bucket] - totals.weight[gap] + totals.weight[first];
+}
+
+__global__ void __launch_bounds__(THREADS, 2) histogram(const Arguments a) {
+    __shared__ Tally<BUCKETS> tally;
+    __shared__ Totals totals;
+    wait_for_predecessor();
+    let_successor_start();
+    const Four four = load_four(a, blockIdx.x * CHUNK + threadIdx.x * EACH);
+    const Row row = a.row();
+    const int k = a.top_k[blockIdx.y];
+    if (!row.drawing || !((0 < k && k < a.vocab) || a.top_p[blockIdx.y] < 1.0f)) return;
+    tally.clear();
+    __syncthreads();
+    const float temperature = a.temperature[blockIdx.y];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const Weighed w = weigh(four.x[i], row.largest, temperature);
+        tally.add(bucket_of(w), w.weight);
+    }
+    __syncthreads();
+    u64* const weights = a.weights();
+    unsigned* const numbers = a.numbers();
+    for (int i = threadIdx.x; i < BUCKETS; i += THREADS)
+        if (tally.number[i]) {
+            atomicAdd(&weights[i], tally.weight(i));
+            atomicAdd(&numbers[i], tally.number[i]);
+        }
+    if (!is_last_block(a)) return;
+
+    constexpr int OWN = BUCKETS / THREADS;
+    const int own = threadIdx.x * OWN;
+    u64 number = 0, weight = 0;
+    for (int i = own; i < own + OWN; ++i) number += numbers[i], weight += weights[i];
+    u64 number_before = sum_over_block(number).before, weight_before = sum_over_block(weight).before;
+    if (threadIdx.x == 0) totals.number[0] = totals.weight[0] = 0;
+    for (int i = own; i < own + OWN; ++i) {
+        totals.number[i + 1] = number_before += numbers[i];
+        totals.weight[i + 1] = weight_before += weights[i];
+        numbers[i] = 0, weights[i] = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP) plan_cuts(a, totals);
+}
+
+// ---- the exact end of top-k and top-p ----------------------------------------------------------------------------
+
+struct Prefix {
+    u64 key, weight;  // the last key of a prefix of the ranking, and the weight of its listed tokens
+};
+
+// The highest bit in which any two keys differ, 0 if none do; by a whole block.
+__device__ __forceinline__ int highest_difference(const u64* keys, int n) {
+    __shared__ unsigned low, high;
+    u64 differ = 0;
+    for (int i = threadIdx.x; i < n; i += THREADS) differ |= keys[i] ^ keys[0];
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) differ |= __shfl_xor_sync(FULL, differ, d);
+    if (threadIdx.x == 0) low = high = 0;
+    __syncthreads();
+    if (threadIdx.x % WARP == 0) {
+        atomicOr(&low, static_cast<unsigned>(differ));
+        atomicOr(&high, static_cast<unsigned>(differ >> 32));
+    }
+    __syncthreads();
+    return max(0, 63 - __clzll(static_cast<long long>(static_cast<u64>(high) << 32 | low)));
+}
+
+// The shortest prefix, by rank, of the n listed keys that reaches `target`: in weight, or in number. Digit by digit from
+// the highest that differs, until one key is left. By a whole block.
+__device__ Prefix shortest_prefix(
+    const u64* keys, int n, bool by_weight, u64 target, float largest, float temperature, Tally<1 << DIGIT>& tally) {
+    __shared__ u64 next_cut, next_target, next_weight, last_key;
+    __shared__ unsigned next_number;
+    int shift = max(0, highest_difference(keys, n) + 1 - DIGIT), width = DIGIT;
+    u64 cut = keys[0] >> shift >> width << width << shift, weight_before = 0;
+    while (true) {
+        tally.clear();
+        __syncthreads();
+        for (int base = 0; base < n; base += THREADS) {
+            int digit = -1;
+            u64 w = 0;
+            if (base + threadIdx.x < n) {
+                const u64 key = keys[base + threadIdx.x], above = (key ^ cut) >> shift;
+                if (above < 1u << width) {
+                    digit = static_cast<int>(above);
+                    w = weigh(value_of(key), largest, temperature).weight;
+                }
+            }
+            tally.add(digit, w);
+        }
+        __syncthreads();
+        const int bin = threadIdx.x;
+        const unsigned number = bin < 1 << DIGIT ? tally.number[bin] : 0;
+        const u64 weight = bin < 1 << DIGIT ? tally.weight(bin) : 0;
+        const u64 lighter = sum_over_block(weight).before, fewer = sum_over_block(number).before;
+        const u64 before = by_weight ? lighter : fewer;
+        if (before < target && target <= before + (by_weight ? weight : number)) {
+            next_cut = cut | static_cast<u64>(bin) << shift;
+            next_target = target - before;
+            next_weight = weight_before + lighter + (number == 1 ? weight : 0);
+            next_number = number;
+        }
+        __syncthreads();
+        cut = next_cut, target = next_target, weight_before = next_weight;
+        if (next_number == 1) break;
+        const int lower = max(0, shift - DIGIT);
+        width = shift - lower;
+        shift = lower;
+    }
+    for (int i = threadIdx.x; i < n; i += THREADS)
+        if ((keys[i] ^ cut) >> shift == 0) last_key = keys[i];
+    __syncthreads();
+    return {last_key, weight_before};
+}
+
+__global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
+    __shared__ u64 cache[CACHED];
+    __shared__ Tally<1 << DIGIT> tally;
+    __shared__ unsigned found, place;
+    static_assert(CACHED >= CHUNK, "the cache holds what a block may find");
+    wait_for_predecessor();
+    let_successor_start();
+    const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
+    const Four four = load_four(a, first);
+    const Row row = a.row();
+    if (!row.cutting) return;
+    if (threadIdx.x == 0) found = 0;
+    __syncthreads();
+    const float temperature = a.temperature[blockIdx.y];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int bucket = bucket_of(weigh(four.x[i], row.largest, temperature));
+        if (bucket >= 0 && ((row.first <= bucket && bucket <= row.last) || bucket == row.k_bucket))
+            cache[atomicAdd(&found, 1u)] = rank_key(four.x[i], first + i);
+    }
+    __syncthreads();
+    u64* const list = a.list();
+    if (found) {
+        if (threadIdx.x == 0) place = atomicAdd(&a.row().listed, found);
+        __syncthreads();
+        for (unsigned i = threadIdx.x; i < found; i += THREADS) list[place + i] = cache[i];
+    }
+    if (!is_last_block(a)) return;
+
+    const int n = a.row().listed;
+    const u64* keys = list;
+    if (n <= CACHED) {
+        for (int i = threadIdx.x; i < n; i += THREADS) cache[i] = list[i];
+        keys = cache;
+        __syncthreads();
+    }
+    Prefix kept = {EVERYTHING, row.total_weight};
+    if (row.k_bucket >= 0) {
+        kept = shortest_prefix(keys, n, false, row.k_rank, row.largest, temperature, tally);
+        kept.weight += row.k_weight_before;
+    }
+    const float p = a.top_p[blockIdx.y];
+    if (p < 1.0f) {
+        const u64 target = top_p_bound(p, kept.weight) - row.weight_before;
+        kept = shortest_prefix(keys, n, true, target, row.largest, temperature, tally);
+    }
+    if (threadIdx.x == 0) a.row().cut = kept.key, a.row().listed = 0;
+}
+
+// ---- the draw ----------------------------------------------------------------------------------------------------
+
+struct Weights {
+    u64 of[EACH], sum;
+};
+
+// Of the four ids from `first` on, 0 for those that are not kept.
+__device__ __forceinline__ Weights kept_weights(const Arguments& a, const Row& row, const Four& four, int first) {
+    const float temperature = a.temperature[blockIdx.y];
+    const u64 least = static_cast<u64>(ceil(static_cast<double>(a.min_p[blockIdx.y]) * (1ull << WEIGHT_BITS)));
+    Weights weights = {};
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const u64 w = weigh(four.x[i], row.largest, temperature).weight;
+        if (w >= least && rank_key(four.x[i], first + i) <= row.cut) weights.of[i] = w;
+        weights.sum += weights.of[i];
+    }
+    return weights;
+}
+
+__global__ void __launch_bounds__(THREADS, 2) draw_token(const Arguments a) {
+    wait_for_predecessor();
+    let_successor_start();
+    int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
+    const Four four = load_four(a, first);
+    const Row row = a.row();
+    if (!row.drawing) return;
+    u64* const sums = reinterpret_cast<u64*>(a.parts());  // [chunks]
+    const u64 sum = sum_over_block(kept_weights(a, row, four, first).sum).total;
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+    if (!is_last_block(a)) return;
+
+    __shared__ int drawn_chunk;
+    __shared__ u64 drawn_position;
+    const int own = (a.chunks + THREADS - 1) / THREADS, begin = threadIdx.x * own, end = min(begin + own, a.chunks);
+    u64 weight = 0;
+    for (int i = begin; i < end; ++i) weight += sums[i];
+    const Sum over_row = sum_over_block(weight);
+    unsigned rest;
+    const unsigned word = random_word(a.seed[blockIdx.y], a.sequence[blockIdx.y], a.step[blockIdx.y]);
+    u64 position = scaled_down(word, over_row.total, rest);
+    if (over_row.before <= position && position < over_row.before + weight) {
+        int chunk = begin;
+        for (position -= over_row.before; position >= sums[chunk]; ++chunk) position -= sums[chunk];
+        drawn_chunk = chunk;
+        drawn_position = position;
+    }
+    __syncthreads();
+    first = drawn_chunk * CHUNK + threadIdx.x * EACH;
+    position = drawn_position;
+    const Weights kept = kept_weights(a, row, load_four(a, first), first);
+    u64 before = sum_over_block(kept.sum).before;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        if (before <= position && position < before + kept.of[i]) finish_row(a, first + i, row.top, row.log_sum);
+        before += kept.of[i];
+    }
+}

@@ -1,0 +1,315 @@
+"""The sampling kernels choose the tokens that the definition chooses; they compile everywhere without spills."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bminf_lite.backend import sampling as definition
+from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerState
+from bminf_lite.cuda import compiler, sampling
+from bminf_lite.errors import DeviceError
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_120", "sm_120a")
+INF, NAN = np.float32(np.inf), np.float32(np.nan)
+LLAMA = 128256
+VOCABS = [1, 2, 31, 1000, 2047, 2048, 2049, 5003, LLAMA]
+
+
+# ---- without a GPU -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiles_without_spills(arch: str) -> None:
+    try:
+        known = compiler.architectures()
+        if int(re.sub(r"\D", "", arch)) not in known:
+            pytest.skip(f"this NVRTC is too old for {arch}")
+        cubin = compiler.compile(sampling.SOURCE, arch, sampling.KERNELS, sampling.DEFINES)
+    except DeviceError as error:
+        if "does not compile" in str(error):
+            raise
+        pytest.skip(str(error))
+    assert set(cubin.usage) == set(sampling.KERNELS)
+    for usage in cubin.usage.values():
+        assert usage.stack == usage.spill_stores == usage.spill_loads == 0
+        assert usage.registers <= 64 and usage.shared <= 32 * 1024  # two blocks on every multiprocessor
+
+
+def test_the_constants_are_the_definitions() -> None:
+    source = (compiler.SOURCES / sampling.SOURCE).read_text()
+
+    def values(name: str) -> list[float]:
+        match = re.search(rf"{name}\S* = ([^;]+);", source)
+        assert match is not None
+        return [float.fromhex(text) for text in re.findall(r"(0x[\d.a-f]+p[+-]?\d+)f", match[1])]
+
+    assert values("LOG2_E") == [float(definition.LOG2_E)]
+    assert values("EXP2") == [float(c) for c in definition.EXP2_COEFFICIENTS]
+    assert f"WEIGHT_BITS = {definition.WEIGHT_BITS};" in source
+    assert definition.PROMPT_FLAG == 1 << 30 and "PROMPT_FLAG = 1 << 30;" in source
+
+
+def test_every_token_of_any_weight_has_its_own_bucket_range() -> None:
+    """The last bucket is not a catch-all: the least likely token with a weight is still below it."""
+    least = np.float32([[0.0, -28.8]])
+    assert definition.weights(least, np.float32([0]), np.float32([1]))[0, 1] == 0
+    assert 28.8 * definition.LOG2_E * sampling.BUCKETS_PER_OCTAVE < sampling.BUCKETS
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------------
+
+LOGITS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
+    "normal": lambda rng, rows, vocab: rng.normal(0, rng.uniform(0.1, 8), (rows, vocab)),
+    "few values": lambda rng, rows, vocab: rng.integers(-3, 4, (rows, vocab)) * rng.choice([0.5, 3, 0.0]),
+    "fp16": lambda rng, rows, vocab: rng.normal(0, 3, (rows, vocab)).astype(np.float16),
+    "all equal": lambda rng, rows, vocab: np.full((rows, vocab), rng.normal()),
+    "peaked": lambda rng, rows, vocab: rng.normal(0, 1, (rows, vocab)) + 30 * (rng.random((rows, vocab)) < 3 / vocab),
+    "wide": lambda rng, rows, vocab: rng.normal(0, 1, (rows, vocab)) * 10.0 ** rng.uniform(-30, 30, (rows, vocab)),
+    "mostly -inf": lambda rng, rows, vocab: np.where(
+        rng.random((rows, vocab)) < 0.9, -np.inf, rng.normal(0, 2, (rows, vocab))
+    ),
+    "close": lambda rng, rows, vocab: 8 + rng.integers(0, 900, (rows, vocab)) * 2.0**-20,
+}
+
+
+def random_state(rng: np.random.Generator, rows: int, vocab: int, penalties: bool) -> SamplerState:
+    """Parameters that differ from row to row, limits among them."""
+
+    def one_of(*values: float) -> np.ndarray:
+        return rng.choice(np.array(values, np.float32), rows)
+
+    counts = None
+    if penalties:
+        seen = rng.random((2, rows, vocab)) < [[[0.05]], [[0.1]]]
+        counts = (rng.integers(1, 9, (rows, vocab)) * seen[0] + PROMPT_FLAG * seen[1]).astype(np.int32)
+    return SamplerState(
+        temperature=one_of(0, 0.05, 0.6, 1, 1, 1.7, 20),
+        top_k=one_of(0, 0, 1, 2, 20, 50, 1000, vocab - 1, vocab, vocab + 1, 2**30).astype(np.int32),
+        top_p=one_of(1e-12, 1e-6, 0.3, 0.8, 0.95, 1 - 2**-24, 1, 1),
+        min_p=one_of(0, 0, 1e-9, 0.05, 0.5, 1),
+        repetition_penalty=one_of(1, 1.3, 0.7),
+        presence_penalty=one_of(0, 0.5, -1),
+        frequency_penalty=one_of(0, 0.25, -0.5),
+        seed=rng.integers(0, 2**64, rows, dtype=np.uint64),
+        sequence=rng.integers(-(2**31), 2**31, rows, dtype=np.int32),
+        step=rng.integers(0, 2**31 - 9, rows, dtype=np.int32),
+        counts=counts,
+    )
+
+
+def plain(state: SamplerState) -> SamplerState:
+    """The same without top-k and top-p."""
+    rows = len(state.step)
+    return dataclasses.replace(state, top_k=np.zeros(rows, np.int32), top_p=np.ones(rows, np.float32))
+
+
+def spoil(rng: np.random.Generator, logits: np.ndarray) -> np.ndarray:
+    """Now and then a row from which no token can be chosen."""
+    rows, vocab = logits.shape
+    for row in np.flatnonzero(rng.random(rows) < 0.1):
+        kind = rng.integers(4)
+        logits[row, :] = -INF if kind == 0 else logits[row]
+        logits[row, rng.integers(vocab)] = (-INF, NAN, INF, -NAN)[kind]
+    return logits
+
+
+def copied(state: SamplerState, copy: Callable[[np.ndarray], Any]) -> SamplerState:
+    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    return SamplerState(**{k: None if v is None else copy(v) for k, v in fields.items()})
+
+
+class Gpu:
+    """Runs the kernels over CuPy arrays, with poison wherever they must not rely on what they find."""
+
+    def __init__(self) -> None:
+        self.cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+        from bminf_lite.cuda.driver import Device
+
+        try:
+            self.device = Device(0)
+        except DeviceError as error:
+            pytest.skip(f"no usable GPU: {error}")
+        self.sampler = sampling.Sampler(self.device)
+
+    def address(self, array: Any) -> int:
+        return 0 if array is None else array.data.ptr
+
+    def array(self, values: np.ndarray) -> Any:
+        return self.cupy.asarray(values)
+
+    def host(self, array: Any) -> np.ndarray:
+        return self.cupy.asnumpy(array)
+
+
+class Run:
+    """A sampler's arrays on the device, and draws from them."""
+
+    def __init__(self, gpu: Any, state: SamplerState, rows: int, vocab: int, filtered: bool = True) -> None:
+        self.gpu, self.rows, self.vocab, self.filtered = gpu, rows, vocab, filtered
+        self.state = copied(state, gpu.array)
+        self.scratch = gpu.array(np.zeros(gpu.sampler.scratch_bytes(rows, vocab, filtered), np.uint8))
+        self.result = gpu.array(np.full((2, rows), 77, np.int32))
+        self.tokens, self.past = gpu.array(np.full(rows, 77, np.int32)), gpu.array(np.full(rows, 8, np.int32))
+        self.pitch = -(-vocab // 16) * 16
+
+    def padded(self, logits: np.ndarray) -> Any:
+        """What lies past the last column must not matter."""
+        padding = np.full((self.rows, self.pitch - self.vocab), NAN, np.float32)
+        return self.gpu.array(np.concatenate([logits, padding], axis=1))
+
+    def launch(self, logits: Any, greedy: bool = False, step: bool = True, stream: int = 0) -> None:
+        address = self.gpu.address
+        state = [address(getattr(self.state, f.name)) for f in dataclasses.fields(self.state)]
+        self.gpu.sampler.launch(
+            address(logits), self.pitch, self.rows, self.vocab, state, address(self.result),
+            address(self.tokens) if step else 0, address(self.past) if step else 0, address(self.scratch),
+            stream, greedy, self.filtered,
+        )  # fmt: skip
+
+
+def check(gpu: Any, logits: list[np.ndarray], state: SamplerState, greedy: bool = False, filtered: bool = True) -> None:
+    """Draw once from each of ``logits``, and compare everything with the definition each time."""
+    rows, vocab = logits[0].shape
+    run, expected = Run(gpu, state, rows, vocab, filtered), copied(state, np.copy)
+    for i, x in enumerate(logits):
+        run.launch(run.padded(x), greedy)
+        tokens, logprobs = definition.sample(x, expected)
+        result = gpu.host(run.result)
+        np.testing.assert_array_equal(result[0], tokens)
+        # Each of the fp32 numbers that are subtracted is off by some roundings of the largest of them.
+        size = 1 + np.abs(np.where(np.isfinite(x), x, 0)).max(axis=1)
+        difference = np.abs(result[1].view(np.float32) - logprobs)
+        same = (np.isnan(logprobs) & np.isnan(result[1].view(np.float32))) | (result[1].view(np.float32) == logprobs)
+        assert np.all(same | (difference <= 1e-6 * size)), (result[1].view(np.float32), logprobs)
+        np.testing.assert_array_equal(gpu.host(run.tokens), np.maximum(tokens, 0))
+        np.testing.assert_array_equal(gpu.host(run.past), 9 + i)
+        np.testing.assert_array_equal(gpu.host(run.state.step), expected.step)
+        if expected.counts is not None:
+            np.testing.assert_array_equal(gpu.host(run.state.counts), expected.counts)
+
+
+def check_random(gpu: Any, seed: int, kind: str, rows: int, vocab: int, draws: int = 2) -> None:
+    rng = np.random.default_rng(seed)
+    penalties, filtered, greedy = rng.random(3) < [0.5, 0.8, 0.1]
+    state = random_state(rng, rows, vocab, bool(penalties))
+    if greedy:
+        state.temperature[:] = 0
+    if not filtered:
+        state = plain(state)
+    logits = [spoil(rng, LOGITS[kind](rng, rows, vocab).astype(np.float32)) for _ in range(draws)]
+    check(gpu, logits, state, bool(greedy), bool(filtered or rng.random() < 0.5))
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    return Gpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("kind", LOGITS)
+def test_draws_what_the_definition_draws(gpu: Gpu, kind: str, vocab: int) -> None:
+    for seed in range(2 if vocab > 10000 else 8):
+        rows = [1, 3, 33, 8, 2, 16, 5, 33][seed] if vocab <= 10000 else [1, 4][seed]
+        check_random(gpu, seed * 1000 + vocab, kind, rows, vocab)
+
+
+@pytest.mark.gpu
+def test_many_random_rows(gpu: Gpu) -> None:
+    """Thousands of rows with parameters of their own."""
+    rng = np.random.default_rng(5)
+    for _ in range(4):
+        logits = LOGITS["normal"](rng, 1024, 3001).astype(np.float32)
+        check(gpu, [spoil(rng, logits)], random_state(rng, 1024, 3001, penalties=bool(rng.random() < 0.5)))
+
+
+@pytest.mark.gpu
+def test_a_graph_of_the_launches_draws_anew_each_time(gpu: Gpu) -> None:
+    rng = np.random.default_rng(6)
+    rows, vocab = 5, 4000
+    state = random_state(rng, rows, vocab, penalties=True)
+    x = LOGITS["normal"](rng, rows, vocab).astype(np.float32)
+    run, expected = Run(gpu, state, rows, vocab), copied(state, np.copy)
+    logits = run.padded(x)
+    run.launch(logits)
+    definition.sample(x, expected)
+    stream = gpu.cupy.cuda.Stream(non_blocking=True)
+    gpu.cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        run.launch(logits, stream=stream.ptr)
+        graph = stream.end_capture()
+        for _ in range(5):
+            graph.launch()
+            tokens, _ = definition.sample(x, expected)
+            stream.synchronize()
+            np.testing.assert_array_equal(gpu.host(run.result)[0], tokens)
+
+
+@pytest.mark.gpu
+def test_a_launch_without_a_step_leaves_it_alone(gpu: Gpu) -> None:
+    run = Run(gpu, random_state(np.random.default_rng(7), 3, 50, penalties=False), 3, 50)
+    run.launch(run.padded(np.zeros((3, 50), np.float32)), step=False)
+    assert gpu.host(run.tokens).tolist() == [77] * 3 and gpu.host(run.past).tolist() == [8] * 3
+
+
+# ---- how long it takes -------------------------------------------------------------------------------------------
+
+SPEEDS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0},
+    "temperature": {"temperature": 1},
+    "min-p": {"temperature": 1, "min_p": 0.05},
+    "top-k 50": {"temperature": 1, "top_k": 50},
+    "top-p 0.95": {"temperature": 1, "top_p": 0.95},
+    "top-k 20, top-p 0.8": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    "top-p 0.95, temperature 100": {"temperature": 100, "top_p": 0.95},
+}
+
+
+def microseconds(gpu: Gpu, rows: int, vocab: int, logits: np.ndarray, repeats: int = 50, **fields: float) -> float:
+    """One launch, as a part of a graph of many."""
+    state = plain(random_state(np.random.default_rng(8), rows, vocab, penalties=False))
+    state.temperature[:], state.min_p[:] = 0, 0
+    for name, value in fields.items():
+        getattr(state, name)[:] = value
+    run = Run(gpu, state, rows, vocab, filtered=bool({"top_k", "top_p"} & set(fields)))
+    x, greedy = run.padded(logits), not fields["temperature"]
+    run.launch(x, greedy)
+    stream = gpu.cupy.cuda.Stream(non_blocking=True)
+    gpu.cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        for _ in range(repeats):
+            run.launch(x, greedy, stream=stream.ptr)
+        graph = stream.end_capture()
+        times = []
+        for _ in range(8):
+            start, end = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
+            start.record(stream)
+            graph.launch()
+            end.record(stream)
+            end.synchronize()
+            times.append(gpu.cupy.cuda.get_elapsed_time(start, end) * 1000 / repeats)
+    return float(np.median(times[1:]))
+
+
+@pytest.mark.gpu
+def test_speed(gpu: Gpu) -> None:
+    """Prints how long each kind of sampling takes (pytest -s); only a result a hundred times too slow fails."""
+    rng = np.random.default_rng(9)
+    print(f"\nmicroseconds for a vocabulary of {LLAMA}, rows: 1, 8, 32")
+    for name, fields in SPEEDS.items():
+        times = []
+        for rows in (1, 8, 32):
+            logits = (rng.standard_normal((rows, LLAMA)) * 3).astype(np.float32)
+            times.append(microseconds(gpu, rows, LLAMA, logits, **fields))
+        print(f"{name:32}" + "".join(f"{t:9.1f}" for t in times))
+        assert max(times) < 5000
+    equal = np.zeros((1, LLAMA), np.float32)
+    print(f"{'all equal, top-p 0.95':32}{microseconds(gpu, 1, LLAMA, equal, temperature=1, top_p=0.95):9.1f}")
