@@ -1,0 +1,403 @@
+"""One NVIDIA GPU: the operations of :mod:`.base`, each overridden by kernels that must equal it.
+
+Work goes to one stream and memory comes from one arena. A single token per step takes the matrix-vector kernels, which
+normalise and quantize their input themselves; more rows take cublasLt's int8 products, and what lies between two
+products is one kernel that reads the int32 sums of the first and writes the codes for the second. To make that possible
+an operation may return an unfinished value (see :mod:`bminf_lite.cuda.values`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import cupy as cp
+import numpy as np
+
+from ..cuda import operations
+from ..cuda.arrays import PAD, Arrays
+from ..cuda.attention import PrefillAttention
+from ..cuda.cublaslt import Order
+from ..cuda.driver import Device
+from ..cuda.fgemm import Fgemm
+from ..cuda.graphs import Graph
+from ..cuda.igemm import Igemm
+from ..cuda.layouts import Layout, round_up
+from ..cuda.matmul import Multiplier
+from ..cuda.operations import MATVEC_ADD, MATVEC_GATED, MATVEC_TO_FLOAT, MATVEC_TO_HALF, MAX_HEAD_DIM, Operations
+from ..cuda.plans import PlanKind, kinds_for
+from ..cuda.sampling import Sampler
+from ..cuda.values import Gated, Normed, Product, Residual, Weight
+from ..errors import DeviceError
+from ..memory.arena import Scratch
+from ..memory.device import device_arena
+from .base import Backend, int8_parts, stack_biases
+from .quantization import HostWeight
+from .sampling import SamplerState
+from .values import Array, AttentionSpec, LayerCache, Norm, Step
+
+T = TypeVar("T")
+FEW_ROWS = 4
+"""Up to so many rows, float weights are multiplied row by row: cheaper than a product on the tensor cores."""
+
+
+class CudaBackend(Backend):
+    """The operations on GPU ``device``, within ``memory_limit``: bytes, a text such as ``"6GiB"``, or None, what is free."""
+
+    lookahead = 1
+
+    def __init__(self, device: int = 0, memory_limit: int | str | None = None):
+        super().__init__(np.float16)
+        self.name = f"cuda:{device}"
+        self.device = Device(device)
+        with cp.cuda.Device(device):
+            self.stream = cp.cuda.Stream(non_blocking=True)
+        self.arena = device_arena(self.device, memory_limit)
+        self.arrays = Arrays(self.arena, self.stream, device)
+        self.operations = Operations(self.device, self.stream)
+        self.prefill_attention = PrefillAttention(self.device)
+        self.sampler = Sampler(self.device)
+        with self.arrays.current():
+            multiplier = Multiplier.open(self.device, self.arrays.memory)
+            self.products = Igemm(self.device, multiplier, plain_first(kinds_for(self.device.compute_capability)))
+            self.float_products = Fgemm(multiplier)
+        self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
+
+    # -- arrays --------------------------------------------------------------------------------------------------------
+
+    def array(self, values: np.ndarray) -> Array:
+        return self.arrays.upload(np.asarray(values))
+
+    def assign(self, target: Array, values: np.ndarray) -> None:
+        target.set(np.ascontiguousarray(values), self.stream)
+
+    def host(self, x: Array) -> np.ndarray:
+        values = self._finished(x)
+        with self.arrays.current():
+            return cp.asnumpy(values, stream=self.stream)
+
+    def fetch(self, x: Array) -> Callable[[], np.ndarray]:
+        values = self._finished(x)
+        with self.arrays.current():
+            return self.arrays.download(cp.ascontiguousarray(values))
+
+    def repeated(self, work: Callable[[], T]) -> Callable[[], T]:
+        return Repeated(self, work)
+
+    def describe(self) -> str:
+        major, minor = self.device.compute_capability
+        return f"{self.device.name} (compute capability {major}.{minor})"
+
+    def memory(self) -> dict[str, int]:
+        names = ("used", "peak_used", "reserved", "peak_reserved", "limit", "allocations")
+        return {name: getattr(self.arena, name) for name in names}
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        self._zeroed.clear()
+        self.arena.close()
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:  # type: ignore[override]
+        stacked = stack_biases(parts, biases)
+        bias = None if stacked is None else self.arrays.vector(stacked)
+        n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
+        quantized = int8_parts(parts)
+        if not quantized:
+            data = self._upload_rows([np.asarray(p) for p in parts], n, k, np.float16, PAD, PAD)
+            return Weight(data, None, bias, n, k, data.shape[1])
+        scale = self.arrays.vector(np.concatenate([p.scale.astype(np.float32) for p in quantized]))
+        codes = [p.codes for p in quantized]
+        if not quantized[0].dynamic:
+            data = self._upload_rows(codes, n, k, np.int8, PAD, PAD)
+            return Weight(data, scale, bias, n, k, data.shape[1])
+        plan = self.products.plan(n, k)
+        rows, pitch = plan.shapes.padded
+        data = self._upload_rows(codes, n, k, np.int8, rows, pitch)
+        if not plan.shapes.is_plain:
+            with self.arrays.current():
+                data = plan.pack_weight(data[:n, :k])
+        return Weight(data, scale, bias, n, k, pitch, plan)
+
+    def _upload_rows(
+        self, parts: Sequence[np.ndarray], n: int, k: int, dtype: type, row_multiple: int, pitch_multiple: int
+    ) -> cp.ndarray:
+        """Host matrices stacked into one ``[n, k]``, padded with zeros to multiples of rows and columns."""
+        shape = round_up(n, row_multiple), round_up(k, pitch_multiple)
+        data = self.arrays.empty(shape, dtype) if shape == (n, k) else self.arrays.zeros(shape, dtype)
+        first = 0
+        with np.errstate(over="ignore"), self.arrays.current():
+            for part in parts:
+                values = np.ascontiguousarray(part.astype(dtype, copy=False))
+                place = data[first : first + len(values)]
+                if shape[1] == k:
+                    place.set(values, self.stream)
+                else:
+                    place[:, :k] = cp.asarray(values)
+                first += len(values)
+        return data
+
+    def table(self, values: np.ndarray) -> Array:
+        rows, columns = values.shape
+        return self._upload_rows([values], rows, columns, np.float16, 1, PAD)[:, :columns]
+
+    def vector(self, values: np.ndarray) -> Array:
+        return self.arrays.vector(np.asarray(values))
+
+    def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int) -> LayerCache:
+        if head_dim > MAX_HEAD_DIM:
+            raise DeviceError(f"heads of {head_dim} elements; the attention kernels take {MAX_HEAD_DIM} at most")
+        shape = (slots, kv_heads, capacity, round_up(head_dim, 16))
+        return LayerCache(self.arrays.empty(shape, np.float16), self.arrays.empty(shape, np.float16))
+
+    def grow(self, cache: LayerCache, capacity: int) -> None:
+        for name in ("keys", "values"):
+            old = getattr(cache, name)
+            larger = self.arrays.empty((*old.shape[:2], capacity, old.shape[3]), np.float16)
+            with self.arrays.current():
+                larger[:, :, : old.shape[2]] = old
+            setattr(cache, name, larger)
+
+    # -- quantization and products -------------------------------------------------------------------------------------
+
+    def quantize(self, x: Array) -> tuple[Array, Array]:
+        rows, k = x.shape
+        layout = Layout(Order.ROW, rows, k, round_up(k, PAD))
+        codes, scale = self.arrays.rows(rows, k, np.int8), self.arrays.empty((rows,), np.float32)
+        self._transform(x, codes, scale, layout)
+        return codes, scale
+
+    def igemm(self, x: Array, w: Array) -> Array:
+        with self.arrays.current():
+            return self.products.matmul(x, w, transpose_b=True)
+
+    def linear(self, x: Array, weight: Weight, fp32: bool = False) -> Array:  # type: ignore[override]
+        if self._is_direct(x, weight):
+            out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
+            self._multiply_directly(x, weight, out, MATVEC_TO_FLOAT if fp32 else MATVEC_TO_HALF)
+            return out
+        if weight.plan is None:
+            return self._float_product(x, weight, np.float32 if fp32 else np.float16)
+        product = self._int8_product(x, weight)
+        return self._written(product, np.float32) if fp32 else product
+
+    def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:  # type: ignore[override]
+        stream = residual if isinstance(residual, Residual) else Residual(self.arrays.padded(residual))
+        values = None if self._is_direct(x, weight) else self.linear(x, weight)
+        self._settle(stream)
+        if values is None:
+            self._multiply_directly(x, weight, stream.values, MATVEC_ADD)
+            return Residual(stream.values)
+        if isinstance(values, Product):
+            return Residual(stream.values, values)
+        with self.arrays.current():
+            stream.values += values
+        return Residual(stream.values)
+
+    def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
+        if self._is_direct(x, weight):
+            out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
+            self._multiply_directly(x, weight, out, MATVEC_GATED, operations.ACTIVATIONS[activation])
+            return out
+        return Gated(self.linear(x, weight), activation)
+
+    def _is_direct(self, x: Array, weight: Weight) -> bool:
+        """Whether the matrix-vector kernels take ``x`` as it is: few rows, fp16 or a norm of a finished residual."""
+        if weight.pitch > 8 * 8 * operations.MATVEC_THREADS or not weight.is_plain:
+            return False
+        if x.shape[0] > (FEW_ROWS if weight.plan is None else 1):
+            return False
+        if isinstance(x, Normed):
+            return x.values is None and x.residual.pending is None
+        return isinstance(x, cp.ndarray) and x.dtype == np.float16
+
+    def _multiply_directly(self, x: Array, weight: Weight, out: cp.ndarray, output: int, activation: int = 0) -> None:
+        norm = None
+        if isinstance(x, Normed):
+            x.used, norm, x = True, x.norm, x.residual.values
+        launch = self.operations.matvec if weight.plan is not None else self.operations.matvec_float
+        launch(self.arrays.padded(x), norm, weight, out, output, activation)
+
+    def _int8_product(self, x: Array, weight: Weight) -> Product:
+        plan, rows = weight.plan, x.shape[0]
+        assert plan is not None
+        layout, result = plan.activation(rows), plan.result(rows)
+        codes, scale = self.arrays.empty((layout.size,), np.int8), self.arrays.empty((rows,), np.float32)
+        self._transform(x, codes, scale, layout)
+        acc = self.arrays.empty((result.size,), np.int32)
+        plan.run(acc.data.ptr, weight.data.data.ptr, codes.data.ptr, rows, self.stream.ptr)
+        return Product(acc, result, scale, weight)
+
+    def _float_product(self, x: Array, weight: Weight, dtype: type) -> cp.ndarray:
+        rows, (n, k) = x.shape[0], weight.data.shape
+        values = self._half(x)
+        data = weight.data
+        if data.dtype == np.int8:
+            data = self.arrays.empty((n, k), np.float16)
+            self.operations.widen(weight.data, data)
+        acc = self.arrays.empty((rows, n), np.float32)
+        self.float_products.linear(
+            acc.data.ptr, data.data.ptr, values.data.ptr, rows, n, k, self.stream.ptr, out_dtype=np.float32
+        )
+        out = self.arrays.rows(rows, weight.out_features, dtype)
+        self.operations.finish(acc, Layout(Order.ROW, rows, n, n, 4), None, weight, out)
+        return out
+
+    # -- around the products -------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Array, table: Array) -> Array:
+        out = self.arrays.rows(len(tokens), table.shape[1], np.float32)
+        self.operations.embed(tokens, table, out)
+        return Residual(out)
+
+    def norm(self, residual: Array, norm: Norm) -> Array:
+        stream = residual if isinstance(residual, Residual) else Residual(self.arrays.padded(residual))
+        result = Normed(stream, norm)
+        stream.norms.append(result)
+        return result
+
+    def last_tokens(self, x: Array, step: Step) -> Array:
+        if step.decoding:
+            return x
+        stream = x if isinstance(x, Residual) else Residual(self.arrays.padded(x))
+        self._settle(stream)
+        out = self.arrays.rows(step.count, x.shape[1], np.float32)
+        self.operations.last_rows(step.starts, stream.values, out)
+        return Residual(out)
+
+    def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> Array:
+        out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
+        if step.decoding:
+            splits = self.operations.decode_splits(spec, step)
+            parts = self.arrays.empty((step.count, spec.heads, splits, cache.keys.shape[3] + 2), np.float32)
+            arrived = self._zeros("arrived", step.count * spec.heads, np.int32)
+            self.operations.attend_one(self._half(qkv), spec, cache, step, parts, arrived, out)
+            return out
+        heads = qkv if isinstance(qkv, Product) else self._half(qkv)
+        q = self.arrays.empty((qkv.shape[0], spec.heads, cache.keys.shape[3]), np.float16)
+        self.operations.prepare_heads(heads, spec, cache, step, q)
+        self.prefill_attention.launch(
+            q.data.ptr, q.shape[1] * q.shape[2], cache.keys.data.ptr, cache.values.data.ptr,
+            out.data.ptr, operations.pitch_of(out), step.starts.data.ptr, step.past.data.ptr, step.slots.data.ptr,
+            heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity=cache.capacity,
+            scale=spec.scale, window=spec.window, count=step.count, longest=step.longest,
+            stream=self.stream.ptr, dependent=True,
+        )  # fmt: skip
+        return out
+
+    def sample(self, logits: Array, sampler: SamplerState, step: Step | None = None) -> Array:
+        logits = self.arrays.padded(logits)
+        rows, vocab = logits.shape
+        fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+                  "frequency_penalty", "seed", "sequence", "step", "counts")  # fmt: skip
+        state = [operations.address(getattr(sampler, name)) for name in fields]
+        scratch = self._zeros(f"sample {rows} {vocab} {sampler.greedy}", Sampler.scratch_bytes(rows, vocab), np.uint8)
+        result = self.arrays.empty((2, rows), np.int32)
+        tokens, past = (step.tokens.data.ptr, step.past.data.ptr) if step is not None else (0, 0)
+        self.sampler.launch(
+            logits.data.ptr, operations.pitch_of(logits), rows, vocab, state, result.data.ptr,
+            tokens, past, scratch.data.ptr, self.stream.ptr, greedy=sampler.greedy,
+        )  # fmt: skip
+        return result
+
+    # -- unfinished values ---------------------------------------------------------------------------------------------
+
+    def _transform(
+        self, x: Array, out: cp.ndarray, scale: cp.ndarray | None = None, layout: Layout | None = None
+    ) -> None:
+        """Write ``x``, whatever it is still waiting for, as codes or as values."""
+        if isinstance(x, Normed) and x.values is None:
+            residual = x.residual
+            self.operations.transform(residual.pending, out, scale, layout, residual.values, x.norm)
+            residual.pending, x.used = None, True
+            return
+        if isinstance(x, Normed):
+            x = x.values
+        if isinstance(x, Gated) and isinstance(x.source, cp.ndarray):
+            x = Gated(self.arrays.padded(x.source), x.activation)
+        if isinstance(x, Residual):
+            self._settle(x)
+            x = x.values
+        self.operations.transform(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out, scale, layout)
+
+    def _written(self, product: Product, dtype: type) -> cp.ndarray:
+        out = self.arrays.rows(product.shape[0], product.shape[1], dtype)
+        self.operations.finish(product.acc, product.layout, product.x_scale, product.weight, out)
+        return out
+
+    def _half(self, x: Array) -> cp.ndarray:
+        """``x`` as padded fp16 rows."""
+        if isinstance(x, cp.ndarray) and x.dtype == np.float16:
+            return self.arrays.padded(x)
+        if isinstance(x, Product):
+            return self._written(x, np.float16)
+        out = self.arrays.rows(*x.shape, np.float16)
+        self._transform(x, out)
+        return out
+
+    def _finished(self, x: Array) -> cp.ndarray:
+        """``x`` as an array: fp32 for the residual stream and its norms, fp16 for other unfinished values."""
+        if isinstance(x, cp.ndarray):
+            return x
+        if isinstance(x, Residual):
+            if x.pending is not None:
+                self.operations.finish(
+                    x.pending.acc, x.pending.layout, x.pending.x_scale, x.pending.weight, x.values, add=True
+                )
+                x.pending = None
+            return x.values
+        if isinstance(x, Normed):
+            if x.values is None:
+                out = self.arrays.rows(*x.shape, np.float32)
+                self._transform(x, out)
+                x.values = out
+            return x.values
+        return self._half(x)
+
+    def _settle(self, stream: Residual) -> None:
+        """Before the residual stream changes: take the norms of its present value, and add what is pending."""
+        for norm in stream.norms:
+            if not norm.used:
+                self._finished(norm)
+        stream.norms.clear()
+        self._finished(stream)
+
+    def _zeros(self, purpose: str, count: int, dtype: Any) -> cp.ndarray:
+        """``count`` zeros that kernels leave as zeros, kept for ``purpose`` because graphs hold their address."""
+        found = self._zeroed.get((purpose, count))
+        if found is None:
+            with self.arrays.within(self.arena):
+                found = self._zeroed[purpose, count] = self.arrays.zeros((count,), dtype)
+        return found
+
+
+class Repeated:
+    """Work that is done once as it is, which shows what memory it needs, then recorded as a graph, then replayed."""
+
+    def __init__(self, backend: CudaBackend, work: Callable[[], Any]):
+        self.backend = backend
+        self.work = work
+        self.scratch_bytes: int | None = None
+        self.graph: Graph[Any] | None = None
+
+    def __call__(self) -> Any:
+        backend = self.backend
+        if self.scratch_bytes is None:
+            with backend.arena.measure() as meter:
+                result = self.work()
+            self.scratch_bytes = meter.peak
+            return result
+        if self.graph is None:
+            self.graph = self._record(backend.arena.scratch(self.scratch_bytes))
+        self.graph.launch(backend.stream.ptr)
+        return self.graph.result
+
+    def _record(self, scratch: Scratch) -> Graph[Any]:
+        with self.backend.arrays.within(scratch):
+            return Graph(self.work, self.backend.stream.ptr, scratch)
+
+
+def plain_first(kinds: Sequence[PlanKind]) -> tuple[PlanKind, ...]:
+    """Plans over plain rows before those in tensor-core layouts: the matrix-vector kernels read plain rows only."""
+    return tuple(sorted(kinds, key=[PlanKind.PLAIN, *(k for k in kinds if k is not PlanKind.PLAIN)].index))

@@ -1,0 +1,129 @@
+"""Arrays in an arena's memory, laid out as the kernels expect.
+
+Rows are ``PAD`` elements or a multiple long in memory, so that a kernel may read and write whole vectors anywhere; an
+array of other widths is a view of a padded one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import cupy as cp
+import numpy as np
+
+from .layouts import round_up
+
+PAD = 32
+"""Elements that rows and vectors are padded to: COL32 results come in groups of 32 columns."""
+
+
+class Allocator(Protocol):
+    """What arrays come from: an arena, or scratch within one."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """A block with ``address`` that is free again when it is garbage."""
+        ...
+
+
+class Arrays:
+    """Makes CuPy arrays from ``allocator`` for work on ``stream``."""
+
+    def __init__(self, allocator: Allocator, stream: cp.cuda.Stream, device: int):
+        self.allocator = allocator
+        self.stream = stream
+        self.device = device
+        self._pinned: deque[tuple[int, Any]] = deque()
+
+    def memory(self, nbytes: int) -> cp.cuda.MemoryPointer:
+        """Raw memory, which lives as long as something refers to it. Also what CuPy's own operations allocate with."""
+        block = self.allocator.allocate(nbytes)
+        return cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(block.address, max(nbytes, 1), block, self.device), 0)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> cp.ndarray:
+        """An array without padding."""
+        return cp.ndarray(shape, dtype, self.memory(math.prod(shape) * np.dtype(dtype).itemsize))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> cp.ndarray:
+        """An array of zeros without padding."""
+        array = self.empty(shape, dtype)
+        array.data.memset_async(0, array.nbytes, self.stream)
+        return array
+
+    def rows(self, rows: int, columns: int, dtype: Any) -> cp.ndarray:
+        """A matrix ``[rows, columns]`` with padded rows; the padding, if any, is zero."""
+        pitch = round_up(columns, PAD)
+        if pitch == columns:
+            return self.empty((rows, columns), dtype)
+        return self.zeros((rows, pitch), dtype)[:, :columns]
+
+    def vector(self, values: np.ndarray) -> cp.ndarray:
+        """fp32 ``[n]`` from the host, with zeros behind it."""
+        padded = np.zeros(round_up(len(values), PAD), np.float32)
+        padded[: len(values)] = values
+        return self.upload(padded)[: len(values)]
+
+    def upload(self, values: np.ndarray) -> cp.ndarray:
+        """A copy of a host array."""
+        array = self.empty(values.shape, values.dtype)
+        if array.size:
+            array.set(np.ascontiguousarray(values), self.stream)
+        return array
+
+    def padded(self, x: cp.ndarray) -> cp.ndarray:
+        """``x`` ``[rows, columns]`` with padded, aligned rows: itself, or a copy."""
+        pitch = round_up(x.shape[1], PAD)
+        if x.strides == (pitch * x.itemsize, x.itemsize) and x.data.ptr % 16 == 0:
+            return x
+        copy = self.rows(x.shape[0], x.shape[1], x.dtype)
+        with self.current():
+            copy[...] = x
+        return copy
+
+    def download(self, x: cp.ndarray) -> Callable[[], np.ndarray]:
+        """Start copying a contiguous array to pinned host memory; calling the result waits and gives a NumPy array."""
+        pinned = self._take_pinned(x.nbytes)
+        runtime = cp.cuda.runtime
+        runtime.memcpyAsync(pinned.ptr, x.data.ptr, x.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
+        event = cp.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+
+        def wait() -> np.ndarray:
+            event.synchronize()
+            values = np.frombuffer(pinned, x.dtype, x.size).reshape(x.shape).copy()
+            self._pinned.append((x.nbytes, pinned))
+            return values
+
+        return wait
+
+    def _take_pinned(self, nbytes: int) -> Any:
+        for index, (size, pinned) in enumerate(self._pinned):
+            if size == nbytes:
+                del self._pinned[index]
+                return pinned
+        while len(self._pinned) > 8:
+            self._pinned.popleft()
+        return cp.cuda.alloc_pinned_memory(nbytes)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """CuPy's own operations inside run on this stream and allocate from this memory."""
+        with cp.cuda.Device(self.device), self.stream, cp.cuda.using_allocator(self.memory):
+            yield
+
+    @contextmanager
+    def within(self, allocator: Allocator) -> Iterator[None]:
+        """Allocate from ``allocator`` for a while."""
+        before, self.allocator = self.allocator, allocator
+        try:
+            yield
+        finally:
+            self.allocator = before
+
+
+def pitch_of(x: cp.ndarray) -> int:
+    """Elements from one row of a padded matrix to the next."""
+    return x.strides[0] // x.itemsize

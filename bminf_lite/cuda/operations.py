@@ -1,0 +1,264 @@
+"""Launches of the kernels in ``src``: which instantiation serves a shape, with what grid and how much shared memory.
+
+Every method puts work on one stream and returns; arrays are padded as :mod:`.arrays` says.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import cupy as cp
+
+from ..backend.values import AttentionSpec, LayerCache, Norm, Step
+from ..errors import DeviceError
+from .arrays import PAD, pitch_of
+from .cublaslt import Order
+from .driver import Device, DeviceAttribute
+from .kernels import Kernel, Module
+from .layouts import Layout, round_up
+from .values import Gated, Product, Weight
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
+MATVEC_THREADS = 512
+MATVEC_WARPS = MATVEC_THREADS // 32
+CHUNK = 512
+RING_BYTES = MATVEC_WARPS * 12 * CHUNK
+WIDEST_ROW = 65536
+MAX_HEAD_DIM = 256
+
+# The enumerations of rows.cu and matvec.cu.
+NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
+PLAIN, RMS_NORM, LAYER_NORM, GATE = range(4)
+CODES, TO_HALF, TO_FLOAT = range(3)
+MATVEC_TO_HALF, MATVEC_TO_FLOAT, MATVEC_ADD, MATVEC_GATED = range(4)
+
+
+def address(x: cp.ndarray | None) -> int:
+    """The address of an array, 0 for none."""
+    return 0 if x is None else x.data.ptr
+
+
+def vectors_for(columns: int, threads: int) -> int:
+    """Vectors of eight elements, a power of two, that each of ``threads`` needs to cover a padded row."""
+    needed = -(-round_up(columns, PAD) // (threads * 8))
+    return 1 << (needed - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b`` rounded up."""
+    return -(-a // b)
+
+
+class Operations:
+    """The kernels of one GPU, on one stream."""
+
+    def __init__(self, device: Device, stream: cp.cuda.Stream):
+        self.device = device
+        self.stream = stream.ptr
+        self.multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
+        self.bulk_copies = device.compute_capability >= (9, 0)
+        self._kernel = functools.cache(self._load)
+
+    def _load(self, source: str, expression: str, signature: str) -> Kernel:
+        return Module(self.device, source, [expression]).kernel(expression, signature)
+
+    # -- one row times a weight ----------------------------------------------------------------------------------------
+
+    def matvec(
+        self, x: cp.ndarray, norm: Norm | None, weight: Weight, out: cp.ndarray, output: int, activation: int = 0
+    ) -> None:
+        """One row, fp16 or normalised fp32, times an int8 weight of plain rows with dynamic activations."""
+        n, pitch = weight.out_features, weight.pitch
+        matrices = 2 if output == MATVEC_GATED else 1
+        rows = ceil_div(n // matrices, self.multiprocessors) * matrices
+        grid = min(self.multiprocessors, n // matrices)
+        vectors = vectors_for(pitch, MATVEC_THREADS)
+        unit = best_unit(rows, pitch)
+        expression = f"matvec<{norm_kind(norm, 0)}, {vectors}, {output}, {activation}, {unit}>"
+        gain, shift, eps = norm_arguments(norm)
+        self._kernel("matvec.cu", expression, "pppfppppiii")(
+            grid, MATVEC_THREADS,
+            (x.data.ptr, gain, shift, eps, weight.data.ptr, address(weight.scale), address(weight.bias), out.data.ptr,
+             n, weight.in_features, pitch),
+            shared=(RING_BYTES if self.bulk_copies else 0) + pitch + 4 * rows,
+            stream=self.stream, dependent=True,
+        )  # fmt: skip
+
+    def matvec_float(
+        self, x: cp.ndarray, norm: Norm | None, weight: Weight, out: cp.ndarray, output: int, activation: int = 0
+    ) -> None:
+        """A few rows, fp16 or normalised fp32, times a weight in fp16, or in int8 with float activations."""
+        outputs = weight.out_features // (2 if output == MATVEC_GATED else 1)
+        vectors = vectors_for(weight.pitch, MATVEC_THREADS)
+        kind = "bminf::int8" if weight.scale is not None else "__half"
+        expression = f"matvec_float<{norm_kind(norm, 0)}, {vectors}, {kind}, {output}, {activation}>"
+        gain, shift, eps = norm_arguments(norm)
+        grid = min(2 * self.multiprocessors, ceil_div(outputs, MATVEC_WARPS))
+        self._kernel("matvec_float.cu", expression, "pqppfppppqiii")(
+            (grid, x.shape[0]), MATVEC_THREADS,
+            (x.data.ptr, pitch_of(x), gain, shift, eps, weight.data.ptr, address(weight.scale), address(weight.bias),
+             out.data.ptr, pitch_of(out), weight.out_features, weight.in_features, weight.pitch),
+            shared=2 * weight.pitch, stream=self.stream, dependent=True,
+        )  # fmt: skip
+
+    # -- over rows -----------------------------------------------------------------------------------------------------
+
+    def transform(
+        self,
+        source: cp.ndarray | Product | Gated | None,
+        out: cp.ndarray,
+        scales: cp.ndarray | None,
+        layout: Layout | None,
+        residual: cp.ndarray | None = None,
+        norm: Norm | None = None,
+    ) -> None:
+        """Read rows, add them to the residual stream, normalise or gate them, and write codes or values.
+
+        With ``norm``, ``residual`` is normalised, after adding ``source`` to it where there is one. With ``layout`` and
+        ``scales``, ``out`` gets int8 codes; else its own type of values.
+        """
+        gate = isinstance(source, Gated)
+        inner = source.source if isinstance(source, Gated) else source
+        rows, k = (residual if residual is not None else source).shape  # type: ignore[union-attr]
+        data, from_kind, order = read_arguments(inner)
+        prepare = GATE + ACTIVATIONS[source.activation] if isinstance(source, Gated) else norm_kind(norm, PLAIN)
+        target = CODES if layout is not None else TO_HALF if out.dtype == cp.float16 else TO_FLOAT
+        threads = 32 if k <= 512 else 128 if k <= 2048 else 512
+        if k > WIDEST_ROW:
+            raise DeviceError(f"rows of {k:,} elements; the kernels take {WIDEST_ROW:,} at most")
+        out_order, out_ld = (layout.order, layout.ld) if layout is not None else (Order.ROW, pitch_of(out))
+        vectors = vectors_for(k, threads)
+        expression = f"transform<{from_kind}, {prepare}, {target}, {threads}, {vectors}, {order}, {int(out_order)}>"
+        assert not (gate and norm)
+        gain, shift, eps = norm_arguments(norm)
+        self._kernel("rows.cu", expression, "ppppqpqppfppqii")(
+            ceil_div(rows * threads, max(threads, 128)), max(threads, 128),
+            (*data, address(residual), 0 if residual is None else pitch_of(residual), gain, shift, eps,
+             out.data.ptr, address(scales), out_ld, rows, k),
+            stream=self.stream, dependent=True,
+        )  # fmt: skip
+
+    def finish(
+        self,
+        acc: cp.ndarray,
+        layout: Layout,
+        x_scale: cp.ndarray | None,
+        weight: Weight,
+        out: cp.ndarray,
+        add: bool = False,
+    ) -> None:
+        """Scale sums (int32, or fp32 of a float product), add the bias, and write them or add them to ``out``."""
+        rows, n = out.shape
+        kind = "int" if acc.dtype == cp.int32 else "float"
+        target = "__half" if out.dtype == cp.float16 else "float"
+        expression = f"finish<{kind}, {int(layout.order)}, {'true' if add else 'false'}, {target}>"
+        self._kernel("rows.cu", expression, "ppppqpqii")(
+            ceil_div(rows * ceil_div(n, 8), 256), 256,
+            (acc.data.ptr, address(x_scale), address(weight.scale), address(weight.bias), layout.ld,
+             out.data.ptr, pitch_of(out), rows, n),
+            stream=self.stream, dependent=True,
+        )  # fmt: skip
+
+    def embed(self, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray) -> None:
+        """Rows of an fp16 table into fp32."""
+        arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1])
+        self._kernel("rows.cu", "embed", "ppqpqi")(len(out), 256, arguments, stream=self.stream, dependent=True)
+
+    def last_rows(self, starts: cp.ndarray, x: cp.ndarray, out: cp.ndarray) -> None:
+        """The last row of each sequence, fp32."""
+        arguments = (starts.data.ptr, x.data.ptr, pitch_of(x), out.data.ptr, pitch_of(out), x.shape[1])
+        self._kernel("rows.cu", "last_rows", "ppqpqi")(len(out), 256, arguments, stream=self.stream, dependent=True)
+
+    def widen(self, codes: cp.ndarray, out: cp.ndarray) -> None:
+        """int8 codes as fp16 numbers, a multiple of 16 of them."""
+        grid = ceil_div(codes.size, 16 * 256)
+        arguments = (codes.data.ptr, out.data.ptr, codes.size)
+        self._kernel("rows.cu", "widen", "ppq")(grid, 256, arguments, stream=self.stream)
+
+    # -- attention -----------------------------------------------------------------------------------------------------
+
+    def prepare_heads(
+        self, qkv: cp.ndarray | Product, spec: AttentionSpec, cache: LayerCache, step: Step, q: cp.ndarray
+    ) -> None:
+        """Norm and rotation of a step's heads; queries go to ``q`` ``[T, heads, head_pitch]``, others to the cache."""
+        data, kind, order = read_arguments(qkv)
+        expression = f"prepare<{'true' if kind == PRODUCT else 'false'}, {order}>"
+        self._kernel("attention_prepare.cu", expression, "ppppqpppffpppipppiiiii")(
+            q.shape[0], 256,
+            (*data, *head_arguments(spec), address(step.starts), address(step.past), address(step.slots), step.count,
+             q.data.ptr, cache.keys.data.ptr, cache.values.data.ptr,
+             spec.heads, spec.kv_heads, spec.head_dim, cache.keys.shape[3], cache.capacity),
+            stream=self.stream, dependent=True,
+        )  # fmt: skip
+
+    def decode_splits(self, spec: AttentionSpec, step: Step) -> int:
+        """Blocks that share the context of one sequence and key-value head."""
+        reach = step.reach if spec.window is None else min(step.reach, spec.window)
+        blocks = step.count * spec.kv_heads * ceil_div(spec.heads // spec.kv_heads, decode_group(spec))
+        return max(1, min(ceil_div(reach, 32), ceil_div(2 * self.multiprocessors, blocks), 64))
+
+    def attend_one(
+        self, qkv: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step,
+        parts: cp.ndarray, arrived: cp.ndarray, out: cp.ndarray,
+    ) -> None:  # fmt: skip
+        """Attention of one new token per sequence; see ``attention_decode.cu``."""
+        head_pitch, group = cache.keys.shape[3], decode_group(spec)
+        depth = max(64, 1 << (head_pitch - 1).bit_length())
+        groups = spec.kv_heads * ceil_div(spec.heads // spec.kv_heads, group)
+        grid = (self.decode_splits(spec, step), groups, step.count)
+        self._kernel("attention_decode.cu", f"attend<{depth}, {group}>", "pqpppffpppppppqiiiiiif")(
+            grid, 128,
+            (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(step.past), address(step.slots),
+             cache.keys.data.ptr, cache.values.data.ptr, parts.data.ptr, arrived.data.ptr, out.data.ptr, pitch_of(out),
+             spec.heads, spec.kv_heads, spec.head_dim, head_pitch, cache.capacity, spec.window or 0, spec.scale),
+            stream=self.stream, dependent=True,
+        )  # fmt: skip
+
+
+def best_unit(rows: int, pitch: int) -> int:
+    """Chunks in a unit of ``matvec``: few idle warps at the end of a block's share against the work per unit."""
+
+    def cost(unit: int) -> float:
+        units = rows * ceil_div(ceil_div(pitch, CHUNK), unit)
+        return ceil_div(units, MATVEC_WARPS) * (unit + 0.7)
+
+    return min((4, 2, 1), key=cost)
+
+
+def decode_group(spec: AttentionSpec) -> int:
+    """Query heads that one block of the decode kernel serves."""
+    return min(4, 1 << (spec.heads // spec.kv_heads - 1).bit_length())
+
+
+def norm_kind(norm: Norm | None, otherwise: int) -> int:
+    """The kernels' number for a norm."""
+    return otherwise if norm is None else LAYER_NORM if norm.center else RMS_NORM
+
+
+def norm_arguments(norm: Norm | None) -> tuple[int, int, float]:
+    """Gain, shift and epsilon."""
+    return (0, 0, 0.0) if norm is None else (address(norm.gain), address(norm.bias), norm.eps)
+
+
+def read_arguments(source: cp.ndarray | Product | None) -> tuple[tuple[int, int, int, int, int], int, int]:
+    """How a kernel reads a source: data, scales, bias and pitch; the kind; the order of its layout."""
+    if source is None:
+        return (0, 0, 0, 0, 0), NONE, int(Order.ROW)
+    if isinstance(source, Product):
+        weight = source.weight
+        factors = source.x_scale.data.ptr, address(weight.scale), address(weight.bias)
+        return (source.acc.data.ptr, *factors, source.layout.ld), PRODUCT, int(source.layout.order)
+    kind = FROM_HALF if source.dtype == cp.float16 else FROM_FLOAT
+    return (source.data.ptr, 0, 0, 0, pitch_of(source)), kind, int(Order.ROW)
+
+
+def head_arguments(spec: AttentionSpec) -> tuple[int, int, int, float, float]:
+    """Gains, frequencies, epsilon and the rotation's scale."""
+    norm = spec.q_norm or spec.k_norm
+    return (
+        address(spec.q_norm.gain) if spec.q_norm else 0,
+        address(spec.k_norm.gain) if spec.k_norm else 0,
+        address(spec.rope.frequencies) if spec.rope else 0,
+        norm.eps if norm else 0.0,
+        spec.rope.scale if spec.rope else 1.0,
+    )

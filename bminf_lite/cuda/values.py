@@ -1,0 +1,94 @@
+"""Values between two operations that the GPU has not finished computing, because their consumer does it in passing.
+
+An operation may return one of these instead of an array: an int32 product that is still to be scaled, a norm that is
+still to be taken. The next operation's kernel then reads the unfinished value and saves a pass over memory. What it
+computes is the same, rounding included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import cupy as cp
+
+from ..backend.values import Norm
+from .igemm import Plan
+from .layouts import Layout
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight matrix on the GPU, ``[out_features, in_features]``.
+
+    ``data`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
+    ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token.
+    """
+
+    data: cp.ndarray
+    scale: cp.ndarray | None
+    bias: cp.ndarray | None
+    out_features: int
+    in_features: int
+    pitch: int
+    plan: Plan | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows of ``pitch`` numbers follow each other."""
+        return self.plan is None or self.plan.shapes.is_plain
+
+
+@dataclass(frozen=True)
+class Product:
+    """``x @ weight.T`` before scaling: int32 sums ``acc``, laid out as ``layout`` says, and the rows' scales."""
+
+    acc: cp.ndarray
+    layout: Layout
+    x_scale: cp.ndarray
+    weight: Weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.layout.rows, self.weight.out_features
+
+
+@dataclass(frozen=True)
+class Gated:
+    """``activation(gate) * up`` of a source whose columns are gate and up, side by side."""
+
+    source: Product | cp.ndarray
+    activation: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.source.shape[0], self.source.shape[1] // 2
+
+
+@dataclass
+class Residual:
+    """The residual stream fp32 ``[T, features]``, and a product that is still to be added to it.
+
+    ``norms`` are the norms of its present value that have not been taken yet. They must be before it changes.
+    """
+
+    values: cp.ndarray
+    pending: Product | None = None
+    norms: list[Normed] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape
+
+
+@dataclass(eq=False)
+class Normed:
+    """A norm of the residual stream, unrounded. ``values`` once it had to be computed on its own, fp32."""
+
+    residual: Residual
+    norm: Norm
+    values: cp.ndarray | None = None
+    used: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.residual.shape
