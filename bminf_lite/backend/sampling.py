@@ -21,7 +21,8 @@ Because the generator is keyed by the sequence and its step, a sequence draws th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from math import ceil, factorial, log
 from typing import Any
 
@@ -46,6 +47,8 @@ class SamplerState:
     fp32 ``[B]``, ``top_k`` is int32 ``[B]`` (0: off), ``seed`` is uint64 ``[B]``. ``sequence`` int32 ``[B]`` tells the
     sequences of one seed apart; ``step`` int32 ``[B]`` counts the tokens drawn so far. ``counts`` is int32 ``[B, V]``:
     how often each token was generated, plus ``PROMPT_FLAG`` where the prompt holds it; ``None`` without any penalty.
+    ``greedy`` is what the host knows without asking a device: no row draws (each temperature is 0) and no row has
+    penalties, so the token is the largest logit's. A state that is not marked may be greedy all the same.
     """
 
     temperature: Any
@@ -59,6 +62,12 @@ class SamplerState:
     sequence: Any
     step: Any
     counts: Any = None
+    greedy: bool = False
+
+    def map(self, function: Callable[[Any], Any]) -> SamplerState:
+        """The same state with ``function`` of each of its arrays: to copy them, or to move them to a device."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return SamplerState(**{n: v if v is None or isinstance(v, bool) else function(v) for n, v in values.items()})
 
 
 def sample(logits: np.ndarray, state: SamplerState) -> tuple[np.ndarray, np.ndarray]:

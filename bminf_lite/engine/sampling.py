@@ -134,6 +134,7 @@ def sampler_state(
         sequence=np.array(sequences, np.int32),
         step=np.zeros(len(params), np.int32),
         counts=counts,
+        greedy=counts is None and all(p.temperature == 0 for p in params),
     )
 
 

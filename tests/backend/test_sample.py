@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,14 +14,9 @@ from bminf_lite.backend.base import Backend
 from bminf_lite.backend.sampling import SamplerState
 
 
-def copied(state: SamplerState, copy) -> SamplerState:
-    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-    return SamplerState(**{k: None if v is None else copy(v) for k, v in fields.items()})
-
-
 def check_sample(backend: Backend, logits: np.ndarray, state: SamplerState, draws: int = 3) -> None:
     """A few draws in a row: tokens equal, log-probabilities close, state and step advanced alike."""
-    expected_state, device_state = copied(state, np.copy), copied(state, backend.array)
+    expected_state, device_state = state.map(np.copy), state.map(backend.array)
     step = make_step(backend, [1] * len(logits), [7] * len(logits), list(range(len(logits))))
     for i in range(draws):
         tokens, logprobs = sampling.sample(logits, expected_state)
@@ -60,7 +53,7 @@ def test_sample_of_unusable_logits(backend):
     logits[2, 5] = np.inf
     logits[4, 1:] = -np.inf
     check_sample(backend, logits, random_sampler(rng, 6, 70, False), draws=1)
-    state = copied(random_sampler(rng, 6, 70, False), backend.array)
+    state = random_sampler(rng, 6, 70, False).map(backend.array)
     step = make_step(backend, [1] * 6, [7] * 6, list(range(6)))
     result = backend.host(backend.sample(backend.array(logits), state, step))
     np.testing.assert_array_equal(result[0] < 0, [True, True, True, False, False, False])

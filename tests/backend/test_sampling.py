@@ -44,7 +44,7 @@ def make_state(batch, counts=None, **values):
 
 def take(state, rows):
     """The rows of a state, copied."""
-    return SamplerState(**{n: None if v is None else v[rows].copy() for n, v in vars(state).items()})
+    return state.map(lambda v: v[rows].copy())
 
 
 # Few distinct values, so that ties and equal weights are common

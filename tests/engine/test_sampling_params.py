@@ -126,7 +126,8 @@ def test_the_state_has_a_row_for_each_sequence():
     np.testing.assert_array_equal(state.top_k, [0, 4])
     np.testing.assert_array_equal(state.frequency_penalty, [0, 0.25])
     np.testing.assert_array_equal(state.sequence, [0, 5])
-    assert all(v.shape[0] == 2 for v in vars(state).values())
+    state.map(lambda v: v.shape.index(2))
+    assert not state.greedy
 
 
 def test_without_penalties_nothing_is_counted():
@@ -134,3 +135,12 @@ def test_without_penalties_nothing_is_counted():
     state = sampler_state(params, [[1], [2]], 4, [0, 1])
     assert state.counts is None
     assert state.seed[0] != state.seed[1]
+
+
+def test_greedy_is_known_to_the_host():
+    def greedy(*params):
+        return sampler_state(params, [[1]] * len(params), 4, range(len(params))).greedy
+
+    assert greedy(SamplingParams(), SamplingParams(top_k=3, seed=1))
+    assert not greedy(SamplingParams(), SamplingParams(temperature=1e-9))
+    assert not greedy(SamplingParams(), SamplingParams(presence_penalty=0.1))
