@@ -42,7 +42,7 @@ FEW_ROWS = 4
 
 
 class CudaBackend(Backend):
-    """The operations on GPU ``device``, within ``memory_limit``: bytes, a text such as ``"6GiB"``, or None, what is free."""
+    """The operations on GPU ``device``, in ``memory_limit`` of it: bytes, a text such as ``"6GiB"``, or None, what is free."""
 
     lookahead = 1
 
@@ -129,7 +129,7 @@ class CudaBackend(Backend):
         first = 0
         with np.errstate(over="ignore"), self.arrays.current():
             for part in parts:
-                values = np.ascontiguousarray(part.astype(dtype, copy=False))
+                values: np.ndarray = np.ascontiguousarray(part.astype(dtype, copy=False))
                 place = data[first : first + len(values)]
                 if shape[1] == k:
                     place.set(values, self.stream)
@@ -332,7 +332,7 @@ class CudaBackend(Backend):
             return self.arrays.padded(x)
         if isinstance(x, Product):
             return self._written(x, np.float16)
-        out = self.arrays.rows(*x.shape, np.float16)
+        out = self.arrays.rows(x.shape[0], x.shape[1], np.float16)
         self._transform(x, out)
         return out
 
@@ -349,7 +349,7 @@ class CudaBackend(Backend):
             return x.values
         if isinstance(x, Normed):
             if x.values is None:
-                out = self.arrays.rows(*x.shape, np.float32)
+                out = self.arrays.rows(x.shape[0], x.shape[1], np.float32)
                 self._transform(x, out)
                 x.values = out
             return x.values
