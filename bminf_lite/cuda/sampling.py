@@ -28,8 +28,13 @@ DEFINES = (
 MAX_VOCAB = 2**23 - 1
 """The weights of so many tokens add up within 64 bits."""
 
-_STATE_ARRAYS = 11
-_SIGNATURE = "p" * (_STATE_ARRAYS + 5) + "4i"
+STATE_ARRAYS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "sequence", "step", "counts",
+)  # fmt: skip
+"""Fields of ``SamplerState`` that the kernels take, in this order."""
+
+_SIGNATURE = "p" * (len(STATE_ARRAYS) + 5) + "4i"
 
 
 class Sampler:
@@ -59,15 +64,15 @@ class Sampler:
         """Choose the next token of each row and advance the state; every array is given by its address on the GPU.
 
         ``logits`` is fp32 ``[rows, vocab]`` with rows ``pitch`` elements apart, a multiple of 4, the first at a
-        multiple of 16 bytes; ``rows`` up to 65,535, ``vocab`` up to :data:`MAX_VOCAB`. ``state`` holds the arrays of a
-        ``SamplerState`` in the order of its fields, 0 for ``counts`` without penalties. ``result`` int32 ``[2, rows]``
+        multiple of 16 bytes; ``rows`` up to 65,535, ``vocab`` up to :data:`MAX_VOCAB`. ``state`` holds the
+        :data:`STATE_ARRAYS` of a ``SamplerState``, 0 for ``counts`` without penalties. ``result`` int32 ``[2, rows]``
         gets the tokens, -1 where none can be chosen, and the bits of their fp32 log-probabilities. Unless they are 0,
         ``tokens`` int32 ``[rows]`` gets the tokens too, with 0 for -1, and ``past`` int32 ``[rows]`` grows by one.
 
         ``greedy`` promises that every temperature is 0, and not ``filtered`` that no row has a ``top_k`` from 1 to
         ``vocab - 1`` or a ``top_p`` below 1; each saves launches.
         """
-        assert len(state) == _STATE_ARRAYS and pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (len(state), pitch, vocab)
+        assert len(state) == len(STATE_ARRAYS) and pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (len(state), pitch, vocab)
         chunks = _chunks(vocab)
         arguments = (logits, *state, result, tokens, past, scratch, rows, vocab, pitch, chunks)
         best_token, histogram, cut_tail, draw_token = self._kernels

@@ -119,11 +119,6 @@ def spoil(rng: np.random.Generator, logits: np.ndarray) -> np.ndarray:
     return logits
 
 
-def copied(state: SamplerState, copy: Callable[[np.ndarray], Any]) -> SamplerState:
-    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-    return SamplerState(**{k: None if v is None else copy(v) for k, v in fields.items()})
-
-
 class Gpu:
     """Runs the kernels over CuPy arrays, with poison wherever they must not rely on what they find."""
 
@@ -152,7 +147,7 @@ class Run:
 
     def __init__(self, gpu: Any, state: SamplerState, rows: int, vocab: int, filtered: bool = True) -> None:
         self.gpu, self.rows, self.vocab, self.filtered = gpu, rows, vocab, filtered
-        self.state = copied(state, gpu.array)
+        self.state = state.map(gpu.array)
         self.scratch = gpu.array(np.zeros(gpu.sampler.scratch_bytes(rows, vocab, filtered), np.uint8))
         self.result = gpu.array(np.full((2, rows), 77, np.int32))
         self.tokens, self.past = gpu.array(np.full(rows, 77, np.int32)), gpu.array(np.full(rows, 8, np.int32))
@@ -165,7 +160,7 @@ class Run:
 
     def launch(self, logits: Any, greedy: bool = False, step: bool = True, stream: int = 0) -> None:
         address = self.gpu.address
-        state = [address(getattr(self.state, f.name)) for f in dataclasses.fields(self.state)]
+        state = [address(getattr(self.state, name)) for name in sampling.STATE_ARRAYS]
         self.gpu.sampler.launch(
             address(logits), self.pitch, self.rows, self.vocab, state, address(self.result),
             address(self.tokens) if step else 0, address(self.past) if step else 0, address(self.scratch),
@@ -176,7 +171,7 @@ class Run:
 def check(gpu: Any, logits: list[np.ndarray], state: SamplerState, greedy: bool = False, filtered: bool = True) -> None:
     """Draw once from each of ``logits``, and compare everything with the definition each time."""
     rows, vocab = logits[0].shape
-    run, expected = Run(gpu, state, rows, vocab, filtered), copied(state, np.copy)
+    run, expected = Run(gpu, state, rows, vocab, filtered), state.map(np.copy)
     for i, x in enumerate(logits):
         run.launch(run.padded(x), greedy)
         tokens, logprobs = definition.sample(x, expected)
@@ -235,7 +230,7 @@ def test_a_graph_of_the_launches_draws_anew_each_time(gpu: Gpu) -> None:
     rows, vocab = 5, 4000
     state = random_state(rng, rows, vocab, penalties=True)
     x = LOGITS["normal"](rng, rows, vocab).astype(np.float32)
-    run, expected = Run(gpu, state, rows, vocab), copied(state, np.copy)
+    run, expected = Run(gpu, state, rows, vocab), state.map(np.copy)
     logits = run.padded(x)
     run.launch(logits)
     definition.sample(x, expected)

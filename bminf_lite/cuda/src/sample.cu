@@ -47,7 +47,7 @@ struct Best {
 };
 
 // The same for every kernel. [B] each but logits [B, pitch], counts [B, vocab] and result [2, B]; counts, tokens and
-// past may be null. The state comes in the order of SamplerState.
+// past may be null.
 struct Arguments {
     const float *logits, *temperature;
     const int* top_k;
