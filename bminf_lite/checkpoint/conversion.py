@@ -10,7 +10,6 @@ was written; that is rare.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +30,6 @@ from .writer import CheckpointWriter, Declared
 Progress = Callable[[int, int, str], None]
 """Called with the bytes of the source that are done, all of them, and the name of the tensor at work."""
 
-MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -117,12 +115,12 @@ class Converted:
 class Converter:
     """Converts the tensors of ``source`` and writes them with ``writer``. A context manager that ends its threads."""
 
-    def __init__(self, source: Checkpoint, writer: CheckpointWriter, progress: Progress | None = None):
+    def __init__(self, source: Checkpoint, writer: CheckpointWriter, workers: int, progress: Progress | None = None):
         self.source = source
         self.writer = writer
+        self.workers = workers
         self.progress = progress
-        self.workers = min(os.cpu_count() or 1, MAX_WORKERS)
-        self._pool = ThreadPoolExecutor(self.workers, "convert")
+        self._pool = ThreadPoolExecutor(workers, "convert")
         self._scratch = threading.local()
 
     def __enter__(self) -> Converter:

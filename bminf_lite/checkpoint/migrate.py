@@ -28,7 +28,7 @@ from ..errors import CheckpointError, UsageError
 from ..models.spec import Role, Spec
 from ._errors import checkpoint_error
 from .compressed_tensors import quantization_config
-from .conversion import MAX_WORKERS, Converter, Planned, Progress
+from .conversion import Converter, Planned, Progress
 from .manifest import MANIFEST_FILE, MigrationReport, SourceFile, TensorReport
 from .output_folder import output_folder
 from .reader import Checkpoint, open_checkpoint
@@ -37,6 +37,9 @@ from .writer import SHARD_BYTES, CheckpointWriter, write_json
 
 MAX_IN_FEATURES = 131_071
 """With more, a sum of products of two int8 values can exceed int32."""
+
+MAX_THREADS = 16
+"""With more, the disk is the limit."""
 
 CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
 NOT_CARRIED = ("config.json", "*.index.json", MANIFEST_FILE, ".*")
@@ -78,9 +81,13 @@ def migrate(
         carried = _carried_files(checkpoint.path)
         needed = sum(d.nbytes for d in outputs.values()) + sum(f.stat().st_size for f in carried) + (1 << 20)
         with output_folder(target, force, needed) as folder:
+            hashers, workers = _thread_counts()
             writer = CheckpointWriter(folder, outputs, {plan.scale_name for plan in plans}, shard_bytes)
             try:
-                with _checksums(checkpoint.files()) as hashed, Converter(checkpoint, writer, progress) as converter:
+                with (
+                    _checksums(checkpoint.files(), hashers) as hashed,
+                    Converter(checkpoint, writer, workers, progress) as converter,
+                ):
                     tensors = converter.run(plans)
                     writer.finish()
                     report = MigrationReport(chosen, tied_head, tuple(tensors), tuple(file.result() for file in hashed))
@@ -173,15 +180,22 @@ def _carry(source: Path, files: list[Path], folder: Path) -> None:
             os.fsync(written.fileno())
 
 
+def _thread_counts() -> tuple[int, int]:
+    """Threads for checksums and for everything else: SHA-256 of fp32 data takes about as long as all the rest."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    hashers = max(1, min(cores, MAX_THREADS) // 2)
+    return hashers, max(1, min(cores, MAX_THREADS) - hashers)
+
+
 @contextmanager
-def _checksums(files: list[Path]) -> Iterator[list[Future[SourceFile]]]:
+def _checksums(files: list[Path], threads: int) -> Iterator[list[Future[SourceFile]]]:
     """Hash files in the background, several at a time; stops early when the block is left before they are done.
 
     It goes over a file at about the time when the tensors are read from it, so one of the two finds it in the page
     cache, and the disk is read once.
     """
     stop = threading.Event()
-    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_WORKERS), "checksum")
+    pool = ThreadPoolExecutor(threads, "checksum")
     try:
         yield [pool.submit(_checksum, file, stop) for file in files]
     finally:
