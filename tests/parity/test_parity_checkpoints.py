@@ -1,0 +1,136 @@
+"""Checkpoints on disk, through the public API, against transformers: source, migrated, and what others can open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import FAMILIES, goldens
+from tolerances import assert_close
+
+import bminf_lite
+
+torch = pytest.importorskip("torch", reason="parity needs torch")
+transformers = pytest.importorskip("transformers", reason="parity needs transformers")
+helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers", reason="parity needs compressed-tensors")
+import make_goldens  # noqa: E402  (needs torch)
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+NAMES = (
+    "grouped",
+    "own head size",
+    "biases, tied, window",
+    "tied, biases, multi-query",
+    "window, multi-query",
+    "window from layer 1",
+)
+CASES = [golden for family in FAMILIES for golden in goldens(family) if golden.name in NAMES]
+
+
+@pytest.fixture(params=CASES, ids=str)
+def golden(request: pytest.FixtureRequest):
+    return request.param
+
+
+@pytest.fixture
+def hf(golden):
+    return make_goldens.build(golden.config, golden.seed)
+
+
+@pytest.fixture
+def source(hf, tmp_path: Path) -> Path:
+    hf.save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def reopened(folder: Path) -> Any:
+    """A folder as transformers opens it, computing in fp32."""
+    model = transformers.AutoModelForCausalLM
+    return model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def relative(error: np.ndarray, of: np.ndarray) -> float:
+    return float(np.sqrt((error**2).mean() / (of**2).mean()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_source_that_transformers_saved(golden, hf, tmp_path, dtype):
+    """In one file or in shards, in the types that checkpoints have."""
+    hf.to(getattr(torch, dtype)).save_pretrained(tmp_path / "source", max_shard_size="60KB")
+    assert len(list((tmp_path / "source").glob("*.safetensors"))) > 1
+    expected = make_goldens.logits_of(reopened(tmp_path / "source"), golden.tokens)
+    with bminf_lite.load(tmp_path / "source", device="cpu") as model:
+        assert_close(model.logits(golden.tokens), expected, "logits", np.float32, np.abs(expected).max())
+
+
+def test_greedy_generation(golden, hf, source):
+    """Token for token, an end-of-text token included."""
+    prompts = [golden.tokens[:9].tolist(), golden.tokens[3:4].tolist(), golden.tokens[5:30].tolist()]
+    hf.generation_config.eos_token_id = 7
+    hf.generation_config.save_pretrained(source)
+    with bminf_lite.load(source, device="cpu") as model:
+        results = model.generate(prompts, max_new_tokens=24, temperature=0)
+    for prompt, result in zip(prompts, results, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            expected = hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        assert result.token_ids == expected[0, len(prompt) :].tolist()
+        assert result.finish_reason == ("stop" if 7 in result.token_ids else "length")
+
+
+def test_a_migrated_w8a16_checkpoint_means_the_same_to_transformers(golden, source, tmp_path):
+    """Weights alone are quantized, so nothing is left to definition: fp32 rounding is the only difference."""
+    bminf_lite.migrate(source, tmp_path / "out", recipe="w8a16")
+    expected = make_goldens.logits_of(reopened(tmp_path / "out"), golden.tokens)
+    if golden.config.get("tie_word_embeddings"):
+        pytest.skip("this project quantizes a tied head when it loads it, transformers does not")
+    with bminf_lite.load(tmp_path / "out", device="cpu") as model:
+        assert_close(model.logits(golden.tokens), expected, "logits", np.float32, np.abs(expected).max())
+
+
+def test_a_migrated_w8a8_checkpoint_differs_by_the_definition_of_activation_scales_only(
+    golden, hf, source, tmp_path, monkeypatch
+):
+    """compressed-tensors takes ``max / 127.5`` for the scale, this project ``max / 127``.
+
+    As they are, the two differ about as much as each differs from float. With this project's scales put into
+    compressed-tensors, they agree to fp32 rounding until a code next to a tie falls either way, which later tokens see.
+    """
+    bminf_lite.migrate(source, tmp_path / "out", recipe="w8a8")
+    opened = reopened(tmp_path / "out")
+    theirs = make_goldens.logits_of(opened, golden.tokens)
+    unquantized = make_goldens.logits_of(hf, golden.tokens)
+    with bminf_lite.load(tmp_path / "out", device="cpu") as model:
+        ours = model.logits(golden.tokens)
+    assert relative(ours - theirs, theirs) < 1.6 * relative(theirs - unquantized, unquantized)
+    assert relative(ours - unquantized, unquantized) < 1.3 * relative(theirs - unquantized, unquantized)
+
+    compute = helpers.calculate_qparams
+    monkeypatch.setattr(helpers, "calculate_qparams", lambda *a, **k: scaled(compute(*a, **k), 127.5 / 127))
+    theirs = make_goldens.logits_of(opened, golden.tokens)
+    if golden.config.get("tie_word_embeddings"):  # quantized when loaded here, float there
+        assert relative(ours - theirs, theirs) < 0.03
+    else:
+        worst = np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max()
+        assert np.quantile(worst, 0.1) < 2e-6 and worst.max() < 3e-2
+
+
+def scaled(parameters: tuple[Any, Any], factor: float) -> tuple[Any, Any]:
+    scale, zero_point = parameters
+    return scale * factor, zero_point
+
+
+def test_misread_codes_would_be_seen(source, golden, tmp_path, hf):
+    """What the bounds above are small against: the same checkpoint with one layer's scales in another order."""
+    bminf_lite.migrate(source, tmp_path / "out", recipe="w8a8")
+    unquantized = make_goldens.logits_of(hf, golden.tokens)
+    opened = reopened(tmp_path / "out")
+    with torch.no_grad():
+        for name, parameter in opened.named_parameters():
+            if name.endswith("mlp.down_proj.weight"):
+                parameter.copy_(parameter.flip(0))
+    theirs = make_goldens.logits_of(opened, golden.tokens)
+    assert relative(theirs - unquantized, unquantized) > 0.3
