@@ -42,7 +42,7 @@ FEW_ROWS = 4
 
 
 class CudaBackend(Backend):
-    """The operations on GPU ``device``, in ``memory_limit`` of it: bytes, a text such as ``"6GiB"``, or None, what is free."""
+    """The operations on GPU ``device`` in ``memory_limit`` of it: bytes, ``"6GiB"``, or None for what is free."""
 
     lookahead = 1
 
@@ -226,16 +226,16 @@ class CudaBackend(Backend):
         codes, scale = self.arrays.empty((layout.size,), np.int8), self.arrays.empty((rows,), np.float32)
         self._transform(x, codes, scale, layout)
         acc = self.arrays.empty((result.size,), np.int32)
-        plan.run(acc.data.ptr, weight.data.data.ptr, codes.data.ptr, rows, self.stream.ptr)
+        plan.run(acc.data.ptr, weight.matrix.data.ptr, codes.data.ptr, rows, self.stream.ptr)
         return Product(acc, result, scale, weight)
 
     def _float_product(self, x: Array, weight: Weight, dtype: type) -> cp.ndarray:
-        rows, (n, k) = x.shape[0], weight.data.shape
+        rows, (n, k) = x.shape[0], weight.matrix.shape
         values = self._half(x)
-        data = weight.data
+        data = weight.matrix
         if data.dtype == np.int8:
             data = self.arrays.empty((n, k), np.float16)
-            self.operations.widen(weight.data, data)
+            self.operations.widen(weight.matrix, data)
         acc = self.arrays.empty((rows, n), np.float32)
         self.float_products.linear(
             acc.data.ptr, data.data.ptr, values.data.ptr, rows, n, k, self.stream.ptr, out_dtype=np.float32

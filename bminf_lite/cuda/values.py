@@ -20,11 +20,11 @@ from .layouts import Layout
 class Weight:
     """A weight matrix on the GPU, ``[out_features, in_features]``.
 
-    ``data`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
+    ``matrix`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
     ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token.
     """
 
-    data: cp.ndarray
+    matrix: cp.ndarray
     scale: cp.ndarray | None
     bias: cp.ndarray | None
     out_features: int
