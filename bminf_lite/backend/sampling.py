@@ -67,7 +67,10 @@ class SamplerState:
     def map(self, function: Callable[[Any], Any]) -> SamplerState:
         """The same state with ``function`` of each of its arrays: to copy them, or to move them to a device."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return SamplerState(**{n: v if v is None or isinstance(v, bool) else function(v) for n, v in values.items()})
+        mapped: dict[str, Any] = {
+            name: value if value is None or isinstance(value, bool) else function(value) for name, value in values.items()
+        }
+        return SamplerState(**mapped)
 
 
 def sample(logits: np.ndarray, state: SamplerState) -> tuple[np.ndarray, np.ndarray]:

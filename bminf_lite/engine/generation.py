@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -215,5 +215,4 @@ class Generation:
         if state.counts is not None:
             for row, request in zip(state.counts, requests, strict=True):
                 np.add.at(row, request.tokens, 1)
-        values = {f.name: getattr(state, f.name) for f in fields(state)}
-        return SamplerState(**{name: None if v is None else self.ops.array(v) for name, v in values.items()})
+        return state.map(self.ops.array)
