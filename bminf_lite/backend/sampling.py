@@ -66,11 +66,11 @@ class SamplerState:
 
     def map(self, function: Callable[[Any], Any]) -> SamplerState:
         """The same state with ``function`` of each of its arrays: to copy them, or to move them to a device."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        mapped: dict[str, Any] = {
-            name: value if value is None or isinstance(value, bool) else function(value) for name, value in values.items()
-        }
-        return SamplerState(**mapped)
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in values.items():
+            if value is not None and not isinstance(value, bool):
+                values[name] = function(value)
+        return SamplerState(**values)
 
 
 def sample(logits: np.ndarray, state: SamplerState) -> tuple[np.ndarray, np.ndarray]:
