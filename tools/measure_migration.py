@@ -79,17 +79,30 @@ def prepare(source: Path, cold: bool) -> None:
 
 
 def child(what: str, source: Path, out: Path, size: int) -> None:
-    """One measurement: prints seconds and peak memory in bytes."""
-    start = time.perf_counter()
+    """One measurement: prints seconds, seconds of all cores together, and peak memory in bytes."""
+    start, start_cpu = time.perf_counter(), time.process_time()
     if what == "plain":
         run_plain(source, out, size)
     else:
         migrate(source, out)
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
     # Not getrusage: what that calls the peak includes the parent's, from before exec.
     peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert peak is not None
-    print(json.dumps({"seconds": seconds, "peak": int(peak[1]) * 1024}))
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": int(peak[1]) * 1024}))
+
+
+def summary(results: dict[str, list[dict[str, float]]]) -> list[str]:
+    """A line for each of the two, and how they compare."""
+    seconds = {what: [run["seconds"] for run in runs] for what, runs in results.items()}
+    lines = []
+    for what, runs in results.items():
+        times = f"median {statistics.median(seconds[what]):.2f} s, fastest {min(seconds[what]):.2f} s"
+        cpu = statistics.median(run["cpu"] for run in runs)
+        peak = max(run["peak"] for run in runs) / 2**20
+        lines.append(f"{what}: {times}, {cpu:.2f} core-seconds, peak memory {peak:.0f} MiB")
+    median, fastest = (f(seconds["plain"]) / f(seconds["migrate"]) for f in (statistics.median, min))
+    return [*lines, f"plain / migrate: {median:.0%} of the medians, {fastest:.0%} of the fastest"]
 
 
 def main() -> None:
@@ -116,16 +129,11 @@ def main() -> None:
                 command += ["--child", what, str(report.bytes_after)]
                 found.append(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
                 shutil.rmtree(out)
-        print(f"source {report.bytes_before / 1e9:.2f} GB, result {report.bytes_after / 1e9:.2f} GB")
-        for what, found in results.items():
-            seconds = [r["seconds"] for r in found]
-            print(
-                f"{what}: median {statistics.median(seconds):.2f} s (from {min(seconds):.2f} to {max(seconds):.2f}), "
-                f"peak memory {max(r['peak'] for r in found) / 2**20:.0f} MiB"
-            )
-        plain, migration = (statistics.median(r["seconds"] for r in found) for found in results.values())
         largest = max(tensor.bytes_before for tensor in report.tensors)
-        print(f"plain / migrate: {plain / migration:.0%}; the largest tensor has {largest / 2**20:.0f} MiB")
+        print(f"source {report.bytes_before / 1e9:.2f} GB, result {report.bytes_after / 1e9:.2f} GB")
+        print(f"largest tensor {largest / 2**20:.0f} MiB")
+        for line in summary(results):
+            print(line)
     finally:
         shutil.rmtree(args.folder)
 

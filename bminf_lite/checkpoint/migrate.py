@@ -33,7 +33,7 @@ from .manifest import MANIFEST_FILE, MigrationReport, SourceFile, TensorReport
 from .output_folder import output_folder
 from .reader import Checkpoint, open_checkpoint
 from .recipe import Recipe, Scheme, load_recipe
-from .writer import SHARD_BYTES, CheckpointWriter, write_json
+from .writer import SHARD_BYTES, CheckpointWriter, Declared, write_json
 
 MAX_IN_FEATURES = 131_071
 """With more, a sum of products of two int8 values can exceed int32."""
@@ -60,7 +60,8 @@ def migrate(
 
     ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. ``force`` replaces an earlier result
     in ``out``, once the new one is complete. ``dry_run`` only reports what each tensor would become. ``progress`` is
-    called with the bytes of the source that are done, all of them, and the name of the tensor at work.
+    called with the bytes of the source that are done, all of them, and the name of the tensor at work. The result is
+    split into files of ``shard_bytes``.
 
     Raises :class:`CheckpointError` if the source cannot be read or quantized or ``out`` cannot be written, and
     :class:`UsageError` for a recipe that makes no sense. ``out`` is untouched then, and after Ctrl-C.
@@ -81,23 +82,37 @@ def migrate(
         carried = _carried_files(checkpoint.path)
         needed = sum(d.nbytes for d in outputs.values()) + sum(f.stat().st_size for f in carried) + (1 << 20)
         with output_folder(target, force, needed) as folder:
-            hashers, workers = _thread_counts()
-            writer = CheckpointWriter(folder, outputs, {plan.scale_name for plan in plans}, shard_bytes)
-            try:
-                with (
-                    _checksums(checkpoint.files(), hashers) as hashed,
-                    Converter(checkpoint, writer, workers, progress) as converter,
-                ):
-                    tensors = converter.run(plans)
-                    writer.finish()
-                    report = MigrationReport(chosen, tied_head, tuple(tensors), tuple(file.result() for file in hashed))
-            finally:
-                writer.close()
-            checkpoint.check_unchanged()
+            tensors, sources = _convert(checkpoint, plans, outputs, folder, shard_bytes, progress)
+            report = MigrationReport(chosen, tied_head, tuple(tensors), tuple(sources))
             write_json(folder / "config.json", _output_config(checkpoint.config, spec, chosen))
             write_json(folder / MANIFEST_FILE, report.manifest())
             _carry(checkpoint.path, carried, folder)
         return report
+
+
+def _convert(
+    checkpoint: Checkpoint,
+    plans: list[Planned],
+    outputs: Mapping[str, Declared],
+    folder: Path,
+    shard_bytes: int,
+    progress: Progress | None,
+) -> tuple[list[TensorReport], list[SourceFile]]:
+    """Write all tensors into ``folder``, and take the checksums of what they were made from."""
+    hashers, workers = _thread_counts()
+    writer = CheckpointWriter(folder, outputs, {plan.scale_name for plan in plans}, shard_bytes)
+    try:
+        with (
+            _checksums(checkpoint.files(), hashers) as hashed,
+            Converter(checkpoint, writer, workers, progress) as converter,
+        ):
+            tensors = converter.run(plans)
+            writer.finish()
+            sources = [file.result() for file in hashed]
+    finally:
+        writer.close()
+    checkpoint.check_unchanged()
+    return tensors, sources
 
 
 def _checked_spec(checkpoint: Checkpoint) -> Spec:
