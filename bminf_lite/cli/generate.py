@@ -16,6 +16,7 @@ from ._prompts import Prompt, read_file, read_stdin
 
 if TYPE_CHECKING:
     from ..engine.model import Model
+    from ..engine.prompts import EncodedPrompt
     from ..engine.result import Piece, Result
 
 
@@ -85,26 +86,20 @@ def generate(
             click.echo(stats_text(results, time.perf_counter() - started), err=True)
 
 
-def encode(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The token ids of each prompt, conversations by the chat template. Raises ``UsageError`` with every bad prompt."""
+def encode(model: Model, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
+    """The tokens of each prompt, conversations by the chat template. Raises ``UsageError`` with every bad prompt."""
+    encoded: list[EncodedPrompt] = []
     problems: list[str] = []
-    ids = [token_ids(model, prompt, problems) for prompt in prompts]
+    for prompt in prompts:
+        try:
+            if not prompt.content:
+                raise UsageError("the prompt is empty: give at least one character")
+            encoded.append(model.encode(prompt.content))
+        except UsageError as error:  # noqa: PERF203, the others' problems are wanted too
+            problems.append(f"prompt {prompt.id}: {error}" if prompt.id is not None else str(error))
     if problems:
         raise UsageError("\n  ".join(problems))
-    return ids
-
-
-def token_ids(model: Model, prompt: Prompt, problems: list[str]) -> list[int]:
-    """One prompt's token ids; where it cannot be encoded, none, and the reason is added to ``problems``."""
-    try:
-        if not prompt.content:
-            raise UsageError("the prompt is empty: give at least one character")
-        if isinstance(prompt.content, str):
-            return model.tokenizer.encode(prompt.content)
-        return model.tokenizer.encode(model.chat(prompt.content), add_special_tokens=False)
-    except UsageError as error:
-        problems.append(f"prompt {prompt.id}: {error}" if prompt.id is not None else str(error))
-        return []
+    return encoded
 
 
 def print_stream(pieces: Iterable[Piece]) -> list[Result]:

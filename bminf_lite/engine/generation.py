@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +19,7 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.sampling import SamplerState
 from ..backend.values import Array, Step
-from ..errors import BminfError
+from ..errors import BminfError, OutOfMemory
 from ..layers.cache import CacheShape, KVCache
 from .sampling import SamplingParams, sampler_state
 
@@ -44,9 +45,13 @@ class Limits:
     chunk: int = 2048
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One prompt and what has become of it. Set ``finish_reason`` to end it from outside; ``params`` has a seed."""
+    """One prompt and what has become of it. Set ``finish_reason`` to end it from outside.
+
+    ``index`` tells the draws of requests with equal seeds apart, and ``params`` must have a seed. Times are those of
+    ``time.perf_counter``: when its prefill began, and when its first and its last token came.
+    """
 
     index: int
     prompt: Sequence[int]
@@ -61,6 +66,16 @@ class Request:
     first_token: float = 0.0
     last_token: float = 0.0
 
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache: the newest token is not there yet, those before it are."""
+        return self.prefilled + max(len(self.tokens) - 1, 0)
+
+    @property
+    def ended_by_eos(self) -> bool:
+        """Whether the last token says that the text ends before it."""
+        return bool(self.tokens) and self.tokens[-1] in self.eos_ids and not self.params.ignore_eos
+
     def room(self, context_length: int) -> int:
         """New tokens that this request may still get."""
         limit = min(self.params.max_new_tokens, context_length - len(self.prompt))
@@ -72,31 +87,41 @@ class Request:
         self.first_token = self.first_token or self.last_token
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if token in self.eos_ids and not self.params.ignore_eos:
+        if self.ended_by_eos:
             self.finish_reason = "stop"
         elif self.room(context_length) <= 0:
             self.finish_reason = "length"
 
 
 class Generation:
-    """Runs requests to their end; iterate to get each request again whenever it has a new token."""
+    """Runs requests to their end. Iterate, once, to get each request again whenever it has a new token.
+
+    Close it, whether it ended, failed or was interrupted: that gives back its memory at once, even while a traceback
+    still refers to it. The prompts must be shorter than the context.
+    """
 
     def __init__(self, network: Network, requests: Sequence[Request], limits: Limits):
         self.network = network
         self.ops = network.ops
         self.limits = limits
-        self.waiting = deque(r for r in requests if r.room(limits.context_length) > 0)
+        self.waiting = deque(requests)
         self.active: list[Request] = []
-        slots = min(limits.max_batch, len(self.waiting))
+        slots = min(limits.max_batch, len(requests))
         self.free_slots = list(range(slots))[::-1]
-        reach = (len(r.prompt) + min(r.room(limits.context_length), KVCache.BLOCK) for r in self.waiting)
-        longest = max(reach, default=1)
-        self.cache = KVCache(self.ops, limits.cache_shape, max(slots, 1), longest, limits.context_length)
+        reach = max(len(r.prompt) + min(r.room(limits.context_length), KVCache.BLOCK) for r in requests)
+        with self._memory_for(slots, reach):
+            self.cache = KVCache(self.ops, limits.cache_shape, slots, reach, limits.context_length)
+        self._work: Callable[[], Array] | None = None
 
     def __iter__(self) -> Iterator[Request]:
         while self.waiting or self.active:
             yield from self._admit()
             yield from self._decode()
+
+    def close(self) -> None:
+        """Give the memory back; nothing can be generated afterwards."""
+        self._work = None
+        self.cache.close()
 
     # -- schedule -------------------------------------------------------------------------------------------------
 
@@ -106,10 +131,8 @@ class Generation:
         while self.waiting and self.free_slots:
             request = self.waiting.popleft()
             request.slot = self.free_slots.pop()
+            request.started = time.perf_counter()
             admitted.append(request)
-        now = time.perf_counter()
-        for request in admitted:
-            request.started = now
         while admitted:
             ready = self._prefill_chunk(admitted)
             admitted = [r for r in admitted if r not in ready]
@@ -122,6 +145,20 @@ class Generation:
         self.free_slots += [r.slot for r in self.active if r.finish_reason]
         self.active = [r for r in self.active if not r.finish_reason]
 
+    def _takes_another_step(self, group: list[Request], filled: int, under_way: int) -> bool:
+        """Whether a group goes on: a row needs another token, and no other group would be better.
+
+        ``filled`` is the cache's fullest row, ``under_way`` the steps whose tokens are not known yet. The rows of
+        finished requests go on idly, and fill the cache, until a quarter is idle, or a prompt waits for a slot, or the
+        cache would grow for them.
+        """
+        wanted = max((r.room(self.limits.context_length) for r in group if not r.finish_reason), default=0)
+        if wanted <= under_way or filled >= self.limits.context_length:
+            return False
+        finished = sum(r.finish_reason is not None for r in group)
+        crowded = bool(self.waiting) or finished * 4 >= len(group) or filled >= self.cache.capacity
+        return not (finished and crowded)
+
     # -- run ------------------------------------------------------------------------------------------------------
 
     def _prefill_chunk(self, requests: list[Request]) -> list[Request]:
@@ -130,68 +167,69 @@ class Generation:
         budget = self.limits.chunk
         for request in requests:
             take = min(budget, len(request.prompt) - request.prefilled)
-            if take == 0:
-                break
-            parts.append((request, take))
+            if take:
+                parts.append((request, take))
             budget -= take
-        self.cache.reserve(max(r.prefilled + n for r, n in parts))
+        self._reserve(max(r.prefilled + n for r, n in parts))
         tokens = np.concatenate([np.asarray(r.prompt[r.prefilled : r.prefilled + n], np.int32) for r, n in parts])
-        step = self._step(tokens, parts)
-        chosen = self.ops.fetch(self.ops.sample(self.network(step, self.cache), self._sampler([r for r, _ in parts])))()
-        ready = []
-        for (request, taken), token, logprob in zip(parts, chosen[0], chosen[1].view(np.float32), strict=True):
+        logits = self.network(self._step(tokens, parts), self.cache)
+        for request, taken in parts:
             request.prefilled += taken
-            if request.prefilled == len(request.prompt):
-                self._accept(request, int(token), float(logprob))
-                ready.append(request)
+        ready = [r for r, _ in parts if r.prefilled == len(r.prompt)]
+        if ready:
+            group = [r for r, _ in parts]
+            self._deliver(group, self.ops.fetch(self.ops.sample(logits, self._sampler(group)))(), ready)
         return ready
 
     def _decode(self) -> Iterator[Request]:
         """Decode the active requests together until enough of them have finished, or a waiting prompt can start."""
-        requests = list(self.active)
-        if not requests:
+        group = list(self.active)
+        if not group:
             return
-        step = self._step(np.array([r.tokens[-1] for r in requests], np.int32), [(r, 1) for r in requests])
-        sampler = self._sampler(requests)
-        filled = max(r.prefilled + len(r.tokens) - 1 for r in requests)
-        work: Callable[[], Array] | None = None
+        step = self._step(np.array([r.tokens[-1] for r in group], np.int32), [(r, 1) for r in group])
+        sampler = self._sampler(group)
+        filled = max(r.cached for r in group)
         under_way: deque[Callable[[], np.ndarray]] = deque()
         while True:
-            wanted = max((r.room(self.limits.context_length) for r in requests if not r.finish_reason), default=0)
-            if wanted > len(under_way) and not self._should_regroup(requests):
+            if self._takes_another_step(group, filled, len(under_way)):
                 filled += 1
-                if self.cache.reserve(min(filled, self.limits.context_length)) or work is None:
+                if filled > self.cache.capacity:
+                    self._work = None  # a recording has the cache's old place in it
+                    self._reserve(filled)
+                if self._work is None:
                     step.reach = self.cache.capacity
-                    work = self.ops.repeated(lambda: self.ops.sample(self.network(step, self.cache), sampler, step))
-                under_way.append(self.ops.fetch(work()))
+                    self._work = self.ops.repeated(
+                        lambda: self.ops.sample(self.network(step, self.cache), sampler, step)
+                    )
+                under_way.append(self.ops.fetch(self._work()))
                 if len(under_way) <= self.ops.lookahead:
                     continue
             elif not under_way:
                 break
-            chosen = under_way.popleft()()
-            for request, token, logprob in zip(requests, chosen[0], chosen[1].view(np.float32), strict=True):
-                if not request.finish_reason:
-                    self._accept(request, int(token), float(logprob))
-                    yield request
+            running = [r for r in group if not r.finish_reason]
+            self._deliver(group, under_way.popleft()(), running)
+            yield from running
+        self._work = None
         self._release()
 
-    def _should_regroup(self, requests: list[Request]) -> bool:
-        """Whether to stop decoding this group: someone waits for a slot, or many of its rows are idle."""
-        finished = sum(r.finish_reason is not None for r in requests)
-        return finished > 0 and (bool(self.waiting) or finished * 4 >= len(requests))
-
-    def _accept(self, request: Request, token: int, logprob: float) -> None:
-        if token < 0:
-            position = len(request.prompt) + len(request.tokens)
-            raise BminfError(f"prompt {request.index}: the model's logits are NaN at token {position}")
-        request.accept(token, logprob, self.limits.context_length)
+    def _deliver(self, group: list[Request], chosen: np.ndarray, receivers: list[Request]) -> None:
+        """Record a step's tokens and log-probabilities, int32 ``[2, B]`` as ``sample`` returns them."""
+        for request, token, logprob in zip(group, chosen[0], chosen[1].view(np.float32), strict=True):
+            if request not in receivers:
+                continue
+            if token < 0:
+                position = len(request.prompt) + len(request.tokens)
+                raise BminfError(
+                    f"prompt {request.index}: no token can be chosen at position {position}, because the model's "
+                    "logits there hold a NaN or an infinity"
+                )
+            request.accept(int(token), float(logprob), self.limits.context_length)
 
     # -- device arrays --------------------------------------------------------------------------------------------
 
     def _step(self, tokens: np.ndarray, parts: list[tuple[Request, int]]) -> Step:
         counts = [n for _, n in parts]
-        # A decoding request's newest token is not in the cache yet, its earlier ones are.
-        past = [r.prefilled + max(len(r.tokens) - 1, 0) for r, _ in parts]
+        past = [r.cached for r, _ in parts]
         array = self.ops.array
         return Step(
             tokens=array(tokens),
@@ -216,3 +254,20 @@ class Generation:
             for row, request in zip(state.counts, requests, strict=True):
                 np.add.at(row, request.tokens, 1)
         return state.map(self.ops.array)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def _reserve(self, tokens: int) -> None:
+        with self._memory_for(self.cache.slots, tokens):
+            self.cache.reserve(tokens)
+
+    @contextmanager
+    def _memory_for(self, slots: int, tokens: int) -> Iterator[None]:
+        """Say what the memory was for, where there is not enough."""
+        try:
+            yield
+        except MemoryError as error:
+            raise OutOfMemory(
+                f"no room for {tokens:,} tokens of {slots} sequences in the key-value cache: {error}. Generate fewer "
+                "tokens, or fewer sequences at a time (max_batch)"
+            ) from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,17 +16,15 @@ from .. import backend, models
 from ..backend.base import Backend
 from ..backend.values import Array, Step
 from ..checkpoint.reader import open_checkpoint
-from ..errors import BminfError, UsageError
+from ..errors import CheckpointError, UsageError, listed
 from ..layers.cache import KVCache
 from .chat import ChatTemplate
-from .detokenizer import Detokenizer
 from .generation import Generation, Limits, Network, Request
-from .result import Piece, Result, Timings
+from .prompts import EncodedPrompt, Message, Prompt, checked_ids, is_batch, is_conversation
+from .result import Piece, Result
 from .sampling import SamplingParams
-from .stop import StopMatcher
+from .text import TextStream
 from .tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 def load(
@@ -43,8 +43,7 @@ def load(
         config = architecture.parse(checkpoint.config)
         spec = architecture.spec(config)
         checkpoint.validate(spec)
-        has_tokenizer = (checkpoint.path / "tokenizer.json").is_file()
-        tokenizer = Tokenizer.load(checkpoint.path, config.vocab_size) if has_tokenizer else None
+        eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, config.vocab_size)
         ops = backend.create(device, memory_limit)
         try:
             network = architecture.Model(config, checkpoint.weights(spec), ops)
@@ -52,27 +51,34 @@ def load(
             ops.close()
             raise
         limits = Limits(config.context_length, config.vocab_size, config.cache_shape, max_batch)
-        return Model(network, config, limits, tokenizer, checkpoint.generation_config, ops)
+        return Model(network, limits, checkpoint.path, checkpoint.generation_config, eos_ids)
 
 
 class Model:
-    """A model on its device. Close it, or use it as a context manager, to give the device's memory back."""
+    """A model on its device. Close it, or use it as a context manager, to give the device's memory back.
+
+    Several streams may be under way at the same time, in one thread. ``folder`` is where the tokenizer's files are:
+    they are read when text first needs them, and a model without them takes and gives token ids. ``generation_config``
+    holds the defaults of sampling; ``eos_ids`` are the tokens that end a completion, None for the tokenizer's.
+    """
 
     def __init__(
         self,
         network: Network,
-        config: Any,
         limits: Limits,
-        tokenizer: Tokenizer | None,
-        generation_config: dict[str, Any],
-        ops: Backend,
+        folder: Path | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+        eos_ids: frozenset[int] | None = None,
     ):
         self.network = network
-        self.config = config
         self.limits = limits
-        self.generation_config = generation_config
-        self.ops = ops
-        self._tokenizer = tokenizer
+        self.folder = folder
+        self.generation_config = generation_config or {}
+        self.ops: Backend = network.ops
+        self._configured_eos_ids = eos_ids
+        self._tokenizer: Tokenizer | None = None
+        self._template: ChatTemplate | None = None
+        self._closed = False
 
     @property
     def device(self) -> str:
@@ -81,18 +87,30 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer; ``UsageError`` if it has none, and only token ids work."""
+        """The checkpoint's tokenizer; ``CheckpointError`` if its files are missing or wrong."""
         if self._tokenizer is None:
-            raise UsageError("the checkpoint has no tokenizer.json: give prompts as lists of token ids")
+            if self.folder is None:
+                raise UsageError("this model was made without a tokenizer: give prompts as lists of token ids")
+            self._tokenizer = Tokenizer.load(self.folder, self.limits.vocab_size)
         return self._tokenizer
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end a completion: the configuration's, else the tokenizer's."""
+        if self._configured_eos_ids is not None:
+            return self._configured_eos_ids
+        return self.tokenizer.eos_ids if self._has_tokenizer else frozenset()
 
     def describe(self) -> str:
         """The device in words."""
         return self.ops.describe()
 
     def close(self) -> None:
-        """Give the device's memory back; the model cannot be used afterwards."""
-        self.ops.close()
+        """Give the device's memory back; the model, and streams that are under way, cannot be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._template = None
+            self.ops.close()
 
     def __enter__(self) -> Model:
         return self
@@ -103,68 +121,109 @@ class Model:
     # -- text -----------------------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompt: str, **options: Any) -> Result: ...
+    def generate(self, prompt: str | EncodedPrompt, **options: Any) -> Result: ...
     @overload
-    def generate(self, prompt: Sequence[int], **options: Any) -> Result: ...
+    def generate(self, prompt: Sequence[int] | Sequence[Message], **options: Any) -> Result: ...
     @overload
-    def generate(self, prompt: Sequence[str] | Sequence[Sequence[int]], **options: Any) -> list[Result]: ...
+    def generate(self, prompt: Sequence[Prompt], **options: Any) -> list[Result]: ...
     def generate(self, prompt: Any, **options: Any) -> Result | list[Result]:
-        """Complete a prompt (text or token ids), or a list of prompts; a list in gives a list out, in its order.
+        """Complete a prompt, or a list of prompts: a :data:`Prompt` gives a result, a list gives a list in its order.
 
-        ``options`` are those of :class:`SamplingParams` (defaults from the checkpoint's ``generation_config.json``)
-        and ``add_special_tokens`` (True): whether the tokenizer may put its begin-of-text token before the prompt.
+        A prompt is text, a list of token ids, a list of messages (``{"role": "user", "content": ...}``) to answer, or
+        what :meth:`encode` returned. ``options`` are those of :class:`SamplingParams` (defaults from the checkpoint's
+        ``generation_config.json``) and ``add_special_tokens``, see :meth:`encode`. Prompts of one list draw
+        differently with the same seed. Raises ``UsageError`` for wrong arguments, all wrong prompts at once;
+        ``CheckpointError`` for wrong tokenizer files; ``OutOfMemory``, after which fewer or shorter prompts may fit.
         """
-        results = {p.index: p.result for p in self.stream(prompt, **options) if p.result is not None}
+        with closing(self.stream(prompt, **options)) as pieces:
+            results = {piece.index: piece.result for piece in pieces if piece.result is not None}
         ordered = [results[i] for i in range(len(results))]
         return ordered if is_batch(prompt) else ordered[0]
 
-    def stream(self, prompt: Any, *, add_special_tokens: bool = True, **options: Any) -> Iterator[Piece]:
-        """Like :meth:`generate`, piece by piece as the text appears. Arguments are checked before the first piece."""
-        params = SamplingParams.from_checkpoint(self.generation_config, **options)
-        prompts = list(prompt) if is_batch(prompt) else [prompt]
-        requests = [self._request(i, p, params, add_special_tokens) for i, p in enumerate(prompts)]
-        return self._run(requests, wants_text=any(isinstance(p, str) for p in prompts) or bool(params.stop))
+    def stream(
+        self, prompt: Any, *, add_special_tokens: bool = True, **options: Any
+    ) -> Generator[Piece, None, None]:
+        """Like :meth:`generate`, piece by piece as the text appears. Arguments are checked before the first piece.
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt for a conversation, by the checkpoint's chat template; encode it without special tokens.
-
-        Each message has a ``role`` and a ``content``.
+        Closing the stream ends generation and gives its memory back.
         """
-        source = self.tokenizer.chat_template
-        if source is None:
-            raise UsageError("this checkpoint has no chat template: give a plain prompt instead of messages")
-        template = ChatTemplate(source, self.tokenizer.bos_token, self.tokenizer.eos_token)
-        return template.render(list(messages), add_generation_prompt=True)
+        self._require_open()
+        params = SamplingParams.from_checkpoint(self.generation_config, **options)
+        encoded = self._encode_all(list(prompt) if is_batch(prompt) else [prompt], add_special_tokens, is_batch(prompt))
+        tokenizer = self.tokenizer if params.stop or self._has_tokenizer else None
+        requests = [Request(i, p.token_ids, seeded(params), self.eos_ids) for i, p in enumerate(encoded)]
+        texts = [
+            TextStream(tokenizer, r, p.token_ids if p.continues else ()) for r, p in zip(requests, encoded, strict=True)
+        ]
+        return self._run(requests, texts)
 
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> Request:
-        ids = self.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
-        name = f"prompt {index}"
+    def encode(self, prompt: Any, add_special_tokens: bool = True) -> EncodedPrompt:
+        """A prompt's tokens, checked: one at least, and so many that a new one fits the model's context.
+
+        ``add_special_tokens`` lets the tokenizer frame a text as the checkpoint does (begin-of-text before it). Raises
+        ``UsageError`` for a wrong prompt, ``CheckpointError`` if text needs a tokenizer and there is none.
+        """
+        ids: Sequence[int]
+        continues = True
+        if isinstance(prompt, EncodedPrompt):
+            ids, continues = prompt.token_ids, prompt.continues
+        elif isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special_tokens)
+        elif is_conversation(prompt):
+            ids, continues = self.tokenizer.encode(self.chat(prompt), add_special_tokens=False), False
+        else:
+            ids = prompt
+        ids = checked_ids(ids, self.limits.vocab_size)
+        context = self.limits.context_length
         if not ids:
-            raise UsageError(f"{name} is empty: give at least one token")
-        self._check_ids(ids, name)
-        if len(ids) >= self.limits.context_length:
+            raise UsageError("the prompt is empty: give at least one token")
+        if len(ids) >= context:
             raise UsageError(
-                f"{name} has {len(ids):,} tokens, but the model's context is {self.limits.context_length:,} and a new "
-                f"token must fit: shorten the prompt by {len(ids) - self.limits.context_length + 1:,}"
+                f"the prompt has {len(ids):,} tokens, but the model's context is {context:,} and a new token must fit: "
+                f"shorten the prompt by {len(ids) - context + 1:,}"
             )
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        return Request(index, ids, replace(params, seed=seed), self._eos_ids())
+        return EncodedPrompt(ids, continues)
 
-    def _check_ids(self, ids: Sequence[int], name: str) -> None:
-        bad = [i for i in ids if not 0 <= i < self.limits.vocab_size]
-        if bad:
-            raise UsageError(f"{name} has token id {bad[0]}, but the vocabulary is 0..{self.limits.vocab_size - 1}")
+    def chat(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The text of a conversation by the checkpoint's chat template, special tokens included.
 
-    def _eos_ids(self) -> frozenset[int]:
-        configured = self.generation_config.get("eos_token_id")
-        if configured is None:
-            return frozenset(self._tokenizer.eos_ids if self._tokenizer else ())
-        return frozenset(configured if isinstance(configured, list) else [configured])
+        ``variables`` are passed to the template (``tools``, ``enable_thinking``, ...). Encode the text without
+        ``add_special_tokens``. Raises ``UsageError`` if there is no template, or for messages that it refuses.
+        """
+        if self._template is None:
+            tokenizer = self.tokenizer
+            if tokenizer.chat_template is None:
+                raise UsageError("this checkpoint has no chat template: give a plain prompt instead of messages")
+            self._template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+        return self._template.render(messages, add_generation_prompt=True, **variables)
 
-    def _run(self, requests: list[Request], wants_text: bool) -> Iterator[Piece]:
-        texts = [TextStream(self.tokenizer if wants_text else self._tokenizer, r) for r in requests]
-        for request in Generation(self.network, requests, self.limits):
-            yield texts[request.index].take()
+    def _encode_all(self, prompts: list[Any], add_special_tokens: bool, numbered: bool) -> list[EncodedPrompt]:
+        encoded, problems = [], []
+        for i, prompt in enumerate(prompts):
+            try:
+                encoded.append(self.encode(prompt, add_special_tokens))
+            except UsageError as error:  # noqa: PERF203, the others' problems are wanted too
+                problems.append(f"prompt {i}: {error}" if numbered else str(error))
+        if problems:
+            raise UsageError(problems[0] if len(problems) == 1 else listed(f"{len(prompts)} prompts", problems))
+        return encoded
+
+    def _run(self, requests: list[Request], texts: list[TextStream]) -> Generator[Piece, None, None]:
+        if not requests:
+            return
+        self._require_open()
+        with closing(Generation(self.network, requests, self.limits)) as generation:
+            for request in generation:
+                yield texts[request.index].take()
+                self._require_open()
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        return self._tokenizer is not None or (self.folder is not None and (self.folder / "tokenizer.json").is_file())
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("the model is closed: load it again")
 
     # -- tensors --------------------------------------------------------------------------------------------------
 
@@ -172,21 +231,18 @@ class Model:
         """Logits after each token: fp32 ``[tokens, vocab]``.
 
         A NumPy array, or with ``device`` the backend's own array, not copied to the host (a CuPy array on a GPU, which
-        other libraries take through DLPack).
+        other libraries take through DLPack). Raises ``UsageError`` for ids outside of the vocabulary or the context.
         """
-        ids = np.asarray(token_ids, np.int32)
-        if ids.ndim != 1 or not 0 < len(ids) <= self.limits.context_length:
-            raise UsageError(
-                f"logits needs a list of 1 to {self.limits.context_length:,} token ids, "
-                f"not an array of shape {ids.shape}"
-            )
-        self._check_ids(ids.tolist(), "token_ids")
-        cache = KVCache(self.ops, self.limits.cache_shape, 1, len(ids), self.limits.context_length)
-        if device:
-            return self._logits(ids, 0, cache)
-        starts = range(0, len(ids), self.limits.chunk)
-        chunks = (self._logits(ids[i : i + self.limits.chunk], i, cache) for i in starts)
-        return np.concatenate([self.ops.host(logits) for logits in chunks])
+        self._require_open()
+        ids = np.array(checked_ids(token_ids, self.limits.vocab_size), np.int32)
+        if not 0 < len(ids) <= self.limits.context_length:
+            raise UsageError(f"logits takes 1 to {self.limits.context_length:,} token ids, not {len(ids):,}")
+        chunk = self.limits.chunk
+        with closing(KVCache(self.ops, self.limits.cache_shape, 1, len(ids), self.limits.context_length)) as cache:
+            if device:
+                return self._logits(ids, 0, cache)
+            chunks = (self._logits(ids[i : i + chunk], i, cache) for i in range(0, len(ids), chunk))
+            return np.concatenate([self.ops.host(logits) for logits in chunks])
 
     def _logits(self, ids: np.ndarray, past: int, cache: KVCache) -> Array:
         def array(*values: int) -> Array:
@@ -197,62 +253,27 @@ class Model:
         return self.network(step, cache, all_logits=True)
 
 
-class TextStream:
-    """Turns one request's tokens into text, and ends the request at a stop string."""
+def configured_eos_ids(
+    generation_config: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int
+) -> frozenset[int] | None:
+    """The ``eos_token_id`` (an id or a list) of ``generation_config.json``, else of ``config.json``, else None.
 
-    def __init__(self, tokenizer: Tokenizer | None, request: Request):
-        self.request = request
-        self.detokenizer = Detokenizer(tokenizer) if tokenizer else None
-        self.matcher = StopMatcher(request.params.stop)
-        self.seen = 0
-        self.text = ""
-
-    def take(self) -> Piece:
-        """The piece for the tokens that have come since the last call."""
-        request = self.request
-        new, self.seen = request.tokens[self.seen :], len(request.tokens)
-        text, stopped = self._feed(new)
-        if stopped:
-            request.finish_reason = "stop"
-        elif request.finish_reason and self.detokenizer:
-            text += self._finish()
-        self.text += text
-        result = self._result() if request.finish_reason else None
-        return Piece(request.index, text, new, request.finish_reason, result)
-
-    def _feed(self, tokens: list[int]) -> tuple[str, bool]:
-        if self.detokenizer is None:
-            return "", False
-        return self.matcher.push("".join(map(self.detokenizer.push, tokens)))
-
-    def _finish(self) -> str:
-        assert self.detokenizer is not None
-        text, stopped = self.matcher.push(self.detokenizer.flush())
-        if stopped:
-            self.request.finish_reason = "stop"
-            return text
-        return text + self.matcher.flush()
-
-    def _result(self) -> Result:
-        request = self.request
-        if request.finish_reason is None:
-            raise BminfError("the request has not finished")
-        timings = Timings(
-            len(request.prompt),
-            len(request.tokens),
-            request.first_token - request.started,
-            request.last_token - request.first_token,
-        )
-        return Result(
-            self.text,
-            list(request.tokens),
-            request.finish_reason,
-            len(request.prompt),
-            timings,
-            list(request.logprobs) if request.params.logprobs else None,
-        )
+    Raises ``CheckpointError`` for what is no id of the vocabulary.
+    """
+    for name, values in (("generation_config.json", generation_config), ("config.json", config)):
+        value = values.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size]
+        if wrong:
+            raise CheckpointError(
+                f"{name}: eos_token_id is {value!r}, but must be a token id from 0 to {vocab_size - 1}, or a list"
+            )
+        return frozenset(ids)
+    return None
 
 
-def is_batch(prompt: Any) -> bool:
-    """Whether ``prompt`` is several prompts: a list of texts or of lists, not a text or a list of token ids."""
-    return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (int, np.integer))
+def seeded(params: SamplingParams) -> SamplingParams:
+    """``params`` with a seed: a random one if there is none."""
+    return params if params.seed is not None else replace(params, seed=secrets.randbits(64))

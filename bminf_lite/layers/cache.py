@@ -31,17 +31,28 @@ class KVCache:
         self.slots = slots
         self.limit = limit
         self.capacity = self._rounded(capacity)
-        self.layers: list[LayerCache] = [
-            ops.layer_cache(slots, shape.kv_heads, self.capacity, shape.head_dim) for _ in range(shape.layers)
-        ]
+        self.layers: list[LayerCache] = []
+        try:
+            for _ in range(shape.layers):
+                self.layers.append(ops.layer_cache(slots, shape.kv_heads, self.capacity, shape.head_dim))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the memory back now, also if a traceback or a caller still refers to the cache or to its layers."""
+        for layer in self.layers:
+            layer.keys = layer.values = None
+        self.layers.clear()
 
     def reserve(self, tokens: int) -> bool:
         """Make room for ``tokens`` per slot; returns whether the cache moved. Grows by half at least, by layer."""
         if tokens <= self.capacity:
             return False
-        self.capacity = self._rounded(max(tokens, min(self.limit, self.capacity * 3 // 2)))
+        capacity = self._rounded(max(tokens, min(self.limit, self.capacity * 3 // 2)))
         for layer in self.layers:
-            self.ops.grow(layer, self.capacity)
+            self.ops.grow(layer, capacity)
+        self.capacity = capacity
         return True
 
     def _rounded(self, tokens: int) -> int:

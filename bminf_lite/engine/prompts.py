@@ -1,0 +1,51 @@
+"""Prompts as callers give them: text to continue, token ids, or a conversation to answer; one of them or a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import UsageError
+
+Message = dict[str, Any]
+"""A ``role``, as a rule a ``content``, and whatever else the chat template reads."""
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt in tokens, checked.
+
+    ``continues`` says how the completion reads: as the continuation of the prompt's text, where a first word keeps the
+    space before it, or, after a conversation, as a text of its own.
+    """
+
+    token_ids: tuple[int, ...]
+    continues: bool = True
+
+
+Prompt = str | Sequence[int] | Sequence[Message] | EncodedPrompt
+
+
+def is_batch(prompt: Any) -> bool:
+    """Whether ``prompt`` is a list of prompts and not one: a list of texts, of lists, of conversations, or empty."""
+    if isinstance(prompt, (str, bytes)) or not isinstance(prompt, (Sequence, np.ndarray)):
+        return False
+    return len(prompt) == 0 or not isinstance(prompt[0], (int, np.integer, dict))
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Whether ``prompt`` is a list of messages."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)
+
+
+def checked_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
+    """Token ids as Python integers; ``UsageError`` for what is no list of ids, or outside of the vocabulary."""
+    if isinstance(token_ids, bytes) or not isinstance(token_ids, (Sequence, np.ndarray)):
+        raise UsageError(f"a prompt is text, token ids or messages, but this one is {type(token_ids).__name__}")
+    for position, i in enumerate(token_ids):
+        if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < vocab_size:
+            raise UsageError(f"token {position} is {i!r}, but a token id is a whole number from 0 to {vocab_size - 1}")
+    return tuple(map(int, token_ids))
