@@ -171,12 +171,17 @@ def test_every_bad_line_of_a_file_of_prompts_is_told(model: Path, tmp_path: Path
 
 def test_every_prompt_of_a_file_that_cannot_be_encoded_is_told(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": ""}\n{"prompt": "fine"}\n{"prompt": "\\ud800", "id": "half"}\n')
+    wrong = {"half": "\ud800", "long": "x" * 200}
+    lines = [{"prompt": ""}, {"prompt": "fine"}, *({"prompt": text, "id": name} for name, text in wrong.items())]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
     result = generate(model, "--prompts", str(prompts))
     assert result.exit_code == 2
     assert "prompt 1: " in result.stderr
     assert "prompt half: " in result.stderr
     assert "surrogate" in result.stderr
+    assert "prompt long: " in result.stderr
+    assert "201" in result.stderr
+    assert "128" in result.stderr
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
