@@ -78,8 +78,8 @@ class Operations:
         gain, shift, eps = norm_arguments(norm)
         self._kernel("matvec.cu", expression, "pppfppppiii")(
             grid, MATVEC_THREADS,
-            (x.data.ptr, gain, shift, eps, weight.matrix.data.ptr, address(weight.scale), address(weight.bias), out.data.ptr,
-             n, weight.in_features, pitch),
+            (x.data.ptr, gain, shift, eps, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
+             out.data.ptr, n, weight.in_features, pitch),
             shared=(RING_BYTES if self.bulk_copies else 0) + pitch + 4 * rows,
             stream=self.stream, dependent=True,
         )  # fmt: skip
@@ -96,8 +96,8 @@ class Operations:
         grid = min(2 * self.multiprocessors, ceil_div(outputs, MATVEC_WARPS))
         self._kernel("matvec_float.cu", expression, "pqppfppppqiii")(
             (grid, x.shape[0]), MATVEC_THREADS,
-            (x.data.ptr, pitch_of(x), gain, shift, eps, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
-             out.data.ptr, pitch_of(out), weight.out_features, weight.in_features, weight.pitch),
+            (x.data.ptr, pitch_of(x), gain, shift, eps, weight.matrix.data.ptr, address(weight.scale),
+             address(weight.bias), out.data.ptr, pitch_of(out), weight.out_features, weight.in_features, weight.pitch),
             shared=2 * weight.pitch, stream=self.stream, dependent=True,
         )  # fmt: skip
 
