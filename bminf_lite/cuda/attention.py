@@ -1,7 +1,8 @@
 """Attention over the key-value cache for steps with several new tokens per sequence.
 
-The kernel multiplies on the tensor cores, tile by tile, and keeps no scores in memory; ``src/attention_prefill.cu``
-says how. It is a template over the size of a head and of its tiles, compiled when a model first needs it.
+The kernels multiply on the tensor cores, tile by tile, and keep no scores in memory; ``src/attention_prefill.cu`` and
+``src/attention_prefill_hopper.cu`` say how. They are templates over the size of a head and of their tiles, compiled
+when a model first needs them.
 """
 
 from __future__ import annotations
@@ -10,40 +11,63 @@ import functools
 import math
 from dataclasses import dataclass
 
-from .driver import Device
+from .driver import Device, DeviceAttribute
 from .kernels import Kernel, Module
 
 WARP = 32
 MAX_HEAD_DIM = 256
+LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0))
+"""Compute capabilities whose multiprocessors have 164 KiB of shared memory or more; others from 8.6 on have 100."""
 _SIGNATURE = "pqpppqpppfiiiii"
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the kernel cuts its work: ``rows`` of queries a block, ``keys`` a tile, ``warps`` a block.
+    """One instantiation of a kernel: blocks of ``threads`` with ``shared`` bytes each work on ``rows`` of queries.
 
-    ``blocks`` is how many blocks a multiprocessor must have registers for.
+    A row is a query token under one of the heads that share a key-value head.
     """
 
+    source: str
+    expression: str
     rows: int
-    keys: int
-    warps: int
-    blocks: int
-
-    def expression(self, depth: int) -> str:
-        """The instantiation for heads padded to ``depth``."""
-        return f"bminf::attend_prefill<{depth}, {self.rows}, {self.keys}, {self.warps}, {self.blocks}>"
-
-    def shared(self, depth: int) -> int:
-        """Bytes of shared memory a block."""
-        return (self.rows + 2 * self.keys) * (depth + 8) * 2
+    threads: int
+    shared: int
 
 
-def tiling_for(compute_capability: tuple[int, int], depth: int) -> Tiling:
-    """The tiling for heads padded to ``depth`` columns."""
+def synchronous(depth: int, rows: int, keys: int, blocks: int) -> Tiling:
+    """For any GPU: four warps a block, registers for ``blocks`` a multiprocessor, ``keys`` at a time."""
+    return Tiling(
+        source="attention_prefill.cu",
+        expression=f"bminf::attend_prefill<{depth}, {rows}, {keys}, 4, {blocks}>",
+        rows=rows,
+        threads=4 * WARP,
+        shared=(rows + 2 * keys) * (depth + 8) * 2,
+    )
+
+
+def hopper(depth: int, rows: int, keys: int, stages: int = 2) -> Tiling:
+    """For compute capability 9.0: four warps for each 64 rows and four more, ``keys`` at a time, ``stages`` ahead."""
+    return Tiling(
+        source="attention_prefill_hopper.cu",
+        expression=f"bminf::attend_prefill_hopper<{depth}, {rows}, {keys}, {stages}>",
+        rows=rows,
+        threads=(rows // 64 + 1) * 4 * WARP,
+        shared=(rows + 2 * stages * keys) * depth * 2 + 1024,
+    )
+
+
+def tiling_for(compute_capability: tuple[int, int], depth: int, small: bool) -> Tiling:
+    """The tiling for heads padded to ``depth`` columns; ``small`` where 128 rows a block would leave the GPU idle."""
+    if compute_capability == (9, 0) and depth in (64, 128, 256):
+        return hopper(depth, rows=128, keys=64 if depth == 256 else 128)
     if depth > 128:  # the output alone takes half of a thread's registers
-        return Tiling(rows=64, keys=32 if compute_capability >= (8, 0) else 16, warps=4, blocks=1)
-    return Tiling(rows=64, keys=64, warps=4, blocks=2)
+        return synchronous(depth, rows=64, keys=32 if compute_capability >= (8, 0) else 16, blocks=1)
+    if depth > 64 and compute_capability >= (8, 0) and compute_capability not in LARGE_SHARED:
+        return synchronous(depth, rows=64, keys=48, blocks=2)
+    if small:
+        return synchronous(depth, rows=64, keys=64, blocks=2)
+    return synchronous(depth, rows=128, keys=64 if depth <= 64 else 32, blocks=2)
 
 
 class PrefillAttention:
@@ -51,6 +75,7 @@ class PrefillAttention:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         self._kernel = functools.cache(self._load)
 
     def launch(
@@ -71,18 +96,18 @@ class PrefillAttention:
         any sequence. ``scale`` is positive, ``heads`` a multiple of ``kv_heads``, ``window`` at least 1 or None, and
         ``head_dim`` at most ``MAX_HEAD_DIM``. ``dependent`` as in :class:`Kernel`.
         """
-        depth = -(-head_dim // 16) * 16
-        tiling = tiling_for(self._device.compute_capability, depth)
-        tiles = -(-longest * (heads // kv_heads) // tiling.rows)
-        self._kernel(tiling, depth)(
-            (tiles * kv_heads, count), tiling.warps * WARP,
+        depth, rows = -(-head_dim // 16) * 16, longest * (heads // kv_heads)
+        small = -(-rows // 128) * kv_heads * count < 2 * self._multiprocessors
+        tiling = tiling_for(self._device.compute_capability, depth, small)
+        tiles = -(-rows // tiling.rows)
+        self._kernel(tiling)(
+            (tiles * kv_heads, count), tiling.threads,
             (
                 q, q_pitch, keys, values, out, out_pitch, starts, past, slots,
                 scale * math.log2(math.e), window or 0, heads, kv_heads, head_dim, capacity,
             ),
-            shared=tiling.shared(depth), stream=stream, dependent=dependent,
+            shared=tiling.shared, stream=stream, dependent=dependent,
         )  # fmt: skip
 
-    def _load(self, tiling: Tiling, depth: int) -> Kernel:
-        expression = tiling.expression(depth)
-        return Module(self._device, "attention_prefill.cu", [expression]).kernel(expression, _SIGNATURE)
+    def _load(self, tiling: Tiling) -> Kernel:
+        return Module(self._device, tiling.source, [tiling.expression]).kernel(tiling.expression, _SIGNATURE)

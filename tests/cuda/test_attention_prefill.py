@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from bminf_lite.backend.base import attend
 from bminf_lite.cuda import attention, compiler
-from bminf_lite.cuda.attention import PrefillAttention, tiling_for
+from bminf_lite.cuda.attention import PrefillAttention, Tiling, tiling_for
 from bminf_lite.cuda.driver import Device
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -19,19 +20,26 @@ MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10
 DEPTHS = [16, 32, 64, 80, 96, 128, 192, 256]
 
 
+def tilings(capability: tuple[int, int], depths: Sequence[int]) -> set[Tiling]:
+    return {tiling_for(capability, depth, small) for depth in depths for small in (False, True)}
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiles_without_spills(capability: tuple[int, int], tmp_path: Path) -> None:
     arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
-    names = [tiling_for(capability, depth).expression(depth) for depth in DEPTHS]
-    usage = compiler.compile("attention_prefill.cu", arch, names, cache=tmp_path).usage
-    for name in names:
-        assert usage[name].spill_stores == usage[name].spill_loads == usage[name].stack == 0, name
+    names: dict[str, list[str]] = {}
+    for tiling in tilings(capability, DEPTHS):
+        names.setdefault(tiling.source, []).append(tiling.expression)
+    for source, expressions in names.items():
+        usage = compiler.compile(source, arch, expressions, cache=tmp_path).usage
+        for name in expressions:
+            assert usage[name].spill_stores == usage[name].spill_loads == usage[name].stack == 0, name
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_shared_memory_fits(capability: tuple[int, int]) -> None:
-    for depth in range(16, attention.MAX_HEAD_DIM + 1, 16):
-        assert tiling_for(capability, depth).shared(depth) <= MOST_SHARED[capability] << 10, depth
+    for tiling in tilings(capability, range(16, attention.MAX_HEAD_DIM + 1, 16)):
+        assert tiling.shared <= MOST_SHARED[capability] << 10, tiling
 
 
 @dataclass(frozen=True)
@@ -126,32 +134,41 @@ def check(case: Case, device: Device, seed: int = 0) -> None:
     assert (excess <= 0).all(), f"{case}: {(~(excess <= 0)).mean():.2%} of the output is wrong, by {np.nanmax(excess)}"
 
 
+@pytest.fixture(params=["chosen", "64 rows", "128 rows"])
+def gpu(request: pytest.FixtureRequest, cuda_device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The GPU, with the tiling that it would choose or with one for any GPU, of small or large blocks."""
+    if request.param != "chosen":
+        capability, small = min((8, 0), cuda_device.compute_capability), request.param == "64 rows"
+        monkeypatch.setattr(attention, "tiling_for", lambda _, depth, __: tiling_for(capability, depth, small))
+    return cuda_device
+
+
 RAGGED = {"new": (1, 70, 300, 2, 64, 129), "past": (40, 0, 17, 255, 64, 3)}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [8, 12, 16, 24, 31, 48, 64, 80, 96, 128, 160, 192, 256])
-def test_head_dims(head_dim: int, cuda_device: Device) -> None:
-    check(Case(**RAGGED, head_dim=head_dim), cuda_device)
+def test_head_dims(head_dim: int, gpu: Device) -> None:
+    check(Case(**RAGGED, head_dim=head_dim), gpu)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1), (7, 1), (71, 1)])
-def test_grouped_heads(heads: int, kv_heads: int, head_dim: int, cuda_device: Device) -> None:
-    check(Case(**RAGGED, heads=heads, kv_heads=kv_heads, head_dim=head_dim), cuda_device)
+def test_grouped_heads(heads: int, kv_heads: int, head_dim: int, gpu: Device) -> None:
+    check(Case(**RAGGED, heads=heads, kv_heads=kv_heads, head_dim=head_dim), gpu)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [48, 128])
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200, 100_000])
-def test_windows(window: int, head_dim: int, cuda_device: Device) -> None:
-    check(Case(**RAGGED, window=window, head_dim=head_dim), cuda_device)
+def test_windows(window: int, head_dim: int, gpu: Device) -> None:
+    check(Case(**RAGGED, window=window, head_dim=head_dim), gpu)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(12))
-def test_random_steps(seed: int, cuda_device: Device) -> None:
+def test_random_steps(seed: int, gpu: Device) -> None:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 9))
     new = tuple(int(n) for n in rng.integers(1, 301, count))
@@ -160,21 +177,21 @@ def test_random_steps(seed: int, cuda_device: Device) -> None:
     window = int(rng.integers(1, 400)) if rng.integers(2) else None
     head_dim = int(rng.choice([16, 64, 80, 128]))
     case = Case(new, past, kv_heads * int(rng.integers(1, 5)), kv_heads, head_dim, window, sharpness=8.0)
-    check(case, cuda_device, seed)
+    check(case, gpu, seed)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_long_prompt(head_dim: int, cuda_device: Device) -> None:
-    check(Case((2048,), (0,), head_dim=head_dim), cuda_device)
-    check(Case((2048, 5), (100, 0), head_dim=head_dim, window=700), cuda_device)
+def test_a_long_prompt(head_dim: int, gpu: Device) -> None:
+    check(Case((2048,), (0,), head_dim=head_dim), gpu)
+    check(Case((2048, 5), (100, 0), head_dim=head_dim, window=700), gpu)
 
 
 @pytest.mark.gpu
-def test_a_nan_stays_in_its_sequence_and_its_heads(cuda_device: Device) -> None:
+def test_a_nan_stays_in_its_sequence_and_its_heads(gpu: Device) -> None:
     problem = Problem(Case((80, 90), (0, 30), head_dim=128), 0)
     problem.keys[problem.slots[1], 1, 100, 7] = np.nan
-    bad = np.isnan(problem.compute(cuda_device)).any(axis=-1)
+    bad = np.isnan(problem.compute(gpu)).any(axis=-1)
     want = np.zeros_like(bad)
     want[80 + 100 - 30 :, 2:] = True
     assert (bad == want).all()

@@ -1,0 +1,205 @@
+// What the prefill kernels share: which rows and keys a block works on, masks, and the running softmax.
+//
+// A block owns a tile of rows of one key-value head of one sequence. The query heads that share a key-value head are
+// packed into the rows: row r is query token r / group under head r % group. So grouped heads fill a tile even where
+// there are few tokens, and a tile's rows lie close in position, which leaves little to mask.
+//
+// Scores s[n][j] and outputs o[n][j] of 16 rows lie in a warp's registers as the tensor cores leave them: of the rows a
+// thread holds lane / 4 and that plus 8, and of each 8 columns n two from lane % 4 * 2 on, so j = 0..3 are {row, column},
+// {row, column + 1}, {row + 8, column}, {row + 8, column + 1}.
+#pragma once
+#include "common.cuh"
+
+namespace bminf {
+
+// Sequence b owns tokens starts[b] to starts[b + 1], which stand at positions from past[b] on and in cache slot slots[b].
+// D is head_dim padded to a multiple of 16.
+struct Prefill {
+    const __half* q;  // [T, heads, D], q_pitch elements from token to token
+    long long q_pitch;
+    const __half* keys;    // [slots, kv_heads, capacity, D]
+    const __half* values;  // the same
+    __half* out;           // [T, heads * head_dim], out_pitch elements from token to token
+    long long out_pitch;
+    const int* starts;
+    const int* past;
+    const int* slots;
+    float scale;  // of the scores, times log2(e); positive
+    int window;   // how many keys a query sees; 0 for all up to its own
+    int heads, kv_heads, head_dim, capacity;
+};
+
+// What one block of grid (tiles of the longest sequence * kv_heads, sequences) works on.
+struct Work {
+    int first, rows, group;  // first row of the tile, rows of the sequence
+    int before, window;
+    int first_position, last_position;  // of the tile's rows
+    int begin, end;  // keys that any of them sees; begin is a multiple of KEYS
+    const __half* q;  // of the first token, this key-value head
+    const __half* keys;
+    const __half* values;
+    __half* out;
+
+    __device__ __forceinline__ int position(int row) const { return before + row / group; }
+};
+
+// Returns false for a block that has nothing to do.
+template <int D, int ROWS, int KEYS>
+__device__ __forceinline__ bool find_work(const Prefill& p, Work& work) {
+    const int head = blockIdx.x % p.kv_heads, sequence = blockIdx.y, start = p.starts[sequence];
+    work.group = p.heads / p.kv_heads;
+    work.rows = (p.starts[sequence + 1] - start) * work.group;
+    // The last tile sees the most keys, so it starts first.
+    work.first = ((work.rows + ROWS - 1) / ROWS - 1 - static_cast<int>(blockIdx.x) / p.kv_heads) * ROWS;
+    if (work.first < 0) return false;
+    work.before = p.past[sequence], work.window = p.window;
+    work.first_position = work.position(work.first);
+    work.last_position = work.position(min(work.first + ROWS, work.rows) - 1);
+    work.begin = p.window ? max(0, work.first_position - p.window + 1) / KEYS * KEYS : 0;
+    work.end = work.last_position + 1;
+    const size_t cached = (static_cast<size_t>(p.slots[sequence]) * p.kv_heads + head) * p.capacity * D;
+    work.keys = p.keys + cached, work.values = p.values + cached;
+    work.q = p.q + start * p.q_pitch + head * work.group * D;
+    work.out = p.out + start * p.out_pitch + head * work.group * p.head_dim;
+    return true;
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// 16 bytes from global to shared memory, or zeros.
+__device__ __forceinline__ void copy16(__half* target, const __half* source, bool valid) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 ::"r"(shared_address(target)), "l"(source), "r"(valid ? 16 : 0) : "memory");
+#else
+    *reinterpret_cast<uint4*>(target) = valid ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+#endif
+}
+
+// Until this thread's copies have arrived.
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ unsigned pack(float a, float b) {
+    const __half2 pair = __floats2half2_rn(a, b);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// Whether some row of the tile does not see some of `count` keys from `key` on.
+__device__ __forceinline__ bool any_hidden(const Work& work, int key, int count) {
+    return key + count - 1 > work.first_position || (work.window && key <= work.last_position - work.window);
+}
+
+// A thread's two rows: their positions, and their running softmax. Each of the four threads that share a row keeps the
+// part of its total that it summed.
+struct Rows {
+    int position[2];
+    float top[2], total[2];
+};
+
+// first: of the warp's 16 rows.
+__device__ __forceinline__ Rows start_rows(const Work& work, int first) {
+    const int row = first + threadIdx.x % WARP / 4;
+    return {{work.position(row), work.position(row + 8)}, {-INF_F, -INF_F}, {0.0f, 0.0f}};
+}
+
+// Scores of keys from `key` on become -inf where a row does not see a key.
+template <int N>
+__device__ __forceinline__ void hide(float (&s)[N][4], const Rows& rows, int key, int window) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int last = rows.position[h] - key - static_cast<int>(threadIdx.x) % 4 * 2, before = window ? last - window : -1;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) if (n * 8 + j > last || n * 8 + j <= before) s[n][2 * h + j] = -INF_F;
+    }
+}
+
+// Scores become weights relative to the largest score so far. shrink: what sums made before must be multiplied by.
+template <int N>
+__device__ __forceinline__ void soften(Rows& rows, float (&s)[N][4], float (&shrink)[2], float scale) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float top = rows.top[h];
+#pragma unroll
+        for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
+        top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
+        // A row that has seen no key yet has -inf, from which nothing can be subtracted.
+        const float shift = top == -INF_F ? 0.0f : top * scale;
+        shrink[h] = exp2_fast(rows.top[h] * scale - shift);
+        float total = 0.0f;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int j = 2 * h; j < 2 * h + 2; ++j) {
+                s[n][j] = exp2_fast(s[n][j] * scale - shift);
+                total += s[n][j];
+            }
+        rows.top[h] = top, rows.total[h] = rows.total[h] * shrink[h] + total;
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void multiply_rows(float (&o)[N][4], const float (&by)[2]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) o[n][j] *= by[j / 2];
+}
+
+// Divides by the softmax's total; a row that sees nothing becomes zeros.
+template <int N>
+__device__ __forceinline__ void normalise(float (&o)[N][4], const Rows& rows) {
+    float inverse[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float total = rows.total[h];
+        total += __shfl_xor_sync(FULL, total, 1);
+        total += __shfl_xor_sync(FULL, total, 2);
+        inverse[h] = total == 0.0f ? 0.0f : 1.0f / total;
+    }
+    multiply_rows(o, inverse);
+}
+
+// Weights of 16 rows and of keys 16 * k to 16 * k + 15, rounded to fp16, as the left operand of a product.
+template <int N>
+__device__ __forceinline__ void weights(unsigned (&a)[4], const float (&s)[N][4], int k) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) a[j] = pack(s[2 * k + j / 2][j % 2 * 2], s[2 * k + j / 2][j % 2 * 2 + 1]);
+}
+
+// Eight queries from `column` on of one of the sequence's rows, or zeros.
+template <int D>
+__device__ __forceinline__ void copy_query(__half* target, const Work& work, long long pitch, int row, int column) {
+    const int token = row / work.group;
+    const bool valid = row < work.rows;
+    copy16(target, valid ? work.q + token * pitch + (row - token * work.group) * D + column : work.q, valid);
+}
+
+// Eight outputs from `column` on of one of the sequence's rows, as far as the row has them.
+__device__ __forceinline__ void write8(const Work& work, const Prefill& p, int row, int column, const __half* eight) {
+    if (row >= work.rows) return;
+    const int token = row / work.group;
+    __half* const target = work.out + token * p.out_pitch + (row - token * work.group) * p.head_dim;
+    if (p.head_dim % 8 == 0) {
+        if (column < p.head_dim) *reinterpret_cast<uint4*>(target + column) = *reinterpret_cast<const uint4*>(eight);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) if (column + j < p.head_dim) target[column + j] = eight[j];
+    }
+}
+
+}  // namespace bminf
