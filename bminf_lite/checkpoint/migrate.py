@@ -220,8 +220,11 @@ def _checksums(files: list[Path], threads: int) -> Iterator[list[Future[SourceFi
 
 def _checksum(path: Path, stop: threading.Event) -> SourceFile:
     digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(1 << 20))
-    with open(path, "rb", buffering=0) as file:
-        while (count := file.readinto(buffer)) and not stop.is_set():
-            digest.update(buffer[:count])
-            size += count
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while (count := file.readinto(buffer)) and not stop.is_set():
+                digest.update(buffer[:count])
+                size += count
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     return SourceFile(path.name, size, digest.hexdigest())

@@ -53,7 +53,7 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(target, needed) from error
-        raise CheckpointError(f"{target}: cannot be written: {error.strerror}") from error
+        raise CheckpointError(f"{target}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
