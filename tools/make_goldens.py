@@ -46,8 +46,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-YARN_TUNED = YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3, "truncate": False}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_TUNED = YARN | {"beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.3, "truncate": False}
 YARN_MSCALE = YARN | {"mscale": 1.2, "mscale_all_dim": 0.8}
 
 

@@ -69,6 +69,16 @@ class Case:
         expected, magnitude = (np.concatenate(x) for x in zip(*results, strict=True))
         assert_close(out, expected, "attention", self.backend.activation_dtype, magnitude)
 
+    def check_cache(self) -> None:
+        """Keys are kept rotated to their position and rounded, values rounded."""
+        keys, values = self.backend.host(self.cache.keys), self.backend.host(self.cache.values)
+        for slot, model in enumerate(self.models):
+            for cached, expected in ((keys, model.keys), (values, model.values)):
+                if expected:
+                    expected = np.swapaxes(expected, 0, 1)
+                    actual = cached[slot, :, : expected.shape[1]]
+                    assert_close(actual, expected, "cached", self.backend.activation_dtype, np.abs(expected).max())
+
 
 @settings(max_examples=8)
 @given(SEEDS, st.data())
@@ -85,6 +95,7 @@ def test_histories_of_ragged_steps(backend, name, seed, data):
         if longest > case.cache.capacity:
             backend.grow(case.cache, longest + 3)
         case.check(counts, chosen)
+    case.check_cache()
 
 
 @pytest.mark.parametrize("tokens", [31, 32, 33, 63, 65, 127, 129, 257])

@@ -70,6 +70,12 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
         "a last bit of fp32 may round a query or a key the other way to fp16; weights may be rounded to fp16 before "
         "they multiply the values; the result is rounded", FP16_FLOOR,
     ),
+    ("cached", np.float32): Tolerance(
+        16 * FP32, 4 * FP32, "a norm and a rotation: two products and a sum, cosines within two units"
+    ),
+    ("cached", np.float16): Tolerance(
+        16 * FP32, 2 * FP16, "a last bit of fp32 may round a key the other way to fp16", FP16_FLOOR
+    ),
     ("logprob", np.float32): Tolerance(
         16 * FP32, 4 * FP32, "the logarithm of a sum of at most 2**18 exponentials, each within two units"
     ),

@@ -65,6 +65,21 @@ def test_yarn_keeps_short_waves_stretches_long_ones_and_scales_scores():
 
 
 @pytest.mark.parametrize(
+    ("more", "low", "high"),
+    [
+        ({}, 23, 40),  # 23.6 and 39.7, rounded outwards
+        ({"truncate": False}, 23.597, 39.651),
+        ({"beta_fast": 8, "beta_slow": 2}, 30, 37),
+    ],
+)
+def test_yarn_blends_between_two_dimensions(more, low, high):
+    """The dimension that turns ``beta`` times within the original context: equation 23 of the paper, head size 128."""
+    frequencies, _ = rope_frequencies(YARN | more, 128, 131072)
+    unscaled, ramp = plain(1e6, 128), np.clip((np.arange(64) - low) / (high - low), 0, 1)
+    np.testing.assert_allclose(frequencies, unscaled * (1 - ramp) + unscaled / 4 * ramp, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
     ("more", "scale"),
     [
         ({"attention_factor": 1.5}, 1.5),

@@ -85,10 +85,12 @@ def test_a_migrated_w8a16_checkpoint_means_the_same_to_transformers(golden, sour
     """Weights alone are quantized, so nothing is left to definition: fp32 rounding is the only difference."""
     bminf_lite.migrate(source, tmp_path / "out", recipe="w8a16")
     expected = make_goldens.logits_of(reopened(tmp_path / "out"), golden.tokens)
-    if golden.config.get("tie_word_embeddings"):
-        pytest.skip("this project quantizes a tied head when it loads it, transformers does not")
     with bminf_lite.load(tmp_path / "out", device="cpu") as model:
-        assert_close(model.logits(golden.tokens), expected, "logits", np.float32, np.abs(expected).max())
+        logits = model.logits(golden.tokens)
+    if golden.config.get("tie_word_embeddings"):  # quantized when loaded here, float there
+        assert relative(logits - expected, expected) < 0.02
+    else:
+        assert_close(logits, expected, "logits", np.float32, np.abs(expected).max())
 
 
 def test_a_migrated_w8a8_checkpoint_differs_by_the_definition_of_activation_scales_only(
