@@ -89,7 +89,7 @@ class CudaBackend(Backend):
         return f"{self.device.name} (compute capability {major}.{minor})"
 
     def memory(self) -> dict[str, int]:
-        names = ("used", "peak_used", "reserved", "peak_reserved", "limit", "allocations")
+        names = ("used", "peak_used", "reserved", "peak_reserved", "limit")
         return {name: getattr(self.arena, name) for name in names}
 
     def close(self) -> None:
@@ -269,10 +269,11 @@ class CudaBackend(Backend):
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
         if step.decoding:
-            splits = self.operations.decode_splits(spec, step)
-            parts = self.arrays.empty((step.count, spec.heads, splits, cache.keys.shape[3] + 2), np.float32)
-            arrived = self._zeros("arrived", step.count * spec.heads, np.int32)
-            self.operations.attend_one(self._half(qkv), spec, cache, step, parts, arrived, out)
+            split = self.operations.split_context(spec, step)
+            elements = split.part_elements(spec, step)
+            parts = self.arrays.empty((elements,), np.float32) if elements else None
+            arrived = self._zeros("arrived", step.count * spec.heads * split.cluster, np.int32)
+            self.operations.attend_one(self._half(qkv), spec, cache, step, split, parts, arrived, out)
             return out
         heads = qkv if isinstance(qkv, Product) else self._half(qkv)
         q = self.arrays.empty((qkv.shape[0], spec.heads, cache.keys.shape[3]), np.float16)
@@ -281,7 +282,7 @@ class CudaBackend(Backend):
             q.data.ptr, q.shape[1] * q.shape[2], cache.keys.data.ptr, cache.values.data.ptr,
             out.data.ptr, operations.pitch_of(out), step.starts.data.ptr, step.past.data.ptr, step.slots.data.ptr,
             heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity=cache.capacity,
-            scale=spec.scale, window=spec.window, count=step.count, longest=step.longest,
+            scale=spec.scale, window=spec.window, tokens=q.shape[0], count=step.count,
             stream=self.stream.ptr, dependent=True,
         )  # fmt: skip
         return out

@@ -6,6 +6,7 @@ Every method puts work on one stream and returns; arrays are padded as :mod:`.ar
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import cupy as cp
 
@@ -25,6 +26,8 @@ CHUNK = 512
 RING_BYTES = MATVEC_WARPS * 12 * CHUNK
 WIDEST_ROW = 65536
 MAX_HEAD_DIM = 256
+CLUSTER = 8
+DECODE_TILES = 3 * 32  # tokens whose keys and values a block of the decode kernel holds: STAGES * TILE
 
 # The enumerations of rows.cu and matvec.cu.
 NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
@@ -56,7 +59,7 @@ class Operations:
         self.device = device
         self.stream = stream.ptr
         self.multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
-        self.bulk_copies = device.compute_capability >= (9, 0)
+        self.bulk_copies = self.clusters = device.compute_capability >= (9, 0)
         self._kernel = functools.cache(self._load)
 
     def _load(self, source: str, expression: str, signature: str) -> Kernel:
@@ -191,28 +194,52 @@ class Operations:
             stream=self.stream, dependent=True,
         )  # fmt: skip
 
-    def decode_splits(self, spec: AttentionSpec, step: Step) -> int:
-        """Blocks that share the context of one sequence and key-value head."""
+    def split_context(self, spec: AttentionSpec, step: Step) -> Split:
+        """How the blocks of the decode kernel share the context."""
+        group = spec.heads // spec.kv_heads
+        heads = min(4 if spec.head_dim <= 128 else 2, 1 << (group - 1).bit_length())
         reach = step.reach if spec.window is None else min(step.reach, spec.window)
-        blocks = step.count * spec.kv_heads * ceil_div(spec.heads // spec.kv_heads, decode_group(spec))
-        return max(1, min(ceil_div(reach, 32), ceil_div(2 * self.multiprocessors, blocks), 64))
+        rows = step.count * spec.kv_heads * ceil_div(group, heads)
+        wanted = max(1, min(ceil_div(reach, 64), 3 * self.multiprocessors // rows))
+        cluster = CLUSTER if self.clusters and wanted >= CLUSTER // 2 else 1
+        return Split(heads, cluster, ceil_div(wanted, cluster) * cluster)
 
     def attend_one(
-        self, qkv: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step,
-        parts: cp.ndarray, arrived: cp.ndarray, out: cp.ndarray,
+        self, qkv: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, split: Split,
+        parts: cp.ndarray | None, arrived: cp.ndarray, out: cp.ndarray,
     ) -> None:  # fmt: skip
         """Attention of one new token per sequence; see ``attention_decode.cu``."""
-        head_pitch, group = cache.keys.shape[3], decode_group(spec)
-        depth = max(64, 1 << (head_pitch - 1).bit_length())
-        groups = spec.kv_heads * ceil_div(spec.heads // spec.kv_heads, group)
-        grid = (self.decode_splits(spec, step), groups, step.count)
-        self._kernel("attention_decode.cu", f"attend<{depth}, {group}>", "pqpppffpppppppqiiiiiif")(
-            grid, 128,
+        head_pitch = cache.keys.shape[3]
+        depth = decode_depth(spec)
+        groups = spec.kv_heads * ceil_div(spec.heads // spec.kv_heads, split.heads)
+        expression = f"attend<{depth}, {split.heads}, {split.cluster}>"
+        self._kernel("attention_decode.cu", expression, "pqpppffpppppppqiiiiiif")(
+            (split.blocks, groups, step.count), 256,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(step.past), address(step.slots),
-             cache.keys.data.ptr, cache.values.data.ptr, parts.data.ptr, arrived.data.ptr, out.data.ptr, pitch_of(out),
+             cache.keys.data.ptr, cache.values.data.ptr, address(parts), arrived.data.ptr, out.data.ptr, pitch_of(out),
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch, cache.capacity, spec.window or 0, spec.scale),
-            stream=self.stream, dependent=True,
+            shared=DECODE_TILES * 2 * depth * 2, stream=self.stream, dependent=True,
+            cluster=split.cluster if split.cluster > 1 else None,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Split:
+    """Of attention over the cache for one new token: query heads per block, blocks per cluster, blocks per context."""
+
+    heads: int
+    cluster: int
+    blocks: int
+
+    def part_elements(self, spec: AttentionSpec, step: Step) -> int:
+        """fp32 numbers that the clusters of a context exchange; 0 where there is one."""
+        clusters = self.blocks // self.cluster
+        return 0 if clusters == 1 else step.count * spec.heads * clusters * (2 * self.cluster + decode_depth(spec))
+
+
+def decode_depth(spec: AttentionSpec) -> int:
+    """The head size that the decode kernel is compiled for."""
+    return max(64, 1 << (spec.head_dim - 1).bit_length())
 
 
 def best_unit(rows: int, pitch: int) -> int:
@@ -223,11 +250,6 @@ def best_unit(rows: int, pitch: int) -> int:
         return ceil_div(units, MATVEC_WARPS) * (unit + 0.7)
 
     return min((4, 2, 1), key=cost)
-
-
-def decode_group(spec: AttentionSpec) -> int:
-    """Query heads that one block of the decode kernel serves."""
-    return min(4, 1 << (spec.heads // spec.kv_heads - 1).bit_length())
 
 
 def norm_kind(norm: Norm | None, otherwise: int) -> int:

@@ -1,52 +1,92 @@
 // Attention of one new token per sequence. The context is split over blocks, so that a long one fills the GPU even at
-// batch 1; the last block to finish puts the parts together. Norm, rotation and the cache write of the new token happen
-// here too.
+// batch 1. The blocks of a cluster put their parts together through each other's shared memory; where there are several
+// clusters (or none, before Hopper), the last one to finish does the rest through global memory. Norm, rotation and the
+// cache write of the new token happen here too.
 #include "heads.cuh"
 
 using namespace bminf;
 
-constexpr int THREADS = 128;
+constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
-constexpr int DIMS = 16;   // elements of a head that one lane holds
+constexpr int DIMS = 8;     // elements of a head that one lane holds
+constexpr int TILE = 32;    // tokens brought to shared memory at once
+constexpr int STAGES = 3;
 constexpr float LOG2_E = 1.4426950408889634f;
 
-__device__ __forceinline__ void load16(const __half* p, float (&x)[DIMS]) {
-    float a[8], b[8];
-    load8(p, a), load8(p + 8, b);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = a[i], x[8 + i] = b[i];
+__device__ __forceinline__ void copy16(void* target, const void* source) {
+#if __CUDA_ARCH__ >= 800
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(target));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
+#else
+    *static_cast<int4*>(target) = *static_cast<const int4*>(source);
+#endif
 }
 
-// A running softmax over the tokens that a lane has seen: largest score, sum of weights, weighted values.
-struct Running {
-    float top, sum, out[DIMS];
+__device__ __forceinline__ void end_stage() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
 
-    __device__ __forceinline__ void merge(float other_top, float other_sum, const float (&other)[DIMS]) {
-        const float new_top = fmaxf(top, other_top);
-        const float mine = top == -INF_F ? 0.0f : exp2f(top - new_top);
-        const float theirs = other_top == -INF_F ? 0.0f : exp2f(other_top - new_top);
-        sum = sum * mine + other_sum * theirs;
-#pragma unroll
-        for (int i = 0; i < DIMS; ++i) out[i] = out[i] * mine + other[i] * theirs;
-        top = new_top;
+__device__ __forceinline__ void wait_for_oldest_stage() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+#endif
+}
+
+template <int CLUSTER>
+__device__ __forceinline__ void sync_cluster() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (CLUSTER > 1) {
+        asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+        return;
     }
-};
+#endif
+    __syncthreads();
+}
 
-// Grid: (splits, kv_heads * ceil(group / GROUP), sequences). D: the head size rounded up to a power of two that a whole
-// number of lanes covers. qkv fp16 [B, pitch]. keys, values: [slots, kv_heads, capacity, head_pitch]. parts: fp32
-// [B, heads, splits, head_pitch + 2] and arrived: int32 [B, gridDim.y], zero before and after. out: fp16 [B, out_pitch].
-template <int D, int GROUP>
+// A float in the shared memory of block `rank` of this cluster.
+template <int CLUSTER>
+__device__ __forceinline__ float peer(const float* own, int rank) {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (CLUSTER > 1) {
+        float value;
+        const unsigned mine = static_cast<unsigned>(__cvta_generic_to_shared(own));
+        asm volatile(
+            "{\n.reg .u32 theirs;\nmapa.shared::cluster.u32 theirs, %1, %2;\n"
+            "ld.shared::cluster.f32 %0, [theirs];\n}" : "=f"(value) : "r"(mine), "r"(rank) : "memory");
+        return value;
+    }
+#endif
+    return *own;
+}
+
+__device__ __forceinline__ float weight_of(float top, float new_top) {
+    return top == -INF_F ? 0.0f : exp2f(top - new_top);
+}
+
+// Grid: (splits, kv_heads * ceil(group / GROUP), sequences) in clusters of CLUSTER splits. D: the head size rounded up to a
+// power of two. qkv fp16 [B, pitch]. keys, values: [slots, kv_heads, capacity, head_pitch]. parts: fp32 [B, heads,
+// splits / CLUSTER, CLUSTER, 2 + D / CLUSTER] and arrived: int32 [B, gridDim.y, CLUSTER], zero before and after; both are
+// used only by several clusters. out: fp16 [B, out_pitch]. Dynamic shared memory: STAGES * 2 * TILE * D fp16.
+template <int D, int GROUP, int CLUSTER>
 __global__ void __launch_bounds__(THREADS) attend(
     const __half* qkv, long long pitch, const float* q_gain, const float* k_gain, const float* frequencies, float eps,
     float rope_scale, const int* past, const int* slots, __half* keys, __half* values, float* parts, int* arrived,
     __half* out, long long out_pitch, int heads, int kv_heads, int head_dim, int head_pitch, int capacity, int window,
     float scale)
 {
-    constexpr int LANES = D / DIMS;         // lanes that share a token
-    constexpr int AT_ONCE = WARP / LANES;   // tokens that a warp reads at once
+    constexpr int LANES = D / DIMS;                     // lanes that share a token
+    constexpr int AT_ONCE = WARP / LANES;               // tokens that a warp multiplies at once
+    constexpr int PARTS = WARPS / GROUP;                // warps that share a head
+    constexpr int ROUNDS = TILE / (PARTS * AT_ONCE);    // tokens of a tile that a lane sees
+    constexpr int SLICE = D / CLUSTER;                  // elements of each head that a block puts together
+    extern __shared__ __align__(16) char shared[];
+    __half(*tile_keys)[TILE][D] = reinterpret_cast<__half(*)[TILE][D]>(shared);
+    __half(*tile_values)[TILE][D] = tile_keys + STAGES;
     __shared__ __align__(16) float query[GROUP][D];
-    __shared__ float tops[WARPS][GROUP], sums[WARPS][GROUP];
-    __shared__ __align__(16) float outs[WARPS][GROUP][D];
+    __shared__ float warp_top[WARPS], warp_sum[WARPS], tops[GROUP], sums[GROUP];
+    __shared__ __align__(16) float warp_out[WARPS][D], outs[GROUP][D];
     __shared__ bool is_last;
 
     let_successor_start();
@@ -58,135 +98,202 @@ __global__ void __launch_bounds__(THREADS) attend(
     const int count = min(GROUP, (kv + 1) * group - first_head);
     const int position = min(past[b], capacity - 1);
     const int begin = window > 0 ? max(0, position + 1 - window) : 0;
-    const int share = (position + 1 - begin + splits - 1) / splits;
+    const int share = ((position + 1 - begin + splits - 1) / splits + 7) / 8 * 8;
     const int from = begin + split * share, to = min(position + 1, from + share);
     const size_t base = (static_cast<size_t>(slots[b]) * kv_heads + kv) * capacity * head_pitch;
 
-    // The group's queries, and in the block that owns the newest position its key and value.
+    // Earlier tokens are in the cache already; the newest is put into its tile below.
+    const int vectors = head_pitch / 8;
+    auto bring = [&](int tile) {
+        const int first = from + tile * TILE, stage = tile % STAGES;
+        for (int i = threadIdx.x; i < TILE * vectors; i += THREADS) {
+            const int row = i / vectors, column = i % vectors * 8, j = first + row;
+            if (j >= to || j == position) continue;
+            const size_t at = base + static_cast<size_t>(j) * head_pitch + column;
+            copy16(&tile_keys[stage][row][column], keys + at);
+            copy16(&tile_values[stage][row][column], values + at);
+        }
+        end_stage();
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) bring(i);
+
     const Projection source = {qkv, nullptr, nullptr, nullptr, pitch};
     const Preparation how = {q_gain, k_gain, frequencies, eps, rope_scale};
     const bool newest = from <= position && position < to;
-    float cosine[PAIRS], sine[PAIRS];
-    angles(how, position, head_dim, cosine, sine);
-    for (int i = threadIdx.x; i < GROUP * D; i += THREADS) query[i / D][i % D] = 0;
-    __syncthreads();
-    for (int h = warp; h < count + (newest ? 2 : 0); h += WARPS) {
-        const int column = (h < count ? first_head + h : heads + (h - count) * kv_heads + kv) * head_dim;
-        float low[PAIRS] = {}, high[PAIRS] = {};
+    const int newest_tile = (position - from) / TILE, newest_row = (position - from) % TILE;
+    float new_low[PAIRS] = {}, new_high[PAIRS] = {};  // of a query, or of the new key or value in the two warps after
+    if (warp < count + 2) {
+        float cosine[PAIRS], sine[PAIRS];
+        angles(how, position, head_dim, cosine, sine);
+        const int column = (warp < count ? first_head + warp : heads + (warp - count) * kv_heads + kv) * head_dim;
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             const int pair = i * WARP + lane;
             if (pair >= half) continue;
-            low[i] = source.at<false, Order::ROW>(b, column + pair);
-            high[i] = source.at<false, Order::ROW>(b, column + half + pair);
+            new_low[i] = source.at<false, Order::ROW>(b, column + pair);
+            new_high[i] = source.at<false, Order::ROW>(b, column + half + pair);
         }
-        if (h <= count) prepare_head(low, high, how, h < count ? q_gain : k_gain, head_dim, cosine, sine);
-        __half* cached = (h == count ? keys : values) + base + static_cast<size_t>(position) * head_pitch;
+        if (warp <= count) prepare_head(new_low, new_high, how, warp < count ? q_gain : k_gain, head_dim, cosine, sine);
+        if (warp < count) {
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const int pair = i * WARP + lane;
-            if (pair >= half) continue;
-            if (h < count) {
-                query[h][pair] = rounded(low[i]) * (scale * LOG2_E);
-                query[h][half + pair] = rounded(high[i]) * (scale * LOG2_E);
-            } else {
-                cached[pair] = __float2half_rn(low[i]);
-                cached[half + pair] = __float2half_rn(high[i]);
+            for (int i = 0; i < PAIRS; ++i) {
+                const int pair = i * WARP + lane;
+                if (pair >= half) continue;
+                query[warp][pair] = rounded(new_low[i]) * (scale * LOG2_E);
+                query[warp][half + pair] = rounded(new_high[i]) * (scale * LOG2_E);
             }
-        }
-        if (h >= count && lane < head_pitch - head_dim) cached[head_dim + lane] = __float2half_rn(0.0f);
-    }
-    __syncthreads();
-
-    const int part = lane % LANES, dim = part * DIMS;
-    const bool inside = dim < head_pitch;
-    float q[GROUP][DIMS];
-    Running state[GROUP];
+            for (int d = head_dim + lane; d < D; d += WARP) query[warp][d] = 0;
+        } else if (newest) {
+            __half* cached = (warp == count ? keys : values) + base + static_cast<size_t>(position) * head_pitch;
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-        state[g].top = -INF_F, state[g].sum = 0;
-#pragma unroll
-        for (int i = 0; i < DIMS; ++i) q[g][i] = query[g][dim + i], state[g].out[i] = 0;
-    }
-    for (int j = from + warp * AT_ONCE + lane / LANES; j - lane / LANES < to; j += WARPS * AT_ONCE) {
-        float k[DIMS] = {}, v[DIMS] = {};
-        if (j < to && inside) {
-            load16(keys + base + static_cast<size_t>(j) * head_pitch + dim, k);
-            load16(values + base + static_cast<size_t>(j) * head_pitch + dim, v);
-        }
-#pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-            float score = 0;
-#pragma unroll
-            for (int i = 0; i < DIMS; ++i) score = fmaf(q[g][i], k[i], score);
-#pragma unroll
-            for (int d = 1; d < LANES; d *= 2) score += __shfl_xor_sync(FULL, score, d);
-            if (j < to) state[g].merge(score, 1.0f, v);
-        }
-    }
-
-    // Put the warp's tokens together, then the block's.
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-#pragma unroll
-        for (int d = LANES; d < WARP; d *= 2) {
-            float other[DIMS];
-            const float top = __shfl_xor_sync(FULL, state[g].top, d), sum = __shfl_xor_sync(FULL, state[g].sum, d);
-#pragma unroll
-            for (int i = 0; i < DIMS; ++i) other[i] = __shfl_xor_sync(FULL, state[g].out[i], d);
-            state[g].merge(top, sum, other);
-        }
-        if (lane < LANES) {
-            tops[warp][g] = state[g].top, sums[warp][g] = state[g].sum;
-#pragma unroll
-            for (int i = 0; i < DIMS; ++i) outs[warp][g][dim + i] = state[g].out[i];
+            for (int i = 0; i < PAIRS; ++i) {
+                const int pair = i * WARP + lane;
+                if (pair >= half) continue;
+                cached[pair] = __float2half_rn(new_low[i]);
+                cached[half + pair] = __float2half_rn(new_high[i]);
+            }
+            if (lane < head_pitch - head_dim) cached[head_dim + lane] = __float2half_rn(0.0f);
         }
     }
     __syncthreads();
-    const size_t stride = head_pitch + 2;
-    for (int i = threadIdx.x; i < count * head_pitch; i += THREADS) {
-        const int g = i / head_pitch, d = i % head_pitch;
-        float top = -INF_F, sum = 0, value = 0;
+
+    const int head = warp / PARTS, part = warp % PARTS, sub = lane / LANES, dim = lane % LANES * DIMS;
+    const bool inside = dim < head_pitch && head < count;
+    float q[DIMS], o[DIMS] = {}, top = -INF_F, sum = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[w][g]);
+    for (int i = 0; i < DIMS; ++i) q[i] = head < count ? query[head][dim + i] : 0.0f;
+    const int tiles = to > from ? (to - from + TILE - 1) / TILE : 0;
+    for (int tile = 0; tile < tiles; ++tile) {
+        const int stage = tile % STAGES;
+        bring(tile + STAGES - 1);
+        wait_for_oldest_stage();
+        if (newest && tile == newest_tile && (warp == count || warp == count + 1)) {
+            __half* row = warp == count ? tile_keys[stage][newest_row] : tile_values[stage][newest_row];
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const float weight = tops[w][g] == -INF_F ? 0.0f : exp2f(tops[w][g] - top);
-            sum += sums[w][g] * weight, value += outs[w][g][d] * weight;
+            for (int i = 0; i < PAIRS; ++i) {
+                const int pair = i * WARP + lane;
+                if (pair >= half) continue;
+                row[pair] = __float2half_rn(new_low[i]);
+                row[half + pair] = __float2half_rn(new_high[i]);
+            }
+            if (lane < head_pitch - head_dim) row[head_dim + lane] = __float2half_rn(0.0f);
         }
-        const size_t head = static_cast<size_t>(b) * heads + first_head + g;
-        if (splits == 1) {
-            if (d < head_dim) out[b * out_pitch + (first_head + g) * head_dim + d] = __float2half_rn(__fdiv_rn(value, sum));
+        __syncthreads();
+        const int present = min(TILE, to - from - tile * TILE);
+        float score[ROUNDS], tile_top = -INF_F;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int row = (r * PARTS + part) * AT_ONCE + sub;
+            float k[8];
+            score[r] = 0;
+            if (inside) {
+                load8(&tile_keys[stage][row][dim], k);
+#pragma unroll
+                for (int i = 0; i < DIMS; ++i) score[r] = fmaf(q[i], k[i], score[r]);
+            }
+#pragma unroll
+            for (int d = 1; d < LANES; d *= 2) score[r] += __shfl_xor_sync(FULL, score[r], d);
+            if (row >= present) score[r] = -INF_F;
+            tile_top = fmaxf(tile_top, score[r]);  // a NaN gets into the sum below
+        }
+        if (tile_top > top) {
+            const float old = weight_of(top, tile_top);
+            sum *= old, top = tile_top;
+#pragma unroll
+            for (int i = 0; i < DIMS; ++i) o[i] *= old;
+        }
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int row = (r * PARTS + part) * AT_ONCE + sub;
+            if (row >= present || !inside) continue;
+            float v[8];
+            load8(&tile_values[stage][row][dim], v);
+            const float p = exp2f(score[r] - top);
+            sum += p;
+#pragma unroll
+            for (int i = 0; i < DIMS; ++i) o[i] = fmaf(p, v[i], o[i]);
+        }
+        __syncthreads();
+    }
+
+    // The lanes of a warp, the warps of a head, the blocks of a cluster.
+#pragma unroll
+    for (int d = LANES; d < WARP; d *= 2) {
+        const float other_top = __shfl_xor_sync(FULL, top, d), other_sum = __shfl_xor_sync(FULL, sum, d);
+        const float new_top = fmaxf(top, other_top), mine = weight_of(top, new_top), theirs = weight_of(other_top, new_top);
+        sum = sum * mine + other_sum * theirs, top = new_top;
+#pragma unroll
+        for (int i = 0; i < DIMS; ++i) o[i] = o[i] * mine + __shfl_xor_sync(FULL, o[i], d) * theirs;
+    }
+    if (lane == 0) warp_top[warp] = top, warp_sum[warp] = sum;
+    if (sub == 0) store8(&warp_out[warp][dim], o);
+    __syncthreads();
+    for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
+        const int h = i / D, d = i % D;
+        float t = -INF_F, s = 0, value = 0;
+#pragma unroll
+        for (int w = h * PARTS; w < (h + 1) * PARTS; ++w) t = fmaxf(t, warp_top[w]);
+#pragma unroll
+        for (int w = h * PARTS; w < (h + 1) * PARTS; ++w) {
+            const float weight = weight_of(warp_top[w], t);
+            s += warp_sum[w] * weight, value += warp_out[w][d] * weight;
+        }
+        outs[h][d] = value;
+        if (d == 0) tops[h] = t, sums[h] = s;
+    }
+    sync_cluster<CLUSTER>();
+    const int rank = split % CLUSTER, cluster = split / CLUSTER, clusters = splits / CLUSTER;
+    constexpr int RECORD = 2 + SLICE;
+    auto write = [&](int h, int d, float value, float s) {
+        if (d < head_dim) out[b * out_pitch + (first_head + h) * head_dim + d] = __float2half_rn(__fdiv_rn(value, s));
+    };
+    for (int i = threadIdx.x; i < count * SLICE; i += THREADS) {
+        const int h = i / SLICE, d = rank * SLICE + i % SLICE;
+        float t = -INF_F, s = 0, value = 0, their_top[CLUSTER];
+#pragma unroll
+        for (int c = 0; c < CLUSTER; ++c) their_top[c] = peer<CLUSTER>(&tops[h], c), t = fmaxf(t, their_top[c]);
+#pragma unroll
+        for (int c = 0; c < CLUSTER; ++c) {
+            const float weight = weight_of(their_top[c], t);
+            s += peer<CLUSTER>(&sums[h], c) * weight, value += peer<CLUSTER>(&outs[h][d], c) * weight;
+        }
+        if (clusters == 1) {
+            write(h, d, value, s);
         } else {
-            float* place = parts + (head * splits + split) * stride;
-            place[2 + d] = value;
-            if (d == 0) place[0] = top, place[1] = sum;
+            const size_t record = ((static_cast<size_t>(b) * heads + first_head + h) * clusters + cluster) * CLUSTER + rank;
+            float* place = parts + record * RECORD;
+            place[2 + i % SLICE] = value;
+            if (i % SLICE == 0) place[0] = t, place[1] = s;
         }
     }
-    if (splits == 1) return;
+    if constexpr (CLUSTER > 1) sync_cluster<CLUSTER>();  // nobody leaves while others read its shared memory
+    if (clusters == 1) return;
 
-    // The last block of this group of heads reads all parts, in order.
+    // The last of the blocks with this slice reads what all of them wrote, in order.
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        int* counter = arrived + b * gridDim.y + blockIdx.y;
-        is_last = atomicAdd(counter, 1) == splits - 1;
+        int* counter = arrived + (b * gridDim.y + blockIdx.y) * CLUSTER + rank;
+        is_last = atomicAdd(counter, 1) == clusters - 1;
         if (is_last) *counter = 0;
     }
     __syncthreads();
     if (!is_last) return;
     __threadfence();
-    for (int i = threadIdx.x; i < count * head_dim; i += THREADS) {
-        const int g = i / head_dim, d = i % head_dim;
-        const float* place = parts + (static_cast<size_t>(b) * heads + first_head + g) * splits * stride;
-        float top = -INF_F, sum = 0, value = 0;
+    for (int i = threadIdx.x; i < count * SLICE; i += THREADS) {
+        const int h = i / SLICE, d = rank * SLICE + i % SLICE;
+        const size_t record = (static_cast<size_t>(b) * heads + first_head + h) * clusters * CLUSTER + rank;
+        const float* place = parts + record * RECORD;
+        const size_t step = CLUSTER * RECORD;
+        float t = -INF_F, s = 0, value = 0;
 #pragma unroll 8
-        for (int s = 0; s < splits; ++s) top = fmaxf(top, __ldcg(place + s * stride));
+        for (int c = 0; c < clusters; ++c) t = fmaxf(t, __ldcg(place + c * step));
 #pragma unroll 8
-        for (int s = 0; s < splits; ++s) {
-            const float t = __ldcg(place + s * stride), weight = t == -INF_F ? 0.0f : exp2f(t - top);
-            sum += __ldcg(place + s * stride + 1) * weight, value += __ldcg(place + s * stride + 2 + d) * weight;
+        for (int c = 0; c < clusters; ++c) {
+            const float weight = weight_of(__ldcg(place + c * step), t);
+            s += __ldcg(place + c * step + 1) * weight, value += __ldcg(place + c * step + 2 + i % SLICE) * weight;
         }
-        out[b * out_pitch + (first_head + g) * head_dim + d] = __float2half_rn(__fdiv_rn(value, sum));
+        write(h, d, value, s);
     }
 }
