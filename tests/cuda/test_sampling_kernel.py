@@ -225,6 +225,26 @@ def test_many_random_rows(gpu: Gpu) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [300, 5003])
+@pytest.mark.parametrize("spread", [0.02, 1.0, 3.0])
+def test_where_the_tail_is_cut(gpu: Gpu, vocab: int, spread: float) -> None:
+    """Logits that fall with the id, and random words near 2**32: what is drawn is the last token that is kept."""
+    rows, seeds = 64, np.arange(1 << 18, dtype=np.uint64)
+    zeros = np.zeros(len(seeds), np.int32)
+    rng = np.random.default_rng(vocab)
+    logits = -np.sort(-rng.standard_normal((rows, vocab)).astype(np.float32) * np.float32(spread), axis=1)
+    logits[: rows // 4] = np.rint(4 * logits[: rows // 4]) / 4
+    for _ in range(3):
+        state = random_state(rng, rows, vocab, penalties=False)
+        state.temperature[:], state.min_p[:] = rng.choice(np.float32([0.7, 1, 2]), rows), 0
+        state.step[:], state.sequence[:] = 0, 0
+        state.seed[:] = seeds[np.argsort(definition.random_words(seeds, zeros, zeros))[-rows:]]
+        state.top_k[:] = rng.integers(0, vocab, rows)
+        state.top_p[:] = rng.choice(np.float32([1, 0.5, 0.9, 0.99, 1 - 2**-20]), rows)
+        check(gpu, [logits], state)
+
+
+@pytest.mark.gpu
 def test_a_graph_of_the_launches_draws_anew_each_time(gpu: Gpu) -> None:
     rng = np.random.default_rng(6)
     rows, vocab = 5, 4000

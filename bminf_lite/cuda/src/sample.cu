@@ -433,8 +433,8 @@ __device__ Prefix shortest_prefix(
     const u64* keys, int n, bool by_weight, u64 target, float largest, float temperature, Tally<1 << DIGIT>& tally) {
     __shared__ u64 next_cut, next_target, next_weight, last_key;
     __shared__ unsigned next_number;
-    int shift = max(0, highest_difference(keys, n) + 1 - DIGIT), width = DIGIT;
-    u64 cut = keys[0] >> shift >> width << width << shift, weight_before = 0;
+    int shift = max(0, highest_difference(keys, n) + 1 - DIGIT);
+    u64 cut = keys[0] >> shift >> DIGIT << DIGIT << shift, weight_before = 0;
     while (true) {
         tally.clear();
         __syncthreads();
@@ -442,8 +442,9 @@ __device__ Prefix shortest_prefix(
             int digit = -1;
             u64 w = 0;
             if (base + threadIdx.x < n) {
+                // The last digit may overlap the one before: a key that differs there gets a bin behind all that agree.
                 const u64 key = keys[base + threadIdx.x], above = (key ^ cut) >> shift;
-                if (above < 1u << width) {
+                if (above < 1 << DIGIT) {
                     digit = static_cast<int>(above);
                     w = weigh(value_of(key), largest, temperature).weight;
                 }
@@ -465,9 +466,7 @@ __device__ Prefix shortest_prefix(
         __syncthreads();
         cut = next_cut, target = next_target, weight_before = next_weight;
         if (next_number == 1) break;
-        const int lower = max(0, shift - DIGIT);
-        width = shift - lower;
-        shift = lower;
+        shift = max(0, shift - DIGIT);
     }
     for (int i = threadIdx.x; i < n; i += THREADS)
         if ((keys[i] ^ cut) >> shift == 0) last_key = keys[i];
