@@ -31,25 +31,31 @@ class Perplexity:
 
 
 def perplexity(model: Model, token_ids: Sequence[int], window: int = 512) -> Perplexity:
-    """Perplexity of ``token_ids`` in separate windows of ``window`` tokens; each window's first token is not scored."""
+    """Perplexity of ``token_ids`` in separate windows of ``window`` tokens; each window's first token is not scored.
+
+    Raises ``UsageError`` for fewer than 2 tokens, or a window that is not 2 to the model's context.
+    """
     losses = np.concatenate(list(window_losses(model, token_ids, window)))
-    mean, spread = float(losses.mean()), float(losses.std(ddof=1)) if len(losses) > 1 else 0.0
-    value = math.exp(mean)
+    with np.errstate(over="ignore"):
+        value = float(np.exp(losses.mean()))
+    spread = float(losses.std(ddof=1)) if len(losses) > 1 else 0.0
     return Perplexity(value, value * spread / math.sqrt(len(losses)), len(losses))
 
 
 def window_losses(model: Model, token_ids: Sequence[int], window: int) -> Iterator[np.ndarray]:
     """Negative log-likelihoods of each window's tokens after its first, fp64 ``[n - 1]``."""
-    if window < 2 or len(token_ids) < 2:
-        raise UsageError(
-            f"perplexity needs windows and texts of at least 2 tokens; got a window of {window} and "
-            f"{len(token_ids)} tokens"
-        )
+    context = model.limits.context_length
+    if not 2 <= window <= context:
+        raise UsageError(f"the window is {window:,} tokens; it must be 2 to the model's context, {context:,}")
+    if len(token_ids) < 2:
+        raise UsageError(f"perplexity needs 2 tokens at least, not {len(token_ids)}")
     for start in range(0, len(token_ids) - 1, window):
-        ids = token_ids[start : start + window]
-        if len(ids) < 2:
-            return
-        logits = model.logits(ids)[:-1].astype(np.float64)
-        top = logits.max(axis=1, keepdims=True)
-        normaliser = np.log(np.exp(logits - top).sum(axis=1)) + top[:, 0]
-        yield normaliser - logits[np.arange(len(ids) - 1), np.asarray(ids[1:])]
+        ids = np.asarray(token_ids[start : start + window])
+        yield losses_of(model.logits(ids)[:-1], ids[1:])
+
+
+def losses_of(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """``-log softmax(logits)[i, targets[i]]``: fp32 ``[n, vocab]``, ``[n]`` -> fp64 ``[n]``."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    chosen = shifted[np.arange(len(targets)), targets].astype(np.float64)
+    return np.log(np.exp(shifted).sum(axis=1, dtype=np.float64)) - chosen
