@@ -33,7 +33,7 @@ MAY_IMPORT = {
 VOCABULARY = {"bminf_lite.__version__", "bminf_lite.backend.values"}
 """What every part may name: a constant, and the plain values that operations exchange. They import nothing of ours."""
 
-MAY_IMPORT_CUPY = ("cuda/", "backend/cuda.py", "memory/device.py")
+MAY_IMPORT_CUPY = ("cuda/", "backend/cuda/", "memory/device.py")
 
 
 def modules() -> list[Path]:

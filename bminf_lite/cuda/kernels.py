@@ -86,7 +86,8 @@ class Kernel:
         self._function = function
         self._launch = driver.load().cuLaunchKernelEx
         self._lock = threading.Lock()
-        self._shared_allowed = _SHARED_WITHOUT_ASKING
+        # The limit is on static and dynamic shared memory together.
+        self._shared_allowed = _SHARED_WITHOUT_ASKING - self._attribute(FunctionAttribute.SHARED_SIZE_BYTES)
         self._dependent_supported = module.device.compute_capability >= (9, 0)
         parameters = struct.Struct("@" + signature.replace("p", "P"))
         self._pack_parameters = parameters.pack_into

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import cupy as cp
 
-from ..backend.values import Norm
-from .igemm import Plan
-from .layouts import Layout
+from ...cuda.igemm import Plan
+from ...cuda.layouts import Layout
+from ..values import Norm
 
 
 @dataclass(frozen=True)

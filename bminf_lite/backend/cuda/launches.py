@@ -1,4 +1,4 @@
-"""Launches of the kernels in ``src``: which instantiation serves a shape, with what grid and how much shared memory.
+"""Launches of the kernels in ``cuda/src``: which instantiation serves a shape, with what grid and shared memory.
 
 Every method puts work on one stream and returns; arrays are padded as :mod:`.arrays` says.
 """
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import cupy as cp
 
-from ..backend.values import AttentionSpec, LayerCache, Norm, Step
-from ..errors import DeviceError
+from ...cuda.cublaslt import Order
+from ...cuda.driver import Device, DeviceAttribute
+from ...cuda.kernels import Kernel, Module
+from ...cuda.layouts import Layout, round_up
+from ...errors import DeviceError
+from ..values import AttentionSpec, LayerCache, Norm, Step
 from .arrays import PAD, pitch_of
-from .cublaslt import Order
-from .driver import Device, DeviceAttribute
-from .kernels import Kernel, Module
-from .layouts import Layout, round_up
-from .values import Gated, Product, Weight
+from .unfinished import Gated, Product, Weight
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 MATVEC_THREADS = 512
@@ -52,7 +52,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-class Operations:
+class Launches:
     """The kernels of one GPU, on one stream."""
 
     def __init__(self, device: Device, stream: cp.cuda.Stream):
@@ -190,7 +190,7 @@ class Operations:
             q.shape[0], 256,
             (*data, *head_arguments(spec), address(step.starts), address(step.past), address(step.slots), step.count,
              q.data.ptr, cache.keys.data.ptr, cache.values.data.ptr,
-             spec.heads, spec.kv_heads, spec.head_dim, cache.keys.shape[3], cache.capacity),
+             spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache), cache.capacity),
             stream=self.stream, dependent=True,
         )  # fmt: skip
 
@@ -209,7 +209,7 @@ class Operations:
         parts: cp.ndarray | None, arrived: cp.ndarray, out: cp.ndarray,
     ) -> None:  # fmt: skip
         """Attention of one new token per sequence; see ``attention_decode.cu``."""
-        head_pitch = cache.keys.shape[3]
+        head_pitch = head_pitch_of(cache)
         depth = decode_depth(spec)
         groups = spec.kv_heads * ceil_div(spec.heads // spec.kv_heads, split.heads)
         expression = f"attend<{depth}, {split.heads}, {split.cluster}>"
@@ -235,6 +235,11 @@ class Split:
         """fp32 numbers that the clusters of a context exchange; 0 where there is one."""
         clusters = self.blocks // self.cluster
         return 0 if clusters == 1 else step.count * spec.heads * clusters * (2 * self.cluster + decode_depth(spec))
+
+
+def head_pitch_of(cache: LayerCache) -> int:
+    """Elements from one token's head to the next token's in the cache: the head size, padded."""
+    return cache.keys.strides[2] // cache.keys.itemsize
 
 
 def decode_depth(spec: AttentionSpec) -> int:

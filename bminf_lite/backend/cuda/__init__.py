@@ -1,9 +1,9 @@
-"""One NVIDIA GPU: the operations of :mod:`.base`, each overridden by kernels that must equal it.
+"""One NVIDIA GPU: the operations of :mod:`bminf_lite.backend.base`, each overridden by kernels that must equal it.
 
 Work goes to one stream and memory comes from one arena. A single token per step takes the matrix-vector kernels, which
 normalise and quantize their input themselves; more rows take cublasLt's int8 products, and what lies between two
 products is one kernel that reads the int32 sums of the first and writes the codes for the second. To make that possible
-an operation may return an unfinished value (see :mod:`bminf_lite.cuda.values`).
+an operation may return an unfinished value (see :mod:`.unfinished`).
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from typing import Any, TypeVar
 import cupy as cp
 import numpy as np
 
-from ..cuda import operations
-from ..cuda.arrays import PAD, Arrays
-from ..cuda.attention import PrefillAttention
-from ..cuda.cublaslt import Order
-from ..cuda.driver import Device
-from ..cuda.fgemm import Fgemm
-from ..cuda.graphs import Graph
-from ..cuda.igemm import Igemm
-from ..cuda.layouts import Layout, round_up
-from ..cuda.matmul import Multiplier
-from ..cuda.operations import MATVEC_ADD, MATVEC_GATED, MATVEC_TO_FLOAT, MATVEC_TO_HALF, MAX_HEAD_DIM, Operations
-from ..cuda.plans import PlanKind, kinds_for
-from ..cuda.sampling import Sampler
-from ..cuda.values import Gated, Normed, Product, Residual, Weight
-from ..errors import DeviceError
-from ..memory.arena import Scratch
-from ..memory.device import device_arena
-from .base import Backend, int8_parts, stack_biases
-from .quantization import HostWeight
-from .sampling import SamplerState
-from .values import Array, AttentionSpec, LayerCache, Norm, Step
+from ...cuda.attention import PrefillAttention
+from ...cuda.cublaslt import Order
+from ...cuda.driver import Device
+from ...cuda.fgemm import Fgemm
+from ...cuda.graphs import Graph
+from ...cuda.igemm import Igemm
+from ...cuda.layouts import Layout, round_up
+from ...cuda.matmul import Multiplier
+from ...cuda.plans import PlanKind, kinds_for
+from ...cuda.sampling import Sampler
+from ...errors import DeviceError
+from ...memory.arena import Scratch
+from ...memory.device import device_arena
+from ..base import Backend, int8_parts, stack_biases
+from ..quantization import HostWeight
+from ..sampling import SamplerState
+from ..values import Array, AttentionSpec, LayerCache, Norm, Step
+from . import launches
+from .arrays import PAD, Arrays, pitch_of
+from .launches import MATVEC_ADD, MATVEC_GATED, MATVEC_TO_FLOAT, MATVEC_TO_HALF, MAX_HEAD_DIM, Launches, head_pitch_of
+from .unfinished import Gated, Normed, Product, Residual, Weight
 
 T = TypeVar("T")
+HEAD_PAD = 16
+"""Heads in the cache are padded to a multiple of so many elements, with zeros, for the tensor cores."""
 FEW_ROWS = 4
 """Up to so many rows, float weights are multiplied row by row: cheaper than a product on the tensor cores."""
 
@@ -54,7 +56,7 @@ class CudaBackend(Backend):
             self.stream = cp.cuda.Stream(non_blocking=True)
         self.arena = device_arena(self.device, memory_limit)
         self.arrays = Arrays(self.arena, self.stream, device)
-        self.operations = Operations(self.device, self.stream)
+        self.launches = Launches(self.device, self.stream)
         self.prefill_attention = PrefillAttention(self.device)
         self.sampler = Sampler(self.device)
         with self.arrays.current():
@@ -148,16 +150,21 @@ class CudaBackend(Backend):
     def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int) -> LayerCache:
         if head_dim > MAX_HEAD_DIM:
             raise DeviceError(f"heads of {head_dim} elements; the attention kernels take {MAX_HEAD_DIM} at most")
-        shape = (slots, kv_heads, capacity, round_up(head_dim, 16))
-        return LayerCache(self.arrays.empty(shape, np.float16), self.arrays.empty(shape, np.float16))
+        keys, values = (
+            self.arrays.empty((slots, kv_heads, capacity, round_up(head_dim, HEAD_PAD)), np.float16)[..., :head_dim]
+            for _ in range(2)
+        )
+        return LayerCache(keys, values)
 
     def grow(self, cache: LayerCache, capacity: int) -> None:
+        slots, kv_heads, old, head_dim = cache.keys.shape
         for name in ("keys", "values"):
-            old = getattr(cache, name)
-            larger = self.arrays.empty((*old.shape[:2], capacity, old.shape[3]), np.float16)
+            before = getattr(cache, name)
+            whole = cp.ndarray((slots, kv_heads, old, head_pitch_of(cache)), np.float16, before.data)
+            larger = self.arrays.empty((slots, kv_heads, capacity, whole.shape[3]), np.float16)
             with self.arrays.current():
-                larger[:, :, : old.shape[2]] = old
-            setattr(cache, name, larger)
+                larger[:, :, :old] = whole
+            setattr(cache, name, larger[..., :head_dim])
 
     # -- quantization and products -------------------------------------------------------------------------------------
 
@@ -198,13 +205,13 @@ class CudaBackend(Backend):
     def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
         if self._is_direct(x, weight):
             out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
-            self._multiply_directly(x, weight, out, MATVEC_GATED, operations.ACTIVATIONS[activation])
+            self._multiply_directly(x, weight, out, MATVEC_GATED, launches.ACTIVATIONS[activation])
             return out
         return Gated(self.linear(x, weight), activation)
 
     def _is_direct(self, x: Array, weight: Weight) -> bool:
         """Whether the matrix-vector kernels take ``x`` as it is: few rows, fp16 or a norm of a finished residual."""
-        if weight.pitch > 8 * 8 * operations.MATVEC_THREADS or not weight.is_plain:
+        if weight.pitch > 8 * 8 * launches.MATVEC_THREADS or not weight.is_plain:
             return False
         if x.shape[0] > (FEW_ROWS if weight.plan is None else 1):
             return False
@@ -216,7 +223,7 @@ class CudaBackend(Backend):
         norm = None
         if isinstance(x, Normed):
             x.used, norm, x = True, x.norm, x.residual.values
-        launch = self.operations.matvec if weight.plan is not None else self.operations.matvec_float
+        launch = self.launches.matvec if weight.plan is not None else self.launches.matvec_float
         launch(self.arrays.padded(x), norm, weight, out, output, activation)
 
     def _int8_product(self, x: Array, weight: Weight) -> Product:
@@ -235,20 +242,20 @@ class CudaBackend(Backend):
         data = weight.matrix
         if data.dtype == np.int8:
             data = self.arrays.empty((n, k), np.float16)
-            self.operations.widen(weight.matrix, data)
+            self.launches.widen(weight.matrix, data)
         acc = self.arrays.empty((rows, n), np.float32)
         self.float_products.linear(
             acc.data.ptr, data.data.ptr, values.data.ptr, rows, n, k, self.stream.ptr, out_dtype=np.float32
         )
         out = self.arrays.rows(rows, weight.out_features, dtype)
-        self.operations.finish(acc, Layout(Order.ROW, rows, n, n, 4), None, weight, out)
+        self.launches.finish(acc, Layout(Order.ROW, rows, n, n, 4), None, weight, out)
         return out
 
     # -- around the products -------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Array, table: Array) -> Array:
         out = self.arrays.rows(len(tokens), table.shape[1], np.float32)
-        self.operations.embed(tokens, table, out)
+        self.launches.embed(tokens, table, out)
         return Residual(out)
 
     def norm(self, residual: Array, norm: Norm) -> Array:
@@ -263,24 +270,24 @@ class CudaBackend(Backend):
         stream = x if isinstance(x, Residual) else Residual(self.arrays.padded(x))
         self._settle(stream)
         out = self.arrays.rows(step.count, x.shape[1], np.float32)
-        self.operations.last_rows(step.starts, stream.values, out)
+        self.launches.last_rows(step.starts, stream.values, out)
         return Residual(out)
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
         if step.decoding:
-            split = self.operations.split_context(spec, step)
+            split = self.launches.split_context(spec, step)
             elements = split.part_elements(spec, step)
             parts = self.arrays.empty((elements,), np.float32) if elements else None
             arrived = self._zeros("arrived", step.count * spec.heads * split.cluster, np.int32)
-            self.operations.attend_one(self._half(qkv), spec, cache, step, split, parts, arrived, out)
+            self.launches.attend_one(self._half(qkv), spec, cache, step, split, parts, arrived, out)
             return out
         heads = qkv if isinstance(qkv, Product) else self._half(qkv)
-        q = self.arrays.empty((qkv.shape[0], spec.heads, cache.keys.shape[3]), np.float16)
-        self.operations.prepare_heads(heads, spec, cache, step, q)
+        q = self.arrays.empty((qkv.shape[0], spec.heads, head_pitch_of(cache)), np.float16)
+        self.launches.prepare_heads(heads, spec, cache, step, q)
         self.prefill_attention.launch(
             q.data.ptr, q.shape[1] * q.shape[2], cache.keys.data.ptr, cache.values.data.ptr,
-            out.data.ptr, operations.pitch_of(out), step.starts.data.ptr, step.past.data.ptr, step.slots.data.ptr,
+            out.data.ptr, pitch_of(out), step.starts.data.ptr, step.past.data.ptr, step.slots.data.ptr,
             heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity=cache.capacity,
             scale=spec.scale, window=spec.window, tokens=q.shape[0], count=step.count,
             stream=self.stream.ptr, dependent=True,
@@ -292,12 +299,12 @@ class CudaBackend(Backend):
         rows, vocab = logits.shape
         fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
                   "frequency_penalty", "seed", "sequence", "step", "counts")  # fmt: skip
-        state = [operations.address(getattr(sampler, name)) for name in fields]
+        state = [launches.address(getattr(sampler, name)) for name in fields]
         scratch = self._zeros(f"sample {rows} {vocab} {sampler.greedy}", Sampler.scratch_bytes(rows, vocab), np.uint8)
         result = self.arrays.empty((2, rows), np.int32)
         tokens, past = (step.tokens.data.ptr, step.past.data.ptr) if step is not None else (0, 0)
         self.sampler.launch(
-            logits.data.ptr, operations.pitch_of(logits), rows, vocab, state, result.data.ptr,
+            logits.data.ptr, pitch_of(logits), rows, vocab, state, result.data.ptr,
             tokens, past, scratch.data.ptr, self.stream.ptr, greedy=sampler.greedy,
         )  # fmt: skip
         return result
@@ -310,7 +317,7 @@ class CudaBackend(Backend):
         """Write ``x``, whatever it is still waiting for, as codes or as values."""
         if isinstance(x, Normed) and x.values is None:
             residual = x.residual
-            self.operations.transform(residual.pending, out, scale, layout, residual.values, x.norm)
+            self.launches.transform(residual.pending, out, scale, layout, residual.values, x.norm)
             residual.pending, x.used = None, True
             return
         if isinstance(x, Normed):
@@ -320,11 +327,11 @@ class CudaBackend(Backend):
         if isinstance(x, Residual):
             self._settle(x)
             x = x.values
-        self.operations.transform(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out, scale, layout)
+        self.launches.transform(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out, scale, layout)
 
     def _written(self, product: Product, dtype: type) -> cp.ndarray:
         out = self.arrays.rows(product.shape[0], product.shape[1], dtype)
-        self.operations.finish(product.acc, product.layout, product.x_scale, product.weight, out)
+        self.launches.finish(product.acc, product.layout, product.x_scale, product.weight, out)
         return out
 
     def _half(self, x: Array) -> cp.ndarray:
@@ -343,7 +350,7 @@ class CudaBackend(Backend):
             return x
         if isinstance(x, Residual):
             if x.pending is not None:
-                self.operations.finish(
+                self.launches.finish(
                     x.pending.acc, x.pending.layout, x.pending.x_scale, x.pending.weight, x.values, add=True
                 )
                 x.pending = None
