@@ -36,17 +36,14 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
     ``force`` is not given, if it exists and is no migrated checkpoint, or if the disk is, or becomes, full.
     """
     target = target.resolve()
+    partial, lock = target.parent / f".{target.name}.{secrets.token_hex(4)}{_PARTIAL}", -1
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(target)
         check_target(target, force)
         check_space(target, needed)
-        partial = target.parent / f".{target.name}.{secrets.token_hex(4)}{_PARTIAL}"
         partial.mkdir()
-    except OSError as error:
-        raise CheckpointError(f"{target}: cannot be created: {error.strerror}") from error
-    lock = _lock(partial)
-    try:
+        lock = _lock(partial)
         yield partial
         _sync_folder(partial)
         _publish(partial, target, force)
@@ -56,7 +53,8 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
         raise CheckpointError(f"{target}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        os.close(lock)
+        if lock >= 0:
+            os.close(lock)
 
 
 def check_target(target: Path, force: bool) -> None:

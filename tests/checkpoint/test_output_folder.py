@@ -136,7 +136,7 @@ def test_a_disk_that_becomes_full(tmp_path: Path, code: int) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="cannot be created"):
+    with pytest.raises(CheckpointError, match="cannot be written"):
         make(tmp_path / "file" / "out", "x")
 
 
