@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,6 +44,27 @@ def test_sample(backend, seed, count, vocab, penalties, with_ties):
     if with_ties:
         logits = np.rint(logits)
     check_sample(backend, logits, random_sampler(rng, count, vocab, penalties))
+
+
+@given(SEEDS, st.integers(1, 5), VOCABULARIES)
+def test_sample_that_is_known_to_be_greedy(backend, seed, count, vocab):
+    """A backend may take a shorter way; of equal logits the lowest id wins on it too."""
+    rng = np.random.default_rng(seed)
+    logits = np.rint(rng.standard_normal((count, vocab)) * 2).astype(np.float32)
+    state = random_sampler(rng, count, vocab, False)
+    state.temperature[:] = 0
+    check_sample(backend, logits, dataclasses.replace(state, greedy=True))
+
+
+def test_sample_without_a_step(backend):
+    """As after a prefill: the state advances all the same."""
+    rng = np.random.default_rng(0)
+    logits, state = rng.standard_normal((3, 50)).astype(np.float32), random_sampler(rng, 3, 50, True)
+    expected_state, device_state = state.map(np.copy), state.map(backend.array)
+    tokens, _ = sampling.sample(logits, expected_state)
+    result = backend.host(backend.sample(backend.array(logits), device_state))
+    np.testing.assert_array_equal(result[0], tokens)
+    np.testing.assert_array_equal(backend.host(device_state.step), expected_state.step)
 
 
 def test_sample_of_unusable_logits(backend):
