@@ -86,8 +86,7 @@ class Kernel:
         self._function = function
         self._launch = driver.load().cuLaunchKernelEx
         self._lock = threading.Lock()
-        # The limit is on static and dynamic shared memory together.
-        self._shared_allowed = _SHARED_WITHOUT_ASKING - self._attribute(FunctionAttribute.SHARED_SIZE_BYTES)
+        self._shared_allowed = 0
         self._dependent_supported = module.device.compute_capability >= (9, 0)
         parameters = struct.Struct("@" + signature.replace("p", "P"))
         self._pack_parameters = parameters.pack_into
@@ -163,6 +162,11 @@ class Kernel:
         return value.value
 
     def _allow_shared(self, shared: int) -> None:
+        # Static and dynamic shared memory count together.
+        without_asking = _SHARED_WITHOUT_ASKING - self._attribute(FunctionAttribute.SHARED_SIZE_BYTES)
+        if shared <= without_asking:
+            self._shared_allowed = without_asking
+            return
         try:
             driver.load().cuFuncSetAttribute(
                 self._function, FunctionAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared

@@ -82,6 +82,9 @@ class RecordingDriver(SimpleNamespace):
     def cuModuleGetFunction(self, function, module, symbol: bytes) -> None:
         function.value = 1234
 
+    def cuFuncGetAttribute(self, value, attribute, function):
+        value.value = 0
+
     def cuFuncSetAttribute(self, function, attribute, value: int) -> None:
         assert attribute == FunctionAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
         if value > 227 * 1024:
