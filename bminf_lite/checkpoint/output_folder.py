@@ -52,7 +52,7 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
             raise _disk_full(target, needed) from error
         raise CheckpointError(f"{target}: cannot be written: {error}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         if lock >= 0:
             os.close(lock)
 
@@ -98,6 +98,15 @@ def _clear_leftovers(target: Path) -> None:
             continue
         shutil.rmtree(leftover, ignore_errors=True)
         os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, also if Ctrl-C comes in the midst of it."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _siblings(target: Path, suffix: str) -> list[Path]:

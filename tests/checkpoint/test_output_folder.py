@@ -52,6 +52,22 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, error: type[BaseExcepti
     assert names(tmp_path) == set()
 
 
+def test_ctrl_c_while_the_old_one_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "out", "old")
+    remove, calls = shutil.rmtree, []
+
+    def interrupted_once(folder: Path, ignore_errors: bool) -> None:
+        calls.append(folder)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        remove(folder, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "out", "new", force=True)
+    assert (tmp_path / "out" / MANIFEST_FILE).read_text() == "new" and names(tmp_path) == {"out"}
+
+
 @pytest.mark.usefixtures("exchange")
 def test_replacing_keeps_the_old_one_until_the_new_one_is_complete(tmp_path: Path) -> None:
     target = tmp_path / "out"
