@@ -14,8 +14,8 @@ from .kernels import Kernel, Module
 
 SOURCE = "sample.cu"
 KERNELS = ("best_token", "histogram", "cut_tail", "draw_token")
-CHUNK = 2048
-"""Token ids of one block, four to a thread."""
+CHUNK, BLOCK = 2048, 512
+"""Token ids and threads of a block."""
 ROW_BYTES = 128
 """Scratch of a row beside the arrays that :meth:`Sampler.scratch_bytes` counts."""
 PART_BYTES = 16
@@ -23,7 +23,8 @@ BUCKETS = 1024
 """Of likelihood, ``BUCKETS_PER_OCTAVE`` to a factor of two, so that all tokens of any weight (42 octaves) have one."""
 BUCKETS_PER_OCTAVE = 24
 DEFINES = (
-    f"CHUNK={CHUNK}", f"ROW_BYTES={ROW_BYTES}", f"BUCKETS={BUCKETS}", f"BUCKETS_PER_OCTAVE={BUCKETS_PER_OCTAVE}",
+    f"CHUNK={CHUNK}", f"BLOCK={BLOCK}", f"ROW_BYTES={ROW_BYTES}",
+    f"BUCKETS={BUCKETS}", f"BUCKETS_PER_OCTAVE={BUCKETS_PER_OCTAVE}",
 )  # fmt: skip
 MAX_VOCAB = 2**23 - 1
 """The weights of so many tokens add up within 64 bits."""
@@ -80,7 +81,7 @@ class Sampler:
         if not greedy:
             kernels += [histogram, cut_tail, draw_token] if filtered else [draw_token]
         for kernel in kernels:
-            kernel((chunks, rows), CHUNK // 4, arguments, stream=stream, dependent=True)
+            kernel((chunks, rows), BLOCK, arguments, stream=stream, dependent=True)
 
 
 def _chunks(vocab: int) -> int:

@@ -16,11 +16,11 @@
 using namespace bminf;
 typedef unsigned long long u64;
 
-constexpr int EACH = 4;  // ids of a thread
-constexpr int THREADS = CHUNK / EACH;
+constexpr int THREADS = BLOCK;
+constexpr int EACH = CHUNK / THREADS;  // ids of a thread, a multiple of 4
 constexpr int WARPS = THREADS / WARP;
 constexpr int DIGIT = 8;  // bits that cut_tail decides at a time
-constexpr int CACHED = 2048;  // candidates that it holds in shared memory
+constexpr int CACHED = CHUNK;  // candidates that it holds in shared memory: at least what one block may find
 constexpr int PROMPT_FLAG = 1 << 30;
 constexpr int WEIGHT_BITS = 40;
 constexpr float LOG2_E = 0x1.715476p+0f;
@@ -67,10 +67,12 @@ struct Arguments {
                size_t(blockIdx.y) * BUCKETS;
     }
     __device__ unsigned* numbers() const {  // [rows, BUCKETS]
-        return reinterpret_cast<unsigned*>(weights() + size_t(rows - blockIdx.y) * BUCKETS) + size_t(blockIdx.y) * BUCKETS;
+        u64* const end = weights() + size_t(rows - blockIdx.y) * BUCKETS;
+        return reinterpret_cast<unsigned*>(end) + size_t(blockIdx.y) * BUCKETS;
     }
     __device__ u64* list() const {  // [rows, vocab]
-        return reinterpret_cast<u64*>(numbers() + size_t(rows - blockIdx.y) * BUCKETS) + size_t(blockIdx.y) * vocab;
+        unsigned* const end = numbers() + size_t(rows - blockIdx.y) * BUCKETS;
+        return reinterpret_cast<u64*>(end) + size_t(blockIdx.y) * vocab;
     }
 };
 
@@ -143,18 +145,22 @@ __device__ __forceinline__ float value_of(u64 key) {
 
 // ---- rows, blocks and chunks -------------------------------------------------------------------------------------
 
-// A thread's four ids from `first` on: the logits as given (-inf past the last) and with penalties.
-struct Four {
+// A thread's EACH ids from `first` on: the logits as given (-inf past the last) and with penalties.
+struct Own {
     float given[EACH], x[EACH];
 };
 
-__device__ __forceinline__ Four load_four(const Arguments& a, int first) {
-    Four four;
-    float4 v = make_float4(-INF_F, -INF_F, -INF_F, -INF_F);
-    if (first < a.vocab) v = *reinterpret_cast<const float4*>(a.logits + size_t(blockIdx.y) * a.pitch + first);
-    const float loaded[EACH] = {v.x, v.y, v.z, v.w};
+__device__ __forceinline__ Own load_own(const Arguments& a, int first) {
+    Own own;
+    const float* logits = a.logits + size_t(blockIdx.y) * a.pitch + first;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) four.x[i] = four.given[i] = first + i < a.vocab ? loaded[i] : -INF_F;
+    for (int i = 0; i < EACH; i += 4) {
+        float4 v = make_float4(-INF_F, -INF_F, -INF_F, -INF_F);
+        if (first + i < a.vocab) v = *reinterpret_cast<const float4*>(logits + i);
+        const float loaded[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) own.x[i + j] = own.given[i + j] = first + i + j < a.vocab ? loaded[j] : -INF_F;
+    }
     if (a.counts) {
         const float repetition = a.repetition[blockIdx.y];
         const float presence = a.presence[blockIdx.y], frequency = a.frequency[blockIdx.y];
@@ -162,9 +168,9 @@ __device__ __forceinline__ Four load_four(const Arguments& a, int first) {
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
             if (first + i < a.vocab)
-                four.x[i] = penalised(four.given[i], counts[first + i], repetition, presence, frequency);
+                own.x[i] = penalised(own.given[i], counts[first + i], repetition, presence, frequency);
     }
-    return four;
+    return own;
 }
 
 // Whether this block is the last of its row to get here: then it sees what the others wrote before.
@@ -207,19 +213,20 @@ __device__ __forceinline__ Sum sum_over_block(u64 x) {
     return sum;
 }
 
-// Everything that follows from a row's choice; token -1 where there is none. By one thread.
+// Everything that follows from a row's choice; token -1 where there is none. By one thread, which
+// has nothing to wait for: an atomic whose result is not used is only sent.
 __device__ __forceinline__ void finish_row(const Arguments& a, int token, float top, float log_sum) {
     const int row = blockIdx.y;
     float logprob = NAN_F;
     if (token >= 0) {
         logprob = a.logits[size_t(row) * a.pitch + token] - top - log_sum;
-        if (a.counts) a.counts[size_t(row) * a.vocab + token] += 1;
+        if (a.counts) atomicAdd(&a.counts[size_t(row) * a.vocab + token], 1);
     }
     a.result[row] = token;
     a.result[a.rows + row] = __float_as_int(logprob);
-    a.step[row] += 1;
+    atomicAdd(&a.step[row], 1);
     if (a.tokens) a.tokens[row] = max(token, 0);
-    if (a.past) a.past[row] += 1;
+    if (a.past) atomicAdd(&a.past[row], 1);
 }
 
 // ---- the most likely token ---------------------------------------------------------------------------------------
@@ -253,20 +260,21 @@ __device__ __forceinline__ Best merge_block(Best best) {
     return best;
 }
 
-__global__ void __launch_bounds__(THREADS, 2) best_token(const Arguments a) {
+__global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
     wait_for_predecessor();
     let_successor_start();
     const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
-    const Four four = load_four(a, first);
+    const Own own = load_own(a, first);
+    const float temperature = a.temperature[blockIdx.y];
     Best best = {EVERYTHING, -INF_F, 0.0f};
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        if (first + i < a.vocab) best.key = min(best.key, rank_key(four.x[i], first + i));
-        best.top = fmaxf(best.top, four.given[i]);
+        if (first + i < a.vocab) best.key = min(best.key, rank_key(own.x[i], first + i));
+        best.top = fmaxf(best.top, own.given[i]);
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
-        if (first + i < a.vocab) best.sum += rescale(four.given[i], best.top);
+        if (first + i < a.vocab) best.sum += rescale(own.given[i], best.top);
     best = merge_block(best);
     if (threadIdx.x == 0) a.parts()[blockIdx.x] = best;
     if (!is_last_block(a)) return;
@@ -278,7 +286,7 @@ __global__ void __launch_bounds__(THREADS, 2) best_token(const Arguments a) {
     Row& row = a.row();
     const float largest = value_of(best.key), log_sum = logf(best.sum);
     const bool valid = fabsf(largest) < INF_F;
-    const bool drawing = valid && a.temperature[blockIdx.y] > 0.0f;
+    const bool drawing = valid && temperature > 0.0f;
     row.cut = EVERYTHING;
     row.largest = largest, row.top = best.top, row.log_sum = log_sum;
     row.drawing = drawing, row.cutting = false;
@@ -362,12 +370,12 @@ __device__ __forceinline__ void plan_cuts(const Arguments& a, const Totals& tota
     row.k_weight_before = totals.weight[k_bucket] - totals.weight[gap] + totals.weight[first];
 }
 
-__global__ void __launch_bounds__(THREADS, 2) histogram(const Arguments a) {
+__global__ void __launch_bounds__(THREADS, 3) histogram(const Arguments a) {
     __shared__ Tally<BUCKETS> tally;
     __shared__ Totals totals;
     wait_for_predecessor();
     let_successor_start();
-    const Four four = load_four(a, blockIdx.x * CHUNK + threadIdx.x * EACH);
+    const Own own = load_own(a, blockIdx.x * CHUNK + threadIdx.x * EACH);
     const Row row = a.row();
     const int k = a.top_k[blockIdx.y];
     if (!row.drawing || !((0 < k && k < a.vocab) || a.top_p[blockIdx.y] < 1.0f)) return;
@@ -376,7 +384,7 @@ __global__ void __launch_bounds__(THREADS, 2) histogram(const Arguments a) {
     const float temperature = a.temperature[blockIdx.y];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const Weighed w = weigh(four.x[i], row.largest, temperature);
+        const Weighed w = weigh(own.x[i], row.largest, temperature);
         tally.add(bucket_of(w), w.weight);
     }
     __syncthreads();
@@ -389,13 +397,13 @@ __global__ void __launch_bounds__(THREADS, 2) histogram(const Arguments a) {
         }
     if (!is_last_block(a)) return;
 
-    constexpr int OWN = BUCKETS / THREADS;
-    const int own = threadIdx.x * OWN;
+    constexpr int SHARE = BUCKETS / THREADS;
+    const int begin = threadIdx.x * SHARE;
     u64 number = 0, weight = 0;
-    for (int i = own; i < own + OWN; ++i) number += numbers[i], weight += weights[i];
+    for (int i = begin; i < begin + SHARE; ++i) number += numbers[i], weight += weights[i];
     u64 number_before = sum_over_block(number).before, weight_before = sum_over_block(weight).before;
     if (threadIdx.x == 0) totals.number[0] = totals.weight[0] = 0;
-    for (int i = own; i < own + OWN; ++i) {
+    for (int i = begin; i < begin + SHARE; ++i) {
         totals.number[i + 1] = number_before += numbers[i];
         totals.weight[i + 1] = weight_before += weights[i];
         numbers[i] = 0, weights[i] = 0;
@@ -478,11 +486,10 @@ __global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
     __shared__ u64 cache[CACHED];
     __shared__ Tally<1 << DIGIT> tally;
     __shared__ unsigned found, place;
-    static_assert(CACHED >= CHUNK, "the cache holds what a block may find");
     wait_for_predecessor();
     let_successor_start();
     const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
-    const Four four = load_four(a, first);
+    const Own own = load_own(a, first);
     const Row row = a.row();
     if (!row.cutting) return;
     if (threadIdx.x == 0) found = 0;
@@ -490,9 +497,9 @@ __global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
     const float temperature = a.temperature[blockIdx.y];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const int bucket = bucket_of(weigh(four.x[i], row.largest, temperature));
+        const int bucket = bucket_of(weigh(own.x[i], row.largest, temperature));
         if (bucket >= 0 && ((row.first <= bucket && bucket <= row.last) || bucket == row.k_bucket))
-            cache[atomicAdd(&found, 1u)] = rank_key(four.x[i], first + i);
+            cache[atomicAdd(&found, 1u)] = rank_key(own.x[i], first + i);
     }
     __syncthreads();
     u64* const list = a.list();
@@ -529,35 +536,36 @@ struct Weights {
     u64 of[EACH], sum;
 };
 
-// Of the four ids from `first` on, 0 for those that are not kept.
-__device__ __forceinline__ Weights kept_weights(const Arguments& a, const Row& row, const Four& four, int first) {
+// Of a thread's ids from `first` on, 0 for those that are not kept.
+__device__ __forceinline__ Weights kept_weights(const Arguments& a, const Row& row, const Own& own, int first) {
     const float temperature = a.temperature[blockIdx.y];
     const u64 least = static_cast<u64>(ceil(static_cast<double>(a.min_p[blockIdx.y]) * (1ull << WEIGHT_BITS)));
     Weights weights = {};
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const u64 w = weigh(four.x[i], row.largest, temperature).weight;
-        if (w >= least && rank_key(four.x[i], first + i) <= row.cut) weights.of[i] = w;
+        const u64 w = weigh(own.x[i], row.largest, temperature).weight;
+        if (w >= least && rank_key(own.x[i], first + i) <= row.cut) weights.of[i] = w;
         weights.sum += weights.of[i];
     }
     return weights;
 }
 
-__global__ void __launch_bounds__(THREADS, 2) draw_token(const Arguments a) {
+__global__ void __launch_bounds__(THREADS, 3) draw_token(const Arguments a) {
     wait_for_predecessor();
     let_successor_start();
     int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
-    const Four four = load_four(a, first);
+    const Own own = load_own(a, first);
     const Row row = a.row();
     if (!row.drawing) return;
     u64* const sums = reinterpret_cast<u64*>(a.parts());  // [chunks]
-    const u64 sum = sum_over_block(kept_weights(a, row, four, first).sum).total;
+    const u64 sum = sum_over_block(kept_weights(a, row, own, first).sum).total;
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
     if (!is_last_block(a)) return;
 
     __shared__ int drawn_chunk;
     __shared__ u64 drawn_position;
-    const int own = (a.chunks + THREADS - 1) / THREADS, begin = threadIdx.x * own, end = min(begin + own, a.chunks);
+    const int share = (a.chunks + THREADS - 1) / THREADS;
+    const int begin = threadIdx.x * share, end = min(begin + share, a.chunks);
     u64 weight = 0;
     for (int i = begin; i < end; ++i) weight += sums[i];
     const Sum over_row = sum_over_block(weight);
@@ -573,7 +581,7 @@ __global__ void __launch_bounds__(THREADS, 2) draw_token(const Arguments a) {
     __syncthreads();
     first = drawn_chunk * CHUNK + threadIdx.x * EACH;
     position = drawn_position;
-    const Weights kept = kept_weights(a, row, load_four(a, first), first);
+    const Weights kept = kept_weights(a, row, load_own(a, first), first);
     u64 before = sum_over_block(kept.sum).before;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
