@@ -35,11 +35,13 @@ class WatchedBackend(Backend):
         super().__init__()
         self.lookahead = lookahead
         self.arrays: list[weakref.ref[np.ndarray]] = []
+        self.largest = 0
         self.samples = 0
         self.grown = 0
         self.interrupt: Callable[[], None] = lambda: None
 
     def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int) -> LayerCache:
+        self.largest = max(self.largest, capacity)
         cache = super().layer_cache(slots, kv_heads, capacity, head_dim)
         self.arrays += [weakref.ref(cache.keys), weakref.ref(cache.values)]
         return cache

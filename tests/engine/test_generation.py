@@ -152,12 +152,15 @@ def test_the_end_by_context():
 def test_a_row_at_the_end_of_the_context_idles_without_overrunning_it(lookahead):
     """Seven rows go on long after the first has ended: the group is formed anew instead."""
     lengths = [CONTEXT - 2, *range(2, 9)]
-    together = run(
-        make_model(WatchedBackend(lookahead), quantized=True),
-        [request(i, prompt_of(n, i), max_new_tokens=60) for i, n in enumerate(lengths)],
+    ops = WatchedBackend(lookahead)
+    together, alone = (
+        [request(i, prompt_of(n, i), max_new_tokens=60) for i, n in enumerate(lengths)] for _ in range(2)
     )
-    alone = [run(EXACT, [request(i, prompt_of(n, i), max_new_tokens=60)])[0] for i, n in enumerate(lengths)]
+    run(make_model(ops, quantized=True), together)
+    for r in alone:
+        run(EXACT, [r])
     assert [outcome(r) for r in together] == [outcome(r) for r in alone]
+    assert ops.largest == CONTEXT
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -167,6 +170,14 @@ def test_the_cache_does_not_grow_for_a_row_that_has_ended(lookahead):
     requests += [request(i, prompt_of(2, i), max_new_tokens=20) for i in range(1, 8)]
     run(make_model(ops), requests)
     assert ops.grown == 0
+
+
+def test_a_waiting_prompt_starts_when_a_slot_is_free():
+    lengths = [30, 30, 3, 30, 30, 30, 30, 30, 4, 4]
+    requests = [request(i, prompt_of(5, i), max_new_tokens=n) for i, n in enumerate(lengths)]
+    run(make_model(WatchedBackend(1), max_batch=8), requests)
+    assert [r.slot for r in requests] == [*range(8), 2, 2]
+    assert all(r.last_token < requests[0].last_token for r in requests[8:])
 
 
 def test_ending_a_request_from_outside():
