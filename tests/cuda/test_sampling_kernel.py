@@ -42,7 +42,7 @@ def test_compiles_without_spills(arch: str) -> None:
 
 
 def test_the_constants_are_the_definitions() -> None:
-    source = (compiler.SOURCES / sampling.SOURCE).read_text()
+    source = (compiler.SOURCES / "sample.cuh").read_text()
 
     def values(name: str) -> list[float]:
         match = re.search(rf"{name}\S* = ([^;]+);", source)
@@ -55,8 +55,7 @@ def test_the_constants_are_the_definitions() -> None:
     assert definition.PROMPT_FLAG == 1 << 30 and "PROMPT_FLAG = 1 << 30;" in source
 
 
-def test_every_token_of_any_weight_has_its_own_bucket_range() -> None:
-    """The last bucket is not a catch-all: the least likely token with a weight is still below it."""
+def test_the_buckets_reach_down_to_the_last_token_of_any_weight() -> None:
     least = np.float32([[0.0, -28.8]])
     assert definition.weights(least, np.float32([0]), np.float32([1]))[0, 1] == 0
     assert 28.8 * definition.LOG2_E * sampling.BUCKETS_PER_OCTAVE < sampling.BUCKETS
