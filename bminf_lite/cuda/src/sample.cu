@@ -222,7 +222,7 @@ __device__ __forceinline__ int highest_difference(const u64* keys, int n) {
     return max(0, 63 - __clzll(static_cast<long long>(static_cast<u64>(high) << 32 | low)));
 }
 
-// The shortest prefix, by rank, of the n listed keys that reaches `target`: in weight, or in number. Digit by digit from
+// The shortest prefix, by rank, of the n listed keys that reaches `target` in weight or in number. Digit by digit from
 // the highest that differs, until one key is left. By a whole block.
 __device__ Prefix shortest_prefix(
     const u64* keys, int n, bool by_weight, u64 target, float largest, float temperature, Tally<1 << DIGIT>& tally) {
