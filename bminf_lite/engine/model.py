@@ -227,7 +227,7 @@ class Model:
 
     # -- tensors --------------------------------------------------------------------------------------------------
 
-    def logits(self, token_ids: Sequence[int], device: bool = False) -> Any:
+    def logits(self, token_ids: Sequence[int] | np.ndarray, device: bool = False) -> Any:
         """Logits after each token: fp32 ``[tokens, vocab]``.
 
         A NumPy array, or with ``device`` the backend's own array, not copied to the host (a CuPy array on a GPU, which
