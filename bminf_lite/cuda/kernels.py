@@ -28,6 +28,7 @@ Dimensions = int | tuple[int, ...]
 _CONFIG = struct.Struct("@7IPPI")
 _PARAMETER_BUFFER_POINTER, _PARAMETER_BUFFER_SIZE = 1, 2
 _SHARED_WITHOUT_ASKING = 48 * 1024
+_ALL_SHARED = 100  # percent of what L1 cache and shared memory divide between them
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Module:
         """The kernel of that name, one of the module's ``name_expressions``; see :class:`Kernel` for ``signature``."""
         function = driver.Function()
         driver.load().cuModuleGetFunction(function, self._handle, self.cubin.symbols[name_expression].encode())
+        # A multiprocessor divides its memory one way at a time, and kernels that disagree on it cannot run side by side.
+        driver.load().cuFuncSetAttribute(function, FunctionAttribute.PREFERRED_SHARED_MEMORY_CARVEOUT, _ALL_SHARED)
         return Kernel(self, name_expression, function, signature)
 
 

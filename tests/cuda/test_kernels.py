@@ -86,6 +86,8 @@ class RecordingDriver(SimpleNamespace):
         value.value = 0
 
     def cuFuncSetAttribute(self, function, attribute, value: int) -> None:
+        if attribute == FunctionAttribute.PREFERRED_SHARED_MEMORY_CARVEOUT:
+            return
         assert attribute == FunctionAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
         if value > 227 * 1024:
             raise LibraryError("cuFuncSetAttribute", 1, "CUDA_ERROR_INVALID_VALUE, invalid argument")

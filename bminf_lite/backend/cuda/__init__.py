@@ -23,7 +23,7 @@ from ...cuda.igemm import Igemm
 from ...cuda.layouts import Layout, round_up
 from ...cuda.matmul import Multiplier
 from ...cuda.plans import PlanKind, kinds_for
-from ...cuda.sampling import Sampler
+from ...cuda.sampling import STATE_ARRAYS, Sampler
 from ...errors import DeviceError
 from ...memory.arena import Scratch
 from ...memory.device import device_arena
@@ -71,7 +71,8 @@ class CudaBackend(Backend):
         return self.arrays.upload(np.asarray(values))
 
     def assign(self, target: Array, values: np.ndarray) -> None:
-        target.set(np.ascontiguousarray(values), self.stream)
+        with self.arrays.current():
+            target[...] = cp.asarray(values, target.dtype)
 
     def host(self, x: Array) -> np.ndarray:
         values = self._finished(x)
@@ -297,9 +298,7 @@ class CudaBackend(Backend):
     def sample(self, logits: Array, sampler: SamplerState, step: Step | None = None) -> Array:
         logits = self.arrays.padded(logits)
         rows, vocab = logits.shape
-        fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-                  "frequency_penalty", "seed", "sequence", "step", "counts")  # fmt: skip
-        state = [launches.address(getattr(sampler, name)) for name in fields]
+        state = [launches.address(getattr(sampler, name)) for name in STATE_ARRAYS]
         scratch = self._zeros(f"sample {rows} {vocab} {sampler.greedy}", Sampler.scratch_bytes(rows, vocab), np.uint8)
         result = self.arrays.empty((2, rows), np.int32)
         tokens, past = (step.tokens.data.ptr, step.past.data.ptr) if step is not None else (0, 0)

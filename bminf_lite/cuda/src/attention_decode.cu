@@ -89,7 +89,6 @@ __global__ void __launch_bounds__(THREADS) attend(
     __shared__ __align__(16) float warp_out[WARPS][D], outs[GROUP][D];
     __shared__ bool is_last;
 
-    let_successor_start();
     wait_for_predecessor();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;
     const int split = blockIdx.x, splits = gridDim.x, b = blockIdx.z;
@@ -216,6 +215,10 @@ __global__ void __launch_bounds__(THREADS) attend(
         }
         __syncthreads();
     }
+
+    // Not earlier: this kernel has fewer blocks than the GPU has multiprocessors, and those of the next, which are to be one
+    // per multiprocessor, would crowd where it is not.
+    let_successor_start();
 
     // The lanes of a warp, the warps of a head, the blocks of a cluster.
 #pragma unroll

@@ -164,11 +164,11 @@ __global__ void __launch_bounds__(256) finish(
     store8(place, y);
 }
 
-// Rows of an fp16 table [vocab, pitch] as the residual stream, fp32 [rows, k].
+// Rows of an fp16 table [vocab, pitch] as the residual stream, fp32 [rows, k]. Like `last_rows` it may have few blocks, and so
+// lets the next kernel start only when it ends (see attention_decode.cu).
 __global__ void __launch_bounds__(256) embed(
     const int* tokens, const __half* table, long long pitch, float* out, long long out_pitch, int k)
 {
-    let_successor_start();
     wait_for_predecessor();
     const long long row = blockIdx.x;
     const long long token = tokens[row];
@@ -183,7 +183,6 @@ __global__ void __launch_bounds__(256) embed(
 __global__ void __launch_bounds__(256) last_rows(
     const int* starts, const float* x, long long pitch, float* out, long long out_pitch, int k)
 {
-    let_successor_start();
     wait_for_predecessor();
     const long long from = starts[blockIdx.x + 1] - 1, to = blockIdx.x;
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
