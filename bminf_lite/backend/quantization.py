@@ -120,6 +120,6 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         r = np.float32(CODE_MAX) / a
         finite = np.isfinite(a)
         r = np.where(finite & np.isfinite(r), r, np.float32(0))
-        codes = np.clip(np.rint(np.nan_to_num(x * r[..., None], nan=0.0)), -CODE_MAX, CODE_MAX).astype(np.int8)
+        codes = np.clip(np.rint(np.where(finite[..., None], x * r[..., None], np.float32(0))), -CODE_MAX, CODE_MAX)
         scale = np.where(finite, np.where(r > 0, a / np.float32(CODE_MAX), np.float32(0)), np.float32(np.nan))
-    return codes, scale.astype(np.float32)
+    return codes.astype(np.int8), scale.astype(np.float32)
