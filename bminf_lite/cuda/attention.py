@@ -62,7 +62,7 @@ def tiling_for(compute_capability: tuple[int, int], depth: int, small: bool) -> 
     if compute_capability == (9, 0) and depth in (64, 128, 256):
         return hopper(depth, rows=128, keys=64 if depth == 256 else 128)
     if depth > 128:  # the output alone takes half of a thread's registers
-        return synchronous(depth, rows=64, keys=32 if compute_capability >= (8, 0) else 16, blocks=1)
+        return synchronous(depth, rows=64, keys=48 if compute_capability >= (8, 0) else 16, blocks=1)
     if depth > 64 and compute_capability >= (8, 0) and compute_capability not in LARGE_SHARED:
         return synchronous(depth, rows=64, keys=48, blocks=2)
     if small:
@@ -83,7 +83,7 @@ class PrefillAttention:
         q: int, q_pitch: int, keys: int, values: int, out: int, out_pitch: int, starts: int, past: int, slots: int,
         *,
         heads: int, kv_heads: int, head_dim: int, capacity: int, scale: float, window: int | None,
-        count: int, longest: int, stream: int = 0, dependent: bool = False,
+        tokens: int, count: int, stream: int = 0, dependent: bool = False,
     ) -> None:  # fmt: skip
         """Launch on ``stream``. Addresses are of the GPU; with ``D = head_dim`` padded to a multiple of 16:
 
@@ -92,19 +92,19 @@ class PrefillAttention:
         - ``out`` fp16 ``[T, heads * head_dim]`` with ``out_pitch`` elements from token to token;
         - ``starts`` int32 ``[count + 1]``, ``past`` and ``slots`` int32 ``[count]``: see ``backend.values.Step``.
 
-        Addresses are multiples of 16 bytes, pitches of 8 elements. ``longest`` is an upper bound of the new tokens of
-        any sequence. ``scale`` is positive, ``heads`` a multiple of ``kv_heads``, ``window`` at least 1 or None, and
-        ``head_dim`` at most ``MAX_HEAD_DIM``. ``dependent`` as in :class:`Kernel`.
+        Addresses are multiples of 16 bytes, pitches of 8 elements. ``tokens`` is ``T``, ``scale`` is positive,
+        ``heads`` a multiple of ``kv_heads``, ``window`` at least 1 or None, and ``head_dim`` at most ``MAX_HEAD_DIM``.
+        ``dependent`` as in :class:`Kernel`.
         """
-        depth, rows = -(-head_dim // 16) * 16, longest * (heads // kv_heads)
-        small = -(-rows // 128) * kv_heads * count < 2 * self._multiprocessors
+        depth, rows = -(-head_dim // 16) * 16, tokens * (heads // kv_heads)
+        small = -(-rows // 128) * kv_heads < 2 * self._multiprocessors
         tiling = tiling_for(self._device.compute_capability, depth, small)
-        tiles = -(-rows // tiling.rows)
+        tiles = (rows + count * (tiling.rows - 1)) // tiling.rows  # each sequence's last may be partly empty
         self._kernel(tiling)(
-            (tiles * kv_heads, count), tiling.threads,
+            (kv_heads, tiles), tiling.threads,
             (
                 q, q_pitch, keys, values, out, out_pitch, starts, past, slots,
-                scale * math.log2(math.e), window or 0, heads, kv_heads, head_dim, capacity,
+                scale * math.log2(math.e), window or 0, heads, head_dim, capacity, count,
             ),
             shared=tiling.shared, stream=stream, dependent=dependent,
         )  # fmt: skip

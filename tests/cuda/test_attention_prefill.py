@@ -118,7 +118,7 @@ class Problem:
             q.data.ptr, q_width + 16, keys.data.ptr, values.data.ptr, out.data.ptr, pitch,
             starts.data.ptr, past.data.ptr, slots.data.ptr,
             heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, capacity=case.capacity,
-            scale=self.scale, window=case.window, count=len(case.new), longest=max(case.new),
+            scale=self.scale, window=case.window, tokens=tokens, count=len(case.new),
         )  # fmt: skip
         device.synchronize()
         result = cp.asnumpy(out)
@@ -143,7 +143,7 @@ def gpu(request: pytest.FixtureRequest, cuda_device: Device, monkeypatch: pytest
     return cuda_device
 
 
-RAGGED = {"new": (1, 70, 300, 2, 64, 129), "past": (40, 0, 17, 255, 64, 3)}
+RAGGED = {"new": (1, 70, 300, 0, 2, 64, 129), "past": (40, 0, 17, 9, 255, 64, 3)}
 
 
 @pytest.mark.gpu
@@ -217,7 +217,7 @@ def seconds(device: Device, tokens: int, head_dim: int, runs: int = 20) -> float
             q.data.ptr, heads * head_dim, keys.data.ptr, values.data.ptr, out.data.ptr, heads * head_dim,
             starts.data.ptr, zero.data.ptr, zero.data.ptr,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, capacity=tokens, scale=head_dim**-0.5, window=None,
-            count=1, longest=tokens, stream=stream.ptr,
+            tokens=tokens, count=1, stream=stream.ptr,
         )  # fmt: skip
 
     for _ in range(3):

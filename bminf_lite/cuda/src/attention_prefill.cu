@@ -7,15 +7,15 @@
 
 namespace bminf {
 
-// Four 8x8 matrices, whose rows' addresses come from eight threads each.
-__device__ __forceinline__ void load_matrices(unsigned (&x)[4], const __half* p) {
+// Four 8x8 matrices from shared memory; each thread gives the address of one row.
+__device__ __forceinline__ void load_matrices(unsigned (&x)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(p)) : "memory");
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
 
-__device__ __forceinline__ void load_transposed(unsigned (&x)[4], const __half* p) {
+__device__ __forceinline__ void load_transposed(unsigned (&x)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(p)) : "memory");
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
 
 // c += a @ b for a [16, 16], b [16, 8].
@@ -55,12 +55,12 @@ __device__ __forceinline__ void copy_tile(__half* tile, const __half* source, in
 template <int MT, int D>
 struct Queries {
     static constexpr bool KEPT = MT * D <= 64;
-    const __half* rows;  // in shared memory, this thread's row and column of a load
+    unsigned rows;  // the shared address of this thread's row of the first piece
     unsigned kept[KEPT ? D / 16 : 1][MT][4];
 
     __device__ __forceinline__ void read(unsigned (&a)[MT][4], int k) const {
 #pragma unroll
-        for (int m = 0; m < MT; ++m) load_matrices(a[m], rows + m * 16 * (D + 8) + k * 16);
+        for (int m = 0; m < MT; ++m) load_matrices(a[m], rows + (m * 16 * (D + 8) + k * 16) * 2);
     }
     __device__ __forceinline__ void keep() {
         if constexpr (KEPT) {
@@ -82,7 +82,7 @@ struct Queries {
 
 // s += queries @ keys.T
 template <int MT, int D, int N>
-__device__ __forceinline__ void score(float (&s)[MT][N][4], const Queries<MT, D>& queries, const __half* k_rows) {
+__device__ __forceinline__ void score(float (&s)[MT][N][4], const Queries<MT, D>& queries, unsigned k_rows) {
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
         unsigned a[MT][4];
@@ -90,7 +90,7 @@ __device__ __forceinline__ void score(float (&s)[MT][N][4], const Queries<MT, D>
 #pragma unroll
         for (int n = 0; n < N / 2; ++n) {
             unsigned b[4];
-            load_matrices(b, k_rows + n * 16 * (D + 8) + k * 16);
+            load_matrices(b, k_rows + (n * 16 * (D + 8) + k * 16) * 2);
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 multiply_add(s[m][2 * n], a[m], b[0], b[1]);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void score(float (&s)[MT][N][4], const Queries<MT, D>
 
 // o += weights @ values
 template <int MT, int D, int N>
-__device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], const float (&s)[MT][N][4], const __half* v_rows) {
+__device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], const float (&s)[MT][N][4], unsigned v_rows) {
 #pragma unroll
     for (int k = 0; k < N / 2; ++k) {
         unsigned a[MT][4];
@@ -111,7 +111,7 @@ __device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], const float
 #pragma unroll
         for (int n = 0; n < D / 16; ++n) {
             unsigned b[4];
-            load_transposed(b, v_rows + k * 16 * (D + 8) + n * 16);
+            load_transposed(b, v_rows + (k * 16 * (D + 8) + n * 16) * 2);
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 multiply_add(o[m][2 * n], a[m], b[0], b[1]);
@@ -138,28 +138,30 @@ __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) attend_prefill(const __g
 #pragma unroll 4
     for (int i = threadIdx.x; i < BM * CHUNKS; i += THREADS) {
         const int row = i / CHUNKS, column = i % CHUNKS * 8;
-        copy_query<D>(q_tile + row * PITCH + column, work, p.q_pitch, work.first + row, column);
+        copy_query<D>(q_tile + row * PITCH + column, work, p, work.first + row, column);
     }
-    copy_tile<D, BN, THREADS>(k_tile, work.keys + static_cast<size_t>(work.begin) * D, work.end - work.begin);
+    auto copy_keys = [&](int key) {
+        copy_tile<D, BN, THREADS>(k_tile, p.keys + work.cached + static_cast<size_t>(key) * D, work.end - key);
+    };
+    copy_keys(work.begin);
 
-    Queries<MT, D> queries = {q_tile + (warp_row + lane % 16) * PITCH + lane / 16 * 8};
-    const __half* const k_rows = k_tile + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8;
-    const __half* const v_rows = v_tile + lane % 16 * PITCH + lane / 16 * 8;
+    Queries<MT, D> queries = {shared_address(q_tile + (warp_row + lane % 16) * PITCH + lane / 16 * 8)};
+    const unsigned k_rows = shared_address(k_tile + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8);
+    const unsigned v_rows = shared_address(v_tile + lane % 16 * PITCH + lane / 16 * 8);
     Rows rows[MT];
 #pragma unroll
     for (int m = 0; m < MT; ++m) rows[m] = start_rows(work, work.first + warp_row + m * 16);
     float o[MT][CHUNKS][4] = {};
     for (int key = work.begin; key < work.end; key += BN) {
-        const int left = work.end - key;
         wait_for_copies();
         __syncthreads();
-        copy_tile<D, BN, THREADS>(v_tile, work.values + static_cast<size_t>(key) * D, left);
+        copy_tile<D, BN, THREADS>(v_tile, p.values + work.cached + static_cast<size_t>(key) * D, work.end - key);
         if (key == work.begin) queries.keep();
         float s[MT][BN / 8][4] = {};
         score(s, queries, k_rows);
         wait_for_copies();
         __syncthreads();
-        if (left > BN) copy_tile<D, BN, THREADS>(k_tile, work.keys + static_cast<size_t>(key + BN) * D, left - BN);
+        if (key + BN < work.end) copy_keys(key + BN);
         if (any_hidden(work, key, BN)) {
 #pragma unroll
             for (int m = 0; m < MT; ++m) hide(s[m], rows[m], key, work.window);

@@ -5,15 +5,15 @@
 // there are few tokens, and a tile's rows lie close in position, which leaves little to mask.
 //
 // Scores s[n][j] and outputs o[n][j] of 16 rows lie in a warp's registers as the tensor cores leave them: of the rows a
-// thread holds lane / 4 and that plus 8, and of each 8 columns n two from lane % 4 * 2 on, so j = 0..3 are {row, column},
-// {row, column + 1}, {row + 8, column}, {row + 8, column + 1}.
+// thread holds lane / 4 and that plus 8, and of each 8 columns n two from lane % 4 * 2 on, so j = 0..3 are
+// {row, column}, {row, column + 1}, {row + 8, column}, {row + 8, column + 1}.
 #pragma once
 #include "common.cuh"
 
 namespace bminf {
 
-// Sequence b owns tokens starts[b] to starts[b + 1], which stand at positions from past[b] on and in cache slot slots[b].
-// D is head_dim padded to a multiple of 16.
+// Sequence b of `sequences` owns tokens starts[b] to starts[b + 1], at positions from past[b] on, and lives in slot
+// slots[b] of the cache. D is head_dim padded to a multiple of 16.
 struct Prefill {
     const __half* q;  // [T, heads, D], q_pitch elements from token to token
     long long q_pitch;
@@ -26,19 +26,17 @@ struct Prefill {
     const int* slots;
     float scale;  // of the scores, times log2(e); positive
     int window;   // how many keys a query sees; 0 for all up to its own
-    int heads, kv_heads, head_dim, capacity;
+    int heads, head_dim, capacity, sequences;
 };
 
-// What one block of grid (tiles of the longest sequence * kv_heads, sequences) works on.
+// What one block of grid (kv_heads, at least as many tiles as all sequences have) works on.
 struct Work {
     int first, rows, group;  // first row of the tile, rows of the sequence
     int before, window;
     int first_position, last_position;  // of the tile's rows
     int begin, end;  // keys that any of them sees; begin is a multiple of KEYS
-    const __half* q;  // of the first token, this key-value head
-    const __half* keys;
-    const __half* values;
-    __half* out;
+    int start;       // the sequence's first token
+    size_t cached;   // elements of the cache before its keys of this head
 
     __device__ __forceinline__ int position(int row) const { return before + row / group; }
 };
@@ -46,21 +44,24 @@ struct Work {
 // Returns false for a block that has nothing to do.
 template <int D, int ROWS, int KEYS>
 __device__ __forceinline__ bool find_work(const Prefill& p, Work& work) {
-    const int head = blockIdx.x % p.kv_heads, sequence = blockIdx.y, start = p.starts[sequence];
-    work.group = p.heads / p.kv_heads;
-    work.rows = (p.starts[sequence + 1] - start) * work.group;
-    // The last tile sees the most keys, so it starts first.
-    work.first = ((work.rows + ROWS - 1) / ROWS - 1 - static_cast<int>(blockIdx.x) / p.kv_heads) * ROWS;
-    if (work.first < 0) return false;
+    const int head = blockIdx.x, kv_heads = gridDim.x;
+    work.group = p.heads / kv_heads;
+    int sequence = -1, tile = blockIdx.y, tiles = 0, stop = p.starts[0];
+    do {
+        if (++sequence == p.sequences) return false;
+        tile -= tiles;
+        work.start = stop, stop = p.starts[sequence + 1];
+        work.rows = (stop - work.start) * work.group;
+        tiles = (work.rows + ROWS - 1) / ROWS;
+    } while (tile >= tiles);
+    // A sequence's last tile sees the most keys, so it starts first.
+    work.first = (tiles - 1 - tile) * ROWS;
     work.before = p.past[sequence], work.window = p.window;
     work.first_position = work.position(work.first);
     work.last_position = work.position(min(work.first + ROWS, work.rows) - 1);
     work.begin = p.window ? max(0, work.first_position - p.window + 1) / KEYS * KEYS : 0;
     work.end = work.last_position + 1;
-    const size_t cached = (static_cast<size_t>(p.slots[sequence]) * p.kv_heads + head) * p.capacity * D;
-    work.keys = p.keys + cached, work.values = p.values + cached;
-    work.q = p.q + start * p.q_pitch + head * work.group * D;
-    work.out = p.out + start * p.out_pitch + head * work.group * p.head_dim;
+    work.cached = (static_cast<size_t>(p.slots[sequence]) * kv_heads + head) * p.capacity * D;
     return true;
 }
 
@@ -119,7 +120,8 @@ template <int N>
 __device__ __forceinline__ void hide(float (&s)[N][4], const Rows& rows, int key, int window) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int last = rows.position[h] - key - static_cast<int>(threadIdx.x) % 4 * 2, before = window ? last - window : -1;
+        const int last = rows.position[h] - key - static_cast<int>(threadIdx.x) % 4 * 2;
+        const int before = window ? last - window : -1;
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -178,22 +180,25 @@ __device__ __forceinline__ void normalise(float (&o)[N][4], const Rows& rows) {
 template <int N>
 __device__ __forceinline__ void weights(unsigned (&a)[4], const float (&s)[N][4], int k) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) a[j] = pack(s[2 * k + j / 2][j % 2 * 2], s[2 * k + j / 2][j % 2 * 2 + 1]);
+    for (int j = 0; j < 4; ++j) {
+        const float (&piece)[4] = s[2 * k + j / 2];
+        a[j] = pack(piece[j % 2 * 2], piece[j % 2 * 2 + 1]);
+    }
 }
 
 // Eight queries from `column` on of one of the sequence's rows, or zeros.
 template <int D>
-__device__ __forceinline__ void copy_query(__half* target, const Work& work, long long pitch, int row, int column) {
-    const int token = row / work.group;
+__device__ __forceinline__ void copy_query(__half* target, const Work& work, const Prefill& p, int row, int column) {
+    const int token = row / work.group, head = blockIdx.x * work.group + row - token * work.group;
     const bool valid = row < work.rows;
-    copy16(target, valid ? work.q + token * pitch + (row - token * work.group) * D + column : work.q, valid);
+    copy16(target, valid ? p.q + (work.start + token) * p.q_pitch + head * D + column : p.q, valid);
 }
 
 // Eight outputs from `column` on of one of the sequence's rows, as far as the row has them.
 __device__ __forceinline__ void write8(const Work& work, const Prefill& p, int row, int column, const __half* eight) {
     if (row >= work.rows) return;
-    const int token = row / work.group;
-    __half* const target = work.out + token * p.out_pitch + (row - token * work.group) * p.head_dim;
+    const int token = row / work.group, head = blockIdx.x * work.group + row - token * work.group;
+    __half* const target = p.out + (work.start + token) * p.out_pitch + head * p.head_dim;
     if (p.head_dim % 8 == 0) {
         if (column < p.head_dim) *reinterpret_cast<uint4*>(target + column) = *reinterpret_cast<const uint4*>(eight);
     } else {

@@ -34,23 +34,30 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int N>
-__device__ __forceinline__ void wait_for_older_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+__device__ __forceinline__ void wait_for_older_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
 __device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // A barrier of THREADS threads that some wait at and others only pass.
 template <int THREADS>
-__device__ __forceinline__ void turn_wait(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void turn_wait(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
 
 template <int THREADS>
-__device__ __forceinline__ void turn_pass(int id) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void turn_pass(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
 
 // ---- products ----------------------------------------------------------------------------------------------------
 
 // The operand of a product that starts at a shared address: `stride` bytes between columns of 64, which only an operand
 // whose columns are the outer axis has several of; 1024 bytes between groups of eight rows.
 __device__ __forceinline__ unsigned long long operand(unsigned address, int stride) {
-    return (1ull << 62) | (64ull << 32) | (static_cast<unsigned long long>(stride >> 4) << 16) | ((address & 0x3ffff) >> 4);
+    const unsigned low = (static_cast<unsigned>(stride) >> 4 << 16) | ((address & 0x3ffff) >> 4);
+    return (1ull << 62) | (64ull << 32) | low;
 }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -59,7 +66,9 @@ __device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_grou
 
 // Until at most N groups of products are under way.
 template <int N>
-__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+__device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 
 // Keeps the compiler from moving accesses of an accumulator across this point.
 template <int N>
@@ -71,11 +80,12 @@ __device__ __forceinline__ void pin(float (&c)[N][4]) {
 }
 
 #define FOUR(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define UP_TO_31                                                                                                         \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define UP_TO_63                                                                                                         \
-    UP_TO_31 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
-             "%58,%59,%60,%61,%62,%63"
+#define UP_TO_31                                                                                                   \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
+    "%30,%31"
+#define UP_TO_63                                                                                                   \
+    UP_TO_31 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"    \
+             "%56,%57,%58,%59,%60,%61,%62,%63"
 #define FIRST_8 FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
 #define FIRST_16 FIRST_8, FOUR(8), FOUR(9), FOUR(10), FOUR(11), FOUR(12), FOUR(13), FOUR(14), FOUR(15)
 
@@ -96,12 +106,14 @@ __device__ __forceinline__ void multiply(float (&c)[16][4], unsigned long long a
 
 // c += a @ b, a [64, 16] in registers and b [16, 8 * N] in shared memory.
 __device__ __forceinline__ void multiply(float (&c)[8][4], const unsigned (&a)[4], unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" UP_TO_31 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+                 "{" UP_TO_31 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
                  : FIRST_8 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 __device__ __forceinline__ void multiply(float (&c)[16][4], const unsigned (&a)[4], unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" UP_TO_63 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+                 "{" UP_TO_63 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
                  : FIRST_16 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
@@ -126,8 +138,8 @@ __device__ __forceinline__ void copy_tile(__half* tile, const __half* source, in
     }
 }
 
-// The ring: tile t of keys lies in slot t % STAGES, and so does tile t of values. A barrier for each says when it is full
-// and another when it may be overwritten.
+// The ring: tile t of keys lies in slot t % STAGES, and so does tile t of values. For each, one barrier says when it is
+// full and another when it may be overwritten.
 template <int D, int BN, int STAGES>
 struct Ring {
     __half* keys;
@@ -135,7 +147,9 @@ struct Ring {
 
     static constexpr int TILE = D * BN;
     __device__ __forceinline__ __half* tile(int t, bool value) const { return keys + (t % STAGES * 2 + value) * TILE; }
-    __device__ __forceinline__ unsigned full(int t, bool value) const { return barriers + (t % STAGES * 2 + value) * 8; }
+    __device__ __forceinline__ unsigned full(int t, bool value) const {
+        return barriers + (t % STAGES * 2 + value) * 8;
+    }
     __device__ __forceinline__ unsigned empty(int t, bool value) const { return full(t, value) + STAGES * 16; }
 
     __device__ __forceinline__ void init(int consumers) const {
@@ -161,12 +175,13 @@ struct Ring {
 
 // What the copying warps do. Each group of copies is announced when the next one has been started.
 template <int D, int BN, int STAGES>
-__device__ __forceinline__ void produce(const Ring<D, BN, STAGES>& ring, const Work& work) {
+__device__ __forceinline__ void produce(const Ring<D, BN, STAGES>& ring, const Work& work, const Prefill& p) {
     const int tiles = (work.end - work.begin + BN - 1) / BN;
     auto copy = [&](int t, bool value) {
         const int key = work.begin + t * BN;
         ring.wait_empty(t, value);
-        copy_tile<D, BN>(ring.tile(t, value), (value ? work.values : work.keys) + static_cast<size_t>(key) * D, work.end - key);
+        const __half* const source = (value ? p.values : p.keys) + work.cached + static_cast<size_t>(key) * D;
+        copy_tile<D, BN>(ring.tile(t, value), source, work.end - key);
         end_copy_group();
     };
     copy(0, false);
@@ -225,7 +240,7 @@ __device__ __forceinline__ void consume(
 #pragma unroll 4
     for (int i = thread; i < 64 * CHUNKS; i += GROUP) {
         const int r = row + i / CHUNKS;
-        copy_query<D>(q_tile + place<BM>(r, i % CHUNKS), work, p.q_pitch, work.first + r, i % CHUNKS * 8);
+        copy_query<D>(q_tile + place<BM>(r, i % CHUNKS), work, p, work.first + r, i % CHUNKS * 8);
     }
     wait_for_copies();
     publish();
@@ -308,9 +323,9 @@ __global__ void __launch_bounds__(BM / 64 * GROUP + GROUP, 1) attend_prefill_hop
     __syncthreads();
     if (threadIdx.x / GROUP == GROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        produce(ring, work);
+        produce(ring, work, p);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 160));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(232));
         consume<D, BM, BN, STAGES>(ring, work, p, q_tile, threadIdx.x / GROUP * 64);
     }
 }
