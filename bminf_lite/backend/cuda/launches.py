@@ -61,6 +61,7 @@ class Launches:
         self.multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         self.bulk_copies = self.clusters = device.compute_capability >= (9, 0)
         self._kernel = functools.cache(self._load)
+        self._spread = False  # whether the kernel launched last has a block on every multiprocessor
 
     def _load(self, source: str, expression: str, signature: str) -> Kernel:
         return Module(self.device, source, [expression]).kernel(expression, signature)
@@ -84,8 +85,9 @@ class Launches:
             (x.data.ptr, gain, shift, eps, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
              out.data.ptr, n, weight.in_features, pitch),
             shared=(RING_BYTES if self.bulk_copies else 0) + pitch + 4 * rows,
-            stream=self.stream, dependent=True,
+            stream=self.stream, dependent=self._spread,
         )  # fmt: skip
+        self._spread = True
 
     def matvec_float(
         self, x: cp.ndarray, norm: Norm | None, weight: Weight, out: cp.ndarray, output: int, activation: int = 0
@@ -166,6 +168,7 @@ class Launches:
         """Rows of an fp16 table into fp32."""
         arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1])
         self._kernel("rows.cu", "embed", "ppqpqi")(len(out), 256, arguments, stream=self.stream, dependent=True)
+        self._spread = False
 
     def last_rows(self, starts: cp.ndarray, x: cp.ndarray, out: cp.ndarray) -> None:
         """The last row of each sequence, fp32."""
@@ -221,6 +224,7 @@ class Launches:
             shared=DECODE_TILES * 2 * depth * 2, stream=self.stream, dependent=True,
             cluster=split.cluster if split.cluster > 1 else None,
         )  # fmt: skip
+        self._spread = False
 
 
 @dataclass(frozen=True)
