@@ -71,7 +71,7 @@ class Module:
         """The kernel of that name, one of the module's ``name_expressions``; see :class:`Kernel` for ``signature``."""
         function = driver.Function()
         driver.load().cuModuleGetFunction(function, self._handle, self.cubin.symbols[name_expression].encode())
-        # A multiprocessor divides its memory one way at a time, and kernels that disagree on it cannot run side by side.
+        # A multiprocessor divides its memory one way at a time: kernels that disagree on it cannot run side by side.
         driver.load().cuFuncSetAttribute(function, FunctionAttribute.PREFERRED_SHARED_MEMORY_CARVEOUT, _ALL_SHARED)
         return Kernel(self, name_expression, function, signature)
 

@@ -12,7 +12,7 @@ import cupy as cp
 
 from ...cuda.cublaslt import Order
 from ...cuda.driver import Device, DeviceAttribute
-from ...cuda.kernels import Kernel, Module
+from ...cuda.kernels import Dimensions, Kernel, Module
 from ...cuda.layouts import Layout, round_up
 from ...errors import DeviceError
 from ..values import AttentionSpec, LayerCache, Norm, Step
@@ -61,10 +61,24 @@ class Launches:
         self.multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         self.bulk_copies = self.clusters = device.compute_capability >= (9, 0)
         self._kernel = functools.cache(self._load)
-        self._spread = False  # whether the kernel launched last has a block on every multiprocessor
+        self._spread = False  # whether the kernel launched last has one block on each multiprocessor
 
     def _load(self, source: str, expression: str, signature: str) -> Kernel:
         return Module(self.device, source, [expression]).kernel(expression, signature)
+
+    def _launch(
+        self, source: str, expression: str, signature: str, grid: Dimensions, block: int, args: tuple[object, ...],
+        shared: int = 0, cluster: int | None = None, one_per_multiprocessor: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch a kernel, before its predecessor has ended if that does not slow it down.
+
+        ``one_per_multiprocessor``: its blocks are as many as the multiprocessors, and must not start while the blocks
+        of a smaller kernel take up some of these, or they crowd on the others: two of them share a multiprocessor and
+        elsewhere there is none, which makes decoding of an 8B model on an H200 half as fast.
+        """
+        dependent = self._spread or not one_per_multiprocessor
+        self._kernel(source, expression, signature)(grid, block, args, shared, self.stream, dependent, cluster)
+        self._spread = one_per_multiprocessor
 
     # -- one row times a weight ----------------------------------------------------------------------------------------
 
@@ -80,14 +94,12 @@ class Launches:
         unit = best_unit(rows, pitch)
         expression = f"matvec<{norm_kind(norm, 0)}, {vectors}, {output}, {activation}, {unit}>"
         gain, shift, eps = norm_arguments(norm)
-        self._kernel("matvec.cu", expression, "pppfppppiii")(
-            grid, MATVEC_THREADS,
+        self._launch(
+            "matvec.cu", expression, "pppfppppiii", grid, MATVEC_THREADS,
             (x.data.ptr, gain, shift, eps, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
              out.data.ptr, n, weight.in_features, pitch),
-            shared=(RING_BYTES if self.bulk_copies else 0) + pitch + 4 * rows,
-            stream=self.stream, dependent=self._spread,
+            shared=(RING_BYTES if self.bulk_copies else 0) + pitch + 4 * rows, one_per_multiprocessor=True,
         )  # fmt: skip
-        self._spread = True
 
     def matvec_float(
         self, x: cp.ndarray, norm: Norm | None, weight: Weight, out: cp.ndarray, output: int, activation: int = 0
@@ -99,11 +111,11 @@ class Launches:
         expression = f"matvec_float<{norm_kind(norm, 0)}, {vectors}, {kind}, {output}, {activation}>"
         gain, shift, eps = norm_arguments(norm)
         grid = min(2 * self.multiprocessors, ceil_div(outputs, MATVEC_WARPS))
-        self._kernel("matvec_float.cu", expression, "pqppfppppqiii")(
-            (grid, x.shape[0]), MATVEC_THREADS,
+        self._launch(
+            "matvec_float.cu", expression, "pqppfppppqiii", (grid, x.shape[0]), MATVEC_THREADS,
             (x.data.ptr, pitch_of(x), gain, shift, eps, weight.matrix.data.ptr, address(weight.scale),
              address(weight.bias), out.data.ptr, pitch_of(out), weight.out_features, weight.in_features, weight.pitch),
-            shared=2 * weight.pitch, stream=self.stream, dependent=True,
+            shared=2 * weight.pitch,
         )  # fmt: skip
 
     # -- over rows -----------------------------------------------------------------------------------------------------
@@ -136,11 +148,10 @@ class Launches:
         expression = f"transform<{from_kind}, {prepare}, {target}, {threads}, {vectors}, {order}, {int(out_order)}>"
         assert not (gate and norm)
         gain, shift, eps = norm_arguments(norm)
-        self._kernel("rows.cu", expression, "ppppqpqppfppqii")(
-            ceil_div(rows * threads, max(threads, 128)), max(threads, 128),
+        self._launch(
+            "rows.cu", expression, "ppppqpqppfppqii", ceil_div(rows * threads, max(threads, 128)), max(threads, 128),
             (*data, address(residual), 0 if residual is None else pitch_of(residual), gain, shift, eps,
              out.data.ptr, address(scales), out_ld, rows, k),
-            stream=self.stream, dependent=True,
         )  # fmt: skip
 
     def finish(
@@ -157,29 +168,27 @@ class Launches:
         kind = "int" if acc.dtype == cp.int32 else "float"
         target = "__half" if out.dtype == cp.float16 else "float"
         expression = f"finish<{kind}, {int(layout.order)}, {'true' if add else 'false'}, {target}>"
-        self._kernel("rows.cu", expression, "ppppqpqii")(
-            ceil_div(rows * ceil_div(n, 8), 256), 256,
+        self._launch(
+            "rows.cu", expression, "ppppqpqii", ceil_div(rows * ceil_div(n, 8), 256), 256,
             (acc.data.ptr, address(x_scale), address(weight.scale), address(weight.bias), layout.ld,
              out.data.ptr, pitch_of(out), rows, n),
-            stream=self.stream, dependent=True,
         )  # fmt: skip
 
     def embed(self, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray) -> None:
         """Rows of an fp16 table into fp32."""
         arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1])
-        self._kernel("rows.cu", "embed", "ppqpqi")(len(out), 256, arguments, stream=self.stream, dependent=True)
-        self._spread = False
+        self._launch("rows.cu", "embed", "ppqpqi", len(out), 256, arguments)
 
     def last_rows(self, starts: cp.ndarray, x: cp.ndarray, out: cp.ndarray) -> None:
         """The last row of each sequence, fp32."""
         arguments = (starts.data.ptr, x.data.ptr, pitch_of(x), out.data.ptr, pitch_of(out), x.shape[1])
-        self._kernel("rows.cu", "last_rows", "ppqpqi")(len(out), 256, arguments, stream=self.stream, dependent=True)
+        self._launch("rows.cu", "last_rows", "ppqpqi", len(out), 256, arguments)
 
     def widen(self, codes: cp.ndarray, out: cp.ndarray) -> None:
         """int8 codes as fp16 numbers, a multiple of 16 of them."""
         grid = ceil_div(codes.size, 16 * 256)
         arguments = (codes.data.ptr, out.data.ptr, codes.size)
-        self._kernel("rows.cu", "widen", "ppq")(grid, 256, arguments, stream=self.stream)
+        self._launch("rows.cu", "widen", "ppq", grid, 256, arguments)
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
@@ -189,12 +198,11 @@ class Launches:
         """Norm and rotation of a step's heads; queries go to ``q`` ``[T, heads, head_pitch]``, others to the cache."""
         data, kind, order = read_arguments(qkv)
         expression = f"prepare<{'true' if kind == PRODUCT else 'false'}, {order}>"
-        self._kernel("attention_prepare.cu", expression, "ppppqpppffpppipppiiiii")(
-            q.shape[0], 256,
+        self._launch(
+            "attention_prepare.cu", expression, "ppppqpppffpppipppiiiii", q.shape[0], 256,
             (*data, *head_arguments(spec), address(step.starts), address(step.past), address(step.slots), step.count,
              q.data.ptr, cache.keys.data.ptr, cache.values.data.ptr,
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache), cache.capacity),
-            stream=self.stream, dependent=True,
         )  # fmt: skip
 
     def split_context(self, spec: AttentionSpec, step: Step) -> Split:
@@ -216,15 +224,13 @@ class Launches:
         depth = decode_depth(spec)
         groups = spec.kv_heads * ceil_div(spec.heads // spec.kv_heads, split.heads)
         expression = f"attend<{depth}, {split.heads}, {split.cluster}>"
-        self._kernel("attention_decode.cu", expression, "pqpppffpppppppqiiiiiif")(
-            (split.blocks, groups, step.count), 256,
+        self._launch(
+            "attention_decode.cu", expression, "pqpppffpppppppqiiiiiif", (split.blocks, groups, step.count), 256,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(step.past), address(step.slots),
              cache.keys.data.ptr, cache.values.data.ptr, address(parts), arrived.data.ptr, out.data.ptr, pitch_of(out),
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch, cache.capacity, spec.window or 0, spec.scale),
-            shared=DECODE_TILES * 2 * depth * 2, stream=self.stream, dependent=True,
-            cluster=split.cluster if split.cluster > 1 else None,
+            shared=DECODE_TILES * 2 * depth * 2, cluster=split.cluster if split.cluster > 1 else None,
         )  # fmt: skip
-        self._spread = False
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,8 @@ __global__ void __launch_bounds__(256) last_rows(
 
 // int8 codes as fp16 numbers, 16 at a time: for products of int8 weights with float activations.
 __global__ void __launch_bounds__(256) widen(const int8* codes, __half* out, long long count) {
+    let_successor_start();
+    wait_for_predecessor();
     const long long i = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
     if (i >= count) return;
     const int4 raw = *reinterpret_cast<const int4*>(codes + i);
