@@ -23,11 +23,13 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 MATVEC_THREADS = 512
 MATVEC_WARPS = MATVEC_THREADS // 32
 CHUNK = 512
-RING_BYTES = MATVEC_WARPS * 12 * CHUNK
+AMPLE_SHARED = 227 << 10
+"""Shared memory per block where two matrix-vector kernels fit side by side with twelve chunks under way per warp."""
 WIDEST_ROW = 65536
 MAX_HEAD_DIM = 256
 CLUSTER = 8
-DECODE_TILES = 3 * 32  # tokens whose keys and values a block of the decode kernel holds: STAGES * TILE
+DECODE_STAGES = 3
+"""Tiles of keys and values that a block of the decode kernel holds, of 32 tokens or, for the largest heads, 16."""
 
 # The enumerations of rows.cu and matvec.cu.
 NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
@@ -59,12 +61,16 @@ class Launches:
         self.device = device
         self.stream = stream.ptr
         self.multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
-        self.bulk_copies = self.clusters = device.compute_capability >= (9, 0)
+        self.clusters = device.compute_capability >= (9, 0)
+        ample = device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) >= AMPLE_SHARED
+        self.ring_chunks = 12 if ample else 8
+        self.ring_bytes = MATVEC_WARPS * self.ring_chunks * CHUNK if device.compute_capability >= (9, 0) else 0
         self._kernel = functools.cache(self._load)
         self._spread = False  # whether the kernel launched last has one block on each multiprocessor
 
     def _load(self, source: str, expression: str, signature: str) -> Kernel:
-        return Module(self.device, source, [expression]).kernel(expression, signature)
+        defines = [f"RING_CHUNKS={self.ring_chunks}"] if source == "matvec.cu" else []
+        return Module(self.device, source, [expression], defines).kernel(expression, signature)
 
     def _launch(
         self, source: str, expression: str, signature: str, grid: Dimensions, block: int, args: tuple[object, ...],
@@ -98,7 +104,7 @@ class Launches:
             "matvec.cu", expression, "pppfppppiii", grid, MATVEC_THREADS,
             (x.data.ptr, gain, shift, eps, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
              out.data.ptr, n, weight.in_features, pitch),
-            shared=(RING_BYTES if self.bulk_copies else 0) + pitch + 4 * rows, one_per_multiprocessor=True,
+            shared=self.ring_bytes + pitch + 4 * rows, one_per_multiprocessor=True,
         )  # fmt: skip
 
     def matvec_float(
@@ -229,7 +235,8 @@ class Launches:
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(step.past), address(step.slots),
              cache.keys.data.ptr, cache.values.data.ptr, address(parts), arrived.data.ptr, out.data.ptr, pitch_of(out),
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch, cache.capacity, spec.window or 0, spec.scale),
-            shared=DECODE_TILES * 2 * depth * 2, cluster=split.cluster if split.cluster > 1 else None,
+            shared=DECODE_STAGES * (32 if depth <= 128 else 16) * depth * 4,
+            cluster=split.cluster if split.cluster > 1 else None,
         )  # fmt: skip
 
 

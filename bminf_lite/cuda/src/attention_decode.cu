@@ -9,7 +9,6 @@ using namespace bminf;
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
 constexpr int DIMS = 8;     // elements of a head that one lane holds
-constexpr int TILE = 32;    // tokens brought to shared memory at once
 constexpr int STAGES = 3;
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -68,7 +67,7 @@ __device__ __forceinline__ float weight_of(float top, float new_top) {
 // Grid: (splits, kv_heads * ceil(group / GROUP), sequences) in clusters of CLUSTER splits. D: the head size rounded up to a
 // power of two. qkv fp16 [B, pitch]. keys, values: [slots, kv_heads, capacity, head_pitch]. parts: fp32 [B, heads,
 // splits / CLUSTER, CLUSTER, 2 + D / CLUSTER] and arrived: int32 [B, gridDim.y, CLUSTER], zero before and after; both are
-// used only by several clusters. out: fp16 [B, out_pitch]. Dynamic shared memory: STAGES * 2 * TILE * D fp16.
+// used only by several clusters. out: fp16 [B, out_pitch]. Dynamic shared memory: keys and values of STAGES tiles.
 template <int D, int GROUP, int CLUSTER>
 __global__ void __launch_bounds__(THREADS) attend(
     const __half* qkv, long long pitch, const float* q_gain, const float* k_gain, const float* frequencies, float eps,
@@ -79,6 +78,7 @@ __global__ void __launch_bounds__(THREADS) attend(
     constexpr int LANES = D / DIMS;                     // lanes that share a token
     constexpr int AT_ONCE = WARP / LANES;               // tokens that a warp multiplies at once
     constexpr int PARTS = WARPS / GROUP;                // warps that share a head
+    constexpr int TILE = D <= 128 ? 32 : 16;            // tokens brought to shared memory at once
     constexpr int ROUNDS = TILE / (PARTS * AT_ONCE);    // tokens of a tile that a lane sees
     constexpr int SLICE = D / CLUSTER;                  // elements of each head that a block puts together
     extern __shared__ __align__(16) char shared[];

@@ -14,7 +14,7 @@ enum Output { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3 };  // GATED: rows n
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
 constexpr int CHUNK = 512;          // bytes of one row that a warp multiplies at once, 16 a thread
-constexpr int RING = 12 * CHUNK;    // bytes under way per warp
+constexpr int RING = RING_CHUNKS * CHUNK;  // bytes under way per warp; a multiple of 4 chunks, as shared memory allows
 
 __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
     acc = __dp4a(a.x, b.x, acc);
