@@ -136,3 +136,24 @@ def test_misread_codes_would_be_seen(source, golden, tmp_path, hf):
                 parameter.copy_(parameter.flip(0))
     theirs = make_goldens.logits_of(opened, golden.tokens)
     assert relative(theirs - unquantized, unquantized) > 0.3
+
+
+def test_the_migrated_demo_model_in_transformers(tmp_path):
+    """A trained model: both predict the held-out text equally well, and nearly always the same token."""
+    source = Path(bminf_lite.__file__).parent / "demo_model"
+    bminf_lite.migrate(source, tmp_path / "out")
+    with bminf_lite.load(tmp_path / "out", device="cpu") as model:
+        text = (source / "heldout.txt").read_text(encoding="utf-8")
+        ids = np.array(model.tokenizer.encode(text[:3000]))
+        ours = model.logits(ids)
+    theirs = make_goldens.logits_of(reopened(tmp_path / "out"), ids)
+    assert relative(ours - theirs, theirs) < 0.03
+    assert (ours.argmax(axis=1) == theirs.argmax(axis=1)).mean() > 0.95
+    assert loss(ours, ids) == pytest.approx(loss(theirs, ids), rel=3e-3)
+
+
+def loss(logits: np.ndarray, ids: np.ndarray) -> float:
+    """The mean negative log-likelihood of each token after those before it."""
+    shifted = logits[:-1] - logits[:-1].max(axis=1, keepdims=True)
+    chosen = shifted[np.arange(len(ids) - 1), ids[1:]] - np.log(np.exp(shifted).sum(axis=1))
+    return -float(chosen.mean())
