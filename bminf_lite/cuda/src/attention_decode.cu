@@ -2,6 +2,7 @@
 // batch 1. The blocks of a cluster put their parts together through each other's shared memory; where there are several
 // clusters (or none, before Hopper), the last one to finish does the rest through global memory. Norm, rotation and the
 // cache write of the new token happen here too.
+#include "async.cuh"
 #include "heads.cuh"
 
 using namespace bminf;
@@ -11,27 +12,6 @@ constexpr int WARPS = THREADS / WARP;
 constexpr int DIMS = 8;     // elements of a head that one lane holds
 constexpr int STAGES = 3;
 constexpr float LOG2_E = 1.4426950408889634f;
-
-__device__ __forceinline__ void copy16(void* target, const void* source) {
-#if __CUDA_ARCH__ >= 800
-    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(target));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
-#else
-    *static_cast<int4*>(target) = *static_cast<const int4*>(source);
-#endif
-}
-
-__device__ __forceinline__ void end_stage() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void wait_for_oldest_stage() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
-#endif
-}
 
 template <int CLUSTER>
 __device__ __forceinline__ void sync_cluster() {
@@ -50,10 +30,9 @@ __device__ __forceinline__ float peer(const float* own, int rank) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (CLUSTER > 1) {
         float value;
-        const unsigned mine = static_cast<unsigned>(__cvta_generic_to_shared(own));
         asm volatile(
             "{\n.reg .u32 theirs;\nmapa.shared::cluster.u32 theirs, %1, %2;\n"
-            "ld.shared::cluster.f32 %0, [theirs];\n}" : "=f"(value) : "r"(mine), "r"(rank) : "memory");
+            "ld.shared::cluster.f32 %0, [theirs];\n}" : "=f"(value) : "r"(shared_address(own)), "r"(rank) : "memory");
         return value;
     }
 #endif
@@ -112,7 +91,7 @@ __global__ void __launch_bounds__(THREADS) attend(
             copy16(&tile_keys[stage][row][column], keys + at);
             copy16(&tile_values[stage][row][column], values + at);
         }
-        end_stage();
+        end_copy_group();
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) bring(i);
@@ -166,7 +145,7 @@ __global__ void __launch_bounds__(THREADS) attend(
     for (int tile = 0; tile < tiles; ++tile) {
         const int stage = tile % STAGES;
         bring(tile + STAGES - 1);
-        wait_for_oldest_stage();
+        wait_for_older_copies<STAGES - 1>();
         if (newest && tile == newest_tile && (warp == count || warp == count + 1)) {
             __half* row = warp == count ? tile_keys[stage][newest_row] : tile_values[stage][newest_row];
 #pragma unroll

@@ -4,6 +4,7 @@
 // multiplies its share of the weight's rows. The share is cut into units, U chunks of 512 bytes of one row, that the
 // block's warps take in turn whatever rows they belong to: int32 sums are exact in any order, so the work divides
 // evenly and the result is always the same. The first units are under way before the kernel waits for its input.
+#include "async.cuh"
 #include "common.cuh"
 
 using namespace bminf;
@@ -157,12 +158,11 @@ struct Stream {
           ahead(threadIdx.x / WARP, share.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK))
     {
         const int warp = threadIdx.x / WARP;
-        data = static_cast<unsigned>(__cvta_generic_to_shared(ring + warp * RING));
-        barriers = static_cast<unsigned>(__cvta_generic_to_shared(all + warp * SLOTS));
+        data = shared_address(ring + warp * RING);
+        barriers = shared_address(all + warp * SLOTS);
         if (lane == 0) {
-            for (int i = 0; i < SLOTS; ++i)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            for (int i = 0; i < SLOTS; ++i) barrier_init(barriers + 8 * i, 1);
+            barriers_ready();
         }
         __syncwarp();
         for (int i = 0; i < SLOTS; ++i) start(i);
@@ -172,19 +172,12 @@ struct Stream {
         if (lane == 0) {
             const int column = ahead.segment * (U * CHUNK), bytes = min(U * CHUNK, pitch - column);
             const int8* source = weight + static_cast<size_t>(share.row(ahead.row)) * pitch + column;
-            const unsigned barrier = barriers + 8 * to;
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                ::"r"(data + to * (U * CHUNK)), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+            bulk_copy(data + to * (U * CHUNK), source, bytes, barriers + 8 * to);
         }
         ahead.next();
     }
     __device__ __forceinline__ int multiply(const int8* codes, int segment) {
-        asm volatile(
-            "{\n.reg .pred done;\nagain:\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-            "@!done bra again;\n}" ::"r"(barriers + 8 * slot), "r"(parity) : "memory");
+        barrier_wait(barriers + 8 * slot, parity);
         int4 w[U];
         int sum = 0;
         const unsigned from = data + slot * (U * CHUNK) + lane * 16;
