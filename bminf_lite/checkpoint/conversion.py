@@ -24,7 +24,7 @@ from .compressed_tensors import pack, packed_width
 from .manifest import TensorReport
 from .reader import Checkpoint
 from .recipe import Scheme
-from .safetensors_file import DTYPES, TensorInfo
+from .tensor_file import DTYPES, TensorInfo
 from .writer import CheckpointWriter, Declared
 
 Progress = Callable[[int, int, str], None]

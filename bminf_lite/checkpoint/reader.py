@@ -21,7 +21,8 @@ from ._errors import checkpoint_error
 from .compressed_tensors import packed_width, parse_quantization, unpack
 from .manifest import MANIFEST_FILE
 from .recipe import Scheme
-from .safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorInfo
+from .safetensors_file import SafetensorsFile
+from .tensor_file import FLOAT_DTYPES, TensorFile, TensorInfo
 from .validation import spec_problems
 
 SINGLE_FILE = "model.safetensors"
@@ -36,7 +37,7 @@ class Checkpoint:
     ``config.json`` says about int8 layers, or None.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], files: list[SafetensorsFile], metadata_files: list[Path]):
+    def __init__(self, path: Path, config: dict[str, Any], files: list[TensorFile], metadata_files: list[Path]):
         self.path = path
         self.config = config
         self.quantization = parse_quantization(config, path / "config.json")
@@ -73,8 +74,7 @@ class Checkpoint:
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> None:
         """Fill ``buffer`` with a tensor's bytes from ``offset`` on, without a memory map."""
         info = self._info(name)
-        assert offset + len(buffer) <= info.nbytes
-        self._files[info.file].read_into(buffer, info.offset + offset)
+        self._files[info.file].read_tensor(name, buffer, offset)
 
     def vector(self, name: str) -> np.ndarray:
         """A float tensor (a gain, a bias, an embedding table) as it is stored."""
@@ -181,7 +181,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         names = sorted(set(weight_map.values()))
     else:
         raise CheckpointError(_no_weights(path))
-    files: list[SafetensorsFile] = []
+    files: list[TensorFile] = []
     try:
         files = _open_shards(path, names, weight_map)
         return Checkpoint(path, config, files, metadata_files)
@@ -228,9 +228,9 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open_shards(path: Path, names: list[str], weight_map: dict[str, str] | None) -> list[SafetensorsFile]:
+def _open_shards(path: Path, names: list[str], weight_map: dict[str, str] | None) -> list[TensorFile]:
     """Open all files; their tensors must be those of the index, each in one file only."""
-    files: list[SafetensorsFile] = []
+    files: list[TensorFile] = []
     problems = []
     for name in names:
         try:
@@ -248,7 +248,7 @@ def _open_shards(path: Path, names: list[str], weight_map: dict[str, str] | None
     return files
 
 
-def _shard_problems(files: list[SafetensorsFile], weight_map: dict[str, str] | None) -> list[str]:
+def _shard_problems(files: list[TensorFile], weight_map: dict[str, str] | None) -> list[str]:
     holders: dict[str, list[str]] = {}
     for file in files:
         for tensor in file.tensors:

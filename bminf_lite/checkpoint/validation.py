@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..models.spec import Parameter, Role, Spec
 from .compressed_tensors import COMPANIONS, QuantizationConfig, packed_width
-from .safetensors_file import FLOAT_DTYPES, TensorInfo
+from .tensor_file import FLOAT_DTYPES, TensorInfo
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .safetensors_file import DTYPES
+from .tensor_file import DTYPES
 
 SHARD_BYTES = 5_000_000_000
 """The usual size of a shard: what hubs and readers expect."""

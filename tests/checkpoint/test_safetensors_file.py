@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from bminf_lite.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from bminf_lite.checkpoint.safetensors_file import SafetensorsFile
+from bminf_lite.checkpoint.tensor_file import DTYPES
 from bminf_lite.errors import CheckpointError
 
 TYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.int32, np.int8, np.uint8, np.bool_]
