@@ -8,6 +8,7 @@
 // thread holds lane / 4 and that plus 8, and of each 8 columns n two from lane % 4 * 2 on, so j = 0..3 are
 // {row, column}, {row, column + 1}, {row + 8, column}, {row + 8, column + 1}.
 #pragma once
+#include "async.cuh"
 #include "common.cuh"
 
 namespace bminf {
@@ -63,10 +64,6 @@ __device__ __forceinline__ bool find_work(const Prefill& p, Work& work) {
     work.end = work.last_position + 1;
     work.cached = (static_cast<size_t>(p.slots[sequence]) * kv_heads + head) * p.capacity * D;
     return true;
-}
-
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
 // 16 bytes from global to shared memory, or zeros.
