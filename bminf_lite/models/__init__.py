@@ -6,7 +6,10 @@ edit: adding ``models/foo.py`` adds the architecture ``foo``. Such a module defi
 - ``parse(config: dict) -> Config``: a frozen dataclass from the checkpoint's ``config.json``; raises
   :class:`~bminf_lite.errors.CheckpointError` with every nonsensical value;
 - ``spec(config) -> Spec``: the checkpoint's tensors;
-- ``Model(config, weights, ops)``: the layers, built on a backend.
+- ``Model(config, weights, ops)``: the layers, built on a backend;
+- ``Pieces(config, weights, ops)``: the same, built piece by piece by who runs one piece after another (calibration,
+  comparison): ``embed()`` maps a step to the residual stream, ``block(layer)`` maps residual stream, cache and step
+  to the residual stream, ``output()`` maps the residual stream to logits.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Qwen differ by a window, biases or a norm on queries and keys: fields of :class:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm, load_rms_norm
 from ..layers.position import rope_frequencies, rope_parameters
 from ._config import ConfigReader
-from .spec import Parameter, Role, Spec
+from .spec import Fold, Parameter, Role, Spec
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -173,7 +174,25 @@ def spec(config: Config) -> Spec:
         for name, width in vectors.items():
             tensors[f"{prefix}.{name}.weight"] = Parameter((width,), Role.VECTOR)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_head else {}
-    return Spec(tensors, tied, ignored=(r".*rotary_emb\.inv_freq",))
+    folds = [fold for layer in range(config.layers) for fold in _folds(config, f"model.layers.{layer}")]
+    if not config.tied_head:
+        folds.append(Fold(("model.norm.weight",), ("lm_head.weight",)))
+    return Spec(tensors, tied, ignored=(r".*rotary_emb\.inv_freq",), foldable=tuple(folds))
+
+
+def _folds(config: Config, prefix: str) -> list[Fold]:
+    """Norm to what reads it, value heads to the query heads that share them, and up to down."""
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    v, up = (f"{attention}.v_proj.weight",), (f"{mlp}.up_proj.weight",)
+    v += (f"{attention}.v_proj.bias",) if config.qkv_bias else ()
+    up += (f"{mlp}.up_proj.bias",) if config.mlp_bias else ()
+    qkv = tuple(f"{attention}.{x}_proj.weight" for x in "qkv")
+    return [
+        Fold((f"{prefix}.input_layernorm.weight",), qkv),
+        Fold(v, (f"{attention}.o_proj.weight",), config.head_dim, config.heads // config.kv_heads),
+        Fold((f"{prefix}.post_attention_layernorm.weight",), (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")),
+        Fold(up, (f"{mlp}.down_proj.weight",)),
+    ]
 
 
 class Block:
@@ -198,23 +217,57 @@ class Block:
         return self.mlp.add_to(residual, self.post_norm(residual))
 
 
+@dataclass(frozen=True)
+class Output:
+    """The residual stream to logits: ``head(norm(r))``."""
+
+    norm: RMSNorm
+    head: Head
+
+    def __call__(self, residual: Array) -> Array:
+        return self.head(self.norm(residual))
+
+
+class Pieces:
+    """The model's parts, each made when it is asked for: run one after another, they need memory for one."""
+
+    def __init__(self, config: Config, weights: Weights, ops: Backend):
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.rope = Rope(ops.vector(np.array(config.frequencies, np.float32)), config.rope_scale)
+
+    def embed(self) -> Callable[[Step], Array]:
+        """A step's tokens to the residual stream."""
+        embedding = Embedding(self.ops, self.weights, "model.embed_tokens")
+        return lambda step: embedding(step.tokens)
+
+    def block(self, layer: int) -> Block:
+        """The layer of that number, from 0 on."""
+        return Block(self.config, self.weights, self.ops, layer, self.rope)
+
+    def output(self) -> Output:
+        """What follows the last layer."""
+        norm = RMSNorm(self.ops, self.weights, "model.norm", self.config.norm_eps)
+        return Output(norm, Head(self.ops, self.weights, ["lm_head"]))
+
+
 class Model:
     """Tokens in, logits out."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
         self.ops = ops
         self.config = config
-        rope = Rope(ops.vector(np.array(config.frequencies, np.float32)), config.rope_scale)
-        self.embedding = Embedding(ops, weights, "model.embed_tokens")
-        self.blocks = [Block(config, weights, ops, layer, rope) for layer in range(config.layers)]
-        self.norm = RMSNorm(ops, weights, "model.norm", config.norm_eps)
-        self.head = Head(ops, weights, ["lm_head"])
+        pieces = Pieces(config, weights, ops)
+        self.embed = pieces.embed()
+        self.blocks = [pieces.block(layer) for layer in range(config.layers)]
+        self.output = pieces.output()
 
     def __call__(self, step: Step, cache: KVCache, all_logits: bool = False) -> Array:
         """Run a step's tokens: fp32 logits ``[B, vocab]`` of each sequence's last token, or of all ``[T, vocab]``."""
-        residual = self.embedding(step.tokens)
+        residual = self.embed(step)
         for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
             residual = block(residual, layer_cache, step)
         if not all_logits:
             residual = self.ops.last_tokens(residual, step)
-        return self.head(self.norm(residual))
+        return self.output(residual)

@@ -160,7 +160,7 @@ def write_sentencepiece(folder: Path) -> Path:
 def test_a_completion_keeps_the_space_before_its_first_word_and_an_answer_does_not(tmp_path):
     with load(write_sentencepiece(tmp_path / "m")) as model:
         word = next(i for i in range(len(model.tokenizer)) if model.tokenizer.id_to_piece(i) == "▁the")
-        head = model.network.head.weight
+        head = model.network.output.head.weight
         head.values[word] = 0
         bias = np.zeros(len(head.values), np.float32)
         bias[word] = 1e4
@@ -289,11 +289,11 @@ def test_a_tied_head_is_quantized_as_the_recipe_says(tmp_path):
     bminf_lite.migrate(source, tmp_path / "int8")
     manifest = json.loads((tmp_path / "int8" / "bminf_lite.json").read_text())
     with load(source) as plain, load(tmp_path / "int8") as migrated:
-        assert plain.network.head.weight.scale is None
-        assert (manifest["tied_head"], migrated.network.head.weight.dynamic) == ("w8a8", True)
+        assert plain.network.output.head.weight.scale is None
+        assert (manifest["tied_head"], migrated.network.output.head.weight.dynamic) == ("w8a8", True)
     (tmp_path / "int8" / "bminf_lite.json").write_text(json.dumps(manifest | {"tied_head": None}))
     with load(tmp_path / "int8") as migrated:
-        assert migrated.network.head.weight.scale is None
+        assert migrated.network.output.head.weight.scale is None
         assert migrated.network.blocks[0].mlp.down.weight.dynamic
 
 
