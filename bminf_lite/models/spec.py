@@ -34,14 +34,35 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """Where a factor per channel can move from an activation into the matrices that read it; the model stays the same.
+
+    Dividing the ``producers`` (tensors whose first axis is the channel: a norm's gain and bias, a matrix and its bias)
+    and multiplying the inputs of the ``consumers`` (matrices, all that read the activation) cancels out. Only a
+    function between them that commutes with positive factors per channel allows it: a product, a ReLU, attention's
+    mean of values.
+
+    A producer's channels come in blocks of ``block``, and a consumer reads every block ``repeat`` times in a row: that
+    is how query heads share a value head.
+    """
+
+    producers: tuple[str, ...]
+    consumers: tuple[str, ...]
+    block: int = 1
+    repeat: int = 1
+
+
+@dataclass(frozen=True)
 class Spec:
     """All tensors of one model.
 
     ``parameters`` maps checkpoint names to parameters. ``tied`` maps a name that the checkpoint may omit to the name
     whose values it shares (the tied output head); where the file holds it all the same, it is ignored. ``ignored``
-    are regular expressions (full match) for tensors that some writers include and no reader needs.
+    are regular expressions (full match) for tensors that some writers include and no reader needs. ``foldable`` says
+    where calibrated migration may move factors; each matrix is a consumer of one fold at most.
     """
 
     parameters: Mapping[str, Parameter]
     tied: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    foldable: tuple[Fold, ...] = ()
