@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from enum import IntEnum
 from types import SimpleNamespace
@@ -198,11 +200,20 @@ def device_count() -> int:
     return count.value
 
 
+Observer = Callable[[str, int, int], AbstractContextManager[None]]
+"""Told of each launch by its name, the bytes that it moves (0 where that is not known) and its stream. What it returns
+is entered before the launch and left after it, so that a profiler may put events around it."""
+
+
 class Device:
-    """One GPU, with its primary context retained and current in the thread that made this object."""
+    """One GPU, with its primary context retained and current in the thread that made this object.
+
+    ``observer``, where it is set, is told of every launch that is made through this object.
+    """
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
+        self.observer: Observer | None = None
         self._driver = load()
         if not 0 <= index < device_count():
             raise DeviceError(f"there is no GPU {index}: the driver offers {device_count()}, numbered from 0")

@@ -127,6 +127,7 @@ class Kernel:
         stream: int = 0,
         dependent: bool = False,
         cluster: Dimensions | None = None,
+        moved: int = 0,
     ) -> None:
         """Launch on ``stream`` (``cudaStream_t`` as an integer), in blocks of ``block`` threads, ``grid`` of them.
 
@@ -134,9 +135,21 @@ class Kernel:
         whose memory must stay until the kernel has run. ``shared`` is dynamic shared memory in bytes. ``cluster`` is
         in blocks. ``dependent`` lets the kernel start before the one ahead of it in the stream has ended; such a
         kernel must wait (``cudaGridDependencySynchronize``) before it touches what that one writes. GPUs below compute
-        capability 9.0 ignore it. The calling thread must have the GPU's context current. Raises ``TypeError`` for
-        arguments that do not fit the signature and ``DeviceError`` where the launch is refused.
+        capability 9.0 ignore it. ``moved`` is how many bytes the kernel must read and write, for the device's observer.
+        The calling thread must have the GPU's context current. Raises ``TypeError`` for arguments that do not fit the
+        signature and ``DeviceError`` where the launch is refused.
         """
+        observer = self._module.device.observer
+        if observer is None:
+            self._put(grid, block, args, shared, stream, dependent, cluster)
+        else:
+            with observer(self.name, moved, stream):
+                self._put(grid, block, args, shared, stream, dependent, cluster)
+
+    def _put(
+        self, grid: Dimensions, block: Dimensions, args: Sequence[object], shared: int, stream: int, dependent: bool,
+        cluster: Dimensions | None,
+    ) -> None:  # fmt: skip
         with self._lock:
             if shared > self._shared_allowed:
                 self._allow_shared(shared)

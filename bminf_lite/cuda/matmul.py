@@ -49,11 +49,15 @@ class Multiplier:
     """Runs products on the current GPU; see the module's docstring.
 
     ``allocate(nbytes)`` gives the workspace: an object with an address ``ptr``, which is kept. ``store`` remembers
-    algorithms; without one, each process times anew.
+    algorithms; without one, each process times anew. The observer of ``device``, if it has one, is told of products.
     """
 
-    def __init__(self, lt: CublasLt, allocate: Callable[[int], Any], store: AlgorithmStore | None = None) -> None:
+    def __init__(
+        self, lt: CublasLt, allocate: Callable[[int], Any], store: AlgorithmStore | None = None,
+        device: Device | None = None,
+    ) -> None:  # fmt: skip
         self.lt = lt
+        self.device = device
         self.store = store or AlgorithmStore("", None)
         self.workspace = allocate(WORKSPACE_BYTES)
         lt.handle  # noqa: B018 - created now rather than inside a graph capture, because that allocates
@@ -67,7 +71,7 @@ class Multiplier:
         lt = CublasLt(libraries.load("cublasLt").dll)
         identity = f"{device.name} {libraries.driver_release()} {lt.version} {WORKSPACE_BYTES}"
         folder = cubin_cache.default_folder() if folder is None else folder
-        return cls(lt, allocate, AlgorithmStore(identity, folder))
+        return cls(lt, allocate, AlgorithmStore(identity, folder), device)
 
     def prepare(self, product: Product, alignment: int = 256, key: str | None = None) -> Prepared:
         """Make the descriptors of ``product`` and choose an algorithm; raises :class:`NoAlgorithm`.
@@ -103,7 +107,12 @@ class Prepared:
         """Compute ``d`` on ``stream``; all four are addresses, ``stream`` that of a ``cudaStream_t``."""
         if self._untimed and not _capturing(stream):
             self._choose(a, b, d, stream)
-        self._launch(self._algorithm, a, b, d, stream)
+        device = self._multiplier.device
+        if device is None or device.observer is None:
+            self._launch(self._algorithm, a, b, d, stream)
+            return
+        with device.observer(f"cublasLt {self.product}", self.product.nbytes, stream):
+            self._launch(self._algorithm, a, b, d, stream)
 
     def _launch(self, algorithm: Algorithm, a: int, b: int, d: int, stream: int) -> None:
         lt, (layout_a, layout_b, layout_d) = self._multiplier.lt, self._layouts

@@ -33,6 +33,12 @@ class Matrix:
     batch: int = 1
     stride: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices."""
+        distinct = self.batch if self.stride else 1
+        return distinct * self.rows * self.cols * self.dtype.itemsize
+
     def __str__(self) -> str:
         batch = f"{self.batch} of " if self.batch > 1 else ""
         return f"{batch}{self.rows} x {self.cols} {self.dtype.name[2:]} {self.order.name}"
@@ -52,6 +58,11 @@ class Product:
     def __str__(self) -> str:
         a, b = (f"{m}{' transposed' * t}" for m, t in ((self.a, self.transpose_a), (self.b, self.transpose_b)))
         return f"({a}) by ({b}) into {self.d.dtype.name[2:]} {self.d.order.name}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the product must read and write."""
+        return self.a.nbytes + self.b.nbytes + self.d.nbytes
 
     @property
     def scale_type(self) -> DataType:

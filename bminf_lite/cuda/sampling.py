@@ -81,7 +81,7 @@ class Sampler:
         if not greedy:
             kernels += [histogram, cut_tail, draw_token] if filtered else [draw_token]
         for kernel in kernels:
-            kernel((chunks, rows), BLOCK, arguments, stream=stream, dependent=True)
+            kernel((chunks, rows), BLOCK, arguments, stream=stream, dependent=True, moved=4 * rows * vocab)
 
 
 def _chunks(vocab: int) -> int:

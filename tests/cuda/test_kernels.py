@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,7 +120,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
 
 
 def fake_module(capability: tuple[int, int] = (9, 0)) -> Module:
-    device = SimpleNamespace(compute_capability=capability, arch="sm_90a", make_current=lambda: None)
+    device = SimpleNamespace(compute_capability=capability, arch="sm_90a", make_current=lambda: None, observer=None)
     return Module(device, "any.cu", ["k"])  # type: ignore[arg-type]
 
 
@@ -165,6 +166,24 @@ def test_dependent_launches_and_clusters(recording: RecordingDriver) -> None:
 def test_dependent_launch_is_ignored_where_the_gpu_lacks_it(recording: RecordingDriver) -> None:
     fake_module((8, 9)).kernel("k", "")(1, 1, (), dependent=True)
     assert recording.launches[0].attributes == []
+
+
+def test_an_observer_is_told_of_each_launch(recording: RecordingDriver) -> None:
+    module, seen = fake_module(), []
+
+    @contextmanager
+    def observer(name: str, moved: int, stream: int):
+        seen.append((name, moved, stream, len(recording.launches)))
+        yield
+        seen.append(len(recording.launches))
+
+    kernel = module.kernel("k", "")
+    kernel(1, 1, ())
+    module.device.observer = observer
+    kernel(1, 1, (), stream=7, moved=4096)
+    module.device.observer = None
+    kernel(1, 1, ())
+    assert seen == [("k", 4096, 7, 1), 2] and len(recording.launches) == 3
 
 
 def test_much_shared_memory_is_asked_for_once(recording: RecordingDriver) -> None:

@@ -74,16 +74,17 @@ class Launches:
 
     def _launch(
         self, source: str, expression: str, signature: str, grid: Dimensions, block: int, args: tuple[object, ...],
-        shared: int = 0, cluster: int | None = None, one_per_multiprocessor: bool = False,
+        shared: int = 0, cluster: int | None = None, one_per_multiprocessor: bool = False, moved: int = 0,
     ) -> None:  # fmt: skip
         """Launch a kernel, before its predecessor has ended if that does not slow it down.
 
         ``one_per_multiprocessor``: its blocks are as many as the multiprocessors, and must not start while the blocks
         of a smaller kernel take up some of these, or they crowd on the others: two of them share a multiprocessor and
-        elsewhere there is none, which makes decoding of an 8B model on an H200 half as fast.
+        elsewhere there is none, which makes decoding of an 8B model on an H200 half as fast. ``moved`` is how many
+        bytes the kernel must read and write.
         """
         dependent = self._spread or not one_per_multiprocessor
-        self._kernel(source, expression, signature)(grid, block, args, shared, self.stream, dependent, cluster)
+        self._kernel(source, expression, signature)(grid, block, args, shared, self.stream, dependent, cluster, moved)
         self._spread = one_per_multiprocessor
 
     # -- one row times a weight ----------------------------------------------------------------------------------------
@@ -105,6 +106,7 @@ class Launches:
             (x.data.ptr, gain, shift, eps, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
              out.data.ptr, n, weight.in_features, pitch),
             shared=self.ring_bytes + pitch + 4 * rows, one_per_multiprocessor=True,
+            moved=weight.nbytes + size_of(x, out),
         )  # fmt: skip
 
     def matvec_float(
@@ -121,7 +123,7 @@ class Launches:
             "matvec_float.cu", expression, "pqppfppppqiii", (grid, x.shape[0]), MATVEC_THREADS,
             (x.data.ptr, pitch_of(x), gain, shift, eps, weight.matrix.data.ptr, address(weight.scale),
              address(weight.bias), out.data.ptr, pitch_of(out), weight.out_features, weight.in_features, weight.pitch),
-            shared=2 * weight.pitch,
+            shared=2 * weight.pitch, moved=x.shape[0] * weight.nbytes + size_of(x, out),
         )  # fmt: skip
 
     # -- over rows -----------------------------------------------------------------------------------------------------
@@ -158,6 +160,7 @@ class Launches:
             "rows.cu", expression, "ppppqpqppfppqii", ceil_div(rows * threads, max(threads, 128)), max(threads, 128),
             (*data, address(residual), 0 if residual is None else pitch_of(residual), gain, shift, eps,
              out.data.ptr, address(scales), out_ld, rows, k),
+            moved=size_of(source, residual, out, residual if source is not None else None),
         )  # fmt: skip
 
     def finish(
@@ -178,23 +181,24 @@ class Launches:
             "rows.cu", expression, "ppppqpqii", ceil_div(rows * ceil_div(n, 8), 256), 256,
             (acc.data.ptr, address(x_scale), address(weight.scale), address(weight.bias), layout.ld,
              out.data.ptr, pitch_of(out), rows, n),
+            moved=acc.nbytes + size_of(out, out if add else None),
         )  # fmt: skip
 
     def embed(self, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray) -> None:
         """Rows of an fp16 table into fp32."""
         arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1])
-        self._launch("rows.cu", "embed", "ppqpqi", len(out), 256, arguments)
+        self._launch("rows.cu", "embed", "ppqpqi", len(out), 256, arguments, moved=2 * size_of(out))
 
     def last_rows(self, starts: cp.ndarray, x: cp.ndarray, out: cp.ndarray) -> None:
         """The last row of each sequence, fp32."""
         arguments = (starts.data.ptr, x.data.ptr, pitch_of(x), out.data.ptr, pitch_of(out), x.shape[1])
-        self._launch("rows.cu", "last_rows", "ppqpqi", len(out), 256, arguments)
+        self._launch("rows.cu", "last_rows", "ppqpqi", len(out), 256, arguments, moved=2 * size_of(out))
 
     def widen(self, codes: cp.ndarray, out: cp.ndarray) -> None:
         """int8 codes as fp16 numbers, a multiple of 16 of them."""
         grid = ceil_div(codes.size, 16 * 256)
         arguments = (codes.data.ptr, out.data.ptr, codes.size)
-        self._launch("rows.cu", "widen", "ppq", grid, 256, arguments)
+        self._launch("rows.cu", "widen", "ppq", grid, 256, arguments, moved=size_of(codes, out))
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
@@ -209,6 +213,7 @@ class Launches:
             (*data, *head_arguments(spec), address(step.starts), address(step.past), address(step.slots), step.count,
              q.data.ptr, cache.keys.data.ptr, cache.values.data.ptr,
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache), cache.capacity),
+            moved=size_of(qkv, q),
         )  # fmt: skip
 
     def split_context(self, spec: AttentionSpec, step: Step) -> Split:
@@ -237,6 +242,7 @@ class Launches:
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch, cache.capacity, spec.window or 0, spec.scale),
             shared=DECODE_STAGES * (32 if depth <= 128 else 16) * depth * 4,
             cluster=split.cluster if split.cluster > 1 else None,
+            moved=size_of(qkv, out) + 4 * step.count * step.reach * spec.kv_heads * head_pitch,
         )  # fmt: skip
 
 
@@ -252,6 +258,15 @@ class Split:
         """fp32 numbers that the clusters of a context exchange; 0 where there is one."""
         clusters = self.blocks // self.cluster
         return 0 if clusters == 1 else step.count * spec.heads * clusters * (2 * self.cluster + decode_depth(spec))
+
+
+def size_of(*values: cp.ndarray | Product | Gated | None) -> int:
+    """Bytes of what a kernel reads and writes."""
+    total = 0
+    for value in values:
+        value = value.source if isinstance(value, Gated) else value
+        total += 0 if value is None else value.acc.nbytes if isinstance(value, Product) else value.nbytes
+    return total
 
 
 def head_pitch_of(cache: LayerCache) -> int:

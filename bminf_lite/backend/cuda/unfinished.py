@@ -33,6 +33,11 @@ class Weight:
     plan: Plan | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads of it."""
+        return sum(x.nbytes for x in (self.matrix, self.scale, self.bias) if x is not None)
+
+    @property
     def is_plain(self) -> bool:
         """Whether rows of ``pitch`` numbers follow each other."""
         return self.plan is None or self.plan.shapes.is_plain
