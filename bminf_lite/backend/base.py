@@ -108,7 +108,7 @@ class Backend:
 
     def table(self, values: np.ndarray) -> Array:
         """An embedding table ``[rows, features]`` in the activation type."""
-        return self._round(values.astype(np.float32))
+        return self._round(np.asarray(values).astype(np.float32))
 
     def vector(self, values: np.ndarray) -> Array:
         """A gain, a bias or frequencies, fp32."""
@@ -268,7 +268,7 @@ def normalise(x: np.ndarray, norm: Norm) -> np.ndarray:
     if norm.center:
         x = x - x.mean(axis=-1, keepdims=True)
     inverse = np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(norm.eps))
-    y = x * inverse * norm.gain
+    y = x * norm.gain * inverse
     return y if norm.bias is None else y + norm.bias
 
 
