@@ -29,6 +29,7 @@ from ...memory.arena import Scratch
 from ...memory.device import device_arena
 from ..base import Backend, int8_parts, stack_biases
 from ..quantization import HostWeight
+from ..random_matrix import RandomMatrix
 from ..sampling import SamplerState
 from ..values import Array, AttentionSpec, LayerCache, Norm, Step
 from . import launches
@@ -132,13 +133,16 @@ class CudaBackend(Backend):
         first = 0
         with np.errstate(over="ignore"), self.arrays.current():
             for part in parts:
+                place = data[first : first + part.shape[0]]
+                first += part.shape[0]
+                if isinstance(part, RandomMatrix):
+                    self.launches.fill_random(place[:, :k], part.seed)
+                    continue
                 values: np.ndarray = np.ascontiguousarray(part.astype(dtype, copy=False))
-                place = data[first : first + len(values)]
                 if shape[1] == k:
                     place.set(values, self.stream)
                 else:
                     place[:, :k] = cp.asarray(values)
-                first += len(values)
         return data
 
     def table(self, values: np.ndarray) -> Array:

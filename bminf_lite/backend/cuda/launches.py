@@ -200,6 +200,13 @@ class Launches:
         arguments = (codes.data.ptr, out.data.ptr, codes.size)
         self._launch("rows.cu", "widen", "ppq", grid, 256, arguments, moved=size_of(codes, out))
 
+    def fill_random(self, out: cp.ndarray, seed: int) -> None:
+        """The rows and columns of a ``RandomMatrix`` with that seed, int8 or fp16."""
+        (rows, columns), kind = out.shape, "bminf::int8" if out.dtype == cp.int8 else "__half"
+        arguments = (out.data.ptr, pitch_of(out), rows, columns, seed)
+        grid = ceil_div(rows * ceil_div(columns, 8), 256)
+        self._launch("random.cu", f"fill_random<{kind}>", "pqiiQ", grid, 256, arguments, moved=size_of(out))
+
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def prepare_heads(

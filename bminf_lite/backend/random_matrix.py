@@ -1,0 +1,50 @@
+"""Matrices that a backend makes up on its own device: a benchmark then needs neither a checkpoint nor host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+GROUP = 8
+"""Codes that one 64-bit random word gives, a byte each."""
+FLOAT_UNIT = 64
+"""A float element is a code over this, which fp16 holds exactly."""
+WORDS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class RandomMatrix:
+    """A matrix of random codes in -127..127 (int8), or of such codes over 64 (fp16): the same on every backend.
+
+    Row ``r`` and columns ``8 g`` to ``8 g + 7`` are the bytes, lowest first, of SplitMix64's output number
+    ``r * ceil(columns / 8) + g`` after ``seed`` (https://doi.org/10.1145/2714064.2660195), with -127 for -128. It
+    converts to a NumPy array; a backend may draw it on its device instead.
+    """
+
+    shape: tuple[int, int]
+    dtype: type = np.int8
+    seed: int = 0
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        rows, columns = self.shape
+        groups = -(-columns // GROUP)
+        values = np.empty(self.shape, dtype or self.dtype)
+        step = max(1, WORDS_AT_ONCE // max(groups, 1))
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            words = random_words(self.seed, first * groups, count * groups).astype("<u8")
+            codes = np.maximum(words.view(np.int8), -127).reshape(count, groups * GROUP)[:, :columns]
+            values[first : first + count] = codes if self.dtype is np.int8 else codes / np.float32(FLOAT_UNIT)
+        return values
+
+
+def random_words(seed: int, first: int, count: int) -> np.ndarray:
+    """SplitMix64's outputs number ``first`` to ``first + count - 1``, uint64 ``[count]``."""
+    index = np.arange(first + 1, first + count + 1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        x = np.uint64(seed) + index * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)

@@ -1,0 +1,51 @@
+"""Random matrices are the same wherever they are made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.quantization import Int8Weight
+from bminf_lite.backend.random_matrix import RandomMatrix, random_words
+
+
+def test_words_are_those_of_splitmix64():
+    """The first outputs for the seed 1234567, as the generator's authors publish them."""
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert random_words(1234567, 0, 5).tolist() == known
+    assert random_words(1234567, 3, 2).tolist() == known[3:]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 13), (40, 64), (2000, 4097)])
+def test_codes_are_uniform_and_never_minus_128(shape):
+    codes = np.asarray(RandomMatrix(shape, seed=5))
+    assert codes.shape == shape and codes.dtype == np.int8 and codes.min() >= -127
+    if codes.size > 1000:
+        counts = np.bincount(codes.ravel().astype(int) + 127, minlength=255)
+        expected = codes.size / 256
+        assert (np.abs(counts[1:] - expected) < 6 * expected**0.5).all(), "each code about as often as another"
+    assert (codes != np.asarray(RandomMatrix(shape, seed=6))).any()
+
+
+def test_floats_are_codes_over_64():
+    codes, floats = (np.asarray(RandomMatrix((5, 70), dtype, 9)) for dtype in (np.int8, np.float16))
+    assert floats.dtype == np.float16
+    assert (floats == codes.astype(np.float16) / 64).all()
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (33, 70), (70, 129)])
+def test_every_backend_makes_the_same(backend: Backend, n: int, k: int):
+    parts = [Int8Weight(RandomMatrix((n, k), np.int8, seed), np.full(n, 0.01, np.float16)) for seed in (1, 2)]
+    copies = [Int8Weight(np.asarray(p.codes), p.scale) for p in parts]
+    x = np.random.default_rng(0).standard_normal((3, k)).astype(np.float32)
+    x = backend.array(x.astype(backend.activation_dtype))
+    made, copied = (backend.host(backend.linear(x, backend.weight(w), fp32=True)) for w in (parts, copies))
+    assert (made == copied).all()
+
+
+def test_an_embedding_table(backend: Backend):
+    matrix = RandomMatrix((20, 33), np.float16, 3)
+    rows = np.array([0, 7, 19], np.int32)
+    values = backend.host(backend.embed(backend.array(rows), backend.table(matrix)))
+    assert (values == np.asarray(matrix)[rows]).all()
