@@ -114,6 +114,14 @@ class Backend:
         """A gain, a bias or frequencies, fp32."""
         return np.array(values, np.float32)
 
+    def blocks(self, build: Callable[[int], T], count: int) -> Sequence[T]:
+        """The layers of a stack; a step iterates over them in order, from the first to the last.
+
+        ``build(i)`` makes layer ``i`` with this backend's arrays, which must belong to that layer alone: a backend may
+        keep a layer's arrays on the host, and bring them to the device when the iteration reaches the layer.
+        """
+        return [build(index) for index in range(count)]
+
     def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int) -> LayerCache:
         """An empty key-value cache of one layer."""
         shape = (slots, kv_heads, capacity, head_dim)
