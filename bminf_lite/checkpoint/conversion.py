@@ -25,6 +25,7 @@ from .manifest import TensorReport
 from .reader import Checkpoint
 from .recipe import Scheme
 from .tensor_file import DTYPES, TensorInfo
+from .treatment import UNTREATED, Treatment
 from .writer import CheckpointWriter, Declared
 
 Progress = Callable[[int, int, str], None]
@@ -39,6 +40,7 @@ class Planned:
     name: str
     info: TensorInfo
     scheme: Scheme
+    treatment: Treatment = UNTREATED
 
     @property
     def module(self) -> str:
@@ -183,6 +185,7 @@ class Converter:
         raw = self._buffer("raw", block.nbytes, np.uint8)
         self.source.read_into(plan.name, raw.data, block.start * plan.row_bytes)
         values = raw.view(DTYPES[plan.info.dtype]).reshape(block.stop - block.start, plan.row_elements)
+        _multiply(values, plan.treatment, block)
         return self._copy(block, values) if plan.scheme is Scheme.FLOAT else self._quantize(block, values)
 
     def _copy(self, block: Block, values: np.ndarray) -> Converted:
@@ -223,6 +226,15 @@ class Converter:
         if name not in buffers or buffers[name].size < size:
             buffers[name] = np.empty(size, dtype)
         return buffers[name][:size]
+
+
+def _multiply(values: np.ndarray, treatment: Treatment, block: Block) -> None:
+    """Move the factors of a calibration into rows ``[rows, in]``; powers of two are exact in every float type."""
+    with np.errstate(over="ignore"):
+        if treatment.row_factors is not None:
+            values *= treatment.row_factors[block.start : block.stop, None].astype(values.dtype)
+        if treatment.column_factors is not None:
+            values *= treatment.column_factors.astype(values.dtype)
 
 
 def _blocks(plan: Planned, wide: bool = False) -> Iterator[Block]:

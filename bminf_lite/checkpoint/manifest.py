@@ -2,12 +2,13 @@
 
 ``bminf_lite.json`` holds ``format_version``, the tool's version, the recipe, ``tied_head`` (the scheme in which a head
 without a tensor of its own is to be quantized, or null), the source files with their sizes and SHA-256 checksums, and a
-:class:`TensorReport` for every tensor.
+:class:`TensorReport` for every tensor. After a calibration, ``calibration`` says what was run and decided.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .. import __version__
@@ -53,13 +54,14 @@ class MigrationReport:
     """The outcome of a migration: sizes in bytes, and what became of each tensor, in the order of the source.
 
     The sizes are those of all tensors; ``tied_head`` is the scheme in which a head without a tensor of its own will be
-    quantized when the checkpoint is loaded, or None.
+    quantized when the checkpoint is loaded, or None. ``calibration`` is empty where nothing was calibrated.
     """
 
     recipe: Recipe
     tied_head: Scheme | None
     tensors: tuple[TensorReport, ...]
     sources: tuple[SourceFile, ...]
+    calibration: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def bytes_before(self) -> int:
@@ -81,6 +83,7 @@ class MigrationReport:
             "tied_head": self.tied_head.value if self.tied_head else None,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
+            **({"calibration": dict(self.calibration)} if self.calibration else {}),
             "sources": [asdict(source) for source in self.sources],
             "tensors": [asdict(tensor) for tensor in self.tensors],
         }

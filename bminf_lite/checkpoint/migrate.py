@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from .. import models
 from ..errors import CheckpointError, UsageError
@@ -30,9 +29,10 @@ from ._errors import checkpoint_error
 from .compressed_tensors import quantization_config
 from .conversion import Converter, Planned, Progress
 from .manifest import MANIFEST_FILE, MigrationReport, SourceFile, TensorReport
-from .output_folder import output_folder
+from .output_folder import check_target, output_folder
 from .reader import Checkpoint, open_checkpoint
 from .recipe import Recipe, Scheme, load_recipe
+from .treatment import UNTREATED, Calibrate, Calibrated, Treatment
 from .writer import SHARD_BYTES, CheckpointWriter, Declared, write_json
 
 MAX_IN_FEATURES = 131_071
@@ -55,39 +55,61 @@ def migrate(
     dry_run: bool = False,
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
+    calibrate: Calibrate | None = None,
 ) -> MigrationReport:
     """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
 
     ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. ``force`` replaces an earlier result
     in ``out``, once the new one is complete. ``dry_run`` only reports what each tensor would become. ``progress`` is
     called with the bytes of the source that are done, all of them, and the name of the tensor at work. The result is
-    split into files of ``shard_bytes``.
+    split into files of ``shard_bytes``. ``calibrate`` runs the model and decides what a recipe leaves open; it is
+    called when everything that can be checked before has been checked.
 
     Raises :class:`CheckpointError` if the source cannot be read or quantized or ``out`` cannot be written, and
     :class:`UsageError` for a recipe that makes no sense. ``out`` is untouched then, and after Ctrl-C.
     """
     chosen = load_recipe(recipe)
+    if chosen.calibration is not None and calibrate is None:
+        raise UsageError(f"recipe {chosen.name}: needs a text to calibrate on (--calibrate FILE, calibrate=...)")
+    target = Path(out).resolve()
     with open_checkpoint(source) as checkpoint:
         spec = _checked_spec(checkpoint)
-        plans = _plan(checkpoint, spec, chosen)
-        tied = next((name for name in spec.tied if spec.parameters[name].role is Role.HEAD), None)
-        tied_head = chosen.scheme_of(tied, is_head=True) if tied else None
+        _plan(checkpoint, spec, chosen, {})
+        if not dry_run:
+            _check_target(checkpoint, target, force)
+        calibrated = calibrate(checkpoint, spec, chosen) if calibrate and chosen.calibration else Calibrated()
+        treatments = calibrated.treatments
+        plans = _plan(checkpoint, spec, chosen, treatments)
+        tied_head = _tied_head(spec, chosen, treatments)
         if dry_run:
             files = tuple(SourceFile(file.name, file.stat().st_size, "") for file in checkpoint.files())
-            return MigrationReport(chosen, tied_head, tuple(map(_forecast, plans)), files)
-        target = Path(out).resolve()
-        if checkpoint.path.resolve().is_relative_to(target):
-            raise CheckpointError(f"{target}: holds the source, {checkpoint.path}; name another folder for the result")
+            return MigrationReport(chosen, tied_head, tuple(map(_forecast, plans)), files, calibrated.report)
         outputs = {name: declared for plan in plans for name, declared in plan.outputs().items()}
         carried = _carried_files(checkpoint.path)
         needed = sum(d.nbytes for d in outputs.values()) + sum(f.stat().st_size for f in carried) + (1 << 20)
         with output_folder(target, force, needed) as folder:
             tensors, sources = _convert(checkpoint, plans, outputs, folder, shard_bytes, progress)
-            report = MigrationReport(chosen, tied_head, tuple(tensors), tuple(sources))
-            write_json(folder / "config.json", _output_config(checkpoint.config, spec, chosen))
+            report = MigrationReport(chosen, tied_head, tuple(tensors), tuple(sources), calibrated.report)
+            quantization = quantization_config(_module_schemes(spec, chosen, treatments))
+            write_json(folder / "config.json", {**checkpoint.config, "quantization_config": quantization})
             write_json(folder / MANIFEST_FILE, report.manifest())
             _carry(checkpoint.path, carried, folder)
         return report
+
+
+def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> None:
+    """Find out before a long calibration what would forbid to write the result."""
+    if checkpoint.path.resolve().is_relative_to(target):
+        raise CheckpointError(f"{target}: holds the source, {checkpoint.path}; name another folder for the result")
+    check_target(target, force)
+
+
+def _tied_head(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> Scheme | None:
+    """In which scheme a head without a tensor of its own is quantized when the result is loaded."""
+    name = next((name for name in spec.tied if spec.parameters[name].role is Role.HEAD), None)
+    if name is None:
+        return None
+    return treatments.get(name, UNTREATED).scheme or recipe.scheme_of(name, is_head=True)
 
 
 def _convert(
@@ -128,7 +150,7 @@ def _checked_spec(checkpoint: Checkpoint) -> Spec:
     return spec
 
 
-def _schemes(spec: Spec, recipe: Recipe) -> dict[str, Scheme]:
+def _schemes(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> dict[str, Scheme]:
     """What becomes of each weight matrix, by tensor name; a tied one stays float in the file."""
     matrices = {
         name: parameter
@@ -136,15 +158,16 @@ def _schemes(spec: Spec, recipe: Recipe) -> dict[str, Scheme]:
         if parameter.role in (Role.LINEAR, Role.HEAD) and not parameter.transposed
     }
     recipe.check_patterns(matrices)
-    return {
-        name: Scheme.FLOAT if name in spec.tied else recipe.scheme_of(name, parameter.role is Role.HEAD)
-        for name, parameter in matrices.items()
-    }
+    chosen = {name: recipe.scheme_of(name, parameter.role is Role.HEAD) for name, parameter in matrices.items()}
+    chosen |= {name: treatment.scheme for name, treatment in treatments.items() if treatment.scheme}
+    return chosen | {name: Scheme.FLOAT for name in chosen if name in spec.tied}
 
 
-def _plan(checkpoint: Checkpoint, spec: Spec, recipe: Recipe) -> list[Planned]:
+def _plan(
+    checkpoint: Checkpoint, spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]
+) -> list[Planned]:
     """Every tensor that the output will have, in the order in which the source stores them."""
-    schemes = _schemes(spec, recipe)
+    schemes = _schemes(spec, recipe, treatments)
     if set(schemes.values()) <= {Scheme.FLOAT}:
         raise UsageError(f"recipe {recipe.name}: leaves every weight matrix of this checkpoint float")
     limit = f"w8a8 allows {MAX_IN_FEATURES:,} inputs at most; choose w8a16 or float for it"
@@ -156,7 +179,10 @@ def _plan(checkpoint: Checkpoint, spec: Spec, recipe: Recipe) -> list[Planned]:
     if wide:
         raise checkpoint_error(checkpoint.path, wide)
     names = [name for name in spec.parameters if name not in spec.tied]
-    plans = [Planned(name, checkpoint.tensors[name], schemes.get(name, Scheme.FLOAT)) for name in names]
+    plans = [
+        Planned(name, checkpoint.tensors[name], schemes.get(name, Scheme.FLOAT), treatments.get(name, UNTREATED))
+        for name in names
+    ]
     return sorted(plans, key=lambda plan: (plan.info.file, plan.info.offset))
 
 
@@ -167,9 +193,8 @@ def _forecast(plan: Planned) -> TensorReport:
     return TensorReport(plan.name, plan.info.shape, plan.info.dtype, plan.scheme, plan.info.nbytes, size)
 
 
-def _output_config(config: Mapping[str, Any], spec: Spec, recipe: Recipe) -> dict[str, Any]:
-    schemes = {name.removesuffix(".weight"): scheme for name, scheme in _schemes(spec, recipe).items()}
-    return {**config, "quantization_config": quantization_config(schemes)}
+def _module_schemes(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> dict[str, Scheme]:
+    return {name.removesuffix(".weight"): scheme for name, scheme in _schemes(spec, recipe, treatments).items()}
 
 
 def _carried_files(source: Path) -> list[Path]:

@@ -9,14 +9,17 @@ before the other two. Each decision is one of
 - ``float``: as in the source.
 
 A tied head has no tensor of its own: it is quantized as ``head`` says when the checkpoint is loaded.
+
+A recipe with a table ``[calibration]`` needs a text to calibrate on; the keys of the table are the fields of
+:class:`Calibration`.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from importlib import resources
 from pathlib import Path
@@ -30,6 +33,10 @@ else:
     import tomli as tomllib
 
 
+KEYS = {"name", "description", "linear", "head", "rules", "calibration"}
+"""What a recipe may say."""
+
+
 class Scheme(str, Enum):
     """What becomes of a weight matrix."""
 
@@ -39,14 +46,31 @@ class Scheme(str, Enum):
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """What to do with what the model's activations on a text show.
+
+    ``smoothing`` moves factors per channel from activations into weights. A w8a8 product whose output error stays above
+    ``max_error`` becomes w8a16; 0 turns that off. The error of a product is the mean over tokens of
+    ``|y_int8 - y|^2 / |y|^2``, so 0.001 is a signal-to-noise ratio of 30 dB.
+    """
+
+    smoothing: bool = True
+    max_error: float = 0.0
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """Decisions for every weight matrix. ``rules`` maps patterns of tensor names to schemes, first match first."""
+    """Decisions for every weight matrix. ``rules`` maps patterns of tensor names to schemes, first match first.
+
+    ``calibration`` is None for a recipe that needs no text.
+    """
 
     name: str
     linear: Scheme
     head: Scheme
     rules: Mapping[str, Scheme] = field(default_factory=dict)
     description: str = ""
+    calibration: Calibration | None = None
 
     def scheme_of(self, tensor: str, is_head: bool = False) -> Scheme:
         """The decision for a tensor, by its full name (``model.layers.0.mlp.up_proj.weight``)."""
@@ -66,7 +90,8 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """The recipe as its file has it."""
         rules = {pattern: scheme.value for pattern, scheme in self.rules.items()}
-        return {"name": self.name, "linear": self.linear.value, "head": self.head.value, "rules": rules}
+        result = {"name": self.name, "linear": self.linear.value, "head": self.head.value, "rules": rules}
+        return result | ({"calibration": asdict(self.calibration)} if self.calibration else {})
 
 
 def built_in_recipes() -> list[str]:
@@ -100,7 +125,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"recipe {source}: not valid TOML: {error}") from error
-    problems = [f"unknown key {key!r}" for key in raw.keys() - {"name", "description", "linear", "head", "rules"}]
+    problems = [f"unknown key {key!r}" for key in raw.keys() - KEYS]
     strings = {"name": Path(source).stem, "description": ""}
     for key in strings:
         value = raw.get(key, strings[key])
@@ -118,6 +143,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
         for key, value in decisions.items()
         if value not in allowed
     ]
+    problems += _calibration_problems(raw.get("calibration", {}))
     if problems:
         raise UsageError(f"recipe {source}: " + "; ".join(sorted(problems)))
     return Recipe(
@@ -126,7 +152,30 @@ def parse_recipe(text: str, source: str) -> Recipe:
         Scheme(raw["head"]),
         {pattern: Scheme(scheme) for pattern, scheme in rules.items()},
         strings["description"],
+        Calibration(**raw["calibration"]) if "calibration" in raw else None,
     )
+
+
+def _calibration_problems(table: object) -> list[str]:
+    """What is wrong with the table ``[calibration]``."""
+    if not isinstance(table, dict):
+        return [f"calibration must be a table, not {table!r}"]
+    problems = [f"unknown key 'calibration.{key}'" for key in table.keys() - _CALIBRATION_VALUES.keys()]
+    for key, (fits, what) in _CALIBRATION_VALUES.items():
+        if key in table and not fits(table[key]):
+            problems.append(f"calibration.{key} is {table[key]!r}, not {what}")
+    return problems
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+_CALIBRATION_VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "smoothing": (lambda value: isinstance(value, bool), "true or false"),
+    "max_error": (_is_share, "a number from 0 to 1"),
+}
+"""The keys of ``[calibration]``: which values they take, and that in words."""
 
 
 def _built_in() -> Any:

@@ -1,0 +1,46 @@
+"""What a calibration decided for a tensor, as migration carries it out.
+
+Calibration itself is ``bminf_lite.quantize``'s business; here are the words in which it tells migration the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .recipe import Recipe, Scheme
+
+if TYPE_CHECKING:
+    from ..models.spec import Spec
+    from .reader import Checkpoint
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How one tensor differs from what the recipe alone says.
+
+    ``scheme``, if given, replaces the recipe's. The tensor's rows are multiplied by ``row_factors`` and its columns by
+    ``column_factors``, both fp32 and powers of two, before anything else happens to it; a vector is a row.
+    """
+
+    scheme: Scheme | None = None
+    row_factors: np.ndarray | None = None
+    column_factors: np.ndarray | None = None
+
+
+UNTREATED = Treatment()
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The result of a calibration: treatments by tensor name, and what the manifest says about it."""
+
+    treatments: Mapping[str, Treatment] = field(default_factory=dict)
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+Calibrate = Callable[["Checkpoint", "Spec", Recipe], Calibrated]
+"""Runs a checkpoint whose files were found to be right, and decides."""
