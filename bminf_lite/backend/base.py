@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -57,6 +57,13 @@ class Backend:
     def array(self, values: np.ndarray) -> Array:
         """A copy of a host array on the device, of the same shape and dtype."""
         return np.array(values)
+
+    def adopt(self, values: Any) -> Array:
+        """Another library's array on this device, of the same shape and dtype, without a copy.
+
+        ``values`` offers it through DLPack, or on a GPU through ``__cuda_array_interface__``.
+        """
+        return np.from_dlpack(values)
 
     def assign(self, target: Array, values: np.ndarray) -> None:
         """Overwrite a device array with a host array of the same shape."""

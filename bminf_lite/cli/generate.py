@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
+from ..memory.sizes import format_size
 from ._options import device_option, memory_limit_option, model_argument
 from ._prompts import Prompt, read_file, read_stdin
 
@@ -84,6 +85,8 @@ def generate(
         results = print_stream(pieces) if streams else print_results(pieces, wanted, as_json)
         if stats:
             click.echo(stats_text(results, time.perf_counter() - started), err=True)
+            if memory := loaded.memory():
+                click.echo(memory_text(memory), err=True)
 
 
 def encode(model: Model, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
@@ -152,3 +155,9 @@ def stats_text(results: Sequence[Result], seconds: float) -> str:
         speed = new / seconds
         lines.append(f"total {len(results)} prompts, {new} new tokens in {seconds:.3f} s ({speed:.1f} tokens/s)")
     return "\n".join(lines)
+
+
+def memory_text(memory: dict[str, int]) -> str:
+    """What the model took of the GPU at most."""
+    used, reserved, limit = (format_size(memory[name]) for name in ("peak_used", "peak_reserved", "limit"))
+    return f"GPU memory {used} used and {reserved} reserved at most, {limit} allowed"

@@ -105,6 +105,10 @@ class Model:
         """The device in words."""
         return self.ops.describe()
 
+    def memory(self) -> dict[str, int]:
+        """GPU memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; empty on a CPU."""
+        return self.ops.memory()
+
     def close(self) -> None:
         """Give the device's memory back; the model, and streams that are under way, cannot be used afterwards."""
         if not self._closed:
@@ -173,7 +177,7 @@ class Model:
             ids, continues = self.tokenizer.encode(self.chat(prompt), add_special_tokens=False), False
         else:
             ids = prompt
-        ids = checked_ids(ids, self.limits.vocab_size)
+        ids = self._checked_ids(ids)
         context = self.limits.context_length
         if not ids:
             raise UsageError("the prompt is empty: give at least one token")
@@ -196,6 +200,11 @@ class Model:
                 raise UsageError("this checkpoint has no chat template: give a plain prompt instead of messages")
             self._template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
         return self._template.render(messages, add_generation_prompt=True, **variables)
+
+    def _checked_ids(self, token_ids: Any) -> tuple[int, ...]:
+        if hasattr(token_ids, "__dlpack__") and not isinstance(token_ids, np.ndarray):
+            token_ids = self.ops.host(self.ops.adopt(token_ids))
+        return checked_ids(token_ids, self.limits.vocab_size)
 
     def _encode_all(self, prompts: list[Any], add_special_tokens: bool, numbered: bool) -> list[EncodedPrompt]:
         encoded, problems = [], []
@@ -231,10 +240,11 @@ class Model:
         """Logits after each token: fp32 ``[tokens, vocab]``.
 
         A NumPy array, or with ``device`` the backend's own array, not copied to the host (a CuPy array on a GPU, which
-        other libraries take through DLPack). Raises ``UsageError`` for ids outside of the vocabulary or the context.
+        other libraries take through DLPack). ``token_ids`` may be such an array too. Raises ``UsageError`` for ids
+        outside of the vocabulary or the context.
         """
         self._require_open()
-        ids = np.array(checked_ids(token_ids, self.limits.vocab_size), np.int32)
+        ids = np.array(self._checked_ids(token_ids), np.int32)
         if not 0 < len(ids) <= self.limits.context_length:
             raise UsageError(f"logits takes 1 to {self.limits.context_length:,} token ids, not {len(ids):,}")
         chunk = self.limits.chunk

@@ -71,6 +71,10 @@ class CudaBackend(Backend):
     def array(self, values: np.ndarray) -> Array:
         return self.arrays.upload(np.asarray(values))
 
+    def adopt(self, values: Any) -> Array:
+        with self.arrays.current():
+            return cp.asarray(values) if hasattr(values, "__cuda_array_interface__") else cp.from_dlpack(values)
+
     def assign(self, target: Array, values: np.ndarray) -> None:
         with self.arrays.current():
             target[...] = cp.asarray(values, target.dtype)

@@ -1,0 +1,99 @@
+"""The GPU's memory as a model uses it: nothing is allocated while decoding, a limit holds, arrays come and go."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tiny_models import RandomWeights, goldens
+
+from bminf_lite import models
+from bminf_lite.backend.base import Backend
+from bminf_lite.engine.generation import Limits
+from bminf_lite.engine.model import Model
+from bminf_lite.errors import OutOfMemory
+
+GOLDEN = next(golden for golden in goldens("llama") if golden.name == "grouped")
+
+
+def model_on(ops: Backend, context: int = 4096) -> Model:
+    """A tiny random int8 model of the context length ``context``."""
+    config = GOLDEN.config | {"max_position_embeddings": context}
+    architecture = models.find(config)
+    parsed = architecture.parse(config)
+    network = architecture.Model(parsed, RandomWeights(config, GOLDEN.seed, quantized=True), ops)
+    return Model(network, Limits(parsed.context_length, parsed.vocab_size, parsed.cache_shape))
+
+
+@pytest.fixture
+def small_gpu():
+    """A backend of its own with little memory."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from bminf_lite.backend.cuda import CudaBackend
+
+    backend = CudaBackend(0, "48MiB")
+    yield backend
+    backend.close()
+
+
+@pytest.mark.gpu
+def test_decoding_in_the_steady_state_allocates_nothing(cuda_backend):
+    model = model_on(cuda_backend)
+    counts = [
+        cuda_backend.arena.allocations for _ in model.stream([1, 2, 3], max_new_tokens=100, seed=1, ignore_eos=True)
+    ]
+    assert len(set(counts[10:])) == 1
+
+
+@pytest.mark.gpu
+def test_running_out_is_told_and_leaves_the_model_usable(small_gpu):
+    model = model_on(small_gpu, context=2**20)
+    expected = model.generate([1, 2, 3], max_new_tokens=8, temperature=0).token_ids
+    with pytest.raises(OutOfMemory, match="allowed"):
+        model.generate([[1] * 400_000] * 16, max_new_tokens=2)
+    assert model.generate([1, 2, 3], max_new_tokens=8, temperature=0).token_ids == expected
+    assert small_gpu.memory()["peak_reserved"] <= small_gpu.memory()["limit"] <= 48 << 20
+
+
+@pytest.mark.gpu
+def test_device_arrays_come_and_go_without_a_copy(cuda_backend):
+    import cupy as cp
+
+    model = model_on(cuda_backend)
+    ids = np.array(GOLDEN.tokens)
+    expected = model.logits(ids)
+    for given in (cp.asarray(ids), cp.asarray(ids.astype(np.int32))):
+        logits = model.logits(given, device=True)
+        assert isinstance(logits, cp.ndarray)
+        other = cp.from_dlpack(logits)
+        assert other.data.ptr == logits.data.ptr
+        np.testing.assert_array_equal(cp.asnumpy(other), expected)
+
+
+@pytest.mark.gpu
+def test_two_models_in_one_process_do_not_tread_on_each_other(small_gpu, cuda_backend):
+    prompts = [[1, 2, 3], [4, 5]]
+    models_ = [model_on(small_gpu), model_on(cuda_backend)]
+    alone = [[r.token_ids for r in m.generate(prompts, max_new_tokens=20, seed=1)] for m in models_]
+    streams = [m.stream(prompts, max_new_tokens=20, seed=1) for m in models_]
+    found: list[list[list[int]]] = [[[], []], [[], []]]
+    for pieces in zip(*streams, strict=True):
+        for which, piece in enumerate(pieces):
+            found[which][piece.index] += piece.token_ids
+    assert found == alone
+
+
+def test_arrays_of_other_libraries_are_token_ids(backend):
+    class Foreign:
+        """An array that only DLPack gives access to."""
+
+        def __init__(self, values: np.ndarray):
+            self.values = values
+            self.__dlpack__ = values.__dlpack__
+            self.__dlpack_device__ = values.__dlpack_device__
+
+    if backend.name != "cpu":
+        pytest.skip("host memory is not this backend's")
+    model = model_on(backend)
+    ids = np.array(GOLDEN.tokens, np.int64)
+    np.testing.assert_array_equal(model.logits(Foreign(ids)), model.logits(ids))
+    assert model.memory() == {}
