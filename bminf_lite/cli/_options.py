@@ -10,6 +10,16 @@ from ..errors import UsageError
 
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
 
+text_argument = click.argument("text", metavar="FILE", type=click.Path(path_type=Path))
+
+window_option = click.option(
+    "--window", type=int, metavar="N", help="Tokens that the model sees at once; by default its context, 1024 at most."
+)
+
+stride_option = click.option(
+    "--stride", type=int, metavar="N", help="Tokens from one window to the next; by default half the window."
+)
+
 device_option = click.option(
     "--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N",
     help="Where to run: auto takes a GPU if one can be used, and else the CPU.",
@@ -33,6 +43,11 @@ class Size(click.ParamType):
 memory_limit_option = click.option(
     "--memory-limit", type=Size(), metavar="SIZE", help="The most GPU memory to use, for example 6GiB or 800MiB."
 )
+
+kv_cache_option = click.option(
+    "--kv-cache", type=click.Choice(["fp16", "int8"]), default="fp16", show_default=True,
+    help="The type of the key-value cache; int8 takes half the memory.",
+)  # fmt: skip
 
 
 def size_text(size: float) -> str:

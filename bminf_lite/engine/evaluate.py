@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import UsageError
+from .corpus import Window, check_window, cut
 
 if TYPE_CHECKING:
     from .model import Model
@@ -19,39 +19,41 @@ if TYPE_CHECKING:
 class Perplexity:
     """``exp`` of the mean negative log-likelihood per token.
 
-    ``standard_error`` is the perplexity's, from the spread of the per-token values taken as independent.
+    ``standard_error`` is the perplexity's, see :func:`mean_and_error`; NaN for a single token.
     """
 
     value: float
     standard_error: float
     tokens: int
 
+    @classmethod
+    def of(cls, losses: np.ndarray) -> Perplexity:
+        """From the negative log-likelihoods of tokens in the order of the text, fp64 ``[n]``."""
+        mean, error = mean_and_error(losses)
+        with np.errstate(over="ignore", invalid="ignore"):
+            value = float(np.exp(mean))
+            return cls(value, float(np.float64(value) * error), len(losses))
+
     def __str__(self) -> str:
-        return f"{self.value:.4f} ± {self.standard_error:.4f} over {self.tokens:,} tokens"
+        error = "" if math.isnan(self.standard_error) else f" ± {self.standard_error:.4f}"
+        return f"{self.value:.4f}{error} over {self.tokens:,} tokens"
 
 
-def perplexity(model: Model, token_ids: Sequence[int], window: int = 512) -> Perplexity:
-    """Perplexity of ``token_ids`` in separate windows of ``window`` tokens; each window's first token is not scored.
+def perplexity(model: Model, token_ids: Sequence[int], window: int = 512, stride: int | None = None) -> Perplexity:
+    """Perplexity of ``token_ids`` in windows of ``window`` tokens, every ``stride`` tokens; see :func:`.corpus.cut`.
 
-    Raises ``UsageError`` for fewer than 2 tokens, or a window that is not 2 to the model's context.
+    Raises ``UsageError`` for fewer than 2 tokens, a window that is not 2 to the model's context, or a stride that is
+    not 1 to the window.
     """
-    losses = np.concatenate(list(window_losses(model, token_ids, window)))
-    with np.errstate(over="ignore"):
-        value = float(np.exp(losses.mean()))
-    spread = float(losses.std(ddof=1)) if len(losses) > 1 else 0.0
-    return Perplexity(value, value * spread / math.sqrt(len(losses)), len(losses))
+    check_window(window, window if stride is None else stride, model.limits.context_length)
+    return Perplexity.of(np.concatenate(list(window_losses(model, cut([token_ids], window, stride)))))
 
 
-def window_losses(model: Model, token_ids: Sequence[int], window: int) -> Iterator[np.ndarray]:
-    """Negative log-likelihoods of each window's tokens after its first, fp64 ``[n - 1]``."""
-    context = model.limits.context_length
-    if not 2 <= window <= context:
-        raise UsageError(f"the window is {window:,} tokens; it must be 2 to the model's context, {context:,}")
-    if len(token_ids) < 2:
-        raise UsageError(f"perplexity needs 2 tokens at least, not {len(token_ids)}")
-    for start in range(0, len(token_ids) - 1, window):
-        ids = np.asarray(token_ids[start : start + window])
-        yield losses_of(model.logits(ids)[:-1], ids[1:])
+def window_losses(model: Model, windows: Iterable[Window]) -> Iterator[np.ndarray]:
+    """Negative log-likelihoods of each window's scored tokens, fp64 ``[scored]``."""
+    for window in windows:
+        logits = model.logits(window.tokens)
+        yield losses_of(logits[-window.scored - 1 : -1], window.tokens[-window.scored :])
 
 
 def losses_of(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -59,3 +61,22 @@ def losses_of(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
     shifted = logits - logits.max(axis=1, keepdims=True)
     chosen = shifted[np.arange(len(targets)), targets].astype(np.float64)
     return np.log(np.exp(shifted).sum(axis=1, dtype=np.float64)) - chosen
+
+
+def mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    """The mean of a sequence, fp64 ``[n]``, and its standard error where neighbours are correlated.
+
+    Tokens of one passage are hard or easy together, so the error that takes them as independent is too small. By batch
+    means (https://arxiv.org/abs/math/0703746): the sequence is cut into batches of about ``sqrt(n)`` neighbours, and
+    the spread of the batches counts. The error of a single value is NaN.
+    """
+    n = len(values)
+    if n < 2:
+        return float(values.mean()), math.nan
+    batches = np.array_split(values, math.isqrt(n) if n >= 4 else n)
+    sizes = np.array([len(batch) for batch in batches], np.float64)
+    mean = float(values.mean())
+    with np.errstate(invalid="ignore"):
+        excess = np.array([batch.sum() for batch in batches]) - sizes * mean
+        variance = float((excess**2).sum()) * len(batches) / (len(batches) - 1)
+    return mean, math.sqrt(variance) / n

@@ -1,0 +1,65 @@
+"""``perplexity``: how well a model predicts a text."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import click
+
+from ._options import device_option, memory_limit_option, model_argument, stride_option, text_argument, window_option
+
+
+@click.command()
+@model_argument
+@text_argument
+@window_option
+@stride_option
+@device_option
+@memory_limit_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def perplexity(
+    model: Path,
+    text: Path,
+    window: int | None,
+    stride: int | None,
+    device: str,
+    memory_limit: int | None,
+    as_json: bool,
+) -> None:
+    """Measure how well a model predicts a text.
+
+    Prints the perplexity of FILE, UTF-8 text or JSONL with a "text" per line, under the float or int8 model in the
+    folder MODEL, with its standard error. Windows overlap, so that each token is predicted once, and after the first
+    window from at least WINDOW - STRIDE tokens before it. A stride as long as the window makes separate windows, as
+    many published figures are computed.
+
+    \b
+    Example:
+      bminf-lite perplexity MODEL wiki.test.txt
+      bminf-lite perplexity MODEL texts.jsonl --window 2048 --stride 2048 --json
+    """
+    import numpy as np
+    from tqdm import tqdm
+
+    from ..engine.corpus import read_texts, windows_for
+    from ..engine.evaluate import Perplexity, window_losses
+    from ..engine.model import load
+
+    windows = windows_for(model, read_texts(text), window, stride)
+    with load(model, device=device, memory_limit=memory_limit) as loaded:
+        started = time.perf_counter()
+        progress = tqdm(windows, unit="window", desc="perplexity", disable=None, leave=False)
+        result = Perplexity.of(np.concatenate(list(window_losses(loaded, progress))))
+        seconds = time.perf_counter() - started
+        device = loaded.device
+    if as_json:
+        error = None if math.isnan(result.standard_error) else result.standard_error
+        found = {"perplexity": result.value, "standard_error": error, "tokens": result.tokens}
+        click.echo(json.dumps(found | {"windows": len(windows), "device": device, "seconds": round(seconds, 3)}))
+        return
+    click.echo(f"perplexity {result}")
+    read = sum(len(w.tokens) for w in windows)
+    click.echo(f"{len(windows)} windows on {device}, {read / seconds:,.0f} tokens per second", err=True)
