@@ -11,7 +11,7 @@ activations are rounded to ``activation_dtype`` between operations: fp32 here, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ import numpy as np
 from .quantization import HostWeight, Int8Weight, quantize_rows
 from .sampling import SamplerState
 from .sampling import sample as sample_tokens
-from .values import Array, AttentionSpec, LayerCache, Norm, Rope, Step
+from .values import Array, AttentionSpec, LayerCache, Norm, RelativeBias, Rope, Step
 
 T = TypeVar("T")
 
@@ -46,6 +46,8 @@ class Backend:
     """The operations over NumPy. ``name`` is the device's, as in ``--device``."""
 
     name = "cpu"
+    code_bytes = 4
+    """Bytes that a code of an int8 weight takes here: a number in fp32, which BLAS multiplies."""
     lookahead = 0
     """How many decode steps may be under way before the host must look at a result."""
 
@@ -175,11 +177,26 @@ class Backend:
         gate, up = np.split(self.linear(x, weight).astype(np.float32), 2, axis=-1)
         return self._round(ACTIVATIONS[activation](gate) * up)
 
+    def activated_linear(self, x: Array, weight: Weight, activation: str) -> Array:
+        """``f(linear(x, weight))``: ``[T, in]`` -> ``[T, out]``.
+
+        ``activation`` names ``f``, one of :data:`ACTIVATIONS`; it is computed in fp32.
+        """
+        return self._round(ACTIVATIONS[activation](self.linear(x, weight).astype(np.float32)))
+
     # -- around the products --------------------------------------------------------------------------------------
 
     def embed(self, tokens: Array, table: Array) -> Array:
         """Rows of ``table`` as the start of the residual stream: int32 ``[T]`` -> fp32 ``[T, features]``."""
         return table[tokens].astype(np.float32)
+
+    def add_positions(self, residual: Array, table: Array, step: Step) -> Array:
+        """``residual`` plus the row of ``table`` at each token's position, fp32 ``[T, features]``.
+
+        ``residual`` may be overwritten with the result. Positions count from 0 and must be rows of the table.
+        """
+        residual += table[positions_of(step)].astype(np.float32)
+        return residual
 
     def norm(self, residual: Array, norm: Norm) -> Array:
         """RMSNorm or LayerNorm of each row in fp32, left unrounded for the quantization that follows.
@@ -200,24 +217,56 @@ class Backend:
         query attends to its own sequence: scores and softmax in fp32. Returns ``[T, heads * head_dim]``.
         """
         tokens = qkv.shape[0]
-        heads = qkv.astype(np.float32).reshape(tokens, spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        q, k, v = np.split(heads, [spec.heads, spec.heads + spec.kv_heads], axis=1)
-        positions = np.arange(tokens) - np.repeat(step.starts[:-1] - step.past, np.diff(step.starts))
+        q, k, v = split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads)
+        positions = positions_of(step)
         q, k = (
             self._round(rotate(normalise(x, norm) if norm else x, positions, spec.rope))
             for x, norm in ((q, spec.q_norm), (k, spec.k_norm))
         )
         out = np.empty((tokens, spec.heads, spec.head_dim), np.float32)
-        for b in range(step.count):
-            rows = slice(int(step.starts[b]), int(step.starts[b + 1]))
-            slot, past = int(step.slots[b]), int(step.past[b])
+        for rows, slot, past in sequences(step):
             total = past + rows.stop - rows.start
             cache.keys[slot, :, past:total] = k[rows].swapaxes(0, 1)
             cache.values[slot, :, past:total] = self._round(v[rows]).swapaxes(0, 1)
-            out[rows] = attend(
-                q[rows], cache.keys[slot, :, :total], cache.values[slot, :, :total], spec.scale, past, spec.window
-            )
+            keys, values = cache.keys[slot, :, :total], cache.values[slot, :, :total]
+            out[rows] = attend(q[rows], keys, values, spec.scale, past, spec.window, spec.bias)
         return self._round(out.reshape(tokens, -1))
+
+    def encoder_attention(self, qkv: Array, spec: AttentionSpec, step: Step) -> Array:
+        """Self-attention in both directions: each token sees all tokens of its sequence, which are all in this step.
+
+        ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side. There are no rotary positions,
+        norms of heads or windows. Returns ``[T, heads * head_dim]``.
+        """
+        q, k, v = (self._round(x) for x in split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads))
+        out = np.empty((qkv.shape[0], spec.heads, spec.head_dim), np.float32)
+        for rows, _, _ in sequences(step):
+            keys, values = k[rows].swapaxes(0, 1), v[rows].swapaxes(0, 1)
+            out[rows] = attend(q[rows], keys, values, spec.scale, 0, None, spec.bias, causal=False)
+        return self._round(out.reshape(qkv.shape[0], -1))
+
+    def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, step: Step) -> None:
+        """Put the keys and values of a step's sources, key and value heads side by side, into their slots.
+
+        ``kv`` is ``[T, 2 * kv_heads * head_dim]``. A source is whole, and starts at its slot's first place.
+        """
+        k, v = split_heads(kv, spec, spec.kv_heads, spec.kv_heads)
+        for rows, slot, _ in sequences(step):
+            source.keys[slot, :, : rows.stop - rows.start] = self._round(k[rows]).swapaxes(0, 1)
+            source.values[slot, :, : rows.stop - rows.start] = self._round(v[rows]).swapaxes(0, 1)
+
+    def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, lengths: Array, step: Step) -> Array:
+        """Attention of a step's tokens over the source in their sequence's slot.
+
+        ``q`` is ``[T, heads * head_dim]``; ``lengths`` int32 ``[slots]`` are those of the sources. Every token sees the
+        whole source; there are no positions and no bias. Returns ``[T, heads * head_dim]``.
+        """
+        (heads,) = split_heads(q, spec, spec.heads)
+        out = np.empty(heads.shape, np.float32)
+        for rows, slot, _ in sequences(step):
+            keys, values = source.keys[slot, :, : lengths[slot]], source.values[slot, :, : lengths[slot]]
+            out[rows] = attend(self._round(heads[rows]), keys, values, spec.scale, 0, None, causal=False)
+        return self._round(out.reshape(q.shape))
 
     def sample(self, logits: Array, sampler: SamplerState, step: Step | None = None) -> Array:
         """Choose each sequence's next token, as ``backend.sampling`` defines: fp32 ``[B, vocab]`` -> int32 ``[2, B]``.
@@ -307,21 +356,49 @@ def softmax(scores: np.ndarray, visible: np.ndarray | None = None) -> np.ndarray
     return weights / np.where(total == 0, np.float32(1), total)
 
 
+def sequences(step: Step) -> Iterator[tuple[slice, int, int]]:
+    """For each sequence of a step: its rows among the step's tokens, its slot, and how many tokens it has already."""
+    for b in range(step.count):
+        yield slice(int(step.starts[b]), int(step.starts[b + 1])), int(step.slots[b]), int(step.past[b])
+
+
+def positions_of(step: Step) -> np.ndarray:
+    """Each token's position in its sequence, ``[T]``."""
+    return np.arange(int(step.starts[-1])) - np.repeat(step.starts[:-1] - step.past, np.diff(step.starts))
+
+
+def split_heads(x: np.ndarray, spec: AttentionSpec, *counts: int) -> list[np.ndarray]:
+    """Columns ``[T, sum(counts) * head_dim]`` as so many heads each, fp32 ``[T, count, head_dim]``."""
+    heads = x.astype(np.float32).reshape(x.shape[0], sum(counts), spec.head_dim)
+    return np.split(heads, np.cumsum(counts)[:-1], axis=1)
+
+
 def attend(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, past: int, window: int | None
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    scale: float,
+    past: int,
+    window: int | None,
+    bias: RelativeBias | None = None,
+    causal: bool = True,
 ) -> np.ndarray:
     """One sequence's attention in fp32.
 
     ``q`` is ``[n, heads, head_dim]`` at positions ``past..past+n``; ``keys`` and ``values`` are
-    ``[kv_heads, past+n, head_dim]``. Returns ``[n, heads, head_dim]``.
+    ``[kv_heads, total, head_dim]``, of which a query sees all, or with ``causal`` those up to its own position and
+    within the window. Returns ``[n, heads, head_dim]``.
     """
     n, heads, head_dim = q.shape
     kv_heads, total, _ = keys.shape
     q = q.reshape(n, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
     scores = q.astype(np.float32) @ keys.astype(np.float32).swapaxes(1, 2) * np.float32(scale)
+    key, query = np.arange(total), past + np.arange(n)[:, None]
+    if bias is not None:
+        distance = np.clip(key - query, -bias.reach, bias.reach)
+        scores = scores + bias.values[:, distance + bias.reach].reshape(scores.shape)
     visible = None
-    if n > 1 or (window is not None and window < total):
-        key, query = np.arange(total), past + np.arange(n)[:, None]
+    if causal and (n > 1 or (window is not None and window < total)):
         visible = key <= query if window is None else (key <= query) & (key > query - window)
         visible = np.tile(visible, (heads // kv_heads, 1))
     out = softmax(scores, visible) @ values.astype(np.float32)
@@ -340,9 +417,30 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
     return np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
 
 
+ERFC_COEFFICIENTS = (
+    -1.265511516, 0.999970165, 0.375623333, 0.075997904, -0.031715727, -0.40881453, 0.781948341, -1.892294622,
+    2.789923472, -1.735114363, -0.198524433, 0.907453326, -0.488992617, 0.090051267,
+)
+"""``erfc(z) = t exp(p(t) - z^2)`` with ``t = 1 / (1 + z / 2)`` for ``z >= 0``, within 2e-9 of its value: a fit."""
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """``x * P(N(0, 1) <= x)`` (https://arxiv.org/abs/1606.08415), computed in fp64 and returned in fp32."""
+    z = np.abs(x.astype(np.float64)) / np.sqrt(2)
+    t = 1 / (1 + z / 2)
+    with np.errstate(under="ignore", invalid="ignore"):
+        tail = t / 2 * np.exp(np.polynomial.polynomial.polyval(t, ERFC_COEFFICIENTS) - z * z)
+        return (x * np.where(x < 0, tail, 1 - tail)).astype(np.float32)
+
+
 def relu(x: np.ndarray) -> np.ndarray:
     """``max(x, 0)``."""
     return np.maximum(x, np.float32(0))
 
 
-ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu": relu}
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "silu": silu,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+    "gelu": gelu,
+}

@@ -66,12 +66,24 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """Causal self-attention with grouped key-value heads (https://arxiv.org/abs/2305.13245).
+class RelativeBias:
+    """What attention adds to a score for the distance ``key - query`` of two positions.
 
-    Query head ``h`` reads key-value head ``h // (heads // kv_heads)``. ``scale`` multiplies the scores. A query at
-    position ``p`` sees keys ``p - window < j <= p`` (all ``j <= p`` without a window). ``q_norm`` and ``k_norm``
-    normalise each head before the rotation.
+    ``values`` is fp32 ``[heads, 2 * reach + 1]``: a column for each distance from ``-reach`` to ``reach``. A longer
+    distance counts as ``reach``.
+    """
+
+    values: Array
+    reach: int
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention with grouped key-value heads (https://arxiv.org/abs/2305.13245).
+
+    Query head ``h`` reads key-value head ``h // (heads // kv_heads)``. ``scale`` multiplies the scores, to which
+    ``bias`` is then added. In causal self-attention a query at position ``p`` sees keys ``p - window < j <= p`` (all
+    ``j <= p`` without a window). ``q_norm`` and ``k_norm`` normalise each head before the rotation.
     """
 
     heads: int
@@ -82,6 +94,7 @@ class AttentionSpec:
     rope: Rope | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    bias: RelativeBias | None = None
 
     @property
     def qkv_features(self) -> int:

@@ -1,30 +1,62 @@
-"""Self-attention with grouped heads, and the cache that hides the difference between prefill and decode."""
+"""Self-attention with grouped heads, and the two kinds of attention that an encoder-decoder adds."""
 
 from __future__ import annotations
 
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, LayerCache, Step
+from .cache import SourceCache
 from .linear import Linear
-from .loading import Weights
 
 
 class Attention:
-    """``o(attend(qkv(x)))``, added to the residual stream."""
+    """``o(attend(qkv(x)))``, added to the residual stream. Tokens see themselves and those before them.
 
-    def __init__(
-        self,
-        ops: Backend,
-        weights: Weights,
-        name: str,
-        spec: AttentionSpec,
-        qkv_bias: bool = False,
-        o_bias: bool = False,
-    ):
+    ``qkv`` computes query, key and value side by side.
+    """
+
+    def __init__(self, ops: Backend, spec: AttentionSpec, qkv: Linear, o: Linear):
         self.ops = ops
         self.spec = spec
-        self.qkv = Linear(ops, weights, [f"{name}.{p}_proj" for p in "qkv"], qkv_bias)
-        self.o = Linear(ops, weights, [f"{name}.o_proj"], o_bias)
+        self.qkv = qkv
+        self.o = o
 
     def add_to(self, residual: Array, x: Array, cache: LayerCache, step: Step) -> Array:
         """``residual`` fp32 ``[T, features]`` plus the attention of the normalised ``x``."""
         return self.o.add_to(residual, self.ops.attention(self.qkv(x), self.spec, cache, step))
+
+
+class EncoderAttention:
+    """Attention of every token to its whole sequence, which is all in one step, added to the residual stream."""
+
+    def __init__(self, ops: Backend, spec: AttentionSpec, qkv: Linear, o: Linear):
+        self.ops = ops
+        self.spec = spec
+        self.qkv = qkv
+        self.o = o
+
+    def add_to(self, residual: Array, x: Array, step: Step) -> Array:
+        """``residual`` fp32 ``[T, features]`` plus the attention of the normalised ``x``."""
+        return self.o.add_to(residual, self.ops.encoder_attention(self.qkv(x), self.spec, step))
+
+
+class CrossAttention:
+    """``o(attend(q(x)))`` over an encoded source, added to the residual stream.
+
+    The source's keys and values, which ``kv`` computes side by side, are the same for every token that is decoded:
+    :meth:`read` computes them once.
+    """
+
+    def __init__(self, ops: Backend, spec: AttentionSpec, q: Linear, kv: Linear, o: Linear):
+        self.ops = ops
+        self.spec = spec
+        self.q = q
+        self.kv = kv
+        self.o = o
+
+    def read(self, source: Array, cache: LayerCache, step: Step) -> None:
+        """Put keys and values of the encoder's output ``[T, features]`` for a step's sources into the cache."""
+        self.ops.store_source(self.kv(source), self.spec, cache, step)
+
+    def add_to(self, residual: Array, x: Array, cache: LayerCache, source: SourceCache, step: Step) -> Array:
+        """``residual`` fp32 ``[T, features]`` plus the attention of the normalised ``x``."""
+        return self.o.add_to(residual, self.ops.cross_attention(self.q(x), self.spec, cache, source.lengths, step))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..backend.base import Backend
 from ..backend.values import LayerCache
 
@@ -22,7 +24,10 @@ class CacheShape:
 
 
 class KVCache:
-    """Keys and values of ``slots`` sequences of up to ``capacity`` tokens; ``limit`` is the model's context length."""
+    """Keys and values of ``slots`` sequences of up to ``capacity`` tokens; ``limit`` is the model's context length.
+
+    ``source`` is what the decoder of an encoder-decoder reads beside its own tokens.
+    """
 
     BLOCK = 256
 
@@ -32,6 +37,7 @@ class KVCache:
         self.limit = limit
         self.capacity = self._rounded(capacity)
         self.layers: list[LayerCache] = []
+        self.source: SourceCache | None = None
         try:
             for _ in range(shape.layers):
                 self.layers.append(ops.layer_cache(slots, shape.kv_heads, self.capacity, shape.head_dim))
@@ -44,6 +50,8 @@ class KVCache:
         for layer in self.layers:
             layer.keys = layer.values = None
         self.layers.clear()
+        if self.source is not None:
+            self.source.close()
 
     def reserve(self, tokens: int) -> bool:
         """Make room for ``tokens`` per slot; returns whether the cache moved. Grows by half at least, by layer."""
@@ -57,3 +65,21 @@ class KVCache:
 
     def _rounded(self, tokens: int) -> int:
         return min(-(-max(tokens, 1) // self.BLOCK) * self.BLOCK, max(self.limit, tokens))
+
+
+class SourceCache(KVCache):
+    """Keys and values of encoded sources, one per slot, for each layer of a decoder.
+
+    ``lengths`` is int32 ``[slots]`` on the device: how many tokens the source of each slot has.
+    """
+
+    def __init__(self, ops: Backend, shape: CacheShape, slots: int, capacity: int, limit: int):
+        super().__init__(ops, shape, slots, capacity, limit)
+        self.lengths = ops.array(np.zeros(slots, np.int32))
+        self._lengths = np.zeros(slots, np.int32)
+
+    def set_lengths(self, lengths: dict[int, int]) -> None:
+        """Say how long the sources of some slots are."""
+        for slot, length in lengths.items():
+            self._lengths[slot] = length
+        self.ops.assign(self.lengths, self._lengths)

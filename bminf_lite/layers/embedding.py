@@ -1,9 +1,9 @@
-"""Token embedding."""
+"""Embeddings of tokens and of positions."""
 
 from __future__ import annotations
 
 from ..backend.base import Backend
-from ..backend.values import Array
+from ..backend.values import Array, Step
 from .loading import Weights
 
 
@@ -17,3 +17,15 @@ class Embedding:
     def __call__(self, tokens: Array) -> Array:
         """int32 ``[T]`` -> the residual stream, fp32 ``[T, features]``."""
         return self.ops.embed(tokens, self.table)
+
+
+class LearnedPositions:
+    """The table ``{name}.weight`` ``[first + context, features]``, a row for each position from row ``first`` on."""
+
+    def __init__(self, ops: Backend, weights: Weights, name: str, first: int = 0):
+        self.ops = ops
+        self.table = ops.table(weights.vector(f"{name}.weight")[first:])
+
+    def add_to(self, residual: Array, step: Step) -> Array:
+        """``residual`` fp32 ``[T, features]`` plus the rows of the tokens' positions; the old residual is used up."""
+        return self.ops.add_positions(residual, self.table, step)

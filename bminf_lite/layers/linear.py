@@ -29,6 +29,10 @@ class Linear:
         """``[T, in]`` -> ``[T, out]``."""
         return self.ops.linear(x, self.weight)
 
+    def fp32(self, x: Array) -> Array:
+        """``[T, in]`` -> fp32 ``[T, out]``, as the start of a residual stream."""
+        return self.ops.linear(x, self.weight, fp32=True)
+
     def add_to(self, residual: Array, x: Array) -> Array:
         """``residual + self(x)``, fp32 ``[T, out]``; the old residual is used up."""
         return self.ops.linear_add(x, self.weight, residual)

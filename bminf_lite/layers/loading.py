@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..backend.quantization import HostWeight
+from ..backend.quantization import HostWeight, Int8Weight
 
 
 class Weights(Protocol):
@@ -19,3 +19,22 @@ class Weights(Protocol):
     def vector(self, name: str) -> np.ndarray:
         """The float tensor ``name``: a gain, a bias or an embedding table."""
         ...
+
+
+class Reordered:
+    """``weights`` with the rows of each tensor, so a layer's outputs, in another order."""
+
+    def __init__(self, weights: Weights, rows: np.ndarray):
+        self.weights = weights
+        self.rows = rows
+
+    def weight(self, name: str) -> HostWeight:
+        """The matrix ``name`` ``[out, in]``, float or int8."""
+        weight = self.weights.weight(name)
+        if isinstance(weight, Int8Weight):
+            return Int8Weight(weight.codes[self.rows], weight.scale[self.rows], weight.dynamic)
+        return weight[self.rows]
+
+    def vector(self, name: str) -> np.ndarray:
+        """The bias ``name`` ``[out]``."""
+        return self.weights.vector(name)[self.rows]

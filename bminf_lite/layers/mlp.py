@@ -11,12 +11,35 @@ from .loading import Weights
 class GatedMLP:
     """``down(f(gate(x)) * up(x))`` (https://arxiv.org/abs/2002.05202), added to the residual stream."""
 
-    def __init__(self, ops: Backend, weights: Weights, name: str, activation: str = "silu", bias: bool = False):
+    def __init__(
+        self,
+        ops: Backend,
+        weights: Weights,
+        name: str,
+        activation: str = "silu",
+        bias: bool = False,
+        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ):
         self.ops = ops
         self.activation = activation
-        self.gate_up = Linear(ops, weights, [f"{name}.gate_proj", f"{name}.up_proj"], bias)
-        self.down = Linear(ops, weights, [f"{name}.down_proj"], bias)
+        gate, up, down = (f"{name}.{part}" for part in parts)
+        self.gate_up = Linear(ops, weights, [gate, up], bias)
+        self.down = Linear(ops, weights, [down], bias)
 
     def add_to(self, residual: Array, x: Array) -> Array:
         """``residual`` fp32 ``[T, features]`` plus the layer's output for the normalised ``x``."""
         return self.down.add_to(residual, self.ops.gated_linear(x, self.gate_up.weight, self.activation))
+
+
+class PlainMLP:
+    """``down(f(up(x)))``, added to the residual stream."""
+
+    def __init__(self, ops: Backend, activation: str, up: Linear, down: Linear):
+        self.ops = ops
+        self.activation = activation
+        self.up = up
+        self.down = down
+
+    def add_to(self, residual: Array, x: Array) -> Array:
+        """``residual`` fp32 ``[T, features]`` plus the layer's output for the normalised ``x``."""
+        return self.down.add_to(residual, self.ops.activated_linear(x, self.up.weight, self.activation))

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from ..errors import CheckpointError, listed
+
+COMMON = {
+    "model_type",
+    "architectures",
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "tokenizer_class",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+}
+"""Keys that any ``config.json`` may have."""
 
 
 class ConfigReader:
@@ -32,6 +48,32 @@ class ConfigReader:
         """Record ``text``, about the values of ``keys`` together, unless it holds or one of them is bad by itself."""
         if not holds and not self._bad & set(keys):
             self.problems.append(text)
+
+    def only(self, keys: Collection[str]) -> None:
+        """Record every key that is not one of ``keys`` nor of :data:`COMMON`, for formats of our own."""
+        for key in self.config.keys() - set(keys) - COMMON:
+            close = get_close_matches(key, keys, n=1)
+            hint = f"; the nearest is {close[0]}" if close else ""
+            self.problem(key, f"{key} is not a key of this model_type{hint}")
+
+    def divides(self, part: str, divisor: int, whole: str, dividend: int) -> None:
+        """Record a problem unless the value of ``whole`` is a multiple of that of ``part``."""
+        text = f"{whole} ({dividend}) is not a multiple of {part} ({divisor})"
+        self.require(dividend % divisor == 0, text, part, whole)
+
+    def buckets(self) -> tuple[int, int]:
+        """Buckets of relative distances, and the distance from which on all share the last one."""
+        buckets = self.integer("relative_attention_num_buckets", 32, low=4, high=65536)
+        max_distance = self.integer("relative_attention_max_distance", 128, high=65536)
+        self.require(buckets % 4 == 0, f"relative_attention_num_buckets ({buckets}) is not a multiple of 4",
+                     "relative_attention_num_buckets")  # fmt: skip
+        self.require(
+            max_distance > buckets // 2,
+            f"relative_attention_max_distance ({max_distance}) is not larger than half of "
+            f"relative_attention_num_buckets ({buckets})",
+            "relative_attention_max_distance", "relative_attention_num_buckets",
+        )  # fmt: skip
+        return buckets, max_distance
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**24) -> int:
         """A whole number in ``low..high``. ``default`` serves where there is no value; None: one is required."""

@@ -17,7 +17,7 @@ from ..backend.values import Array, AttentionSpec, LayerCache, Rope, Step
 from ..layers.attention import Attention
 from ..layers.cache import CacheShape, KVCache
 from ..layers.embedding import Embedding
-from ..layers.linear import Head
+from ..layers.linear import Head, Linear
 from ..layers.loading import Weights
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm, load_rms_norm
@@ -183,9 +183,8 @@ def spec(config: Config) -> Spec:
 def _folds(config: Config, prefix: str) -> list[Fold]:
     """Norm to what reads it, value heads to the query heads that share them, and up to down."""
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    v, up = (f"{attention}.v_proj.weight",), (f"{mlp}.up_proj.weight",)
-    v += (f"{attention}.v_proj.bias",) if config.qkv_bias else ()
-    up += (f"{mlp}.up_proj.bias",) if config.mlp_bias else ()
+    v = (f"{attention}.v_proj.weight", *([f"{attention}.v_proj.bias"] if config.qkv_bias else []))
+    up = (f"{mlp}.up_proj.weight", *([f"{mlp}.up_proj.bias"] if config.mlp_bias else []))
     qkv = tuple(f"{attention}.{x}_proj.weight" for x in "qkv")
     return [
         Fold((f"{prefix}.input_layernorm.weight",), qkv),
@@ -200,15 +199,21 @@ class Block:
 
     def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, rope: Rope):
         name = f"model.layers.{layer}"
+        q_norm, k_norm = (
+            load_rms_norm(ops, weights, f"{name}.self_attn.{x}_norm", config.norm_eps) if config.qk_norm else None
+            for x in "qk"
+        )
         attention = AttentionSpec(
             config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5, config.windows[layer], rope,
-            *(
-                load_rms_norm(ops, weights, f"{name}.self_attn.{x}_norm", config.norm_eps) if config.qk_norm else None
-                for x in "qk"
-            ),
+            q_norm, k_norm,
         )  # fmt: skip
         self.input_norm = RMSNorm(ops, weights, f"{name}.input_layernorm", config.norm_eps)
-        self.attention = Attention(ops, weights, f"{name}.self_attn", attention, config.qkv_bias, config.o_bias)
+        self.attention = Attention(
+            ops,
+            attention,
+            Linear(ops, weights, [f"{name}.self_attn.{x}_proj" for x in "qkv"], config.qkv_bias),
+            Linear(ops, weights, [f"{name}.self_attn.o_proj"], config.o_bias),
+        )
         self.post_norm = RMSNorm(ops, weights, f"{name}.post_attention_layernorm", config.norm_eps)
         self.mlp = GatedMLP(ops, weights, f"{name}.mlp", config.activation, config.mlp_bias)
 

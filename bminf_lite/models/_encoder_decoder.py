@@ -1,0 +1,280 @@
+"""What T5, CPM-2, EVA and their kin share: an encoder, and a decoder that reads its output.
+
+Both are pre-norm stacks with RMSNorm and a bias on the attention scores that depends on the distance of two tokens
+(https://arxiv.org/abs/1910.10683). The encoder's layers see a whole source; the decoder's see the tokens before, and
+the encoded source through cross-attention, whose keys and values are computed once per source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..backend.base import Backend
+from ..backend.values import Array, AttentionSpec, LayerCache, RelativeBias, Step
+from ..layers.attention import Attention, CrossAttention, EncoderAttention
+from ..layers.cache import CacheShape, KVCache, SourceCache
+from ..layers.embedding import Embedding
+from ..layers.linear import Head, Linear
+from ..layers.loading import Weights
+from ..layers.mlp import GatedMLP, PlainMLP
+from ..layers.norm import RMSNorm
+from ..layers.relative_bias import load_relative_bias
+from .spec import Parameter, Role, Spec
+
+
+@dataclass(frozen=True)
+class StackNames:
+    """Where a checkpoint keeps an encoder or a decoder. Names from ``self_norm`` on are those within ``{blocks}.{i}``.
+
+    Query, key and value are one matrix or three, and so are a source's key and value one or two. ``mlp`` is the prefix
+    of ``wi_0``, ``wi_1`` and ``wo`` (``wi`` and ``wo`` without a gate). An encoder has no cross-attention.
+    """
+
+    blocks: str
+    final_norm: str
+    self_norm: str
+    qkv: tuple[str, ...]
+    self_out: str
+    bias: str
+    mlp_norm: str
+    mlp: str
+    cross_norm: str = ""
+    cross_q: str = ""
+    cross_kv: tuple[str, ...] = ()
+    cross_out: str = ""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where a checkpoint keeps what; ``ignored`` are patterns of copies that some files hold."""
+
+    embedding: str
+    head: str
+    encoder: StackNames
+    decoder: StackNames
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a model; lengths in tokens, sizes in elements.
+
+    ``score_scale`` multiplies the attention scores, ``logit_scale`` the logits. ``biases_per_layer``: every layer has a
+    table of relative biases, and not the first one for all. ``decoder_start`` are the tokens that decoding starts from.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    encoder_layers: int
+    layers: int
+    heads: int
+    head_dim: int
+    source_length: int
+    context_length: int
+    norm_eps: float
+    activation: str
+    gated: bool
+    tied_head: bool
+    buckets: int
+    max_distance: int
+    score_scale: float
+    logit_scale: float
+    decoder_start: tuple[int, ...]
+    names: Names
+    biases_per_layer: bool = False
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What the decoder keeps per token, and per token of the source."""
+        return CacheShape(self.layers, self.heads, self.head_dim)
+
+
+def spec(config: Config) -> Spec:
+    """Every tensor of the checkpoint."""
+    names = config.names
+    embedding, head = f"{names.embedding}.weight", f"{names.head}.weight"
+    table = (config.vocab_size, config.hidden_size)
+    tensors = {embedding: Parameter(table, Role.EMBEDDING), head: Parameter(table, Role.HEAD)}
+    for stack, layers in ((names.encoder, config.encoder_layers), (names.decoder, config.layers)):
+        for layer in range(layers):
+            tensors |= {f"{stack.blocks}.{layer}.{name}.weight": p for name, p in _layer_tensors(config, stack, layer)}
+        tensors[f"{stack.final_norm}.weight"] = Parameter((config.hidden_size,), Role.VECTOR)
+    return Spec(tensors, {head: embedding} if config.tied_head else {}, names.ignored)
+
+
+def _layer_tensors(config: Config, stack: StackNames, layer: int) -> Iterator[tuple[str, Parameter]]:
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.heads * config.head_dim
+    linears = [(name, 3 * heads // len(stack.qkv), hidden) for name in stack.qkv]
+    linears += [(stack.self_out, hidden, heads)]
+    if stack.cross_q:
+        linears += [(stack.cross_q, heads, hidden), (stack.cross_out, hidden, heads)]
+        linears += [(name, 2 * heads // len(stack.cross_kv), hidden) for name in stack.cross_kv]
+    linears += [(f"{stack.mlp}.{part}", inner, hidden) for part in (("wi_0", "wi_1") if config.gated else ("wi",))]
+    linears += [(f"{stack.mlp}.wo", hidden, inner)]
+    for name, out_features, in_features in linears:
+        yield name, Parameter((out_features, in_features), Role.LINEAR)
+    for name in filter(None, (stack.self_norm, stack.cross_norm, stack.mlp_norm)):
+        yield name, Parameter((hidden,), Role.VECTOR)
+    if layer == 0 or config.biases_per_layer:
+        yield stack.bias, Parameter((config.buckets, config.heads), Role.EMBEDDING)
+
+
+class Parts:
+    """Makes what a layer of either stack consists of."""
+
+    def __init__(self, config: Config, stack: StackNames, weights: Weights, ops: Backend, layer: int):
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.name = f"{stack.blocks}.{layer}"
+
+    def linear(self, *names: str) -> Linear:
+        """One product with the matrices ``names`` of this layer."""
+        return Linear(self.ops, self.weights, [f"{self.name}.{name}" for name in names])
+
+    def norm(self, name: str) -> RMSNorm:
+        """A norm of this layer."""
+        return RMSNorm(self.ops, self.weights, f"{self.name}.{name}", self.config.norm_eps)
+
+    def attention(self, bias: RelativeBias | None) -> AttentionSpec:
+        """Attention with a key and value head for each query head."""
+        config = self.config
+        return AttentionSpec(config.heads, config.heads, config.head_dim, config.score_scale, bias=bias)
+
+    def mlp(self, name: str) -> GatedMLP | PlainMLP:
+        """The feed-forward layer."""
+        if self.config.gated:
+            parts = "wi_0", "wi_1", "wo"
+            return GatedMLP(self.ops, self.weights, f"{self.name}.{name}", self.config.activation, parts=parts)
+        return PlainMLP(self.ops, self.config.activation, self.linear(f"{name}.wi"), self.linear(f"{name}.wo"))
+
+
+class EncoderBlock:
+    """``r = r + attention(norm(r))``, ``r = r + mlp(norm(r))``."""
+
+    def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, bias: RelativeBias):
+        stack = config.names.encoder
+        parts = Parts(config, stack, weights, ops, layer)
+        self.self_norm = parts.norm(stack.self_norm)
+        self.attention = EncoderAttention(
+            ops, parts.attention(bias), parts.linear(*stack.qkv), parts.linear(stack.self_out)
+        )
+        self.mlp_norm = parts.norm(stack.mlp_norm)
+        self.mlp = parts.mlp(stack.mlp)
+
+    def __call__(self, residual: Array, step: Step) -> Array:
+        residual = self.attention.add_to(residual, self.self_norm(residual), step)
+        return self.mlp.add_to(residual, self.mlp_norm(residual))
+
+
+class DecoderBlock:
+    """``r = r + attention(norm(r))``, ``r = r + cross_attention(norm(r))``, ``r = r + mlp(norm(r))``."""
+
+    def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, bias: RelativeBias):
+        stack = config.names.decoder
+        parts = Parts(config, stack, weights, ops, layer)
+        self.self_norm = parts.norm(stack.self_norm)
+        self.attention = Attention(ops, parts.attention(bias), parts.linear(*stack.qkv), parts.linear(stack.self_out))
+        self.cross_norm = parts.norm(stack.cross_norm)
+        self.cross_attention = CrossAttention(
+            ops,
+            parts.attention(None),
+            parts.linear(stack.cross_q),
+            parts.linear(*stack.cross_kv),
+            parts.linear(stack.cross_out),
+        )
+        self.mlp_norm = parts.norm(stack.mlp_norm)
+        self.mlp = parts.mlp(stack.mlp)
+
+    def __call__(
+        self, residual: Array, cache: LayerCache, source_cache: LayerCache, source: SourceCache, step: Step
+    ) -> Array:
+        residual = self.attention.add_to(residual, self.self_norm(residual), cache, step)
+        residual = self.cross_attention.add_to(residual, self.cross_norm(residual), source_cache, source, step)
+        return self.mlp.add_to(residual, self.mlp_norm(residual))
+
+
+class Model:
+    """A source in, then tokens in, logits out."""
+
+    def __init__(self, config: Config, weights: Weights, ops: Backend):
+        self.ops = ops
+        self.config = config
+        names = config.names
+        self.embedding = Embedding(ops, weights, names.embedding)
+        encoder = self._biases(weights, names.encoder, config.encoder_layers, bidirectional=True)
+        self.encoder = [EncoderBlock(config, weights, ops, layer, bias) for layer, bias in enumerate(encoder)]
+        self.encoder_norm = RMSNorm(ops, weights, names.encoder.final_norm, config.norm_eps)
+        decoder = self._biases(weights, names.decoder, config.layers, bidirectional=False)
+        self.decoder = [DecoderBlock(config, weights, ops, layer, bias) for layer, bias in enumerate(decoder)]
+        # a scale on the logits is one on the gain of the norm before the head
+        self.decoder_norm = RMSNorm(ops, weights, names.decoder.final_norm, config.norm_eps, config.logit_scale)
+        self.head = Head(ops, weights, [names.head])
+
+    def _biases(self, weights: Weights, stack: StackNames, layers: int, bidirectional: bool) -> list[RelativeBias]:
+        """The relative bias of each layer of a stack."""
+        config = self.config
+        tables = [
+            load_relative_bias(
+                self.ops, weights, f"{stack.blocks}.{layer}.{stack.bias}", bidirectional, config.max_distance
+            )
+            for layer in range(layers if config.biases_per_layer else 1)
+        ]
+        return tables if config.biases_per_layer else tables * layers
+
+    def encode(self, step: Step) -> Array:
+        """The encoder's output for a step of whole sources, ``[T, features]``, normalised."""
+        residual = self.embedding(step.tokens)
+        for block in self.encoder:
+            residual = block(residual, step)
+        return self.encoder_norm(residual)
+
+    def read(self, step: Step, source: SourceCache) -> None:
+        """Encode a step of whole sources, and keep what the decoder needs of them in their slots."""
+        output = self.encode(step)
+        for block, cache in zip(self.decoder, source.layers, strict=True):
+            block.cross_attention.read(output, cache, step)
+
+    def __call__(self, step: Step, cache: KVCache, all_logits: bool = False) -> Array:
+        """Run a step's tokens: fp32 logits ``[B, vocab]`` of each sequence's last token, or of all ``[T, vocab]``.
+
+        The sources of its sequences must have been read into ``cache.source``.
+        """
+        source = cache.source
+        assert source is not None
+        residual = self.embedding(step.tokens)
+        for block, layer, source_layer in zip(self.decoder, cache.layers, source.layers, strict=True):
+            residual = block(residual, layer, source_layer, source, step)
+        if not all_logits:
+            residual = self.ops.last_tokens(residual, step)
+        return self.head(self.decoder_norm(residual))
+
+
+CPM_ENCODER = StackNames(
+    blocks="encoder.blocks",
+    final_norm="encoder.final_layernorm",
+    self_norm="self_attn.layer_norm",
+    qkv=("self_attn.self_attn.project",),
+    self_out="self_attn.self_attn.dense",
+    bias="self_attn.self_attn.relative_attention_bias",
+    mlp_norm="ff.layer_norm",
+    mlp="ff.dense_relu_dense",
+)
+CPM_NAMES = Names(
+    embedding="word_embeds",
+    head="lm_head",
+    encoder=CPM_ENCODER,
+    decoder=replace(
+        CPM_ENCODER,
+        blocks="decoder.blocks",
+        final_norm="decoder.final_layernorm",
+        cross_norm="cross_attn.layer_norm",
+        cross_q="cross_attn.cross_attn.project_q",
+        cross_kv=("cross_attn.cross_attn.project_kv",),
+        cross_out="cross_attn.cross_attn.dense",
+    ),
+    ignored=(r"(encoder|decoder)\.word_embeds\.weight",),
+)
+"""The names of the published model-parallel checkpoints of CPM-2 and EVA, their shards merged."""
