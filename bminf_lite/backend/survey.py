@@ -1,0 +1,99 @@
+"""What a model's weights take on a GPU, found by building the model without its weights and without a GPU.
+
+The survey is a backend whose arrays are numbers of bytes, so every architecture is measured by the code that loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..cuda.layouts import GROUP, round_up
+from ..cuda.plans import PlanKind, Shapes
+from ..memory.arena import ALIGNMENT
+from .base import Backend, int8_parts
+from .quantization import HostWeight
+from .values import Array
+
+T = TypeVar("T")
+PAD = GROUP
+"""Rows and vectors are padded to a multiple of so many elements."""
+
+
+class Survey(Backend):
+    """A backend that computes nothing. After a model was built with it:
+
+    ``layers`` are the bytes of each layer, ``outside`` those of all other arrays, of which ``tables`` are embedding
+    tables. ``token_bytes`` bounds what a token of a prompt's chunk takes on its way through a layer.
+    """
+
+    name = "survey"
+
+    def __init__(self) -> None:
+        super().__init__(np.float16)
+        self.layers: list[int] = []
+        self.outside = 0
+        self.tables = 0
+        self._in_layer = False
+        self._widest = 0
+        self._deepest = 0
+        self._stream = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """The widest product's sums, the codes of its input and of the next one's, and the residual stream thrice:
+        itself, what is to be added to it, and its norm or a copy of it.
+        """
+        return self._widest + self._deepest + 3 * self._stream
+
+    def blocks(self, build: Callable[[int], T], count: int) -> Sequence[T]:
+        built = []
+        for index in range(count):
+            self.layers.append(0)
+            self._in_layer = True
+            built.append(build(index))
+            self._in_layer = False
+        return built
+
+    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Any:
+        n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
+        quantized = int8_parts(parts)
+        if quantized and quantized[0].dynamic:
+            rows, pitch = Shapes(PlanKind.PLAIN, n, k).padded
+        else:
+            rows, pitch = round_up(n, PAD), round_up(k, PAD)
+        self._count(rows * pitch * (1 if quantized else 2))
+        if quantized:
+            self._count_vector(n)
+        if any(bias is not None for bias in biases):
+            self._count_vector(n)
+        if self._in_layer:
+            sums, codes = (4, 1) if quantized and quantized[0].dynamic else (6, 2)
+            self._widest = max(self._widest, rows * sums + pitch * codes)
+            self._deepest = max(self._deepest, pitch * codes)
+        return None
+
+    def table(self, values: np.ndarray) -> Array:
+        rows, columns = values.shape
+        pitch = round_up(columns, PAD)
+        self.tables += self._count(rows * pitch * 2)
+        self._stream = max(self._stream, pitch * 4)
+
+    def vector(self, values: np.ndarray) -> Array:
+        self._count_vector(len(values))
+
+    def array(self, values: np.ndarray) -> Array:
+        self._count(values.nbytes)
+
+    def _count_vector(self, length: int) -> None:
+        self._count(round_up(length, PAD) * 4)
+
+    def _count(self, nbytes: int) -> int:
+        nbytes = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+        if self._in_layer:
+            self.layers[-1] += nbytes
+        else:
+            self.outside += nbytes
+        return nbytes

@@ -1,0 +1,145 @@
+"""``plan``: what would fit on a GPU, what would be streamed, and how fast that would be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ._options import Size, kv_cache_option, memory_limit_option, model_argument
+
+if TYPE_CHECKING:
+    from ..memory.planner import Plan
+
+GB = 1e9
+
+
+@click.command()
+@model_argument
+@memory_limit_option
+@click.option("--context", type=int, metavar="N", help="Tokens per sequence that the cache must have room for.")
+@click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Sequences decoded together.")
+@kv_cache_option
+@click.option("--recipe", metavar="w8a8|w8a16|FILE",
+              help="Plan as if migrated by it; by default a checkpoint as it is, a config.json as w8a8.")  # fmt: skip
+@click.option("--gpu-memory", type=Size(), metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
+@click.option("--link", type=click.FloatRange(min=0, min_open=True), metavar="GB/s",
+              help="Speed from host memory to the GPU; without it measured on this machine's GPU.")  # fmt: skip
+@click.option("--bandwidth", type=click.FloatRange(min=0, min_open=True), metavar="GB/s",
+              help="Speed of the GPU's memory; without it measured, if there is a GPU.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan(
+    model: Path,
+    memory_limit: int | None,
+    context: int | None,
+    batch: int,
+    kv_cache: str,
+    recipe: str | None,
+    gpu_memory: int | None,
+    link: float | None,
+    bandwidth: float | None,
+    as_json: bool,
+) -> None:
+    """Plan where a model's layers live.
+
+    MODEL is a checkpoint's folder, or a config.json alone. Nothing is loaded, and no GPU is needed if --gpu-memory and
+    --link are given.
+
+    \b
+    Example:
+      bminf-lite plan MODEL --memory-limit 6GiB
+      bminf-lite plan configs/llama-3-8b.json --gpu-memory 6GiB --link 25 --bandwidth 360
+      bminf-lite plan MODEL --batch 8 --context 4096 --json | jq .tokens_per_second
+    """
+    from ..engine.planning import demand_of
+    from ..memory.machine import machine_of
+    from ..memory.planner import make_plan
+
+    demand = demand_of(model, recipe, kv_cache)
+    machine = machine_of(
+        memory_limit, gpu_memory, None if link is None else link * GB, None if bandwidth is None else bandwidth * GB
+    )
+    made = make_plan(demand, machine, context, batch)
+    click.echo(json.dumps(facts(made), indent=2) if as_json else "\n".join(lines(made)))
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """The plan in bytes, seconds, and layer numbers."""
+    from ..memory.planner import suggestions
+
+    names = (
+        "context", "batch", "chunk", "slots", "streamed", "host_tables", "resident_bytes", "slot_bytes", "cache_bytes",
+        "scratch_bytes", "total_bytes", "streamed_bytes", "host_bytes", "fits_host", "compute_seconds", "link_seconds",
+        "step_seconds", "tokens_per_second",
+    )  # fmt: skip
+    return {
+        "memory": plan.machine.memory,
+        "link": plan.machine.link,
+        "bandwidth": plan.machine.bandwidth,
+        "layers": len(plan.demand.layers),
+        "weight_bytes": plan.demand.weights,
+        "cache_bytes_per_token": plan.demand.cache_per_token,
+        **{name: getattr(plan, name) for name in names},
+        "suggestions": suggestions(plan),
+    }
+
+
+def lines(plan: Plan) -> list[str]:
+    """The plan for people."""
+    from ..memory.planner import suggestions
+    from ..memory.sizes import format_size
+
+    demand, machine = plan.demand, plan.machine
+    speeds = [
+        f"{name} {speed / GB:,.0f} GB/s"
+        for name, speed in (("link", machine.link), ("bandwidth", machine.bandwidth))
+        if speed is not None
+    ]
+    slots = f"{plan.slots} slots {format_size(plan.slot_bytes)}, " if plan.streamed else ""
+    rows = {
+        "model": f"{len(demand.layers)} layers, weights {format_size(demand.weights)}, "
+        f"cache {format_size(demand.cache_per_token)} per token",
+        "GPU": ", ".join([f"{format_size(machine.memory)} may be used", *speeds]),
+        "room for": f"{plan.batch} sequence{'s' * (plan.batch > 1)} of {plan.context:,} tokens, prompts in chunks of "
+        f"{plan.chunk:,}",
+        "on the GPU": f"{format_size(plan.total_bytes)}: weights {format_size(plan.resident_bytes)}, {slots}"
+        f"cache {format_size(plan.cache_bytes)}, scratch {format_size(plan.scratch_bytes)}",
+        "on the host": host_text(plan),
+        "speed": speed_text(plan),
+    }
+    advice = suggestions(plan)
+    listed = ["to stream less:", *(f"  - {text}" for text in advice)] if advice else []
+    return [*(f"{name:13}{value}" for name, value in rows.items()), *listed]
+
+
+def host_text(plan: Plan) -> str:
+    """What is not on the GPU."""
+    from ..memory.sizes import format_size
+
+    if not plan.host_bytes:
+        return "nothing"
+    parts = []
+    if plan.streamed:
+        parts.append(
+            f"{len(plan.streamed)} of {len(plan.demand.layers)} layers, {format_size(plan.streamed_bytes)}, which each "
+            "step copies"
+        )
+    if plan.host_tables:
+        parts.append(f"embedding {format_size(plan.demand.tables)}")
+    text = ", ".join(parts)
+    if not plan.fits_host:
+        free = format_size(plan.machine.host_memory or 0)
+        text += f"; the host has {free} free, so the system would swap, at the speed of its disk"
+    return text
+
+
+def speed_text(plan: Plan) -> str:
+    """The prediction, or what it needs."""
+    if plan.tokens_per_second is None:
+        missing = "--link" if plan.streamed else "--bandwidth"
+        return f"not known: give {missing}"
+    bound = "the link" if plan.link_bound else "the GPU's memory"
+    unknown = " at most, as --bandwidth is not known" if plan.machine.bandwidth is None else ""
+    return f"{plan.tokens_per_second:,.1f} tokens/s predicted{unknown}, bound by {bound}"

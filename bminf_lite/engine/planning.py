@@ -1,0 +1,119 @@
+"""From a checkpoint, or from a configuration alone, to what its model asks of a device.
+
+The model is built on a :class:`~bminf_lite.backend.survey.Survey` with weights that have a shape and no values, so this
+costs milliseconds for any size, and holds for every architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from .. import models
+from ..backend.quantization import HostWeight, Int8Weight
+from ..backend.survey import Survey
+from ..checkpoint.reader import Checkpoint, open_checkpoint, read_json
+from ..checkpoint.recipe import Recipe, Scheme, load_recipe
+from ..errors import CheckpointError
+from ..layers.cache import CacheShape
+from ..memory.planner import Demand
+from ..models.spec import Role, Spec
+
+LIBRARY_BYTES = 48 << 20
+"""What cublasLt's workspace and the kernels' own small arrays take on the device."""
+HEAD_PAD = 16
+"""Heads in a GPU's cache are padded to a multiple of so many elements."""
+
+SchemeOf = Callable[[str], Scheme]
+
+
+class ShapeWeights:
+    """A model's tensors without their values. ``scheme_of`` says how a matrix is quantized, by its name."""
+
+    def __init__(self, spec: Spec, scheme_of: SchemeOf):
+        self.spec = spec
+        self.scheme_of = scheme_of
+
+    def weight(self, name: str) -> HostWeight:
+        """A matrix of zeros that takes no memory."""
+        parameter = self.spec.parameters[name]
+        shape = parameter.shape[::-1] if parameter.transposed else parameter.shape
+        scheme = self.scheme_of(name)
+        if scheme is Scheme.FLOAT:
+            return np.broadcast_to(np.float16(0), shape)
+        codes, scale = np.broadcast_to(np.int8(0), shape), np.broadcast_to(np.float16(1), shape[:1])
+        return Int8Weight(codes, scale, scheme is Scheme.W8A8)
+
+    def vector(self, name: str) -> np.ndarray:
+        """A float tensor of zeros that takes no memory."""
+        return np.broadcast_to(np.float32(0), self.spec.parameters[name].shape)
+
+
+def demand_of(path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16") -> Demand:
+    """What the checkpoint in the folder ``path`` asks of a device, or the model whose ``config.json`` the file is.
+
+    With ``recipe`` as if it were migrated by that; by default a checkpoint as it is, and a configuration as
+    ``w8a8``. Raises ``CheckpointError`` and ``UsageError``.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".json":
+        config = read_json(path)
+        architecture = models.find(config)
+        spec = architecture.spec(architecture.parse(config))
+        return demand(architecture, config, by_recipe(spec, load_recipe(recipe or "w8a8")), kv_cache)
+    with open_checkpoint(path) as checkpoint:
+        architecture = models.find(checkpoint.config)
+        spec = architecture.spec(architecture.parse(checkpoint.config))
+        checkpoint.validate(spec)
+        scheme_of = by_recipe(spec, load_recipe(recipe)) if recipe is not None else as_stored(checkpoint, spec)
+        return demand(architecture, checkpoint.config, scheme_of, kv_cache)
+
+
+def demand(architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf, kv_cache: str = "fp16") -> Demand:
+    """What a model of ``config`` asks of a device; ``kv_cache`` is ``fp16`` or ``int8``."""
+    parsed = architecture.parse(config)
+    survey = Survey()
+    architecture.Model(parsed, ShapeWeights(architecture.spec(parsed), scheme_of), survey)
+    if not survey.layers:
+        raise CheckpointError(f"{config.get('model_type')}: this architecture's memory cannot be planned")
+    fixed = survey.outside + LIBRARY_BYTES
+    return Demand(
+        layers=tuple(survey.layers),
+        fixed=fixed,
+        tables=survey.tables,
+        fixed_read=survey.outside - survey.tables,
+        cache_per_token=cache_bytes(parsed.cache_shape, kv_cache),
+        scratch_per_token=survey.token_bytes,
+        scratch_per_sequence=16 * parsed.vocab_size,
+        context_length=parsed.context_length,
+    )
+
+
+def cache_bytes(shape: CacheShape, kv_cache: str) -> int:
+    """What a token of one sequence takes in a GPU's cache: fp16, or int8 with an fp32 scale per head."""
+    per_head = shape.head_dim + 4 if kv_cache == "int8" else 2 * (-(-shape.head_dim // HEAD_PAD) * HEAD_PAD)
+    return 2 * shape.layers * shape.kv_heads * per_head
+
+
+def by_recipe(spec: Spec, recipe: Recipe) -> SchemeOf:
+    """Schemes as migration with ``recipe`` chooses them."""
+    return lambda name: recipe.scheme_of(name, spec.parameters[name].role is Role.HEAD)
+
+
+def as_stored(checkpoint: Checkpoint, spec: Spec) -> SchemeOf:
+    """Schemes as a checkpoint has them; a tied head is quantized as its manifest says."""
+    tied_scheme = checkpoint.weights(spec).tied_scheme
+
+    def scheme_of(name: str) -> Scheme:
+        if name in spec.tied:
+            return tied_scheme
+        group = checkpoint.quantization.group_of(name.removesuffix(".weight")) if checkpoint.quantization else None
+        if group is None:
+            return Scheme.FLOAT
+        return Scheme.W8A8 if group.dynamic else Scheme.W8A16
+
+    return scheme_of

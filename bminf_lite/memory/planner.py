@@ -1,0 +1,303 @@
+"""What fits on a GPU, what must be streamed to it, and how fast that will be: arithmetic, before anything is loaded.
+
+A model's layers either stay on the device or are streamed: each step of the model copies them, one after another, from
+host memory into one of a few slots. Those that stay are spread evenly through the depth, so that copies and compute
+take turns being ahead of each other by little, and two slots are enough. As many stay as the memory allows beside what
+must be there anyhow: the other weights, the key-value cache, scratch and the slots. Embedding tables, of which a token
+reads one row, go to host memory before any layer does: the device reads rows from there.
+
+A step takes as long as the busier of link and compute. The link copies every streamed layer once; compute reads every
+weight and the cache once, at the share of the memory bandwidth that the kernels reach. The same layer always goes to
+the same slot. Where the last streamed layer and the first share one, the link also waits for that layer's compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..errors import OutOfMemory, UsageError
+from .sizes import format_size
+
+SLOTS = 2
+CHUNK = 2048
+SMALLEST_CHUNK = 32
+CACHE_BLOCK = 256
+"""The cache grows in blocks of so many tokens."""
+CACHE_SHARE = 4
+"""Where the context is not given, the cache may take one part in so many of the memory."""
+SCRATCH_SHARE = 16
+"""Where layers are streamed, prompts go in chunks so small that scratch takes one part in so many of the memory."""
+EFFICIENCY = 0.7
+"""The share of the memory bandwidth that a decode step reaches: 414 of 585 tokens/s, 8B shape in int8 on an H200."""
+COPY_LATENCY = 10e-6
+"""Seconds from one copy's end to the next one's first byte."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model asks of a device, in bytes.
+
+    ``layers`` are the weights of each layer, ``fixed`` those outside of the layers and what libraries keep; of those,
+    ``tables`` are embedding tables, and ``fixed_read`` is read for each token. ``cache_per_token`` is what one token of
+    one sequence takes, ``scratch_per_token`` what a token of a prompt's chunk takes while it is processed, and
+    ``scratch_per_sequence`` what a sequence of the batch takes (its logits). ``context_length`` is in tokens.
+    """
+
+    layers: tuple[int, ...]
+    fixed: int
+    tables: int
+    fixed_read: int
+    cache_per_token: int
+    scratch_per_token: int
+    scratch_per_sequence: int
+    context_length: int
+
+    @property
+    def weights(self) -> int:
+        return self.fixed + sum(self.layers)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is: device memory that may be used, in bytes; link and bandwidth in bytes per second.
+
+    ``link`` is from pinned host memory to the device, ``bandwidth`` is reading device memory. What is None is not
+    known, and neither are predictions that need it. ``host_memory`` is what the host has free, in bytes.
+    """
+
+    memory: int
+    link: float | None = None
+    bandwidth: float | None = None
+    host_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a model's layers live, and what follows from it.
+
+    ``streamed`` are the numbers of the layers that do not stay, in order; with ``host_tables`` the embedding tables are
+    in host memory. ``context`` is the tokens per sequence that the cache has room for, ``batch`` the sequences,
+    ``chunk`` the prompt tokens that are processed at once.
+    """
+
+    demand: Demand
+    machine: Machine
+    context: int
+    batch: int
+    chunk: int
+    streamed: tuple[int, ...] = ()
+    host_tables: bool = False
+    slots: int = SLOTS
+
+    @property
+    def resident_bytes(self) -> int:
+        """The weights that stay on the device, and what libraries keep there."""
+        return self.demand.weights - self.host_bytes
+
+    @property
+    def streamed_bytes(self) -> int:
+        """What a step copies to the device."""
+        return sum(self.demand.layers[i] for i in self.streamed)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the host keeps in pinned memory."""
+        return self.streamed_bytes + (self.demand.tables if self.host_tables else 0)
+
+    @property
+    def slot_bytes(self) -> int:
+        """All slots together; each holds the largest streamed layer."""
+        return self.slots * max((self.demand.layers[i] for i in self.streamed), default=0)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The key-value cache of all sequences, and room for one layer's old cache while it grows."""
+        blocks = -(-self.context // CACHE_BLOCK) * CACHE_BLOCK
+        whole = blocks * self.batch * self.demand.cache_per_token
+        return whole + whole // max(len(self.demand.layers), 1)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Activations of a chunk, and logits."""
+        return self.chunk * self.demand.scratch_per_token + self.batch * self.demand.scratch_per_sequence
+
+    @property
+    def total_bytes(self) -> int:
+        return self.resident_bytes + self.slot_bytes + self.cache_bytes + self.scratch_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.machine.memory
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host has memory for its part; True where that is not known."""
+        return self.machine.host_memory is None or self.host_bytes <= self.machine.host_memory
+
+    @property
+    def compute_seconds(self) -> float | None:
+        """A decode step without any copy: every weight and the whole cache read once."""
+        if self.machine.bandwidth is None:
+            return None
+        read = sum(self.demand.layers) + self.demand.fixed_read
+        return (read + self.context * self.batch * self.demand.cache_per_token) / (self.machine.bandwidth * EFFICIENCY)
+
+    @property
+    def link_seconds(self) -> float | None:
+        """The copies of one step, one after another."""
+        if self.machine.link is None:
+            return None
+        return self.streamed_bytes / self.machine.link + len(self.streamed) * COPY_LATENCY
+
+    @property
+    def step_seconds(self) -> float | None:
+        """A decode step of the whole batch, or None where something that it depends on is not known."""
+        if not self.streamed:
+            return self.compute_seconds
+        link, compute = self.link_seconds, self.compute_seconds
+        if link is None:
+            return None
+        return step_time(len(self.streamed), len(self.demand.layers), self.slots, link, compute or 0.0)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoded tokens per second of all sequences together."""
+        return None if self.step_seconds is None else self.batch / self.step_seconds
+
+    @property
+    def link_bound(self) -> bool:
+        """Whether a step waits for copies rather than for compute."""
+        return bool(self.streamed) and (self.link_seconds or 0.0) >= (self.compute_seconds or 0.0)
+
+
+def step_time(streamed: int, layers: int, slots: int, link: float, compute: float) -> float:
+    """Seconds of a step whose copies take ``link`` and whose kernels take ``compute`` in all.
+
+    In the steady state the busier of the two never waits, but for one case: where the last streamed layer and the
+    first of the next step have the same slot, its copy starts when that layer's compute, ``compute / layers``, ends.
+    """
+    stall = compute / layers if streamed % slots == 1 else 0.0
+    return max(link + stall, compute)
+
+
+def spread(layers: int, streamed: int) -> tuple[int, ...]:
+    """``streamed`` of ``layers``, evenly: any run of ``n`` layers has ``n * streamed / layers``, rounded up or down."""
+    return tuple(i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers)
+
+
+def make_plan(
+    demand: Demand, machine: Machine, context: int | None = None, batch: int = 1, slots: int = SLOTS
+) -> Plan:
+    """The plan that streams least. ``context`` is the tokens per sequence that the cache must have room for.
+
+    By default that is the model's context, or what a quarter of the memory holds. Raises ``OutOfMemory``, saying what
+    would fit, where even the streaming of every layer leaves no room; ``UsageError`` for a context or a batch out of
+    range.
+    """
+    _check(demand, context, batch)
+    everything = Plan(demand, machine, context or CACHE_BLOCK, batch, CHUNK, slots=slots)
+    if context is None:
+        everything = replace(everything, context=default_context(everything))
+    if everything.fits:
+        return everything
+    for plan in candidates(everything):
+        if plan.fits:
+            return plan
+    raise OutOfMemory(_explain(everything))
+
+
+def default_context(plan: Plan) -> int:
+    """The model's context, or as much of it as a share of the memory holds; whole blocks, one at least."""
+    per_token = plan.batch * plan.demand.cache_per_token
+    room = min(plan.machine.memory // CACHE_SHARE // max(per_token, 1), largest_context(plan))
+    return min(plan.demand.context_length, max(room // CACHE_BLOCK, 1) * CACHE_BLOCK)
+
+
+def candidates(everything: Plan) -> Iterator[Plan]:
+    """Plans that take less and less: fewer layers stay, and at last prompts go in smaller chunks."""
+    layers = len(everything.demand.layers)
+    chunk = everything.chunk
+    bound = everything.machine.memory // SCRATCH_SHARE
+    while chunk > SMALLEST_CHUNK and chunk * everything.demand.scratch_per_token > bound:
+        chunk //= 2
+    yield replace(everything, chunk=chunk)
+    for streamed in (0, *range(everything.slots + 1, layers + 1)):
+        yield replace(everything, chunk=chunk, streamed=spread(layers, streamed), host_tables=True)
+    while chunk > SMALLEST_CHUNK:
+        chunk //= 2
+        yield smallest(replace(everything, chunk=chunk))
+
+
+def smallest(plan: Plan) -> Plan:
+    """``plan`` with as little on the device as can be: every layer streamed, where that saves memory."""
+    layers = len(plan.demand.layers)
+    bare = replace(plan, streamed=(), host_tables=True)
+    return min(bare, replace(bare, streamed=spread(layers, layers)), key=lambda p: p.total_bytes)
+
+
+def largest_context(plan: Plan) -> int:
+    """The tokens per sequence that ``plan``'s memory holds if all else is as small as can be; 0 where none fits."""
+    bare = smallest(replace(plan, chunk=SMALLEST_CHUNK, context=0))
+    per_block = replace(bare, context=CACHE_BLOCK).cache_bytes
+    blocks = max(0, bare.machine.memory - bare.total_bytes) // max(per_block, 1)
+    return min(blocks * CACHE_BLOCK, plan.demand.context_length)
+
+
+def suggestions(plan: Plan) -> list[str]:
+    """What to change to stream less, each with what it would bring."""
+    if not plan.streamed:
+        return []
+    found = []
+    everything = replace(plan, streamed=(), host_tables=False, chunk=CHUNK)
+    speed = everything.tokens_per_second
+    found.append(
+        f"{format_size(everything.total_bytes)} of GPU memory would hold everything"
+        + (f": {speed:,.0f} tokens/s" if speed else "")
+    )
+    if plan.batch > 1:
+        found.append(_change(plan, f"a batch of {plan.batch // 2}", batch=plan.batch // 2))
+    if plan.context > CACHE_BLOCK:
+        half = max(CACHE_BLOCK, plan.context // 2)
+        found.append(_change(plan, f"a context of {half:,} tokens", context=half))
+    return [text for text in found if text]
+
+
+def _change(plan: Plan, what: str, context: int | None = None, batch: int | None = None) -> str:
+    """What a smaller context or batch would bring, in words; empty for nothing."""
+    other = make_plan(plan.demand, plan.machine, context or plan.context, batch or plan.batch, plan.slots)
+    more = len(plan.streamed) - len(other.streamed)
+    if more <= 0:
+        return ""
+    speed = other.tokens_per_second
+    return f"{what} would let {more} more layer{'s' * (more > 1)} stay" + (f": {speed:,.1f} tokens/s" if speed else "")
+
+
+def _check(demand: Demand, context: int | None, batch: int) -> None:
+    problems = []
+    if context is not None and not 1 <= context <= demand.context_length:
+        problems.append(f"a context of {context:,} tokens; the model's is {demand.context_length:,}, and 1 the least")
+    if batch < 1:
+        problems.append(f"a batch of {batch}; it must be 1 or more")
+    if problems:
+        raise UsageError("; ".join(problems))
+
+
+def _explain(plan: Plan) -> str:
+    memory = plan.machine.memory
+    least = smallest(replace(plan, chunk=SMALLEST_CHUNK))
+    slots = f"{least.slots} slots for streamed layers {format_size(least.slot_bytes)}, " if least.streamed else ""
+    enough = -(-least.total_bytes // (1 << 20))
+    text = (
+        f"{format_size(memory)} of GPU memory do not hold this model with room for {plan.context:,} tokens of "
+        f"{plan.batch} sequence{'s' * (plan.batch > 1)}, even if every layer is streamed: weights that stay "
+        f"{format_size(least.resident_bytes)}, {slots}cache {format_size(least.cache_bytes)}, scratch "
+        f"{format_size(least.scratch_bytes)}; raise the memory limit to {enough}MiB"
+    )
+    context = largest_context(plan)
+    single = largest_context(replace(plan, batch=1))
+    if context:
+        text += f", or lower the context to {context:,}"
+    if plan.batch > 1 and single:
+        text += f", or the batch to 1 with a context of {single:,}"
+    return text

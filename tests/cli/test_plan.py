@@ -1,0 +1,91 @@
+"""``bminf-lite plan`` on shapes and on checkpoints, without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoint
+from click.testing import CliRunner
+
+import bminf_lite
+from bminf_lite.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MACHINE = ("--gpu-memory", "24GiB", "--link", "25", "--bandwidth", "900")
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+
+
+def facts(*arguments: object) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
+def test_every_shape_can_be_planned(path: Path) -> None:
+    found = facts(path, *MACHINE)
+    assert found["total_bytes"] <= found["memory"]
+    assert found["tokens_per_second"] > 0
+
+
+def test_the_8b_shape_for_people() -> None:
+    result = run(CONFIGS / "llama-3-8b.json", *MACHINE, "--memory-limit", "6GiB")
+    assert result.exit_code == 0, result.stderr
+    for text in ("32 layers, weights 8.0 GiB", "6.0 GiB may be used, link 25 GB/s", "of 32 layers", "2 slots",
+                 "tokens/s predicted, bound by the link", "would hold everything"):  # fmt: skip
+        assert text in result.stdout
+
+
+def test_int8_weights_are_about_a_byte_each() -> None:
+    """8.03e9 parameters of the 8B shape, of which the embedding takes two bytes each."""
+    found = facts(CONFIGS / "llama-3-8b.json", *MACHINE)
+    assert found["weight_bytes"] == pytest.approx(8.03e9 + 128256 * 4096, rel=0.01)
+    wide = facts(CONFIGS / "llama-3-8b.json", *MACHINE, "--recipe", "w8a16")
+    assert wide["weight_bytes"] == pytest.approx(found["weight_bytes"], rel=0.001)
+
+
+def test_an_int8_cache_takes_half() -> None:
+    plain, small = (
+        facts(CONFIGS / "llama-3-8b.json", *MACHINE, "--kv-cache", kind)["cache_bytes_per_token"]
+        for kind in ("fp16", "int8")
+    )
+    assert plain == 2 * 32 * 8 * 128 * 2
+    assert small == pytest.approx(plain / 2, rel=0.04)
+
+
+def test_a_checkpoint_as_it_is_and_migrated(tmp_path: Path) -> None:
+    source = tiny_checkpoint.write(tmp_path / "source")
+    bminf_lite.migrate(source, tmp_path / "int8")
+    as_stored = facts(source, *MACHINE)["weight_bytes"]
+    as_if, migrated = facts(source, *MACHINE, "--recipe", "w8a8"), facts(tmp_path / "int8", *MACHINE)
+    assert as_if == migrated
+    assert migrated["weight_bytes"] < as_stored
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    result = run(CONFIGS / "llama-3-70b.json", *MACHINE, "--memory-limit", "2GiB")
+    assert result.exit_code == 1
+    assert "raise the memory limit to" in result.stderr
+
+
+def test_a_limit_larger_than_the_gpu() -> None:
+    result = run(CONFIGS / "llama-3-8b.json", *MACHINE, "--memory-limit", "80GiB")
+    assert result.exit_code == 2
+    assert "80.0 GiB, but the GPU has 24.0 GiB" in result.stderr
+
+
+def test_speeds_that_are_not_given_are_not_made_up() -> None:
+    result = run(CONFIGS / "llama-3-8b.json", "--gpu-memory", "24GiB", "--link", "25")
+    assert "not known: give --bandwidth" in result.stdout
+
+
+def test_a_host_that_is_too_small_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bminf_lite.memory.machine.available_memory", lambda: 1 << 30)
+    result = run(CONFIGS / "llama-3-70b.json", *MACHINE)
+    assert "the host has 1.0 GiB free" in result.stdout

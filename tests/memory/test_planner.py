@@ -1,0 +1,146 @@
+"""Plans: the limit holds, what stays is spread evenly, and what is said about them is true."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bminf_lite.errors import OutOfMemory, UsageError
+from bminf_lite.memory.planner import (
+    CACHE_BLOCK,
+    Demand,
+    Machine,
+    Plan,
+    largest_context,
+    make_plan,
+    spread,
+    step_time,
+    suggestions,
+)
+
+MIB = 1 << 20
+EIGHT_B = Demand((208 * MIB,) * 32, 1600 * MIB, 1000 * MIB, 500 * MIB, 128 << 10, 180_000, 2_000_000, 8192)
+"""About the shape of an 8B model in int8."""
+
+layer_counts = st.integers(1, 100)
+demands = st.builds(
+    Demand,
+    layers=st.lists(st.integers(1, 1000).map(lambda n: n * MIB), min_size=1, max_size=40).map(tuple),
+    fixed=st.integers(1000 * MIB, 2000 * MIB),
+    tables=st.integers(0, 500 * MIB),
+    fixed_read=st.integers(0, 500 * MIB),
+    cache_per_token=st.integers(1, 1 << 20),
+    scratch_per_token=st.integers(0, 1 << 19),
+    scratch_per_sequence=st.integers(0, 1 << 22),
+    context_length=st.integers(1, 100_000),
+)
+machines = st.builds(Machine, memory=st.integers(1, 1 << 36), link=st.just(50e9), bandwidth=st.just(4e12))
+
+
+@given(st.data(), layer_counts)
+def test_streamed_layers_are_spread_evenly(data: st.DataObject, layers: int) -> None:
+    count = data.draw(st.integers(0, layers))
+    streamed = spread(layers, count)
+    assert len(streamed) == count
+    assert list(streamed) == sorted(set(streamed) & set(range(layers)))
+    first = data.draw(st.integers(0, layers))
+    last = data.draw(st.integers(first, layers))
+    share = (last - first) * count / layers
+    assert abs(sum(first <= i < last for i in streamed) - share) < 1
+
+
+@given(demands, machines, st.none() | st.integers(1, 1000), st.integers(1, 16))
+def test_a_plan_never_exceeds_the_memory(demand: Demand, machine: Machine, context: int | None, batch: int) -> None:
+    context = context and min(context, demand.context_length)
+    try:
+        plan = make_plan(demand, machine, context, batch)
+    except OutOfMemory as error:
+        (enough,) = re.findall(r"raise the memory limit to (\d+)MiB", str(error))
+        assert int(enough) * MIB > machine.memory
+        wider = replace(machine, memory=int(enough) * MIB)
+        tokens = int(re.findall(r"room for ([\d,]+) tokens", str(error))[0].replace(",", ""))
+        assert make_plan(demand, wider, tokens, batch).fits
+        for smaller in re.findall(r"lower the context to ([\d,]+)", str(error)):
+            assert make_plan(demand, machine, int(smaller.replace(",", "")), batch).fits
+        return
+    assert plan.total_bytes <= machine.memory
+    assert context in (None, plan.context)
+    assert plan.batch == batch
+    assert plan.resident_bytes + plan.host_bytes == demand.weights
+    assert all(demand.layers[i] * plan.slots <= plan.slot_bytes for i in plan.streamed)
+    suggestions(plan)
+
+
+@given(demands, machines)
+def test_no_plan_with_more_layers_resident_fits(demand: Demand, machine: Machine) -> None:
+    """Of those with the same chunk."""
+    try:
+        plan = make_plan(demand, machine, min(512, demand.context_length))
+    except OutOfMemory:
+        return
+    fewer = range(plan.slots + 1, len(plan.streamed)) if plan.chunk * demand.scratch_per_token * 16 > (
+        machine.memory
+    ) else range(0)
+    for count in fewer:
+        other = replace(plan, streamed=spread(len(demand.layers), count))
+        assert not other.fits
+
+
+def test_everything_stays_where_it_fits() -> None:
+    plan = make_plan(EIGHT_B, Machine(24 << 30, 50e9, 4e12))
+    assert (plan.streamed, plan.host_tables, plan.host_bytes, plan.context) == ((), False, 0, 8192)
+    assert not suggestions(plan)
+
+
+def test_a_table_leaves_before_a_layer_does() -> None:
+    whole = make_plan(EIGHT_B, Machine(24 << 30), 1024)
+    plan = make_plan(EIGHT_B, Machine(whole.total_bytes - 100 * MIB), 1024, 1)
+    assert plan.host_tables and not plan.streamed
+
+
+def test_less_memory_never_streams_less() -> None:
+    streamed = [make_plan(EIGHT_B, Machine(m * MIB), 1024).streamed_bytes for m in range(2000, 10_000, 100)]
+    assert streamed == sorted(streamed, reverse=True)
+    assert streamed[0] > 0 == streamed[-1]
+
+
+def test_what_is_too_small_says_what_would_fit() -> None:
+    with pytest.raises(OutOfMemory, match=r"of 2 sequences.*lower the context to [\d,]+, or the batch to 1 with"):
+        make_plan(EIGHT_B, Machine(2 << 30), 8192, 2)
+
+
+def test_the_largest_context_is_the_largest() -> None:
+    plan = Plan(EIGHT_B, Machine(2 << 30), 1, 1, 32)
+    context = largest_context(plan)
+    assert 0 < context < EIGHT_B.context_length
+    assert make_plan(EIGHT_B, plan.machine, context).fits
+    with pytest.raises(OutOfMemory):
+        make_plan(EIGHT_B, plan.machine, context + CACHE_BLOCK)
+
+
+def test_arguments_out_of_range_are_told_together() -> None:
+    with pytest.raises(UsageError, match=r"context of 9,000.*8,192.*batch of 0"):
+        make_plan(EIGHT_B, Machine(1 << 40), 9000, 0)
+
+
+def test_what_is_not_known_is_not_predicted() -> None:
+    assert make_plan(EIGHT_B, Machine(24 << 30, link=50e9)).tokens_per_second is None
+    assert make_plan(EIGHT_B, Machine(4 << 30, bandwidth=4e12)).tokens_per_second is None
+    assert make_plan(EIGHT_B, Machine(4 << 30, link=50e9)).tokens_per_second is not None
+
+
+def test_a_streamed_step_takes_as_long_as_its_copies() -> None:
+    plan = make_plan(EIGHT_B, Machine(4 << 30, 50e9, 4e12), 1024)
+    assert plan.link_bound
+    assert plan.step_seconds == pytest.approx(plan.streamed_bytes / 50e9, rel=0.01)
+    assert replace(plan, batch=3).tokens_per_second == pytest.approx(3 / plan.step_seconds, rel=1e-3)
+
+
+def test_the_busier_of_link_and_compute_decides() -> None:
+    assert step_time(4, 8, 2, 3.0, 1.0) == 3.0
+    assert step_time(4, 8, 2, 3.0, 5.0) == 5.0
+    assert step_time(5, 10, 2, 3.0, 1.0) == pytest.approx(3.1)
