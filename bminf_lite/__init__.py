@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoint.migrate import migrate
+    from .engine.migration import migrate
     from .engine.model import Model, load
     from .engine.result import Piece, Result
     from .engine.sampling import SamplingParams
@@ -42,7 +42,7 @@ _HOMES = {
     "Piece": "engine.result",
     "Result": "engine.result",
     "SamplingParams": "engine.sampling",
-    "migrate": "checkpoint.migrate",
+    "migrate": "engine.migration",
     "BminfError": "errors",
     "CheckpointError": "errors",
     "DeviceError": "errors",

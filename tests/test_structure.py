@@ -18,7 +18,8 @@ REPOSITORY = Path(__file__).parents[1]
 MAY_IMPORT = {
     "": {"engine", "models", "layers", "backend", "checkpoint", "memory", "errors"},
     "cli": {"", "engine", "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors"},
-    "engine": {"models", "layers", "backend", "checkpoint", "memory", "errors"},
+    "engine": {"quantize", "models", "layers", "backend", "checkpoint", "memory", "errors"},
+    "quantize": {"models", "layers", "backend", "checkpoint", "errors"},
     "checkpoint": {"models", "backend", "errors"},
     "models": {"layers", "backend", "errors"},
     "layers": {"backend", "errors"},

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import size_text
+from ._options import device_option, size_text
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from ..checkpoint.manifest import MigrationReport, TensorReport
 
 
 @click.command()
 @click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|FILE",
-              help="int8 weights with int8 or float activations, or a TOML file that says it per tensor.")  # fmt: skip
+@click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|w8a8-smooth|auto|FILE",
+              help="int8 weights with int8 or float activations; what a calibration finds best; or a TOML file that "
+                   "says it per tensor.")  # fmt: skip
+@click.option("--calibrate", type=click.Path(path_type=Path), metavar="FILE",
+              help='Text to calibrate on, or JSONL with a "text" per line; w8a8-smooth and auto need it.')  # fmt: skip
+@click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True,
+              help="How many pieces of that text, of up to 512 tokens each.")  # fmt: skip
+@device_option
 @click.option("--dry-run", is_flag=True, help="Check the source and list what would become of each tensor.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is a migrated checkpoint.")
-def migrate(source: Path, out: Path, recipe: str, dry_run: bool, force: bool) -> None:
+def migrate(
+    source: Path, out: Path, recipe: str, calibrate: Path | None, samples: int, device: str, dry_run: bool, force: bool
+) -> None:
     """Migrate a checkpoint to int8.
 
     Reads the Hugging Face folder SOURCE (safetensors in fp32, fp16 or bf16) and writes the folder OUT, which appears
@@ -31,22 +42,52 @@ def migrate(source: Path, out: Path, recipe: str, dry_run: bool, force: bool) ->
     Example:
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe w8a16 --dry-run
+      bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe auto --calibrate text.jsonl
     """
     from tqdm import tqdm
 
-    from ..checkpoint.migrate import migrate as run
+    from ..engine.migration import migrate as run
 
-    with tqdm(unit="B", unit_scale=True, desc="migrating", disable=None, leave=False) as bar:
-
-        def progress(done: int, total: int, tensor: str) -> None:
-            bar.total = total
-            bar.set_postfix_str(tensor, refresh=False)
-            bar.update(done - bar.n)
-
-        report = run(source, out, recipe, force=force, dry_run=dry_run, progress=progress)
+    with (
+        tqdm(unit=" products", desc="calibrating", disable=None if calibrate else True, leave=False) as calibration,
+        tqdm(unit="B", unit_scale=True, desc="migrating", disable=None, leave=False, delay=0.1) as migration,
+    ):
+        report = run(
+            source, out, recipe, calibrate=calibrate, samples=samples, device=device, force=force, dry_run=dry_run,
+            progress=shown_by(migration), calibration_progress=shown_by(calibration),
+        )  # fmt: skip
     if dry_run:
         click.echo("\n".join(tensor_lines(report.tensors)))
+    if report.calibration:
+        click.echo("\n".join(product_lines(report.calibration["products"])))
     click.echo(summary(report, out, dry_run))
+
+
+def shown_by(bar: tqdm[Any]) -> Callable[[int, int, str], None]:
+    """A callback that brings a progress bar to where the work is."""
+
+    def progress(done: int, total: int, tensor: str) -> None:
+        bar.total = total
+        bar.set_postfix_str(tensor, refresh=False)
+        bar.update(done - bar.n)
+
+    return progress
+
+
+def product_lines(products: Sequence[dict[str, Any]]) -> list[str]:
+    """What a calibration decided for each product, in columns: errors of its output as signal-to-noise ratios."""
+    names = [product["tensors"][0] + (", ..." if len(product["tensors"]) > 1 else "") for product in products]
+    width = max(map(len, names), default=0)
+    return [
+        f"{name:{width}}  {p['scheme']:5}  smoothing {'none' if p['exponent'] is None else p['exponent']!s:4}  "
+        f"{decibel_text(p['error_before']):>8} -> {decibel_text(p['error']):>8}"
+        for name, p in zip(names, products, strict=True)
+    ]
+
+
+def decibel_text(error: float) -> str:
+    """A relative squared error as a signal-to-noise ratio."""
+    return f"{-10 * math.log10(error):.1f} dB" if error > 0 else "exact"
 
 
 def tensor_lines(tensors: Sequence[TensorReport]) -> list[str]:

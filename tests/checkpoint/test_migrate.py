@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import CONFIG, MakeCheckpoint, random_tensors, spec_of
 
-import bminf_lite
 from bminf_lite.backend import quantization
 from bminf_lite.backend.quantization import Int8Weight, quantize_weight
 from bminf_lite.checkpoint.inspect import inspect
@@ -264,7 +263,3 @@ def test_threads_give_what_one_call_gives(
         patch.setattr(quantization, "BLOCK_ELEMENTS", block)
         report = migrate(folder / "source", folder / "out", "w8a16" if seed % 2 else "w8a8")
     expect_migrated(folder / "source", folder / "out", report.recipe)
-
-
-def test_public_name() -> None:
-    assert bminf_lite.migrate is migrate

@@ -13,10 +13,12 @@ EXAMPLES = Path(__file__).parents[2] / "configs" / "recipes"
 
 
 def test_built_in_recipes() -> None:
-    assert built_in_recipes() == ["w8a16", "w8a8"]
+    assert built_in_recipes() == ["auto", "w8a16", "w8a8", "w8a8-smooth"]
     for name in built_in_recipes():
         recipe = load_recipe(name)
-        assert recipe.name == name and recipe.linear.value == recipe.head.value == name and recipe.description
+        scheme = name if name in ("w8a8", "w8a16") else "w8a8"
+        assert recipe.name == name and recipe.linear.value == recipe.head.value == scheme and recipe.description
+        assert (recipe.calibration is None) == (scheme == name)
         assert load_recipe(recipe) is recipe
 
 
@@ -68,7 +70,7 @@ def test_mistakes_are_all_told(tmp_path: Path, text: str, expected: list[str]) -
 
 
 def test_unknown_and_unreadable_recipes(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'int4' is neither built in \(w8a16, w8a8\) nor a file"):
+    with pytest.raises(UsageError, match=r"'int4' is neither built in \(auto, w8a16, w8a8, w8a8-smooth\) nor a file"):
         load_recipe("int4")
     (tmp_path / "x.toml").write_bytes(b"\xff")
     with pytest.raises(UsageError, match="cannot be read"):

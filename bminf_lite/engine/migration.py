@@ -1,0 +1,99 @@
+"""Migration with a calibration: text in, int8 model out.
+
+Without a text this is :func:`bminf_lite.checkpoint.migrate.migrate`, one pass over the source in little memory. With
+one, the float model runs over samples of it first, and what it shows decides what the recipe leaves open (see
+:mod:`bminf_lite.quantize`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import backend, models
+from ..checkpoint.conversion import Progress
+from ..checkpoint.manifest import MigrationReport
+from ..checkpoint.migrate import migrate as migrate_checkpoint
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.recipe import Recipe, load_recipe
+from ..checkpoint.treatment import Calibrated
+from ..errors import UsageError
+from ..models.spec import Spec
+from ..quantize import calibration
+from ..quantize.decisions import Decider
+from .corpus import cut, encode_texts, read_texts
+from .prompts import checked_ids
+from .tokenizer import Tokenizer
+
+SAMPLE_TOKENS = 512
+MIN_TOKENS = 512
+"""With less, the largest activations of a channel are anybody's guess."""
+
+Text = str | Path | Sequence[int]
+"""What to calibrate on: a file (text, or JSONL with a ``text`` per line), or token ids."""
+
+
+def migrate(
+    source: str | Path,
+    out: str | Path,
+    recipe: str | Path | Recipe = "w8a8",
+    *,
+    calibrate: Text | None = None,
+    samples: int = 128,
+    device: str = "auto",
+    calibration_progress: calibration.Progress | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> MigrationReport:
+    """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
+
+    ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. One with a calibration needs
+    ``calibrate``: a file of text or JSONL, or token ids. Of it, ``samples`` of up to 512 tokens each, spread over all
+    of it, run through the float model on ``device``. ``calibration_progress`` is called with the products that are
+    done, all of them, and a matrix's name. The other ``options`` are those of
+    :func:`bminf_lite.checkpoint.migrate.migrate`: ``force``, ``dry_run``, ``shard_bytes``.
+
+    Raises :class:`UsageError` for a text that is unfit or a recipe that makes no sense, :class:`CheckpointError` if the
+    source cannot be read or quantized or ``out`` cannot be written, and ``DeviceError``. All that can be known before
+    is said before any work. ``out`` is untouched then, and after Ctrl-C.
+    """
+    recipe = load_recipe(recipe)
+    if calibrate is None or recipe.calibration is None:
+        if calibrate is not None:
+            raise UsageError(f"recipe {recipe.name} does not calibrate; choose w8a8-smooth or auto, or give no text")
+        return migrate_checkpoint(source, out, recipe, progress=progress, **options)
+    tokens = calibration_tokens(source, calibrate, samples)
+
+    def decide(checkpoint: Checkpoint, spec: Spec, recipe: Recipe) -> Calibrated:
+        with closing(backend.create(device)) as ops:
+            decider = Decider(checkpoint, spec, recipe, ops)
+            calibration.observe(checkpoint, spec, tokens, ops, decider, calibration_progress)
+            return decider.result()
+
+    return migrate_checkpoint(source, out, recipe, progress=progress, calibrate=decide, **options)
+
+
+def calibration_tokens(source: str | Path, text: Text, samples: int) -> list[np.ndarray]:
+    """``samples`` pieces of ``text`` for the model in the folder ``source``, int32 ``[n]`` each, spread over all of it.
+
+    Raises :class:`UsageError` for an unfit text, see :func:`.corpus.read_texts`, and for one that is too short.
+    """
+    if samples < 1:
+        raise UsageError(f"samples is {samples}; it must be 1 or more")
+    with open_checkpoint(source) as checkpoint:
+        config = models.find(checkpoint.config).parse(checkpoint.config)
+    if isinstance(text, (str, Path)):
+        texts = read_texts(Path(text))
+        documents = encode_texts(texts, Tokenizer.load(Path(source), config.vocab_size))
+    else:
+        documents = [np.array(checked_ids(text, config.vocab_size), np.int32)]
+    total = sum(map(len, documents))
+    if total < MIN_TOKENS:
+        raise UsageError(f"the calibration text is too short: {total:,} tokens; give {MIN_TOKENS} or more")
+    pieces = [window.tokens for window in cut(documents, min(SAMPLE_TOKENS, config.context_length))]
+    chosen = np.unique(np.linspace(0, len(pieces) - 1, min(samples, len(pieces))).round().astype(int))
+    return [pieces[i] for i in chosen]

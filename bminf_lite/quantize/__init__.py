@@ -1,0 +1,1 @@
+"""What int8 needs to know about a model's activations: calibration, and the decisions that are made from it."""

@@ -1,0 +1,79 @@
+"""SmoothQuant (https://arxiv.org/abs/2211.10438): outliers move from activations into weights, which bear them better.
+
+An activation has one scale per token, so a channel that is always large costs the others their precision. A factor per
+channel divides the activation and multiplies the columns of the matrices that read it:
+``factor = max|x|^a / w^(1 - a)``, where ``w`` is the column's largest weight relative to its row's, and the exponent
+``a`` says how much of the range goes to the weights. The division is folded into what makes the activation (a norm's
+gain, the matrix before), so it costs nothing at run time. Which exponent is best differs from layer to layer; the error
+of the int8 product decides.
+
+Factors are powers of two: multiplying by them is exact, so the float model remains what it was to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..checkpoint.recipe import Scheme
+from ..models.spec import Fold
+from .errors import Judge
+
+EXPONENTS = tuple(round(0.1 * i, 1) for i in range(1, 11))
+"""What is tried, beside no smoothing at all."""
+
+MAX_SHIFT = 12
+"""Factors lie between ``2**-MAX_SHIFT`` and ``2**MAX_SHIFT``: enough for any outlier, and far from fp16's ends."""
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """``factors`` per channel of the producer, fp32 powers of two, and the ``exponent`` that gave them.
+
+    Both are None where no smoothing is best.
+    """
+
+    exponent: float | None = None
+    factors: np.ndarray | None = None
+
+
+def search(judge: Judge, fold: Fold, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
+    """The smoothing with the smallest mean error of the products; ``input_max`` is ``max|x|`` per input ``[in]``."""
+    weight_max = np.max([relative_columns(weight) for weight in judge.weights], axis=0)
+    best, least = Smoothing(), np.mean(judge.errors(scheme))
+    for exponent in EXPONENTS:
+        factors = channel_factors(input_max, weight_max, exponent, fold)
+        error = np.mean(judge.errors(scheme, spread(factors, fold)))
+        if error < least:
+            best, least = Smoothing(exponent, factors), error
+    return best
+
+
+def relative_columns(weight: np.ndarray) -> np.ndarray:
+    """The largest magnitude of each column relative to the largest of its row, fp32 ``[out, in]`` -> ``[in]``."""
+    rows = np.abs(weight).max(axis=1, keepdims=True)
+    return (np.abs(weight) / np.where(rows > 0, rows, 1)).max(axis=0)
+
+
+def channel_factors(input_max: np.ndarray, weight_max: np.ndarray, exponent: float, fold: Fold) -> np.ndarray:
+    """The factors of the producer's channels, rounded to powers of two, their geometric mean about 1.
+
+    A channel that is always zero, or that no weight reads, has factor 1.
+    """
+    x, w = gather(input_max, fold), gather(weight_max, fold)
+    used = (x > 0) & (w > 0)
+    shift = np.zeros(len(x))
+    shift[used] = exponent * np.log2(x[used], dtype=np.float64) - (1 - exponent) * np.log2(w[used], dtype=np.float64)
+    shift[used] -= np.mean(shift[used]) if used.any() else 0
+    return np.exp2(np.clip(np.rint(shift), -MAX_SHIFT, MAX_SHIFT)).astype(np.float32)
+
+
+def spread(channels: np.ndarray, fold: Fold) -> np.ndarray:
+    """Values per channel of the producer -> per input of the consumers."""
+    return np.repeat(channels.reshape(-1, fold.block), fold.repeat, axis=0).reshape(-1)
+
+
+def gather(inputs: np.ndarray, fold: Fold) -> np.ndarray:
+    """Values per input of the consumers -> the largest for each channel of the producer."""
+    return inputs.reshape(-1, fold.repeat, fold.block).max(axis=1).reshape(-1)
