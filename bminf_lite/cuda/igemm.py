@@ -19,9 +19,10 @@ import numpy as np
 
 from ..errors import DeviceError
 from .driver import Device
+from .few_rows import MAX_ROWS, FewRows, tiles_for
 from .kernels import Kernel, Module
 from .layouts import Layout
-from .matmul import Multiplier, NoAlgorithm, Prepared, timed
+from .matmul import Multiplier, NoAlgorithm, Prepared, capturing, timed
 from .plans import PlanKind, Product, Shapes, bucket, kinds_for
 
 PREPARED_LIMIT = 256
@@ -31,19 +32,26 @@ ALIGNMENT = 16
 """Every operand of a plan must lie at a multiple of this many bytes."""
 TRIALS = ((1, 1, 1), (33, 70, 100), (128, 256, 512))
 """Rows, out_features and in_features of the products that a plan must get right."""
+FEW_ROWS_TRIALS = ((2, 16, 16), (5, 70, 1000), (8, 4096, 528), (13, 300, 2100), (16, 512, 4096), (27, 2000, 600))
+"""The same for the kernel that serves a few rows."""
 
 
 class Igemm:
     """Int8 products on one GPU.
 
-    ``kinds`` are the plans to try in order, by default those for the GPU's compute capability.
+    ``kinds`` are the plans to try in order, by default those for the GPU's compute capability. ``few_rows`` lets plans over
+    plain rows take the kernel for a few rows where it is exact and faster; it is off until that has run on a GPU.
     """
 
-    def __init__(self, device: Device, multiplier: Multiplier, kinds: Sequence[PlanKind] | None = None) -> None:
+    def __init__(
+        self, device: Device, multiplier: Multiplier, kinds: Sequence[PlanKind] | None = None, few_rows: bool = False
+    ) -> None:
         self.device = device
         self._multiplier = multiplier
         self._kinds = tuple(kinds_for(device.compute_capability) if kinds is None else kinds)
         self._plans: dict[tuple[int, int], Plan] = {}
+        self.few_rows = FewRows(device)
+        self._may_take_few_rows = few_rows
         self._prepare_batched = functools.lru_cache(PREPARED_LIMIT)(self._prepare_uncached)
 
     @functools.cached_property
@@ -56,6 +64,21 @@ class Igemm:
         """The plan for operands that are not laid out beforehand."""
         plain = tuple(kind for kind in self._kinds if Shapes(kind, 1, 1).is_plain)
         return self.kind if self.kind in plain else self._first_exact(plain)
+
+    @functools.cached_property
+    def trusts_few_rows(self) -> bool:
+        """Whether the kernel for a few rows may be taken, runs on this GPU and computes every trial exactly."""
+        if not (self._may_take_few_rows and self.few_rows.supported):
+            return False
+        for rows, out_features, in_features in FEW_ROWS_TRIALS:
+            plan = Plan(self, Shapes(self.plain_kind, out_features, in_features), few_rows=True)
+            if not self._is_exact(plan, rows):
+                shape = f"{rows} x {in_features} by {out_features} x {in_features}"
+                reason = f"a product of {shape} was wrong"
+                warning = f"{self.device.name}: the int8 kernel for a few rows is not used, {reason}"
+                warnings.warn(warning, RuntimeWarning, stacklevel=3)
+                return False
+        return True
 
     def plan(self, out_features: int, in_features: int) -> Plan:
         """The plan for weights ``[out_features, in_features]``, both at least 1."""
@@ -184,11 +207,17 @@ class Igemm:
 
 
 class Plan:
-    """Products with weights of one shape. Activations and results lie as :meth:`activation` and :meth:`result` say."""
+    """Products with weights of one shape. Activations and results lie as :meth:`activation` and :meth:`result` say.
 
-    def __init__(self, igemm: Igemm, shapes: Shapes) -> None:
+    ``few_rows`` says whether the kernel for a few rows computes those: None for whichever is faster, found by timing
+    both once for each number of tiles.
+    """
+
+    def __init__(self, igemm: Igemm, shapes: Shapes, few_rows: bool | None = None) -> None:
         self.shapes = shapes
         self._igemm = igemm
+        self._few_rows = few_rows
+        self._few_rows_faster: dict[int, bool] = {}
         self._prepare = functools.lru_cache(PREPARED_LIMIT)(self._prepare_uncached)
 
     @property
@@ -223,6 +252,32 @@ class Plan:
 
         ``acc``, ``w`` and ``x`` are device addresses divisible by 16, ``stream`` a ``cudaStream_t`` as an integer.
         """
+        if self._takes_few_rows(acc, w, x, rows, stream):
+            self._igemm.few_rows.launch(acc, w, x, rows, *self.shapes.padded, stream)
+        else:
+            self._run_any(acc, w, x, rows, stream)
+
+    def _takes_few_rows(self, acc: int, w: int, x: int, rows: int, stream: int) -> bool:
+        if not 1 < rows <= MAX_ROWS or not self.shapes.is_plain:
+            return False
+        if self._few_rows is not None:
+            return self._few_rows
+        tiles = tiles_for(rows)
+        if tiles not in self._few_rows_faster:
+            if capturing(stream):
+                return False
+            self._few_rows_faster[tiles] = self._igemm.trusts_few_rows and self._is_faster(acc, w, x, rows, stream)
+        return self._few_rows_faster[tiles]
+
+    def _is_faster(self, acc: int, w: int, x: int, rows: int, stream: int) -> bool:
+        """Whether the kernel for a few rows is faster, timed on the operands of a real product."""
+        few_rows = functools.partial(self._igemm.few_rows.launch, acc, w, x, rows, *self.shapes.padded, stream)
+        other = functools.partial(self._run_any, acc, w, x, rows, stream)
+        for run in (few_rows, other):
+            run()  # the first run compiles, or chooses an algorithm
+        return timed(few_rows, stream) < timed(other, stream)
+
+    def _run_any(self, acc: int, w: int, x: int, rows: int, stream: int) -> None:
         prepared = self._prepare(rows)
         if prepared is None:
             self._igemm.launch_dp4a(self.shapes, acc, w, x, rows, stream)

@@ -105,7 +105,7 @@ class Prepared:
 
     def run(self, a: int, b: int, d: int, stream: int) -> None:
         """Compute ``d`` on ``stream``; all four are addresses, ``stream`` that of a ``cudaStream_t``."""
-        if self._untimed and not _capturing(stream):
+        if self._untimed and not capturing(stream):
             self._choose(a, b, d, stream)
         device = self._multiplier.device
         if device is None or device.observer is None:
@@ -182,7 +182,8 @@ def common_alignment(*addresses: int) -> int:
     return bits & -bits
 
 
-def _capturing(stream: int) -> bool:
+def capturing(stream: int) -> bool:
+    """Whether work on ``stream`` is being recorded into a graph."""
     import cupy
 
     return cupy.cuda.runtime.streamIsCapturing(stream) != 0

@@ -260,3 +260,41 @@ def test_a_poisoned_store_costs_no_result(device, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert (run_plan(Igemm(device, multiplier, [PlanKind.PLAIN]).plan(64, 64), x, codes) == exact(x, codes.T)).all()
+
+
+@pytest.mark.parametrize("rows", [2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(16, 16), (17, 15), (4096, 4096), (129, 14336), (28672, 1000), (128256, 64)]
+)
+def test_a_few_rows(igemm, rows, out_features, in_features):
+    """By the kernel of their own, whether it is faster or not."""
+    from bminf_lite.cuda.igemm import Plan
+    from bminf_lite.cuda.plans import Shapes
+
+    if not igemm.few_rows.supported:
+        pytest.skip("the kernel needs compute capability 9.0 and its shared memory")
+    plan = Plan(igemm, Shapes(PlanKind.PLAIN, out_features, in_features), few_rows=True)
+    x, codes = random_codes(rows, in_features), random_codes(out_features, in_features)
+    cp.testing.assert_array_equal(run_plan(plan, x, codes), exact(x, codes.T))
+
+
+def test_the_kernel_for_a_few_rows_is_trusted_only_when_exact(device, multiplier, monkeypatch):
+    from bminf_lite.cuda.igemm import Igemm
+
+    igemm, broken = (Igemm(device, multiplier, [PlanKind.PLAIN], few_rows=True) for _ in range(2))
+    assert igemm.trusts_few_rows == igemm.few_rows.supported
+    monkeypatch.setattr(broken, "_is_exact", lambda plan, rows: rows != 13)
+    if broken.few_rows.supported:
+        with pytest.warns(RuntimeWarning, match="few rows is not used"):
+            assert not broken.trusts_few_rows
+
+
+def test_the_faster_of_the_kernels_for_a_few_rows(device, multiplier):
+    """Whichever it is, the result is the same, and nothing is timed while a graph is recorded."""
+    from bminf_lite.cuda.igemm import Igemm
+
+    plan = Igemm(device, multiplier, [PlanKind.PLAIN], few_rows=True).plan(4096, 4096)
+    for rows in (2, 16, 32):
+        x, codes = random_codes(rows, 4096), random_codes(4096, 4096)
+        for _ in range(2):
+            assert (run_plan(plan, x, codes) == exact(x, codes.T)).all()

@@ -49,9 +49,13 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Arrive at `barrier`, which then waits for these bytes too: a multiple of 16, as are both addresses.
-__device__ __forceinline__ void bulk_copy(unsigned target, const void* source, int bytes, unsigned barrier) {
+// Arrive at `barrier`, which from then on waits for these bytes too.
+__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// A copy that `barrier` expects: a multiple of 16 bytes, as are both addresses.
+__device__ __forceinline__ void bulk_copy(unsigned target, const void* source, int bytes, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
         ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");

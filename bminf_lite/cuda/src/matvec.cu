@@ -172,6 +172,7 @@ struct Stream {
         if (lane == 0) {
             const int column = ahead.segment * (U * CHUNK), bytes = min(U * CHUNK, pitch - column);
             const int8* source = weight + static_cast<size_t>(share.row(ahead.row)) * pitch + column;
+            barrier_expect(barriers + 8 * to, bytes);
             bulk_copy(data + to * (U * CHUNK), source, bytes, barriers + 8 * to);
         }
         ahead.next();
