@@ -39,8 +39,8 @@ FEW_ROWS_TRIALS = ((2, 16, 16), (5, 70, 1000), (8, 4096, 528), (13, 300, 2100), 
 class Igemm:
     """Int8 products on one GPU.
 
-    ``kinds`` are the plans to try in order, by default those for the GPU's compute capability. ``few_rows`` lets plans over
-    plain rows take the kernel for a few rows where it is exact and faster; it is off until that has run on a GPU.
+    ``kinds`` are the plans to try in order, by default those for the GPU's compute capability. ``few_rows`` lets plans
+    over plain rows take the kernel for a few rows where it is exact and faster; off until that has run on a GPU.
     """
 
     def __init__(
