@@ -30,6 +30,11 @@ class Treatment:
     row_factors: np.ndarray | None = None
     column_factors: np.ndarray | None = None
 
+    def factors(self) -> dict[str, np.ndarray]:
+        """The factors that are there, by the name of the field."""
+        found = {"row_factors": self.row_factors, "column_factors": self.column_factors}
+        return {name: values for name, values in found.items() if values is not None}
+
 
 UNTREATED = Treatment()
 

@@ -7,7 +7,7 @@ the encoded source through cross-attention, whose keys and values are computed o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..backend.base import Backend
@@ -20,7 +20,7 @@ from ..layers.loading import Weights
 from ..layers.mlp import GatedMLP, PlainMLP
 from ..layers.norm import RMSNorm
 from ..layers.relative_bias import load_relative_bias
-from .spec import Parameter, Role, Spec
+from .spec import Fold, Parameter, Role, Spec
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,42 @@ def spec(config: Config) -> Spec:
         for layer in range(layers):
             tensors |= {f"{stack.blocks}.{layer}.{name}.weight": p for name, p in _layer_tensors(config, stack, layer)}
         tensors[f"{stack.final_norm}.weight"] = Parameter((config.hidden_size,), Role.VECTOR)
-    return Spec(tensors, {head: embedding} if config.tied_head else {}, names.ignored)
+    tied = {head: embedding} if config.tied_head else {}
+    return Spec(tensors, tied, names.ignored, foldable=tuple(folds(config)))
+
+
+def folds(config: Config) -> Iterator[Fold]:
+    """Norm to what reads it, values to the output of attention, and the last linear step before ``wo`` to ``wo``.
+
+    All layers of the decoder read the encoder's last norm. Fused matrices are left out where they would be divided.
+    """
+    encoder, decoder = config.names.encoder, config.names.decoder
+    for stack, layers in ((encoder, config.encoder_layers), (decoder, config.layers)):
+        for layer in range(layers):
+            yield from _layer_folds(config, stack, f"{stack.blocks}.{layer}")
+    blocks = [f"{decoder.blocks}.{layer}" for layer in range(config.layers)]
+    readers = [f"{block}.{name}.weight" for block in blocks for name in decoder.cross_kv]
+    yield Fold((f"{encoder.final_norm}.weight",), tuple(readers))
+    if not config.tied_head:
+        yield Fold((f"{decoder.final_norm}.weight",), (f"{config.names.head}.weight",))
+
+
+def _layer_folds(config: Config, stack: StackNames, block: str) -> Iterator[Fold]:
+    inner = ("wi_0", "wi_1") if config.gated else ("wi",)
+    pairs: list[tuple[str, Sequence[str]]] = [
+        (stack.self_norm, stack.qkv),
+        (stack.mlp_norm, [f"{stack.mlp}.{part}" for part in inner]),
+    ]
+    if stack.cross_q:
+        pairs.append((stack.cross_norm, [stack.cross_q]))
+    if len(stack.qkv) == 3:
+        pairs.append((stack.qkv[2], [stack.self_out]))
+    if len(stack.cross_kv) == 2:
+        pairs.append((stack.cross_kv[1], [stack.cross_out]))
+    if config.gated or config.activation == "relu":
+        pairs.append((f"{stack.mlp}.{inner[-1]}", [f"{stack.mlp}.wo"]))
+    for producer, consumers in pairs:
+        yield Fold((f"{block}.{producer}.weight",), tuple(f"{block}.{name}.weight" for name in consumers))
 
 
 def _layer_tensors(config: Config, stack: StackNames, layer: int) -> Iterator[tuple[str, Parameter]]:

@@ -19,7 +19,7 @@ from ..backend.base import Backend
 from ..backend.quantization import HostWeight
 from ..backend.values import Array, Step
 from ..checkpoint.reader import Checkpoint
-from ..layers.cache import KVCache
+from ..layers.cache import CacheShape, KVCache, SourceCache
 from ..layers.recording import Product, Recorder
 from ..models.spec import Spec
 
@@ -65,9 +65,30 @@ def observe(
     architecture = models.find(checkpoint.config)
     config = architecture.parse(checkpoint.config)
     network = architecture.Model(config, recorder.weights, recorder.ops)
+    if start := getattr(config, "decoder_start", None):
+        _run_encoder_decoder(network, config.cache_shape, start, samples, recorder.ops, ops)
+    else:
+        network(_step(ops, samples), _cache(recorder.ops, config.cache_shape, samples))
+
+
+def _run_encoder_decoder(
+    network: Any, shape: CacheShape, start: Sequence[int], samples: Sequence[np.ndarray], late: Backend, ops: Backend
+) -> None:
+    """The encoder reads the first half of each sample, and the decoder continues with the second."""
+    sources = [sample[: -(-len(sample) // 2)] for sample in samples]
+    targets = [np.concatenate([start, sample[len(source) :]]) for sample, source in zip(samples, sources, strict=True)]
+    longest = max(map(len, sources))
+    source = SourceCache(ops, shape, len(sources), longest, longest)  # written by one operation, read by another
+    source.set_lengths({slot: len(tokens) for slot, tokens in enumerate(sources)})
+    cache = _cache(late, shape, targets)
+    cache.source = source
+    network.read(_step(ops, sources), source)
+    network(_step(ops, targets), cache)
+
+
+def _cache(ops: Backend, shape: CacheShape, samples: Sequence[np.ndarray]) -> KVCache:
     longest = max(map(len, samples))
-    cache = KVCache(recorder.ops, config.cache_shape, len(samples), longest, longest)
-    network(_step(ops, samples), cache)
+    return KVCache(ops, shape, len(samples), longest, longest)
 
 
 def _step(ops: Backend, samples: Sequence[np.ndarray]) -> Step:
@@ -94,8 +115,8 @@ class Late:
 class LateBackend:
     """``ops``, but weights, tables and caches exist only while an operation uses them.
 
-    The caches of a run without decoding are written and read by one operation each, so they lose nothing. ``weights``
-    counts the weights that were asked for.
+    A cache is lost between two operations, so only those can be late that one operation writes and reads: those of
+    self-attention, where nothing is decoded. ``weights`` counts the weights that were asked for.
     """
 
     def __init__(self, ops: Backend):

@@ -19,7 +19,7 @@ from ..checkpoint.treatment import UNTREATED, Calibrated, Treatment
 from ..models.spec import Fold, Role, Spec
 from .calibration import Observation, spread_rows
 from .errors import Judge
-from .smoothing import Smoothing, search, spread
+from .smoothing import Smoothing, folded, search, spread
 
 SEARCH_TOKENS = 512
 """Settings are compared on so many tokens."""
@@ -89,21 +89,11 @@ class Decider:
         if fold not in self._smoothed:
             input_max = np.maximum(seen.inputs.max(axis=0), -seen.inputs.min(axis=0))
             judge = self._judge(fold.consumers, seen.inputs, SEARCH_TOKENS)
-            found = search(judge, fold, input_max, scheme)
-            self._smoothed[fold] = found
-            self._fold(fold, found)
+            found = self._smoothed[fold] = search(judge, fold, input_max, scheme)
+            moved = {} if found.factors is None else folded(self.spec, fold, found.factors)
+            for name, treatment in moved.items():
+                self._treat(name, **treatment.factors())
         return self._smoothed[fold]
-
-    def _fold(self, fold: Fold, smoothing: Smoothing) -> None:
-        """Move the factors: out of the producers, into the consumers."""
-        if smoothing.factors is None:
-            return
-        for name in fold.consumers:
-            self._treat(name, column_factors=spread(smoothing.factors, fold))
-        for name in fold.producers:
-            is_vector = len(self.spec.parameters[name].shape) == 1
-            axis = "column_factors" if is_vector else "row_factors"
-            self._treat(name, **{axis: 1 / smoothing.factors})
 
     def _treat(self, name: str, **changes: object) -> None:
         self._treatments[name] = replace(self._treatments.get(name, UNTREATED), **changes)  # type: ignore[arg-type]

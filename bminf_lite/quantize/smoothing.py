@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..checkpoint.recipe import Scheme
-from ..models.spec import Fold
+from ..checkpoint.treatment import Treatment
+from ..models.spec import Fold, Spec
 from .errors import Judge
 
 EXPONENTS = tuple(round(0.1 * i, 1) for i in range(1, 11))
@@ -67,6 +68,16 @@ def channel_factors(input_max: np.ndarray, weight_max: np.ndarray, exponent: flo
     shift[used] = exponent * np.log2(x[used], dtype=np.float64) - (1 - exponent) * np.log2(w[used], dtype=np.float64)
     shift[used] -= np.mean(shift[used]) if used.any() else 0
     return np.exp2(np.clip(np.rint(shift), -MAX_SHIFT, MAX_SHIFT)).astype(np.float32)
+
+
+def folded(spec: Spec, fold: Fold, factors: np.ndarray) -> dict[str, Treatment]:
+    """What moving ``factors`` (fp32 ``[channels]``) does to each tensor of a fold."""
+    inverse = 1 / factors
+    treatments = {name: Treatment(column_factors=spread(factors, fold)) for name in fold.consumers}
+    for name in fold.producers:
+        is_vector = len(spec.parameters[name].shape) == 1
+        treatments[name] = Treatment(column_factors=inverse) if is_vector else Treatment(row_factors=inverse)
+    return treatments
 
 
 def spread(channels: np.ndarray, fold: Fold) -> np.ndarray:
