@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
-from tiny_models import FAMILIES, GOLDENS, digest, random_tensors, random_tokens
+from tiny_models import ENCODER_DECODERS, FAMILIES, GOLDENS, GPTS, digest, random_tensors, random_tokens
+
+from bminf_lite import models
 
 Case = dict[str, Any]
 
@@ -121,10 +123,99 @@ CASES: dict[str, dict[str, Case]] = {
     },
 }
 
+BASES: dict[str, Case] = {
+    "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 128},
+    "opt": {
+        "hidden_size": 48,
+        "ffn_dim": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 97,
+        "max_position_embeddings": 128,
+    },
+    "gpt_neox": {key: value for key, value in BASE.items() if key != "num_key_value_heads"} | {"hidden_size": 64},
+}
+for _family in ENCODER_DECODERS:
+    BASES[_family] = {
+        "d_model": 40,
+        "d_kv": 12,
+        "d_ff": 56,
+        "num_layers": 2,
+        "num_heads": 3,
+        "vocab_size": 97,
+        "decoder_start_token_id": 0,
+    }
+"""Of the families whose configurations have keys of their own."""
+
+CASES |= {
+    "gpt2": {
+        "plain": {},
+        "inner size": {"n_inner": 72},
+        "exact gelu": {"activation_function": "gelu"},
+        "relu": {"activation_function": "relu"},
+        "scaled by layer": {"scale_attn_by_inverse_layer_idx": True},
+        "unscaled": {"scale_attn_weights": False},
+        "untied": {"tie_word_embeddings": False},
+        "large epsilon": {"layer_norm_epsilon": 1e-2},
+        "odd vocabulary, one head, one layer": {"vocab_size": 131, "n_head": 1, "n_layer": 1, "n_embd": 36},
+    },
+    "opt": {
+        "norm before": {},
+        "norm after": {"do_layer_norm_before": False},
+        "norm after, projections": {"do_layer_norm_before": False, "word_embed_proj_dim": 20},
+        "norm before, projections": {"word_embed_proj_dim": 56},
+        "no final norm": {"_remove_final_layer_norm": True},
+        "no biases": {"enable_bias": False},
+        "plain norms, no biases, gelu": {
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "activation_function": "gelu",
+        },
+        "untied": {"tie_word_embeddings": False},
+    },
+    "gpt_neox": {
+        "parallel": {},
+        "sequential": {"use_parallel_residual": False},
+        "whole heads": {"rotary_pct": 1.0},
+        "three quarters of heads, old keys": {"rotary_pct": 0.75, "rotary_emb_base": 100},
+        "half of heads, new keys": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+        },
+        "linear rope": {"rope_scaling": {"type": "linear", "factor": 4.0}, "rotary_pct": 0.5},
+        "no attention bias": {"attention_bias": False},
+        "tied head": {"tie_word_embeddings": True},
+        "gelu by tanh": {"hidden_act": "gelu_new"},
+        "large epsilon": {"layer_norm_eps": 1e-2},
+    },
+    "t5": {
+        "tied": {},
+        "untied, gated": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        "untied": {"tie_word_embeddings": False},
+        "tied, gated": {"feed_forward_proj": "gated-silu", "tie_word_embeddings": True},
+        "more layers in the decoder": {"num_decoder_layers": 3},
+        "fewer layers in the decoder": {"num_decoder_layers": 1, "feed_forward_proj": "gated-gelu"},
+        "few buckets": {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+        "exact gelu": {"feed_forward_proj": "gelu"},
+        "absent keys": {"num_heads": ABSENT, "d_kv": 6, "decoder_start_token_id": ABSENT},
+    },
+    "mt5": {
+        "gated": {},
+        "one layer": {"num_layers": 1},
+        "few buckets": {"relative_attention_num_buckets": 16, "relative_attention_max_distance": 24},
+        "relu": {"feed_forward_proj": "relu"},
+    },
+    "umt5": {
+        "tied": {},
+        "few buckets": {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+        "relu": {"feed_forward_proj": "relu"},
+    },
+}
+SOURCE_TOKENS = 41
+
 
 def config_of(family: str, case: Case) -> Case:
     """A ``config.json``: BASE with what the case changes. Qwen3's own default head size of 128 is for one case only."""
-    base = BASE | ({"head_dim": 12} if family == "qwen3" else {})
+    base = BASES.get(family, BASE | ({"head_dim": 12} if family == "qwen3" else {}))
     config = {"model_type": family} | base | case
     return {key: value for key, value in config.items() if value is not ABSENT}
 
@@ -133,13 +224,28 @@ def build(config: Case, seed: int) -> PreTrainedModel:
     """transformers' model of a configuration with the weights of a seed, fp32, eager attention."""
     keys = {key: value for key, value in config.items() if key != "model_type"}
     hf_config = AutoConfig.for_model(config["model_type"], **json.loads(json.dumps(keys)))
-    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
-    parameters = dict(model.named_parameters())  # a tied head is there once, under the embedding's name
+    seq2seq = config["model_type"] in ENCODER_DECODERS
+    auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
+    model = auto.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
+    if seq2seq and not parsed(config).tied_head:  # transformers 5 ties such a head until a checkpoint says otherwise
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+    parameters = parameters_of(model)
     weights = random_tensors(seed, {name: tuple(p.shape) for name, p in parameters.items()})
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(torch.from_numpy(weights[name]))
     return model
+
+
+def parsed(config: Case) -> Any:
+    """What this project makes of a configuration."""
+    return models.find(config).parse(config)
+
+
+def parameters_of(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """The parameters under the names that checkpoints have; a tied head is there once, under the embedding's name."""
+    renamed = {"lm_head.weight": "embed_out.weight"} if model.config.model_type == "gpt_neox" else {}
+    return {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
@@ -148,16 +254,30 @@ def logits_of(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
     return model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
 
 
+@torch.no_grad()
+def encoded_and_logits(model: PreTrainedModel, source: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The encoder's output for a source, and the decoder's logits, fp32 ``[n, features]`` and ``[tokens, vocab]``."""
+    ids, decoder_ids = (torch.from_numpy(x.astype(np.int64))[None] for x in (source, tokens))
+    output = model(input_ids=ids, decoder_input_ids=decoder_ids)
+    return output.encoder_last_hidden_state[0].numpy(), output.logits[0].numpy()
+
+
 def make(family: str) -> None:
     """Write one family's two files."""
     cases, arrays = {}, {}
-    for seed, (name, case) in enumerate(CASES[family].items(), start=1000 * (FAMILIES.index(family) + 1)):
+    families = (*FAMILIES, *GPTS, *ENCODER_DECODERS)
+    for seed, (name, case) in enumerate(CASES[family].items(), start=1000 * (families.index(family) + 1)):
         config = config_of(family, case)
         model = build(config, seed)
         tokens = random_tokens(seed, TOKENS, config["vocab_size"])
-        weights = digest({n: p.detach().numpy() for n, p in model.named_parameters()})
+        weights = digest({n: p.detach().numpy() for n, p in parameters_of(model).items()})
         cases[name] = {"config": config, "seed": seed, "weights": weights, "tokens": tokens.tolist()}
-        arrays[name] = logits_of(model, tokens)
+        if family in ENCODER_DECODERS:
+            source = random_tokens(seed + 500, SOURCE_TOKENS, config["vocab_size"])
+            cases[name]["source"] = source.tolist()
+            arrays[f"{name}, encoded"], arrays[name] = encoded_and_logits(model, source, tokens)
+        else:
+            arrays[name] = logits_of(model, tokens)
     text = ",\n".join(f"{json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items())
     GOLDENS.mkdir(exist_ok=True)
     (GOLDENS / f"{family}.json").write_text("{\n" + text + "\n}\n")
@@ -168,8 +288,9 @@ def make(family: str) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", metavar="FAMILY", choices=[*FAMILIES, []], help=", ".join(FAMILIES))
-    for family in parser.parse_args().families or FAMILIES:
+    known = (*FAMILIES, *GPTS, *ENCODER_DECODERS)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", choices=[*known, []], help=", ".join(known))
+    for family in parser.parse_args().families or known:
         make(family)
 
 

@@ -20,7 +20,7 @@ from ..layers.linear import Head, Linear
 from ..layers.loading import Reordered, Weights
 from ..layers.mlp import PlainMLP
 from ..layers.norm import LayerNorm
-from .spec import Parameter, Role, Spec
+from .spec import Fold, Parameter, Role, Spec
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -38,7 +38,8 @@ class Names:
     """Where a checkpoint keeps what. Names from ``attention_norm`` on are those within ``{layers}.{i}``.
 
     ``qkv`` has one name where query, key and value are one matrix, else three. ``transposed``: its matrices are stored
-    ``[in, out]``. ``positions`` is empty for a model without learned positions.
+    ``[in, out]``. ``positions`` is empty for a model without learned positions. ``ignored`` and
+    ``aliases`` are those of :class:`~bminf_lite.models.spec.Spec`.
     """
 
     embedding: str
@@ -56,6 +57,7 @@ class Names:
     project_out: str = ""
     transposed: bool = False
     ignored: tuple[str, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,36 @@ def spec(config: Config) -> Spec:
     if config.final_norm:
         tensors |= norm_tensors(names.final_norm, config)
     tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
-    return Spec(tensors, tied, names.ignored)
+    return Spec(tensors, tied, names.ignored, tuple(folds(config)), names.aliases)
+
+
+def folds(config: Config) -> Iterator[Fold]:
+    """Norm to what reads it, values to the output of attention, and up to down where a ReLU lies between.
+
+    Norms whose output is the residual stream itself have other readers; fused and transposed matrices are left out.
+    """
+    names = config.names
+    if names.transposed:
+        return
+    for layer in range(config.layers):
+        name = f"{names.layers}.{layer}"
+        if config.norm_first and config.affine_norms:
+            yield Fold(_with_bias(f"{name}.{names.attention_norm}"), tuple(f"{name}.{x}.weight" for x in names.qkv))
+            yield Fold(_with_bias(f"{name}.{names.mlp_norm}"), (f"{name}.{names.up}.weight",))
+        if len(names.qkv) == 3:
+            values = _with_bias(f"{name}.{names.qkv[2]}", config.attention_bias)
+            yield Fold(values, (f"{name}.{names.attention_out}.weight",))
+        if config.activation == "relu":
+            yield Fold(_with_bias(f"{name}.{names.up}", config.mlp_bias), (f"{name}.{names.down}.weight",))
+    if config.final_norm and config.affine_norms:
+        projected = config.embedding_size != config.hidden_size
+        reader = names.project_out if projected else "" if config.tied_head else names.head
+        if reader:
+            yield Fold(_with_bias(names.final_norm), (f"{reader}.weight",))
+
+
+def _with_bias(name: str, bias: bool = True) -> tuple[str, ...]:
+    return (f"{name}.weight", f"{name}.bias") if bias else (f"{name}.weight",)
 
 
 def layer_tensors(config: Config) -> Iterator[tuple[str, Parameter]]:

@@ -59,10 +59,12 @@ class Spec:
     ``parameters`` maps checkpoint names to parameters. ``tied`` maps a name that the checkpoint may omit to the name
     whose values it shares (the tied output head); where the file holds it all the same, it is ignored. ``ignored``
     are regular expressions (full match) for tensors that some writers include and no reader needs. ``foldable`` says
-    where calibrated migration may move factors; each matrix is a consumer of one fold at most.
+    where calibrated migration may move factors; each matrix is a consumer of one fold at most. ``aliases`` are regular
+    expressions (full match) for names that some files use, each with the replacement that makes it the one used here.
     """
 
     parameters: Mapping[str, Parameter]
     tied: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     foldable: tuple[Fold, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_models import FAMILIES, Golden, RandomWeights, TinyModel, digest, goldens
+from tiny_models import FAMILIES, GPTS, Golden, RandomWeights, TinyModel, digest, goldens
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.sampling import SamplerState
 from bminf_lite.backend.values import Step
 
-CASES = [golden for family in FAMILIES for golden in goldens(family)]
-SOME = [golden for golden in CASES if golden.name in ("grouped", "tied, biases, multi-query", "window", "layer types")]
+CASES = [golden for family in (*FAMILIES, *GPTS) for golden in goldens(family)]
+NAMES = (
+    "grouped",
+    "tied, biases, multi-query",
+    "window",
+    "layer types",
+    "plain",
+    "norm after, projections",
+    "half of heads, new keys",
+)
+SOME = [golden for golden in CASES if golden.name in NAMES]
 """For each family one with everything that its attention has."""
 
 
 def test_enough_configurations_of_each_family():
     assert all(sum(1 for _ in goldens(family)) >= 12 for family in FAMILIES)
+    assert all(sum(1 for _ in goldens(family)) >= 8 for family in GPTS)
 
 
 @pytest.mark.parametrize("golden", CASES, ids=str)

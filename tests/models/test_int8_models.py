@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from float64_model import Float64Model
-from tiny_models import FAMILIES, Golden, RandomWeights, TinyModel, goldens, random_tokens
+from tiny_models import FAMILIES, GPTS, Golden, RandomWeights, TinyModel, goldens, random_tokens
 from tolerances import assert_close
 
 from bminf_lite.backend.cpu import CpuBackend
@@ -37,7 +37,7 @@ def test_logits_equal_a_float64_model_of_the_same_quantization(golden: Golden, k
     assert_close(logits, expected, "logits", np.float32, np.abs(expected).max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *GPTS])
 @pytest.mark.parametrize(("dynamic", "bound"), [(True, 0.06), (False, 0.05)])
 def test_quantization_changes_logits_a_little(backend, family, dynamic, bound):
     """Only a check of size, against the unquantized golden: it would not find a wrong code, nor is it meant to."""

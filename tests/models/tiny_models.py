@@ -19,10 +19,19 @@ from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import HostWeight, quantize_weight
 from bminf_lite.backend.values import Step
-from bminf_lite.layers.cache import KVCache
+from bminf_lite.layers.cache import KVCache, SourceCache
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+GPTS = ("gpt2", "opt", "gpt_neox")
+ENCODER_DECODERS = ("t5", "mt5", "umt5")
+
+EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "shared", "word_embeds", "word_embeddings",
+              "position_embeddings", "relative_attention_bias")  # fmt: skip
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+"""GPT-2's matrices, which are stored ``[in, out]``."""
+UNSCALED = ("Attention.q.weight", "Attention.k.weight", "project_q.weight")
+"""T5's, whose scores nothing divides."""
 
 
 def random_tensors(seed: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
@@ -32,15 +41,17 @@ def random_tensors(seed: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     for name, shape in sorted(shapes.items()):
         raw = generator.random_raw(int(np.prod(shape)))
         uniform = (raw >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)  # [-1, 1)
-        if name.endswith("norm.weight"):
-            values = 1 + np.float32(0.3) * uniform
-        elif name.endswith(".bias"):
+        if name.endswith(".bias"):
             values = np.float32(0.5) * uniform
-        elif name.endswith("embed_tokens.weight"):
+        elif len(shape) == 1:
+            values = 1 + np.float32(0.3) * uniform
+        elif name.removesuffix(".weight").endswith(EMBEDDINGS):
             values = uniform
         else:
             gain = 2.5 if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")) else 1.7
-            values = np.float32(gain / np.sqrt(shape[1])) * uniform
+            if name.endswith(UNSCALED):
+                gain = 1.0
+            values = np.float32(gain / np.sqrt(shape[0 if name.endswith(CONV1D) else 1])) * uniform
         tensors[name] = values.reshape(shape)
     return tensors
 
@@ -60,7 +71,10 @@ def digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 @dataclass(frozen=True)
 class Golden:
-    """One configuration, as a ``config.json`` holds it, and transformers' fp32 logits ``[tokens, vocab]``."""
+    """One configuration, as a ``config.json`` holds it, and transformers' fp32 logits ``[tokens, vocab]``.
+
+    An encoder-decoder also has the ``source`` that its encoder read, and the encoder's output, fp32 ``[n, features]``.
+    """
 
     name: str
     config: dict[str, Any]
@@ -68,6 +82,8 @@ class Golden:
     weights: str
     tokens: np.ndarray
     logits: np.ndarray
+    source: np.ndarray | None = None
+    encoded: np.ndarray | None = None
 
     def __str__(self) -> str:
         return f"{self.config['model_type']}: {self.name}"
@@ -79,7 +95,11 @@ def goldens(family: str) -> Iterator[Golden]:
     with np.load(GOLDENS / f"{family}.npz") as arrays:
         for name, case in cases.items():
             tokens = np.array(case["tokens"], np.int32)
-            yield Golden(name, case["config"], case["seed"], case["weights"], tokens, arrays[name])
+            source = np.array(case["source"], np.int32) if "source" in case else None
+            encoded = arrays.get(f"{name}, encoded")
+            yield Golden(
+                name, case["config"], case["seed"], case["weights"], tokens, arrays[name], source, encoded
+            )
 
 
 class RandomWeights:
@@ -89,6 +109,7 @@ class RandomWeights:
         architecture = models.find(config)
         spec = architecture.spec(architecture.parse(config))
         self.tied = spec.tied
+        self.transposed = {name for name, p in spec.parameters.items() if p.transposed}
         shapes = {name: p.shape for name, p in spec.parameters.items() if name not in spec.tied}
         self.tensors = random_tensors(seed, shapes)
         self.quantized = quantized
@@ -98,7 +119,8 @@ class RandomWeights:
         return self.tensors[self.tied.get(name, name)]
 
     def weight(self, name: str) -> HostWeight:
-        return quantize_weight(self.vector(name), self.dynamic) if self.quantized else self.vector(name)
+        weight = self.vector(name).T if name in self.transposed else self.vector(name)
+        return quantize_weight(weight, self.dynamic) if self.quantized else weight
 
 
 class TinyModel:
@@ -130,3 +152,33 @@ class TinyModel:
         arrays = (self.backend.array(np.asarray(x, np.int32)) for x in values)
         step = Step(*arrays, count=len(rows), longest=max(counts), reach=reach)
         return np.array(self.backend.host(self.network(step, self.cache, all_logits)))
+
+
+class TinyEncoderDecoder(TinyModel):
+    """The same with an encoder: sources are read into slots, and then decoded."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.cache.source = SourceCache(self.backend, self.config.cache_shape, self.slots, 16, 1024)
+
+    def source_step(self, *sources: Sequence[int], slots: Sequence[int] | None = None) -> Step:
+        """Whole sources as one step."""
+        slots = list(range(len(sources))) if slots is None else list(slots)
+        counts = [len(source) for source in sources]
+        values = np.concatenate(sources), np.cumsum([0, *counts]), np.zeros(len(sources)), slots
+        arrays = (self.backend.array(np.asarray(x, np.int32)) for x in values)
+        return Step(*arrays, count=len(sources), longest=max(counts), reach=max(counts))
+
+    def encode(self, *sources: Sequence[int]) -> np.ndarray:
+        """The encoder's output for all tokens, packed."""
+        return np.array(self.backend.host(self.network.encode(self.source_step(*sources))))
+
+    def read(self, *sources: Sequence[int], slots: Sequence[int] | None = None) -> None:
+        """Read sources into slots, which forget what they held."""
+        step = self.source_step(*sources, slots=slots)
+        slots = list(range(len(sources))) if slots is None else list(slots)
+        self.cache.source.reserve(max(map(len, sources)))
+        self.cache.source.set_lengths({slot: len(source) for slot, source in zip(slots, sources, strict=True)})
+        self.network.read(step, self.cache.source)
+        for slot in slots:
+            self.past[slot] = 0
