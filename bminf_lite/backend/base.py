@@ -11,7 +11,7 @@ activations are rounded to ``activation_dtype`` between operations: fp32 here, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ import numpy as np
 from .quantization import HostWeight, Int8Weight, quantize_rows
 from .sampling import SamplerState
 from .sampling import sample as sample_tokens
-from .values import Array, AttentionSpec, LayerCache, Norm, RelativeBias, Rope, Step
+from .values import Array, AttentionSpec, LayerCache, Norm, Placement, RelativeBias, Rope, Step
 
 T = TypeVar("T")
 
@@ -53,6 +53,8 @@ class Backend:
 
     def __init__(self, activation_dtype: type = np.float32):
         self.activation_dtype = np.dtype(activation_dtype)
+        self.placement = Placement()
+        """Where a model's weights are to live; whoever changes it does so before a model is built."""
 
     # -- arrays ---------------------------------------------------------------------------------------------------
 
@@ -123,11 +125,11 @@ class Backend:
         """A gain, a bias or frequencies, fp32."""
         return np.array(values, np.float32)
 
-    def blocks(self, build: Callable[[int], T], count: int) -> Sequence[T]:
-        """The layers of a stack; a step iterates over them in order, from the first to the last.
+    def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
+        """The layers of a stack; a step iterates over them from the first to the last, and uses each in its turn.
 
-        ``build(i)`` makes layer ``i`` with this backend's arrays, which must belong to that layer alone: a backend may
-        keep a layer's arrays on the host, and bring them to the device when the iteration reaches the layer.
+        ``build(i)`` makes layer ``i``. The weight matrices that it makes must be that layer's alone: a backend may keep
+        them on the host as its :attr:`placement` says, and bring them to the device when an iteration gets there.
         """
         return [build(index) for index in range(count)]
 

@@ -40,6 +40,19 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where a model's weights live, for a backend whose memory is not the host's.
+
+    ``streamed`` are the numbers of the layers whose matrices stay on the host and pass through ``slots`` slots of
+    device memory; with ``host_tables`` embedding tables stay on the host, and the device reads rows from there.
+    """
+
+    streamed: tuple[int, ...] = ()
+    slots: int = 2
+    host_tables: bool = False
+
+
+@dataclass(frozen=True)
 class Norm:
     """A normalization over the last axis, computed in fp32.
 

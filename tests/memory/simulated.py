@@ -1,0 +1,129 @@
+"""A device and a link that exist in simulated time, and make every mistake of a scheduler show.
+
+A copy destroys its slot as soon as its events allow it to start, and its data arrive only when compute waits for them:
+so compute that reads too early finds poison, and a copy that starts too early poisons what compute still reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from bminf_lite.backend.base import Backend, Weight
+from bminf_lite.backend.quantization import HostWeight
+from bminf_lite.memory.streaming import StreamedBlocks
+
+T = TypeVar("T")
+POISON = 0xFF
+"""As fp32: NaN."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A copy of ``layer`` into ``slot``, or compute that uses it there, in simulated seconds."""
+
+    what: str
+    layer: int
+    slot: int
+    start: float
+    end: float
+
+
+@dataclass
+class SimulatedLink:
+    """Streamed layers of ``sizes`` bytes over a link of ``bandwidth`` bytes per second.
+
+    With ``images`` and ``memory``, bytes really move. ``refuse_at`` numbers the calls that raise, as Ctrl-C would.
+    """
+
+    sizes: Sequence[int]
+    slots: int
+    bandwidth: float = 1.0
+    images: list[np.ndarray] = field(default_factory=list)
+    memory: list[np.ndarray] = field(default_factory=list)
+    refuse_at: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.link_time = 0.0
+        self.compute_time = 0.0
+        self.free = [0.0] * self.slots
+        self.ready = [0.0] * self.slots
+        self.arriving: list[int | None] = [None] * self.slots
+        self.spans: list[Span] = []
+        self.calls = 0
+
+    def copy(self, layer: int, slot: int) -> None:
+        self._refuse()
+        start = max(self.link_time, self.free[slot])
+        self.link_time = self.ready[slot] = start + self.sizes[layer] / self.bandwidth
+        self.spans.append(Span("copy", layer, slot, start, self.link_time))
+        self.arriving[slot] = layer
+        if self.memory:
+            self.memory[slot][:] = POISON
+        self._refuse()
+
+    def await_copy(self, slot: int) -> None:
+        self._refuse()
+        self.compute_time = max(self.compute_time, self.ready[slot])
+        layer = self.arriving[slot]
+        if self.memory and layer is not None:
+            self.memory[slot][: len(self.images[layer])] = self.images[layer]
+        self._refuse()
+
+    def release(self, slot: int) -> None:
+        self._refuse()
+        self.free[slot] = self.compute_time
+        self._refuse()
+
+    def compute(self, seconds: float, layer: int | None = None) -> None:
+        """Compute for a while, with the ``layer``-th streamed layer if one is given."""
+        start = self.compute_time
+        self.compute_time += seconds
+        if layer is not None:
+            self.spans.append(Span("compute", layer, layer % self.slots, start, self.compute_time))
+
+    def _refuse(self) -> None:
+        self.calls += 1
+        if self.calls in self.refuse_at:
+            raise KeyboardInterrupt
+
+
+class SimulatedDevice(Backend):
+    """NumPy whose weight matrices of the ``streamed`` layers lie in slots, as on a GPU."""
+
+    name = "simulated"
+
+    def __init__(self, streamed: Sequence[int], slots: int = 2, capacity: int = 1 << 20) -> None:
+        super().__init__()
+        self.streamed = tuple(streamed)
+        self.link = SimulatedLink([0] * len(streamed), slots, 1e9)
+        self.link.memory = [np.zeros(capacity, np.uint8) for _ in range(slots)]
+        self._slot: np.ndarray | None = None
+        self._filled = 0
+
+    def blocks(self, build: Callable[[int], T], count: int) -> StreamedBlocks[T]:
+        built = []
+        for index in range(count):
+            if index in self.streamed:
+                self._slot, self._filled = self.link.memory[len(self.link.images) % self.link.slots], 0
+            built.append(build(index))
+            if self._slot is not None:
+                self.link.images.append(self._slot[: self._filled].copy())
+            self._slot = None
+        self.link.sizes = [len(image) for image in self.link.images]
+        for slot in self.link.memory:
+            slot[:] = POISON
+        return StreamedBlocks(built, self.streamed, self.link, self.link.slots)
+
+    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
+        weight = super().weight(parts, biases)
+        if self._slot is None:
+            return weight
+        end = self._filled + weight.values.nbytes
+        place = self._slot[self._filled : end].view(np.float32).reshape(weight.values.shape)
+        place[...] = weight.values
+        self._filled = end
+        return Weight(place, weight.scale, weight.bias, weight.dynamic)

@@ -1,0 +1,203 @@
+"""Streaming on a simulated device: equal numbers, no slot overwritten while in use, copies and compute overlapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_kit import make_model, prompt_of, request, run
+from simulated import SimulatedDevice, SimulatedLink
+
+from bminf_lite.memory.planner import spread, step_time
+from bminf_lite.memory.streaming import Feeder, StreamedBlocks
+
+LAYERS = 7
+
+
+def stack(layers: int, streamed: int, slots: int, copy: float) -> tuple[SimulatedLink, StreamedBlocks[int]]:
+    """Blocks that are their own numbers, and copies that take ``copy`` seconds."""
+    link = SimulatedLink([1] * streamed, slots, 1 / copy)
+    return link, StreamedBlocks(range(layers), spread(layers, streamed), link, slots)
+
+
+def decode(
+    link: SimulatedLink, blocks: StreamedBlocks[int], streamed: tuple[int, ...], layer: float, head: float
+) -> float:
+    """A step whose layers compute for ``layer`` seconds each; returns when it ends."""
+    for block in blocks:
+        link.compute(layer, streamed.index(block) if block in streamed else None)
+    link.compute(head)
+    return link.compute_time
+
+
+shapes = st.tuples(st.integers(3, 40), st.integers(2, 4)).flatmap(
+    lambda s: st.tuples(st.just(s[0]), st.integers(min(s[1] + 1, s[0]), s[0]), st.just(s[1]))
+)
+"""Layers, how many of them are streamed, and slots."""
+
+
+@given(shapes, st.floats(4, 200) | st.floats(0.01, 0.25), st.floats(0, 2))
+def test_a_step_takes_what_the_plan_says(shape: tuple[int, int, int], copy: float, head: float) -> None:
+    """The busier of link and compute never waits. ``copy`` and ``head`` are in times of a layer's compute, and
+    a link is 10 to 100 times as slow as a GPU's memory.
+    """
+    assert measured(shape, copy, head) == pytest.approx(predicted(shape, copy, head), rel=0.05)
+
+
+@given(shapes, st.floats(0.1, 10), st.floats(0, 2))
+def test_a_link_about_as_fast_as_compute_loses_little(
+    shape: tuple[int, int, int], copy: float, head: float
+) -> None:
+    """Where neither is always the slower one, two slots cannot hide every unevenness."""
+    assert measured(shape, copy, head) <= 1.25 * predicted(shape, copy, head)
+
+
+def measured(shape: tuple[int, int, int], copy: float, head: float) -> float:
+    """Simulated time of a step in the steady state."""
+    layers, count, slots = shape
+    link, blocks = stack(layers, count, slots, copy)
+    ends = [decode(link, blocks, spread(layers, count), 1.0, head) for _ in range(30)]
+    return (ends[-1] - ends[9]) / 20
+
+
+def predicted(shape: tuple[int, int, int], copy: float, head: float) -> float:
+    layers, count, slots = shape
+    return step_time(count, layers, slots, count * copy, layers + head)
+
+
+@given(shapes, st.floats(0.01, 10))
+def test_a_slot_is_left_alone_while_it_is_in_use(shape: tuple[int, int, int], copy: float) -> None:
+    layers, count, slots = shape
+    link, blocks = stack(layers, count, slots, copy)
+    for _ in range(4):
+        decode(link, blocks, spread(layers, count), 1.0, 0.5)
+    for slot in range(slots):
+        spans = [s for s in link.spans if s.slot == slot]
+        spans.sort(key=lambda s: (s.start, s.end))
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+        assert all(a.layer == b.layer for a, b in pairwise(spans) if b.what == "compute")
+
+
+@given(shapes)
+def test_copies_go_round_in_order(shape: tuple[int, int, int]) -> None:
+    layers, count, slots = shape
+    link, blocks = stack(layers, count, slots, 1.0)
+    for _ in range(3):
+        decode(link, blocks, spread(layers, count), 1.0, 0.0)
+    copies = [s for s in link.spans if s.what == "copy"]
+    assert [s.layer for s in copies] == [i % count for i in range(len(copies))]
+    assert all(s.slot == s.layer % slots for s in copies)
+    assert all(a.end <= b.start for a, b in pairwise(copies))
+    assert len(copies) == 3 * count + min(slots, count)
+
+
+def test_the_next_step_s_first_copy_starts_before_this_step_ends() -> None:
+    link, blocks = stack(8, 4, 2, 1.0)
+    first_end = decode(link, blocks, spread(8, 4), 0.1, 3.0)
+    early = [s for s in link.spans if s.what == "copy" and s.start < first_end][4:]
+    assert [s.layer for s in early] == [0, 1]
+    assert max(s.end for s in early) <= first_end
+
+
+def test_a_chunk_of_a_prompt_passes_each_layer_once() -> None:
+    device = SimulatedDevice(spread(LAYERS, 5))
+    model = make_model(device, num_hidden_layers=LAYERS)
+    model.logits(prompt_of(60))
+    copies = [s for s in device.link.spans if s.what == "copy"]
+    assert len(copies) == 5 + 2
+
+
+# -- the same numbers -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15)
+@given(st.sets(st.integers(0, LAYERS - 1), min_size=1), st.integers(1, 3), st.booleans())
+def test_streamed_and_resident_give_equal_tokens_and_logits(streamed: set[int], slots: int, quantized: bool) -> None:
+    ids = prompt_of(20)
+    resident = make_model(num_hidden_layers=LAYERS, quantized=quantized)
+    device = SimulatedDevice(sorted(streamed), slots)
+    model = make_model(device, num_hidden_layers=LAYERS, quantized=quantized)
+    for _ in range(2):
+        np.testing.assert_array_equal(model.logits(ids), resident.logits(ids))
+    requests = [[request(i, prompt_of(5 + i), max_new_tokens=6) for i in range(3)] for _ in range(2)]
+    expected, found = run(resident, requests[0]), run(model, requests[1])
+    assert [r.tokens for r in found] == [r.tokens for r in expected]
+    assert [r.logprobs for r in found] == [r.logprobs for r in expected]
+
+
+@pytest.mark.parametrize("at", range(1, 60))
+def test_ctrl_c_at_any_call_leaves_the_model_usable(at: int) -> None:
+    """Before and after the work of every call of the link, in the first steps."""
+    device = SimulatedDevice(spread(LAYERS, 5))
+    model = make_model(device, num_hidden_layers=LAYERS)
+    ids = prompt_of(9)
+    expected = make_model(num_hidden_layers=LAYERS).logits(ids)
+    device.link.refuse_at = {at}
+    try:
+        for _ in range(3):
+            np.testing.assert_array_equal(model.logits(ids), expected)
+    except KeyboardInterrupt as error:
+        kept = error  # with its traceback, and so the generator that was left early
+        for _ in range(2):
+            np.testing.assert_array_equal(model.logits(ids), expected)
+        assert kept
+
+
+def test_a_failing_operation_leaves_the_model_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(spread(LAYERS, 5))
+    model = make_model(device, num_hidden_layers=LAYERS)
+    ids = prompt_of(9)
+    expected = model.logits(ids)
+    attention, calls = device.attention, []
+
+    def fail(*arguments: object) -> object:
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError("out of memory")
+        return attention(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(device, "attention", fail)
+    with pytest.raises(MemoryError):
+        model.logits(ids)
+    np.testing.assert_array_equal(model.logits(ids), expected)
+
+
+def test_a_later_iteration_ends_the_one_before() -> None:
+    _, blocks = stack(6, 4, 2, 1.0)
+    early = iter(blocks)
+    next(early)
+    assert list(blocks) == list(range(6))
+    assert list(early) == []
+
+
+# -- the simulation finds mistakes ------------------------------------------------------------------------------------
+
+
+def test_reading_before_the_copy_has_ended_is_seen() -> None:
+    check_mistake(lambda device: setattr(device.link, "await_copy", lambda slot: None))
+
+
+def test_a_copy_that_starts_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    acquire = Feeder.acquire
+
+    def too_early(self: Feeder, layer: int) -> None:
+        acquire(self, layer)
+        self.release(layer)
+
+    monkeypatch.setattr(Feeder, "acquire", too_early)
+    check_mistake(lambda device: None)
+
+
+def check_mistake(make: Callable[[SimulatedDevice], None]) -> None:
+    device = SimulatedDevice(spread(LAYERS, 5))
+    model = make_model(device, num_hidden_layers=LAYERS)
+    make(device)
+    ids = prompt_of(9)
+    with np.errstate(all="ignore"):
+        assert not np.array_equal(model.logits(ids), make_model(num_hidden_layers=LAYERS).logits(ids))
+
+
