@@ -1,0 +1,58 @@
+"""Smoothed and mixed-precision checkpoints in transformers with compressed-tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import outliers
+import pytest
+
+import bminf_lite
+
+torch = pytest.importorskip("torch", reason="parity needs torch")
+transformers = pytest.importorskip("transformers", reason="parity needs transformers")
+pytest.importorskip("compressed_tensors", reason="parity needs compressed-tensors")
+import make_goldens  # noqa: E402  (needs torch)
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+DEMO = Path(bminf_lite.__file__).parent / "demo_model"
+
+
+def untouched(tensors: outliers.Tensors, config: dict) -> None:
+    """No outliers."""
+
+
+def error(logits: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("put_in", [untouched, outliers.in_norms, outliers.in_values], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("recipe", ["w8a8-smooth", "auto"])
+def test_transformers_opens_it_and_agrees(
+    tmp_path: Path, recipe: str, put_in: Callable[[outliers.Tensors, dict], None]
+) -> None:
+    source, out = outliers.write(DEMO, tmp_path / "source", put_in), tmp_path / "out"
+    report = bminf_lite.migrate(source, out, recipe, calibrate=DEMO / "heldout.txt", samples=4, device="cpu")
+    schemes = {tensor.scheme.value for tensor in report.tensors}
+    assert schemes == ({"w8a8", "w8a16", "float"} if recipe == "auto" else {"w8a8", "float"})
+    with bminf_lite.load(source, device="cpu") as before, bminf_lite.load(out, device="cpu") as model:
+        ids = np.array(model.tokenizer.encode((DEMO / "heldout.txt").read_text(encoding="utf-8")[:3000]))
+        ours, unquantized = model.logits(ids), before.logits(ids)
+    opened, info = open_with_transformers(out)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    theirs = make_goldens.logits_of(opened, ids)
+    # they round activations by another definition (max / 127.5), and keep a tied head float
+    assert error(ours, theirs) < 1.6 * error(theirs, unquantized)
+    assert error(theirs, unquantized) < 0.02 and error(ours, unquantized) < 0.02
+    assert (ours.argmax(axis=1) == theirs.argmax(axis=1)).mean() > 0.95
+
+
+def open_with_transformers(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The model, computing in fp32, and what transformers says about the tensors."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    return model.eval(), info

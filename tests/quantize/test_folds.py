@@ -1,0 +1,78 @@
+"""Factors may move wherever a specification says so: the float model does not change by a single bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tiny_models import ENCODER_DECODERS, FAMILIES, GPTS, Golden, RandomWeights, TinyEncoderDecoder, TinyModel, goldens
+
+from bminf_lite import models
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.models.spec import Fold, Role, Spec
+from bminf_lite.quantize.smoothing import folded, gather, spread
+
+CASES = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden in goldens(family)]
+
+
+def spec_of(golden: Golden) -> Spec:
+    architecture = models.find(golden.config)
+    return architecture.spec(architecture.parse(golden.config))
+
+
+def logits(golden: Golden, weights: RandomWeights) -> np.ndarray:
+    if golden.source is None:
+        return TinyModel(CpuBackend(), golden.config, weights).run(golden.tokens)
+    model = TinyEncoderDecoder(CpuBackend(), golden.config, weights)
+    model.read(golden.source)
+    return model.run(golden.tokens)
+
+
+def width(spec: Spec, fold: Fold) -> int:
+    """The number of channels that a fold's producers have."""
+    return spec.parameters[fold.producers[0]].shape[0]
+
+
+@pytest.mark.parametrize("golden", CASES, ids=str)
+def test_powers_of_two_in_every_fold_change_nothing(golden: Golden) -> None:
+    spec, random = spec_of(golden), np.random.default_rng(0)
+    weights = RandomWeights(golden.config, golden.seed)
+    expected = logits(golden, weights)
+    for fold in spec.foldable:
+        factors = np.exp2(random.integers(-6, 7, width(spec, fold))).astype(np.float32)
+        for name, treatment in folded(spec, fold, factors).items():
+            if treatment.row_factors is not None:
+                weights.tensors[name] = weights.tensors[name] * treatment.row_factors[:, None]
+            if treatment.column_factors is not None:
+                weights.tensors[name] = weights.tensors[name] * treatment.column_factors
+    np.testing.assert_array_equal(logits(golden, weights), expected)
+
+
+@pytest.mark.parametrize("golden", CASES, ids=str)
+def test_folds_fit_their_tensors(golden: Golden) -> None:
+    spec = spec_of(golden)
+    consumers = [name for fold in spec.foldable for name in fold.consumers]
+    assert len(consumers) == len(set(consumers))
+    for fold in spec.foldable:
+        channels = width(spec, fold)
+        assert all(spec.parameters[name].shape[0] == channels for name in fold.producers)
+        assert all(spec.parameters[name].role in (Role.LINEAR, Role.HEAD) for name in fold.consumers)
+        assert {spec.parameters[name].shape[1] for name in fold.consumers} == {channels * fold.repeat}
+        assert not {*fold.producers, *fold.consumers} & spec.tied.keys()
+        assert not {*fold.producers, *fold.consumers} & set(spec.tied.values())
+
+
+def test_gathering_undoes_spreading() -> None:
+    fold = Fold((), (), block=2, repeat=3)
+    np.testing.assert_array_equal(spread(np.arange(4), fold), [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3])
+    np.testing.assert_array_equal(gather(np.array([0, 9, 5, 1, 0, 1, 2, 3, 2, 3, 2, 8]), fold), [5, 9, 2, 8])
+
+
+def test_most_matrices_can_be_smoothed() -> None:
+    """All of a LLaMA's but a tied head."""
+    golden = next(goldens("llama"))
+    spec = spec_of(golden)
+    consumers = {name for fold in spec.foldable for name in fold.consumers}
+    matrices = {name for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
+    assert matrices - consumers <= spec.tied.keys()
+
+
