@@ -1,14 +1,18 @@
-"""Opening a checkpoint: a folder with ``config.json`` and safetensors, in one file or in shards with an index.
+"""Opening a checkpoint: a folder with ``config.json`` and weights, in one file or in shards with an index.
+
+The weights are safetensors or, as older checkpoints have them, PyTorch files (see :mod:`.torch_file`), which are read
+without PyTorch. Where a folder has both, safetensors are taken.
 
 Everything that can be wrong with the files is found when the folder is opened, and reported in one error; whether the
 tensors are those that a model needs is :meth:`Checkpoint.validate`'s question. Tensors are views of memory maps (see
-:mod:`.safetensors_file`), so opening costs milliseconds whatever the size.
+:mod:`.tensor_file`), so opening costs milliseconds whatever the size.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,10 +27,11 @@ from .manifest import MANIFEST_FILE
 from .recipe import Scheme
 from .safetensors_file import SafetensorsFile
 from .tensor_file import FLOAT_DTYPES, TensorFile, TensorInfo
+from .torch_file import TorchFile
 from .validation import spec_problems
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+"""Where the weights are: the first of these that exists, or the shards of its ``.index.json``."""
 
 
 class Checkpoint:
@@ -59,11 +64,11 @@ class Checkpoint:
             file.close()
 
     def files(self) -> list[Path]:
-        """Every file that the tensors and their meaning come from: ``config.json``, the index, the safetensors."""
+        """Every file that the tensors and their meaning come from: ``config.json``, the index, the weights."""
         return [*self._metadata_files, *self._files]
 
     def check_unchanged(self) -> None:
-        """Raise :class:`CheckpointError` if a safetensors file was written to since the checkpoint was opened."""
+        """Raise :class:`CheckpointError` if a file of weights was written to since the checkpoint was opened."""
         for file in self._files.values():
             file.check_unchanged()
 
@@ -132,6 +137,14 @@ class Checkpoint:
         return np.ascontiguousarray(np.broadcast_to(scale.reshape(-1), (rows,)))
 
 
+@dataclass(frozen=True)
+class Index:
+    """An index file's name, and what it says: which file has which tensor."""
+
+    name: str
+    weight_map: Mapping[str, str]
+
+
 class SpecWeights:
     """A checkpoint seen through a model's specification: a tied tensor is read from where its values are.
 
@@ -164,26 +177,25 @@ class SpecWeights:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open the checkpoint in the folder ``path``.
 
-    Raises :class:`CheckpointError` if the folder, ``config.json``, the index or a safetensors file cannot be used; all
+    Raises :class:`CheckpointError` if the folder, ``config.json``, the index or a file of weights cannot be used; all
     problems of the shards are listed together.
     """
     path = Path(path)
     if not path.is_dir():
         what = "is a file, not a folder" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path}: {what}; give the folder that holds config.json and *.safetensors")
+        raise CheckpointError(f"{path}: {what}; give the folder that holds config.json and the weights")
     config = read_json(path / "config.json")
-    weight_map, metadata_files = None, [path / "config.json"]
-    if (path / SINGLE_FILE).exists():
-        names = [SINGLE_FILE]
-    elif (path / INDEX_FILE).exists():
-        weight_map = _read_index(path / INDEX_FILE)
-        metadata_files.append(path / INDEX_FILE)
-        names = sorted(set(weight_map.values()))
-    else:
+    metadata_files = [path / "config.json"]
+    index = None
+    found = next((path / f for name in SINGLE_FILES for f in (name, f"{name}.index.json") if (path / f).exists()), None)
+    if found is None:
         raise CheckpointError(_no_weights(path))
+    if found.suffix == ".json":
+        index = Index(found.name, _read_index(found))
+        metadata_files.append(found)
     files: list[TensorFile] = []
     try:
-        files = _open_shards(path, names, weight_map)
+        files = _open_shards(path, [found.name] if index is None else sorted(set(index.weight_map.values())), index)
         return Checkpoint(path, config, files, metadata_files)
     except BaseException:
         for file in files:
@@ -216,11 +228,12 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map must map tensor names to files, not {weight_map!r}")
     problems = []
+    suffix = Path(path.name.removesuffix(".index.json")).suffix
     for file in sorted(set(map(str, weight_map.values()))):
         if PurePosixPath(file).name != file or "\\" in file or "\0" in file:
             problems.append(f"names {file!r}, which is outside this folder; move the file into it and correct the name")
-        elif not file.endswith(".safetensors"):
-            problems.append(f"names {file!r}, which is not a safetensors file")
+        elif not file.endswith(suffix):
+            problems.append(f"names {file!r}, which is not a {suffix[1:]} file")
         elif not (path.parent / file).exists():
             problems.append(f"the shard {file} is missing; download it again")
     if problems:
@@ -228,17 +241,17 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open_shards(path: Path, names: list[str], weight_map: dict[str, str] | None) -> list[TensorFile]:
+def _open_shards(path: Path, names: list[str], index: Index | None) -> list[TensorFile]:
     """Open all files; their tensors must be those of the index, each in one file only."""
     files: list[TensorFile] = []
     problems = []
     for name in names:
         try:
-            files.append(SafetensorsFile(path / name))
+            files.append(TorchFile(path / name) if name.endswith(".bin") else SafetensorsFile(path / name))
         except CheckpointError as error:  # noqa: PERF203, the others' problems are wanted too
             problems.append(str(error))
     if not problems:
-        problems = _shard_problems(files, weight_map)
+        problems = _shard_problems(files, index)
     if problems:
         for file in files:
             file.close()
@@ -248,31 +261,32 @@ def _open_shards(path: Path, names: list[str], weight_map: dict[str, str] | None
     return files
 
 
-def _shard_problems(files: list[TensorFile], weight_map: dict[str, str] | None) -> list[str]:
+def _shard_problems(files: list[TensorFile], index: Index | None) -> list[str]:
     holders: dict[str, list[str]] = {}
     for file in files:
         for tensor in file.tensors:
             holders.setdefault(tensor, []).append(file.path.name)
     problems = [f"tensor {t!r} is in more than one shard: {', '.join(f)}" for t, f in holders.items() if len(f) > 1]
-    for tensor, file_name in (weight_map or {}).items():
+    if index is None:
+        return problems
+    for tensor, file_name in index.weight_map.items():
         found = holders.pop(tensor, [])
         if file_name not in found:
             where = f"but it is in {', '.join(found)}" if found else "but no shard has it"
-            problems.append(f"{INDEX_FILE} places tensor {tensor!r} in {file_name}, {where}")
-    if weight_map is not None:
-        problems += [f"tensor {t!r} of {', '.join(f)} is not in {INDEX_FILE}" for t, f in holders.items()]
-    return problems
+            problems.append(f"{index.name} places tensor {tensor!r} in {file_name}, {where}")
+    return problems + [f"tensor {t!r} of {', '.join(f)} is not in {index.name}" for t, f in holders.items()]
 
 
 def _no_weights(path: Path) -> str:
     suffixes = (".bin", ".pt", ".pth", ".safetensors", ".gguf", ".h5")
     found = sorted(file.name for file in path.iterdir() if file.suffix in suffixes)
     listed = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
-    if any(name.endswith(".safetensors") for name in found):
-        return f"{path}: has {listed}, but neither {SINGLE_FILE} nor {INDEX_FILE}; copy the missing index"
+    for name in SINGLE_FILES:
+        if any(file.endswith(Path(name).suffix) for file in found):
+            return f"{path}: has {listed}, but neither {name} nor {name}.index.json; copy the missing index"
     if found:
         return (
-            f"{path}: its weights are in {listed}, and this version reads safetensors only; convert them with "
-            "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+            f"{path}: its weights are in {listed}, and this version reads {' and '.join(SINGLE_FILES)}; convert them "
+            "with transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
-    return f"{path}: holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}"
+    return f"{path}: holds no weights: none of {', '.join(SINGLE_FILES)}, nor the index of shards"

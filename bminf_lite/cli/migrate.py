@@ -35,8 +35,8 @@ def migrate(
 ) -> None:
     """Migrate a checkpoint to int8.
 
-    Reads the Hugging Face folder SOURCE (safetensors in fp32, fp16 or bf16) and writes the folder OUT, which appears
-    complete or not at all.
+    Reads the Hugging Face folder SOURCE (safetensors, or PyTorch's .bin files, in fp32, fp16 or bf16) and writes the
+    folder OUT, which appears complete or not at all.
 
     \b
     Example:

@@ -136,11 +136,12 @@ def test_config_that_cannot_be_read(make_checkpoint: MakeCheckpoint, text: str |
     assert expected in message(folder)
 
 
-def test_only_pytorch_files(make_checkpoint: MakeCheckpoint) -> None:
+def test_only_files_of_other_libraries(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint()
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "model.safetensors").rename(folder / "tf_model.h5")
     text = message(folder)
-    assert "pytorch_model.bin" in text and "safetensors only" in text and "save_pretrained" in text
+    assert "tf_model.h5" in text and "reads model.safetensors and pytorch_model.bin" in text
+    assert "save_pretrained" in text
 
 
 def test_no_weights_and_no_index(make_checkpoint: MakeCheckpoint) -> None:

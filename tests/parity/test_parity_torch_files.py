@@ -1,0 +1,78 @@
+"""PyTorch's own files: whatever ``torch.save`` writes and ``torch.load`` reads, :class:`TorchFile` reads the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bminf_lite.checkpoint.torch_file import TorchFile
+from bminf_lite.errors import CheckpointError
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.parity
+
+
+def raw(tensor: Any) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def check(path: Path, expected: dict[str, Any]) -> None:
+    file = TorchFile(path)
+    assert list(file.tensors) == list(expected)
+    for name, tensor in expected.items():
+        view = file.view(name)
+        assert view.shape == tuple(tensor.shape) and view.tobytes() == raw(tensor)
+        content = bytearray(view.nbytes)
+        file.read_tensor(name, memoryview(content))
+        assert bytes(content) == view.tobytes()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_tensors_of_every_kind(tmp_path: Path, zipped: bool) -> None:
+    base = torch.arange(60).reshape(3, 4, 5)
+    tensors = {}
+    names = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+    for name in [*names, *(["uint16", "uint32", "float8_e4m3fn", "float8_e5m2"] if zipped else [])]:
+        values = base.to(getattr(torch, name))
+        tensors |= {f"{name} turned": values.permute(2, 0, 1), f"{name} part": values[1:, ::2, 3], name: values}
+    tensors |= {"parameter": torch.nn.Parameter(torch.randn(3, 2)), "scalar": torch.tensor(1.5)}
+    tensors["none"] = torch.empty(0, 4)
+    torch.save(tensors, tmp_path / "x.bin", _use_new_zipfile_serialization=zipped)
+    check(tmp_path / "x.bin", tensors)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_module_s_state(tmp_path: Path, zipped: bool, protocol: int) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Embedding(7, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 6, bias=False))
+    module[2].weight = torch.nn.Parameter(module[2].weight.T)
+    state = module.state_dict()
+    assert isinstance(state, OrderedDict) and state._metadata
+    torch.save(state, tmp_path / "x.bin", pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    check(tmp_path / "x.bin", state)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_is_no_state(tmp_path: Path, zipped: bool) -> None:
+    path = tmp_path / "x.bin"
+    for value, words in [
+        (torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear"),
+        ({"x": torch.zeros(2, dtype=torch.complex64)}, "torch.ComplexFloatStorage"),
+        ({"x": torch.zeros(2).to_sparse()}, "torch._utils._rebuild_sparse_tensor"),
+        ({"x": np.zeros(2)}, "numpy"),
+        ([torch.zeros(2)], "a list instead"),
+    ]:
+        torch.save(value, path, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(CheckpointError, match=words):
+            TorchFile(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)), str(path))
+    with pytest.raises(CheckpointError, match=r"TorchScript|compressed"):
+        TorchFile(path)
