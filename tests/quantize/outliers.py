@@ -11,6 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from bminf_lite.backend.base import silu
+from bminf_lite.checkpoint.treatment import Treatment
 
 Tensors = dict[str, np.ndarray]
 FACTORS = (10, 30, 100)
@@ -83,6 +84,13 @@ def spike(token: int, size: float = 3000.0) -> Callable[[Tensors, dict], None]:
         config["intermediate_size"] += 2
 
     return put_in
+
+
+def multiplied(tensor: np.ndarray, treatment: Treatment) -> np.ndarray:
+    """A tensor with the factors of a treatment, as migration writes it."""
+    if treatment.row_factors is not None:
+        tensor = tensor * treatment.row_factors[:, None]
+    return tensor if treatment.column_factors is None else tensor * treatment.column_factors
 
 
 def write(source: Path, folder: Path, put_in: Callable[[Tensors, dict], None]) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from outliers import multiplied
 from tiny_models import ENCODER_DECODERS, FAMILIES, GPTS, Golden, RandomWeights, TinyEncoderDecoder, TinyModel, goldens
 
 from bminf_lite import models
@@ -40,10 +41,7 @@ def test_powers_of_two_in_every_fold_change_nothing(golden: Golden) -> None:
     for fold in spec.foldable:
         factors = np.exp2(random.integers(-6, 7, width(spec, fold))).astype(np.float32)
         for name, treatment in folded(spec, fold, factors).items():
-            if treatment.row_factors is not None:
-                weights.tensors[name] = weights.tensors[name] * treatment.row_factors[:, None]
-            if treatment.column_factors is not None:
-                weights.tensors[name] = weights.tensors[name] * treatment.column_factors
+            weights.tensors[name] = multiplied(weights.tensors[name], treatment)
     np.testing.assert_array_equal(logits(golden, weights), expected)
 
 

@@ -1,0 +1,83 @@
+"""Every architecture goes through the calibrated recipes: fused matrices, biases, ReLU, encoder and decoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from outliers import multiplied
+from safetensors.numpy import save_file
+from tiny_models import (
+    ENCODER_DECODERS,
+    FAMILIES,
+    GPTS,
+    Golden,
+    RandomWeights,
+    TinyEncoderDecoder,
+    TinyModel,
+    goldens,
+    random_tokens,
+)
+
+import bminf_lite
+from bminf_lite import models
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.layers.loading import Weights
+from bminf_lite.models.spec import Role, Spec
+from bminf_lite.quantize.smoothing import folded
+
+CASES = [next(goldens(family)) for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) if family != "gpt2"]
+"""Not GPT-2, whose transposed matrices stay float in the format."""
+
+
+def write(folder: Path, golden: Golden, spec: Spec) -> Path:
+    """The model as a checkpoint, with two large channels in everything that smoothing can reach."""
+    tensors = RandomWeights(golden.config, golden.seed).tensors
+    for fold in spec.foldable:
+        factors = np.ones(spec.parameters[fold.producers[0]].shape[0], np.float32)
+        factors[[3, 5]] = 1 / 64
+        for name, treatment in folded(spec, fold, factors).items():
+            tensors[name] = multiplied(tensors[name], treatment)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(golden.config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def logits(golden: Golden, weights: Weights) -> np.ndarray:
+    if golden.source is None:
+        return TinyModel(CpuBackend(), golden.config, weights).run(golden.tokens)
+    model = TinyEncoderDecoder(CpuBackend(), golden.config, weights)
+    model.read(golden.source)
+    return model.run(golden.tokens)
+
+
+def migrated_error(golden: Golden, spec: Spec, out: Path) -> float:
+    """How far the logits of the checkpoint in ``out`` are from the float model's, relative to those."""
+    with open_checkpoint(out) as checkpoint:
+        checkpoint.validate(spec)
+        got = logits(golden, checkpoint.weights(spec))
+    expected = logits(golden, RandomWeights(golden.config, golden.seed))
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("golden", CASES, ids=lambda golden: golden.config["model_type"])
+def test_calibrated_recipes(golden: Golden, tmp_path: Path) -> None:
+    architecture = models.find(golden.config)
+    spec = architecture.spec(architecture.parse(golden.config))
+    source = write(tmp_path / "source", golden, spec)
+    ids = random_tokens(7, 600, golden.config["vocab_size"])
+    bminf_lite.migrate(source, tmp_path / "plain")
+    error = {"plain": migrated_error(golden, spec, tmp_path / "plain")}
+    for recipe in ("w8a8-smooth", "auto"):
+        report = bminf_lite.migrate(source, tmp_path / recipe, recipe, calibrate=ids, device="cpu")
+        decided = [name for product in report.calibration["products"] for name in product["tensors"]]
+        assert len(decided) == len(set(decided))
+        matrices = {name for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
+        assert set(decided) == matrices
+        error[recipe] = migrated_error(golden, spec, tmp_path / recipe)
+    assert error["w8a8-smooth"] < 0.5 * error["plain"] and error["w8a8-smooth"] < 0.05
+    assert error["auto"] < 1.05 * error["w8a8-smooth"]
