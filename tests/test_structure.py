@@ -17,7 +17,8 @@ REPOSITORY = Path(__file__).parents[1]
 
 MAY_IMPORT = {
     "": {"engine", "models", "layers", "backend", "checkpoint", "memory", "errors"},
-    "cli": {"", "engine", "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors"},
+    "cli": {"", "bench", "engine", "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors"},
+    "bench": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "engine": {"quantize", "models", "layers", "backend", "checkpoint", "memory", "errors"},
     "quantize": {"models", "layers", "backend", "checkpoint", "errors"},
     "checkpoint": {"models", "backend", "errors"},
@@ -34,7 +35,7 @@ MAY_IMPORT = {
 VOCABULARY = {"bminf_lite.__version__", "bminf_lite.backend.values"}
 """What every part may name: a constant, and the plain values that operations exchange. They import nothing of ours."""
 
-MAY_IMPORT_CUPY = ("cuda/", "backend/cuda/", "memory/device.py")
+MAY_IMPORT_CUPY = ("cuda/", "backend/cuda/", "memory/device.py", "bench/cuda.py")
 
 
 def modules() -> list[Path]:

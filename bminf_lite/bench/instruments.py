@@ -1,0 +1,182 @@
+"""What measuring needs of a device: a clock, peaks of memory, the limits of the hardware, and a look inside a step.
+
+:class:`Instruments` serves any backend by the host's clock, which is right where operations run at once, on the CPU.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ..backend.base import Backend, Weight
+from ..backend.values import LayerCache
+from .plain import Case, plain_cases
+
+OPERATIONS = ("embed", "norm", "linear", "gated_linear", "linear_add", "last_tokens", "attention", "sample")
+"""The operations of a backend that a trace shows where the device's own kernels cannot be seen."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device was measured to reach: bytes per second read, bytes per second copied (read and written both
+    counted), and operations per second of a large int8 product (a multiplication and an addition count as two).
+    """
+
+    read: float
+    copy: float
+    int8: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """A kernel or operation of a step: seconds it took, bytes it had to move (0 if not known), seconds to the next."""
+
+    name: str
+    seconds: float
+    nbytes: int
+    gap: float
+
+
+class Instruments:
+    """Of the CPU. ``ceiling_bytes`` is the size of the buffers with which its limits are measured."""
+
+    def __init__(self, ops: Backend, ceiling_bytes: int = 256 << 20):
+        self.ops = ops
+        self.ceiling_bytes = ceiling_bytes
+
+    def time(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Seconds that the device takes for ``work()``, and its result."""
+        start = time.perf_counter()
+        result = work()
+        return time.perf_counter() - start, result
+
+    def versions(self) -> dict[str, str]:
+        """What the figures depend on beside the hardware."""
+        return {
+            "bminf-lite": __version__, "python": platform.python_version(), "numpy": np.__version__
+        }  # fmt: skip
+
+    def reset_peaks(self) -> None:
+        """Let the peaks of memory start again, where they can."""
+
+    def peaks(self) -> tuple[int, int | None]:
+        """The peak of memory used and reserved in bytes; on a CPU, of the whole process since it began, and None."""
+        unit = 1 if platform.system() == "Darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None
+
+    def ceilings(self) -> Ceilings:
+        """Measure the limits: of BLAS reading a matrix and multiplying two, and of copying memory."""
+        columns = 4096
+        rows = max(1, self.ceiling_bytes // (4 * columns))
+        matrix, vector = np.ones((rows, columns), np.float32), np.ones(columns, np.float32)
+        read = matrix.nbytes / self.best(lambda: matrix @ vector)
+        target = np.empty_like(matrix)
+        copy = 2 * matrix.nbytes / self.best(lambda: np.copyto(target, matrix))
+        size = min(2048, rows)
+        a, b = matrix[:size, :size].copy(), matrix[:size, :size].copy()
+        return Ceilings(read, copy, 2 * size**3 / self.best(lambda: a @ b))
+
+    def best(self, work: Callable[[], Any], runs: int = 5) -> float:
+        """Seconds of the fastest of a few runs, after one that does not count."""
+        work()
+        return min(self.time(work)[0] for _ in range(runs))
+
+    def seconds_each(self, run: Callable[[int], Any], runs: int = 7) -> float:
+        """Seconds that one ``run(i)`` takes, the median, after one that does not count."""
+        run(0)
+        return median(self.time(partial(run, i))[0] for i in range(runs))
+
+    def plain_seconds_each(self, run: Callable[[int], Any]) -> float:
+        """The same for work that is not the backend's own, as its user would run it."""
+        return self.seconds_each(run)
+
+    def trace(self, step: Callable[[], Any]) -> list[Span]:
+        """The operations of one ``step()`` in order, each timed on its own."""
+        step()
+        spans: list[Span] = []
+        with _watched(self.ops, spans):
+            step()
+        return spans
+
+    def kernels(self) -> Iterator[Case]:
+        """Single kernels over a sweep of sizes; each is made when it is asked for."""
+        return plain_cases(np, self.ops)
+
+
+def instruments_for(ops: Backend) -> Instruments:
+    """Those of the device that ``ops`` owns."""
+    if not ops.name.startswith("cuda"):
+        return Instruments(ops)
+    from .cuda import CudaInstruments
+
+    return CudaInstruments(ops)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _watched(ops: Backend, spans: list[Span]) -> Iterator[None]:
+    """Record the outermost calls of ``ops``' operations."""
+    inside = False
+    ended = [0.0]
+
+    def watch(name: str) -> Callable[..., Any]:
+        operation = getattr(ops, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return operation(*args, **kwargs)
+            inside = True
+            try:
+                start = time.perf_counter()
+                result = operation(*args, **kwargs)
+                end = time.perf_counter()
+            finally:
+                inside = False
+            if spans:
+                last = spans[-1]
+                spans[-1] = Span(last.name, last.seconds, last.nbytes, start - ended[0])
+            ended[0] = end
+            spans.append(Span(describe(name, args, result), end - start, moved_bytes(name, args, result), 0.0))
+            return result
+
+        return watched
+
+    for name in OPERATIONS:
+        setattr(ops, name, watch(name))
+    try:
+        yield
+    finally:
+        for name in OPERATIONS:
+            delattr(ops, name)
+
+
+def moved_bytes(name: str, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that an operation of the CPU's backend must read and write."""
+    if name == "embed":
+        return 2 * result.nbytes
+    total = 0
+    for value in (*args, result):
+        if isinstance(value, LayerCache):
+            tokens = int((args[-1].past + 1).sum())
+            total += 2 * tokens * value.keys[0, :, 0].nbytes
+        elif isinstance(value, Weight):
+            total += sum(x.nbytes for x in (value.values, value.scale, value.bias) if x is not None)
+        else:
+            total += getattr(value, "nbytes", 0)
+    return total
+
+
+def describe(name: str, args: tuple[Any, ...], result: Any) -> str:
+    """An operation with the shapes of what goes in and comes out."""
+    first = next((a.shape for a in args if hasattr(a, "shape")), ())
+    return f"{name} {list(first)} -> {list(getattr(result, 'shape', ()))}"

@@ -1,0 +1,128 @@
+"""Drawing a report: cost curves, the parts of a step, or the speed of kernels over their sizes. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from .report import Report
+from .runner import Measurement
+
+CURVES = (
+    ("pp", "tokens", "prompt length, tokens"),
+    ("tg", "depth", "context length, tokens"),
+    ("tg", "batch", "sequences at once"),
+)
+"""Of which tests the time is drawn against what."""
+
+
+Drawing = Callable[[Any], None]
+"""Draws onto matplotlib's axes."""
+
+
+def require_matplotlib() -> None:
+    """Raise ``UsageError`` with the command that helps where it is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UsageError("--plot needs matplotlib: pip install 'bminf-lite[plot]'") from None
+
+
+def save(report: Report, path: Path) -> None:
+    """Draw what ``report`` holds into ``path``, of the type that its suffix says."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    drawings = _curves(report.measurements)
+    if report.trace:
+        drawings.append(partial(_draw_trace, report=report))
+    drawings += [partial(_draw_kernels, report=report, operations=kind) for kind in _kinds(report)]
+    if not drawings:
+        raise UsageError("--plot: there is nothing to draw")
+    figure = Figure(figsize=(6.5 * len(drawings), 4.5), layout="constrained")
+    figure.suptitle(" · ".join(filter(None, (report.subject.name if report.subject else "", report.device))))
+    for axes, draw in zip(figure.subplots(1, len(drawings), squeeze=False)[0], drawings, strict=True):
+        draw(axes)
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise UsageError(f"--plot {path}: {error}") from error
+
+
+def _curves(measurements: Sequence[Measurement]) -> list[Drawing]:
+    """A drawing for each curve that has two points; all tests in one drawing where no curve has."""
+    drawings: list[Drawing] = []
+    for kind, variable, label in CURVES:
+        lines: dict[str, list[Measurement]] = defaultdict(list)
+        for m in measurements:
+            if m.test.kind == kind:
+                same = {n: v for n, v in vars(m.test).items() if n not in ("kind", variable)}
+                lines[", ".join(f"{n} {v}" for n, v in same.items())].append(m)
+        if any(len({getattr(m.test, variable) for m in line}) > 1 for line in lines.values()):
+            drawings.append(partial(_draw_curve, lines=lines, variable=variable, label=label))
+    if measurements and not drawings:
+        drawings.append(partial(_draw_tests, measurements=measurements))
+    return drawings
+
+
+def _draw_curve(axes: Any, lines: dict[str, list[Measurement]], variable: str, label: str) -> None:
+    for name, line in lines.items():
+        points = sorted((getattr(m.test, variable), 1e3 * m.step_seconds) for m in line)
+        axes.plot([x for x, _ in points], [y for _, y in points], "o-", label=name)
+    prefill = variable == "tokens"
+    axes.set(xlabel=label, ylabel="milliseconds per prompt" if prefill else "milliseconds per step")
+    axes.set_xscale("symlog" if variable == "depth" else "log", base=2)
+    if prefill:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+
+
+def _draw_tests(axes: Any, measurements: Sequence[Measurement]) -> None:
+    axes.barh([str(m.test) for m in measurements], [m.speed for m in measurements],
+              xerr=[m.deviation for m in measurements])  # fmt: skip
+    axes.invert_yaxis()
+    axes.set(xlabel="tokens per second")
+
+
+def _draw_trace(axes: Any, report: Report) -> None:
+    """The share of each kind of part, the largest first."""
+    assert report.trace is not None
+    total: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    for span in report.trace.spans:
+        total[span.name] += span.seconds
+        count[span.name] += 1
+    names = sorted(total, key=lambda name: -total[name])
+    axes.barh([f"{count[n]} x {n}" for n in names], [1e6 * total[n] for n in names])
+    axes.axvline(1e6 * report.trace.step_seconds, color="black", linestyle="--", label="the step as it is run")
+    axes.invert_yaxis()
+    axes.set(xlabel="microseconds of one decode step")
+    axes.legend(fontsize="small")
+
+
+def _kinds(report: Report) -> list[bool]:
+    """Whether the kernels' rates are operations, and whether they are bytes: those that there are."""
+    return sorted({bool(k.operations) for k in report.kernels})
+
+
+def _draw_kernels(axes: Any, report: Report, operations: bool) -> None:
+    rows = [(k, row) for k, row in zip(report.kernels, report.rows()["kernels"], strict=True)]
+    rates: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for kernel, row in rows:
+        if bool(kernel.operations) == operations:
+            rates[kernel.kernel].append((kernel.shape, row["rate"]))
+    for name, points in rates.items():
+        axes.plot([shape for shape, _ in points], [rate for _, rate in points], "o-", label=name)
+    limit = report.ceilings.int8 / 1e12 if operations else report.ceilings.copy / 1e9
+    axes.axhline(limit, color="black", linestyle="--", label="int8 product" if operations else "copy")
+    axes.set(ylabel="TOPS" if operations else "GB/s")
+    axes.set_ylim(bottom=0)
+    axes.tick_params(axis="x", rotation=75, labelsize="small")
+    axes.legend(fontsize="small")

@@ -1,0 +1,218 @@
+"""A benchmark's results for people (Markdown tables), for programs (JSON) and for spreadsheets (CSV)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .instruments import Ceilings, Span
+from .runner import Measurement
+from .subject import Subject
+
+Row = Mapping[str, Any]
+UNKNOWN = Ceilings(math.nan, math.nan, math.nan)
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """A kernel's time at one size: seconds, bytes moved or operations done, and the plain formula's seconds."""
+
+    kernel: str
+    shape: str
+    seconds: float
+    nbytes: int
+    operations: int
+    plain_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One decode step at ``depth``: its parts in order, each timed alone, and the time of the step as it is run."""
+
+    depth: int
+    spans: Sequence[Span]
+    step_seconds: float
+
+    @property
+    def alone(self) -> float:
+        """The sum of the parts' times."""
+        return sum(span.seconds for span in self.spans)
+
+
+@dataclass
+class Report:
+    """Everything that one run of the benchmark found."""
+
+    device: str
+    versions: Mapping[str, str]
+    ceilings: Ceilings = UNKNOWN
+    subject: Subject | None = None
+    measurements: list[Measurement] = field(default_factory=list)
+    trace: Trace | None = None
+    kernels: list[KernelTime] = field(default_factory=list)
+
+    def rows(self) -> dict[str, list[Row]]:
+        """The tables by name, each a list of rows with the same keys."""
+        tables = {
+            "tests": [self._test_row(m) for m in self.measurements],
+            "trace": [self._span_row(i, s) for i, s in enumerate(self.trace.spans)] if self.trace else [],
+            "kernels": [self._kernel_row(k) for k in self.kernels],
+        }
+        return {name: rows for name, rows in tables.items() if rows}
+
+    def _test_row(self, m: Measurement) -> Row:
+        assert self.subject is not None
+        return {
+            "model": self.subject.name,
+            "size_bytes": self.subject.nbytes,
+            "parameters": self.subject.parameters,
+            "device": self.device,
+            "test": str(m.test),
+            "tokens_per_second": m.speed,
+            "deviation": m.deviation,
+            "milliseconds": 1e3 * m.step_seconds,
+            "bytes_per_token": round(m.token_bytes),
+            "percent_of_read": 100 * m.bandwidth / self.ceilings.read,
+            "percent_of_int8": 100 * m.operations * m.speed / self.ceilings.int8,
+            "peak_used_bytes": m.peak_used,
+            "peak_reserved_bytes": m.peak_reserved,
+        }
+
+    def _span_row(self, index: int, span: Span) -> Row:
+        return {
+            "launch": index,
+            "name": span.name,
+            "microseconds": 1e6 * span.seconds,
+            "bytes": span.nbytes or None,
+            "percent_of_read": 100 * span.nbytes / span.seconds / self.ceilings.read if span.nbytes else None,
+            "gap_microseconds": 1e6 * span.gap,
+        }
+
+    def _kernel_row(self, k: KernelTime) -> Row:
+        rate = k.operations / k.seconds / 1e12 if k.operations else k.nbytes / k.seconds / 1e9
+        limit = self.ceilings.int8 / 1e12 if k.operations else self.ceilings.copy / 1e9
+        return {
+            "kernel": k.kernel,
+            "shape": k.shape,
+            "microseconds": 1e6 * k.seconds,
+            "rate": rate,
+            "unit": "TOPS" if k.operations else "GB/s",
+            "percent_of_ceiling": 100 * rate / limit,
+            "plain_microseconds": 1e6 * k.plain_seconds if k.plain_seconds else None,
+            "speedup": k.plain_seconds / k.seconds if k.plain_seconds else None,
+        }
+
+    # -- forms --------------------------------------------------------------------------------------------------------
+
+    def markdown(self) -> str:
+        """Tables of figures that fit a terminal, and below them what they are measured against."""
+        parts = []
+        for name, rows in self.rows().items():
+            parts.append(markdown_table([FORMS[name](row) for row in rows]))
+        if self.trace:
+            parts.append(
+                f"One decode step behind {self.trace.depth} tokens takes {1e6 * self.trace.step_seconds:.1f} us as it "
+                f"is run; its {len(self.trace.spans)} parts take {1e6 * self.trace.alone:.1f} us one by one."
+            )
+        c = self.ceilings
+        parts.append(
+            f"Measured on this device: read {c.read / 1e9:,.1f} GB/s, copy {c.copy / 1e9:,.1f} GB/s, "
+            f"int8 product {c.int8 / 1e12:,.2f} TOPS.\n"
+            + ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        )
+        return "\n\n".join(parts)
+
+    def json(self) -> str:
+        """One object, figures unrounded."""
+        whole: dict[str, Any] = {
+            "device": self.device,
+            "versions": dict(self.versions),
+            "ceilings": {
+                "read_bytes_per_second": self.ceilings.read,
+                "copy_bytes_per_second": self.ceilings.copy,
+                "int8_operations_per_second": self.ceilings.int8,
+            },
+            **self.rows(),
+        }
+        for row, m in zip(whole.get("tests", []), self.measurements, strict=False):
+            row["seconds"] = list(m.seconds)
+        if self.trace:
+            whole["step_microseconds"] = 1e6 * self.trace.step_seconds
+        return json.dumps(whole, indent=2)
+
+    def csv(self) -> str:
+        """A header and rows for each table, with an empty line between tables."""
+        parts = []
+        for rows in self.rows().values():
+            text = io.StringIO()
+            writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+            parts.append(text.getvalue())
+        return "\n".join(parts).rstrip("\n")
+
+
+def _test_form(row: Row) -> Row:
+    reserved = row["peak_reserved_bytes"]
+    parameters = row["parameters"]
+    return {
+        "model": row["model"],
+        "size": f"{row['size_bytes'] / 1e9:.2f} GB",
+        "params": f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M",
+        "device": row["device"],
+        "test": row["test"],
+        "t/s": f"{row['tokens_per_second']:.2f} ± {row['deviation']:.2f}",
+        "ms": f"{row['milliseconds']:.3f}",
+        "MB/token": f"{row['bytes_per_token'] / 1e6:.2f}",
+        "% read": f"{row['percent_of_read']:.1f}",
+        "% int8": f"{row['percent_of_int8']:.1f}",
+        "peak used": f"{row['peak_used_bytes'] / 1e9:.3f} GB",
+        "peak reserved": "" if reserved is None else f"{reserved / 1e9:.3f} GB",
+    }
+
+
+def _span_form(row: Row) -> Row:
+    percent = row["percent_of_read"]
+    return {
+        "launch": str(row["launch"]),
+        "name": row["name"],
+        "us": f"{row['microseconds']:.2f}",
+        "MB": "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.3f}",
+        "% read": "" if percent is None else f"{percent:.1f}",
+        "us to the next": f"{row['gap_microseconds']:.2f}",
+    }
+
+
+def _kernel_form(row: Row) -> Row:
+    plain, speedup = row["plain_microseconds"], row["speedup"]
+    return {
+        "kernel": row["kernel"],
+        "shape": row["shape"],
+        "us": f"{row['microseconds']:.1f}",
+        "rate": f"{row['rate']:,.2f} {row['unit']}",
+        "% of ceiling": f"{row['percent_of_ceiling']:.1f}",
+        "plain us": "" if plain is None else f"{plain:.1f}",
+        "times faster": "" if speedup is None else f"{speedup:.1f}",
+    }
+
+
+FORMS = {"tests": _test_form, "trace": _span_form, "kernels": _kernel_form}
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Rows of text with the same keys as a Markdown table whose columns line up; those of figures to the right."""
+    names = list(rows[0])
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
+    right = {name: all(row[name][:1].isdigit() or not row[name] for row in rows) for name in names}
+
+    def line(cells: Mapping[str, str]) -> str:
+        padded = (cells[n].rjust(widths[n]) if right[n] else cells[n].ljust(widths[n]) for n in names)
+        return f"| {' | '.join(padded)} |"
+
+    rule = {n: "-" * (widths[n] - right[n]) + ":" * right[n] for n in names}
+    return "\n".join([line({n: n for n in names}), line(rule), *(line(row) for row in rows)])

@@ -1,0 +1,161 @@
+"""Sequences of random tokens on their way: the steps that a benchmark times, and the check of what they gave."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ..backend.sampling import SamplerState
+from ..backend.values import Array, Step
+from ..engine.sampling import SamplingParams, sampler_state
+from ..errors import BminfError
+from ..layers.cache import KVCache
+from .subject import Subject
+
+GREEDY = SamplingParams(seed=0, ignore_eos=True)
+UNWRITTEN = -2
+"""What the place of the chosen tokens holds before a step; no step gives it."""
+
+
+class Session:
+    """``batch`` sequences with room for ``capacity`` tokens each. Close it to give the cache's memory back.
+
+    Results are int32 ``[2, batch]`` as ``Backend.sample`` gives them, greedy: tokens, and log-probabilities as bits.
+    """
+
+    def __init__(self, subject: Subject, batch: int, capacity: int, seed: int = 0):
+        self.subject = subject
+        self.ops = subject.ops
+        self.batch = batch
+        self.random = np.random.default_rng(seed)
+        limits = subject.limits
+        self.cache = KVCache(self.ops, limits.cache_shape, batch, capacity, max(limits.context_length, capacity))
+        self._sampler = self._greedy(batch)
+        self._step: Step | None = None
+        self._work: Callable[[], Array] | None = None
+        self._last: Array | None = None
+
+    def close(self) -> None:
+        """Give the memory back; nothing can be run afterwards."""
+        self._work = self._last = None
+        self.cache.close()
+
+    def tokens(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Random token ids int32."""
+        return self.random.integers(0, self.subject.limits.vocab_size, shape, np.int32)
+
+    def poison(self, first: int) -> None:
+        """Fill the cache from position ``first`` on with NaN: a step that reads what it has not written then shows."""
+        nan = np.array(np.nan, self.ops.activation_dtype)
+        for layer in self.cache.layers:
+            for values in (layer.keys, layer.values):
+                self.ops.assign(values[:, :, first:], nan)
+
+    # -- prefill ------------------------------------------------------------------------------------------------------
+
+    def prepare_prefill(self, count: int, past: int) -> list[tuple[Step, SamplerState]]:
+        """``count`` random tokens for each sequence behind ``past`` earlier ones, in chunks as the engine cuts them."""
+        tokens = self.tokens((self.batch, count))
+        steps = []
+        for parts in chunks(self.batch, count, self.subject.limits.chunk):
+            rows, firsts = [tokens[b, i:j] for b, i, j in parts], [past + i for _, i, _ in parts]
+            steps.append((self._packed(rows, firsts, [b for b, *_ in parts]), self._greedy(len(parts))))
+        return steps
+
+    def prefill(self, steps: list[tuple[Step, SamplerState]]) -> list[np.ndarray]:
+        """Run ``steps``, and choose a token after each sequence's last."""
+        fetched = [
+            self.ops.fetch(self.ops.sample(self.subject.network(step, self.cache), sampler)) for step, sampler in steps
+        ]
+        return [result() for result in fetched]
+
+    def _greedy(self, count: int) -> SamplerState:
+        state = sampler_state([GREEDY] * count, [()] * count, self.subject.limits.vocab_size, list(range(count)))
+        return state.map(self.ops.array)
+
+    def _packed(self, tokens: list[np.ndarray], past: list[int], slots: list[int]) -> Step:
+        def array(values: list[int] | np.ndarray) -> Array:
+            return self.ops.array(np.asarray(values, np.int32))
+
+        counts = [len(t) for t in tokens]
+        return Step(
+            tokens=array(np.concatenate(tokens)),
+            starts=array(np.cumsum([0, *counts])),
+            past=array(past),
+            slots=array(slots),
+            count=len(tokens),
+            longest=max(counts),
+            reach=max(p + n for p, n in zip(past, counts, strict=True)),
+        )
+
+    # -- decode -------------------------------------------------------------------------------------------------------
+
+    def prepare_decode(self, past: int) -> None:
+        """Random tokens at position ``past`` are the next step's input. Work that was recorded stays valid."""
+        tokens = self.tokens((self.batch,))
+        if self._step is None:
+            self._step = self._packed(list(tokens[:, None]), [past] * self.batch, list(range(self.batch)))
+            self._step.reach = self.cache.capacity
+        self.ops.assign(self._step.tokens, tokens)
+        self.ops.assign(self._step.past, np.full(self.batch, past, np.int32))
+        if self._last is not None:
+            self.ops.assign(self._last, np.full((2, self.batch), UNWRITTEN, np.int32))
+
+    def decode_eagerly(self) -> Array:
+        """One step, launched operation by operation."""
+        step = self._step
+        assert step is not None
+        return self.ops.sample(self.subject.network(step, self.cache), self._sampler, step)
+
+    def decode(self, count: int) -> list[np.ndarray]:
+        """``count`` steps as the engine runs them, the host as far ahead of the device as it may be."""
+        if self._work is None:
+            self._work = self.ops.repeated(self.decode_eagerly)
+        results: list[np.ndarray] = []
+        under_way: deque[Callable[[], np.ndarray]] = deque()
+        for _ in range(count):
+            self._last = self._work()
+            under_way.append(self.ops.fetch(self._last))
+            if len(under_way) > self.ops.lookahead:
+                results.append(under_way.popleft()())
+        return results + [result() for result in under_way]
+
+
+def chunks(batch: int, tokens: int, chunk: int) -> Iterator[list[tuple[int, int, int]]]:
+    """The parts of each prefill step of up to ``chunk`` tokens: ``(sequence, first, end)`` each."""
+    parts: list[tuple[int, int, int]] = []
+    room = chunk
+    for sequence in range(batch):
+        first = 0
+        while first < tokens:
+            end = min(tokens, first + room)
+            parts.append((sequence, first, end))
+            room -= end - first
+            first = end
+            if room == 0:
+                yield parts
+                parts, room = [], chunk
+    if parts:
+        yield parts
+
+
+def check(results: list[np.ndarray], vocab_size: int, where: str) -> None:
+    """Raise ``BminfError`` unless each token is one of the vocabulary, likely, and not always the same.
+
+    ``results`` are those of steps with different inputs; a device that does nothing, or computes NaN, shows here.
+    """
+    tokens = np.concatenate([r[0] for r in results])
+    logprobs = np.concatenate([r[1] for r in results]).view(np.float32)
+    problems = []
+    if ((tokens < 0) | (tokens >= vocab_size)).any():
+        wrong = int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
+        known = {UNWRITTEN: "nothing was written", -1: "the logits hold a NaN or an infinity"}
+        problems.append(f"a step gave the token {wrong} ({known.get(wrong, 'which does not exist')})")
+    elif not (np.isfinite(logprobs) & (logprobs < 1e-3)).all():
+        problems.append(f"a log-probability is {logprobs[~np.isfinite(logprobs) | (logprobs >= 1e-3)][0]}")
+    elif len(results) > 1 and len({r.tobytes() for r in results}) == 1:
+        problems.append(f"{len(results)} steps with different inputs gave exactly the same")
+    if problems:
+        raise BminfError(f"{where}: {problems[0]}, so its time means nothing")

@@ -1,0 +1,141 @@
+"""``bench``: how fast a model runs here, and what of the hardware's limits that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ._options import device_option, memory_limit_option
+
+if TYPE_CHECKING:
+    from ..bench.report import Report
+    from ..bench.runner import Measurement, Workload
+
+
+class Numbers(click.ParamType):
+    """Whole numbers separated by commas, such as ``512,2048``."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers such as 512,2048", parameter, context)
+
+
+@click.command()
+@click.argument("model", metavar="[MODEL]", required=False, type=click.Path(path_type=Path))
+@click.option("--shape", metavar="NAME", help="Random int8 weights of a shape that comes with the package, or of a "
+              "config.json, instead of a model.")  # fmt: skip
+@click.option("-p", "prompts", type=Numbers(), default=(512,), metavar="N,...",
+              help="Prompt lengths; 0 for none. [512]")  # fmt: skip
+@click.option("-n", "generated", type=Numbers(), default=(128,), metavar="N,...",
+              help="Numbers of tokens to decode; 0 for none. [128]")  # fmt: skip
+@click.option("-b", "batches", type=Numbers(), default=(1,), metavar="N,...", help="Sequences at once. [1]")
+@click.option("-d", "depths", type=Numbers(), default=(0,), metavar="N,...",
+              help="Tokens that are in the cache before a test begins. [0]")  # fmt: skip
+@click.option("-r", "repetitions", type=click.IntRange(1), default=5, show_default=True, help="Runs of each test.")
+@click.option("-o", "output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True,
+              help="The form of what is printed.")  # fmt: skip
+@click.option("--plot", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path),
+              help="Draw the results too: cost curves where one of -p, -d and -b has several values.")  # fmt: skip
+@click.option("--trace", is_flag=True, help="Show the parts of one decode step in order, instead of running tests.")
+@click.option("--kernels", is_flag=True, help="Time single kernels over a sweep of sizes; needs no model.")
+@device_option
+@memory_limit_option
+def bench(
+    model: Path | None,
+    shape: str | None,
+    prompts: tuple[int, ...],
+    generated: tuple[int, ...],
+    batches: tuple[int, ...],
+    depths: tuple[int, ...],
+    repetitions: int,
+    output: str,
+    plot: Path | None,
+    trace: bool,
+    kernels: bool,
+    device: str,
+    memory_limit: int | None,
+) -> None:
+    """Measure the speed of a model.
+
+    Processes random prompts (pp) and decodes tokens (tg) with the model in the folder MODEL, or with random weights of
+    a shape. Prints tokens per second (the median of the runs ± their standard deviation), the bytes that a token must
+    move, and what that is of the rates that this device was measured to reach.
+
+    \b
+    Example:
+      bminf-lite bench MODEL
+      bminf-lite bench --shape llama-3-8b -p 512,2048 -d 512
+      bminf-lite bench --shape llama-3-8b -p 0 -d 128,1024,8192,32768 --plot context.png
+      bminf-lite bench --shape llama-3.2-1b -d 512 --trace
+      bminf-lite bench --kernels -o csv
+    """
+    from ..bench import plot as drawing
+    from ..bench.runner import workloads
+    from ..bench.shapes import read_shape, shape_names
+
+    if (model is None) == (shape is None) and not (kernels and model is None):
+        raise click.UsageError(f"Give either MODEL or --shape, which is one of: {', '.join(shape_names())}.")
+    if trace and max(len(batches), len(depths)) > 1:
+        raise click.UsageError("--trace shows one step: give one -b and one -d.")
+    if plot is not None:
+        drawing.require_matplotlib()
+    tests = workloads(prompts, generated, depths, batches)
+    if not tests and not kernels:
+        raise click.UsageError("There is nothing to run: -p and -n are both 0.")
+    config = read_shape(shape) if shape is not None else None
+    report = run(model, shape, config, tests, repetitions, trace, kernels, device, memory_limit)
+    click.echo({"md": report.markdown, "json": report.json, "csv": report.csv}[output]())
+    if plot is not None:
+        drawing.save(report, plot)
+
+
+def run(
+    model: Path | None,
+    shape: str | None,
+    config: dict[str, Any] | None,
+    tests: Sequence[Workload],
+    repetitions: int,
+    trace: bool,
+    kernels: bool,
+    device: str,
+    memory_limit: int | None,
+) -> Report:
+    """Everything that was asked for. The limits of the device come last, so that peaks of memory are the model's."""
+    from .. import backend
+    from ..bench.inside import kernel_times, trace_step
+    from ..bench.instruments import instruments_for
+    from ..bench.report import Report
+    from ..bench.runner import run_tests
+    from ..bench.subject import checkpoint_subject, random_subject
+
+    ops = backend.create(device, memory_limit)
+    try:
+        instruments = instruments_for(ops)
+        report = Report(ops.describe(), instruments.versions())
+        if config is not None:
+            report.subject = random_subject(Path(shape or "").name.removesuffix(".json"), config, ops)
+        elif model is not None:
+            report.subject = checkpoint_subject(model, ops)
+        if report.subject is not None and trace:
+            report.trace = trace_step(report.subject, instruments, tests[0].batch, tests[0].depth)
+        if report.subject is not None and not trace and not kernels:
+            report.measurements = run_tests(report.subject, instruments, tests, repetitions, _show_progress)
+        if kernels:
+            report.kernels = kernel_times(instruments)
+        report.ceilings = instruments.ceilings()
+        return report
+    finally:
+        ops.close()
+
+
+def _show_progress(measurement: Measurement) -> None:
+    click.echo(f"{measurement.test}: {measurement.speed:.2f} ± {measurement.deviation:.2f} tokens/s", err=True)

@@ -1,0 +1,108 @@
+"""The forms of a report: a table for people, JSON, CSV and drawings."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+
+import pytest
+
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.bench import plot
+from bminf_lite.bench.instruments import Ceilings, Span
+from bminf_lite.bench.report import KernelTime, Report, Trace, markdown_table
+from bminf_lite.bench.runner import Measurement, Workload
+from bminf_lite.bench.subject import random_subject
+from bminf_lite.errors import UsageError
+
+SHAPE = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 64,
+}  # fmt: skip
+CEILINGS = Ceilings(read=4e12, copy=3.5e12, int8=1e15)
+
+
+def measured(kind: str, tokens: int, depth: int = 0, batch: int = 1, seconds: float = 0.5) -> Measurement:
+    times = (seconds, seconds * 1.1, seconds)
+    return Measurement(Workload(kind, tokens, depth, batch), times, 8e9, 1.6e10, 9 << 30, None)
+
+
+@pytest.fixture
+def report() -> Report:
+    return Report(
+        "a device", {"bminf-lite": "1"}, CEILINGS, random_subject("small", SHAPE, CpuBackend()),
+        [measured("pp", 512), measured("tg", 128, depth=512)],
+        Trace(512, [Span("embed", 1e-6, 100, 2e-6), Span("matvec<1>", 9e-6, 16_000_000, 0.0)], 8e-6),
+        [KernelTime("norm", "4 x 8", 1e-5, 20_000_000, 0, 4e-5), KernelTime("igemm", "1 x 2", 1e-3, 5, 10**12, None)],
+    )  # fmt: skip
+
+
+def test_markdown(report: Report) -> None:
+    text = report.markdown()
+    assert "| small " in text and "| pp512 " in text and "tg128 @ d512" in text
+    assert "1024.00 ± " in text, "512 tokens in half a second"
+    assert "51.2" in text, "128 tokens of 8 GB in half a second are 2.05 of 4 TB/s"
+    assert "takes 8.0 us as it is run; its 2 parts take 10.0 us one by one" in text
+    assert "2,000.00 GB/s" in text and "1,000.00 TOPS" in text and "4.0" in text
+    assert "read 4,000.0 GB/s, copy 3,500.0 GB/s, int8 product 1,000.00 TOPS" in text
+    for table in text.split("\n\n")[:3]:
+        assert len({len(line) for line in table.splitlines()}) == 1, "columns line up"
+
+
+def test_json(report: Report) -> None:
+    data = json.loads(report.json())
+    assert data["ceilings"]["read_bytes_per_second"] == 4e12
+    assert data["tests"][0]["tokens_per_second"] == 1024
+    assert data["tests"][0]["seconds"] == [0.5, 0.55, 0.5]
+    assert data["tests"][1]["percent_of_read"] == pytest.approx(100 * 8e9 * 256 / 4e12)
+    assert data["trace"][1]["percent_of_read"] == pytest.approx(100 * 16e6 / 9e-6 / 4e12)
+    assert data["kernels"][0]["percent_of_ceiling"] == pytest.approx(100 * 2e12 / 3.5e12)
+    assert data["kernels"][0]["speedup"] == pytest.approx(4)
+
+
+def test_csv(report: Report) -> None:
+    tables = [list(csv.DictReader(io.StringIO(part))) for part in report.csv().split("\n\n")]
+    assert [len(table) for table in tables] == [2, 2, 2]
+    assert float(tables[0][0]["tokens_per_second"]) == 1024
+    assert tables[0][0]["peak_reserved_bytes"] == ""
+
+
+def test_an_empty_report_still_tells_the_limits() -> None:
+    report = Report("a device", {}, CEILINGS)
+    assert report.markdown().startswith("Measured on this device")
+    assert report.csv() == "" and "tests" not in json.loads(report.json())
+
+
+def test_a_table_of_texts_and_figures() -> None:
+    assert markdown_table([{"name": "a", "us": "10.5"}, {"name": "long", "us": ""}]).splitlines() == [
+        "| name |   us |",
+        "| ---- | ---: |",
+        "| a    | 10.5 |",
+        "| long |      |",
+    ]
+
+
+def test_drawings(report: Report, tmp_path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    report.measurements += [
+        measured("pp", 2048, seconds=2), measured("tg", 128, depth=4096, seconds=0.7), measured("tg", 128, 512, batch=4)
+    ]  # fmt: skip
+    for name in ("all.png", "all.svg"):
+        plot.save(report, tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 10_000
+    drawn = (tmp_path / "all.svg").read_text()
+    assert drawn.count('id="axes_') == 6, "prompt length, context, batch, trace, and kernels by bytes and by operations"
+    few = Report("a device", {}, CEILINGS, None, [measured("tg", 128)])
+    plot.save(few, tmp_path / "one.png")
+    with pytest.raises(UsageError, match="nothing to draw"):
+        plot.save(Report("a device", {}, CEILINGS), tmp_path / "none.png")
+    with pytest.raises(UsageError, match="nonsense"):
+        plot.save(few, tmp_path / "file.nonsense")
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"pip install 'bminf-lite\[plot\]'"):
+        plot.require_matplotlib()

@@ -1,0 +1,218 @@
+"""Running the benchmark on the CPU: what is run, what is counted, and that nonsense is noticed."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from bminf_lite.backend.base import Backend, normalise, softmax
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.quantization import Int8Weight
+from bminf_lite.backend.values import Norm
+from bminf_lite.bench import inside, plain
+from bminf_lite.bench.instruments import Instruments
+from bminf_lite.bench.runner import Workload, run_tests, workloads
+from bminf_lite.bench.session import UNWRITTEN, Session, check, chunks
+from bminf_lite.bench.shapes import read_shape, shape_names
+from bminf_lite.bench.subject import Subject, random_subject
+from bminf_lite.engine.generation import Generation, Request
+from bminf_lite.engine.sampling import SamplingParams
+from bminf_lite.errors import BminfError, CheckpointError, UsageError
+
+SHAPE = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return random_subject("small", SHAPE, CpuBackend())
+
+
+@pytest.fixture
+def instruments(subject: Subject) -> Instruments:
+    return Instruments(subject.ops, ceiling_bytes=1 << 22)
+
+
+@pytest.mark.parametrize("name", shape_names())
+def test_every_shape_is_a_model_or_says_why_not(name: str):
+    config = read_shape(name)
+    assert config["model_type"]
+    assert json.dumps(config)
+
+
+def test_a_shape_by_path_and_by_a_wrong_name(tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps(SHAPE))
+    assert read_shape(str(tmp_path / "mine.json")) == SHAPE
+    with pytest.raises(UsageError, match="llama-3-8b"):
+        read_shape("no-such-shape")
+    (tmp_path / "bad.json").write_text("[")
+    with pytest.raises(CheckpointError):
+        read_shape(str(tmp_path / "bad.json"))
+
+
+def test_the_sizes_of_a_subject(subject: Subject):
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
+    assert subject.parameters == 2 * (layer + 2 * 64) + 64 + 2 * 300 * 64
+    assert subject.product_elements == 2 * layer + 300 * 64
+    # codes and fp32 scales of the matrices, the embedding in fp16, norms in fp32
+    rows = 2 * (64 + 2 * 32 + 64 + 2 * 96 + 64) + 300
+    assert subject.nbytes == subject.product_elements + 4 * rows + 2 * 300 * 64 + 4 * 5 * 64
+    assert subject.step_bytes == 4 * subject.product_elements + 4 * rows + 4 * 64
+    assert subject.cache_bytes(10) == 10 * 2 * 2 * 2 * 16 * 4
+
+
+def test_a_tied_head_counts_once():
+    tied = random_subject("tied", SHAPE | {"tie_word_embeddings": True}, CpuBackend())
+    untied = random_subject("untied", SHAPE, CpuBackend())
+    assert untied.parameters - tied.parameters == 300 * 64
+    assert tied.step_bytes == untied.step_bytes
+
+
+def test_a_session_decodes_what_the_engine_decodes(subject: Subject):
+    """The same prompts, prefilled and decoded by both, give the same tokens."""
+    prompts = [[5, 17, 250, 3, 99], [8, 8, 1, 0, 200]]
+    requests = [Request(i, p, SamplingParams(max_new_tokens=6, seed=0, ignore_eos=True)) for i, p in enumerate(prompts)]
+    for _ in Generation(subject.network, requests, subject.limits):
+        pass
+    session = Session(subject, 2, 32)
+    session.tokens = lambda shape: np.array(prompts, np.int32)  # type: ignore[method-assign]
+    (chosen,) = session.prefill(session.prepare_prefill(5, 0))
+    session.tokens = lambda shape: chosen[0]  # type: ignore[method-assign]
+    session.poison(5)
+    session.prepare_decode(5)
+    decoded = [chosen, *session.decode(5)]
+    for i, request in enumerate(requests):
+        assert [int(r[0, i]) for r in decoded] == request.tokens
+
+
+@pytest.mark.parametrize(("batch", "tokens", "chunk"), [(1, 10, 4), (3, 5, 100), (3, 5, 7), (2, 8, 8), (1, 1, 1)])
+def test_chunks_hold_every_token_once(batch: int, tokens: int, chunk: int):
+    steps = list(chunks(batch, tokens, chunk))
+    assert all(0 < sum(j - i for _, i, j in parts) <= chunk for parts in steps)
+    assert len(steps) == -(-batch * tokens // chunk)
+    assert [(b, t) for parts in steps for b, i, j in parts for t in range(i, j)] == [
+        (b, t) for b in range(batch) for t in range(tokens)
+    ]
+
+
+def test_every_combination_is_a_test():
+    tests = workloads((512, 0), (128,), (0, 64), (1, 2))
+    assert [str(t) for t in tests] == [
+        "pp512", "tg128", "pp512 @ d64", "tg128 @ d64", "pp512 x 2", "tg128 x 2", "pp512 @ d64 x 2", "tg128 @ d64 x 2",
+    ]  # fmt: skip
+    for wrong in [((-1,), (), (), ()), ((1,), (), (0,), (0,)), ((), (3,), (-2,), (1,))]:
+        with pytest.raises(UsageError):
+            workloads(*wrong)
+
+
+def test_measurements(subject: Subject, instruments: Instruments, monkeypatch: pytest.MonkeyPatch):
+    seconds = iter(range(1, 100))
+    real = instruments.time
+    monkeypatch.setattr(instruments, "time", lambda work: (float(next(seconds)), real(work)[1]))
+    tests = [Workload("pp", 8), Workload("tg", 4, depth=6, batch=2)]
+    seen = []
+    prefill, decode = run_tests(subject, instruments, tests, 3, seen.append)
+    assert seen == [prefill, decode]
+    assert prefill.seconds == (2.0, 3.0, 4.0), "the first run is a warm-up"
+    assert prefill.speed == 8 / 3 and prefill.step_seconds == 3.0
+    assert decode.seconds == (5.0, 6.0, 7.0)
+    assert decode.speed == 8 / 6 and decode.step_seconds == 6.0 / 4
+    assert decode.deviation == pytest.approx(np.std([8 / 5, 8 / 6, 8 / 7], ddof=1))
+    assert decode.token_bytes == subject.step_bytes / 2 + subject.cache_bytes(6 + 2.5 + 1)
+    assert decode.operations == 2 * subject.product_elements
+    assert prefill.token_bytes == subject.step_bytes / 8 + subject.cache_bytes(8 / 8 + 1)
+    assert math.isclose(prefill.operations, 2 * subject.product_elements - 2 * 300 * 64 * 7 / 8)
+    assert decode.peak_used > 1 << 20 and decode.peak_reserved is None
+
+
+class Broken(CpuBackend):
+    """Gives ``chosen`` instead of sampling."""
+
+    chosen = np.zeros((2, 1), np.int32)
+
+    def sample(self, logits, sampler, step=None):
+        return self.chosen.copy()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ([[-1], [0]], "NaN or an infinity"),
+        ([[300], [0]], "token 300"),
+        ([[UNWRITTEN], [UNWRITTEN]], "nothing was written"),
+        ([[7], [0]], "gave exactly the same"),
+        ([[7], np.array([np.nan], np.float32).view(np.int32)], "log-probability"),
+        ([[7], np.array([2.5], np.float32).view(np.int32)], "log-probability"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["pp", "tg"])
+def test_nonsense_is_noticed(kind: str, chosen, message: str):
+    ops = Broken()
+    ops.chosen = np.array(chosen, np.int32)
+    subject = random_subject("broken", SHAPE, ops)
+    with pytest.raises(BminfError, match=message):
+        run_tests(subject, Instruments(ops), [Workload(kind, 4)], 1)
+
+
+def test_what_differs_is_fine():
+    a, b = np.array([[3], [0]], np.int32), np.array([[3], np.array([-1], np.float32).view(np.int32)], np.int32)
+    check([a, b], 10, "here")
+    check([a], 10, "here")
+
+
+def test_reading_an_unwritten_place_of_the_cache_shows(subject: Subject):
+    session = Session(subject, 1, 16)
+    session.poison(0)
+    session.prepare_decode(3)  # nothing was prefilled
+    with pytest.raises(BminfError, match="NaN"):
+        check(session.decode(2), subject.limits.vocab_size, "here")
+
+
+def test_a_trace_names_every_operation_in_order(subject: Subject, instruments: Instruments):
+    trace = inside.trace_step(subject, instruments, batch=2, depth=5)
+    names = [span.name.split()[0] for span in trace.spans]
+    layer = ["norm", "linear", "attention", "linear_add", "norm", "gated_linear", "linear_add"]
+    assert names == ["embed", *layer, *layer, "last_tokens", "norm", "linear", "sample"]
+    assert all(span.seconds > 0 and span.gap >= 0 for span in trace.spans)
+    assert trace.alone > 0 and trace.step_seconds > 0
+    attention = next(s for s in trace.spans if s.name.startswith("attention"))
+    assert attention.nbytes > 2 * 2 * 6 * 2 * 16 * 4
+    assert "embed" not in vars(subject.ops), "the backend is as it was"
+
+
+def test_kernels(instruments: Instruments, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plain, "WIDTHS", (64, 96))
+    monkeypatch.setattr(plain, "MATRICES", ((48, 64),))
+    monkeypatch.setattr(instruments, "kernels", lambda: plain.plain_cases(np, instruments.ops, elements=1000))
+    times = inside.kernel_times(instruments)
+    assert {t.kernel for t in times} == {"softmax", "rms_norm", "quantize", "matvec", "product"}
+    assert all(t.seconds > 0 and t.nbytes > 0 for t in times)
+    assert all(bool(t.operations) == (t.kernel == "product") for t in times)
+
+
+def test_ceilings(instruments: Instruments):
+    ceilings = instruments.ceilings()
+    assert min(ceilings.read, ceilings.copy, ceilings.int8) > 1e6
+
+
+def test_the_plain_formulas_are_what_the_backend_computes():
+    ops, random = Backend(np.float16), np.random.default_rng(0)
+    x = random.standard_normal((5, 64), np.float32)
+    gain, bias = np.full(64, 1.5, np.float32), np.full(64, 0.25, np.float32)
+    np.testing.assert_allclose(plain.softmax(np, x), softmax(x), rtol=1e-6)
+    np.testing.assert_allclose(plain.rms_norm(np, x, gain), normalise(x, Norm(gain, 1e-5)), atol=2e-3)
+    layer = Norm(gain, 1e-5, bias, center=True)
+    np.testing.assert_allclose(plain.layer_norm(np, x, gain, bias), normalise(x, layer), atol=4e-3)
+    codes, scale = plain.quantize(np, x.astype(np.float16))
+    expected, expected_scale = ops.quantize(x.astype(np.float16))
+    assert (codes == expected).all()
+    np.testing.assert_allclose(scale[:, 0], expected_scale, rtol=1e-6)
+    weight = Int8Weight(random.integers(-127, 128, (7, 64), np.int8), np.full(7, 0.01, np.float32))
+    exact = x[:1].astype(np.float16).astype(np.float64) @ weight.dequantize().T.astype(np.float64)
+    np.testing.assert_allclose(plain.matvec(np, x[:1].astype(np.float16), weight.codes, weight.scale), exact, atol=2e-2)
+

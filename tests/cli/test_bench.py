@@ -1,0 +1,92 @@
+"""The command ``bench`` on the CPU."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import bminf_lite
+from bminf_lite.bench.instruments import Ceilings, Instruments
+from bminf_lite.cli import main
+
+DEMO = Path(bminf_lite.__file__).parent / "demo_model"
+
+
+@pytest.fixture(autouse=True)
+def _quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Instruments, "ceilings", lambda self: Ceilings(1e10, 2e10, 1e12))
+
+
+def bench(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["bench", "--device", "cpu", *map(str, arguments)])
+
+
+def test_a_shape() -> None:
+    result = bench("--shape", "llama-tiny", "-p", "5,9", "-n", "3", "-d", "0,4", "-b", 2, "-r", 2)
+    assert result.exit_code == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.startswith("| llama-tiny")]
+    assert [line.split("|")[5].strip() for line in lines] == [
+        "pp5 x 2", "pp9 x 2", "tg3 x 2", "pp5 @ d4 x 2", "pp9 @ d4 x 2", "tg3 @ d4 x 2",
+    ]  # fmt: skip
+    assert "read 10.0 GB/s" in result.stdout
+    assert result.stderr.count("tokens/s") == 6
+
+
+def test_the_bundled_model_as_json() -> None:
+    result = bench(DEMO, "-p", 0, "-n", 3, "-r", 1, "-o", "json")
+    assert result.exit_code == 0, result.stderr
+    data = json.loads(result.stdout)
+    (test,) = data["tests"]
+    assert test["model"] == "demo_model" and test["test"] == "tg3" and test["parameters"] > 3e6
+    assert test["tokens_per_second"] > 0 and data["versions"]["bminf-lite"] == bminf_lite.__version__
+
+
+def test_a_trace_as_csv() -> None:
+    result = bench("--shape", "llama-tiny", "--trace", "-o", "csv")
+    assert result.exit_code == 0, result.stderr
+    rows = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert rows[0]["name"].startswith("embed") and rows[-1]["name"].startswith("sample")
+
+
+def test_kernels_need_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Instruments, "kernels", lambda self: iter(()))
+    result = bench("--kernels")
+    assert result.exit_code == 0 and result.stdout.startswith("Measured on this device")
+
+
+def test_a_drawing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    result = bench("--shape", "llama-tiny", "-p", 0, "-n", 2, "-d", "0,8", "-r", 1, "--plot", tmp_path / "x.png")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        [DEMO, "--shape", "llama-tiny"],
+        ["--shape", "no-such-shape"],
+        ["--shape", "llama-tiny", "-p", "many"],
+        ["--shape", "llama-tiny", "-b", "0"],
+        ["--shape", "llama-tiny", "-d", "-1"],
+        ["--shape", "llama-tiny", "-r", "0"],
+        ["--shape", "llama-tiny", "-o", "xml"],
+        ["--shape", "llama-tiny", "--trace", "-b", "1,2"],
+        ["--shape", "llama-tiny", "--trace", "-n", "0", "-p", "0"],
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[object]) -> None:
+    result = bench(*arguments)
+    assert result.exit_code == 2, result.stdout
+    assert result.stdout == "" and result.stderr
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    result = bench(tmp_path)
+    assert result.exit_code == 1 and "Traceback" not in result.stderr
