@@ -1,8 +1,9 @@
 """The decoding loop, in tokens: schedule, run, report. It knows neither architectures nor text.
 
 Prompts wait until a slot of the key-value cache is free, are prefilled in chunks (several short prompts in one chunk,
-a long prompt over several), and then decode together, a token each per step. The host may run ahead of the device by
-the backend's ``lookahead``; tokens that turn out to lie behind a stop are dropped.
+a long prompt over several), and then decode together, a token each per step. An encoder-decoder first reads each
+request's source, whole and several at once. The host may run ahead of the device by the backend's ``lookahead``; tokens
+that turn out to lie behind a stop are dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from ..backend.base import Backend
 from ..backend.sampling import SamplerState
 from ..backend.values import Array, Step
 from ..errors import BminfError, OutOfMemory
-from ..layers.cache import CacheShape, KVCache
+from ..layers.cache import CacheShape, KVCache, SourceCache
 from .sampling import SamplingParams, sampler_state
 
 
@@ -34,21 +35,35 @@ class Network(Protocol):
         ...
 
 
+class EncoderDecoder(Network, Protocol):
+    """A model with an encoder as the loop sees it."""
+
+    def read(self, step: Step, source: SourceCache) -> None:
+        """Encode whole sources; see the architectures."""
+        ...
+
+
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a run: the model's context, the vocabulary, sequences at once, and tokens per prefill chunk."""
+    """What bounds a run: the model's context, the vocabulary, sequences at once, and tokens per prefill chunk.
+
+    An encoder-decoder takes sources of up to ``source_length`` tokens, and starts decoding with ``decoder_start``.
+    """
 
     context_length: int
     vocab_size: int
     cache_shape: CacheShape
     max_batch: int = 16
     chunk: int = 2048
+    source_length: int = 0
+    decoder_start: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
 class Request:
     """One prompt and what has become of it. Set ``finish_reason`` to end it from outside.
 
+    ``source`` is what the encoder of an encoder-decoder reads; the ``prompt`` is then what its decoder starts with.
     ``index`` tells the draws of requests with equal seeds apart, and ``params`` must have a seed. Times are those of
     ``time.perf_counter``: when its prefill began, and when its first and its last token came.
     """
@@ -57,6 +72,7 @@ class Request:
     prompt: Sequence[int]
     params: SamplingParams
     eos_ids: frozenset[int] = frozenset()
+    source: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -65,6 +81,11 @@ class Request:
     started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
+
+    @property
+    def given(self) -> Sequence[int]:
+        """The tokens that the caller gave."""
+        return self.source or self.prompt
 
     @property
     def cached(self) -> int:
@@ -111,6 +132,9 @@ class Generation:
         reach = max(len(r.prompt) + min(r.room(limits.context_length), KVCache.BLOCK) for r in requests)
         with self._memory_for(slots, reach):
             self.cache = KVCache(self.ops, limits.cache_shape, slots, reach, limits.context_length)
+            if limits.source_length:
+                longest = max(len(r.source) for r in requests)
+                self.cache.source = SourceCache(self.ops, limits.cache_shape, slots, longest, limits.source_length)
         self._work: Callable[[], Array] | None = None
 
     def __iter__(self) -> Iterator[Request]:
@@ -133,6 +157,8 @@ class Generation:
             request.slot = self.free_slots.pop()
             request.started = time.perf_counter()
             admitted.append(request)
+        if self.cache.source is not None:
+            self._read_sources(admitted, self.cache.source)
         while admitted:
             ready = self._prefill_chunk(admitted)
             admitted = [r for r in admitted if r not in ready]
@@ -160,6 +186,17 @@ class Generation:
         return not (finished and crowded)
 
     # -- run ------------------------------------------------------------------------------------------------------
+
+    def _read_sources(self, requests: list[Request], cache: SourceCache) -> None:
+        """Encode the sources of requests into their slots, as many at once as a chunk holds, but one at least."""
+        network = cast(EncoderDecoder, self.network)
+        left = deque(requests)
+        while left:
+            group = [left.popleft()]
+            while left and sum(len(r.source) for r in group) + len(left[0].source) <= self.limits.chunk:
+                group.append(left.popleft())
+            cache.set_lengths({r.slot: len(r.source) for r in group})
+            network.read(self._packed([(r, r.source, 0) for r in group]), cache)
 
     def _prefill_chunk(self, requests: list[Request]) -> list[Request]:
         """Run the next chunk of prompt tokens; returns the requests whose prompt is complete; they have a token."""
@@ -228,14 +265,20 @@ class Generation:
     # -- device arrays --------------------------------------------------------------------------------------------
 
     def _step(self, tokens: np.ndarray, parts: list[tuple[Request, int]]) -> Step:
-        counts = [n for _, n in parts]
-        past = [r.cached for r, _ in parts]
+        rows = np.split(tokens, np.cumsum([n for _, n in parts])[:-1])
+        return self._packed([(r, row, r.cached) for (r, _), row in zip(parts, rows, strict=True)])
+
+    def _packed(self, parts: list[tuple[Request, Sequence[int] | np.ndarray, int]]) -> Step:
+        """A step of requests with their new tokens, and how many are in the cache already."""
+        tokens = [np.asarray(row, np.int32) for _, row, _ in parts]
+        counts = [len(row) for row in tokens]
+        past = [cached for _, _, cached in parts]
         array = self.ops.array
         return Step(
-            tokens=array(tokens),
+            tokens=array(np.concatenate(tokens)),
             starts=array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
             past=array(np.array(past, np.int32)),
-            slots=array(np.array([r.slot for r, _ in parts], np.int32)),
+            slots=array(np.array([r.slot for r, _, _ in parts], np.int32)),
             count=len(parts),
             longest=max(counts),
             reach=max(p + n for p, n in zip(past, counts, strict=True)),

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from ..backend.base import Backend
 from ..backend.values import Array, Step
 from ..checkpoint.reader import open_checkpoint
 from ..errors import CheckpointError, UsageError, listed
-from ..layers.cache import KVCache
+from ..layers.cache import KVCache, SourceCache
 from .chat import ChatTemplate
-from .generation import Generation, Limits, Network, Request
+from .generation import EncoderDecoder, Generation, Limits, Network, Request
 from .prompts import EncodedPrompt, Message, Prompt, checked_ids, is_batch, is_conversation
 from .result import Piece, Result
 from .sampling import SamplingParams
@@ -50,7 +50,14 @@ def load(
         except BaseException:
             ops.close()
             raise
-        limits = Limits(config.context_length, config.vocab_size, config.cache_shape, max_batch)
+        limits = Limits(
+            config.context_length,
+            config.vocab_size,
+            config.cache_shape,
+            max_batch,
+            source_length=getattr(config, "source_length", 0),
+            decoder_start=getattr(config, "decoder_start", ()),
+        )
         return Model(network, limits, checkpoint.path, checkpoint.generation_config, eos_ids)
 
 
@@ -155,7 +162,7 @@ class Model:
         params = SamplingParams.from_checkpoint(self.generation_config, **options)
         encoded = self._encode_all(list(prompt) if is_batch(prompt) else [prompt], add_special_tokens, is_batch(prompt))
         tokenizer = self.tokenizer if params.stop or self._has_tokenizer else None
-        requests = [Request(i, p.token_ids, seeded(params), self.eos_ids) for i, p in enumerate(encoded)]
+        requests = [self._request(i, p, seeded(params)) for i, p in enumerate(encoded)]
         texts = [
             TextStream(tokenizer, r, p.token_ids if p.continues else ()) for r, p in zip(requests, encoded, strict=True)
         ]
@@ -164,13 +171,16 @@ class Model:
     def encode(self, prompt: Any, add_special_tokens: bool = True) -> EncodedPrompt:
         """A prompt's tokens, checked: one at least, and so many that a new one fits the model's context.
 
+        To an encoder-decoder the prompt is what its encoder reads, and must fit that.
+
         ``add_special_tokens`` lets the tokenizer frame a text as the checkpoint does (begin-of-text before it). Raises
         ``UsageError`` for a wrong prompt, ``CheckpointError`` if text needs a tokenizer and there is none.
         """
         ids: Sequence[int]
-        continues = True
+        target: tuple[int, ...] = ()
+        continues = not self.limits.source_length
         if isinstance(prompt, EncodedPrompt):
-            ids, continues = prompt.token_ids, prompt.continues
+            ids, continues, target = prompt.token_ids, prompt.continues, prompt.target
         elif isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, add_special_tokens)
         elif is_conversation(prompt):
@@ -178,9 +188,11 @@ class Model:
         else:
             ids = prompt
         ids = self._checked_ids(ids)
-        context = self.limits.context_length
         if not ids:
             raise UsageError("the prompt is empty: give at least one token")
+        if self.limits.source_length:
+            return self._encoded_source(EncodedPrompt(ids, continues, self._checked_ids(target)))
+        context = self.limits.context_length
         if len(ids) >= context:
             raise UsageError(
                 f"the prompt has {len(ids):,} tokens, but the model's context is {context:,} and a new token must fit: "
@@ -217,6 +229,25 @@ class Model:
             raise UsageError(problems[0] if len(problems) == 1 else listed(f"{len(prompts)} prompts", problems))
         return encoded
 
+    def _encoded_source(self, prompt: EncodedPrompt) -> EncodedPrompt:
+        """``prompt`` if an encoder-decoder can take it."""
+        longest, context = self.limits.source_length, self.limits.context_length
+        if len(prompt.token_ids) > longest:
+            raise UsageError(
+                f"the prompt has {len(prompt.token_ids):,} tokens, but the model's encoder reads {longest:,} at most: "
+                f"shorten the prompt by {len(prompt.token_ids) - longest:,}"
+            )
+        if len(prompt.target) + len(self.limits.decoder_start) >= context:
+            raise UsageError(f"the target has {len(prompt.target):,} tokens, but the decoder's context is {context:,}")
+        return prompt
+
+    def _request(self, index: int, prompt: EncodedPrompt, params: SamplingParams) -> Request:
+        """What the loop is asked to do for a prompt: to continue it, or to read it and decode."""
+        if not self.limits.source_length:
+            return Request(index, prompt.token_ids, params, self.eos_ids)
+        start = (*self.limits.decoder_start, *prompt.target)
+        return Request(index, start, params, self.eos_ids, prompt.token_ids)
+
     def _run(self, requests: list[Request], texts: list[TextStream]) -> Generator[Piece, None, None]:
         if not requests:
             return
@@ -236,11 +267,17 @@ class Model:
 
     # -- tensors --------------------------------------------------------------------------------------------------
 
-    def logits(self, token_ids: Sequence[int] | np.ndarray, device: bool = False) -> Any:
+    def logits(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        device: bool = False,
+        source: Sequence[int] | np.ndarray | None = None,
+    ) -> Any:
         """Logits after each token: fp32 ``[tokens, vocab]``.
 
         A NumPy array, or with ``device`` the backend's own array, not copied to the host (a CuPy array on a GPU, which
-        other libraries take through DLPack). ``token_ids`` may be such an array too. Raises ``UsageError`` for ids
+        other libraries take through DLPack). ``token_ids`` may be such an array too. An encoder-decoder needs the
+        ``source`` that its encoder reads, and ``token_ids`` are then the decoder's. Raises ``UsageError`` for ids
         outside of the vocabulary or the context.
         """
         self._require_open()
@@ -249,18 +286,35 @@ class Model:
             raise UsageError(f"logits takes 1 to {self.limits.context_length:,} token ids, not {len(ids):,}")
         chunk = self.limits.chunk
         with closing(KVCache(self.ops, self.limits.cache_shape, 1, len(ids), self.limits.context_length)) as cache:
+            self._read_source(source, cache)
             if device:
                 return self._logits(ids, 0, cache)
             chunks = (self._logits(ids[i : i + chunk], i, cache) for i in range(0, len(ids), chunk))
             return np.concatenate([self.ops.host(logits) for logits in chunks])
 
+    def _read_source(self, source: Sequence[int] | np.ndarray | None, cache: KVCache) -> None:
+        """Encode what an encoder-decoder's logits depend on beside the decoder's tokens."""
+        longest = self.limits.source_length
+        ids = np.array(self._checked_ids(() if source is None else source), np.int32)
+        if not (0 < len(ids) <= longest if longest else source is None):
+            wanted = f"a source of 1 to {longest:,} token ids" if longest else "no source"
+            raise UsageError(f"logits of this model need {wanted}, not {'none' if source is None else len(ids)}")
+        if longest:
+            cache.source = SourceCache(self.ops, self.limits.cache_shape, 1, len(ids), longest)
+            cache.source.set_lengths({0: len(ids)})
+            cast(EncoderDecoder, self.network).read(self._step(ids, 0), cache.source)
+
     def _logits(self, ids: np.ndarray, past: int, cache: KVCache) -> Array:
+        return self.network(self._step(ids, past), cache, all_logits=True)
+
+    def _step(self, ids: np.ndarray, past: int) -> Step:
+        """New tokens of one sequence in slot 0."""
+
         def array(*values: int) -> Array:
             return self.ops.array(np.array(values, np.int32))
 
         count = len(ids)
-        step = Step(self.ops.array(ids), array(0, count), array(past), array(0), 1, count, past + count)
-        return self.network(step, cache, all_logits=True)
+        return Step(self.ops.array(ids), array(0, count), array(past), array(0), 1, count, past + count)
 
 
 def configured_eos_ids(

@@ -19,11 +19,13 @@ class EncodedPrompt:
     """A prompt in tokens, checked.
 
     ``continues`` says how the completion reads: as the continuation of the prompt's text, where a first word keeps the
-    space before it, or, after a conversation, as a text of its own.
+    space before it, or, after a conversation and from an encoder-decoder, as a text of its own. ``target`` are tokens
+    that the decoder of an encoder-decoder begins with, after those that it always begins with.
     """
 
     token_ids: tuple[int, ...]
     continues: bool = True
+    target: tuple[int, ...] = ()
 
 
 Prompt = str | Sequence[int] | Sequence[Message] | EncodedPrompt

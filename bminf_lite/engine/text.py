@@ -53,10 +53,10 @@ class TextStream:
             return None
         request = self.request
         timings = Timings(
-            prompt_tokens=len(request.prompt),
+            prompt_tokens=len(request.given),
             new_tokens=len(request.tokens),
             prompt_seconds=request.first_token - request.started,
             decode_seconds=request.last_token - request.first_token,
         )
         logprobs = list(request.logprobs) if request.params.logprobs else None
-        return Result(self.text, list(request.tokens), finish_reason, len(request.prompt), timings, logprobs)
+        return Result(self.text, list(request.tokens), finish_reason, len(request.given), timings, logprobs)

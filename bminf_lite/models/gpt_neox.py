@@ -85,7 +85,7 @@ def rotary(read: ConfigReader, head_dim: int, context: int) -> tuple[int, tuple[
     if rotated < 2 or rotated % 2 or head_dim % 2:
         read.problem("rotary_pct", f"rotary_pct ({part!r}) of heads of {head_dim} elements is not a number of pairs")
         return 0, (), 1.0
-    if given is not None:
+    if isinstance(found, dict) and given is not None:
         config["rope_scaling"] = {k: v for k, v in found.items() if k != "partial_rotary_factor"}
     config.pop("partial_rotary_factor", None)
     try:
