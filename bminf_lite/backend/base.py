@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .quantization import HostWeight, Int8Weight, quantize_rows
+from .quantization import HostWeight, Int8Weight, OutlierColumns, quantize_rows
 from .sampling import SamplerState
 from .sampling import sample as sample_tokens
 from .values import Array, AttentionSpec, LayerCache, Norm, Placement, RelativeBias, Rope, Step
@@ -33,13 +33,15 @@ class Weight:
     """A weight matrix ``[out, in]`` as this backend multiplies by it.
 
     ``values`` holds fp32 weights, or int8 codes as fp32 numbers (exact, and BLAS multiplies them) with ``scale`` fp32
-    ``[out]``. ``dynamic``: activations are quantized per token. ``bias`` is fp32 ``[out]``.
+    ``[out]``. ``dynamic``: activations are quantized per token. ``bias`` is fp32 ``[out]``. ``outliers`` are columns
+    beside an int8 weight, in the activation type.
     """
 
     values: np.ndarray
     scale: np.ndarray | None
     bias: np.ndarray | None
     dynamic: bool
+    outliers: OutlierColumns | None = None
 
 
 class Backend:
@@ -95,7 +97,9 @@ class Backend:
         return "CPU (NumPy reference)"
 
     def memory(self) -> dict[str, int]:
-        """Device memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; or nothing."""
+        """Device memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; and
+        ``available``, what can still be had. Nothing where the memory is the host's.
+        """
         return {}
 
     def close(self) -> None:
@@ -113,7 +117,7 @@ class Backend:
         if quantized := int8_parts(parts):
             codes = np.concatenate([p.codes for p in quantized]).astype(np.float32)
             scale = np.concatenate([p.scale.astype(np.float32) for p in quantized])
-            return Weight(codes, scale, bias, quantized[0].dynamic)
+            return Weight(codes, scale, bias, quantized[0].dynamic, stack_outliers(quantized))
         values = np.concatenate([self._round(np.asarray(p).astype(np.float32)) for p in parts])
         return Weight(values.astype(np.float32), None, bias, False)
 
@@ -161,7 +165,8 @@ class Backend:
 
         With an int8 weight and dynamic activations: ``x`` is quantized per token and
         ``y = s_x * (s_w * fp32(acc))`` in fp32, then the bias, then the cast. With int8 weights alone:
-        ``y = s_w * sum(code * x)``.
+        ``y = s_w * sum(code * x)``. The inputs of outlier columns are zero in both, and their product in the
+        activation type, summed in fp32, is added before the bias.
         """
         y = self._product(x, weight)
         return y if fp32 else self._round(y)
@@ -290,15 +295,24 @@ class Backend:
             return x.astype(self.activation_dtype, copy=False)
 
     def _product(self, x: np.ndarray, weight: Weight) -> np.ndarray:
+        if weight.outliers is None:
+            y = self._plain_product(x, weight)
+        else:
+            index = weight.outliers.index
+            kept = self._round(x[:, index]).astype(np.float32) @ weight.outliers.values.T
+            rest = np.array(x)
+            rest[:, index] = 0
+            y = self._plain_product(rest, weight) + kept
+        return y if weight.bias is None else y + weight.bias
+
+    def _plain_product(self, x: np.ndarray, weight: Weight) -> np.ndarray:
         if weight.scale is None:
-            y = x.astype(np.float32) @ weight.values.T
-        elif weight.dynamic:
+            return x.astype(np.float32) @ weight.values.T
+        if weight.dynamic:
             codes, scale = self.quantize(x)
             acc = exact_product(codes.astype(np.float32), weight.values).astype(np.float32)
-            y = scale[:, None] * (weight.scale * acc)
-        else:
-            y = weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
-        return y if weight.bias is None else y + weight.bias
+            return scale[:, None] * (weight.scale * acc)
+        return weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
 
 
 def int8_parts(parts: Sequence[HostWeight]) -> list[Int8Weight]:
@@ -306,7 +320,17 @@ def int8_parts(parts: Sequence[HostWeight]) -> list[Int8Weight]:
     quantized = [p for p in parts if isinstance(p, Int8Weight)]
     if quantized and (len(quantized) < len(parts) or len({p.dynamic for p in quantized}) > 1):
         raise ValueError("weights that are multiplied together must be quantized alike")
+    columns = {() if p.outliers is None else tuple(p.outliers.index.tolist()) for p in quantized}
+    if len(columns) > 1:
+        raise ValueError("weights that are multiplied together must keep the same columns in fp16")
     return quantized
+
+
+def stack_outliers(parts: Sequence[Int8Weight]) -> OutlierColumns | None:
+    """The outlier columns of stacked matrices, ``values`` fp32 ``[out, n]``, or None where there are none."""
+    values = [p.outliers.values.astype(np.float32) for p in parts if p.outliers is not None]
+    first = parts[0].outliers
+    return OutlierColumns(first.index, np.concatenate(values)) if first is not None else None
 
 
 def stack_biases(parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None]) -> np.ndarray | None:

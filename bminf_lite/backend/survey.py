@@ -5,13 +5,12 @@ The survey is a backend whose arrays are numbers of bytes, so every architecture
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..cuda.layouts import GROUP, round_up
-from ..cuda.plans import PlanKind, Shapes
 from ..memory.arena import ALIGNMENT
 from .base import Backend, int8_parts
 from .quantization import HostWeight
@@ -19,14 +18,14 @@ from .values import Array
 
 T = TypeVar("T")
 PAD = GROUP
-"""Rows and vectors are padded to a multiple of so many elements."""
+"""Rows, columns and vectors are padded to a multiple of so many elements; where plain rows are taken, to half of it."""
 
 
 class Survey(Backend):
     """A backend that computes nothing. After a model was built with it:
 
-    ``layers`` are the bytes of each layer, ``outside`` those of all other arrays, of which ``tables`` are embedding
-    tables. ``token_bytes`` bounds what a token of a prompt's chunk takes on its way through a layer.
+    ``layers`` are the bytes of each layer's matrices, ``outside`` those of all other arrays, of which ``tables`` are
+    embedding tables. ``token_bytes`` bounds what a token of a prompt's chunk takes on its way through a layer.
     """
 
     name = "survey"
@@ -48,7 +47,7 @@ class Survey(Backend):
         """
         return self._widest + self._deepest + 3 * self._stream
 
-    def blocks(self, build: Callable[[int], T], count: int) -> Sequence[T]:
+    def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         built = []
         for index in range(count):
             self.layers.append(0)
@@ -60,40 +59,33 @@ class Survey(Backend):
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Any:
         n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
         quantized = int8_parts(parts)
-        if quantized and quantized[0].dynamic:
-            rows, pitch = Shapes(PlanKind.PLAIN, n, k).padded
-        else:
-            rows, pitch = round_up(n, PAD), round_up(k, PAD)
-        self._count(rows * pitch * (1 if quantized else 2))
-        if quantized:
-            self._count_vector(n)
-        if any(bias is not None for bias in biases):
-            self._count_vector(n)
+        rows, pitch = round_up(n, PAD), round_up(k, PAD)
+        matrix = aligned(rows * pitch * (1 if quantized else 2))
         if self._in_layer:
+            self.layers[-1] += matrix
             sums, codes = (4, 1) if quantized and quantized[0].dynamic else (6, 2)
             self._widest = max(self._widest, rows * sums + pitch * codes)
             self._deepest = max(self._deepest, pitch * codes)
+        else:
+            self.outside += matrix
+        self.outside += aligned(rows * 4) * (bool(quantized) + any(bias is not None for bias in biases))
         return None
 
     def table(self, values: np.ndarray) -> Array:
         rows, columns = values.shape
         pitch = round_up(columns, PAD)
-        self.tables += self._count(rows * pitch * 2)
+        table = aligned(rows * pitch * 2)
+        self.tables += table
+        self.outside += table
         self._stream = max(self._stream, pitch * 4)
 
     def vector(self, values: np.ndarray) -> Array:
-        self._count_vector(len(values))
+        self.outside += aligned(round_up(len(values), PAD) * 4)
 
     def array(self, values: np.ndarray) -> Array:
-        self._count(values.nbytes)
+        self.outside += aligned(values.nbytes)
 
-    def _count_vector(self, length: int) -> None:
-        self._count(round_up(length, PAD) * 4)
 
-    def _count(self, nbytes: int) -> int:
-        nbytes = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-        if self._in_layer:
-            self.layers[-1] += nbytes
-        else:
-            self.outside += nbytes
-        return nbytes
+def aligned(nbytes: int) -> int:
+    """What a block of ``nbytes`` takes of an arena."""
+    return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT

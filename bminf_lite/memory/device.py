@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..cuda import driver
 from ..cuda.bindings import LibraryError
 from ..cuda.driver import AccessDescription, AllocationProperties, Device, DeviceAttribute, Location, Status
-from ..errors import OutOfMemory
+from ..errors import OutOfMemory, UsageError
 from .arena import Arena, Pages
 from .sizes import format_size, parse_size
 
@@ -36,8 +36,14 @@ def device_limit(memory_limit: int | str | None, free_bytes: int) -> int:
 
 
 def device_arena(device: Device, memory_limit: int | str | None = None) -> Arena:
-    """An arena of the GPU's memory under ``memory_limit``, as in :func:`device_limit`."""
-    limit = device_limit(memory_limit, device.memory()[0])
+    """An arena of the GPU's memory under ``memory_limit``, as in :func:`device_limit`.
+
+    Raises ``UsageError`` for a limit larger than the GPU.
+    """
+    free, total = device.memory()
+    limit = device_limit(memory_limit, free)
+    if limit > total:
+        raise UsageError(f"the memory limit is {format_size(limit)}, but the GPU has {format_size(total)}")
     pages = device_pages(device, limit)
     return Arena(pages, limit)
 

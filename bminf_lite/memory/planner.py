@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ..backend.values import Placement
 from ..errors import OutOfMemory, UsageError
 from .sizes import format_size
 
@@ -38,7 +39,7 @@ COPY_LATENCY = 10e-6
 class Demand:
     """What a model asks of a device, in bytes.
 
-    ``layers`` are the weights of each layer, ``fixed`` those outside of the layers and what libraries keep; of those,
+    ``layers`` are the matrices of each layer, ``fixed`` all other weights and what libraries keep; of those,
     ``tables`` are embedding tables, and ``fixed_read`` is read for each token. ``cache_per_token`` is what one token of
     one sequence takes, ``scratch_per_token`` what a token of a prompt's chunk takes while it is processed, and
     ``scratch_per_sequence`` what a sequence of the batch takes (its logits). ``context_length`` is in tokens.
@@ -104,6 +105,11 @@ class Plan:
     def host_bytes(self) -> int:
         """What the host keeps in pinned memory."""
         return self.streamed_bytes + (self.demand.tables if self.host_tables else 0)
+
+    @property
+    def placement(self) -> Placement:
+        """What a backend has to know of this plan."""
+        return Placement(self.streamed, self.slots, self.slot_bytes // self.slots, self.host_tables)
 
     @property
     def slot_bytes(self) -> int:

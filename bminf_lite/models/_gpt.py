@@ -314,7 +314,7 @@ class Model:
         self.config = config
         pieces = Pieces(config, weights, ops)
         self.embed = pieces.embed()
-        self.blocks = [pieces.block(layer) for layer in range(config.layers)]
+        self.blocks = ops.blocks(pieces.block, config.layers)
         self.output = pieces.output()
 
     def __call__(self, step: Step, cache: KVCache, all_logits: bool = False) -> Array:

@@ -158,15 +158,22 @@ def test_only_whole_chunks_can_be_given_back(fake: FakeDriver) -> None:
 
 @pytest.mark.parametrize("fail", ["", "cuMemMap", "cuMemSetAccess"])
 def test_a_gpu_that_refuses_leaves_nothing_mapped(fail: str, fake: FakeDriver) -> None:
-    arena = device_arena(FakeDevice(fake), 4 << 30)  # type: ignore[arg-type]
+    arena = device_arena(FakeDevice(fake), 1 << 30)  # type: ignore[arg-type]
     block = arena.allocate(MIB)
+    fake.free -= 512 * MIB  # which another process took
     before, fake.fail = fake.free, fail
     with pytest.raises(OutOfMemory, match=r"GPU 0 refused .*another process.*raise the memory limit"):
-        arena.allocate(8 * MIB if fail else 2 << 30)
+        arena.allocate(8 * MIB if fail else 600 * MIB)
     assert fake.free == before and len(fake.handles) == len(fake.mapped) == 1
     fake.fail = ""
     arena.allocate(8 * MIB)
     assert block.nbytes == MIB
+
+
+def test_a_limit_larger_than_the_gpu_is_refused(fake: FakeDriver) -> None:
+    with pytest.raises(UsageError, match=r"memory limit is 4\.0 GiB, but the GPU has 1\.0 GiB"):
+        device_arena(FakeDevice(fake), "4GiB")  # type: ignore[arg-type]
+    assert fake.free == 1 << 30 and not fake.reserved
 
 
 def test_other_failures_are_not_taken_for_running_out(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ an operation may return an unfinished value (see :mod:`.unfinished`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import cupy as cp
@@ -27,14 +27,16 @@ from ...cuda.sampling import STATE_ARRAYS, Sampler
 from ...errors import DeviceError
 from ...memory.arena import Scratch
 from ...memory.device import device_arena
+from ...memory.streaming import StreamedBlocks
 from ..base import Backend, int8_parts, stack_biases
 from ..quantization import HostWeight
 from ..random_matrix import RandomMatrix
 from ..sampling import SamplerState
 from ..values import Array, AttentionSpec, LayerCache, Norm, Step
 from . import launches
-from .arrays import PAD, Arrays, pitch_of
+from .arrays import PAD, Allocator, Arrays, pitch_of
 from .launches import MATVEC_ADD, MATVEC_GATED, MATVEC_TO_FLOAT, MATVEC_TO_HALF, MAX_HEAD_DIM, Launches, head_pitch_of
+from .streaming import SlotLink, host_table, open_slots
 from .unfinished import Gated, Normed, Product, Residual, Weight
 
 T = TypeVar("T")
@@ -66,6 +68,8 @@ class CudaBackend(Backend):
             self.products = Igemm(self.device, multiplier, plain_first(kinds_for(self.device.compute_capability)))
             self.float_products = Fgemm(multiplier)
         self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
+        self._matrices: Allocator = self.arena
+        self._link: SlotLink | None = None
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -91,6 +95,8 @@ class CudaBackend(Backend):
             return self.arrays.download(cp.ascontiguousarray(values))
 
     def repeated(self, work: Callable[[], T]) -> Callable[[], T]:
+        if self._link is not None:
+            return work  # which waits for copies rather than for launches; a graph could not copy for the next step
         return Repeated(self, work)
 
     def describe(self) -> str:
@@ -99,10 +105,14 @@ class CudaBackend(Backend):
 
     def memory(self) -> dict[str, int]:
         names = ("used", "peak_used", "reserved", "peak_reserved", "limit")
-        return {name: getattr(self.arena, name) for name in names}
+        numbers = {name: getattr(self.arena, name) for name in names}
+        numbers["available"] = min(self.arena.limit - self.arena.used, self.device.memory()[0])
+        return numbers
 
     def close(self) -> None:
         self.stream.synchronize()
+        if self._link is not None:
+            self._link.close()
         self._zeroed.clear()
         self.arena.close()
 
@@ -114,27 +124,53 @@ class CudaBackend(Backend):
         n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
         quantized = int8_parts(parts)
         if not quantized:
-            data = self._upload_rows([np.asarray(p) for p in parts], n, k, np.float16, PAD, PAD)
+            data = self._upload_rows([np.asarray(p) for p in parts], n, k, np.float16, PAD, PAD, self._matrices)
             return Weight(data, None, bias, n, k, data.shape[1])
         scale = self.arrays.vector(np.concatenate([p.scale.astype(np.float32) for p in quantized]))
         codes = [p.codes for p in quantized]
         if not quantized[0].dynamic:
-            data = self._upload_rows(codes, n, k, np.int8, PAD, PAD)
+            data = self._upload_rows(codes, n, k, np.int8, PAD, PAD, self._matrices)
             return Weight(data, scale, bias, n, k, data.shape[1])
         plan = self.products.plan(n, k)
         rows, pitch = plan.shapes.padded
-        data = self._upload_rows(codes, n, k, np.int8, rows, pitch)
-        if not plan.shapes.is_plain:
-            with self.arrays.current():
-                data = plan.pack_weight(data[:n, :k])
+        if plan.shapes.is_plain:
+            data = self._upload_rows(codes, n, k, np.int8, rows, pitch, self._matrices)
+            return Weight(data, scale, bias, n, k, pitch, plan)
+        with self.arrays.current():
+            packed = plan.pack_weight(self._upload_rows(codes, n, k, np.int8, rows, pitch, self.arena)[:n, :k])
+            with self.arrays.within(self._matrices):
+                data = self.arrays.empty(packed.shape, np.int8)
+            data[...] = packed
         return Weight(data, scale, bias, n, k, pitch, plan)
 
+    def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
+        place = self.placement
+        if not place.streamed:
+            return super().blocks(build, count)
+        assert self._link is None, "one stack of layers can be streamed"
+        link = self._link = open_slots(self.device.index, self.stream, self.arena, place.slots, place.slot_bytes)
+        built = []
+        for index in range(count):
+            if index not in place.streamed:
+                built.append(build(index))
+                continue
+            matrices = self._matrices = link.next_slot()
+            try:
+                built.append(build(index))
+            finally:
+                self._matrices = self.arena
+            link.keep(matrices)
+        self.stream.synchronize()
+        return StreamedBlocks(built, place.streamed, link, place.slots)
+
     def _upload_rows(
-        self, parts: Sequence[np.ndarray], n: int, k: int, dtype: type, row_multiple: int, pitch_multiple: int
-    ) -> cp.ndarray:
+        self, parts: Sequence[np.ndarray], n: int, k: int, dtype: type, row_multiple: int, pitch_multiple: int,
+        allocator: Allocator,
+    ) -> cp.ndarray:  # fmt: skip
         """Host matrices stacked into one ``[n, k]``, padded with zeros to multiples of rows and columns."""
         shape = round_up(n, row_multiple), round_up(k, pitch_multiple)
-        data = self.arrays.empty(shape, dtype) if shape == (n, k) else self.arrays.zeros(shape, dtype)
+        with self.arrays.within(allocator):
+            data = self.arrays.empty(shape, dtype) if shape == (n, k) else self.arrays.zeros(shape, dtype)
         first = 0
         with np.errstate(over="ignore"), self.arrays.current():
             for part in parts:
@@ -152,7 +188,11 @@ class CudaBackend(Backend):
 
     def table(self, values: np.ndarray) -> Array:
         rows, columns = values.shape
-        return self._upload_rows([values], rows, columns, np.float16, 1, PAD)[:, :columns]
+        if self.placement.host_tables:
+            table = host_table(values, round_up(columns, PAD), self.device.index)
+            if table is not None:
+                return table
+        return self._upload_rows([values], rows, columns, np.float16, 1, PAD, self.arena)[:, :columns]
 
     def vector(self, values: np.ndarray) -> Array:
         return self.arrays.vector(np.asarray(values))
