@@ -142,3 +142,15 @@ def cut(documents: Sequence[Sequence[int] | np.ndarray], window: int, stride: in
         lengths = max((len(d) for d in documents), default=0)
         raise UsageError(f"the text is too short: scoring needs 2 tokens at least, not {lengths}; give a longer text")
     return windows
+
+
+def first_tokens(windows: Sequence[Window], count: int) -> list[Window]:
+    """The first windows, as many as score ``count`` tokens; the last one is cut short."""
+    taken: list[Window] = []
+    for window in windows:
+        if count <= 0:
+            break
+        excess = max(window.scored - count, 0)
+        taken.append(Window(window.tokens[: len(window.tokens) - excess], window.scored - excess))
+        count -= window.scored
+    return taken

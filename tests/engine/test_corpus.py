@@ -11,7 +11,7 @@ import tiny_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.engine.corpus import check_window, cut, encode_texts, read_texts, windows_for
+from bminf_lite.engine.corpus import check_window, cut, encode_texts, first_tokens, read_texts, windows_for
 from bminf_lite.engine.tokenizer import Tokenizer
 from bminf_lite.errors import UsageError
 
@@ -39,6 +39,15 @@ def test_separate_windows_score_all_but_their_first(lengths, window):
     pieces = [t[i : i + window] for t in texts for i in range(0, len(t), window)]
     expected = np.concatenate([p for p in pieces if len(p) > 1])
     np.testing.assert_array_equal(np.concatenate([w.tokens for w in windows]), expected)
+
+
+@given(documents, st.integers(2, 12), st.integers(1, 100))
+def test_the_first_tokens(lengths, window, count):
+    windows = cut([np.arange(n) + 1000 * i for i, n in enumerate(lengths)], window, max(window // 2, 1))
+    scored = np.concatenate([w.tokens[-w.scored :] for w in windows])
+    taken = first_tokens(windows, count)
+    np.testing.assert_array_equal(np.concatenate([w.tokens[-w.scored :] for w in taken]), scored[:count])
+    assert all(1 <= w.scored < len(w.tokens) for w in taken)
 
 
 def test_a_text_file_is_one_document(tmp_path: Path):

@@ -1,0 +1,162 @@
+"""Running a checkpoint piece by piece over the same tokens, so that only one of its layers is in memory.
+
+The tokens of many windows go through a layer before the next one is made. What is between two layers, the residual
+stream, waits on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import models
+from ..backend.base import Backend
+from ..backend.quantization import HostWeight, Int8Weight
+from ..backend.values import Array, LayerCache, Step
+from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.recipe import Scheme
+from ..errors import CheckpointError
+from ..layers.cache import CacheShape, KVCache
+from ..layers.loading import Weights
+from ..layers.recording import Product, Recorder
+from .corpus import Window
+
+BATCH_TOKENS = 2048
+
+Block = Callable[[Array, LayerCache, Step], Array]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows that run together, packed."""
+
+    windows: tuple[Window, ...]
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """All tokens, int32 ``[T]``."""
+        return np.concatenate([w.tokens for w in self.windows])
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Where each window starts, and the end, int32 ``[B + 1]``."""
+        return np.cumsum([0, *(len(w.tokens) for w in self.windows)]).astype(np.int32)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """The rows whose logits predict a token that is scored; that token is in the row behind."""
+        ends = self.starts[1:] - 1
+        return np.concatenate([np.arange(end - w.scored, end) for w, end in zip(self.windows, ends, strict=True)])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest window."""
+        return max(len(w.tokens) for w in self.windows)
+
+    def step(self, ops: Backend) -> Step:
+        """The batch as new tokens of sequences that have none in the cache."""
+        count = len(self.windows)
+        return Step(
+            tokens=ops.array(self.tokens),
+            starts=ops.array(self.starts),
+            past=ops.array(np.zeros(count, np.int32)),
+            slots=ops.array(np.arange(count, dtype=np.int32)),
+            count=count,
+            longest=self.longest,
+            reach=self.longest,
+        )
+
+
+def batches(windows: Iterable[Window], tokens: int = BATCH_TOKENS) -> list[Batch]:
+    """Windows in their order, together while they have ``tokens`` at most."""
+    groups: list[list[Window]] = []
+    room = 0
+    for window in windows:
+        if len(window.tokens) > room:
+            groups.append([])
+            room = tokens
+        groups[-1].append(window)
+        room -= len(window.tokens)
+    return [Batch(tuple(group)) for group in groups]
+
+
+class Blockwise:
+    """The checkpoint in a folder, run on ``ops`` piece by piece. Close it, or use it as a context manager.
+
+    ``observer`` is told of each product (see :mod:`..layers.recording`) while it is set; ``schemes`` says of the
+    matrices that were read so far whether they are ``w8a8``, ``w8a16`` or ``float``. Raises ``CheckpointError`` for a
+    folder that holds no model of a known architecture, or one that cannot be run piece by piece.
+    """
+
+    def __init__(self, path: Path, ops: Backend):
+        self.path = path
+        self.ops = ops
+        self.observer: Callable[[Product], None] | None = None
+        self.checkpoint = open_checkpoint(path)
+        try:
+            architecture = models.find(self.checkpoint.config)
+            if not hasattr(architecture, "Pieces"):
+                name = self.checkpoint.config["model_type"]
+                raise CheckpointError(f"{path}: models of type {name!r} cannot be run layer by layer, only as a whole")
+            self.config: Any = architecture.parse(self.checkpoint.config)
+            self.spec = architecture.spec(self.config)
+            self.checkpoint.validate(self.spec)
+            weights = _Schemes(self.checkpoint.weights(self.spec))
+            self.schemes = weights.schemes
+            recorder = Recorder(ops, weights, self._observe)
+            self.pieces = architecture.Pieces(self.config, recorder.weights, recorder.ops)
+        except BaseException:
+            self.checkpoint.close()
+            raise
+
+    def __enter__(self) -> Blockwise:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.checkpoint.close()
+
+    def embed(self, groups: Sequence[Batch]) -> list[np.ndarray]:
+        """The residual stream of each batch before the first layer, fp32 ``[T, features]``."""
+        embed = self.pieces.embed()
+        return [self._host(embed(batch.step(self.ops))) for batch in groups]
+
+    def run(self, block: Block, residual: np.ndarray, batch: Batch) -> np.ndarray:
+        """The residual stream of a batch after ``block``."""
+        shape = self.config.cache_shape
+        one = CacheShape(1, shape.kv_heads, shape.head_dim)
+        with closing(KVCache(self.ops, one, len(batch.windows), batch.longest, self.config.context_length)) as cache:
+            return self._host(block(self.ops.array(residual), cache.layers[0], batch.step(self.ops)))
+
+    def rows(self, output: Callable[[Array], Array], residual: np.ndarray) -> np.ndarray:
+        """Logits fp32 ``[n, vocab]`` of some rows of the residual stream behind the last layer."""
+        return self._host(output(self.ops.array(residual)))
+
+    def _observe(self, product: Product) -> None:
+        if self.observer is not None:
+            self.observer(product)
+
+    def _host(self, x: Array) -> np.ndarray:
+        return np.array(self.ops.host(x), np.float32)
+
+
+class _Schemes:
+    """Remembers how each matrix is quantized."""
+
+    def __init__(self, weights: Weights):
+        self._weights = weights
+        self.schemes: dict[str, str] = {}
+
+    def weight(self, name: str) -> HostWeight:
+        weight = self._weights.weight(name)
+        int8 = Scheme.W8A8 if isinstance(weight, Int8Weight) and weight.dynamic else Scheme.W8A16
+        self.schemes[name] = (int8 if isinstance(weight, Int8Weight) else Scheme.FLOAT).value
+        return weight
+
+    def vector(self, name: str) -> np.ndarray:
+        return self._weights.vector(name)

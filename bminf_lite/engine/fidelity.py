@@ -1,0 +1,121 @@
+"""How close a layer's output is to the reference's, and what its input looks like to int8.
+
+Sums are taken batch by batch, so that nothing of a batch has to be kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..quantize.errors import relative_error
+
+WORST_CHANNELS = 5
+FOLD_TOKENS = 32
+"""With fewer tokens, a factor per channel would explain noise."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Signal to noise in decibels (infinite where outputs are equal), and the mean over tokens of the cosine.
+
+    The noise is relative to each token's own output, see :mod:`bminf_lite.quantize.errors`.
+    """
+
+    snr_db: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class InputProfile:
+    """What makes an activation hard to quantize with one scale per token.
+
+    ``largest`` is the largest magnitude over the root mean square of all values; ``channels`` are the worst ones, their
+    number and largest magnitude over that root mean square; ``spread`` is the largest token's scale over the median
+    token's.
+    """
+
+    largest: float
+    channels: tuple[tuple[int, float], ...]
+    spread: float
+
+
+class FidelitySum:
+    """Collects outputs, fp32 ``[T, out]``, and what they should be."""
+
+    def __init__(self) -> None:
+        self._noise = self._cosine = 0.0
+        self._tokens = 0
+
+    def add(self, expected: np.ndarray, got: np.ndarray) -> None:
+        """The outputs of one batch."""
+        tokens = len(expected)
+        product = np.einsum("ij,ij->i", expected, got, dtype=np.float64)
+        sizes = [np.einsum("ij,ij->i", x, x, dtype=np.float64) for x in (expected, got)]
+        norm = np.sqrt(sizes[0] * sizes[1])
+        both_zero = (sizes[0] == 0) & (sizes[1] == 0)
+        self._cosine += float(np.divide(product, norm, out=both_zero.astype(np.float64), where=norm > 0).sum())
+        self._noise += relative_error(got, expected) * tokens
+        self._tokens += tokens
+
+    def result(self) -> Fidelity:
+        """Of everything that was added."""
+        noise = self._noise / self._tokens
+        return Fidelity(math.inf if noise == 0 else -10 * math.log10(noise), self._cosine / self._tokens)
+
+
+class ProfileSum:
+    """Collects the inputs of a product, fp32 ``[T, in]``."""
+
+    def __init__(self) -> None:
+        self._largest: np.ndarray | float = 0.0
+        self._squares = 0.0
+        self._scales: list[np.ndarray] = []
+        self._count = 0
+
+    def add(self, x: np.ndarray) -> None:
+        """The inputs of one batch."""
+        magnitude = np.abs(x)
+        self._largest = np.maximum(self._largest, magnitude.max(axis=0))
+        self._scales.append(magnitude.max(axis=1))
+        self._squares += float(np.einsum("ij,ij->", x, x, dtype=np.float64))
+        self._count += x.size
+
+    def result(self) -> InputProfile:
+        """Of everything that was added."""
+        rms = math.sqrt(self._squares / self._count) or 1.0
+        channels = np.asarray(self._largest) / rms
+        worst = np.argsort(channels)[::-1][:WORST_CHANNELS]
+        scales = np.concatenate(self._scales)
+        median = float(np.median(scales)) or 1.0
+        return InputProfile(
+            float(channels.max()), tuple((int(c), float(channels[c])) for c in worst), float(scales.max()) / median
+        )
+
+
+def folded_factors(expected: np.ndarray, got: np.ndarray) -> np.ndarray | None:
+    """Factors per channel, fp64 ``[n]``, that take ``got`` to ``expected`` (fp32 ``[T, n]``); None where they agree.
+
+    Smoothing moves factors from an activation into the weights that read it, which changes nothing but would look like
+    an enormous error. A channel has one if it turns two nearly parallel columns into two nearly equal ones; where no
+    factor is far from 1, nothing was folded, and differences are errors.
+    """
+    if len(expected) < FOLD_TOKENS:
+        return None
+    cross = np.einsum("ij,ij->j", expected, got, dtype=np.float64)
+    e, g = (np.einsum("ij,ij->j", x, x, dtype=np.float64) for x in (expected, got))
+    used = (e > 0) & (g > 0)
+    factors = np.divide(cross, g, out=np.ones_like(g), where=used)
+    before, after = e - 2 * cross + g, e - cross * factors
+    found = used & (after < 0.1 * e) & (after < 0.5 * before)
+    if not (found & (np.abs(np.log2(np.abs(factors), out=np.zeros_like(g), where=found)) > 0.3)).any():
+        return None
+    return np.where(found, factors, 1.0)
+
+
+def unfolded(expected: np.ndarray, got: np.ndarray) -> np.ndarray:
+    """``got`` in the units of ``expected``, see :func:`folded_factors`."""
+    factors = folded_factors(expected, got)
+    return got if factors is None else (got * factors).astype(np.float32)
