@@ -1,0 +1,188 @@
+"""A comparison as one HTML file: plots that show the worst layer at a glance, and a table of everything.
+
+The file needs nothing else: the plots are inline SVG, and the few lines that sort the table are in it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from .. import __version__
+from ..errors import UsageError
+from .comparison import Comparison, LinearReport
+from .plots import Axis, count_axis, line, log_axis
+
+TEMPLATE = "report.html.j2"
+COLOURS = 6
+LEAST_PERCENT, MOST_PERCENT = 0.1, 30.0
+"""Errors from which, and up to which, a cell of the map gets darker."""
+
+SHADES = (0.1, 0.3, 1, 3, 10, 30)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A product as the table and the plots show it; ``percent`` is the rms error of its own, relative to its output."""
+
+    id: str
+    linear: LinearReport
+    layer: int | None
+    kind: str
+    percent: float
+    accumulated_percent: float
+
+    @property
+    def strength(self) -> float:
+        """How dark its cell is, 0.05 to 1."""
+        return strength(self.percent)
+
+
+def write_report(path: Path, comparison: Comparison, model: Path, reference: Path, text: Path) -> None:
+    """Write the report to ``path``. Raises ``UsageError`` if that cannot be written."""
+    html = render(comparison, model.name, reference.name, text.name)
+    try:
+        path.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def render(comparison: Comparison, model: str, reference: str, text: str) -> str:
+    """The report's HTML; ``model``, ``reference`` and ``text`` name what was compared."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.undefined = jinja2.StrictUndefined
+    source = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    table = rows(comparison)
+    kinds = list(dict.fromkeys(row.kind for row in table))
+    return environment.from_string(source).render(
+        model=model,
+        reference=reference,
+        text=text,
+        device=comparison.device,
+        version=__version__,
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        d=comparison.divergence,
+        rows=table,
+        worst=max(table, key=lambda row: row.percent, default=None),
+        kinds=kinds,
+        colours=COLOURS,
+        heatmap=heatmap(table, kinds),
+        scale=[(f"{x:g} %", strength(x)) for x in SHADES],
+        depth=depth(comparison),
+        infinity=math.inf,
+        scatter=scatter(table, kinds),
+        outliers=outliers(table, kinds),
+        tail=tail(comparison.divergence.divergences),
+    )
+
+
+def percent(snr_db: float) -> float:
+    """Signal to noise as the rms error in percent of the output."""
+    return 100 * 10 ** (-snr_db / 20)
+
+
+def strength(percent: float) -> float:
+    """How dark an error is shown, 0.05 to 1."""
+    share = math.log(max(percent, LEAST_PERCENT) / LEAST_PERCENT) / math.log(MOST_PERCENT / LEAST_PERCENT)
+    return round(0.05 + 0.95 * min(share, 1.0) ** 1.6, 3)
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """All products, in the order of the model."""
+    placed = [(block.layer, linear) for block in comparison.blocks for linear in block.linears]
+    everything: list[tuple[int | None, LinearReport]] = [*placed, *((None, linear) for linear in comparison.head)]
+    return [
+        Row(
+            f"p{i}", linear, layer, re.sub(r"^(.*?\.)?\d+\.", "", linear.name) if layer is not None else linear.name,
+            percent(linear.own.snr_db), percent(linear.accumulated.snr_db),
+        )
+        for i, (layer, linear) in enumerate(everything)
+    ]  # fmt: skip
+
+
+def heatmap(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
+    """A cell for each product: kinds of products above each other, layers side by side."""
+    layers = max((row.layer + 1 for row in table if row.layer is not None), default=1)
+    left, height, top = 170, 26, 8
+    width = max(780 / layers, 8)
+    x = count_axis(layers, left, left + width * layers)
+    cells = [
+        {
+            "row": row,
+            "x": round(left + width * (row.layer or 0), 1),
+            "y": top + height * kinds.index(row.kind),
+            "wide": width * layers if row.layer is None else width,
+        }
+        for row in table
+    ]
+    return {
+        "cells": cells, "x": x, "left": left, "cell_height": height, "top": top, "width": left + width * layers,
+        "height": top + height * len(kinds) + 56, "bottom": top + height * len(kinds),
+        "gap": 1 if width < 20 else 2,
+    }  # fmt: skip
+
+
+def depth(comparison: Comparison) -> dict[str, Any]:
+    """The residual stream's errors along the layers."""
+    own = [(b.layer, percent(b.own.snr_db)) for b in comparison.blocks]
+    accumulated = [(b.layer, percent(b.accumulated.snr_db)) for b in comparison.blocks]
+    x = count_axis(max(len(own), 1), 56, 470)
+    y = log_axis([v for _, v in own + accumulated], 250, 12, " %")
+    bar = max(min(24.0, 0.7 * (x.end - x.start) / max(len(own), 1)), 1.5)
+    path = line(x, y, accumulated) if own else ""
+    return {"x": x, "y": y, "own": own, "accumulated": accumulated, "line": path, "bar": round(bar, 1)}
+
+
+def scatter(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
+    """Error of each product over the outliers of its input."""
+    x = log_axis([row.linear.input.largest for row in table], 56, 470)
+    y = log_axis([row.percent for row in table], 250, 12, " %")
+    points = [
+        {"row": row, "x": x(row.linear.input.largest), "y": y(row.percent), "colour": kinds.index(row.kind) % COLOURS}
+        for row in table
+        if row.percent > 0
+    ]
+    return {"x": x, "y": y, "points": points}
+
+
+def outliers(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
+    """The largest magnitude of each input along the layers, a curve per kind; the reference's where it differs."""
+    placed = [row for row in table if row.layer is not None]
+    x = count_axis(max((row.layer + 1 for row in placed if row.layer is not None), default=1), 56, 470)
+    y = log_axis([v for row in placed for v in (row.linear.input.largest, row.linear.reference_input.largest)], 250, 12)
+    curves = []
+    for kind in dict.fromkeys(row.kind for row in placed):
+        ours, theirs = (
+            [(row.layer or 0, getattr(row.linear, name).largest) for row in placed if row.kind == kind]
+            for name in ("input", "reference_input")
+        )
+        differs = any(abs(math.log(max(a[1], 1e-9) / max(b[1], 1e-9))) > 0.2 for a, b in zip(ours, theirs, strict=True))
+        dots = [(x(layer), y(value)) for layer, value in ours]
+        colour = kinds.index(kind) % COLOURS
+        curves.append({"kind": kind, "colour": colour, "line": line(x, y, ours), "dots": dots,
+                       "reference": line(x, y, theirs) if differs else ""})  # fmt: skip
+    return {"x": x, "y": y, "curves": curves}
+
+
+def tail(divergences: np.ndarray) -> dict[str, Any]:
+    """The share of tokens whose divergence exceeds a value."""
+    values = np.sort(divergences[np.isfinite(divergences) & (divergences > 0)])[::-1]
+    if not len(values):
+        return {}
+    share = np.arange(1, len(values) + 1) / len(divergences) * 100
+    picked = np.concatenate([space(1, len(values), 100) for space in (np.geomspace, np.linspace)])
+    low = max(float(np.quantile(values, 0.05)), float(values[0]) / 1e6)
+    x = log_axis([low, float(values[0])], 56, 470, decades=7)
+    y: Axis = log_axis([share[0], 100 / 1.3], 250, 12, " %", decades=7)
+    points = [(float(values[i]), float(share[i])) for i in np.unique(picked.astype(int)) - 1 if values[i] >= low]
+    marks = [("median", float(np.median(divergences))), ("99.9 %", float(np.quantile(divergences, 0.999)))]
+    return {"x": x, "y": y, "line": line(x, y, points), "marks": [(name, x(value)) for name, value in marks]}
