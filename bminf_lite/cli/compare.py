@@ -1,0 +1,98 @@
+"""``compare``: what quantization cost, in predictions and layer by layer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..errors import UsageError
+from ._options import device_option, memory_limit_option, model_argument, stride_option, text_argument, window_option
+
+if TYPE_CHECKING:
+    from ..engine.comparison import Comparison, LinearReport
+
+SHOWN = 5
+
+
+@click.command()
+@model_argument
+@click.argument("reference", metavar="REFERENCE", type=click.Path(path_type=Path))
+@text_argument
+@click.option("--report", metavar="OUT.html", type=click.Path(dir_okay=False, path_type=Path),
+              help="Write plots and a table of all layers, as one HTML file that needs nothing else.")  # fmt: skip
+@window_option
+@stride_option
+@click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Score the first N tokens of FILE only.")
+@device_option
+@memory_limit_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def compare(
+    model: Path,
+    reference: Path,
+    text: Path,
+    report: Path | None,
+    window: int | None,
+    stride: int | None,
+    tokens: int | None,
+    device: str,
+    memory_limit: int | None,
+    as_json: bool,
+) -> None:
+    """Compare a model with its original on a text.
+
+    Reads FILE (UTF-8 text, or JSONL with a "text" per line) with the int8 model in the folder MODEL and the float model
+    in REFERENCE, a layer of each at a time, so that neither has to fit in memory. Prints the ratio of their
+    perplexities, the Kullback-Leibler divergence of their predictions, and the layers that lose most; --report and
+    --json have every layer.
+
+    \b
+    Example:
+      bminf-lite compare Llama-3.2-1B-int8 Llama-3.2-1B wiki.test.txt --tokens 16384
+      bminf-lite compare MODEL REFERENCE texts.jsonl --report report.html
+    """
+    from tqdm import tqdm
+
+    from ..engine.compare import check_pair
+    from ..engine.compare import compare as run
+    from ..engine.corpus import first_tokens, read_texts, windows_for
+    from ..engine.report import write_report
+
+    if report is not None and not report.resolve().parent.is_dir():
+        raise UsageError(f"{report}: the folder {report.resolve().parent} does not exist; make it first")
+    texts = read_texts(text)
+    windows = windows_for(model, texts, window, stride)
+    check_pair(model, reference, texts)
+    if tokens is not None:
+        windows = first_tokens(windows, tokens)
+    with tqdm(unit="part", desc="comparing", disable=None, leave=False) as bar:
+
+        def progress(done: int, total: int, part: str) -> None:
+            bar.total = total
+            bar.set_postfix_str(part, refresh=False)
+            bar.update(done - bar.n)
+
+        result = run(model, reference, windows, device, memory_limit, progress=progress)
+    if report is not None:
+        write_report(report, result, model, reference, text)
+        click.echo(f"wrote {report}", err=True)
+    click.echo(json.dumps(result.to_dict()) if as_json else lines(result))
+
+
+def lines(result: Comparison) -> str:
+    """The comparison for people: predictions, and the products that lose most."""
+    found = sorted(result.linears, key=lambda linear: linear.own.snr_db)[:SHOWN]
+    width = max(len(linear.name) for linear in found)
+    title = f"least signal to noise of its own, of {len(result.linears)} products:"
+    return "\n".join([result.divergence.summary(), "", title, *(linear_line(linear, width) for linear in found)])
+
+
+def linear_line(linear: LinearReport, width: int) -> str:
+    """One product; ``width`` is that of the longest name."""
+    channel, largest = linear.input.channels[0]
+    return (
+        f"  {linear.name:{width}}  {linear.scheme:5}  {linear.own.snr_db:5.1f} dB, accumulated "
+        f"{linear.accumulated.snr_db:5.1f} dB; input up to {largest:.0f} times its rms (channel {channel})"
+    )
