@@ -1,0 +1,215 @@
+"""Decoding and prefill beside transformers, on one shape with random weights, in turn in one run.
+
+transformers runs in bf16: eagerly, and compiled with a static cache. This engine runs its int8. Each gets random prompts
+and decodes as many tokens, greedily; what an end-of-sequence token would stop goes on. A round runs every peer once, and
+the rounds are repeated, so that a machine that gets slower does so for all. The median of each peer over the rounds is
+what counts. Needs torch and transformers (the extra ``parity``), and for --plot matplotlib.
+
+    python tools/bench_peers.py --shape llama-3-8b -p 512,2048 -n 128 --plot peers.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+import bminf_lite
+from bminf_lite import backend
+from bminf_lite.bench.instruments import instruments_for
+from bminf_lite.bench.report import markdown_table
+from bminf_lite.bench.runner import Workload, run_tests
+from bminf_lite.bench.shapes import read_shape
+from bminf_lite.bench.subject import random_subject
+
+ENGINE = "bminf-lite int8"
+
+
+@dataclass
+class Times:
+    """Seconds of a peer's rounds: to the first token after the prompt, and per decoded token."""
+
+    first: list[float] = field(default_factory=list)
+    token: list[float] = field(default_factory=list)
+
+    def medians(self) -> tuple[float, float]:
+        """Of both."""
+        return statistics.median(self.first), statistics.median(self.token)
+
+
+Peer = Callable[[int, int, int], tuple[float, float]]
+"""Runs ``batch`` prompts of so many tokens and gets so many new ones: seconds to the first, and for each further one."""
+
+
+def clock(device: str) -> float:
+    """Now, with the device's work done."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Transformers:
+    """One model in bf16 that serves both ways of running it."""
+
+    def __init__(self, config: dict[str, Any], device: str, dtype: torch.dtype):
+        self.device = device
+        known = transformers.AutoConfig.for_model(**config)
+        with torch.device(device):
+            self.model = transformers.AutoModelForCausalLM.from_config(known, dtype=dtype).eval()
+        self.compiled = torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True)
+
+    @torch.inference_mode()
+    def run(self, batch: int, prompt: int, count: int, compiled: bool) -> tuple[float, float]:
+        """A static cache and the compiled step, or the growing one and the plain step. The prompt is never compiled."""
+        ids = torch.randint(0, self.model.config.vocab_size, (batch, prompt), device=self.device)
+        cache: Any = transformers.DynamicCache(config=self.model.config)
+        if compiled:
+            cache = transformers.StaticCache(config=self.model.config, max_cache_len=prompt + count)
+        start = clock(self.device)
+        position = torch.arange(prompt, device=self.device)
+        token = self._next(self.model.forward, ids, cache, position)
+        first = clock(self.device)
+        position = position[-1:] + 1
+        for _ in range(count - 1):
+            token = self._next(self.compiled if compiled else self.model.forward, token, cache, position)
+            position = position + 1
+        end = clock(self.device)
+        return first - start, (end - first) / (count - 1)
+
+    def _next(self, forward: Callable[..., Any], ids: torch.Tensor, cache: Any, position: torch.Tensor) -> torch.Tensor:
+        out = forward(ids, past_key_values=cache, position_ids=position[None], use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(-1, keepdim=True).clone()
+
+
+def engine_peer(config: dict[str, Any], device: str) -> tuple[Peer, Callable[[], None]]:
+    """This engine, and how to close it."""
+    ops = backend.create(device)
+    subject, instruments = random_subject("shape", config, ops), instruments_for(ops)
+
+    def run(batch: int, prompt: int, count: int) -> tuple[float, float]:
+        tests = [Workload("pp", prompt, 0, batch), Workload("tg", count - 1, prompt, batch)]
+        prefill, decode = run_tests(subject, instruments, tests, 1)
+        return prefill.seconds[0], decode.seconds[0] / (count - 1)
+
+    return run, ops.close
+
+
+def measure(
+    peers: dict[str, Peer], prompts: list[int], batch: int, count: int, rounds: int
+) -> dict[int, dict[str, Times]]:
+    """Times by prompt length and peer. The first round, in which kernels are compiled, does not count."""
+    found = {prompt: {name: Times() for name in peers} for prompt in prompts}
+    for prompt in prompts:
+        for index in range(rounds + 1):
+            for name, run in peers.items():
+                first, token = run(batch, prompt, count)
+                if index:
+                    found[prompt][name].first.append(first)
+                    found[prompt][name].token.append(token)
+    return found
+
+
+def rows(found: dict[int, dict[str, Times]], batch: int) -> list[dict[str, Any]]:
+    """A row for each peer and prompt length; ratios are how many times faster this engine is."""
+    result = []
+    for prompt, times in found.items():
+        own_first, own_token = times[ENGINE].medians()
+        for name, t in times.items():
+            first, token = t.medians()
+            spread = statistics.pstdev([batch / s for s in t.token])
+            result.append({
+                "prompt": prompt, "peer": name, "first_token_ms": 1e3 * first, "tokens_per_second": batch / token,
+                "deviation": spread, "times_faster_first_token": first / own_first,
+                "times_faster_decode": token / own_token,
+            })  # fmt: skip
+    return result
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """The rows for people."""
+    return markdown_table([
+        {
+            "prompt": str(r["prompt"]), "peer": r["peer"], "first token ms": f"{r['first_token_ms']:.1f}",
+            "decode t/s": f"{r['tokens_per_second']:.1f} ± {r['deviation']:.1f}",
+            "first token, ours is faster": f"{r['times_faster_first_token']:.2f} times",
+            "decode, ours is faster": f"{r['times_faster_decode']:.2f} times",
+        }
+        for r in found
+    ])  # fmt: skip
+
+
+def plot(found: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Bars of both figures, by prompt length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure.suptitle(title)
+    prompts, peers = sorted({r["prompt"] for r in found}), list(dict.fromkeys(r["peer"] for r in found))
+    left, right = figure.subplots(1, 2)
+    for axes, key, label in (
+        (left, "tokens_per_second", "decoded tokens per second"), (right, "first_token_ms", "first token, ms")
+    ):  # fmt: skip
+        for i, peer in enumerate(peers):
+            values = [r[key] for p in prompts for r in found if (r["prompt"], r["peer"]) == (p, peer)]
+            axes.bar(np.arange(len(prompts)) + i / (len(peers) + 1), values, 1 / (len(peers) + 1), label=peer)
+        axes.set_xticks(np.arange(len(prompts)) + 0.3, [f"prompt {p}" for p in prompts])
+        axes.set_ylabel(label)
+    right.legend(fontsize="small")
+    figure.savefig(path)
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers separated by commas."""
+    return [int(part) for part in text.split(",")]
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run everything and print it; returns the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", required=True, help="a shape of bminf-lite bench, or a config.json")
+    parser.add_argument("-p", type=numbers, default=[512], metavar="N,...", help="prompt lengths")
+    parser.add_argument("-n", type=int, default=128, help="tokens to decode, 2 at least")
+    parser.add_argument("-b", type=int, default=1, help="sequences at once")
+    parser.add_argument("-r", type=int, default=3, help="rounds")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--no-compile", action="store_true", help="leave the compiled peer out")
+    parser.add_argument("-o", choices=["md", "json"], default="md")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    options = parser.parse_args(arguments)
+    if options.n < 2:
+        parser.error("-n must be 2 at least")
+    config = read_shape(options.shape)
+    other = Transformers(config, options.device, torch.bfloat16)
+    peers: dict[str, Peer] = {"transformers bf16, eager": lambda *size: other.run(*size, compiled=False)}
+    if not options.no_compile:
+        peers["transformers bf16, compiled"] = lambda *size: other.run(*size, compiled=True)
+    peers[ENGINE], close = engine_peer(config, options.device)
+    try:
+        found = rows(measure(peers, options.p, options.b, options.n, options.r), options.b)
+    finally:
+        close()
+    device = torch.cuda.get_device_name() if options.device != "cpu" else "CPU"
+    title = f"{options.shape} on {device}, batch {options.b}, {options.n} tokens"
+    versions = {
+        "bminf-lite": bminf_lite.__version__, "torch": torch.__version__, "transformers": transformers.__version__
+    }  # fmt: skip
+    if options.o == "json":
+        print(json.dumps({"title": title, "versions": versions, "rows": found}, indent=2))
+    else:
+        print(f"{title}\n\n{table(found)}\n\n" + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    if options.plot:
+        plot(found, options.plot, title)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Everything that needs an NVIDIA GPU, in one run. Leaves a report of each part in a folder:
+#
+#   tools/gpu_check.sh [-p "PART ..."] [-t SECONDS] FOLDER
+#
+# A part that fails or takes longer than its limit does not keep the others from running; the exit code is 1 if any did.
+# -p runs some parts only, -t replaces the limits of all. PYTHON names the interpreter, in whose environment the package
+# is installed with the extras `test` and `cuda12` or `cuda13`. compute-sanitizer comes with the CUDA toolkit.
+set -u
+cd "$(dirname "$0")/.." || exit 2
+
+declare -A limits=(
+    [versions]=60 [doctor]=120 [tests]=600 [memcheck]=150 [racecheck]=150 [initcheck]=150 [demo]=60 [generate]=60
+    [bench_8b]=180 [bench_1b]=90 [context]=240 [batch]=240 [trace_8b]=90 [trace_1b]=60 [kernels]=180
+)
+parts="versions doctor tests memcheck racecheck initcheck demo generate bench_8b bench_1b context batch trace_8b trace_1b kernels"
+limit=
+while getopts p:t: option; do
+    case $option in
+        p) parts=$OPTARG ;;
+        t) limit=$OPTARG ;;
+        *) exit 2 ;;
+    esac
+done
+shift $((OPTIND - 1))
+[ $# -eq 1 ] || { sed -n '2,9p' "$0" >&2; exit 2; }
+mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
+python=${PYTHON:-python}
+bminf() { "$python" -c 'from bminf_lite.cli import main; main()' "$@"; }
+bench() { bminf bench --device cuda -o json "$@"; }
+
+versions() {
+    date -u +%FT%TZ
+    git log -1 --format='%H %cI' 2>/dev/null
+    uname -srm
+    nvidia-smi || return
+    "$python" -m pip list 2>/dev/null | grep -iE '^(bminf|cupy|numpy|nvidia|cuda|torch|triton)'
+}
+
+doctor() { bminf doctor --json; }
+
+# pytest succeeds where everything was skipped; this does not.
+gpu_tests() { "$python" -m pytest -m gpu -rs --junitxml="$out/tests.xml" "$@" && ran_some "$out/tests.xml"; }
+ran_some() {
+    "$python" - "$1" <<'EOF'
+import sys
+from xml.etree import ElementTree
+suites = list(ElementTree.parse(sys.argv[1]).iter("testsuite"))
+ran = sum(int(s.get("tests")) - int(s.get("skipped")) for s in suites)
+print(f"{ran} tests ran")
+sys.exit(ran == 0)
+EOF
+}
+
+# Few of the kernels' tests: under these tools a test takes many times as long.
+sanitizer() {
+    local tool=$1 program
+    shift
+    program=$(command -v compute-sanitizer || command -v /usr/local/cuda/bin/compute-sanitizer) ||
+        { echo "compute-sanitizer is not installed"; return 1; }
+    "$program" --tool "$tool" --target-processes all --error-exitcode 1 \
+        "$python" -m pytest -m gpu -p no:cacheprovider -x --junitxml="$out/$tool.xml" "$@" && ran_some "$out/$tool.xml"
+}
+memcheck() { sanitizer memcheck tests/backend/test_operations.py tests/backend/test_sample.py; }
+racecheck() { sanitizer racecheck tests/backend/test_operations.py; }
+initcheck() { sanitizer initcheck tests/backend/test_operations.py; }
+
+demo() { bminf demo; }
+generate() {
+    local source
+    source=$("$python" -c 'import bminf_lite, pathlib; print(pathlib.Path(bminf_lite.__file__).parent / "demo_model")') &&
+        bminf migrate "$source" "$out/demo-int8" --force &&
+        bminf generate "$out/demo-int8" "If the file" --device cuda --max-new-tokens 64 --stats
+}
+
+# Speeds, and with them the peaks of memory.
+bench_8b() { bench --shape llama-3-8b -p 512,2048 -n 0 && bench --shape llama-3-8b -p 0 -d 512,2048; }
+bench_1b() { bench --shape llama-3.2-1b -p 512,2048 -n 0 && bench --shape llama-3.2-1b -p 0 -d 512,2048; }
+context() { bench --shape llama-3-8b -p 0 -n 64 -d 128,512,2048,8192,32768 -r 3; }
+batch() { bench --shape llama-3-8b -p 0 -n 64 -d 512 -b 1,2,4,8,16,32,64 -r 3; }
+trace_8b() { bench --shape llama-3-8b -d 512 --trace; }
+trace_1b() { bench --shape llama-3.2-1b -d 512 --trace; }
+kernels() { bench --kernels; }
+
+failed=0
+: > "$out/summary.txt"
+for part in $parts; do
+    [ -n "${limits[$part]:-}" ] || { echo "there is no part $part" >&2; exit 2; }
+    function=$part
+    [ "$part" = tests ] && function=gpu_tests
+    seconds=${limit:-${limits[$part]}}
+    start=$SECONDS
+    export -f bminf bench ran_some sanitizer "$function"
+    out=$out python=$python timeout -k 10 "$seconds" bash -c "$function" > "$out/$part.txt" 2> "$out/$part.err"
+    status=$?
+    case $status in
+        0) verdict=ok ;;
+        124 | 137) verdict="over $seconds s" ;;
+        *) verdict="failed ($status)" ;;
+    esac
+    [ $status -eq 0 ] || failed=1
+    printf '%-10s %4d s  %s\n' "$part" $((SECONDS - start)) "$verdict" | tee -a "$out/summary.txt"
+done
+exit $failed
