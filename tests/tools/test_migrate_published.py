@@ -1,0 +1,203 @@
+"""The tools for CPM-1, CPM-2 and EVA: small checkpoints in the published naming, cut over processes as in training.
+
+How a tensor is cut is written here once more, from the model's side: by heads, and by the rows or columns of a matrix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import migrate_cpm1
+import migrate_cpm2
+import migrate_eva
+import numpy as np
+import pytest
+import torch_writer
+from safetensors.numpy import load_file
+
+import bminf_lite
+from bminf_lite import models
+from bminf_lite.backend.base import Backend
+from bminf_lite.models.spec import Role
+
+CPM1 = {
+    "model_type": "cpm1", "vocab_size": 48, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "max_position_embeddings": 20,
+}  # fmt: skip
+CPM2 = {
+    "model_type": "cpm2", "vocab_size": 48, "d_model": 24, "d_ff": 36, "d_kv": 5, "num_heads": 6, "num_layers": 2,
+    "num_decoder_layers": 1, "relative_attention_num_buckets": 32,
+}  # fmt: skip
+EVA = CPM2 | {"model_type": "eva", "attn_scale": True, "num_layers": 1, "num_decoder_layers": 2}
+WORDS = [
+    "<unk>", "<s>", "</s>", "▃", "<sep>", "<pad>", "<mask>", "<go>", "<eod>", "▁", ",", "▂", "的", "<s_0>", "<s_1>",
+]  # fmt: skip
+
+TOOLS: dict[str, tuple[Callable[..., int], dict[str, Any], list[str]]] = {
+    "cpm1": (migrate_cpm1.main, CPM1, ["--heads", "6"]),
+    "cpm2": (migrate_cpm2.main, CPM2, []),
+    "eva": (migrate_eva.main, EVA, ["--attn-scale"]),
+}
+
+
+def random_tensors(config: dict[str, Any], dtype: Any = np.float16) -> dict[str, np.ndarray]:
+    architecture = models.find(config)
+    spec = architecture.spec(architecture.parse(config))
+    random = np.random.default_rng(1)
+    return {
+        name: (random.standard_normal(p.shape) * (0.1 if p.role is Role.VECTOR else 0.5)).astype(dtype)
+        for name, p in spec.parameters.items()
+        if name not in spec.tied
+    }
+
+
+def cut(name: str, tensor: np.ndarray, rank: int, ranks: int) -> np.ndarray:
+    """What one process of the training has of a tensor."""
+    kind = name.rsplit(".", 2)[-2]
+    if kind in ("query_key_value", "project", "project_kv"):  # some heads of the query, of the key and of the value
+        parts = 2 if kind == "project_kv" else 3
+        heads = 6 // ranks
+        by_head = tensor.reshape(parts, 6, -1, *tensor.shape[1:])[:, rank * heads : (rank + 1) * heads]
+        return by_head.reshape(-1, *tensor.shape[1:])
+    if kind in ("word_embeddings", "word_embeds", "lm_head", "project_q", "dense_h_to_4h", "wi_0", "wi_1"):
+        return np.split(tensor, ranks)[rank]
+    if kind in ("dense", "dense_4h_to_h", "wo", "relative_attention_bias") and tensor.ndim == 2:
+        return np.split(tensor, ranks, 1)[rank]
+    return tensor
+
+
+def write_shards(
+    folder: Path, tensors: dict[str, np.ndarray], ranks: int, prefix: str = "module.", legacy: bool = False
+) -> Path:
+    """A checkpoint as DeepSpeed saves it in the folder of an iteration; in fp16, as the models were published."""
+    inner = folder / "80000"
+    inner.mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("80000\n")
+    for rank in range(ranks):
+        part = {f"{prefix}{k}": np.ascontiguousarray(cut(k, v, rank, ranks)) for k, v in tensors.items()}
+        if "word_embeds.weight" in tensors:
+            part[f"{prefix}encoder.word_embeds.weight"] = part[f"{prefix}word_embeds.weight"]
+            part[f"{prefix}role_embeds.weight"] = np.zeros((2, 24), np.float16)
+        torch_writer.save(inner / f"mp_rank_{rank:02d}_model_states.pt", part, legacy, entry="module")
+    return folder
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path) -> Path:
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("model", TOOLS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shards_become_the_tensors_that_they_were_cut_from(
+    tmp_path: Path, vocabulary: Path, model: str, ranks: int
+) -> None:
+    main, config, more = TOOLS[model]
+    tensors = random_tensors(config)
+    source = write_shards(tmp_path / "source", tensors, ranks, legacy=ranks == 2)
+    out = tmp_path / "out"
+    assert main([str(source), str(out), "--vocabulary", str(vocabulary), "--recipe", "merge", *more]) == 0
+    merged = load_file(out / "model.safetensors")
+    assert merged.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(merged[name], tensor, err_msg=name)
+    written = json.loads((out / "config.json").read_text())
+    assert {k: written[k] for k in config} == config
+    parse = models.find(config).parse
+    extra = {k: written[k] for k in ("eos_token_id", "decoder_start_token_id") if k in written}
+    assert parse(written) == parse(config | extra)
+    assert (out / ("chinese_vocab.model" if model == "cpm1" else "vocab.txt")).read_bytes() == vocabulary.read_bytes()
+
+
+@pytest.mark.parametrize("model", TOOLS)
+def test_int8_is_what_migrating_the_merged_checkpoint_gives(tmp_path: Path, vocabulary: Path, model: str) -> None:
+    main, config, more = TOOLS[model]
+    source = write_shards(tmp_path / "source", random_tensors(config), 2)
+    arguments = ["--vocabulary", str(vocabulary), *more]
+    assert main([str(source), str(tmp_path / "merged"), "--recipe", "merge", *arguments]) == 0
+    assert main([str(source), str(tmp_path / "int8"), *arguments]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["int8", "merged", "source", "vocab.txt"]
+    bminf_lite.migrate(tmp_path / "merged", tmp_path / "expected")
+    got, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("int8", "expected"))
+    assert got.keys() == expected.keys() and all(got[k].tobytes() == expected[k].tobytes() for k in got)
+    assert (tmp_path / "int8" / "tokenizer_config.json").is_file()
+    source_ids = None if model == "cpm1" else [13, 12, 11]
+    for folder in ("int8", "merged"):
+        with bminf_lite.load(tmp_path / folder, device="cpu") as loaded:
+            assert loaded.logits([1, 2, 3], source=source_ids).shape == (3, 48)
+            assert isinstance(loaded.ops, Backend)
+
+
+def test_what_ends_and_begins_a_text_comes_from_the_vocabulary(tmp_path: Path, vocabulary: Path) -> None:
+    for model, start, end in (("cpm2", "<s>", "<eod>"), ("eva", "<s_0>", "<sep>")):
+        main, config, more = TOOLS[model]
+        source = write_shards(tmp_path / f"{model} source", random_tensors(config), 2)
+        out = tmp_path / model
+        assert main([str(source), str(out), "--vocabulary", str(vocabulary), "--recipe", "merge", *more]) == 0
+        written = json.loads((out / "config.json").read_text())
+        assert (written["decoder_start_token_id"], written["eos_token_id"]) == (WORDS.index(start), WORDS.index(end))
+
+
+def test_a_single_file_without_a_wrapper(tmp_path: Path, vocabulary: Path) -> None:
+    """``merge.pt``: a state_dict of the whole model."""
+    tensors = random_tensors(CPM1)
+    torch_writer.save(tmp_path / "merge.pt", tensors)
+    arguments = ["--vocabulary", str(vocabulary), "--recipe", "merge", "--heads", "6"]
+    assert migrate_cpm1.main([str(tmp_path / "merge.pt"), str(tmp_path / "out"), *arguments]) == 0
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(np.array_equal(merged[name], tensor) for name, tensor in tensors.items())
+
+
+def failed(capsys: pytest.CaptureFixture[str], source: Path, vocabulary: Path, *more: str) -> str:
+    out = source.parent / "never"
+    assert migrate_cpm1.main([str(source), str(out), "--vocabulary", str(vocabulary), *more]) == 1
+    assert not out.exists() and not list(source.parent.glob(".merged*"))
+    return capsys.readouterr().err
+
+
+def test_shards_that_do_not_fit(tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = random_tensors(CPM1)
+    source = write_shards(tmp_path / "source", tensors, 2)
+    assert "--heads" in failed(capsys, source, vocabulary)
+    second = source / "80000" / "mp_rank_01_model_states.pt"
+    part = {k: np.ascontiguousarray(cut(k, v, 1, 2)) for k, v in tensors.items()}
+    for change, words in [
+        ({"transformer.final_layernorm.weight": np.ones(24, np.float16)}, "not the same in all shards"),
+        ({"word_embeddings.weight": np.ones((25, 24), np.float16)}, "another shape or type"),
+        ({"extra": np.ones(1, np.float16)}, "differs from the first shard in extra"),
+    ]:
+        torch_writer.save(second, part | change, entry="module")
+        assert words in failed(capsys, source, vocabulary, "--heads", "6")
+    second.rename(second.with_name("mp_rank_02_model_states.pt"))
+    assert "those between" in failed(capsys, source, vocabulary, "--heads", "6")
+
+
+def test_checkpoints_of_something_else(tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = random_tensors(CPM1)
+    source = tmp_path / "source"
+    for change, words in [
+        ({"prompt.weight": np.ones(3, np.float16)}, "unknown tensor 'prompt.weight'"),
+        ({"transformer.layers.1.mlp.dense_h_to_4h.bias": np.ones(5, np.float16)}, "is [5] when merged"),
+        ({"transformer.layers.7.input_layernorm.weight": np.ones(24, np.float16)}, "none of the model's"),
+    ]:
+        torch_writer.save(tmp_path / "x.pt", tensors | change)
+        assert words in failed(capsys, tmp_path / "x.pt", vocabulary, "--heads", "6")
+    del tensors["transformer.final_layernorm.bias"]
+    torch_writer.save(tmp_path / "x.pt", tensors)
+    text = failed(capsys, tmp_path / "x.pt", vocabulary, "--heads", "6")
+    assert "missing tensor 'transformer.final_layernorm.bias'" in text
+    torch_writer.save(tmp_path / "x.pt", {"word_embeddings.weight": tensors["word_embeddings.weight"]})
+    assert "not CPM-1" in failed(capsys, tmp_path / "x.pt", vocabulary)
+    assert "does not exist" in failed(capsys, source, vocabulary)
+    source.mkdir()
+    assert "holds neither" in failed(capsys, source, vocabulary)
+    torch_writer.save(source / "a.pt", tensors)
+    torch_writer.save(source / "b.pt", tensors)
+    assert "name the one" in failed(capsys, source, vocabulary)
+    whole = write_shards(tmp_path / "whole", random_tensors(CPM1), 1)
+    assert "does not exist" in failed(capsys, whole, tmp_path / "none", "--heads", "6")

@@ -1,0 +1,245 @@
+"""Checkpoints of models that were trained in parallel: shards in PyTorch files, merged into one checkpoint.
+
+Megatron and DeepSpeed cut matrices over the processes of a group, each of which saves ``mp_rank_XX_model_states.pt``.
+A layer whose outputs were divided is cut along its rows, one whose inputs were divided along its columns, and norms and
+the biases of the latter are in every shard. A fused matrix (query, key and value) is cut part by part, so a shard holds
+some heads of each. Merging goes tensor by tensor, from memory maps into the new file.
+
+PyTorch is not needed, and nothing in the files is run: see ``bminf_lite/checkpoint/torch_file.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bminf_lite import models
+from bminf_lite.checkpoint.migrate import migrate
+from bminf_lite.checkpoint.output_folder import output_folder
+from bminf_lite.checkpoint.torch_file import TorchFile
+from bminf_lite.checkpoint.writer import CheckpointWriter, Declared, write_json
+from bminf_lite.errors import BminfError, CheckpointError, listed
+
+SHARD = re.compile(r"mp_rank_(\d+)_model_states\.pt|mp_rank_(\d+)|.*\.(?:pt|bin)")
+POINTERS = ("latest_checkpointed_iteration.txt", "latest")
+UNUSED = (
+    "numpy.*", "_codecs.encode", "argparse.Namespace", "copy_reg._reconstructor", "copyreg._reconstructor",
+    "__builtin__.set", "__builtin__.object", "builtins.set", "builtins.object", "deepspeed.*", "fp16.*",
+    "collections.defaultdict",
+)  # fmt: skip
+"""What the state of a training holds beside the model (random states, arguments, loss scalers). It is passed over."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How the shards of a tensor go together: along ``axis``, each of ``parts`` by itself; or all are alike."""
+
+    axis: int | None = None
+    parts: int = 1
+
+
+ROWS, COLUMNS, COPIES = Merge(0), Merge(1), Merge()
+
+Rules = Mapping[str, Merge]
+"""Patterns of tensor names, the first that matches first."""
+
+Configure = Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]]
+"""Makes the ``config.json`` of a model from its tensors' shapes, merged, by name."""
+
+
+class Shards:
+    """The shards of a model, open. ``names`` maps a tensor's name to those in each file, where wrappers prefix it.
+
+    Raises :class:`CheckpointError` for a folder without shards, for files that cannot be used and for shards whose
+    tensors differ in name. A context manager.
+    """
+
+    def __init__(self, source: Path, ignored: tuple[str, ...] = ()):
+        self.source = source
+        self.files: list[TorchFile] = []
+        try:
+            for path in find_shards(source):
+                self.files.append(open_shard(path))
+            self.names = self._names(ignored)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.files:
+            file.close()
+
+    def read(self, name: str, merge: Merge) -> np.ndarray:
+        """A tensor, merged. Raises :class:`CheckpointError` if the shards do not fit together."""
+        parts = [file.view(stored) for file, stored in zip(self.files, self.names[name], strict=True)]
+        if merge.axis is None or len(parts) == 1:
+            if any(part.shape != parts[0].shape or part.tobytes() != parts[0].tobytes() for part in parts[1:]):
+                raise CheckpointError(f"{self.source}: tensor {name!r} is not the same in all shards, as it should be")
+            return parts[0]
+        if len({(part.dtype, part.shape) for part in parts}) > 1:
+            raise CheckpointError(f"{self.source}: tensor {name!r} has another shape or type in another shard")
+        rows = parts[0].shape[merge.axis]
+        if rows % merge.parts:
+            raise CheckpointError(f"{self.source}: tensor {name!r} of {rows} rows does not have {merge.parts} parts")
+        pieces = [np.split(part, merge.parts, merge.axis) for part in parts]
+        return np.concatenate([piece[i] for i in range(merge.parts) for piece in pieces], merge.axis)
+
+    def merged(self, name: str, merge: Merge) -> Declared:
+        """The type and the shape that :meth:`read` will give."""
+        info = self.files[0].tensors[self.names[name][0]]
+        shape = list(info.shape)
+        if merge.axis is not None:
+            shape[merge.axis] *= len(self.files)
+        return Declared(info.dtype, tuple(shape))
+
+    def _names(self, ignored: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        """The tensors' names as the model has them -> as each of the files has them."""
+        plain = [{unwrapped(name): name for name in file.tensors} for file in self.files]
+        for file, names in zip(self.files, plain, strict=True):
+            different = sorted(names.keys() ^ plain[0].keys())
+            if different:
+                raise CheckpointError(f"{file.path}: differs from the first shard in {', '.join(different[:5])}")
+        wanted = [name for name in plain[0] if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)]
+        return {name: tuple(names[name] for names in plain) for name in wanted}
+
+
+def find_shards(source: Path) -> list[Path]:
+    """The files of all shards in the order of their ranks: ``source`` itself, or what lies in the folder ``source``.
+
+    Training saves into folders of its iterations, and names the last one in a file.
+    """
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: does not exist")
+    for name in POINTERS:
+        if (source / name).is_file():
+            iteration = (source / name).read_text(encoding="utf-8").strip()
+            inner = source / Path(iteration).name
+            if inner.is_dir():
+                return find_shards(inner)
+    found = [path for path in sorted(source.iterdir()) if path.is_file() and SHARD.fullmatch(path.name)]
+    ranked = [path for path in found if path.name.startswith("mp_rank_")] or found
+    if not ranked:
+        raise CheckpointError(f"{source}: holds neither mp_rank_*_model_states.pt nor another *.pt or *.bin file")
+    if not ranked[0].name.startswith("mp_rank_") and len(ranked) > 1:
+        names = ", ".join(path.name for path in ranked)
+        raise CheckpointError(f"{source}: holds {names}; name the one that is the model")
+    numbers = [int(re.sub(r"\D", "", path.name)) for path in ranked if path.name.startswith("mp_rank_")]
+    if sorted(numbers) != list(range(len(numbers))):
+        raise CheckpointError(f"{source}: has the shards {sorted(numbers)}; those between or before them are missing")
+    return [path for _, path in sorted(zip(numbers, ranked, strict=True))] if numbers else ranked
+
+
+def open_shard(path: Path) -> TorchFile:
+    """A shard: its ``module`` entry, or all of it where it was saved by itself."""
+    try:
+        return TorchFile(path, "module", UNUSED)
+    except CheckpointError as error:
+        if "no entry 'module'" not in str(error):
+            raise
+        return TorchFile(path, ignored=UNUSED)
+
+
+def unwrapped(name: str) -> str:
+    """A tensor's name without what wrappers for training put before it."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def rule_of(name: str, rules: Rules) -> Merge | None:
+    """How to merge a tensor; None for one that no rule knows."""
+    return next((merge for pattern, merge in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def merge_shards(shards: Shards, rules: Rules, configure: Configure, folder: Path) -> None:
+    """Write the merged checkpoint into ``folder``: safetensors, and the ``config.json`` that ``configure`` makes.
+
+    Raises :class:`CheckpointError` with
+    every tensor that is unknown, missing or of another shape than the configuration says.
+    """
+    unknown = [f"unknown tensor {name!r}" for name in shards.names if rule_of(name, rules) is None]
+    if unknown:
+        raise CheckpointError(listed(shards.source, unknown))
+    merges = {name: rule_of(name, rules) or COPIES for name in shards.names}
+    declared = {name: shards.merged(name, merge) for name, merge in merges.items()}
+    config = configure({name: tensor.shape for name, tensor in declared.items()})
+    architecture = models.find(config)
+    spec = architecture.spec(architecture.parse(config))
+    wanted = {name: p.shape for name, p in spec.parameters.items() if name not in spec.tied}
+    problems = [f"missing tensor {name!r}" for name in wanted.keys() - declared.keys()]
+    problems += [
+        f"tensor {name!r} is {list(declared[name].shape)} when merged; the model has {list(shape)}"
+        for name, shape in wanted.items()
+        if name in declared and declared[name].shape != shape
+    ]
+    problems += [f"tensor {name!r} is none of the model's" for name in declared.keys() - wanted.keys()]
+    if problems:
+        raise CheckpointError(listed(shards.source, sorted(problems)))
+    writer = CheckpointWriter(folder, declared, set())
+    try:
+        for name, merge in merges.items():
+            writer.write(name, np.ascontiguousarray(shards.read(name, merge)))
+        writer.finish()
+    finally:
+        writer.close()
+    write_json(folder / "config.json", config)
+
+
+def parser(model: str, description: str, vocabulary: str) -> argparse.ArgumentParser:
+    """The arguments that the tools share."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("source", type=Path, help=f"{model}: a folder of mp_rank_*_model_states.pt, or a file")
+    result.add_argument("out", type=Path, help="the folder to write")
+    result.add_argument("--vocabulary", type=Path, required=True, help=vocabulary)
+    result.add_argument("--recipe", default="w8a8", help="w8a8, w8a16, a TOML file; merge keeps the tensors float")
+    result.add_argument("--force", action="store_true", help="replace an earlier result")
+    return result
+
+
+def run(arguments: argparse.Namespace, write: Callable[[Path], None]) -> int:
+    """Have ``write`` make the merged checkpoint, migrate it to ``arguments.out``, and report; the exit code."""
+    try:
+        size = sum(path.stat().st_size for path in find_shards(arguments.source))
+        if arguments.recipe == "merge":
+            with output_folder(arguments.out.resolve(), arguments.force, size) as folder:
+                write(folder)
+        else:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            merged = Path(tempfile.mkdtemp(prefix=".merged-", dir=arguments.out.parent))
+            try:
+                write(merged)
+                migrate(merged, arguments.out, arguments.recipe, force=arguments.force)
+            finally:
+                shutil.rmtree(merged)
+    except BminfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {arguments.out}")
+    return 0
+
+
+def write_vocabulary(folder: Path, vocabulary: Path, name: str, tokenizer_class: str) -> None:
+    """Put the vocabulary beside the tensors, under the name and with the class by which it is found."""
+    if not vocabulary.is_file():
+        raise CheckpointError(f"{vocabulary}: does not exist; it comes with the model's code")
+    shutil.copyfile(vocabulary, folder / name)
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": tokenizer_class})
