@@ -1,9 +1,9 @@
 """Decoding and prefill beside transformers, on one shape with random weights, in turn in one run.
 
-transformers runs in bf16: eagerly, and compiled with a static cache. This engine runs its int8. Each gets random prompts
-and decodes as many tokens, greedily; what an end-of-sequence token would stop goes on. A round runs every peer once, and
-the rounds are repeated, so that a machine that gets slower does so for all. The median of each peer over the rounds is
-what counts. Needs torch and transformers (the extra ``parity``), and for --plot matplotlib.
+transformers runs in bf16: eagerly, and compiled with a static cache. This engine runs its int8. Each gets random
+prompts and decodes as many tokens, greedily; what an end-of-sequence token would stop goes on. A round runs every peer
+once, and the rounds are repeated, so that a machine that gets slower does so for all. The median of each peer over the
+rounds is what counts. Needs torch and transformers (the extra ``parity``), and for --plot matplotlib.
 
     python tools/bench_peers.py --shape llama-3-8b -p 512,2048 -n 128 --plot peers.png
 """
@@ -47,7 +47,7 @@ class Times:
 
 
 Peer = Callable[[int, int, int], tuple[float, float]]
-"""Runs ``batch`` prompts of so many tokens and gets so many new ones: seconds to the first, and for each further one."""
+"""From ``batch`` prompts of some length, so many new tokens: seconds to the first, and to each further one."""
 
 
 def clock(device: str) -> float:
