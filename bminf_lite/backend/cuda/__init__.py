@@ -266,6 +266,8 @@ class CudaBackend(Backend):
         if x.shape[0] > (FEW_ROWS if weight.plan is None else 1):
             return False
         if isinstance(x, Normed):
+            if weight.plan is not None and weight.pitch > launches.WIDEST_NORM:
+                return False
             return x.values is None and x.residual.pending is None
         return isinstance(x, cp.ndarray) and x.dtype == np.float16
 

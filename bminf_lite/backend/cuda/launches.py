@@ -26,6 +26,8 @@ CHUNK = 512
 AMPLE_SHARED = 227 << 10
 """Shared memory per block where two matrix-vector kernels fit side by side with twelve chunks under way per warp."""
 WIDEST_ROW = 65536
+WIDEST_NORM = 4 * 8 * MATVEC_THREADS
+"""Up to this many elements, ``matvec`` normalises its input; a thread's share of more does not fit its registers."""
 MAX_HEAD_DIM = 256
 CLUSTER = 8
 DECODE_STAGES = 3
