@@ -1,8 +1,9 @@
 """What a migration says about itself: the report that it returns, and the manifest that it leaves in the folder.
 
 ``bminf_lite.json`` holds ``format_version``, the tool's version, the recipe, ``tied_head`` (the scheme in which a head
-without a tensor of its own is to be quantized, or null), the source files with their sizes and SHA-256 checksums, and a
-:class:`TensorReport` for every tensor. After a calibration, ``calibration`` says what was run and decided.
+without a tensor of its own is to be quantized, or null), ``quantized_when_loaded`` (by name, the schemes of matrices
+that are stored ``[in, out]``), the source files with their sizes and SHA-256 checksums, and a :class:`TensorReport` for
+every tensor. After a calibration, ``calibration`` says what was run and decided.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class MigrationReport:
     """The outcome of a migration: sizes in bytes, and what became of each tensor, in the order of the source.
 
     The sizes are those of all tensors; ``tied_head`` is the scheme in which a head without a tensor of its own will be
-    quantized when the checkpoint is loaded, or None. ``calibration`` is empty where nothing was calibrated.
+    quantized when the checkpoint is loaded, or None. ``calibration`` is empty where nothing was calibrated. ``late``
+    holds the schemes, by name, of matrices that stay float in the file because they are stored ``[in, out]``, and are
+    quantized when they are loaded.
     """
 
     recipe: Recipe
@@ -62,6 +65,7 @@ class MigrationReport:
     tensors: tuple[TensorReport, ...]
     sources: tuple[SourceFile, ...]
     calibration: Mapping[str, Any] = field(default_factory=dict)
+    late: Mapping[str, Scheme] = field(default_factory=dict)
 
     @property
     def bytes_before(self) -> int:
@@ -81,6 +85,7 @@ class MigrationReport:
             "tool_version": __version__,
             "recipe": self.recipe.to_dict(),
             "tied_head": self.tied_head.value if self.tied_head else None,
+            "quantized_when_loaded": {name: scheme.value for name, scheme in self.late.items()},
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             **({"calibration": dict(self.calibration)} if self.calibration else {}),

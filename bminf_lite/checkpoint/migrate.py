@@ -4,7 +4,8 @@ The source is read once, tensor by tensor and block by block (see :mod:`.convers
 the size of the model, and the result appears complete or not at all (see :mod:`.output_folder`). What the recipe does
 not quantize is copied bit for bit in the source's type: embeddings, norms and biases are a small part of a model, and
 what is exact needs no explanation. A tied head has no tensor of its own in the source and gets none; it is listed as
-unquantized, as the format demands, and quantized when the checkpoint is loaded.
+unquantized, as the format demands, and quantized when the checkpoint is loaded. So are matrices that are stored
+``[in, out]`` (GPT-2's), which the format's other readers can take only as they are.
 
 The output is a compressed-tensors checkpoint that transformers and vLLM open, plus ``bminf_lite.json`` (see
 :mod:`.manifest`). Tokenizer files, chat templates, generation settings, licence and readme are carried along.
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .. import models
 from ..errors import CheckpointError, UsageError
@@ -81,17 +83,17 @@ def migrate(
         treatments = calibrated.treatments
         plans = _plan(checkpoint, spec, chosen, treatments)
         tied_head = _tied_head(spec, chosen, treatments)
+        late = {name: s for name, s in _chosen(spec, chosen, treatments).items() if spec.parameters[name].transposed}
         if dry_run:
             files = tuple(SourceFile(file.name, file.stat().st_size, "") for file in checkpoint.files())
-            return MigrationReport(chosen, tied_head, tuple(map(_forecast, plans)), files, calibrated.report)
+            return MigrationReport(chosen, tied_head, tuple(map(_forecast, plans)), files, calibrated.report, late)
         outputs = {name: declared for plan in plans for name, declared in plan.outputs().items()}
         carried = _carried_files(checkpoint.path)
         needed = sum(d.nbytes for d in outputs.values()) + sum(f.stat().st_size for f in carried) + (1 << 20)
         with output_folder(target, force, needed) as folder:
             tensors, sources = _convert(checkpoint, plans, outputs, folder, shard_bytes, progress)
-            report = MigrationReport(chosen, tied_head, tuple(tensors), tuple(sources), calibrated.report)
-            quantization = quantization_config(_module_schemes(spec, chosen, treatments))
-            write_json(folder / "config.json", {**checkpoint.config, "quantization_config": quantization})
+            report = MigrationReport(chosen, tied_head, tuple(tensors), tuple(sources), calibrated.report, late)
+            write_json(folder / "config.json", checkpoint.config | _quantization(spec, chosen, treatments))
             write_json(folder / MANIFEST_FILE, report.manifest())
             _carry(checkpoint.path, carried, folder)
         return report
@@ -150,25 +152,27 @@ def _checked_spec(checkpoint: Checkpoint) -> Spec:
     return spec
 
 
-def _schemes(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> dict[str, Scheme]:
-    """What becomes of each weight matrix, by tensor name; a tied one stays float in the file."""
-    matrices = {
-        name: parameter
-        for name, parameter in spec.parameters.items()
-        if parameter.role in (Role.LINEAR, Role.HEAD) and not parameter.transposed
-    }
+def _chosen(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> dict[str, Scheme]:
+    """How the model will run each weight matrix, by tensor name."""
+    matrices = {name: p for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
     recipe.check_patterns(matrices)
     chosen = {name: recipe.scheme_of(name, parameter.role is Role.HEAD) for name, parameter in matrices.items()}
-    chosen |= {name: treatment.scheme for name, treatment in treatments.items() if treatment.scheme}
-    return chosen | {name: Scheme.FLOAT for name in chosen if name in spec.tied}
+    return chosen | {name: treatment.scheme for name, treatment in treatments.items() if treatment.scheme}
+
+
+def _schemes(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> dict[str, Scheme]:
+    """What becomes of each weight matrix in the file: float if it is tied, or stored ``[in, out]``."""
+    chosen = _chosen(spec, recipe, treatments)
+    late = {name for name in chosen if name in spec.tied or spec.parameters[name].transposed}
+    return {name: Scheme.FLOAT if name in late else scheme for name, scheme in chosen.items()}
 
 
 def _plan(
     checkpoint: Checkpoint, spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]
 ) -> list[Planned]:
     """Every tensor that the output will have, in the order in which the source stores them."""
-    schemes = _schemes(spec, recipe, treatments)
-    if set(schemes.values()) <= {Scheme.FLOAT}:
+    schemes, chosen = _schemes(spec, recipe, treatments), _chosen(spec, recipe, treatments)
+    if all(scheme is Scheme.FLOAT for name, scheme in chosen.items() if name not in spec.tied):
         raise UsageError(f"recipe {recipe.name}: leaves every weight matrix of this checkpoint float")
     limit = f"w8a8 allows {MAX_IN_FEATURES:,} inputs at most; choose w8a16 or float for it"
     wide = [
@@ -193,8 +197,12 @@ def _forecast(plan: Planned) -> TensorReport:
     return TensorReport(plan.name, plan.info.shape, plan.info.dtype, plan.scheme, plan.info.nbytes, size)
 
 
-def _module_schemes(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> dict[str, Scheme]:
-    return {name.removesuffix(".weight"): scheme for name, scheme in _schemes(spec, recipe, treatments).items()}
+def _quantization(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> dict[str, Any]:
+    """What the result's ``config.json`` says beside the source's; nothing where every tensor of the file is float."""
+    schemes = {name.removesuffix(".weight"): scheme for name, scheme in _schemes(spec, recipe, treatments).items()}
+    if set(schemes.values()) <= {Scheme.FLOAT}:
+        return {}
+    return {"quantization_config": quantization_config(schemes)}
 
 
 def _carried_files(source: Path) -> list[Path]:

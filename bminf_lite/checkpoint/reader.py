@@ -11,6 +11,7 @@ tensors are those that a model needs is :meth:`Checkpoint.validate`'s question. 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -33,6 +34,9 @@ from .validation import spec_problems
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 """Where the weights are: the first of these that exists, or the shards of its ``.index.json``."""
 
+TIED_ROWS = 64
+"""How many rows tell whether a tensor is a copy of another."""
+
 
 class Checkpoint:
     """An open checkpoint. Made by :func:`open_checkpoint`; a context manager.
@@ -49,6 +53,7 @@ class Checkpoint:
         self._metadata_files = metadata_files
         self._files = {file.path: file for file in files}
         self.tensors: Mapping[str, TensorInfo] = {k: v for file in files for k, v in file.tensors.items()}
+        self._stored: dict[str, str] = {}  # by name, the name in the file, where it is another
         self.generation_config = _read_optional(path / "generation_config.json")
         self.manifest = _read_optional(path / MANIFEST_FILE)
 
@@ -74,12 +79,12 @@ class Checkpoint:
 
     def read(self, name: str) -> np.ndarray:
         """A tensor as it is stored: a read-only view of the file. bf16 comes as ``ml_dtypes.bfloat16``."""
-        return self._files[self._info(name).file].view(name)
+        return self._files[self._info(name).file].view(self._stored.get(name, name))
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> None:
         """Fill ``buffer`` with a tensor's bytes from ``offset`` on, without a memory map."""
         info = self._info(name)
-        self._files[info.file].read_tensor(name, buffer, offset)
+        self._files[info.file].read_tensor(self._stored.get(name, name), buffer, offset)
 
     def vector(self, name: str) -> np.ndarray:
         """A float tensor (a gain, a bias, an embedding table) as it is stored."""
@@ -110,10 +115,38 @@ class Checkpoint:
         return Int8Weight(codes, self._scale(module, codes.shape[0]), group.dynamic)
 
     def validate(self, spec: Spec) -> None:
-        """Raise one :class:`CheckpointError` with every missing, unexpected, misshapen or wrongly typed tensor."""
-        problems = spec_problems(spec, self.tensors, self.quantization)
+        """Raise one :class:`CheckpointError` with every missing, unexpected, misshapen or wrongly typed tensor.
+
+        From then on, tensors that the files have under an alias go by the specification's names.
+        """
+        self._adopt_names(spec)
+        problems = spec_problems(spec, self.tensors, self.quantization) or self._tied_problems(spec)
         if problems:
             raise checkpoint_error(self.path, problems)
+
+    def _adopt_names(self, spec: Spec) -> None:
+        renamed = {}
+        for name in self.tensors:
+            matches = ((re.fullmatch(pattern, name), replacement) for pattern, replacement in spec.aliases)
+            renamed[name] = next((match.expand(replacement) for match, replacement in matches if match), name)
+        if len(set(renamed.values())) == len(renamed):  # else a name is there twice, and is reported as unexpected
+            self._stored = {new: self._stored.get(old, old) for old, new in renamed.items()}
+            self.tensors = {renamed[old]: info for old, info in self.tensors.items()}
+
+    def _tied_problems(self, spec: Spec) -> list[str]:
+        """Tensors that the file holds although they are tied to others, and that differ from those: the first rows."""
+        problems = []
+        for name, source in spec.tied.items():
+            pair = [self.tensors.get(name), self.tensors.get(source)]
+            if any(info is None or info.dtype not in FLOAT_DTYPES for info in pair):
+                continue
+            one, other = (self.read(n)[:TIED_ROWS].astype(np.float32) for n in (name, source))
+            if not np.array_equal(one, other, equal_nan=True):
+                problems.append(
+                    f"tensor {name!r} differs from {source!r}, to which config.json ties it; correct "
+                    "tie_word_embeddings there, or remove the tensor"
+                )
+        return problems
 
     def weights(self, spec: Spec) -> SpecWeights:
         """The tensors by the names that a model uses, tied ones included."""
@@ -149,25 +182,33 @@ class SpecWeights:
     """A checkpoint seen through a model's specification: a tied tensor is read from where its values are.
 
     A tied head of a migrated checkpoint is quantized here, as the recipe in the manifest says, because the format keeps
-    it as the float embedding. Elsewhere it stays float.
+    it as the float embedding; and so are matrices that are stored ``[in, out]``, which the format's readers leave
+    float. Elsewhere they stay float.
     """
 
     def __init__(self, checkpoint: Checkpoint, spec: Spec):
         self.checkpoint = checkpoint
         self.spec = spec
-        scheme = checkpoint.manifest.get("tied_head") or Scheme.FLOAT.value
-        if scheme not in [s.value for s in Scheme]:
-            raise CheckpointError(f"{checkpoint.path / MANIFEST_FILE}: tied_head is {scheme!r}, which is no scheme")
-        self.tied_scheme = Scheme(scheme)
+        self.tied_scheme = self._scheme("tied_head", checkpoint.manifest.get("tied_head"))
+        late = checkpoint.manifest.get("quantized_when_loaded") or {}
+        self.late = {name: self._scheme(f"quantized_when_loaded[{name!r}]", scheme) for name, scheme in late.items()}
 
     def weight(self, name: str) -> HostWeight:
         """The matrix ``name`` ``[out, in]``, float or int8."""
-        if name not in self.spec.tied:
+        if name in self.spec.tied:
+            weight, scheme = self.checkpoint.vector(self.spec.tied[name]), self.tied_scheme
+        elif self.spec.parameters[name].transposed:
+            weight = np.ascontiguousarray(self.checkpoint.vector(name).T)
+            scheme = self.late.get(name, Scheme.FLOAT)
+        else:
             return self.checkpoint.weight(name)
-        weight = self.checkpoint.vector(self.spec.tied[name])
-        if self.tied_scheme is Scheme.FLOAT:
-            return weight
-        return quantize_weight(weight, dynamic=self.tied_scheme is Scheme.W8A8)
+        return weight if scheme is Scheme.FLOAT else quantize_weight(weight, dynamic=scheme is Scheme.W8A8)
+
+    def _scheme(self, key: str, value: object) -> Scheme:
+        """A scheme in the manifest; none means float."""
+        if value is not None and value not in [s.value for s in Scheme]:
+            raise CheckpointError(f"{self.checkpoint.path / MANIFEST_FILE}: {key} is {value!r}, which is no scheme")
+        return Scheme.FLOAT if value is None else Scheme(value)
 
     def vector(self, name: str) -> np.ndarray:
         """The float tensor ``name``."""

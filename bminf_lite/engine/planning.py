@@ -105,12 +105,14 @@ def by_recipe(spec: Spec, recipe: Recipe) -> SchemeOf:
 
 
 def as_stored(checkpoint: Checkpoint, spec: Spec) -> SchemeOf:
-    """Schemes as a checkpoint has them; a tied head is quantized as its manifest says."""
-    tied_scheme = checkpoint.weights(spec).tied_scheme
+    """Schemes as a checkpoint has them; what is quantized when it is loaded is so as its manifest says."""
+    weights = checkpoint.weights(spec)
 
     def scheme_of(name: str) -> Scheme:
         if name in spec.tied:
-            return tied_scheme
+            return weights.tied_scheme
+        if spec.parameters[name].transposed:
+            return weights.late.get(name, Scheme.FLOAT)
         group = checkpoint.quantization.group_of(name.removesuffix(".weight")) if checkpoint.quantization else None
         if group is None:
             return Scheme.FLOAT

@@ -72,13 +72,22 @@ def test_tied_heads_come_from_the_embedding(make_checkpoint: MakeCheckpoint) -> 
         checkpoint.weights(spec)
 
 
-def test_a_tied_head_in_the_file_is_ignored(make_checkpoint: MakeCheckpoint) -> None:
+def test_a_tied_head_in_the_file_is_ignored_if_it_is_a_copy(make_checkpoint: MakeCheckpoint) -> None:
     tensors = random_tensors(CONFIG)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     with open_checkpoint(make_checkpoint(tensors=tensors, tie_word_embeddings=True)) as checkpoint:
         spec = spec_of(checkpoint.config)
         checkpoint.validate(spec)
         head = checkpoint.weights(spec).weight("lm_head.weight")
         np.testing.assert_array_equal(head, tensors["model.embed_tokens.weight"])
+
+
+def test_a_tied_head_in_the_file_that_is_no_copy_is_refused(make_checkpoint: MakeCheckpoint) -> None:
+    with (
+        open_checkpoint(make_checkpoint(tensors=random_tensors(CONFIG), tie_word_embeddings=True)) as checkpoint,
+        pytest.raises(CheckpointError, match=r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight'"),
+    ):
+        checkpoint.validate(spec_of(checkpoint.config))
 
 
 def test_wrong_tensors_are_listed_together(make_checkpoint: MakeCheckpoint) -> None:
