@@ -137,18 +137,24 @@ class Backend:
         """
         return [build(index) for index in range(count)]
 
-    def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int) -> LayerCache:
-        """An empty key-value cache of one layer."""
+    def layer_cache(
+        self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False
+    ) -> LayerCache:
+        """An empty key-value cache of one layer, in the activation type or in int8 with a scale per token and head."""
         shape = (slots, kv_heads, capacity, head_dim)
+        if int8:
+            codes, scales = (np.zeros((2, *shape), np.int8), np.zeros((2, *shape[:3]), np.float32))
+            return LayerCache(codes[0], codes[1], scales[0], scales[1])
         return LayerCache(np.zeros(shape, self.activation_dtype), np.zeros(shape, self.activation_dtype))
 
     def grow(self, cache: LayerCache, capacity: int) -> None:
         """Enlarge a layer's cache in place to ``capacity`` tokens per slot, keeping its contents."""
         slots, kv_heads, old, head_dim = cache.keys.shape
-        larger = self.layer_cache(slots, kv_heads, capacity, head_dim)
-        larger.keys[:, :, :old] = cache.keys
-        larger.values[:, :, :old] = cache.values
-        cache.keys, cache.values = larger.keys, larger.values
+        int8 = cache.key_scales is not None
+        larger = self.layer_cache(slots, kv_heads, capacity, head_dim, **({"int8": True} if int8 else {}))
+        for name in ("keys", "values", "key_scales", "value_scales") if int8 else ("keys", "values"):
+            getattr(larger, name)[:, :, :old] = getattr(cache, name)
+            setattr(cache, name, getattr(larger, name))
 
     # -- quantization and products --------------------------------------------------------------------------------
 
@@ -233,9 +239,8 @@ class Backend:
         out = np.empty((tokens, spec.heads, spec.head_dim), np.float32)
         for rows, slot, past in sequences(step):
             total = past + rows.stop - rows.start
-            cache.keys[slot, :, past:total] = k[rows].swapaxes(0, 1)
-            cache.values[slot, :, past:total] = self._round(v[rows]).swapaxes(0, 1)
-            keys, values = cache.keys[slot, :, :total], cache.values[slot, :, :total]
+            self._store(cache, slot, past, k[rows], v[rows])
+            keys, values = cached(cache, slot, total)
             out[rows] = attend(q[rows], keys, values, spec.scale, past, spec.window, spec.bias)
         return self._round(out.reshape(tokens, -1))
 
@@ -259,8 +264,7 @@ class Backend:
         """
         k, v = split_heads(kv, spec, spec.kv_heads, spec.kv_heads)
         for rows, slot, _ in sequences(step):
-            source.keys[slot, :, : rows.stop - rows.start] = self._round(k[rows]).swapaxes(0, 1)
-            source.values[slot, :, : rows.stop - rows.start] = self._round(v[rows]).swapaxes(0, 1)
+            self._store(source, slot, 0, k[rows], v[rows])
 
     def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, lengths: Array, step: Step) -> Array:
         """Attention of a step's tokens over the source in their sequence's slot.
@@ -271,7 +275,7 @@ class Backend:
         (heads,) = split_heads(q, spec, spec.heads)
         out = np.empty(heads.shape, np.float32)
         for rows, slot, _ in sequences(step):
-            keys, values = source.keys[slot, :, : lengths[slot]], source.values[slot, :, : lengths[slot]]
+            keys, values = cached(source, slot, lengths[slot])
             out[rows] = attend(self._round(heads[rows]), keys, values, spec.scale, 0, None, causal=False)
         return self._round(out.reshape(q.shape))
 
@@ -293,6 +297,15 @@ class Backend:
     def _round(self, x: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
             return x.astype(self.activation_dtype, copy=False)
+
+    def _store(self, cache: LayerCache, slot: int, first: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Keep the keys and values ``[n, kv_heads, head_dim]`` of a slot's tokens from ``first`` on."""
+        place = slice(first, first + len(keys))
+        keys, values = self._round(keys), self._round(values)
+        if cache.key_scales is not None:
+            (keys, key_scales), (values, value_scales) = quantize_rows(keys), quantize_rows(values)
+            cache.key_scales[slot, :, place], cache.value_scales[slot, :, place] = key_scales.T, value_scales.T
+        cache.keys[slot, :, place], cache.values[slot, :, place] = keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
     def _product(self, x: np.ndarray, weight: Weight) -> np.ndarray:
         if weight.outliers is None:
@@ -339,6 +352,15 @@ def stack_biases(parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None
         return None
     pairs = zip(parts, biases, strict=True)
     return np.concatenate([np.zeros(p.shape[0], np.float32) if b is None else b.astype(np.float32) for p, b in pairs])
+
+
+def cached(cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """A slot's first keys and values ``[kv_heads, tokens, head_dim]``; of codes, ``scale * code`` in fp32."""
+    keys, values = cache.keys[slot, :, :tokens], cache.values[slot, :, :tokens]
+    if cache.key_scales is None:
+        return keys, values
+    scales = cache.key_scales[slot, :, :tokens, None], cache.value_scales[slot, :, :tokens, None]
+    return scales[0] * keys.astype(np.float32), scales[1] * values.astype(np.float32)
 
 
 def exact_product(x: np.ndarray, w: np.ndarray) -> np.ndarray:

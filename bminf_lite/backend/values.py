@@ -119,10 +119,15 @@ class AttentionSpec:
 
 @dataclass
 class LayerCache:
-    """Keys and values of one layer, each ``[slots, kv_heads, capacity, head_dim]`` in the backend's activation type."""
+    """Keys and values of one layer, each ``[slots, kv_heads, capacity, head_dim]`` in the backend's activation type.
+
+    With scales, fp32 ``[slots, kv_heads, capacity]``, they are int8 codes, a scale per token and head.
+    """
 
     keys: Array
     values: Array
+    key_scales: Array = None
+    value_scales: Array = None
 
     @property
     def capacity(self) -> int:

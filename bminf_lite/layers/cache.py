@@ -12,15 +12,19 @@ from ..backend.values import LayerCache
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model stores per token: ``layers`` times keys and values of ``kv_heads * head_dim``."""
+    """What a model stores per token: ``layers`` times keys and values of ``kv_heads * head_dim``.
+
+    In the backend's activation type, or in ``int8`` with an fp32 scale for each token and head.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
+    int8: bool = False
 
     def bytes_per_token(self, itemsize: int = 2) -> int:
-        """Bytes that one token of one sequence takes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+        """Bytes that one token of one sequence takes; ``itemsize`` is that of the activation type."""
+        return 2 * self.layers * self.kv_heads * (self.head_dim + 4 if self.int8 else self.head_dim * itemsize)
 
 
 class KVCache:
@@ -40,7 +44,8 @@ class KVCache:
         self.source: SourceCache | None = None
         try:
             for _ in range(shape.layers):
-                self.layers.append(ops.layer_cache(slots, shape.kv_heads, self.capacity, shape.head_dim))
+                sizes = slots, shape.kv_heads, self.capacity, shape.head_dim
+                self.layers.append(ops.layer_cache(*sizes, int8=True) if shape.int8 else ops.layer_cache(*sizes))
         except BaseException:
             self.close()
             raise
@@ -48,7 +53,7 @@ class KVCache:
     def close(self) -> None:
         """Give the memory back now, also if a traceback or a caller still refers to the cache or to its layers."""
         for layer in self.layers:
-            layer.keys = layer.values = None
+            layer.keys = layer.values = layer.key_scales = layer.value_scales = None
         self.layers.clear()
         if self.source is not None:
             self.source.close()

@@ -26,7 +26,7 @@ from ...cuda.plans import PlanKind, kinds_for
 from ...cuda.sampling import STATE_ARRAYS, Sampler
 from ...errors import DeviceError
 from ...memory.arena import Scratch
-from ...memory.device import device_arena
+from ...memory.device import MARGIN, device_arena
 from ...memory.streaming import StreamedBlocks
 from ..base import Backend, int8_parts, stack_biases
 from ..quantization import HostWeight
@@ -106,7 +106,7 @@ class CudaBackend(Backend):
     def memory(self) -> dict[str, int]:
         names = ("used", "peak_used", "reserved", "peak_reserved", "limit")
         numbers = {name: getattr(self.arena, name) for name in names}
-        numbers["available"] = min(self.arena.limit - self.arena.used, self.device.memory()[0])
+        numbers["available"] = min(self.arena.limit - self.arena.used, max(0, self.device.memory()[0] - MARGIN))
         return numbers
 
     def close(self) -> None:
@@ -126,6 +126,11 @@ class CudaBackend(Backend):
         if not quantized:
             data = self._upload_rows([np.asarray(p) for p in parts], n, k, np.float16, PAD, PAD, self._matrices)
             return Weight(data, None, bias, n, k, data.shape[1])
+        if quantized[0].outliers is not None:
+            raise DeviceError(
+                "this checkpoint keeps outlier columns in fp16, which has no kernels yet: use the CPU, or migrate the "
+                "source again with a recipe without outlier_columns"
+            )
         scale = self.arrays.vector(np.concatenate([p.scale.astype(np.float32) for p in quantized]))
         codes = [p.codes for p in quantized]
         if not quantized[0].dynamic:
@@ -197,7 +202,11 @@ class CudaBackend(Backend):
     def vector(self, values: np.ndarray) -> Array:
         return self.arrays.vector(np.asarray(values))
 
-    def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int) -> LayerCache:
+    def layer_cache(
+        self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False
+    ) -> LayerCache:
+        if int8:
+            raise DeviceError("a key-value cache in int8 has no kernels on the GPU yet: use fp16, or device='cpu'")
         if head_dim > MAX_HEAD_DIM:
             raise DeviceError(f"heads of {head_dim} elements; the attention kernels take {MAX_HEAD_DIM} at most")
         keys, values = (

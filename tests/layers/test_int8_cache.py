@@ -1,0 +1,86 @@
+"""The key-value cache in int8: what it holds, what it takes, and that nothing but precision changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from model_kit import make_model, prompt_of, request, run
+from random_values import make_step
+
+from bminf_lite.backend.base import Backend, cached
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.quantization import quantize_rows
+from bminf_lite.backend.values import AttentionSpec
+from bminf_lite.engine.model import Model
+from bminf_lite.layers.cache import CacheShape, KVCache
+
+
+def int8_model(**config: object) -> Model:
+    model = make_model(CpuBackend(), quantized=True, **config)  # type: ignore[arg-type]
+    return Model(model.network, replace(model.limits, cache_shape=replace(model.limits.cache_shape, int8=True)))
+
+
+@pytest.mark.parametrize("ops", [CpuBackend(), Backend(np.float16)], ids=["fp32", "fp16"])
+def test_it_holds_codes_and_scales_of_each_token_s_heads(ops: Backend) -> None:
+    spec = AttentionSpec(2, 2, 8, 0.3)
+    cache = ops.layer_cache(1, 2, 16, 8, int8=True)
+    qkv = np.random.default_rng(0).standard_normal((5, spec.qkv_features)).astype(ops.activation_dtype)
+    ops.attention(qkv, spec, cache, make_step(ops, [5], [0], [0]))
+    heads = qkv.reshape(5, 3, 2, 8)
+    found = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
+    for (codes, scales), x in zip(found, (heads[:, 1], heads[:, 2]), strict=True):
+        expected_codes, expected_scales = quantize_rows(x)
+        np.testing.assert_array_equal(codes[0, :, :5], expected_codes.swapaxes(0, 1))
+        np.testing.assert_array_equal(scales[0, :, :5], expected_scales.T)
+        assert not codes[0, :, 5:].any()
+    keys, values = cached(cache, 0, 5)
+    half_step = np.abs(heads[:, 1:]).max(axis=-1, keepdims=True).astype(np.float32) / 254
+    assert (np.abs(np.stack([keys, values]).transpose(2, 0, 1, 3) - heads[:, 1:]) <= 1.001 * half_step).all()
+
+
+def test_it_keeps_what_it_holds_when_it_grows() -> None:
+    ops = CpuBackend()
+    cache = ops.layer_cache(2, 2, 4, 8, int8=True)
+    rng = np.random.default_rng(1)
+    cache.keys[:], cache.values[:] = rng.integers(-127, 128, (2, 2, 2, 4, 8))
+    cache.key_scales[:], cache.value_scales[:] = rng.random((2, 2, 2, 4))
+    before = [cached(cache, slot, 4) for slot in range(2)]
+    ops.grow(cache, 9)
+    assert cache.capacity == 9 and cache.keys.dtype == np.int8
+    for slot in range(2):
+        np.testing.assert_array_equal(cached(cache, slot, 4), before[slot])
+
+
+def test_decoding_equals_prefilling_at_once() -> None:
+    """A token's codes depend on nothing but the token's own keys and values."""
+    model = int8_model()
+    whole = model.logits(prompt_of(40))
+    chunked = Model(model.network, replace(model.limits, chunk=7)).logits(prompt_of(40))
+    np.testing.assert_allclose(chunked, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_gives_each_row_what_it_gets_alone() -> None:
+    model = int8_model()
+    alone = [run(model, [request(i, prompt_of(4 + 9 * i), max_new_tokens=5)])[0] for i in range(3)]
+    together = run(model, [request(i, prompt_of(4 + 9 * i), max_new_tokens=5) for i in range(3)])
+    assert [r.tokens for r in together] == [r.tokens for r in alone]
+
+
+def test_logits_change_a_little() -> None:
+    found, plain = int8_model().logits(prompt_of(60)), make_model(CpuBackend(), quantized=True).logits(prompt_of(60))
+    error = np.abs(found - plain).max() / np.abs(plain).max()
+    assert 0 < error < 0.1
+
+
+def test_it_takes_about_half() -> None:
+    shape = CacheShape(32, 8, 128)
+    assert replace(shape, int8=True).bytes_per_token() / shape.bytes_per_token() == 132 / 256
+    ops = CpuBackend()
+    cache = KVCache(ops, replace(shape, layers=1, int8=True), 1, 256, 256)
+    (layer,) = cache.layers
+    arrays = layer.keys, layer.values, layer.key_scales, layer.value_scales
+    assert sum(a.nbytes for a in arrays) == 256 * replace(shape, layers=1, int8=True).bytes_per_token()
+    cache.close()
+    assert layer.keys is layer.values is layer.key_scales is layer.value_scales is None
