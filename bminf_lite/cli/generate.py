@@ -12,7 +12,7 @@ import click
 
 from ..errors import UsageError
 from ..memory.sizes import format_size
-from ._options import device_option, memory_limit_option, model_argument
+from ._options import device_option, kv_cache_option, memory_limit_option, model_argument
 from ._prompts import Prompt, read_file, read_stdin
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
               help='Many prompts: an object per line with "prompt" or "messages", and perhaps "id".')  # fmt: skip
 @device_option
 @memory_limit_option
+@kv_cache_option
 @click.option("--max-new-tokens", type=int, metavar="N", help="The most tokens to generate.")
 @click.option("--temperature", type=float, metavar="T", help="0 takes the most likely token; larger is more random.")
 @click.option("--top-k", type=int, metavar="K", help="Draw from the K most likely tokens; 0 is off.")
@@ -46,6 +47,7 @@ def generate(
     prompts: Path | None,
     device: str,
     memory_limit: int | None,
+    kv_cache: str,
     chat: bool,
     system: str | None,
     as_json: bool,
@@ -78,7 +80,7 @@ def generate(
     wanted = read_file(prompts) if prompts is not None else [read_stdin() if prompt == "-" else Prompt(str(prompt))]
     if chat:
         wanted = [p.as_chat(system) for p in wanted]
-    with load(model, device=device, memory_limit=memory_limit) as loaded:
+    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
         started = time.perf_counter()
         pieces = loaded.stream(encode(loaded, wanted), **given)
         streams = prompts is None and not as_json

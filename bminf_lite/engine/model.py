@@ -18,8 +18,10 @@ from ..backend.values import Array, Step
 from ..checkpoint.reader import open_checkpoint
 from ..errors import CheckpointError, UsageError, listed
 from ..layers.cache import KVCache, SourceCache
+from ..memory.planner import CHUNK
 from .chat import ChatTemplate
 from .generation import EncoderDecoder, Generation, Limits, Network, Request
+from .planning import demand_of_checkpoint, place
 from .prompts import EncodedPrompt, Message, Prompt, checked_ids, is_batch, is_conversation
 from .result import Piece, Result
 from .sampling import SamplingParams
@@ -28,16 +30,26 @@ from .tokenizer import Tokenizer
 
 
 def load(
-    path: str | Path, device: str = "auto", memory_limit: int | str | None = None, max_batch: int = 16
+    path: str | Path,
+    device: str = "auto",
+    memory_limit: int | str | None = None,
+    max_batch: int = 16,
+    kv_cache: str = "fp16",
+    context: int | None = None,
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
-    ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; ``memory_limit`` bounds the GPU memory that the model and
-    everything it does may take (bytes, or a text such as ``"6GiB"``); ``max_batch`` bounds the sequences that are
-    decoded together. Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory`` or ``UsageError``.
+    ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``memory_limit`` bounds the GPU memory that the model and
+    everything it does may take (bytes, or a text such as ``"6GiB"``): what does not fit is streamed from host memory,
+    as docs/memory.md says. ``context`` is how many tokens the cache is to have room for beside the weights; by default
+    the model's context, or a quarter of the memory. On a CPU neither matters. ``kv_cache`` is ``fp16`` (fp32 on a CPU)
+    or ``int8``, which takes half the memory; ``max_batch`` bounds the sequences that are decoded together. Raises
+    ``CheckpointError``, ``DeviceError``, ``OutOfMemory``, which says what would fit, or ``UsageError``.
     """
     if max_batch < 1:
         raise UsageError(f"max_batch is {max_batch}; it must be 1 or more")
+    if kv_cache not in ("fp16", "int8"):
+        raise UsageError(f"kv_cache is {kv_cache!r}, not fp16 or int8")
     with open_checkpoint(path) as checkpoint:
         architecture = models.find(checkpoint.config)
         config = architecture.parse(checkpoint.config)
@@ -46,6 +58,9 @@ def load(
         eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, config.vocab_size)
         ops = backend.create(device, memory_limit)
         try:
+            cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
+            KVCache(ops, cache_shape, 1, 1, 1).close()  # refused now, if ever
+            plan = place(ops, lambda: demand_of_checkpoint(checkpoint, kv_cache=kv_cache), context)
             network = architecture.Model(config, checkpoint.weights(spec), ops)
         except BaseException:
             ops.close()
@@ -53,8 +68,9 @@ def load(
         limits = Limits(
             config.context_length,
             config.vocab_size,
-            config.cache_shape,
+            cache_shape,
             max_batch,
+            chunk=plan.chunk if plan is not None else CHUNK,
             source_length=getattr(config, "source_length", 0),
             decoder_start=getattr(config, "decoder_start", ()),
         )

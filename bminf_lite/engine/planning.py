@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from .. import models
+from ..backend.base import Backend
 from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.survey import Survey
 from ..checkpoint.reader import Checkpoint, open_checkpoint, read_json
 from ..checkpoint.recipe import Recipe, Scheme, load_recipe
-from ..errors import CheckpointError
 from ..layers.cache import CacheShape
-from ..memory.planner import Demand
+from ..memory.planner import Demand, Machine, Plan, make_plan
 from ..models.spec import Role, Spec
 
 LIBRARY_BYTES = 48 << 20
@@ -66,11 +66,29 @@ def demand_of(path: str | Path, recipe: str | Path | None = None, kv_cache: str 
         spec = architecture.spec(architecture.parse(config))
         return demand(architecture, config, by_recipe(spec, load_recipe(recipe or "w8a8")), kv_cache)
     with open_checkpoint(path) as checkpoint:
-        architecture = models.find(checkpoint.config)
-        spec = architecture.spec(architecture.parse(checkpoint.config))
-        checkpoint.validate(spec)
-        scheme_of = by_recipe(spec, load_recipe(recipe)) if recipe is not None else as_stored(checkpoint, spec)
-        return demand(architecture, checkpoint.config, scheme_of, kv_cache)
+        return demand_of_checkpoint(checkpoint, recipe, kv_cache)
+
+
+def demand_of_checkpoint(checkpoint: Checkpoint, recipe: str | Path | None = None, kv_cache: str = "fp16") -> Demand:
+    """What the model of an open checkpoint asks of a device, as it is stored or as if it were migrated."""
+    architecture = models.find(checkpoint.config)
+    spec = architecture.spec(architecture.parse(checkpoint.config))
+    checkpoint.validate(spec)
+    scheme_of = by_recipe(spec, load_recipe(recipe)) if recipe is not None else as_stored(checkpoint, spec)
+    return demand(architecture, checkpoint.config, scheme_of, kv_cache)
+
+
+def place(ops: Backend, find_demand: Callable[[], Demand], context: int | None = None) -> Plan | None:
+    """Plan for the memory that a backend can still get, and tell it where the weights are to live.
+
+    None, and nothing to do, where its memory is the host's. Raises ``OutOfMemory``, saying what would fit.
+    """
+    memory = ops.memory()
+    if "available" not in memory:
+        return None
+    plan = make_plan(find_demand(), Machine(memory["available"] + memory["used"]), context)
+    ops.placement = plan.placement
+    return plan
 
 
 def demand(architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf, kv_cache: str = "fp16") -> Demand:
@@ -78,8 +96,6 @@ def demand(architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf
     parsed = architecture.parse(config)
     survey = Survey()
     architecture.Model(parsed, ShapeWeights(architecture.spec(parsed), scheme_of), survey)
-    if not survey.layers:
-        raise CheckpointError(f"{config.get('model_type')}: this architecture's memory cannot be planned")
     fixed = survey.outside + LIBRARY_BYTES
     return Demand(
         layers=tuple(survey.layers),

@@ -7,13 +7,14 @@ so compute that reads too early finds poison, and a copy that starts too early p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
 from bminf_lite.backend.base import Backend, Weight
 from bminf_lite.backend.quantization import HostWeight
+from bminf_lite.backend.values import Placement
 from bminf_lite.memory.streaming import StreamedBlocks
 
 T = TypeVar("T")
@@ -92,23 +93,29 @@ class SimulatedLink:
 
 
 class SimulatedDevice(Backend):
-    """NumPy whose weight matrices of the ``streamed`` layers lie in slots, as on a GPU."""
+    """NumPy whose weight matrices of the ``streamed`` layers lie in slots, as on a GPU, which has ``memory_bytes``."""
 
     name = "simulated"
+    SLOT_BYTES = 1 << 20
 
-    def __init__(self, streamed: Sequence[int], slots: int = 2, capacity: int = 1 << 20) -> None:
+    def __init__(self, streamed: Sequence[int] = (), slots: int = 2, memory_bytes: int = 1 << 30) -> None:
         super().__init__()
-        self.streamed = tuple(streamed)
-        self.link = SimulatedLink([0] * len(streamed), slots, 1e9)
-        self.link.memory = [np.zeros(capacity, np.uint8) for _ in range(slots)]
+        self.placement = Placement(tuple(streamed), slots)
+        self.memory_bytes = memory_bytes
         self._slot: np.ndarray | None = None
         self._filled = 0
 
+    def memory(self) -> dict[str, int]:
+        return {"available": self.memory_bytes, "used": 0}
+
     def blocks(self, build: Callable[[int], T], count: int) -> StreamedBlocks[T]:
+        streamed, slots = self.placement.streamed, self.placement.slots
+        self.link = SimulatedLink([0] * len(streamed), slots, 1e9)
+        self.link.memory = [np.zeros(self.SLOT_BYTES, np.uint8) for _ in range(slots)]
         built = []
         for index in range(count):
-            if index in self.streamed:
-                self._slot, self._filled = self.link.memory[len(self.link.images) % self.link.slots], 0
+            if index in streamed:
+                self._slot, self._filled = self.link.memory[len(self.link.images) % slots], 0
             built.append(build(index))
             if self._slot is not None:
                 self.link.images.append(self._slot[: self._filled].copy())
@@ -116,7 +123,7 @@ class SimulatedDevice(Backend):
         self.link.sizes = [len(image) for image in self.link.images]
         for slot in self.link.memory:
             slot[:] = POISON
-        return StreamedBlocks(built, self.streamed, self.link, self.link.slots)
+        return StreamedBlocks(built, streamed, self.link, slots)
 
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
         weight = super().weight(parts, biases)
@@ -126,4 +133,4 @@ class SimulatedDevice(Backend):
         place = self._slot[self._filled : end].view(np.float32).reshape(weight.values.shape)
         place[...] = weight.values
         self._filled = end
-        return Weight(place, weight.scale, weight.bias, weight.dynamic)
+        return replace(weight, values=place)

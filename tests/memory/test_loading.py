@@ -1,0 +1,98 @@
+"""``load`` under a memory limit, on a simulated device: streamed where it must be, refused where nothing fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+from simulated import SimulatedDevice
+
+import bminf_lite
+from bminf_lite import backend
+from bminf_lite.engine import planning
+from bminf_lite.errors import OutOfMemory, UsageError
+from bminf_lite.memory.planner import Machine, make_plan
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tiny_checkpoint.write(tmp_path_factory.mktemp("loading") / "source", num_hidden_layers=9, hidden_size=64,
+                                   intermediate_size=96, max_position_embeddings=512)  # fmt: skip
+    bminf_lite.migrate(source, source.parent / "int8")
+    return source.parent / "int8"
+
+
+@pytest.fixture(autouse=True)
+def small_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "LIBRARY_BYTES", 0)
+
+
+def device_of(memory: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    """What ``load`` will get."""
+    device = SimulatedDevice(memory_bytes=memory)
+    monkeypatch.setattr(backend, "create", lambda *_: device)
+    return device
+
+
+def memory_that_streams(folder: Path) -> int:
+    """Bytes with which more than half of the layers, but not all, are streamed."""
+    demand = planning.demand_of(folder)
+    for memory in range(demand.weights, 1 << 22, 1024):
+        try:
+            plan = make_plan(demand, Machine(memory), CONTEXT)
+        except OutOfMemory:
+            continue
+        if 4 < len(plan.streamed) < 9:
+            return memory
+    raise AssertionError("no such memory")
+
+
+def test_what_does_not_fit_is_streamed_and_gives_equal_results(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bminf_lite.load(folder, "cpu") as resident:
+        expected = resident.generate("hello", max_new_tokens=8, temperature=0)
+        logits = resident.logits(expected.token_ids)
+    device = device_of(memory_that_streams(folder), monkeypatch)
+    with bminf_lite.load(folder, context=CONTEXT) as model:
+        assert 4 < len(device.placement.streamed) < 9 and device.placement.host_tables
+        assert model.generate("hello", max_new_tokens=8, temperature=0).token_ids == expected.token_ids
+        np.testing.assert_array_equal(model.logits(expected.token_ids), logits)
+    assert any(span.what == "copy" for span in device.link.spans)
+
+
+def test_what_fits_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = device_of(1 << 30, monkeypatch)
+    bminf_lite.load(folder).close()
+    assert device.placement.streamed == () and not device.placement.host_tables
+
+
+def test_what_fits_nowhere_says_what_would(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device_of(1 << 16, monkeypatch)
+    with pytest.raises(OutOfMemory, match=r"do not hold this model.*raise the memory limit to \d+MiB"):
+        bminf_lite.load(folder)
+
+
+def test_arguments_out_of_range(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device_of(1 << 30, monkeypatch)
+    with pytest.raises(UsageError, match="context of 513 tokens; the model's is 512"):
+        bminf_lite.load(folder, context=513)
+    with pytest.raises(UsageError, match="kv_cache is 'int4'"):
+        bminf_lite.load(folder, kv_cache="int4")
+
+
+def test_prompts_go_in_the_plan_s_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device_of(memory_that_streams(folder), monkeypatch)
+    with bminf_lite.load(folder, context=CONTEXT) as model:
+        assert model.limits.chunk < 2048
+
+
+def test_the_plan_is_made_without_reading_weights(folder: Path) -> None:
+    """A shape file of the same model gives the same demand."""
+    config = json.loads((folder / "config.json").read_text())
+    shape = folder.parent / "shape.json"
+    shape.write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
+    assert planning.demand_of(shape) == planning.demand_of(folder)
