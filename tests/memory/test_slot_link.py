@@ -1,0 +1,205 @@
+"""The GPU's half of streaming with CuPy's calls replaced: bytes move in host memory, in the order that events allow."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from bminf_lite.backend.cuda import CudaBackend, streaming
+from bminf_lite.backend.values import Placement
+from bminf_lite.errors import OutOfMemory
+from bminf_lite.memory.arena import ALIGNMENT, Arena
+
+SLOT = 4 * ALIGNMENT
+
+
+class FakeEvent:
+    """An event of fake streams: how far the stream that recorded it had got."""
+
+    def __init__(self, disable_timing: bool) -> None:
+        self.after: Callable[[], None] = lambda: None
+
+    def record(self, stream: FakeStream) -> None:
+        place = stream.done + len(stream.queue)
+        self.after = lambda: stream.run_until(place)
+
+
+class FakeStream:
+    """Work that runs as late as it can, when something waits for it; or as early as events allow, if ``eager``."""
+
+    by_address: ClassVar[dict[int, FakeStream]] = {}
+
+    def __init__(self, eager: bool = False) -> None:
+        self.eager = eager
+        self.queue: list[Callable[[], object]] = []
+        self.done = 0
+        self.ptr = id(self)
+        self.by_address[self.ptr] = self
+
+    def give(self, work: Callable[[], object]) -> None:
+        self.queue.append(work)
+        if self.eager:
+            self.synchronize()
+
+    def run_until(self, place: int) -> None:
+        while self.done < place:
+            self.done += 1
+            self.queue.pop(0)()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.give(event.after)
+
+    def synchronize(self) -> None:
+        self.run_until(self.done + len(self.queue))
+
+
+class FakePinned(np.ndarray):
+    """What ``PinnedMemory`` gives: memory with an address."""
+
+    @property
+    def ptr(self) -> int:
+        return self.ctypes.data
+
+
+class HostPages:
+    """An arena's pages in host memory."""
+
+    granularity = ALIGNMENT
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
+        self.base = -(-self.buffer.ctypes.data // ALIGNMENT) * ALIGNMENT
+
+    def map(self, offset: int, nbytes: int) -> None: ...
+
+    def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def memcpy(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+    FakeStream.by_address[stream].give(lambda: ctypes.memmove(target, source, nbytes))
+
+
+@pytest.fixture(params=[False, True], ids=["late copies", "early copies"])
+def pinned_room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """CuPy's calls replaced; the list holds the bytes that may still be pinned."""
+    room = [1 << 30]
+
+    def pin(nbytes: int) -> FakePinned:
+        if nbytes > room[0]:
+            raise MemoryError("cudaErrorMemoryAllocation: out of memory")
+        room[0] -= nbytes
+        return np.zeros(nbytes, np.uint8).view(FakePinned)
+
+    cuda = SimpleNamespace(
+        Device=lambda index: warnings.catch_warnings(),
+        Stream=lambda non_blocking: FakeStream(request.param),
+        Event=FakeEvent,
+        PinnedMemory=pin,
+        PinnedMemoryPointer=lambda memory, offset: memory,
+    )
+    runtime = SimpleNamespace(
+        memcpyAsync=memcpy, memcpyDeviceToHost=2, memcpyHostToDevice=1, CUDARuntimeError=MemoryError
+    )
+    monkeypatch.setattr(streaming, "cp", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(streaming, "runtime", runtime)
+    return room
+
+
+class FakeBackend:
+    """As much of a ``CudaBackend`` as ``blocks`` uses, over host memory."""
+
+    blocks = CudaBackend.blocks
+
+    def __init__(self, streamed: tuple[int, ...], slot_bytes: int = SLOT, limit: int = 1 << 16) -> None:
+        self.placement = Placement(streamed, 2, slot_bytes)
+        self.device = SimpleNamespace(index=0)
+        self.stream = FakeStream()
+        self.arena = Arena(HostPages(limit), limit)
+        self._matrices: Any = self.arena
+        self._link: Any = None
+
+    def layer(self, index: int) -> Any:
+        """A layer of two matrices, the first of ``index + 1`` bytes, both full of its number."""
+        made = []
+        for nbytes in (index + 1, 700):
+            block = self._matrices.allocate(nbytes)
+            values = np.full(nbytes, index, np.uint8)
+            self.stream.give(lambda a=block.address, v=values: ctypes.memmove(a, v.ctypes.data, v.nbytes))
+            made.append((block, nbytes))
+        return index, made
+
+
+def contents(made: Any) -> list[set[int]]:
+    return [set((ctypes.c_uint8 * nbytes).from_address(block.address)) for block, nbytes in made]
+
+
+def run_steps(backend: FakeBackend, blocks: Any, steps: int) -> None:
+    """Layers that compute something with their matrices, on the compute stream."""
+    seen: list[tuple[int, list[set[int]]]] = []
+    for _ in range(steps):
+        for index, made in blocks:
+            backend.stream.give(lambda i=index, m=made: seen.append((i, contents(m))))
+    backend.stream.synchronize()
+    assert [i for i, _ in seen] == list(range(7)) * steps
+    assert all(found == [{i}, {i}] for i, found in seen)
+
+
+def test_every_layer_computes_with_its_own_weights(pinned_room: list[int]) -> None:
+    backend = FakeBackend((1, 2, 4, 5, 6))
+    blocks = backend.blocks(backend.layer, 7)
+    run_steps(backend, blocks, 3)
+    run_steps(backend, blocks, 2)
+    backend._link.close()
+
+
+def test_slots_are_all_that_streamed_layers_take(pinned_room: list[int]) -> None:
+    backend = FakeBackend((0, 1, 2, 3, 4, 5, 6))
+    blocks = backend.blocks(backend.layer, 7)
+    assert backend.arena.used == 2 * SLOT
+    assert (1 << 30) - pinned_room[0] == 7 * 3 * ALIGNMENT
+    assert len(list(blocks)) == 7
+    backend._link.close()
+
+
+def test_where_memory_is_not_pinned_it_goes_on_with_a_warning(pinned_room: list[int]) -> None:
+    backend = FakeBackend((1, 2, 4, 5, 6))
+    pinned_room[0] = 4 * ALIGNMENT
+    with pytest.warns(RuntimeWarning, match=r"does not pin 1\.5 KiB .*raise the limit on locked memory"):
+        blocks = backend.blocks(backend.layer, 7)
+    assert [image.pinned for image in backend._link.images] == [True, False, False, False, False]
+    run_steps(backend, blocks, 3)
+    backend._link.close()
+
+
+def test_a_layer_that_fails_leaves_later_weights_in_the_arena(pinned_room: list[int]) -> None:
+    backend = FakeBackend((0,))
+
+    def fail(index: int) -> Any:
+        raise ValueError("a damaged weight")
+
+    with pytest.raises(ValueError, match="damaged"):
+        backend.blocks(fail, 2)
+    assert backend._matrices is backend.arena
+
+
+def test_slots_that_are_too_small_are_an_error(pinned_room: list[int]) -> None:
+    backend = FakeBackend((0,), slot_bytes=ALIGNMENT)
+    with pytest.raises(OutOfMemory, match="too small"):
+        backend.blocks(backend.layer, 1)
+
+
+def test_no_room_for_slots_is_an_error(pinned_room: list[int]) -> None:
+    backend = FakeBackend((0,), slot_bytes=1 << 20)
+    with pytest.raises(OutOfMemory, match="out of device memory"):
+        backend.blocks(backend.layer, 1)
