@@ -3,7 +3,8 @@
 ``bminf_lite.json`` holds ``format_version``, the tool's version, the recipe, ``tied_head`` (the scheme in which a head
 without a tensor of its own is to be quantized, or null), ``quantized_when_loaded`` (by name, the schemes of matrices
 that are stored ``[in, out]``), the source files with their sizes and SHA-256 checksums, and a :class:`TensorReport` for
-every tensor. After a calibration, ``calibration`` says what was run and decided.
+every tensor. After a calibration, ``calibration`` says what was run and decided, and
+``cost`` how far the result is from the source on text that was held out.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class MigrationReport:
     The sizes are those of all tensors; ``tied_head`` is the scheme in which a head without a tensor of its own will be
     quantized when the checkpoint is loaded, or None. ``calibration`` is empty where nothing was calibrated. ``late``
     holds the schemes, by name, of matrices that stay float in the file because they are stored ``[in, out]``, and are
-    quantized when they are loaded.
+    quantized when they are loaded. ``cost`` says how far the result is from the source, where that was measured.
     """
 
     recipe: Recipe
@@ -66,6 +67,7 @@ class MigrationReport:
     sources: tuple[SourceFile, ...]
     calibration: Mapping[str, Any] = field(default_factory=dict)
     late: Mapping[str, Scheme] = field(default_factory=dict)
+    cost: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def bytes_before(self) -> int:
@@ -89,6 +91,7 @@ class MigrationReport:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             **({"calibration": dict(self.calibration)} if self.calibration else {}),
+            **({"cost": dict(self.cost)} if self.cost else {}),
             "sources": [asdict(source) for source in self.sources],
             "tensors": [asdict(tensor) for tensor in self.tensors],
         }

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from .manifest import MANIFEST_FILE, MigrationReport, SourceFile, TensorReport
 from .output_folder import check_target, output_folder
 from .reader import Checkpoint, open_checkpoint
 from .recipe import Recipe, Scheme, load_recipe
-from .treatment import UNTREATED, Calibrate, Calibrated, Treatment
+from .treatment import UNTREATED, Calibrate, Calibrated, Treatment, Verify
 from .writer import SHARD_BYTES, CheckpointWriter, Declared, write_json
 
 MAX_IN_FEATURES = 131_071
@@ -58,6 +59,7 @@ def migrate(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
     calibrate: Calibrate | None = None,
+    verify: Verify | None = None,
 ) -> MigrationReport:
     """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
 
@@ -65,7 +67,8 @@ def migrate(
     in ``out``, once the new one is complete. ``dry_run`` only reports what each tensor would become. ``progress`` is
     called with the bytes of the source that are done, all of them, and the name of the tensor at work. The result is
     split into files of ``shard_bytes``. ``calibrate`` runs the model and decides what a recipe leaves open; it is
-    called when everything that can be checked before has been checked.
+    called when everything that can be checked before has been checked. ``verify`` is called with the complete folder
+    before it takes its name; what it returns becomes the report's ``cost``, and an exception leaves no output.
 
     Raises :class:`CheckpointError` if the source cannot be read or quantized or ``out`` cannot be written, and
     :class:`UsageError` for a recipe that makes no sense. ``out`` is untouched then, and after Ctrl-C.
@@ -96,6 +99,9 @@ def migrate(
             write_json(folder / "config.json", checkpoint.config | _quantization(spec, chosen, treatments))
             write_json(folder / MANIFEST_FILE, report.manifest())
             _carry(checkpoint.path, carried, folder)
+            if verify:
+                report = replace(report, cost=verify(folder))
+                write_json(folder / MANIFEST_FILE, report.manifest())
         return report
 
 

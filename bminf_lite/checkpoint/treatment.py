@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,3 +50,6 @@ class Calibrated:
 
 Calibrate = Callable[["Checkpoint", "Spec", Recipe], Calibrated]
 """Runs a checkpoint whose files were found to be right, and decides."""
+
+Verify = Callable[[Path], Mapping[str, Any]]
+"""Judges a complete folder before it takes its name, and says for the manifest what it found."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,21 @@ if TYPE_CHECKING:
               help='Text to calibrate on, or JSONL with a "text" per line; w8a8-smooth and auto need it.')  # fmt: skip
 @click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True,
               help="How many pieces of that text, of up to 512 tokens each.")  # fmt: skip
+@click.option("--max-divergence", type=float, metavar="NATS",
+              help="Fail, and write nothing, if predictions on a held-out part of that text diverge more.")  # fmt: skip
 @device_option
 @click.option("--dry-run", is_flag=True, help="Check the source and list what would become of each tensor.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is a migrated checkpoint.")
 def migrate(
-    source: Path, out: Path, recipe: str, calibrate: Path | None, samples: int, device: str, dry_run: bool, force: bool
+    source: Path,
+    out: Path,
+    recipe: str,
+    calibrate: Path | None,
+    samples: int,
+    max_divergence: float | None,
+    device: str,
+    dry_run: bool,
+    force: bool,
 ) -> None:
     """Migrate a checkpoint to int8.
 
@@ -51,16 +61,20 @@ def migrate(
     with (
         tqdm(unit=" products", desc="calibrating", disable=None if calibrate else True, leave=False) as calibration,
         tqdm(unit="B", unit_scale=True, desc="migrating", disable=None, leave=False, delay=0.1) as migration,
+        tqdm(unit=" layers", desc="measuring", disable=None if calibrate else True, leave=False, delay=0.1) as cost,
     ):
         report = run(
-            source, out, recipe, calibrate=calibrate, samples=samples, device=device, force=force, dry_run=dry_run,
-            progress=shown_by(migration), calibration_progress=shown_by(calibration),
+            source, out, recipe, calibrate=calibrate, samples=samples, max_divergence=max_divergence, device=device,
+            force=force, dry_run=dry_run, progress=shown_by(migration), calibration_progress=shown_by(calibration),
+            cost_progress=shown_by(cost),
         )  # fmt: skip
     if dry_run:
         click.echo("\n".join(tensor_lines(report.tensors)))
     if report.calibration:
         click.echo("\n".join(product_lines(report.calibration["products"])))
     click.echo(summary(report, out, dry_run))
+    if report.cost:
+        click.echo(cost_line(report.cost))
 
 
 def shown_by(bar: tqdm[Any]) -> Callable[[int, int, str], None]:
@@ -88,6 +102,18 @@ def product_lines(products: Sequence[dict[str, Any]]) -> list[str]:
 def decibel_text(error: float) -> str:
     """A relative squared error as a signal-to-noise ratio."""
     return f"{-10 * math.log10(error):.1f} dB" if error > 0 else "exact"
+
+
+def cost_line(cost: Mapping[str, Any]) -> str:
+    """How far the result is from the source on the text that was held out."""
+    if cost["kl"] is None:
+        return "cost: the int8 model's logits hold a NaN or an infinity"
+    return (
+        f"cost on {cost['tokens']:,} held-out tokens: "
+        f"perplexity ratio {cost['ratio']:.5f} ± {cost['ratio_error']:.5f}, "
+        f"divergence {cost['kl']:.6f} (99.9th percentile {cost['kl_p999']:.4f}), same most likely token "
+        f"{cost['agreement']:.2%}"
+    )
 
 
 def tensor_lines(tensors: Sequence[TensorReport]) -> list[str]:

@@ -2,7 +2,8 @@
 
 Without a text this is :func:`bminf_lite.checkpoint.migrate.migrate`, one pass over the source in little memory. With
 one, the float model runs over samples of it first, and what it shows decides what the recipe leaves open (see
-:mod:`bminf_lite.quantize`).
+:mod:`bminf_lite.quantize`); and what the result lost is measured on a part of the text that was held out, before the
+result appears.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..models.spec import Spec
 from ..quantize import calibration
 from ..quantize.decisions import Decider
 from .corpus import cut, encode_texts, read_texts
+from .held_out import CalibrationText, check_limit, cost, measurable, split
 from .prompts import checked_ids
 from .tokenizer import Tokenizer
 
@@ -45,7 +47,9 @@ def migrate(
     calibrate: Text | None = None,
     samples: int = 128,
     device: str = "auto",
+    max_divergence: float | None = None,
     calibration_progress: calibration.Progress | None = None,
+    cost_progress: Progress | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> MigrationReport:
@@ -53,8 +57,11 @@ def migrate(
 
     ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. One with a calibration needs
     ``calibrate``: a file of text or JSONL, or token ids. Of it, ``samples`` of up to 512 tokens each, spread over all
-    of it, run through the float model on ``device``. ``calibration_progress`` is called with the products that are
-    done, all of them, and a matrix's name. The other ``options`` are those of
+    of it, run through the float model on ``device``. Some others are held out, also from a recipe without a
+    calibration, and the report's ``cost`` says how far the result is from the source there (not for encoder-decoders,
+    which do not continue text); with a mean divergence of more than ``max_divergence`` nats per token the migration
+    fails. ``calibration_progress`` is called with the products that are done, all of them, and a matrix's name,
+    ``cost_progress`` likewise with layers. The other ``options`` are those of
     :func:`bminf_lite.checkpoint.migrate.migrate`: ``force``, ``dry_run``, ``shard_bytes``.
 
     Raises :class:`UsageError` for a text that is unfit or a recipe that makes no sense, :class:`CheckpointError` if the
@@ -62,23 +69,26 @@ def migrate(
     is said before any work. ``out`` is untouched then, and after Ctrl-C.
     """
     recipe = load_recipe(recipe)
-    if calibrate is None or recipe.calibration is None:
-        if calibrate is not None:
-            raise UsageError(f"recipe {recipe.name} does not calibrate; choose w8a8-smooth or auto, or give no text")
+    check_limit(max_divergence, calibrate is not None, source)
+    if calibrate is None:
         return migrate_checkpoint(source, out, recipe, progress=progress, **options)
-    tokens = calibration_tokens(source, calibrate, samples)
+    tokens = calibration_text(source, calibrate, samples)
 
     def decide(checkpoint: Checkpoint, spec: Spec, recipe: Recipe) -> Calibrated:
         with closing(backend.create(device)) as ops:
             decider = Decider(checkpoint, spec, recipe, ops)
-            calibration.observe(checkpoint, spec, tokens, ops, decider, calibration_progress)
+            calibration.observe(checkpoint, spec, tokens.samples, ops, decider, calibration_progress)
             return decider.result()
 
-    return migrate_checkpoint(source, out, recipe, progress=progress, calibrate=decide, **options)
+    def verify(folder: Path) -> dict[str, Any]:
+        return cost(folder, Path(source), tokens.held_out, device, max_divergence, cost_progress)
+
+    check = verify if measurable(source) else None
+    return migrate_checkpoint(source, out, recipe, progress=progress, calibrate=decide, verify=check, **options)
 
 
-def calibration_tokens(source: str | Path, text: Text, samples: int) -> list[np.ndarray]:
-    """``samples`` pieces of ``text`` for the model in the folder ``source``, int32 ``[n]`` each, spread over all of it.
+def calibration_text(source: str | Path, text: Text, samples: int) -> CalibrationText:
+    """``samples`` pieces of ``text`` for the model in the folder ``source``, and those that are held out.
 
     Raises :class:`UsageError` for an unfit text, see :func:`.corpus.read_texts`, and for one that is too short.
     """
@@ -95,5 +105,4 @@ def calibration_tokens(source: str | Path, text: Text, samples: int) -> list[np.
     if total < MIN_TOKENS:
         raise UsageError(f"the calibration text is too short: {total:,} tokens; give {MIN_TOKENS} or more")
     pieces = [window.tokens for window in cut(documents, min(SAMPLE_TOKENS, config.context_length))]
-    chosen = np.unique(np.linspace(0, len(pieces) - 1, min(samples, len(pieces))).round().astype(int))
-    return [pieces[i] for i in chosen]
+    return split(pieces, samples)
