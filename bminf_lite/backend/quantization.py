@@ -20,17 +20,30 @@ BLOCK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
+class OutlierColumns:
+    """A few input columns of an int8 weight that stay fp16, because their inputs would cost the others their precision.
+
+    ``index`` is int32 ``[n]``, ascending; ``values`` is fp16 ``[out, n]``. The weight's codes are zero there.
+    """
+
+    index: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
 class Int8Weight:
     """A weight matrix in int8, on the host.
 
     ``codes`` is int8 ``[out, in]``; ``scale`` is ``[out]`` in fp16 (or fp32, or bf16 as some writers store it), and the
     weight is ``scale[:, None] * codes``. ``dynamic`` says whether activations are quantized too, per token at run time
     (w8a8), or stay float (w8a16). Codes of -128 occur in files that others wrote, and are read as they are.
+    ``outliers`` are columns to be added to that; None as a rule.
     """
 
     codes: np.ndarray
     scale: np.ndarray
     dynamic: bool = True
+    outliers: OutlierColumns | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,7 +51,17 @@ class Int8Weight:
 
     def dequantize(self) -> np.ndarray:
         """The weight as fp32 ``[out, in]``."""
-        return self.scale.astype(np.float32)[:, None] * self.codes.astype(np.float32)
+        weight = self.scale.astype(np.float32)[:, None] * self.codes.astype(np.float32)
+        if self.outliers is not None:
+            weight[:, self.outliers.index] = self.outliers.values
+        return weight
+
+    def rows(self, order: np.ndarray) -> Int8Weight:
+        """The rows in another order."""
+        outliers = self.outliers
+        if outliers is not None:
+            outliers = OutlierColumns(outliers.index, outliers.values[order])
+        return Int8Weight(self.codes[order], self.scale[order], self.dynamic, outliers)
 
 
 HostWeight = np.ndarray | Int8Weight

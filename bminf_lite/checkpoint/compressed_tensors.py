@@ -7,6 +7,11 @@ byte, and ``X.weight_shape``, int64 ``[2]``. All have ``X.weight_scale``, ``[out
 both transformers and vLLM open.
 
 A configuration that this package cannot run as it is meant is refused, and the error names the setting.
+
+Outlier columns are this project's own: ``X.outlier_columns``, int32 ``[n]``, names inputs whose codes are zero, and
+``X.outlier_weight``, fp16 ``[out, n]``, holds their weights. A reader that does not know them would compute something
+else, so such a checkpoint says ``quant_method: bminf-lite`` instead of ``compressed-tensors``, which others refuse by
+name; ``version`` says which of our readers can open it, and ``outlier_columns`` how many each layer has.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +29,9 @@ from .recipe import Scheme
 
 INT8_FORMATS = ("int-quantized", "naive-quantized")
 PACKED_FORMAT = "pack-quantized"
-COMPANIONS = (".weight_scale", ".weight_packed", ".weight_shape", ".weight_zero_point")
+OUTLIER_METHOD, OUTLIER_VERSION = "bminf-lite", 1
+OUTLIERS = (".outlier_columns", ".outlier_weight")
+COMPANIONS = (".weight_scale", ".weight_packed", ".weight_shape", ".weight_zero_point", *OUTLIERS)
 """What may stand beside, or instead of, the ``.weight`` of a quantized layer."""
 
 
@@ -39,10 +46,11 @@ class Group:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Which layers of a checkpoint are quantized, and how."""
+    """Which layers of a checkpoint are quantized, and how; ``outliers`` counts their columns that stay fp16."""
 
     groups: tuple[Group, ...]
     ignore: tuple[str, ...] = ()
+    outliers: Mapping[str, int] = field(default_factory=dict)
 
     def group_of(self, module: str) -> Group | None:
         """The group of the linear layer ``module`` (``model.layers.0.mlp.up_proj``), or None if it stays float.
@@ -71,7 +79,7 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
     if not isinstance(raw, dict):
         raise checkpoint_error(source, [f"quantization_config must be an object, not {raw!r}"])
     method = raw.get("quant_method", "compressed-tensors")
-    if method != "compressed-tensors":
+    if method not in ("compressed-tensors", OUTLIER_METHOD):
         raise checkpoint_error(
             source,
             [
@@ -100,9 +108,20 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
             problems.extend(found)
     ignore = raw.get("ignore") or []
     problems += _target_problems("quantization_config.ignore", ignore)
+    outliers = raw.get("outlier_columns", {}) if method == OUTLIER_METHOD else {}
+    problems += _outlier_problems(raw.get("version"), outliers) if method == OUTLIER_METHOD else []
     if problems:
         raise checkpoint_error(source, problems)
-    return QuantizationConfig(tuple(groups), tuple(ignore))
+    return QuantizationConfig(tuple(groups), tuple(ignore), outliers)
+
+
+def _outlier_problems(version: object, outliers: object) -> list[str]:
+    """What this version cannot read of a checkpoint with outlier columns."""
+    if version != OUTLIER_VERSION:
+        return [f"quantization_config.version is {version!r}; this version of bminf-lite reads {OUTLIER_VERSION}"]
+    if not isinstance(outliers, dict) or not all(type(n) is int and n > 0 for n in outliers.values()):
+        return [f"quantization_config.outlier_columns must map layers to numbers of columns, not {outliers!r}"]
+    return []
 
 
 def _parse_group(where: str, group: object, default_format: object) -> Group | list[str]:
@@ -168,11 +187,11 @@ def _mismatches(where: str, args: object, dynamic: bool, strategies: Sequence[st
     ]
 
 
-def quantization_config(schemes: Mapping[str, Scheme]) -> dict[str, Any]:
+def quantization_config(schemes: Mapping[str, Scheme], outliers: Mapping[str, int] | None = None) -> dict[str, Any]:
     """The ``quantization_config`` of a checkpoint whose linear layers have ``schemes``, by module name.
 
     Layers that stay float are listed in ``ignore``. With one scheme the group targets the class ``Linear``; with two,
-    each group lists its layers.
+    each group lists its layers. ``outliers`` counts the columns that a layer keeps in fp16.
     """
     used = [scheme for scheme in (Scheme.W8A8, Scheme.W8A16) if scheme in schemes.values()]
     groups = {}
@@ -185,8 +204,10 @@ def quantization_config(schemes: Mapping[str, Scheme]) -> dict[str, Any]:
             "input_activations": _quantization_args(dynamic=True, strategy="token") if scheme is Scheme.W8A8 else None,
             "output_activations": None,
         }
+    own = {"version": OUTLIER_VERSION, "outlier_columns": dict(outliers)} if outliers else {}
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": OUTLIER_METHOD if outliers else "compressed-tensors",
+        **own,
         "format": FORMATS[used[0]] if len(used) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "ignore": [module for module, scheme in schemes.items() if scheme is Scheme.FLOAT],

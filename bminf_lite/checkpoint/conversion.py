@@ -62,11 +62,15 @@ class Planned:
         if self.scheme is Scheme.FLOAT:
             return {self.name: Declared(self.info.dtype, self.info.shape)}
         rows, columns = self.info.shape
-        scale = {self.scale_name: Declared("F32", (rows, 1))}
+        others = {self.scale_name: Declared("F32", (rows, 1))}
+        if self.treatment.outliers is not None:
+            count = len(self.treatment.outliers)
+            others[f"{self.module}.outlier_columns"] = Declared("I32", (count,))
+            others[f"{self.module}.outlier_weight"] = Declared("F16", (rows, count))
         if self.scheme is Scheme.W8A8:
-            return {self.name: Declared("I8", (rows, columns)), **scale}
+            return {self.name: Declared("I8", (rows, columns)), **others}
         shape = {f"{self.module}.weight_shape": Declared("I64", (2,))}
-        return {self.data_name: Declared("I32", (rows, packed_width(columns))), **shape, **scale}
+        return {self.data_name: Declared("I32", (rows, packed_width(columns))), **shape, **others}
 
     @property
     def rows(self) -> int:
@@ -166,6 +170,8 @@ class Converter:
         self.writer.write_late(plan.scale_name, scale[:, None])
         if plan.scheme is Scheme.W8A16:
             self.writer.write(f"{plan.module}.weight_shape", np.array(plan.info.shape, np.int64))
+        if plan.treatment.outliers is not None:
+            self.writer.write(f"{plan.module}.outlier_columns", plan.treatment.outliers)
         size = sum(declared.nbytes for declared in plan.outputs().values())
         return _report(plan, size - 4 * scale.size + scale.nbytes, scale, signal, noise)
 
@@ -200,8 +206,9 @@ class Converter:
             widened = self._buffer("fp32", values.size, np.float32).reshape(values.shape)
             np.copyto(widened, values)
             values = widened
+        kept = self._take_outliers(block.plan, values)
         row_max = row_maxima(values)
-        finite = np.isfinite(row_max)
+        finite = np.isfinite(row_max) & np.isfinite(kept).all(axis=1)
         if not finite.all():
             return Converted(bad_row=block.start + int(np.argmin(finite)))
         scale = exact_scales(row_max)
@@ -216,9 +223,20 @@ class Converter:
         np.copyto(codes, rounded, casting="unsafe")
         stored = pack(codes) if block.plan.scheme is Scheme.W8A16 else codes
         self.writer.write(block.plan.data_name, stored, block.start * stored.shape[1])
+        if kept.size:
+            self.writer.write(f"{block.plan.module}.outlier_weight", kept, block.start * kept.shape[1] * kept.itemsize)
         signal = np.einsum("ij,ij->i", ratio, ratio)
         np.subtract(ratio, rounded, out=ratio)
         return Converted(scale, signal, np.einsum("ij,ij->i", ratio, ratio))
+
+    def _take_outliers(self, plan: Planned, values: np.ndarray) -> np.ndarray:
+        """The columns of ``values`` ``[rows, in]`` that stay fp16, ``[rows, n]``; zeros are left behind."""
+        if plan.treatment.outliers is None:
+            return np.empty((len(values), 0), np.float16)
+        with np.errstate(over="ignore"):
+            kept = values[:, plan.treatment.outliers].astype(np.float16)
+        values[:, plan.treatment.outliers] = 0
+        return kept
 
     def _buffer(self, name: str, size: int, dtype: type) -> np.ndarray:
         """Memory of this thread, used again for every block: fresh pages would cost more than the arithmetic."""

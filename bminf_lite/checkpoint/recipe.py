@@ -51,11 +51,13 @@ class Calibration:
 
     ``smoothing`` moves factors per channel from activations into weights. A w8a8 product whose output error stays above
     ``max_error`` becomes w8a16; 0 turns that off. The error of a product is the mean over tokens of
-    ``|y_int8 - y|^2 / |y|^2``, so 0.001 is a signal-to-noise ratio of 30 dB.
+    ``|y_int8 - y|^2 / |y|^2``, so 0.001 is a signal-to-noise ratio of 30 dB. Before it becomes w8a16, up to
+    ``outlier_columns`` of its inputs are kept in fp16, if that is enough; only bminf-lite opens such a checkpoint.
     """
 
     smoothing: bool = True
     max_error: float = 0.0
+    outlier_columns: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ def _calibration_problems(table: object) -> list[str]:
     for key, (fits, what) in _CALIBRATION_VALUES.items():
         if key in table and not fits(table[key]):
             problems.append(f"calibration.{key} is {table[key]!r}, not {what}")
+    if table.get("outlier_columns") and not table.get("max_error"):
+        problems.append("calibration.outlier_columns needs calibration.max_error: it says which products they are for")
     return problems
 
 
@@ -174,6 +178,7 @@ def _is_share(value: object) -> bool:
 _CALIBRATION_VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
     "smoothing": (lambda value: isinstance(value, bool), "true or false"),
     "max_error": (_is_share, "a number from 0 to 1"),
+    "outlier_columns": (lambda value: type(value) is int and 0 <= value <= 256, "a whole number from 0 to 256"),
 }
 """The keys of ``[calibration]``: which values they take, and that in words."""
 

@@ -24,12 +24,14 @@ class Treatment:
     """How one tensor differs from what the recipe alone says.
 
     ``scheme``, if given, replaces the recipe's. The tensor's rows are multiplied by ``row_factors`` and its columns by
-    ``column_factors``, both fp32 and powers of two, before anything else happens to it; a vector is a row.
+    ``column_factors``, both fp32 and powers of two, before anything else happens to it; a vector is a row. Of an int8
+    tensor the columns ``outliers`` (int32 ``[n]``, ascending) are kept in fp16.
     """
 
     scheme: Scheme | None = None
     row_factors: np.ndarray | None = None
     column_factors: np.ndarray | None = None
+    outliers: np.ndarray | None = None
 
     def factors(self) -> dict[str, np.ndarray]:
         """The factors that are there, by the name of the field."""

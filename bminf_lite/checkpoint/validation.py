@@ -73,3 +73,6 @@ def expected_tensors(name: str, parameter: Parameter, quantization: Quantization
     per_row = ((rows, 1), (rows,), (1,))
     yield Expected(f"{module}.weight_scale", FLOAT_DTYPES, per_row)
     yield Expected(f"{module}.weight_zero_point", ("I8", "I32", "I64"), per_row, required=False)
+    if quantization and (count := quantization.outliers.get(module)):
+        yield Expected(f"{module}.outlier_columns", ("I32",), ((count,),))
+        yield Expected(f"{module}.outlier_weight", ("F16",), ((rows, count),))

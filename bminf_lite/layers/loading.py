@@ -32,7 +32,7 @@ class Reordered:
         """The matrix ``name`` ``[out, in]``, float or int8."""
         weight = self.weights.weight(name)
         if isinstance(weight, Int8Weight):
-            return Int8Weight(weight.codes[self.rows], weight.scale[self.rows], weight.dynamic)
+            return weight.rows(self.rows)
         return weight[self.rows]
 
     def vector(self, name: str) -> np.ndarray:

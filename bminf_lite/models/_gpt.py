@@ -132,11 +132,9 @@ def spec(config: Config) -> Spec:
 def folds(config: Config) -> Iterator[Fold]:
     """Norm to what reads it, values to the output of attention, and up to down where a ReLU lies between.
 
-    Norms whose output is the residual stream itself have other readers; fused and transposed matrices are left out.
+    Norms whose output is the residual stream itself have other readers, and values in a fused matrix are left out.
     """
     names = config.names
-    if names.transposed:
-        return
     for layer in range(config.layers):
         name = f"{names.layers}.{layer}"
         if config.norm_first and config.affine_norms:

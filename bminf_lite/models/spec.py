@@ -37,10 +37,10 @@ class Parameter:
 class Fold:
     """Where a factor per channel can move from an activation into the matrices that read it; the model stays the same.
 
-    Dividing the ``producers`` (tensors whose first axis is the channel: a norm's gain and bias, a matrix and its bias)
-    and multiplying the inputs of the ``consumers`` (matrices, all that read the activation) cancels out. Only a
-    function between them that commutes with positive factors per channel allows it: a product, a ReLU, attention's
-    mean of values.
+    Dividing the ``producers`` (a norm's gain and bias, or a matrix, whose outputs are the channels, and its bias) and
+    multiplying the inputs of the ``consumers`` (matrices, all that read the activation) cancels out. Only a function
+    between them that commutes with positive factors per channel allows it: a product, a ReLU, attention's mean of
+    values.
 
     A producer's channels come in blocks of ``block``, and a consumer reads every block ``repeat`` times in a row: that
     is how query heads share a value head.

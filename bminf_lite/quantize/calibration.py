@@ -144,8 +144,8 @@ class LateBackend:
     def table(self, values: np.ndarray) -> Late:
         return Late(lambda: self._ops.table(values))
 
-    def layer_cache(self, *shape: int) -> Late:
-        return Late(lambda: self._ops.layer_cache(*shape))
+    def layer_cache(self, *args: Any, **kwargs: Any) -> Late:
+        return Late(lambda: self._ops.layer_cache(*args, **kwargs))
 
     def last_tokens(self, x: Array, step: Step) -> Array:
         """Not each sequence's last token but tokens from everywhere: what the output head is calibrated on."""

@@ -18,7 +18,8 @@ from ..checkpoint.recipe import Calibration, Recipe, Scheme
 from ..checkpoint.treatment import UNTREATED, Calibrated, Treatment
 from ..models.spec import Fold, Role, Spec
 from .calibration import Observation, spread_rows
-from .errors import Judge
+from .errors import Judge, Version
+from .precision import choose
 from .smoothing import Smoothing, folded, search, spread
 
 SEARCH_TOKENS = 512
@@ -32,12 +33,13 @@ VERDICT_TOKENS = 4096
 class Decision:
     """What became of a product: the error that the recipe alone gives, and the one that was reached.
 
-    ``exponent`` is that of the smoothing, None where there is none.
+    ``exponent`` is that of the smoothing, None where there is none; ``outlier_columns`` are the inputs kept in fp16.
     """
 
     tensors: tuple[str, ...]
     scheme: Scheme
     exponent: float | None
+    outlier_columns: tuple[int, ...]
     error_before: float
     error: float
 
@@ -62,18 +64,19 @@ class Decider:
         scheme = self._scheme(seen.tensors[0])
         if scheme is Scheme.FLOAT:
             return
-        fold = self._fold_of.get(seen.tensors[0])
-        smoothing = self._smoothing(fold, seen, scheme) if fold and self.settings.smoothing else Smoothing()
-        factors = spread(smoothing.factors, fold) if fold and smoothing.factors is not None else None
+        input_max = np.maximum(seen.inputs.max(axis=0), -seen.inputs.min(axis=0))
+        smoothing, factors = Smoothing(), None
+        if self.settings.smoothing and (fold := self._fold_of.get(seen.tensors[0])):
+            smoothing = self._smoothing(fold, seen.inputs, input_max, scheme)
+            factors = None if smoothing.factors is None else spread(smoothing.factors, fold)
         judge = self._judge(seen.tensors, seen.inputs, VERDICT_TOKENS)
-        before = max(judge.errors(scheme))
-        after = max(judge.errors(scheme, factors)) if factors is not None else before
-        if scheme is Scheme.W8A8 and 0 < self.settings.max_error < after:
-            scheme = Scheme.W8A16
-            after = max(judge.errors(scheme, factors))
+        before = max(judge.errors(Version(scheme)))
+        limits = replace(self.settings, outlier_columns=self._columns(seen.tensors))
+        version, error = choose(judge, Version(scheme, factors), limits, input_max)
         for name in seen.tensors:
-            self._treat(name, scheme=scheme)
-        self.decisions.append(Decision(seen.tensors, scheme, smoothing.exponent, before, after))
+            self._treat(name, scheme=version.scheme, outliers=version.outliers)
+        kept = () if version.outliers is None else tuple(version.outliers.tolist())
+        self.decisions.append(Decision(seen.tensors, version.scheme, smoothing.exponent, kept, before, error))
 
     def result(self) -> Calibrated:
         """All treatments, and the decisions for the manifest."""
@@ -81,14 +84,17 @@ class Decider:
         return Calibrated(self._treatments, {"products": products})
 
     def _scheme(self, name: str) -> Scheme:
-        parameter = self.spec.parameters[name]
-        return Scheme.FLOAT if parameter.transposed else self.recipe.scheme_of(name, parameter.role is Role.HEAD)
+        return self.recipe.scheme_of(name, self.spec.parameters[name].role is Role.HEAD)
 
-    def _smoothing(self, fold: Fold, seen: Observation, scheme: Scheme) -> Smoothing:
+    def _columns(self, names: Sequence[str]) -> int:
+        """How many columns may stay fp16: none of a matrix that is quantized when it is loaded."""
+        stored = all(name not in self.spec.tied and not self.spec.parameters[name].transposed for name in names)
+        return self.settings.outlier_columns if stored else 0
+
+    def _smoothing(self, fold: Fold, inputs: np.ndarray, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
         """The smoothing of a fold, found when the first of its consumers comes."""
         if fold not in self._smoothed:
-            input_max = np.maximum(seen.inputs.max(axis=0), -seen.inputs.min(axis=0))
-            judge = self._judge(fold.consumers, seen.inputs, SEARCH_TOKENS)
+            judge = self._judge(fold.consumers, inputs, SEARCH_TOKENS)
             found = self._smoothed[fold] = search(judge, fold, input_max, scheme)
             moved = {} if found.factors is None else folded(self.spec, fold, found.factors)
             for name, treatment in moved.items():

@@ -9,12 +9,39 @@ to a residual stream matters by its size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.quantization import HostWeight, quantize_weight
+from ..backend.quantization import HostWeight, OutlierColumns, quantize_weight
 from ..checkpoint.recipe import Scheme
+
+
+@dataclass(frozen=True)
+class Version:
+    """A way to quantize a product: inputs are divided and weights multiplied by ``factors`` ``[in]`` before.
+
+    The input columns ``outliers`` (int32 ``[n]``) stay fp16.
+    """
+
+    scheme: Scheme
+    factors: np.ndarray | None = None
+    outliers: np.ndarray | None = None
+
+    def of(self, weight: np.ndarray) -> HostWeight:
+        """An fp32 weight ``[out, in]`` in this version."""
+        if self.factors is not None:
+            weight = weight * self.factors
+        if self.scheme is Scheme.FLOAT:
+            return weight
+        dynamic = self.scheme is Scheme.W8A8
+        if self.outliers is None:
+            return quantize_weight(weight, dynamic)
+        kept = OutlierColumns(self.outliers, weight[:, self.outliers].astype(np.float16))
+        rest = np.array(weight)
+        rest[:, self.outliers] = 0
+        return replace(quantize_weight(rest, dynamic), outliers=kept)
 
 
 class Judge:
@@ -29,12 +56,10 @@ class Judge:
         self.weights = weights
         self._expected = [self._product(inputs, weight) for weight in weights]
 
-    def errors(self, scheme: Scheme, factors: np.ndarray | None = None) -> list[float]:
-        """Each product's error in ``scheme``, with inputs divided and weights multiplied by ``factors`` ``[in]``."""
-        if factors is None:
-            return [self.error(i, quantize(w, scheme), self.inputs) for i, w in enumerate(self.weights)]
-        inputs = self.inputs / factors
-        return [self.error(i, quantize(w * factors, scheme), inputs) for i, w in enumerate(self.weights)]
+    def errors(self, version: Version) -> list[float]:
+        """Each product's error in ``version``."""
+        inputs = self.inputs if version.factors is None else self.inputs / version.factors
+        return [self.error(i, version.of(weight), inputs) for i, weight in enumerate(self.weights)]
 
     def error(self, index: int, weight: HostWeight, inputs: np.ndarray) -> float:
         """The error of product ``index`` with another weight and other inputs."""
@@ -43,11 +68,6 @@ class Judge:
     def _product(self, inputs: np.ndarray, weight: HostWeight) -> np.ndarray:
         x = self.ops.array(inputs.astype(self.ops.activation_dtype))
         return self.ops.host(self.ops.linear(x, self.ops.weight([weight]), fp32=True))
-
-
-def quantize(weight: np.ndarray, scheme: Scheme) -> HostWeight:
-    """A float matrix as ``scheme`` stores it."""
-    return weight if scheme is Scheme.FLOAT else quantize_weight(weight, dynamic=scheme is Scheme.W8A8)
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:

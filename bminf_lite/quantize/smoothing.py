@@ -18,8 +18,8 @@ import numpy as np
 
 from ..checkpoint.recipe import Scheme
 from ..checkpoint.treatment import Treatment
-from ..models.spec import Fold, Spec
-from .errors import Judge
+from ..models.spec import Fold, Parameter, Spec
+from .errors import Judge, Version
 
 EXPONENTS = tuple(round(0.1 * i, 1) for i in range(1, 11))
 """What is tried, beside no smoothing at all."""
@@ -42,10 +42,10 @@ class Smoothing:
 def search(judge: Judge, fold: Fold, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
     """The smoothing with the smallest mean error of the products; ``input_max`` is ``max|x|`` per input ``[in]``."""
     weight_max = np.max([relative_columns(weight) for weight in judge.weights], axis=0)
-    best, least = Smoothing(), np.mean(judge.errors(scheme))
+    best, least = Smoothing(), np.mean(judge.errors(Version(scheme)))
     for exponent in EXPONENTS:
         factors = channel_factors(input_max, weight_max, exponent, fold)
-        error = np.mean(judge.errors(scheme, spread(factors, fold)))
+        error = np.mean(judge.errors(Version(scheme, spread(factors, fold))))
         if error < least:
             best, least = Smoothing(exponent, factors), error
     return best
@@ -71,13 +71,16 @@ def channel_factors(input_max: np.ndarray, weight_max: np.ndarray, exponent: flo
 
 
 def folded(spec: Spec, fold: Fold, factors: np.ndarray) -> dict[str, Treatment]:
-    """What moving ``factors`` (fp32 ``[channels]``) does to each tensor of a fold."""
+    """What moving ``factors`` (fp32 ``[channels]``) does to each tensor of a fold, as it is stored."""
     inverse = 1 / factors
-    treatments = {name: Treatment(column_factors=spread(factors, fold)) for name in fold.consumers}
-    for name in fold.producers:
-        is_vector = len(spec.parameters[name].shape) == 1
-        treatments[name] = Treatment(column_factors=inverse) if is_vector else Treatment(row_factors=inverse)
-    return treatments
+    treatments = {name: _along(spec.parameters[name], 1, spread(factors, fold)) for name in fold.consumers}
+    return treatments | {name: _along(spec.parameters[name], 0, inverse) for name in fold.producers}
+
+
+def _along(parameter: Parameter, axis: int, factors: np.ndarray) -> Treatment:
+    """Factors for the outputs (``axis`` 0) or the inputs (1) of a matrix, or for a vector."""
+    rows = len(parameter.shape) == 2 and (axis == 0) != parameter.transposed
+    return Treatment(row_factors=factors) if rows else Treatment(column_factors=factors)
 
 
 def spread(channels: np.ndarray, fold: Fold) -> np.ndarray:

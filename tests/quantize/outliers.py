@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from bminf_lite.backend.base import silu
 from bminf_lite.checkpoint.treatment import Treatment
+from bminf_lite.models.spec import Fold, Parameter, Spec
 
 Tensors = dict[str, np.ndarray]
 FACTORS = (10, 30, 100)
@@ -91,6 +92,16 @@ def multiplied(tensor: np.ndarray, treatment: Treatment) -> np.ndarray:
     if treatment.row_factors is not None:
         tensor = tensor * treatment.row_factors[:, None]
     return tensor if treatment.column_factors is None else tensor * treatment.column_factors
+
+
+def width(spec: Spec, fold: Fold) -> int:
+    """The number of channels that a fold's producers have."""
+    return features(spec.parameters[fold.producers[0]])[0]
+
+
+def features(parameter: Parameter) -> tuple[int, ...]:
+    """Outputs and inputs of a matrix, however it is stored; the length of a vector."""
+    return parameter.shape[::-1] if parameter.transposed else parameter.shape
 
 
 def write(source: Path, folder: Path, put_in: Callable[[Tensors, dict], None]) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from outliers import multiplied
+from outliers import features, multiplied, width
 from tiny_models import ENCODER_DECODERS, FAMILIES, GPTS, Golden, RandomWeights, TinyEncoderDecoder, TinyModel, goldens
 
 from bminf_lite import models
@@ -28,11 +28,6 @@ def logits(golden: Golden, weights: RandomWeights) -> np.ndarray:
     return model.run(golden.tokens)
 
 
-def width(spec: Spec, fold: Fold) -> int:
-    """The number of channels that a fold's producers have."""
-    return spec.parameters[fold.producers[0]].shape[0]
-
-
 @pytest.mark.parametrize("golden", CASES, ids=str)
 def test_powers_of_two_in_every_fold_change_nothing(golden: Golden) -> None:
     spec, random = spec_of(golden), np.random.default_rng(0)
@@ -52,9 +47,9 @@ def test_folds_fit_their_tensors(golden: Golden) -> None:
     assert len(consumers) == len(set(consumers))
     for fold in spec.foldable:
         channels = width(spec, fold)
-        assert all(spec.parameters[name].shape[0] == channels for name in fold.producers)
+        assert all(features(spec.parameters[name])[0] == channels for name in fold.producers)
         assert all(spec.parameters[name].role in (Role.LINEAR, Role.HEAD) for name in fold.consumers)
-        assert {spec.parameters[name].shape[1] for name in fold.consumers} == {channels * fold.repeat}
+        assert {features(spec.parameters[name])[1] for name in fold.consumers} == {channels * fold.repeat}
         assert not {*fold.producers, *fold.consumers} & spec.tied.keys()
         assert not {*fold.producers, *fold.consumers} & set(spec.tied.values())
 
