@@ -17,7 +17,8 @@ from .. import __version__
 from .recipe import Recipe, Scheme
 
 MANIFEST_FILE = "bminf_lite.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION, OUTLIER_FORMAT_VERSION = 1, 2
+"""The second is that of checkpoints with outlier columns, which no version of this package before them can run."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +80,19 @@ class MigrationReport:
         """Size of the tensors after migration."""
         return sum(tensor.bytes_after for tensor in self.tensors)
 
+    @property
+    def _has_outliers(self) -> bool:
+        return any(product["outlier_columns"] for product in self.calibration.get("products", []))
+
     def manifest(self) -> dict[str, Any]:
         """The content of ``bminf_lite.json``."""
         return {
-            "format_version": FORMAT_VERSION,
+            "format_version": OUTLIER_FORMAT_VERSION if self._has_outliers else FORMAT_VERSION,
             "tool": "bminf-lite",
             "tool_version": __version__,
             "recipe": self.recipe.to_dict(),
             "tied_head": self.tied_head.value if self.tied_head else None,
-            "quantized_when_loaded": {name: scheme.value for name, scheme in self.late.items()},
+            **({"quantized_when_loaded": {n: scheme.value for n, scheme in self.late.items()}} if self.late else {}),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             **({"calibration": dict(self.calibration)} if self.calibration else {}),

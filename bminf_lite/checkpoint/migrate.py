@@ -208,7 +208,8 @@ def _quantization(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment
     schemes = {name.removesuffix(".weight"): scheme for name, scheme in _schemes(spec, recipe, treatments).items()}
     if set(schemes.values()) <= {Scheme.FLOAT}:
         return {}
-    return {"quantization_config": quantization_config(schemes)}
+    kept = {name.removesuffix(".weight"): len(t.outliers) for name, t in treatments.items() if t.outliers is not None}
+    return {"quantization_config": quantization_config(schemes, kept)}
 
 
 def _carried_files(source: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backend.quantization import HostWeight, Int8Weight, quantize_weight
+from ..backend.quantization import HostWeight, Int8Weight, OutlierColumns, quantize_weight
 from ..errors import CheckpointError
 from ..models.spec import Spec
 from ._errors import checkpoint_error
@@ -112,7 +112,17 @@ class Checkpoint:
                     f"{[rows, packed_width(columns)]}, not {list(packed.shape)}"
                 )
             codes = unpack(self.read(f"{module}.weight_packed"), columns)
-        return Int8Weight(codes, self._scale(module, codes.shape[0]), group.dynamic)
+        scale, outliers = self._scale(module, codes.shape[0]), self._outliers(module, codes.shape)
+        return Int8Weight(codes, scale, group.dynamic, outliers)
+
+    def _outliers(self, module: str, shape: tuple[int, ...]) -> OutlierColumns | None:
+        """The columns ``[n]`` of a layer ``[out, in]`` that stay fp16, and their weights ``[out, n]``."""
+        if self.quantization is None or module not in self.quantization.outliers:
+            return None
+        index = self.read(f"{module}.outlier_columns")
+        if not ((np.diff(index, prepend=-1) > 0).all() and index[-1] < shape[1]):
+            raise CheckpointError(f"{self.path}: {module}.outlier_columns are not ascending numbers below {shape[1]}")
+        return OutlierColumns(index, self.vector(f"{module}.outlier_weight"))
 
     def validate(self, spec: Spec) -> None:
         """Raise one :class:`CheckpointError` with every missing, unexpected, misshapen or wrongly typed tensor.
