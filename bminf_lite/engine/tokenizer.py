@@ -1,15 +1,19 @@
-"""Text to token ids and back, with the ``tokenizers`` library and the files beside a checkpoint.
+"""Text to token ids and back, by the files beside a checkpoint.
 
-``tokenizer.json`` says how to tokenize, and its post-processor which special tokens frame a prompt;
-``tokenizer_config.json`` and ``special_tokens_map.json`` name the special tokens and hold the chat template. A model
-runs without any of them as long as it is given token ids.
+:class:`Tokenizer` is what the engine asks of one, and finds the one that a checkpoint has. Most have a
+``tokenizer.json`` for the ``tokenizers`` library (:class:`JsonTokenizer`), whose post-processor says which special
+tokens frame a prompt; ``tokenizer_config.json`` and ``special_tokens_map.json`` name the special tokens and hold the
+chat template. Chinese models of the CPM family have vocabularies of their own (:mod:`.cpm_tokenizer`). A model runs
+without any of them as long as it is given token ids.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +24,96 @@ from ..errors import CheckpointError, UsageError
 _NEEDS_CONVERSION = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """A checkpoint's tokenizer.
 
     ``bos_token`` and ``eos_token`` are the texts of the special tokens, ``bos_id`` and ``eos_ids`` their ids,
-    ``chat_template`` the source of the checkpoint's chat template; each is ``None`` (or empty) if there is none.
-    ``byte_fallback`` says whether tokens such as ``<0xE2>`` stand for single bytes.
+    ``special_ids`` those of all tokens without text, ``chat_template`` the source of the checkpoint's chat template;
+    each is ``None`` (or empty) if there is none. ``byte_fallback`` says whether tokens such as ``<0xE2>`` stand for
+    single bytes. ``sentinels`` are the tokens that stand for missing parts of a text, in their order, and
+    ``target_ids`` those that the decoder of an encoder-decoder begins with, after its start token, to go on with a
+    framed text.
     """
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    bos_id: int | None = None
+    eos_ids: frozenset[int] = frozenset()
+    special_ids: frozenset[int] = frozenset()
+    chat_template: str | None = None
+    byte_fallback: bool = False
+    sentinels: Sequence[int] = ()
+    target_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def load(cls, folder: str | Path, vocab_size: int) -> Tokenizer:
+        """Read the tokenizer of the checkpoint in ``folder``, whose embedding has ``vocab_size`` rows.
+
+        Raises ``CheckpointError`` if files are missing or malformed, if a special token is not in the vocabulary, or if
+        the vocabulary does not fit the embedding.
+        """
+        from . import cpm_tokenizer
+
+        folder = Path(folder)
+        own = cpm_tokenizer.find_class(folder)
+        return JsonTokenizer.load(folder, vocab_size) if own is None else own.load(folder, vocab_size)
+
+    @staticmethod
+    def exists(folder: Path) -> bool:
+        """Whether :meth:`load` would find something in ``folder``."""
+        from . import cpm_tokenizer
+
+        own = cpm_tokenizer.find_class(folder)
+        return (folder / ("tokenizer.json" if own is None else own.FILE)).is_file()
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """One more than the largest token id."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of ``text``; ``add_special_tokens`` frames it as the checkpoint does (a leading ``<s>``, say).
+
+        Raises ``UsageError`` for what is not text, or cannot be written as UTF-8; ``CheckpointError`` for text that
+        a vocabulary without bytes and without an unknown token cannot express.
+        """
+        if not isinstance(text, str):
+            raise UsageError(f"a prompt must be text, but is {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise UsageError(
+                f"the prompt cannot be encoded: character {e.start} is {text[e.start]!r}, half of a surrogate pair"
+            ) from None
+        return self._encode(text, add_special_tokens)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids`` without special tokens. Ids that the vocabulary lacks have no text.
+
+        Bytes that are not UTF-8 become U+FFFD. Raises ``UsageError`` for what is no 32-bit id.
+        """
+        ids = [int(i) for i in ids]
+        wrong = [i for i in ids if not 0 <= i < 2**32]
+        if wrong:
+            raise UsageError(f"token ids must be from 0 to {2**32 - 1}, but one is {wrong[0]}")
+        return self._decode(ids)
+
+    @abstractmethod
+    def id_to_piece(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; ``None`` for an id that it lacks."""
+
+    @abstractmethod
+    def encode_spans(self, parts: Sequence[str]) -> list[int]:
+        """The ids of a text whose ``parts`` are separated by missing ones, each of which is a sentinel."""
+
+    @abstractmethod
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str: ...
+
+
+class JsonTokenizer(Tokenizer):
+    """The tokenizer in a ``tokenizer.json``."""
 
     def __init__(
         self,
@@ -50,15 +137,12 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+        self.sentinels = list(_numbered(backend, "<extra_id_{}>"))
         self.byte_fallback = '"ByteFallback"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
 
     @classmethod
-    def load(cls, folder: str | Path, vocab_size: int) -> Tokenizer:
-        """Read the tokenizer of the checkpoint in ``folder``, whose embedding has ``vocab_size`` rows.
-
-        Raises ``CheckpointError`` if files are missing or malformed, if a special token is not in the vocabulary, or if
-        the vocabulary does not fit the embedding.
-        """
+    def load(cls, folder: str | Path, vocab_size: int) -> JsonTokenizer:
+        """See :meth:`Tokenizer.load`."""
         folder = Path(folder)
         backend = _load_backend(folder)
         config = _read_json(folder / "tokenizer_config.json")
@@ -85,42 +169,32 @@ class Tokenizer:
         return tokenizer
 
     def __len__(self) -> int:
-        """One more than the largest token id."""
         return self._size
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of ``text``; ``add_special_tokens`` frames it as the checkpoint does (a leading ``<s>``, say).
+    def id_to_piece(self, token_id: int) -> str | None:
+        return self._backend.id_to_token(token_id)
 
-        Raises ``UsageError`` for what is not text, or cannot be written as UTF-8; ``CheckpointError`` for text that
-        a vocabulary without bytes and without an unknown token cannot express.
-        """
-        if not isinstance(text, str):
-            raise UsageError(f"a prompt must be text, but is {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise UsageError(
-                f"the prompt cannot be encoded: character {e.start} is {text[e.start]!r}, half of a surrogate pair"
-            ) from None
+    def encode_spans(self, parts: Sequence[str]) -> list[int]:
+        spans = [self.id_to_piece(i) or "" for i in self.sentinels[: len(parts) - 1]]
+        return self.encode("".join(text for pair in zip(parts, [*spans, ""], strict=True) for text in pair))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with _library_errors("tokenizer.json has no tokens for this prompt"):
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return [self.bos_id, *ids] if add_special_tokens and self._prepends_bos else ids  # type: ignore[list-item]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids`` without special tokens. Ids that the vocabulary lacks have no text.
-
-        Bytes that are not UTF-8 become U+FFFD. Raises ``UsageError`` for what is no 32-bit id.
-        """
-        ids = [int(i) for i in ids]
-        wrong = [i for i in ids if not 0 <= i < 2**32]
-        if wrong:
-            raise UsageError(f"token ids must be from 0 to {2**32 - 1}, but one is {wrong[0]}")
+    def _decode(self, ids: list[int]) -> str:
         with _library_errors("tokenizer.json cannot turn these tokens into text"):
             return self._backend.decode(ids, skip_special_tokens=True)
 
-    def id_to_piece(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; ``None`` for an id that it lacks."""
-        return self._backend.id_to_token(token_id)
+
+def _numbered(backend: tokenizers.Tokenizer, form: str) -> Iterator[int]:
+    """The ids of T5's ``<extra_id_0>``, ``<extra_id_1>``, ..., as far as the vocabulary has them."""
+    for number in count():
+        token_id = backend.token_to_id(form.format(number))
+        if token_id is None:
+            return
+        yield token_id
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:

@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bminf_lite.engine.detokenizer import Detokenizer
-from bminf_lite.engine.tokenizer import Tokenizer
+from bminf_lite.engine.tokenizer import JsonTokenizer
 
-BYTE_LEVEL = Tokenizer(tokenizer_kit.byte_level())
-SENTENCEPIECE = Tokenizer(tokenizer_kit.sentencepiece_like())
-METASPACE = Tokenizer(tokenizer_kit.metaspace())
+BYTE_LEVEL = JsonTokenizer(tokenizer_kit.byte_level())
+SENTENCEPIECE = JsonTokenizer(tokenizer_kit.sentencepiece_like())
+METASPACE = JsonTokenizer(tokenizer_kit.metaspace())
 ALL = {"byte-level": BYTE_LEVEL, "sentencepiece": SENTENCEPIECE, "metaspace": METASPACE}
 
 

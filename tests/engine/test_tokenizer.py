@@ -9,7 +9,7 @@ import tokenizer_kit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.engine.tokenizer import Tokenizer
+from bminf_lite.engine.tokenizer import JsonTokenizer, Tokenizer
 from bminf_lite.errors import CheckpointError, UsageError
 
 CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "chat_template": "from the config"}
@@ -46,7 +46,7 @@ def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path):
 
 @given(st.text(max_size=50))
 def test_text_survives_byte_level_tokens(text):
-    tokenizer = Tokenizer(tokenizer_kit.byte_level())
+    tokenizer = JsonTokenizer(tokenizer_kit.byte_level())
     for special in tokenizer_kit.SPECIAL:
         text = text.replace(special, "")
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -164,13 +164,13 @@ def test_all_problems_of_a_vocabulary_are_listed(tmp_path):
 @pytest.mark.parametrize("text", ["ab\ud800c", "ab\udfff"])
 def test_half_a_surrogate_pair_is_refused_with_its_position(text):
     with pytest.raises(UsageError, match=r"character 2 is '\\ud"):
-        Tokenizer(tokenizer_kit.byte_level()).encode(text)
+        JsonTokenizer(tokenizer_kit.byte_level()).encode(text)
 
 
 @pytest.mark.parametrize("text", [b"bytes", None, 3, ["a"]])
 def test_only_text_is_encoded(text):
     with pytest.raises(UsageError, match=type(text).__name__):
-        Tokenizer(tokenizer_kit.byte_level()).encode(text)
+        JsonTokenizer(tokenizer_kit.byte_level()).encode(text)
 
 
 def test_text_that_the_vocabulary_cannot_express_is_refused(tmp_path):
@@ -182,7 +182,7 @@ def test_text_that_the_vocabulary_cannot_express_is_refused(tmp_path):
 
 
 def test_ids_may_be_unknown_but_not_out_of_range():
-    tokenizer = Tokenizer(tokenizer_kit.byte_level())
+    tokenizer = JsonTokenizer(tokenizer_kit.byte_level())
     assert tokenizer.decode([]) == tokenizer.decode([10**6, 2**32 - 1]) == ""
     for wrong in (-1, 2**32):
         with pytest.raises(UsageError, match=str(wrong)):
