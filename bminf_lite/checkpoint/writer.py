@@ -74,18 +74,25 @@ class SafetensorsWriter:
     def finish(self, late: Mapping[str, np.ndarray]) -> None:
         """Write the late tensors and the header, and wait until the file is on the disk."""
         assert late.keys() == self._late.keys()
+        header = self._settled_header(dict(sorted(late.items(), key=lambda item: -item[1].itemsize)))
+        if len(header) > self._data_start - 8:  # in the declared order every offset is as declared or smaller
+            header = self._settled_header({name: late[name] for name in self._late})
+        header = header.ljust(self._data_start - 8)
+        assert len(header) == self._data_start - 8
+        _write_all(self._fd, np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8), 0)
+        os.fsync(self._fd)
+        self.close()
+
+    def _settled_header(self, late: Mapping[str, np.ndarray]) -> bytes:
+        """Write the late tensors in this order; returns the header that says so."""
         end, settled = self._late_start, {}
-        for name, array in sorted(late.items(), key=lambda item: -item[1].itemsize):
+        for name, array in late.items():
             assert array.nbytes <= self._late[name].nbytes, name
             settled[name] = Declared(_TYPE_NAMES[array.dtype], array.shape)
             _write_all(self._fd, array, end)
             end += array.nbytes
         self.data_bytes = end - self._data_start
-        header = _header(self._tensors | settled).ljust(self._data_start - 8)
-        assert len(header) == self._data_start - 8
-        _write_all(self._fd, np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8), 0)
-        os.fsync(self._fd)
-        self.close()
+        return _header(self._tensors | settled)
 
     def close(self) -> None:
         """Close the file as it is."""
