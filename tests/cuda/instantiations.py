@@ -1,0 +1,147 @@
+"""Every instantiation of the kernels in ``cuda/src`` that the package can launch on a GPU of some compute capability.
+
+The rules are those of ``backend/cuda/launches.py``, ``cuda/attention.py``, ``cuda/few_rows.py`` and
+``cuda/sampling.py``, written down a second time as sets of values, so that they can be enumerated without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from bminf_lite.cuda import attention, sampling
+from bminf_lite.cuda.compiler import SOURCES
+
+Capability = tuple[int, int]
+CAPABILITIES: dict[str, Capability] = {
+    "sm_75": (7, 5), "sm_80": (8, 0), "sm_86": (8, 6), "sm_89": (8, 9),
+    "sm_90": (9, 0), "sm_90a": (9, 0), "sm_100": (10, 0), "sm_120": (12, 0),
+}  # fmt: skip
+AMPLE_SHARED = ("sm_90", "sm_90a", "sm_100")
+"""Architectures with 227 KiB of shared memory a block."""
+HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
+ROW, COL32 = 1, 2
+
+ACTIVATIONS = len(re.findall("=", re.findall(r"enum Activation \{.*?\}", (SOURCES / "common.cuh").read_text())[0]))
+NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
+PLAIN, RMS_NORM, LAYER_NORM, GATE = range(4)
+CODES, TO_HALF, TO_FLOAT = range(3)
+GATED = 3
+
+
+@dataclass(frozen=True)
+class Family:
+    """The instantiations of one kernel: its name, and the values of its template's arguments, all combinations that
+    ``possible`` are."""
+
+    source: str
+    name: str
+    values: tuple[Sequence[object], ...]
+    defines: tuple[str, ...] = ()
+
+    def possible(self, arguments: tuple[object, ...]) -> bool:
+        """Whether the package launches this combination."""
+        rule = {"matvec": _matvec, "matvec_float": _matvec_float, "transform": _transform, "finish": _finish}
+        return self.name not in rule or rule[self.name](*arguments)
+
+    def all(self) -> Iterator[tuple[object, ...]]:
+        """Every possible combination."""
+        return filter(self.possible, itertools.product(*self.values))
+
+    def expression(self, arguments: tuple[object, ...]) -> str:
+        """As CUDA C++ names it."""
+        return f"{self.name}<{', '.join(map(str, arguments))}>" if arguments else self.name
+
+
+def _matvec(source: int, vectors: int, output: int, activation: int, unit: int) -> bool:
+    return (output == GATED or activation == 0) and (source == 0 or vectors <= 4)
+
+
+def _matvec_float(source: int, vectors: int, kind: str, output: int, activation: int) -> bool:
+    return _matvec(source, vectors, output, activation, 1)
+
+
+def _transform(source: int, prepare: int, target: int, size: tuple[int, int], in_order: int, out_order: int) -> bool:
+    sources = {RMS_NORM: (NONE, PRODUCT), LAYER_NORM: (NONE, PRODUCT), PLAIN: (FROM_HALF, FROM_FLOAT, PRODUCT)}
+    return (
+        source in sources.get(prepare, (FROM_HALF, PRODUCT))
+        and (in_order == ROW or source == PRODUCT)
+        and (out_order == ROW or target == CODES)
+    )
+
+
+def _finish(kind: str, order: int, add: str, target: str) -> bool:
+    return (kind == "int" or order == ROW) and (add == "false" or target == "float")
+
+
+def families(arch: str) -> Iterator[Family]:
+    """All kernels for ``arch``. Tensor-core layouts, and with them COL32, end before compute capability 9.0."""
+    capability = CAPABILITIES[arch]
+    hopper = capability >= (9, 0)
+    orders = (ROW,) if hopper else (ROW, COL32)
+    vectors, outputs, sources = (1, 2, 4, 8), range(4), range(3)
+    activations = range(ACTIVATIONS)
+    ring = (f"RING_CHUNKS={12 if arch in AMPLE_SHARED else 8}",)
+    sizes = tuple(Pair(s) for s in ((32, 1), (32, 2), (128, 1), (128, 2), *((512, v) for v in (*vectors, 16))))
+    prepare = range(GATE + ACTIVATIONS)
+    yield Family("matvec.cu", "matvec", (sources, vectors, outputs, activations, (1, 2, 4)), ring)
+    yield Family("matvec_float.cu", "matvec_float", (sources, vectors, ("bminf::int8", "__half"), outputs, activations))
+    yield Family("rows.cu", "transform", (range(4), prepare, range(3), sizes, orders, orders))
+    yield Family("rows.cu", "finish", (("int", "float"), orders, ("false", "true"), ("float", "__half")))
+    yield from (Family("rows.cu", name, ()) for name in ("embed", "last_rows", "widen"))
+    yield Family("random.cu", "fill_random", (("bminf::int8", "__half"),))
+    yield Family("bandwidth.cu", "read_all", ())
+    yield Family("dp4a.cu", "igemm_dp4a", ())
+    yield Family("attention_prepare.cu", "prepare", (("false", "true"), orders))
+    yield Family("attention_decode.cu", "attend", ((64, 128), (1, 2, 4), (1, 8) if hopper else (1,)))
+    yield Family("attention_decode.cu", "attend", ((256,), (1, 2), (1, 8) if hopper else (1,)))
+    if (SOURCES / "attention_general.cu").is_file():
+        yield Family("attention_general.cu", "attend_general", (range(3), (1, 2, 4, 8)))
+        yield Family("pointwise.cu", "activate_rows", (("false", "true"), orders, activations))
+        yield Family("pointwise.cu", "add_positions", ())
+    if hopper:
+        yield Family("few_rows.cu", "few_rows", ((1, 2, 4),))
+    yield from (Family(sampling.SOURCE, name, (), sampling.DEFINES) for name in sampling.KERNELS)
+    if arch != "sm_90":  # the package compiles for sm_90a there, whose instructions the kernel needs
+        for depth, small in itertools.product(HEAD_SIZES, (False, True)):
+            tiling = attention.tiling_for(capability, -(-depth // 16) * 16, small)
+            yield Family(tiling.source, tiling.expression, ())
+
+
+class Pair(tuple[int, int]):
+    """Two template arguments whose values belong together."""
+
+    def __str__(self) -> str:
+        return f"{self[0]}, {self[1]}"
+
+
+@functools.cache
+def pairwise(family: Family) -> list[tuple[object, ...]]:
+    """A few combinations in which every two values that can meet do meet (greedily, so not the fewest)."""
+    remaining = {arguments: pairs(arguments) for arguments in family.all()}
+    missing = set().union(*remaining.values())
+    chosen = []
+    while missing:
+        best = max(remaining, key=lambda arguments: len(missing & remaining[arguments]))
+        chosen.append(best)
+        missing -= remaining.pop(best)
+    return chosen or list(family.all())
+
+
+def pairs(arguments: tuple[object, ...]) -> set[tuple[tuple[int, object], ...]]:
+    """Each two of the arguments with their places, or the one there is."""
+    placed = list(enumerate(arguments))
+    return set(itertools.combinations(placed, min(2, len(placed))))
+
+
+def grouped(chosen: Iterable[tuple[Family, tuple[object, ...]]]) -> dict[tuple[str, tuple[str, ...]], list[str]]:
+    """Expressions by source and macros: what one call of the compiler takes."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for family, arguments in chosen:
+        expressions = groups.setdefault((family.source, family.defines), [])
+        if (expression := family.expression(arguments)) not in expressions:
+            expressions.append(expression)
+    return groups
