@@ -47,6 +47,19 @@ def test_a_backend_adds_no_public_operation(subclass):
     assert methods <= set(public(Backend))
 
 
+SHARED: set[str] = {"blocks"}
+"""Operations that need no kernel: the reference's code serves every device."""
+
+
+def test_the_gpu_overrides_every_operation_that_computes():
+    """Inherited NumPy code would run on the GPU's arrays, slowly or wrongly, and say nothing."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from bminf_lite.backend.cuda import CudaBackend
+
+    operations = {name for name, value in public(Backend).items() if inspect.isfunction(value)}
+    assert operations - SHARED - set(public(CudaBackend)) == set()
+
+
 def test_every_operation_says_what_it_means():
     assert not [name for name, method in public(Backend).items() if callable(method) and not inspect.getdoc(method)]
 

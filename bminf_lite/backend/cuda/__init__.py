@@ -9,6 +9,7 @@ an operation may return an unfinished value (see :mod:`.unfinished`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import cupy as cp
@@ -18,14 +19,12 @@ from ...cuda.attention import PrefillAttention
 from ...cuda.cublaslt import Order
 from ...cuda.driver import Device
 from ...cuda.fgemm import Fgemm
-from ...cuda.graphs import Graph
 from ...cuda.igemm import Igemm
 from ...cuda.layouts import Layout, round_up
 from ...cuda.matmul import Multiplier
 from ...cuda.plans import PlanKind, kinds_for
 from ...cuda.sampling import STATE_ARRAYS, Sampler
 from ...errors import DeviceError
-from ...memory.arena import Scratch
 from ...memory.device import MARGIN, device_arena
 from ...memory.streaming import StreamedBlocks
 from ..base import Backend, int8_parts, stack_biases
@@ -35,7 +34,9 @@ from ..sampling import SamplerState
 from ..values import Array, AttentionSpec, LayerCache, Norm, Step
 from . import launches
 from .arrays import PAD, Allocator, Arrays, pitch_of
-from .launches import MATVEC_ADD, MATVEC_GATED, MATVEC_TO_FLOAT, MATVEC_TO_HALF, MAX_HEAD_DIM, Launches, head_pitch_of
+from .general import GeneralLaunches
+from .launches import MATVEC_ADD, MATVEC_GATED, MATVEC_TO_FLOAT, MATVEC_TO_HALF, MAX_HEAD_DIM, head_pitch_of
+from .repeated import Repeated
 from .streaming import SlotLink, host_table, open_slots
 from .unfinished import Gated, Normed, Product, Residual, Weight
 
@@ -60,7 +61,7 @@ class CudaBackend(Backend):
             self.stream = cp.cuda.Stream(non_blocking=True)
         self.arena = device_arena(self.device, memory_limit)
         self.arrays = Arrays(self.arena, self.stream, device)
-        self.launches = Launches(self.device, self.stream)
+        self.launches = GeneralLaunches(self.device, self.stream)
         self.prefill_attention = PrefillAttention(self.device)
         self.sampler = Sampler(self.device)
         with self.arrays.current():
@@ -207,8 +208,8 @@ class CudaBackend(Backend):
     ) -> LayerCache:
         if int8:
             raise DeviceError("a key-value cache in int8 has no kernels on the GPU yet: use fp16, or device='cpu'")
-        if head_dim > MAX_HEAD_DIM:
-            raise DeviceError(f"heads of {head_dim} elements; the attention kernels take {MAX_HEAD_DIM} at most")
+        if head_dim > MAX_HEAD_DIM or head_dim % 2:
+            raise DeviceError(f"heads of {head_dim} elements; attention kernels take even sizes up to {MAX_HEAD_DIM}")
         keys, values = (
             self.arrays.empty((slots, kv_heads, capacity, round_up(head_dim, HEAD_PAD)), np.float16)[..., :head_dim]
             for _ in range(2)
@@ -249,7 +250,7 @@ class CudaBackend(Backend):
         return self._written(product, np.float32) if fp32 else product
 
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:  # type: ignore[override]
-        stream = residual if isinstance(residual, Residual) else Residual(self.arrays.padded(residual))
+        stream = self._stream(residual)
         values = None if self._is_direct(x, weight) else self.linear(x, weight)
         self._settle(stream)
         if values is None:
@@ -267,6 +268,12 @@ class CudaBackend(Backend):
             self._multiply_directly(x, weight, out, MATVEC_GATED, launches.ACTIVATIONS[activation])
             return out
         return Gated(self.linear(x, weight), activation)
+
+    def activated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
+        source = self.linear(x, weight)
+        out = self.arrays.rows(source.shape[0], source.shape[1], np.float16)
+        self.launches.activate(source, out, launches.ACTIVATIONS[activation])
+        return out
 
     def _is_direct(self, x: Array, weight: Weight) -> bool:
         """Whether the matrix-vector kernels take ``x`` as it is: few rows, fp16 or a norm of a finished residual."""
@@ -319,8 +326,14 @@ class CudaBackend(Backend):
         self.launches.embed(tokens, table, out)
         return Residual(out)
 
+    def add_positions(self, residual: Array, table: Array, step: Step) -> Array:
+        stream = self._stream(residual)
+        self._settle(stream)
+        self.launches.add_positions(step, table, stream.values)
+        return Residual(stream.values)
+
     def norm(self, residual: Array, norm: Norm) -> Array:
-        stream = residual if isinstance(residual, Residual) else Residual(self.arrays.padded(residual))
+        stream = self._stream(residual)
         result = Normed(stream, norm)
         stream.norms.append(result)
         return result
@@ -328,7 +341,7 @@ class CudaBackend(Backend):
     def last_tokens(self, x: Array, step: Step) -> Array:
         if step.decoding:
             return x
-        stream = x if isinstance(x, Residual) else Residual(self.arrays.padded(x))
+        stream = self._stream(x)
         self._settle(stream)
         out = self.arrays.rows(step.count, x.shape[1], np.float32)
         self.launches.last_rows(step.starts, stream.values, out)
@@ -336,6 +349,10 @@ class CudaBackend(Backend):
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
+        if spec.bias is not None:
+            q = self._prepared_heads(qkv, spec, cache, step)
+            self.launches.attend_cached(q, spec, cache, step, out)
+            return out
         if step.decoding:
             split = self.launches.split_context(spec, step)
             elements = split.part_elements(spec, step)
@@ -343,9 +360,7 @@ class CudaBackend(Backend):
             arrived = self._zeros("arrived", step.count * spec.heads * split.cluster, np.int32)
             self.launches.attend_one(self._half(qkv), spec, cache, step, split, parts, arrived, out)
             return out
-        heads = qkv if isinstance(qkv, Product) else self._half(qkv)
-        q = self.arrays.empty((qkv.shape[0], spec.heads, head_pitch_of(cache)), np.float16)
-        self.launches.prepare_heads(heads, spec, cache, step, q)
+        q = self._prepared_heads(qkv, spec, cache, step)
         self.prefill_attention.launch(
             q.data.ptr, q.shape[1] * q.shape[2], cache.keys.data.ptr, cache.values.data.ptr,
             out.data.ptr, pitch_of(out), step.starts.data.ptr, step.past.data.ptr, step.slots.data.ptr,
@@ -354,6 +369,26 @@ class CudaBackend(Backend):
             stream=self.stream.ptr, dependent=True,
         )  # fmt: skip
         return out
+
+    def encoder_attention(self, qkv: Array, spec: AttentionSpec, step: Step) -> Array:
+        out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
+        self.launches.attend_within(self._half(qkv), spec, step, out)
+        return out
+
+    def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, step: Step) -> None:
+        self._prepared_heads(kv, replace(spec, heads=0), source, step)
+
+    def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, lengths: Array, step: Step) -> Array:
+        out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)
+        self.launches.attend_source(self._half(q), spec, source, lengths, step, out)
+        return out
+
+    def _prepared_heads(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> cp.ndarray:
+        """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache."""
+        heads = qkv if isinstance(qkv, Product) else self._half(qkv)
+        q = self.arrays.empty((qkv.shape[0], spec.heads, head_pitch_of(cache)), np.float16)
+        self.launches.prepare_heads(heads, spec, cache, step, q)
+        return q
 
     def sample(self, logits: Array, sampler: SamplerState, step: Step | None = None) -> Array:
         logits = self.arrays.padded(logits)
@@ -387,6 +422,10 @@ class CudaBackend(Backend):
             self._settle(x)
             x = x.values
         self.launches.transform(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out, scale, layout)
+
+    def _stream(self, x: Array) -> Residual:
+        """``x`` as a residual stream; another one's norm, where the norm comes after the layer, becomes one."""
+        return x if isinstance(x, Residual) else Residual(self.arrays.padded(self._finished(x)))
 
     def _written(self, product: Product, dtype: type) -> cp.ndarray:
         out = self.arrays.rows(product.shape[0], product.shape[1], dtype)
@@ -437,32 +476,6 @@ class CudaBackend(Backend):
             with self.arrays.within(self.arena):
                 found = self._zeroed[purpose, count] = self.arrays.zeros((count,), dtype)
         return found
-
-
-class Repeated:
-    """Work that is done once as it is, which shows what memory it needs, then recorded as a graph, then replayed."""
-
-    def __init__(self, backend: CudaBackend, work: Callable[[], Any]):
-        self.backend = backend
-        self.work = work
-        self.scratch_bytes: int | None = None
-        self.graph: Graph[Any] | None = None
-
-    def __call__(self) -> Any:
-        backend = self.backend
-        if self.scratch_bytes is None:
-            with backend.arena.measure() as meter:
-                result = self.work()
-            self.scratch_bytes = meter.peak
-            return result
-        if self.graph is None:
-            self.graph = self._record(backend.arena.scratch(self.scratch_bytes))
-        self.graph.launch(backend.stream.ptr)
-        return self.graph.result
-
-    def _record(self, scratch: Scratch) -> Graph[Any]:
-        with self.backend.arrays.within(scratch):
-            return Graph(self.work, self.backend.stream.ptr, scratch)
 
 
 def plain_first(kinds: Sequence[PlanKind]) -> tuple[PlanKind, ...]:

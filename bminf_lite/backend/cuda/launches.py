@@ -19,7 +19,7 @@ from ..values import AttentionSpec, LayerCache, Norm, Step
 from .arrays import PAD, pitch_of
 from .unfinished import Gated, Product, Weight
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3}
 MATVEC_THREADS = 512
 MATVEC_WARPS = MATVEC_THREADS // 32
 CHUNK = 512

@@ -242,12 +242,13 @@ __device__ __forceinline__ float scaled(float acc, float x_scale, float w_scale)
 
 // ---- activation functions, in fp32 -------------------------------------------------------------------------------
 
-enum Activation { SILU = 0, GELU_TANH = 1, RELU = 2 };
+enum Activation { SILU = 0, GELU_TANH = 1, RELU = 2, GELU = 3 };
 
 template <int F>
 __device__ __forceinline__ float activate(float x) {
     if constexpr (F == SILU) return __fdiv_rn(x, 1.0f + expf(-x));
     if constexpr (F == GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+    if constexpr (F == GELU) return 0.5f * x * erfcf(-0.70710678118654752f * x);
     return fmaxf(x, 0.0f);
 }
 

@@ -1,0 +1,38 @@
+"""Work that is recorded as a graph, because launching its kernels one by one takes longer than running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ...cuda.graphs import Graph
+from ...memory.arena import Scratch
+
+if TYPE_CHECKING:
+    from . import CudaBackend
+
+
+class Repeated:
+    """Work that is done once as it is, which shows what memory it needs, then recorded as a graph, then replayed."""
+
+    def __init__(self, backend: CudaBackend, work: Callable[[], Any]):
+        self.backend = backend
+        self.work = work
+        self.scratch_bytes: int | None = None
+        self.graph: Graph[Any] | None = None
+
+    def __call__(self) -> Any:
+        backend = self.backend
+        if self.scratch_bytes is None:
+            with backend.arena.measure() as meter:
+                result = self.work()
+            self.scratch_bytes = meter.peak
+            return result
+        if self.graph is None:
+            self.graph = self._record(backend.arena.scratch(self.scratch_bytes))
+        self.graph.launch(backend.stream.ptr)
+        return self.graph.result
+
+    def _record(self, scratch: Scratch) -> Graph[Any]:
+        with self.backend.arrays.within(scratch):
+            return Graph(self.work, self.backend.stream.ptr, scratch)
