@@ -98,10 +98,9 @@ def families(arch: str) -> Iterator[Family]:
     yield Family("attention_prepare.cu", "prepare", (("false", "true"), orders))
     yield Family("attention_decode.cu", "attend", ((64, 128), (1, 2, 4), (1, 8) if hopper else (1,)))
     yield Family("attention_decode.cu", "attend", ((256,), (1, 2), (1, 8) if hopper else (1,)))
-    if (SOURCES / "attention_general.cu").is_file():
-        yield Family("attention_general.cu", "attend_general", (range(3), (1, 2, 4, 8)))
-        yield Family("pointwise.cu", "activate_rows", (("false", "true"), orders, activations))
-        yield Family("pointwise.cu", "add_positions", ())
+    yield Family("attention_general.cu", "attend_general", (range(3), (1, 2, 4, 8)))
+    yield Family("pointwise.cu", "activate_rows", (("false", "true"), orders, activations))
+    yield Family("pointwise.cu", "add_positions", ())
     if hopper:
         yield Family("few_rows.cu", "few_rows", ((1, 2, 4),))
     yield from (Family(sampling.SOURCE, name, (), sampling.DEFINES) for name in sampling.KERNELS)

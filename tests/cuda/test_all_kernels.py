@@ -13,7 +13,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from instantiations import CAPABILITIES, LAYER_NORM, Family, families, grouped, pairs, pairwise
+from instantiations import CAPABILITIES, LAYER_NORM, RMS_NORM, Family, families, grouped, pairs, pairwise
 
 from bminf_lite.cuda import compiler
 from bminf_lite.cuda.compiler import Cubin, Usage
@@ -46,7 +46,7 @@ def allowed_spill(family: Family, arguments: tuple[object, ...], usage: Usage) -
         vectors = arguments[3][1]  # type: ignore[index]
         if vectors == 16:
             return float("inf")
-        if vectors == 8 and arguments[1] == LAYER_NORM:
+        if vectors == 8 and arguments[1] in (RMS_NORM, LAYER_NORM):
             return 128
     return OCCUPANCY_SPILL if usage.registers < MAY_USE else 0
 
