@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tiny_checkpoint
 from safetensors.numpy import load_file, save_file
+from tiny_models import FAMILIES, GPTS, RandomWeights, TinyModel, goldens
 
 import bminf_lite
+from bminf_lite import models
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import Recipe, Scheme
+from bminf_lite.engine.blockwise import Batch
 from bminf_lite.engine.compare import check_pair, compare
 from bminf_lite.engine.comparison import joined
 from bminf_lite.engine.corpus import Window, windows_for
 from bminf_lite.engine.divergence import DivergenceSum, log_softmax
 from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.models.spec import Role
 
 TEXT = ["The quick brown fox jumps over the lazy dog. " * 6, "Pack my box with five dozen liquor jugs."]
 
@@ -117,10 +125,85 @@ def test_batches_do_not_matter(source: Path, int8: Path, monkeypatch: pytest.Mon
     assert compare(int8, source, windows(source), "cpu").divergence.to_dict() == pytest.approx(expected, rel=1e-4)
 
 
-def one_window(window: Window):
-    from bminf_lite.engine.blockwise import Batch
-
+def one_window(window: Window) -> Batch:
     return Batch((window,))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *GPTS])
+def test_every_decoder_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_path: Path):
+    golden = next(goldens(family))
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(golden.config))
+    weights = RandomWeights(golden.config, golden.seed)
+    save_file(weights.tensors, source / "model.safetensors")
+    bminf_lite.migrate(source, tmp_path / "int8")
+    with open_checkpoint(tmp_path / "int8") as checkpoint:
+        architecture = models.find(golden.config)
+        spec = architecture.spec(architecture.parse(golden.config))
+        networks = [TinyModel(CpuBackend(), golden.config, w) for w in (weights, checkpoint.weights(spec))]
+        logits = [network.run(golden.tokens)[:-1] for network in networks]
+    total = DivergenceSum()
+    total.add(*logits, golden.tokens[1:])
+    found = compare(tmp_path / "int8", source, [Window(golden.tokens, len(golden.tokens) - 1)], "cpu")
+    np.testing.assert_allclose(found.divergence.divergences, total.result().divergences, rtol=1e-3, atol=1e-7)
+    assert all(5 < linear.own.snr_db < 70 for linear in found.linears)
+    seen = sorted(name for linear in found.linears for name in linear.tensors)
+    assert seen == sorted(name for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD))
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path):
+    golden = next(goldens("t5"))
+    (tmp_path / "config.json").write_text(json.dumps(golden.config))
+    save_file(RandomWeights(golden.config, golden.seed).tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="'t5' cannot be run layer by layer"):
+        compare(tmp_path, tmp_path, [Window(golden.tokens, 1)], "cpu")
+
+
+class CountingBackend(CpuBackend):
+    """Knows how many bytes of weights and tables live, and how many did at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.living: list[tuple[weakref.ref, int]] = []
+        self.most = 0
+
+    def _count(self, thing: Any, size: int) -> None:
+        self.living = [(ref, n) for ref, n in self.living if ref() is not None] + [(weakref.ref(thing), size)]
+        self.most = max(self.most, sum(n for _, n in self.living))
+
+    def weight(self, *args: Any, **kwargs: Any) -> Any:
+        weight = super().weight(*args, **kwargs)
+        self._count(weight, weight.values.nbytes)
+        return weight
+
+    def table(self, values: np.ndarray) -> Any:
+        table = np.array(super().table(values))
+        self._count(table, table.nbytes)
+        return table
+
+
+def test_one_layer_of_each_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tiny_checkpoint.write(tmp_path / "source", num_hidden_layers=6, intermediate_size=200)
+    ops = CountingBackend()
+    monkeypatch.setattr("bminf_lite.backend.create", lambda *args: ops)
+    tensors = load_file(source / "model.safetensors")
+    layer = sum(t.nbytes for name, t in tensors.items() if ".0." in name and t.ndim == 2)
+    for layers in (True, False):
+        ops.most = 0
+        compare(source, source, windows(source), layers=layers)
+        assert layer <= ops.most <= 2 * layer
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_what_a_cpu_finds(source: Path, int8: Path):
+    cpu, gpu = (compare(int8, source, windows(source), device) for device in ("cpu", "cuda"))
+    np.testing.assert_allclose(gpu.divergence.kl, cpu.divergence.kl, rtol=0.3)
+    np.testing.assert_allclose(gpu.divergence.reference.value, cpu.divergence.reference.value, rtol=1e-3)
+    for a, b in zip(cpu.linears, gpu.linears, strict=True):
+        assert (a.tensors, a.scheme) == (b.tensors, b.scheme)
+        assert abs(a.own.snr_db - b.own.snr_db) < 1.5
+        np.testing.assert_allclose(a.input.largest, b.input.largest, rtol=0.02)
 
 
 def test_progress_comes_to_its_end(source: Path):
