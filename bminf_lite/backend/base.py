@@ -132,6 +132,7 @@ class Backend:
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         """The layers of a stack; a step iterates over them from the first to the last, and uses each in its turn.
 
+        A model of several stacks makes the one that decodes last; the others then run once for a whole prompt.
         ``build(i)`` makes layer ``i``. The weight matrices that it makes must be that layer's alone: a backend may keep
         them on the host as its :attr:`placement` says, and bring them to the device when an iteration gets there.
         """

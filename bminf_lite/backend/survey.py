@@ -24,15 +24,16 @@ PAD = GROUP
 class Survey(Backend):
     """A backend that computes nothing. After a model was built with it:
 
-    ``layers`` are the bytes of each layer's matrices, ``outside`` those of all other arrays, of which ``tables`` are
-    embedding tables. ``token_bytes`` bounds what a token of a prompt's chunk takes on its way through a layer.
+    ``stacks`` are the bytes of each layer's matrices, stack by stack, ``outside`` those of all other arrays, of which
+    ``tables`` are embedding tables. ``token_bytes`` bounds what a token of a prompt's chunk takes on its way through a
+    layer.
     """
 
     name = "survey"
 
     def __init__(self) -> None:
         super().__init__(np.float16)
-        self.layers: list[int] = []
+        self.stacks: list[list[int]] = []
         self.outside = 0
         self.tables = 0
         self._in_layer = False
@@ -49,8 +50,9 @@ class Survey(Backend):
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         built = []
+        self.stacks.append([])
         for index in range(count):
-            self.layers.append(0)
+            self.stacks[-1].append(0)
             self._in_layer = True
             built.append(build(index))
             self._in_layer = False
@@ -62,7 +64,7 @@ class Survey(Backend):
         rows, pitch = round_up(n, PAD), round_up(k, PAD)
         matrix = aligned(rows * pitch * (1 if quantized else 2))
         if self._in_layer:
-            self.layers[-1] += matrix
+            self.stacks[-1][-1] += matrix
             sums, codes = (4, 1) if quantized and quantized[0].dynamic else (6, 2)
             self._widest = max(self._widest, rows * sums + pitch * codes)
             self._deepest = max(self._deepest, pitch * codes)

@@ -44,7 +44,8 @@ class Placement:
     """Where a model's weights live, for a backend whose memory is not the host's.
 
     ``streamed`` are the numbers of the layers whose matrices stay on the host and pass through ``slots`` slots of
-    device memory, each of ``slot_bytes``. With ``host_tables``, embedding tables stay on the host, and the device reads
+    device memory, each of ``slot_bytes``; they count on from one stack to the next, and each stack that is streamed has
+    slots of its own. With ``host_tables``, embedding tables stay on the host, and the device reads
     rows from there.
     """
 

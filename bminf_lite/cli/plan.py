@@ -70,15 +70,16 @@ def facts(plan: Plan) -> dict[str, Any]:
     from ..memory.planner import suggestions
 
     names = (
-        "context", "batch", "chunk", "slots", "streamed", "host_tables", "resident_bytes", "slot_bytes", "cache_bytes",
-        "scratch_bytes", "total_bytes", "streamed_bytes", "host_bytes", "fits_host", "compute_seconds", "link_seconds",
-        "step_seconds", "tokens_per_second",
+        "context", "batch", "chunk", "slots", "streamed", "streamed_prompt", "host_tables", "resident_bytes",
+        "slot_bytes", "cache_bytes", "scratch_bytes", "total_bytes", "streamed_bytes", "prompt_bytes", "host_bytes",
+        "fits_host", "compute_seconds", "link_seconds", "step_seconds", "tokens_per_second",
     )  # fmt: skip
     return {
         "memory": plan.machine.memory,
         "link": plan.machine.link,
         "bandwidth": plan.machine.bandwidth,
         "layers": len(plan.demand.layers),
+        "prompt_layers": len(plan.demand.prompt_layers),
         "weight_bytes": plan.demand.weights,
         "cache_bytes_per_token": plan.demand.cache_per_token,
         **{name: getattr(plan, name) for name in names},
@@ -97,9 +98,10 @@ def lines(plan: Plan) -> list[str]:
         for name, speed in (("link", machine.link), ("bandwidth", machine.bandwidth))
         if speed is not None
     ]
-    slots = f"{plan.slots} slots {format_size(plan.slot_bytes)}, " if plan.streamed else ""
+    slots = f"slots {format_size(plan.slot_bytes)}, " if plan.slot_bytes else ""
+    encoder = f"{len(demand.prompt_layers)} layers of an encoder and " if demand.prompt_layers else ""
     rows = {
-        "model": f"{len(demand.layers)} layers, weights {format_size(demand.weights)}, "
+        "model": f"{encoder}{len(demand.layers)} layers, weights {format_size(demand.weights)}, "
         f"cache {format_size(demand.cache_per_token)} per token",
         "GPU": ", ".join([f"{format_size(machine.memory)} may be used", *speeds]),
         "room for": f"{plan.batch} sequence{'s' * (plan.batch > 1)} of {plan.context:,} tokens, prompts in chunks of "
@@ -125,6 +127,11 @@ def host_text(plan: Plan) -> str:
         parts.append(
             f"{len(plan.streamed)} of {len(plan.demand.layers)} layers, {format_size(plan.streamed_bytes)}, which each "
             "step copies"
+        )
+    if plan.streamed_prompt:
+        parts.append(
+            f"{len(plan.streamed_prompt)} of the encoder's {len(plan.demand.prompt_layers)} layers, "
+            f"{format_size(plan.prompt_bytes)}, which each prompt copies"
         )
     if plan.host_tables:
         parts.append(f"embedding {format_size(plan.demand.tables)}")

@@ -98,11 +98,12 @@ def demand(architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf
     architecture.Model(parsed, ShapeWeights(architecture.spec(parsed), scheme_of), survey)
     fixed = survey.outside + LIBRARY_BYTES
     return Demand(
-        layers=tuple(survey.layers),
+        layers=tuple(survey.stacks[-1]),
+        prompt_layers=tuple(size for stack in survey.stacks[:-1] for size in stack),
         fixed=fixed,
         tables=survey.tables,
         fixed_read=survey.outside - survey.tables,
-        cache_per_token=cache_bytes(parsed.cache_shape, kv_cache),
+        cache_per_token=cache_bytes(parsed.cache_shape, kv_cache) * len(survey.stacks),  # a source has its own
         scratch_per_token=survey.token_bytes,
         scratch_per_sequence=16 * parsed.vocab_size,
         context_length=parsed.context_length,

@@ -39,7 +39,8 @@ COPY_LATENCY = 10e-6
 class Demand:
     """What a model asks of a device, in bytes.
 
-    ``layers`` are the matrices of each layer, ``fixed`` all other weights and what libraries keep; of those,
+    ``layers`` are the matrices of each layer, ``prompt_layers`` those of an encoder, which runs once for a prompt and
+    not for each token; ``fixed`` all other weights and what libraries keep; of those,
     ``tables`` are embedding tables, and ``fixed_read`` is read for each token. ``cache_per_token`` is what one token of
     one sequence takes, ``scratch_per_token`` what a token of a prompt's chunk takes while it is processed, and
     ``scratch_per_sequence`` what a sequence of the batch takes (its logits). ``context_length`` is in tokens.
@@ -53,10 +54,11 @@ class Demand:
     scratch_per_token: int
     scratch_per_sequence: int
     context_length: int
+    prompt_layers: tuple[int, ...] = ()
 
     @property
     def weights(self) -> int:
-        return self.fixed + sum(self.layers)
+        return self.fixed + sum(self.layers) + sum(self.prompt_layers)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Machine:
 class Plan:
     """Where a model's layers live, and what follows from it.
 
-    ``streamed`` are the numbers of the layers that do not stay, in order; with ``host_tables`` the embedding tables are
+    ``streamed`` are the numbers of the layers that do not stay, in order, and ``streamed_prompt`` those of an encoder's
+    layers; with ``host_tables`` the embedding tables are
     in host memory. ``context`` is the tokens per sequence that the cache has room for, ``batch`` the sequences,
     ``chunk`` the prompt tokens that are processed at once.
     """
@@ -88,6 +91,7 @@ class Plan:
     batch: int
     chunk: int
     streamed: tuple[int, ...] = ()
+    streamed_prompt: tuple[int, ...] = ()
     host_tables: bool = False
     slots: int = SLOTS
 
@@ -98,23 +102,37 @@ class Plan:
 
     @property
     def streamed_bytes(self) -> int:
-        """What a step copies to the device."""
+        """What each step copies to the device."""
         return sum(self.demand.layers[i] for i in self.streamed)
+
+    @property
+    def prompt_bytes(self) -> int:
+        """What the encoding of a prompt copies to the device."""
+        return sum(self.demand.prompt_layers[i] for i in self.streamed_prompt)
 
     @property
     def host_bytes(self) -> int:
         """What the host keeps in pinned memory."""
-        return self.streamed_bytes + (self.demand.tables if self.host_tables else 0)
+        return self.streamed_bytes + self.prompt_bytes + (self.demand.tables if self.host_tables else 0)
 
     @property
     def placement(self) -> Placement:
         """What a backend has to know of this plan."""
-        return Placement(self.streamed, self.slots, self.slot_bytes // self.slots, self.host_tables)
+        first = len(self.demand.prompt_layers)
+        numbers = (*self.streamed_prompt, *(first + index for index in self.streamed))
+        return Placement(numbers, self.slots, self.slot_size, self.host_tables)
+
+    @property
+    def slot_size(self) -> int:
+        """A slot, which holds any streamed layer."""
+        decoder = (self.demand.layers[i] for i in self.streamed)
+        encoder = (self.demand.prompt_layers[i] for i in self.streamed_prompt)
+        return max((*decoder, *encoder), default=0)
 
     @property
     def slot_bytes(self) -> int:
-        """All slots together; each holds the largest streamed layer."""
-        return self.slots * max((self.demand.layers[i] for i in self.streamed), default=0)
+        """All slots together; an encoder has slots of its own."""
+        return self.slots * self.slot_size * (bool(self.streamed) + bool(self.streamed_prompt))
 
     @property
     def cache_bytes(self) -> int:
@@ -222,14 +240,18 @@ def default_context(plan: Plan) -> int:
 
 def candidates(everything: Plan) -> Iterator[Plan]:
     """Plans that take less and less: fewer layers stay, and at last prompts go in smaller chunks."""
-    layers = len(everything.demand.layers)
-    chunk = everything.chunk
+    layers, encoder = len(everything.demand.layers), len(everything.demand.prompt_layers)
+    chunk, fewest = everything.chunk, everything.slots + 1
     bound = everything.machine.memory // SCRATCH_SHARE
     while chunk > SMALLEST_CHUNK and chunk * everything.demand.scratch_per_token > bound:
         chunk //= 2
     yield replace(everything, chunk=chunk)
-    for streamed in (0, *range(everything.slots + 1, layers + 1)):
-        yield replace(everything, chunk=chunk, streamed=spread(layers, streamed), host_tables=True)
+    plan = replace(everything, chunk=chunk, host_tables=True)
+    for count in (0, *range(fewest, encoder + 1)):
+        plan = replace(plan, streamed_prompt=spread(encoder, count))
+        yield plan
+    for count in range(fewest, layers + 1):
+        yield replace(plan, streamed=spread(layers, count))
     while chunk > SMALLEST_CHUNK:
         chunk //= 2
         yield smallest(replace(everything, chunk=chunk))
@@ -237,9 +259,11 @@ def candidates(everything: Plan) -> Iterator[Plan]:
 
 def smallest(plan: Plan) -> Plan:
     """``plan`` with as little on the device as can be: every layer streamed, where that saves memory."""
-    layers = len(plan.demand.layers)
-    bare = replace(plan, streamed=(), host_tables=True)
-    return min(bare, replace(bare, streamed=spread(layers, layers)), key=lambda p: p.total_bytes)
+    bare = replace(plan, streamed=(), streamed_prompt=(), host_tables=True)
+    without_encoder = replace(bare, streamed_prompt=tuple(range(len(plan.demand.prompt_layers))))
+    all_layers = tuple(range(len(plan.demand.layers)))
+    choices = (bare, without_encoder, replace(bare, streamed=all_layers), replace(without_encoder, streamed=all_layers))
+    return min(choices, key=lambda p: p.total_bytes)
 
 
 def largest_context(plan: Plan) -> int:
@@ -252,10 +276,10 @@ def largest_context(plan: Plan) -> int:
 
 def suggestions(plan: Plan) -> list[str]:
     """What to change to stream less, each with what it would bring."""
-    if not plan.streamed:
+    if not plan.streamed and not plan.streamed_prompt:
         return []
     found = []
-    everything = replace(plan, streamed=(), host_tables=False, chunk=CHUNK)
+    everything = replace(plan, streamed=(), streamed_prompt=(), host_tables=False, chunk=CHUNK)
     speed = everything.tokens_per_second
     found.append(
         f"{format_size(everything.total_bytes)} of GPU memory would hold everything"
@@ -292,7 +316,7 @@ def _check(demand: Demand, context: int | None, batch: int) -> None:
 def _explain(plan: Plan) -> str:
     memory = plan.machine.memory
     least = smallest(replace(plan, chunk=SMALLEST_CHUNK))
-    slots = f"{least.slots} slots for streamed layers {format_size(least.slot_bytes)}, " if least.streamed else ""
+    slots = f"slots for streamed layers {format_size(least.slot_bytes)}, " if least.slot_bytes else ""
     enough = -(-least.total_bytes // (1 << 20))
     text = (
         f"{format_size(memory)} of GPU memory do not hold this model with room for {plan.context:,} tokens of "

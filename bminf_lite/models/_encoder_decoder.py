@@ -240,10 +240,10 @@ class Model:
         names = config.names
         self.embedding = Embedding(ops, weights, names.embedding)
         encoder = self._biases(weights, names.encoder, config.encoder_layers, bidirectional=True)
-        self.encoder = [EncoderBlock(config, weights, ops, layer, bias) for layer, bias in enumerate(encoder)]
+        self.encoder = ops.blocks(lambda i: EncoderBlock(config, weights, ops, i, encoder[i]), config.encoder_layers)
         self.encoder_norm = RMSNorm(ops, weights, names.encoder.final_norm, config.norm_eps)
         decoder = self._biases(weights, names.decoder, config.layers, bidirectional=False)
-        self.decoder = [DecoderBlock(config, weights, ops, layer, bias) for layer, bias in enumerate(decoder)]
+        self.decoder = ops.blocks(lambda i: DecoderBlock(config, weights, ops, i, decoder[i]), config.layers)
         # a scale on the logits is one on the gain of the norm before the head
         self.decoder_norm = RMSNorm(ops, weights, names.decoder.final_norm, config.norm_eps, config.logit_scale)
         self.head = Head(ops, weights, [names.head])

@@ -37,7 +37,7 @@ def test_every_shape_can_be_planned(path: Path) -> None:
 def test_the_8b_shape_for_people() -> None:
     result = run(CONFIGS / "llama-3-8b.json", *MACHINE, "--memory-limit", "6GiB")
     assert result.exit_code == 0, result.stderr
-    for text in ("32 layers, weights 8.0 GiB", "6.0 GiB may be used, link 25 GB/s", "of 32 layers", "2 slots",
+    for text in ("32 layers, weights 8.0 GiB", "6.0 GiB may be used, link 25 GB/s", "of 32 layers", "slots 416.0 MiB",
                  "tokens/s predicted, bound by the link", "would hold everything"):  # fmt: skip
         assert text in result.stdout
 

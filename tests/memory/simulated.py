@@ -102,28 +102,38 @@ class SimulatedDevice(Backend):
         super().__init__()
         self.placement = Placement(tuple(streamed), slots)
         self.memory_bytes = memory_bytes
+        self.links: list[SimulatedLink] = []
+        self._layers = 0
         self._slot: np.ndarray | None = None
         self._filled = 0
+
+    @property
+    def link(self) -> SimulatedLink:
+        """That of the stack that decodes."""
+        return self.links[-1]
 
     def memory(self) -> dict[str, int]:
         return {"available": self.memory_bytes, "used": 0}
 
     def blocks(self, build: Callable[[int], T], count: int) -> StreamedBlocks[T]:
-        streamed, slots = self.placement.streamed, self.placement.slots
-        self.link = SimulatedLink([0] * len(streamed), slots, 1e9)
-        self.link.memory = [np.zeros(self.SLOT_BYTES, np.uint8) for _ in range(slots)]
+        first, slots = self._layers, self.placement.slots
+        self._layers += count
+        streamed = [index - first for index in self.placement.streamed if first <= index < first + count]
+        link = SimulatedLink([0] * len(streamed), slots, 1e9)
+        link.memory = [np.zeros(self.SLOT_BYTES, np.uint8) for _ in range(slots)]
+        self.links.append(link)
         built = []
         for index in range(count):
             if index in streamed:
-                self._slot, self._filled = self.link.memory[len(self.link.images) % slots], 0
+                self._slot, self._filled = link.memory[len(link.images) % slots], 0
             built.append(build(index))
             if self._slot is not None:
-                self.link.images.append(self._slot[: self._filled].copy())
+                link.images.append(self._slot[: self._filled].copy())
             self._slot = None
-        self.link.sizes = [len(image) for image in self.link.images]
-        for slot in self.link.memory:
+        link.sizes = [len(image) for image in link.images]
+        for slot in link.memory:
             slot[:] = POISON
-        return StreamedBlocks(built, streamed, self.link, slots)
+        return StreamedBlocks(built, streamed, link, slots)
 
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
         weight = super().weight(parts, biases)

@@ -37,6 +37,7 @@ demands = st.builds(
     scratch_per_token=st.integers(0, 1 << 19),
     scratch_per_sequence=st.integers(0, 1 << 22),
     context_length=st.integers(1, 100_000),
+    prompt_layers=st.lists(st.integers(1, 1000).map(lambda n: n * MIB), max_size=20).map(tuple),
 )
 machines = st.builds(Machine, memory=st.integers(1, 1 << 36), link=st.just(50e9), bandwidth=st.just(4e12))
 
@@ -71,7 +72,14 @@ def test_a_plan_never_exceeds_the_memory(demand: Demand, machine: Machine, conte
     assert context in (None, plan.context)
     assert plan.batch == batch
     assert plan.resident_bytes + plan.host_bytes == demand.weights
-    assert all(demand.layers[i] * plan.slots <= plan.slot_bytes for i in plan.streamed)
+    assert all(demand.layers[i] <= plan.slot_size for i in plan.streamed)
+    assert all(demand.prompt_layers[i] <= plan.slot_size for i in plan.streamed_prompt)
+    if plan.streamed:  # which is felt at each token, and streaming the encoder is not
+        assert len(plan.streamed_prompt) in (0, len(demand.prompt_layers))
+    numbers = plan.placement.streamed
+    assert list(numbers) == sorted(set(numbers))
+    every_layer = demand.prompt_layers + demand.layers
+    assert sum(every_layer[i] for i in numbers) == plan.streamed_bytes + plan.prompt_bytes
     suggestions(plan)
 
 
@@ -100,6 +108,14 @@ def test_a_table_leaves_before_a_layer_does() -> None:
     whole = make_plan(EIGHT_B, Machine(24 << 30), 1024)
     plan = make_plan(EIGHT_B, Machine(whole.total_bytes - 100 * MIB), 1024, 1)
     assert plan.host_tables and not plan.streamed
+
+
+def test_an_encoder_is_streamed_before_a_layer_that_decodes() -> None:
+    demand = replace(EIGHT_B, prompt_layers=(200 * MIB,) * 24)
+    plans = [make_plan(demand, Machine(m * MIB), 1024) for m in (14_000, 11_000, 5_000)]
+    assert [bool(p.streamed_prompt) for p in plans] == [False, True, True]
+    assert [bool(p.streamed) for p in plans] == [False, False, True]
+    assert plans[2].slot_bytes == 2 * plans[2].slots * 208 * MIB
 
 
 def test_less_memory_never_streams_less() -> None:

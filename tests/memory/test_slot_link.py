@@ -127,7 +127,8 @@ class FakeBackend:
         self.stream = FakeStream()
         self.arena = Arena(HostPages(limit), limit)
         self._matrices: Any = self.arena
-        self._link: Any = None
+        self._links: Any = []
+        self._layers = 0
 
     def layer(self, index: int) -> Any:
         """A layer of two matrices, the first of ``index + 1`` bytes, both full of its number."""
@@ -160,7 +161,7 @@ def test_every_layer_computes_with_its_own_weights(pinned_room: list[int]) -> No
     blocks = backend.blocks(backend.layer, 7)
     run_steps(backend, blocks, 3)
     run_steps(backend, blocks, 2)
-    backend._link.close()
+    backend._links[0].close()
 
 
 def test_slots_are_all_that_streamed_layers_take(pinned_room: list[int]) -> None:
@@ -169,7 +170,7 @@ def test_slots_are_all_that_streamed_layers_take(pinned_room: list[int]) -> None
     assert backend.arena.used == 2 * SLOT
     assert (1 << 30) - pinned_room[0] == 7 * 3 * ALIGNMENT
     assert len(list(blocks)) == 7
-    backend._link.close()
+    backend._links[0].close()
 
 
 def test_where_memory_is_not_pinned_it_goes_on_with_a_warning(pinned_room: list[int]) -> None:
@@ -177,9 +178,9 @@ def test_where_memory_is_not_pinned_it_goes_on_with_a_warning(pinned_room: list[
     pinned_room[0] = 4 * ALIGNMENT
     with pytest.warns(RuntimeWarning, match=r"does not pin 1\.5 KiB .*raise the limit on locked memory"):
         blocks = backend.blocks(backend.layer, 7)
-    assert [image.pinned for image in backend._link.images] == [True, False, False, False, False]
+    assert [image.pinned for image in backend._links[0].images] == [True, False, False, False, False]
     run_steps(backend, blocks, 3)
-    backend._link.close()
+    backend._links[0].close()
 
 
 def test_a_layer_that_fails_leaves_later_weights_in_the_arena(pinned_room: list[int]) -> None:

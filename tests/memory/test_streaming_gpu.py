@@ -66,7 +66,7 @@ def test_the_survey_counts_what_the_arena_gives() -> None:
     parsed, weights, survey = architecture.parse(config), RandomWeights(config, 1, True), Survey()
     architecture.Model(parsed, weights, survey)
     model = architecture.Model(parsed, weights, backend)
-    assert backend.arena.used - before == sum(survey.layers) + survey.outside
+    assert backend.arena.used - before == sum(survey.stacks[0]) + survey.outside
     assert model is not None
     backend.close()
 

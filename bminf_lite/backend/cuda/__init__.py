@@ -70,7 +70,8 @@ class CudaBackend(Backend):
             self.float_products = Fgemm(multiplier)
         self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
         self._matrices: Allocator = self.arena
-        self._link: SlotLink | None = None
+        self._links: list[SlotLink] = []
+        self._layers = 0
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class CudaBackend(Backend):
             return self.arrays.download(cp.ascontiguousarray(values))
 
     def repeated(self, work: Callable[[], T]) -> Callable[[], T]:
-        if self._link is not None:
+        if self._links:
             return work  # which waits for copies rather than for launches; a graph could not copy for the next step
         return Repeated(self, work)
 
@@ -112,8 +113,8 @@ class CudaBackend(Backend):
 
     def close(self) -> None:
         self.stream.synchronize()
-        if self._link is not None:
-            self._link.close()
+        for link in self._links:
+            link.close()
         self._zeroed.clear()
         self.arena.close()
 
@@ -150,14 +151,16 @@ class CudaBackend(Backend):
         return Weight(data, scale, bias, n, k, pitch, plan)
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
-        place = self.placement
-        if not place.streamed:
+        place, first = self.placement, self._layers
+        self._layers += count
+        streamed = [index - first for index in place.streamed if first <= index < first + count]
+        if not streamed:
             return super().blocks(build, count)
-        assert self._link is None, "one stack of layers can be streamed"
-        link = self._link = open_slots(self.device.index, self.stream, self.arena, place.slots, place.slot_bytes)
+        link = open_slots(self.device.index, self.stream, self.arena, place.slots, place.slot_bytes)
+        self._links.append(link)
         built = []
         for index in range(count):
-            if index not in place.streamed:
+            if index not in streamed:
                 built.append(build(index))
                 continue
             matrices = self._matrices = link.next_slot()
@@ -167,7 +170,7 @@ class CudaBackend(Backend):
                 self._matrices = self.arena
             link.keep(matrices)
         self.stream.synchronize()
-        return StreamedBlocks(built, place.streamed, link, place.slots)
+        return StreamedBlocks(built, streamed, link, place.slots)
 
     def _upload_rows(
         self, parts: Sequence[np.ndarray], n: int, k: int, dtype: type, row_multiple: int, pitch_multiple: int,
