@@ -96,11 +96,11 @@ def demand(architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf
     parsed = architecture.parse(config)
     survey = Survey()
     architecture.Model(parsed, ShapeWeights(architecture.spec(parsed), scheme_of), survey)
-    fixed = survey.outside + LIBRARY_BYTES
+    *encoders, layers = survey.stacks
     return Demand(
-        layers=tuple(survey.stacks[-1]),
-        prompt_layers=tuple(size for stack in survey.stacks[:-1] for size in stack),
-        fixed=fixed,
+        layers=tuple(layers),
+        prompt_layers=tuple(size for stack in encoders for size in stack),
+        fixed=survey.outside + LIBRARY_BYTES,
         tables=survey.tables,
         fixed_read=survey.outside - survey.tables,
         cache_per_token=cache_bytes(parsed.cache_shape, kv_cache) * len(survey.stacks),  # a source has its own

@@ -72,6 +72,7 @@ class CudaBackend(Backend):
         self._matrices: Allocator = self.arena
         self._links: list[SlotLink] = []
         self._layers = 0
+        self._streams_steps = False
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class CudaBackend(Backend):
             return self.arrays.download(cp.ascontiguousarray(values))
 
     def repeated(self, work: Callable[[], T]) -> Callable[[], T]:
-        if self._links:
+        if self._streams_steps:
             return work  # which waits for copies rather than for launches; a graph could not copy for the next step
         return Repeated(self, work)
 
@@ -154,6 +155,7 @@ class CudaBackend(Backend):
         place, first = self.placement, self._layers
         self._layers += count
         streamed = [index - first for index in place.streamed if first <= index < first + count]
+        self._streams_steps = bool(streamed)  # the stack that decodes is made last
         if not streamed:
             return super().blocks(build, count)
         link = open_slots(self.device.index, self.stream, self.arena, place.slots, place.slot_bytes)
