@@ -113,6 +113,9 @@ class AttentionModel:
         for h, query in enumerate(queries):
             group = h // (spec.heads // spec.kv_heads)
             scores = keys[:, group] @ query * spec.scale
+            if spec.bias is not None:
+                distances = np.clip(np.arange(first, position + 1) - position, -spec.bias.reach, spec.bias.reach)
+                scores = scores + np.asarray(spec.bias.values, np.float64)[h, distances + spec.bias.reach]
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
             out[h] = weights @ values[:, group]

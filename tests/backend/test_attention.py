@@ -13,7 +13,7 @@ from random_values import SEEDS, make_step, norm_on, random_norm
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import AttentionSpec, LayerCache, Rope
+from bminf_lite.backend.values import AttentionSpec, LayerCache, RelativeBias, Rope
 
 SPECS = {
     "multi-head": AttentionSpec(4, 4, 8, 0.35),
@@ -24,6 +24,8 @@ SPECS = {
     "window of one": AttentionSpec(2, 1, 6, 0.4, window=1),
     "head norms": AttentionSpec(4, 2, 12, 0.3, rope=Rope(None)),
     "unscaled": AttentionSpec(2, 2, 10, 1.0),
+    "relative bias": AttentionSpec(4, 2, 8, 0.35, bias=RelativeBias(None, 7)),
+    "relative bias, head of 64": AttentionSpec(3, 3, 64, 0.1, bias=RelativeBias(None, 40)),
     "head of 64": AttentionSpec(8, 2, 64, 0.125, rope=Rope(None)),
     "head of 80": AttentionSpec(2, 2, 80, 0.11, rope=Rope(None)),
     "head of 128": AttentionSpec(4, 1, 128, 0.09, window=7, rope=Rope(None)),
@@ -47,6 +49,10 @@ class Case:
             self.spec = dataclasses.replace(spec, q_norm=norms[0], k_norm=norms[1])
             q_norm, k_norm = (norm_on(backend, n) for n in norms)
             device_spec = dataclasses.replace(device_spec, q_norm=q_norm, k_norm=k_norm)
+        if spec.bias is not None:
+            values = rng.standard_normal((spec.heads, 2 * spec.bias.reach + 1)).astype(np.float32)
+            self.spec = dataclasses.replace(self.spec, bias=RelativeBias(values, spec.bias.reach))
+            device_spec = dataclasses.replace(device_spec, bias=RelativeBias(backend.array(values), spec.bias.reach))
         self.device_spec = device_spec
         self.models = [AttentionModel(self.spec, frequencies, backend.activation_dtype) for _ in range(slots)]
         self.cache: LayerCache = backend.layer_cache(slots, spec.kv_heads, capacity, spec.head_dim)

@@ -1,0 +1,136 @@
+"""What encoders, cross-attention and the GPTs need, of every backend, against loops in float64."""
+
+from __future__ import annotations
+
+import float64_operations as model
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_values import SEEDS, make_step, random_int8, random_rows
+from tolerances import assert_close
+
+from bminf_lite.backend.base import ACTIVATIONS, Backend
+from bminf_lite.backend.values import AttentionSpec, Norm, RelativeBias
+
+SPECS = {
+    "small heads": AttentionSpec(4, 4, 8, 1.0),
+    "grouped": AttentionSpec(6, 2, 12, 0.3),
+    "head of 64": AttentionSpec(4, 4, 64, 0.125),
+    "head of 128": AttentionSpec(2, 2, 128, 0.09),
+}
+OUTPUTS = st.sampled_from([7, 48])
+COUNTS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+
+
+def attended(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, spec: AttentionSpec, bias: np.ndarray | None, reach: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Every query over every key in float64, and the magnitude of what was added up. ``[n, heads, head_dim]`` each."""
+    out, magnitude = np.empty((2, *q.shape))
+    for h in range(spec.heads):
+        group = h // (spec.heads // spec.kv_heads)
+        scores = q[:, h] @ k[:, group].T * spec.scale
+        if bias is not None:
+            distances = np.arange(len(k)) - np.arange(len(q))[:, None]
+            scores = scores + bias[h, np.clip(distances, -reach, reach) + reach]
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[:, h] = weights @ v[:, group]
+        spread = 1 + (np.abs(q[:, h]) @ np.abs(k[:, group]).T * spec.scale).max(axis=1)
+        magnitude[:, h] = spread[:, None] * (weights @ np.abs(v[:, group]))
+    return out, magnitude
+
+
+def heads_of(rng: np.random.Generator, backend: Backend, tokens: int, count: int, head_dim: int) -> np.ndarray:
+    """Random heads that the activation type holds exactly."""
+    return rng.standard_normal((tokens, count, head_dim)).astype(backend.activation_dtype)
+
+
+@settings(max_examples=6)
+@given(SEEDS, COUNTS, st.sampled_from([None, 3, 16]))
+@pytest.mark.parametrize("name", SPECS)
+def test_encoder_attention(backend, name, seed, counts, reach):
+    rng, spec = np.random.default_rng(seed), SPECS[name]
+    q, k, v = (heads_of(rng, backend, sum(counts), n, spec.head_dim) for n in (spec.heads, *2 * (spec.kv_heads,)))
+    values = None if reach is None else rng.standard_normal((spec.heads, 2 * reach + 1)).astype(np.float32)
+    bias = None if reach is None else RelativeBias(backend.array(values), reach)
+    device_spec = AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, spec.scale, bias=bias)
+    qkv = np.concatenate([x.reshape(sum(counts), -1) for x in (q, k, v)], axis=1)
+    step = make_step(backend, counts, [0] * len(counts), list(range(len(counts))))
+    out = backend.host(backend.encoder_attention(backend.array(qkv), device_spec, step))
+    assert out.dtype == backend.activation_dtype
+    parts = [np.split(x.astype(np.float64), np.cumsum(counts)[:-1]) for x in (q, k, v)]
+    results = [attended(*rows, spec, values, reach or 0) for rows in zip(*parts, strict=True)]
+    expected, magnitude = (np.concatenate(x).reshape(out.shape) for x in zip(*results, strict=True))
+    assert_close(out, expected, "attention", backend.activation_dtype, magnitude)
+
+
+@settings(max_examples=6)
+@given(SEEDS, st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=4), st.booleans())
+@pytest.mark.parametrize("name", SPECS)
+def test_cross_attention_over_stored_sources(backend, name, seed, lengths, decoding):
+    """Sources stored together in slots in any order, of a cache that holds longer ones beside them."""
+    rng, spec = np.random.default_rng(seed), SPECS[name]
+    counts, tokens = [n for n, _ in lengths], [1 if decoding else m for _, m in lengths]
+    slots = rng.permutation(5)[: len(counts)].tolist()
+    cache = backend.layer_cache(5, spec.kv_heads, 48, spec.head_dim)
+    junk = np.full(backend.host(cache.keys).shape, np.nan, backend.activation_dtype)
+    backend.assign(cache.keys, junk)
+    backend.assign(cache.values, junk)
+    k, v = (heads_of(rng, backend, sum(counts), spec.kv_heads, spec.head_dim) for _ in range(2))
+    kv = np.concatenate([x.reshape(sum(counts), -1) for x in (k, v)], axis=1)
+    backend.store_source(backend.array(kv), spec, cache, make_step(backend, counts, [0] * len(counts), slots))
+    held = np.full(5, 99, np.int32)
+    held[slots] = counts
+    q = heads_of(rng, backend, sum(tokens), spec.heads, spec.head_dim)
+    step = make_step(backend, tokens, rng.integers(0, 30, len(tokens)).tolist(), slots)
+    out = backend.cross_attention(backend.array(q.reshape(sum(tokens), -1)), spec, cache, backend.array(held), step)
+    out = backend.host(out)
+    assert out.dtype == backend.activation_dtype
+    sources = [np.split(x.astype(np.float64), np.cumsum(counts)[:-1]) for x in (k, v)]
+    queries = np.split(q.astype(np.float64), np.cumsum(tokens)[:-1])
+    results = [attended(*rows, spec, None, 0) for rows in zip(queries, *sources, strict=True)]
+    expected, magnitude = (np.concatenate(x).reshape(out.shape) for x in zip(*results, strict=True))
+    assert_close(out, expected, "attention", backend.activation_dtype, magnitude)
+
+
+@given(SEEDS, st.integers(1, 9), st.sampled_from([5, 32, 100]), OUTPUTS, st.sampled_from(sorted(ACTIVATIONS)))
+@pytest.mark.parametrize("kind", ["w8a8", "w8a16", "float"])
+def test_activated_linear(backend, kind, seed, rows, width, outputs, function):
+    rng = np.random.default_rng(seed)
+    part = random_int8(rng, outputs, width, kind == "w8a8")
+    x = random_rows(rng, rows, width, backend.activation_dtype.type)
+    bias = rng.standard_normal(outputs).astype(np.float32)
+    weight = backend.weight([part.dequantize() if kind == "float" else part], [bias])
+    y = backend.host(backend.activated_linear(backend.array(x), weight, function))
+    assert y.dtype == backend.activation_dtype
+    linear = backend.host(backend.linear(backend.array(x), weight)).astype(np.float64)
+    expected = model.activation(function, linear)
+    assert_close(y, expected, "gated_linear", backend.activation_dtype, np.abs(linear))
+
+
+@given(SEEDS, st.lists(st.tuples(st.integers(1, 9), st.integers(0, 11)), min_size=1, max_size=4), OUTPUTS)
+def test_add_positions(backend, seed, sequences, width):
+    rng = np.random.default_rng(seed)
+    counts, past = [n for n, _ in sequences], [p for _, p in sequences]
+    table = rng.standard_normal((20, width)).astype(backend.activation_dtype)
+    residual = rng.standard_normal((sum(counts), width)).astype(np.float32)
+    step = make_step(backend, counts, past, list(range(len(counts))))
+    y = backend.host(backend.add_positions(backend.array(residual), backend.table(table), step))
+    positions = np.concatenate([p + np.arange(n) for n, p in sequences])
+    np.testing.assert_array_equal(y, residual + table[positions].astype(np.float32))
+
+
+def test_a_norm_can_be_the_residual_stream(backend):
+    """Where norms come after layers, what they give is read by a layer and added to by it."""
+    rng = np.random.default_rng(3)
+    norm = Norm(backend.vector(np.ones(24, np.float32)), 1e-5, backend.vector(np.zeros(24, np.float32)), center=True)
+    x = rng.standard_normal((5, 24)).astype(np.float32)
+    weight = rng.standard_normal((24, 24)).astype(np.float16)
+    stream = backend.norm(backend.array(x), norm)
+    y = backend.linear_add(stream, backend.weight([weight]), stream)
+    normed = model.norm(x, Norm(np.ones(24), 1e-5, np.zeros(24), center=True))
+    expected = normed + normed @ weight.T.astype(np.float64)
+    terms = np.abs(normed) @ np.abs(weight.T.astype(np.float64)) + np.abs(normed)
+    assert_close(backend.host(y), expected, "gated_linear", backend.activation_dtype, terms)
