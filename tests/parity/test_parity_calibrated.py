@@ -50,6 +50,19 @@ def test_transformers_opens_it_and_agrees(
     assert (ours.argmax(axis=1) == theirs.argmax(axis=1)).mean() > 0.95
 
 
+def test_transformers_refuses_outlier_columns_by_name(tmp_path: Path) -> None:
+    """Its readers do not know them, and would compute something else."""
+    source = outliers.write(DEMO, tmp_path / "source", outliers.spike(199))  # a frequent token
+    recipe, text = tmp_path / "columns.toml", DEMO / "heldout.txt"
+    recipe.write_text(
+        'linear = "w8a8"\nhead = "w8a8"\n[calibration]\nsmoothing = false\nmax_error = 0.005\noutlier_columns = 2\n'
+    )
+    report = bminf_lite.migrate(source, tmp_path / "out", recipe, calibrate=text, samples=4, device="cpu")
+    assert any(product["outlier_columns"] for product in report.calibration["products"])
+    with pytest.raises(ValueError, match="bminf-lite"):
+        open_with_transformers(tmp_path / "out")
+
+
 def open_with_transformers(folder: Path) -> tuple[Any, dict[str, Any]]:
     """The model, computing in fp32, and what transformers says about the tensors."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(

@@ -1,0 +1,144 @@
+"""Outlier columns: what they compute, when they are taken, and what is in the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import outliers
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bminf_lite
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.quantization import Int8Weight, OutlierColumns, quantize_rows, quantize_weight
+from bminf_lite.checkpoint.manifest import MigrationReport
+from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.errors import CheckpointError, UsageError
+
+DEMO = Path(str(resources.files("bminf_lite.demo_model")))
+DOWN = "model.layers.0.mlp.down_proj"
+RECIPE = 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\nsmoothing = false\nmax_error = {}\noutlier_columns = {}\n'
+
+
+def split(weight: np.ndarray, index: np.ndarray, dynamic: bool) -> Int8Weight:
+    rest = np.array(weight)
+    rest[:, index] = 0
+    int8 = quantize_weight(rest, dynamic)
+    return Int8Weight(int8.codes, int8.scale, dynamic, OutlierColumns(index, weight[:, index].astype(np.float16)))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9), st.integers(2, 40), st.integers(1, 9), st.booleans())
+def test_a_product_is_that_of_the_int8_part_and_of_the_columns(
+    seed: int, rows: int, inputs: int, outputs: int, dynamic: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    index = np.sort(random.choice(inputs, random.integers(1, inputs), replace=False)).astype(np.int32)
+    x = random.standard_normal((rows, inputs)).astype(np.float32)
+    x[:, index] *= 1000
+    parts = [split(random.standard_normal((outputs, inputs)).astype(np.float32), index, dynamic) for _ in range(2)]
+    bias = random.standard_normal(outputs).astype(np.float32)
+    ops = Backend()
+    got = ops.linear(x, ops.weight(parts, [bias, None]), fp32=True)
+    rest = np.array(x)
+    rest[:, index] = 0
+    codes, scale = quantize_rows(rest)
+    seen = codes * scale[:, None].astype(np.float64) if dynamic else rest.astype(np.float64)
+    for part, y, b in zip(parts, np.split(got, 2, axis=1), (bias, np.float32(0)), strict=True):
+        int8 = part.scale.astype(np.float64)[:, None] * part.codes
+        assert part.outliers is not None
+        expected = seen @ int8.T + x[:, index].astype(np.float64) @ part.outliers.values.astype(np.float64).T + b
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(x).max() * inputs)
+
+
+def test_matrices_of_one_product_keep_the_same_columns() -> None:
+    weight = np.ones((2, 4), np.float32)
+    parts = [split(weight, np.array([i], np.int32), True) for i in (1, 2)]
+    with pytest.raises(ValueError, match="same columns"):
+        Backend().weight(parts)
+    with pytest.raises(ValueError, match="same columns"):
+        Backend().weight([parts[0], quantize_weight(weight)])
+
+
+@pytest.fixture(scope="module")
+def spiked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """The demo model with a pair of neurons that spikes on a frequent token, and tokens to calibrate on."""
+    with bminf_lite.load(DEMO, "cpu") as model:
+        ids = model.tokenizer.encode((DEMO / "heldout.txt").read_text(encoding="utf-8"))[:2048]
+    token = max(set(ids), key=ids.count)
+    folder = outliers.write(DEMO, tmp_path_factory.mktemp("spiked") / "source", outliers.spike(token))
+    return folder, ids
+
+
+@pytest.fixture(scope="module")
+def kept(spiked: tuple[Path, list[int]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MigrationReport]:
+    """That model with the pair's columns in fp16."""
+    source, ids = spiked
+    folder = tmp_path_factory.mktemp("kept")
+    (folder / "columns.toml").write_text(RECIPE.format(0.005, 2))
+    report = bminf_lite.migrate(source, folder / "out", folder / "columns.toml", calibrate=ids, device="cpu")
+    return folder / "out", report
+
+
+def test_a_spike_is_kept_in_fp16(spiked: tuple[Path, list[int]], kept: tuple[Path, MigrationReport]) -> None:
+    (source, ids), (folder, report) = spiked, kept
+    decisions = {product["tensors"][0]: product for product in report.calibration["products"]}
+    spike = decisions.pop(f"{DOWN}.weight")
+    assert spike["outlier_columns"] == (640, 641) and spike["scheme"] == "w8a8"
+    assert spike["error_before"] > 0.005 >= spike["error"]
+    assert not any(other["outlier_columns"] for other in decisions.values())
+    manifest = json.loads((folder / "bminf_lite.json").read_text())
+    assert manifest["format_version"] == 2
+    with open_checkpoint(folder) as out, open_checkpoint(source) as before:
+        weight, original = out.weight(f"{DOWN}.weight"), before.read(f"{DOWN}.weight")
+        assert isinstance(weight, Int8Weight) and weight.outliers is not None
+        np.testing.assert_array_equal(weight.outliers.values, original[:, 640:].astype(np.float16))
+        assert not weight.codes[:, 640:].any()
+    with bminf_lite.load(source, "cpu") as floating, bminf_lite.load(folder, "cpu") as model:
+        expected = floating.logits(ids[:512])
+        assert np.linalg.norm(model.logits(ids[:512]) - expected) < 0.03 * np.linalg.norm(expected)
+
+
+def test_where_columns_are_not_enough_activations_stay_float(spiked: tuple[Path, list[int]], tmp_path: Path) -> None:
+    source, ids = spiked
+    recipe = tmp_path / "columns.toml"
+    recipe.write_text(RECIPE.format(0.0005, 1))
+    report = bminf_lite.migrate(source, tmp_path / "out", recipe, calibrate=ids, device="cpu", dry_run=True)
+    spike = next(p for p in report.calibration["products"] if p["tensors"] == (f"{DOWN}.weight",))
+    assert spike["scheme"] == "w8a16" and not spike["outlier_columns"]
+
+
+def test_other_readers_are_told_by_name_and_damage_is_found(kept: tuple[Path, MigrationReport], tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(kept[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config["quantization_config"]
+    assert quantization["quant_method"] == "bminf-lite" and quantization["version"] == 1
+    assert quantization["outlier_columns"] == {DOWN: 2}
+    for change, message in (
+        ({"version": 2}, "version is 2"),
+        ({"outlier_columns": {"lm_head": 0}}, "must map layers"),
+        ({"outlier_columns": {}}, "unexpected tensor '.*outlier_columns'"),
+        ({"outlier_columns": {DOWN: 3}}, r"outlier_columns' has shape \[2\]"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization | change}))
+        with pytest.raises(CheckpointError, match=message):
+            bminf_lite.load(folder, "cpu")
+
+
+def test_recipes_that_make_no_sense(tmp_path: Path) -> None:
+    for text, message in (
+        ("outlier_columns = 4", "needs calibration.max_error"),
+        ("outlier_columns = -1", "not a whole number from 0 to 256"),
+        ("max_error = 2", "not a number from 0 to 1"),
+        ("max_eror = 0.1", "unknown key 'calibration.max_eror'"),
+        ('smoothing = "yes"', "not true or false"),
+    ):
+        recipe = tmp_path / "wrong.toml"
+        recipe.write_text(f'linear = "w8a8"\nhead = "w8a8"\n[calibration]\n{text}\n')
+        with pytest.raises(UsageError, match=message):
+            bminf_lite.migrate(tmp_path, tmp_path / "out", recipe)
