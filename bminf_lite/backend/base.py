@@ -43,13 +43,20 @@ class Weight:
     dynamic: bool
     outliers: OutlierColumns | None = None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape  # type: ignore[return-value]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads of it."""
+        return sum(x.nbytes for x in (self.values, self.scale, self.bias) if x is not None)
+
 
 class Backend:
     """The operations over NumPy. ``name`` is the device's, as in ``--device``."""
 
     name = "cpu"
-    code_bytes = 4
-    """Bytes that a code of an int8 weight takes here: a number in fp32, which BLAS multiplies."""
     lookahead = 0
     """How many decode steps may be under way before the host must look at a result."""
 

@@ -20,12 +20,16 @@ class RandomMatrix:
 
     Row ``r`` and columns ``8 g`` to ``8 g + 7`` are the bytes, lowest first, of SplitMix64's output number
     ``r * ceil(columns / 8) + g`` after ``seed`` (https://doi.org/10.1145/2714064.2660195), with -127 for -128. It
-    converts to a NumPy array; a backend may draw it on its device instead.
+    converts to a NumPy array, and gives parts as such; a backend may draw the whole on its device instead.
     """
 
     shape: tuple[int, int]
     dtype: type = np.int8
     seed: int = 0
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        """A part of it, as a NumPy array."""
+        return np.asarray(self)[key]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         rows, columns = self.shape

@@ -17,15 +17,13 @@ STEPS = 20
 def trace_step(subject: Subject, instruments: Instruments, batch: int = 1, depth: int = 0) -> Trace:
     """The parts of one decode step of ``batch`` sequences behind ``depth`` tokens; the checks are those of a test."""
     with closing(Session(subject, batch, depth + STEPS + WARM_UP_STEPS)) as session:
-        session.poison(0)
-        if depth:
-            session.prefill(session.prepare_prefill(depth, 0))
-        session.prepare_decode(depth)
+        position = session.begin(depth)
+        session.prepare_decode(position)
         session.decode(WARM_UP_STEPS)
-        session.prepare_decode(depth)
+        session.prepare_decode(position)
         seconds, results = instruments.time(lambda: session.decode(STEPS))
         check(results, subject.limits.vocab_size, "the traced step")
-        session.prepare_decode(depth)
+        session.prepare_decode(position)
         return Trace(depth, instruments.trace(session.decode_eagerly), seconds / STEPS)
 
 

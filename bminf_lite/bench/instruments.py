@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -18,12 +18,9 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
-from ..backend.base import Backend, Weight
-from ..backend.values import LayerCache
+from ..backend.base import Backend
 from .plain import Case, plain_cases
-
-OPERATIONS = ("embed", "norm", "linear", "gated_linear", "linear_add", "last_tokens", "attention", "sample")
-"""The operations of a backend that a trace shows where the device's own kernels cannot be seen."""
+from .watching import Call, describe, moved_bytes, watching
 
 
 @dataclass(frozen=True)
@@ -103,10 +100,14 @@ class Instruments:
     def trace(self, step: Callable[[], Any]) -> list[Span]:
         """The operations of one ``step()`` in order, each timed on its own."""
         step()
-        spans: list[Span] = []
-        with _watched(self.ops, spans):
+        calls: list[Call] = []
+        with watching(self.ops, calls):
             step()
-        return spans
+        gaps = [after.start - before.end for before, after in itertools.pairwise(calls)]
+        return [
+            Span(describe(call), call.end - call.start, moved_bytes(call), gap)
+            for call, gap in zip(calls, [*gaps, 0.0], strict=True)
+        ]
 
     def kernels(self) -> Iterator[Case]:
         """Single kernels over a sweep of sizes; each is made when it is asked for."""
@@ -120,63 +121,3 @@ def instruments_for(ops: Backend) -> Instruments:
     from .cuda import CudaInstruments
 
     return CudaInstruments(ops)  # type: ignore[arg-type]
-
-
-@contextmanager
-def _watched(ops: Backend, spans: list[Span]) -> Iterator[None]:
-    """Record the outermost calls of ``ops``' operations."""
-    inside = False
-    ended = [0.0]
-
-    def watch(name: str) -> Callable[..., Any]:
-        operation = getattr(ops, name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
-            if inside:
-                return operation(*args, **kwargs)
-            inside = True
-            try:
-                start = time.perf_counter()
-                result = operation(*args, **kwargs)
-                end = time.perf_counter()
-            finally:
-                inside = False
-            if spans:
-                last = spans[-1]
-                spans[-1] = Span(last.name, last.seconds, last.nbytes, start - ended[0])
-            ended[0] = end
-            spans.append(Span(describe(name, args, result), end - start, moved_bytes(name, args, result), 0.0))
-            return result
-
-        return watched
-
-    for name in OPERATIONS:
-        setattr(ops, name, watch(name))
-    try:
-        yield
-    finally:
-        for name in OPERATIONS:
-            delattr(ops, name)
-
-
-def moved_bytes(name: str, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that an operation of the CPU's backend must read and write."""
-    if name == "embed":
-        return 2 * result.nbytes
-    total = 0
-    for value in (*args, result):
-        if isinstance(value, LayerCache):
-            tokens = int((args[-1].past + 1).sum())
-            total += 2 * tokens * value.keys[0, :, 0].nbytes
-        elif isinstance(value, Weight):
-            total += sum(x.nbytes for x in (value.values, value.scale, value.bias) if x is not None)
-        else:
-            total += getattr(value, "nbytes", 0)
-    return total
-
-
-def describe(name: str, args: tuple[Any, ...], result: Any) -> str:
-    """An operation with the shapes of what goes in and comes out."""
-    first = next((a.shape for a in args if hasattr(a, "shape")), ())
-    return f"{name} {list(first)} -> {list(getattr(result, 'shape', ()))}"

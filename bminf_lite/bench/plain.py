@@ -92,4 +92,4 @@ def plain_cases(xp: Any, ops: Backend, elements: int = 1 << 22) -> Iterator[Case
         for rows in (1, PRODUCT_ROWS[0]):
             x = random.standard_normal((rows, k), np.float32)
             yield Case("matvec" if rows == 1 else "product", f"{rows} x {n} x {k}", in_turn(ops.linear, (x, weight)),
-                       n * k * ops.code_bytes, operations=0 if rows == 1 else 2 * rows * n * k)  # fmt: skip
+                       weight.nbytes, operations=0 if rows == 1 else 2 * rows * n * k)  # fmt: skip

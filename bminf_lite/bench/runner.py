@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
-
 from ..errors import UsageError
 from .instruments import Instruments
 from .session import Session, check
 from .subject import Subject
+from .watching import Call, product_costs, watching
 
 WARM_UP_STEPS = 3
 """Decode steps before the first that counts: one as it is, one that a backend may record, one that replays it."""
@@ -38,7 +37,8 @@ class Workload:
 class Measurement:
     """What a test took: seconds of each repetition, bytes that one token had to move, and peaks of memory in bytes.
 
-    ``operations`` are those of the int8 products for one token, a multiplication and an addition counted as two.
+    Bytes are those of the weights, once for each step, and of keys and values; activations are left out. ``operations``
+    are those of the products for one token, a multiplication and an addition counted as two.
     """
 
     test: Workload
@@ -96,62 +96,68 @@ def run_tests(
     Raises ``BminfError`` where the results show that nothing sensible was computed, ``OutOfMemory`` where the cache
     does not fit.
     """
+    tests = list(tests)
+    if subject.limits.source_length and any(test.kind == "pp" and test.depth for test in tests):
+        raise UsageError(f"{subject.name} reads its whole source at once: prompts behind -d tokens need a decoder")
     measurements = []
     for test in tests:
         instruments.reset_peaks()
         with closing(Session(subject, test.batch, test.depth + test.tokens + WARM_UP_STEPS)) as session:
-            if test.depth:
-                session.poison(0)
-                session.prefill(session.prepare_prefill(test.depth, 0))
-            times = _prefill_times if test.kind == "pp" else _decode_times
-            seconds = times(session, instruments, test, repetitions)
+            run = _prefill if test.kind == "pp" else _decode
+            seconds, (nbytes, operations) = run(session, instruments, test, repetitions)
             peaks = instruments.peaks()
-        measurements.append(Measurement(test, seconds, *token_costs(subject, test), *peaks))
+        per_token = test.batch * (test.tokens if test.kind == "pp" else 1)
+        measurements.append(
+            Measurement(
+                test, seconds, nbytes / per_token + cache_bytes_per_token(subject, test), operations / per_token, *peaks
+            )
+        )
         done(measurements[-1])
     return measurements
 
 
-def _prefill_times(session: Session, instruments: Instruments, test: Workload, repetitions: int) -> tuple[float, ...]:
-    seconds, results = [], []
-    for _ in range(repetitions + 1):
-        steps = session.prepare_prefill(test.tokens, test.depth)
-        session.poison(test.depth)
-        taken, chosen = instruments.time(partial(session.prefill, steps))
-        seconds.append(taken)
-        results.append(np.concatenate(chosen, axis=1))
-    check(results, session.subject.limits.vocab_size, str(test))
-    return tuple(seconds[1:])
+Costs = tuple[int, int]
+"""Of the products of one repetition of ``pp``, or of one step of ``tg``: bytes of weights, and operations."""
 
 
-def _decode_times(session: Session, instruments: Instruments, test: Workload, repetitions: int) -> tuple[float, ...]:
-    seconds = []
-    session.prepare_decode(test.depth)
-    session.decode(WARM_UP_STEPS)
+def _prefill(
+    session: Session, instruments: Instruments, test: Workload, repetitions: int
+) -> tuple[tuple[float, ...], Costs]:
+    position = session.begin(test.depth) if test.depth else 0
+    seconds, results, calls = [], [], list[Call]()
+    with watching(session.ops, calls):
+        results += session.prepare_prefill(test.tokens, position)()
     for _ in range(repetitions):
-        session.poison(test.depth)
-        session.prepare_decode(test.depth)
-        taken, results = instruments.time(lambda: session.decode(test.tokens))
+        prefill = session.prepare_prefill(test.tokens, position)
+        session.poison(position)
+        taken, chosen = instruments.time(prefill)
+        seconds.append(taken)
+        results += chosen
+    check(results, session.subject.limits.vocab_size, str(test))
+    return tuple(seconds), product_costs(calls)
+
+
+def _decode(
+    session: Session, instruments: Instruments, test: Workload, repetitions: int
+) -> tuple[tuple[float, ...], Costs]:
+    position, seconds, calls = session.begin(test.depth), [], list[Call]()
+    session.prepare_decode(position)
+    with watching(session.ops, calls):
+        session.decode(1)
+    session.decode(WARM_UP_STEPS - 1)
+    for _ in range(repetitions):
+        session.poison(position)
+        session.prepare_decode(position)
+        taken, results = instruments.time(partial(session.decode, test.tokens))
         seconds.append(taken)
         check(results, session.subject.limits.vocab_size, str(test))
-    return tuple(seconds)
+    return tuple(seconds), product_costs(calls)
 
 
-def token_costs(subject: Subject, test: Workload) -> tuple[float, float]:
-    """Bytes and operations per token.
-
-    Bytes are those of the weights, once for each step, and of the keys and values that its queries see and that it
-    adds; activations are left out. A step of ``tg`` has a token of each sequence, one of ``pp`` as many as a chunk.
-    """
-    operations = 2.0 * subject.product_elements
+def cache_bytes_per_token(subject: Subject, test: Workload) -> float:
+    """Bytes of the keys and values that a token's query sees and that it adds; a chunk of ``pp`` reads them once."""
     if test.kind == "tg":
-        seen = test.depth + (test.tokens + 1) / 2
-        return subject.step_bytes / test.batch + subject.cache_bytes(seen + 1), operations
-    steps = -(-test.tokens * test.batch // subject.limits.chunk)
+        return subject.cache_bytes(test.depth + (test.tokens + 1) / 2 + 1)
     chunk = min(test.tokens, subject.limits.chunk)
-    chunks = -(-test.tokens // chunk)
-    seen = sum(test.depth + min((i + 1) * chunk, test.tokens) for i in range(chunks)) / test.tokens
-    head = subject.limits.vocab_size * subject.hidden
-    return (
-        steps * subject.step_bytes / (test.tokens * test.batch) + subject.cache_bytes(seen + 1),
-        operations - 2.0 * head * (1 - 1 / test.tokens),
-    )
+    read = sum(test.depth + min(first + chunk, test.tokens) for first in range(0, test.tokens, chunk))
+    return subject.cache_bytes(read / test.tokens + 1)

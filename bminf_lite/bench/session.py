@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import numpy as np
 
 from ..backend.sampling import SamplerState
 from ..backend.values import Array, Step
+from ..engine.generation import EncoderDecoder
 from ..engine.sampling import SamplingParams, sampler_state
 from ..errors import BminfError
-from ..layers.cache import KVCache
+from ..layers.cache import KVCache, SourceCache
 from .subject import Subject
 
 GREEDY = SamplingParams(seed=0, ignore_eos=True)
@@ -31,7 +33,11 @@ class Session:
         self.batch = batch
         self.random = np.random.default_rng(seed)
         limits = subject.limits
-        self.cache = KVCache(self.ops, limits.cache_shape, batch, capacity, max(limits.context_length, capacity))
+        self.start = limits.decoder_start or (0,)
+        room = capacity + (len(self.start) if limits.source_length else 0)
+        self.cache = KVCache(self.ops, limits.cache_shape, batch, room, max(limits.context_length, room))
+        if limits.source_length:
+            self.cache.source = SourceCache(self.ops, limits.cache_shape, batch, capacity, capacity)
         self._sampler = self._greedy(batch)
         self._step: Step | None = None
         self._work: Callable[[], Array] | None = None
@@ -46,6 +52,17 @@ class Session:
         """Random token ids int32."""
         return self.random.integers(0, self.subject.limits.vocab_size, shape, np.int32)
 
+    def begin(self, depth: int) -> int:
+        """Process ``depth`` random tokens; returns the position of the next.
+
+        For an encoder-decoder ``depth`` is the length of the source, one at least, and its decoder is at its start.
+        """
+        self.poison(0)
+        encodes = self.cache.source is not None
+        if depth or encodes:
+            self.prepare_prefill(max(depth, 1))()
+        return len(self.start) if encodes else depth
+
     def poison(self, first: int) -> None:
         """Fill the cache from position ``first`` on with NaN: a step that reads what it has not written then shows."""
         nan = np.array(np.nan, self.ops.activation_dtype)
@@ -55,17 +72,38 @@ class Session:
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
-    def prepare_prefill(self, count: int, past: int) -> list[tuple[Step, SamplerState]]:
-        """``count`` random tokens for each sequence behind ``past`` earlier ones, in chunks as the engine cuts them."""
+    def prepare_prefill(self, count: int, past: int = 0) -> Callable[[], list[np.ndarray]]:
+        """``count`` random tokens for each sequence behind ``past`` earlier ones, in chunks as the engine cuts them.
+
+        What is returned processes them and gives the tokens chosen after each step. For an encoder-decoder, they are
+        the source, and the decoder takes its first step.
+        """
+        if self.cache.source is not None:
+            return self._prepare_source(count, self.cache.source)
         tokens = self.tokens((self.batch, count))
         steps = []
         for parts in chunks(self.batch, count, self.subject.limits.chunk):
             rows, firsts = [tokens[b, i:j] for b, i, j in parts], [past + i for _, i, _ in parts]
             steps.append((self._packed(rows, firsts, [b for b, *_ in parts]), self._greedy(len(parts))))
-        return steps
+        return lambda: self._run(steps)
 
-    def prefill(self, steps: list[tuple[Step, SamplerState]]) -> list[np.ndarray]:
-        """Run ``steps``, and choose a token after each sequence's last."""
+    def _prepare_source(self, count: int, source: SourceCache) -> Callable[[], list[np.ndarray]]:
+        network = cast(EncoderDecoder, self.subject.network)
+        at_once, every = max(1, self.subject.limits.chunk // count), list(range(self.batch))
+        groups = [every[i : i + at_once] for i in range(0, self.batch, at_once)]
+        readings = [self._packed(list(self.tokens((len(g), count))), [0] * len(g), g) for g in groups]
+        source.set_lengths(dict.fromkeys(every, count))
+        start = np.array([self.start] * self.batch, np.int32)
+        steps = [(self._packed(list(start), [0] * self.batch, every), self._greedy(self.batch))]
+
+        def read() -> list[np.ndarray]:
+            for reading in readings:
+                network.read(reading, source)
+            return self._run(steps)
+
+        return read
+
+    def _run(self, steps: list[tuple[Step, SamplerState]]) -> list[np.ndarray]:
         fetched = [
             self.ops.fetch(self.ops.sample(self.subject.network(step, self.cache), sampler)) for step, sampler in steps
         ]

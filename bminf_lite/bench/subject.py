@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -15,30 +16,26 @@ from ..backend.base import Backend
 from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.random_matrix import RandomMatrix
 from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.recipe import Scheme
 from ..engine.generation import Limits, Network
-from ..errors import UsageError
+from ..engine.planning import demand, demand_of_checkpoint, place
 from ..layers.loading import Weights
+from ..memory.planner import CHUNK, Plan
 from ..models.spec import Role, Spec
+
+SMALL_TABLE = 1 << 22
+"""Elements."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is ready to run.
-
-    ``parameters`` counts elements, tied ones once; ``nbytes`` is what they take in a checkpoint. ``step_bytes`` is what
-    one decoded token must read of them: every matrix once, as this backend keeps it, and one row of the embedding.
-    ``product_elements`` counts the elements of the matrices, the output head's included, and ``hidden`` is the width
-    of the residual stream.
-    """
+    """A model that is ready to run. ``parameters`` counts elements, tied ones once; ``nbytes`` is what was loaded."""
 
     name: str
     network: Network
     limits: Limits
     parameters: int
     nbytes: int
-    step_bytes: int
-    product_elements: int
-    hidden: int
 
     @property
     def ops(self) -> Backend:
@@ -51,58 +48,61 @@ class Subject:
 
 
 def random_subject(name: str, config: Mapping[str, Any], ops: Backend, seed: int = 0) -> Subject:
-    """A model of the shape ``config`` with random int8 weights, made on the device."""
+    """A model of the shape ``config`` with random int8 weights, made on the device.
+
+    Layers that do not fit the memory limit are streamed, as those of a checkpoint are.
+    """
     architecture = models.find(dict(config))
-    parsed = architecture.parse(dict(config))
-    spec = architecture.spec(parsed)
-    return _build(name, architecture, parsed, spec, RandomWeights(spec, seed), ops)
+    plan = place(ops, lambda: demand(architecture, dict(config), lambda _: Scheme.W8A8))
+    spec = architecture.spec(architecture.parse(dict(config)))
+    return _build(name, architecture, dict(config), RandomWeights(spec, seed), ops, plan)
 
 
 def checkpoint_subject(path: Path, ops: Backend) -> Subject:
     """The model in the folder ``path``. Raises ``CheckpointError``, ``OutOfMemory``."""
     with open_checkpoint(path) as checkpoint:
         architecture = models.find(checkpoint.config)
-        parsed = architecture.parse(checkpoint.config)
-        spec = architecture.spec(parsed)
+        spec = architecture.spec(architecture.parse(checkpoint.config))
         checkpoint.validate(spec)
-        return _build(path.resolve().name, architecture, parsed, spec, checkpoint.weights(spec), ops)
+        plan = place(ops, lambda: demand_of_checkpoint(checkpoint))
+        return _build(path.resolve().name, architecture, checkpoint.config, checkpoint.weights(spec), ops, plan)
 
 
-def _build(name: str, architecture: Any, config: Any, spec: Spec, weights: Weights, ops: Backend) -> Subject:
-    if not hasattr(config, "cache_shape"):
-        raise UsageError(f"{name}: the benchmark runs decoders, and this model is none")
-    counted = CountedWeights(weights, ops)
-    network = architecture.Model(config, counted, ops)
-    limits = Limits(config.context_length, config.vocab_size, config.cache_shape)
-    embedding = max((p.shape[1] for p in spec.parameters.values() if p.role is Role.EMBEDDING), default=0)
+def _build(
+    name: str, architecture: ModuleType, config: dict[str, Any], weights: Weights, ops: Backend, plan: Plan | None
+) -> Subject:
+    parsed = architecture.parse(config)
+    spec = architecture.spec(parsed)
+    counted = CountedWeights(weights)
+    network = architecture.Model(parsed, counted, ops)
+    limits = Limits(
+        parsed.context_length,
+        parsed.vocab_size,
+        parsed.cache_shape,
+        chunk=plan.chunk if plan is not None else CHUNK,
+        source_length=getattr(parsed, "source_length", 0),
+        decoder_start=getattr(parsed, "decoder_start", ()),
+    )
     parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
-    step_bytes = counted.read + embedding * ops.activation_dtype.itemsize
-    products = sum(math.prod(p.shape) for p in spec.parameters.values() if p.role in (Role.LINEAR, Role.HEAD))
-    return Subject(name, network, limits, parameters, counted.stored, step_bytes, products, embedding)
+    return Subject(name, network, limits, parameters, counted.nbytes)
 
 
 class CountedWeights:
-    """Passes ``weights`` on and counts the bytes that are ``stored``, and those that products with them ``read``."""
+    """Passes ``weights`` on and counts their bytes."""
 
-    def __init__(self, weights: Weights, ops: Backend):
+    def __init__(self, weights: Weights):
         self._weights = weights
-        self._ops = ops
-        self.stored = self.read = 0
+        self.nbytes = 0
 
     def weight(self, name: str) -> HostWeight:
         found = self._weights.weight(name)
         elements = math.prod(found.shape)
-        if isinstance(found, Int8Weight):
-            self.stored += elements + found.scale.nbytes
-            self.read += elements * self._ops.code_bytes + 4 * found.shape[0]
-        else:
-            self.stored += elements * found.dtype.itemsize
-            self.read += elements * self._ops.activation_dtype.itemsize
+        self.nbytes += elements + found.scale.nbytes if isinstance(found, Int8Weight) else found.nbytes
         return found
 
     def vector(self, name: str) -> np.ndarray:
         found = self._weights.vector(name)
-        self.stored += math.prod(found.shape) * np.dtype(found.dtype).itemsize
+        self.nbytes += math.prod(found.shape) * np.dtype(found.dtype).itemsize
         return found
 
 
@@ -114,7 +114,8 @@ class RandomWeights:
         self._seeds = {name: seed * 1_000_003 + i for i, name in enumerate(spec.parameters)}
 
     def weight(self, name: str) -> HostWeight:
-        rows, columns = self._spec.parameters[name].shape
+        parameter = self._spec.parameters[name]
+        rows, columns = parameter.shape[::-1] if parameter.transposed else parameter.shape
         codes = RandomMatrix((rows, columns), np.int8, self._seeds[name])
         spread = np.random.default_rng(self._seeds[name]).uniform(0.5, 1.5, rows)
         return Int8Weight(cast(np.ndarray, codes), (spread / (73.3 * columns**0.5)).astype(np.float32))
@@ -123,7 +124,9 @@ class RandomWeights:
         parameter = self._spec.parameters[name]
         if parameter.role is Role.EMBEDDING:
             rows, columns = parameter.shape
-            return cast(np.ndarray, RandomMatrix((rows, columns), np.float16, self._seeds[name]))
+            table = RandomMatrix((rows, columns), np.float16, self._seeds[name])
+            # a model may compute with a small table, of positions or distances, before it gives it to the backend
+            return cast(np.ndarray, table) if rows * columns > SMALL_TABLE else np.asarray(table)
         random = np.random.default_rng(self._seeds[name])
         if name.endswith(".bias"):
             return random.uniform(-0.1, 0.1, parameter.shape).astype(np.float32)

@@ -28,6 +28,11 @@ def test_codes_are_uniform_and_never_minus_128(shape):
     assert (codes != np.asarray(RandomMatrix(shape, seed=6))).any()
 
 
+def test_a_part_is_an_array():
+    matrix = RandomMatrix((6, 20), seed=4)
+    assert (matrix[2:5, [1, 3]] == np.asarray(matrix)[2:5, [1, 3]]).all()
+
+
 def test_floats_are_codes_over_64():
     codes, floats = (np.asarray(RandomMatrix((5, 70), dtype, 9)) for dtype in (np.int8, np.float16))
     assert floats.dtype == np.float16

@@ -55,14 +55,17 @@ def test_a_shape_by_path_and_by_a_wrong_name(tmp_path):
         read_shape(str(tmp_path / "bad.json"))
 
 
+LAYER = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
+PRODUCTS = 2 * LAYER + 300 * 64
+SCALES = 2 * (64 + 2 * 32 + 64 + 2 * 96 + 64) + 300
+STEP_BYTES = 4 * (PRODUCTS + SCALES)
+"""What the CPU's backend reads for a step of :data:`SHAPE`: codes as fp32 numbers, and scales."""
+
+
 def test_the_sizes_of_a_subject(subject: Subject):
-    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
-    assert subject.parameters == 2 * (layer + 2 * 64) + 64 + 2 * 300 * 64
-    assert subject.product_elements == 2 * layer + 300 * 64
+    assert subject.parameters == 2 * (LAYER + 2 * 64) + 64 + 2 * 300 * 64
     # codes and fp32 scales of the matrices, the embedding in fp16, norms in fp32
-    rows = 2 * (64 + 2 * 32 + 64 + 2 * 96 + 64) + 300
-    assert subject.nbytes == subject.product_elements + 4 * rows + 2 * 300 * 64 + 4 * 5 * 64
-    assert subject.step_bytes == 4 * subject.product_elements + 4 * rows + 4 * 64
+    assert subject.nbytes == PRODUCTS + 4 * SCALES + 2 * 300 * 64 + 4 * 5 * 64
     assert subject.cache_bytes(10) == 10 * 2 * 2 * 2 * 16 * 4
 
 
@@ -70,7 +73,6 @@ def test_a_tied_head_counts_once():
     tied = random_subject("tied", SHAPE | {"tie_word_embeddings": True}, CpuBackend())
     untied = random_subject("untied", SHAPE, CpuBackend())
     assert untied.parameters - tied.parameters == 300 * 64
-    assert tied.step_bytes == untied.step_bytes
 
 
 def test_a_session_decodes_what_the_engine_decodes(subject: Subject):
@@ -81,7 +83,7 @@ def test_a_session_decodes_what_the_engine_decodes(subject: Subject):
         pass
     session = Session(subject, 2, 32)
     session.tokens = lambda shape: np.array(prompts, np.int32)  # type: ignore[method-assign]
-    (chosen,) = session.prefill(session.prepare_prefill(5, 0))
+    (chosen,) = session.prepare_prefill(5)()
     session.tokens = lambda shape: chosen[0]  # type: ignore[method-assign]
     session.poison(5)
     session.prepare_decode(5)
@@ -118,16 +120,42 @@ def test_measurements(subject: Subject, instruments: Instruments, monkeypatch: p
     seen = []
     prefill, decode = run_tests(subject, instruments, tests, 3, seen.append)
     assert seen == [prefill, decode]
-    assert prefill.seconds == (2.0, 3.0, 4.0), "the first run is a warm-up"
-    assert prefill.speed == 8 / 3 and prefill.step_seconds == 3.0
-    assert decode.seconds == (5.0, 6.0, 7.0)
-    assert decode.speed == 8 / 6 and decode.step_seconds == 6.0 / 4
-    assert decode.deviation == pytest.approx(np.std([8 / 5, 8 / 6, 8 / 7], ddof=1))
-    assert decode.token_bytes == subject.step_bytes / 2 + subject.cache_bytes(6 + 2.5 + 1)
-    assert decode.operations == 2 * subject.product_elements
-    assert prefill.token_bytes == subject.step_bytes / 8 + subject.cache_bytes(8 / 8 + 1)
-    assert math.isclose(prefill.operations, 2 * subject.product_elements - 2 * 300 * 64 * 7 / 8)
+    assert prefill.seconds == (1.0, 2.0, 3.0)
+    assert prefill.speed == 8 / 2 and prefill.step_seconds == 2.0
+    assert decode.seconds == (4.0, 5.0, 6.0)
+    assert decode.speed == 8 / 5 and decode.step_seconds == 5.0 / 4
+    assert decode.deviation == pytest.approx(np.std([8 / 4, 8 / 5, 8 / 6], ddof=1))
+    assert decode.token_bytes == STEP_BYTES / 2 + subject.cache_bytes(6 + 2.5 + 1)
+    assert decode.operations == 2 * PRODUCTS
+    assert prefill.token_bytes == STEP_BYTES / 8 + subject.cache_bytes(8 / 8 + 1)
+    assert math.isclose(prefill.operations, 2 * PRODUCTS - 2 * 300 * 64 * 7 / 8), "the head sees the last token alone"
     assert decode.peak_used > 1 << 20 and decode.peak_reserved is None
+
+
+ENCODER_DECODER = {
+    "model_type": "t5", "d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 96, "num_layers": 2, "vocab_size": 300,
+    "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def test_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch):
+    """The source is read by the encoder; a decode step reads neither it nor what only the encoder needs."""
+    ops = CpuBackend()
+    subject = random_subject("t5", ENCODER_DECODER, ops)
+    instruments = Instruments(ops)
+    short, long, decode = run_tests(
+        subject, instruments, [Workload("pp", 8), Workload("pp", 16, batch=2), Workload("tg", 4, depth=9, batch=2)], 2
+    )
+    attention, feed_forward = 4 * 64 * 64, 3 * 64 * 96
+    encoder, decoder = 2 * (attention + feed_forward), 2 * (2 * attention + feed_forward)
+    source = 2 * 2 * 64 * 64  # keys and values of the source, which are computed once
+    assert decode.operations == 2 * (decoder - source + 300 * 64)
+    assert short.operations == 2 * (encoder + source + (decoder - source + 300 * 64) / 8)
+    assert long.operations == 2 * (encoder + source + (decoder - source + 300 * 64) / 16)
+    with pytest.raises(UsageError, match="-d"):
+        run_tests(subject, instruments, [Workload("pp", 8, depth=4)], 1)
+    trace = inside.trace_step(subject, instruments, depth=5)
+    assert any(span.name.startswith("cross_attention") for span in trace.spans)
 
 
 class Broken(CpuBackend):

@@ -50,7 +50,6 @@ FEW_ROWS = 4
 class CudaBackend(Backend):
     """The operations on GPU ``device`` in ``memory_limit`` of it: bytes, ``"6GiB"``, or None for what is free."""
 
-    code_bytes = 1
     lookahead = 1
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):

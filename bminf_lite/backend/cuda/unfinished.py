@@ -33,6 +33,10 @@ class Weight:
     plan: Plan | None = None
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
     def nbytes(self) -> int:
         """Bytes that a product reads of it."""
         return sum(x.nbytes for x in (self.matrix, self.scale, self.bias) if x is not None)

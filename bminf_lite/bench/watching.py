@@ -1,0 +1,91 @@
+"""Watching a backend's operations from outside: what is called in a step, with what, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..backend.base import Backend, Weight
+from ..backend.values import LayerCache
+
+OPERATIONS = (
+    "embed", "add_positions", "norm", "linear", "linear_add", "gated_linear", "activated_linear", "last_tokens",
+    "attention", "encoder_attention", "store_source", "cross_attention", "sample",
+)  # fmt: skip
+"""The operations that a step is made of."""
+PRODUCTS = ("linear", "linear_add", "gated_linear", "activated_linear")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation, and the host's clock before and after it."""
+
+    name: str
+    args: tuple[Any, ...]
+    result: Any
+    start: float
+    end: float
+
+
+@contextmanager
+def watching(ops: Backend, calls: list[Call]) -> Iterator[None]:
+    """Append the calls of ``ops``' operations to ``calls``, without those that operations make of each other."""
+    inside = False
+
+    def watched(name: str) -> Callable[..., Any]:
+        operation = getattr(ops, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return operation(*args, **kwargs)
+            inside = True
+            try:
+                start = time.perf_counter()
+                result = operation(*args, **kwargs)
+                end = time.perf_counter()
+            finally:
+                inside = False
+            calls.append(Call(name, (*args, *kwargs.values()), result, start, end))
+            return result
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(ops, name, watched(name))
+    try:
+        yield
+    finally:
+        for name in OPERATIONS:
+            delattr(ops, name)
+
+
+def product_costs(calls: list[Call]) -> tuple[int, int]:
+    """Bytes that the products among ``calls`` read of their weights, and operations: two for each element and row."""
+    products = [(call.args[0].shape[0], call.args[1]) for call in calls if call.name in PRODUCTS]
+    return sum(w.nbytes for _, w in products), sum(2 * rows * w.shape[0] * w.shape[1] for rows, w in products)
+
+
+def moved_bytes(call: Call) -> int:
+    """Bytes that an operation of the CPU's backend must read and write, as far as its arguments tell."""
+    if call.name in ("embed", "add_positions"):
+        return 2 * call.result.nbytes
+    total = 0
+    for value in (*call.args, call.result):
+        if isinstance(value, LayerCache) and call.name == "attention":
+            tokens = int((call.args[-1].past + 1).sum())
+            total += 2 * tokens * value.keys[0, :, 0].nbytes
+        elif isinstance(value, Weight):
+            total += value.nbytes
+        else:
+            total += getattr(value, "nbytes", 0)
+    return total
+
+
+def describe(call: Call) -> str:
+    """An operation with the shapes of what goes in and comes out."""
+    first = next((list(a.shape) for a in call.args if hasattr(a, "shape")), [])
+    return f"{call.name} {first} -> {list(getattr(call.result, 'shape', ()))}"
