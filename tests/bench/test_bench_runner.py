@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from bminf_lite import models
 from bminf_lite.backend.base import Backend, normalise, softmax
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.quantization import Int8Weight
@@ -38,11 +39,21 @@ def instruments(subject: Subject) -> Instruments:
     return Instruments(subject.ops, ceiling_bytes=1 << 22)
 
 
-@pytest.mark.parametrize("name", shape_names())
-def test_every_shape_is_a_model_or_says_why_not(name: str):
-    config = read_shape(name)
-    assert config["model_type"]
-    assert json.dumps(config)
+BILLIONS = {
+    "cpm-1": 2.60, "cpm-2": 11.0, "eva": 2.8, "llama-2-7b": 6.74, "llama-3-70b": 70.55, "llama-3-8b": 8.03,
+    "llama-3.2-1b": 1.24, "llama-tiny": 0.004,
+}  # fmt: skip
+"""Parameters of the shapes, as their authors give them."""
+
+
+def test_every_shape_is_the_model_it_says():
+    assert shape_names() == sorted(BILLIONS)
+    for name, billions in BILLIONS.items():
+        config = read_shape(name)
+        architecture = models.find(config)
+        spec = architecture.spec(architecture.parse(config))
+        parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
+        assert parameters / 1e9 == pytest.approx(billions, rel=0.02 if billions > 0.1 else 0.2), name
 
 
 def test_a_shape_by_path_and_by_a_wrong_name(tmp_path):
