@@ -1,0 +1,42 @@
+"""The shapes in configs/ are those of the published models: they parse, and have as many parameters."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from bminf_lite import models
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PARAMETERS = {
+    "cpm-1": 2.597e9,
+    "cpm-2": 11.087e9,
+    "eva": 2.841e9,
+    "eva-2": 2.841e9,
+    "eva-2-large": 0.9675e9,
+    "eva-2-base": 0.3009e9,
+    "llama-2-7b": 6.738e9,
+    "llama-3.2-1b": 1.2358e9,
+    "llama-3-8b": 8.030e9,
+    "llama-3-70b": 70.55e9,
+}
+"""Counted from the shapes; the papers say 2.6, 11, 2.8, 2.8, 0.97, 0.3, 7, 1.24, 8 and 70 billion."""
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_published_shape_has_its_parameters(name):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    architecture = models.find(config)
+    spec = architecture.spec(architecture.parse(config))
+    count = sum(math.prod(p.shape) for key, p in spec.parameters.items() if key not in spec.tied)
+    assert count == pytest.approx(PARAMETERS[name], rel=1e-3)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
+def test_every_shape_parses(path):
+    config = json.loads(path.read_text())
+    architecture = models.find(config)
+    assert architecture.spec(architecture.parse(config)).parameters
