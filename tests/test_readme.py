@@ -30,7 +30,7 @@ def test_the_python_example_runs(
 
 def test_commands_and_options_exist() -> None:
     commands = {name: main.get_command(click.Context(main), name) for name in main.list_commands(click.Context(main))}
-    assert set(re.findall(r"bminf-lite ([a-z]+)", README)) == set(commands)
+    assert set(re.findall(r"bminf-lite ([a-z-]+)", README)) == set(commands)
     options = {opt for c in commands.values() if c for p in c.params for opt in p.opts} | {"--help"}
     assert set(re.findall(r"`(--[a-z-]+)", README)) <= options
 

@@ -1,4 +1,5 @@
 """The command line. Each file of this folder is a command of the same name; a file whose name starts with ``_`` is not.
+An underscore in the name is a hyphen in the command's.
 
 Commands parse, call the Python API and print: results on stdout, progress and messages on stderr. A file imports
 click alone at its top and the rest inside its command, so that ``--help`` answers at once.
@@ -40,12 +41,13 @@ class CommandLine(click.Group):
     """Finds the commands among the files here, and turns exceptions into messages and exit codes."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+        return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in self.list_commands(context):
             return None
-        command = getattr(importlib.import_module(f"{__name__}.{name}"), name)
+        module = name.replace("-", "_")
+        command = getattr(importlib.import_module(f"{__name__}.{module}"), module)
         if not any(p.name == "debug" for p in command.params):
             command.params.append(_debug_option())
         return command

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +14,7 @@ from ..errors import UsageError
 from ..memory.sizes import format_size
 from ._options import device_option, kv_cache_option, memory_limit_option, model_argument
 from ._prompts import Prompt, read_file, read_stdin
+from ._sampling import given_options, sampling_options, stop_option
 
 if TYPE_CHECKING:
     from ..engine.model import Model
@@ -29,14 +30,8 @@ if TYPE_CHECKING:
 @device_option
 @memory_limit_option
 @kv_cache_option
-@click.option("--max-new-tokens", type=int, metavar="N", help="The most tokens to generate.")
-@click.option("--temperature", type=float, metavar="T", help="0 takes the most likely token; larger is more random.")
-@click.option("--top-k", type=int, metavar="K", help="Draw from the K most likely tokens; 0 is off.")
-@click.option("--top-p", type=float, metavar="P", help="Draw from the most likely tokens of this total probability.")
-@click.option("--min-p", type=float, metavar="P", help="Drop tokens below this fraction of the most likely one.")
-@click.option("--repetition-penalty", type=float, metavar="R", help="Over 1 discourages tokens seen before.")
-@click.option("--seed", type=int, metavar="S", help="The same seed gives the same tokens on the same device.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
+@sampling_options
+@stop_option
 @click.option("--chat", is_flag=True, help="Treat the prompt as a user's message, in the checkpoint's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per result, when it is complete.")
@@ -67,16 +62,12 @@ def generate(
       bminf-lite generate MODEL --prompts questions.jsonl --json > answers.jsonl
     """
     from ..engine.model import load
-    from ..engine.sampling import SamplingParams
 
     if (prompt is None) == (prompts is None):
         raise click.UsageError("Give either PROMPT (or - for stdin) or --prompts.")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
-    given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
-    if stop:
-        given["stop"] = stop
-    SamplingParams(**given)  # what is out of range is told before the model is loaded
+    given = given_options(sampling, stop)
     wanted = read_file(prompts) if prompts is not None else [read_stdin() if prompt == "-" else Prompt(str(prompt))]
     if chat:
         wanted = [p.as_chat(system) for p in wanted]

@@ -215,7 +215,7 @@ class EvaTokenizer(WordListTokenizer):
         return (self.ids[self.END], self.sentinels[0])
 
     def encode_turns(self, turns: Sequence[str], longest: int) -> list[int]:
-        """A dialogue to go on with: the last of its utterances that fit into ``longest`` tokens, one at least."""
+        """The last of the utterances that fit into ``longest`` tokens, one at least."""
         separator = self.ids[self.END]
         ids = self.encode(turns[-1])
         for turn in reversed(turns[:-1]):

@@ -19,6 +19,7 @@ from ..checkpoint.reader import open_checkpoint
 from ..errors import CheckpointError, UsageError, listed
 from ..layers.cache import KVCache, SourceCache
 from ..memory.planner import CHUNK
+from .blanks import Filling, fill_blanks
 from .chat import ChatTemplate
 from .generation import EncoderDecoder, Generation, Limits, Network, Request
 from .planning import demand_of_checkpoint, place
@@ -195,26 +196,48 @@ class Model:
         ids: Sequence[int]
         target: tuple[int, ...] = ()
         continues = not self.limits.source_length
+        stop_ids: frozenset[int] = frozenset()
         if isinstance(prompt, EncodedPrompt):
-            ids, continues, target = prompt.token_ids, prompt.continues, prompt.target
+            ids, continues, target, stop_ids = prompt.token_ids, prompt.continues, prompt.target, prompt.stop_ids
         elif isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, add_special_tokens)
+            target = self.tokenizer.target_ids if add_special_tokens else ()
         elif is_conversation(prompt):
-            ids, continues = self.tokenizer.encode(self.chat(prompt), add_special_tokens=False), False
+            ids, continues = self._encode_conversation(prompt), False
         else:
             ids = prompt
         ids = self._checked_ids(ids)
         if not ids:
             raise UsageError("the prompt is empty: give at least one token")
         if self.limits.source_length:
-            return self._encoded_source(EncodedPrompt(ids, continues, self._checked_ids(target)))
+            return self._encoded_source(EncodedPrompt(ids, continues, self._checked_ids(target), stop_ids))
         context = self.limits.context_length
         if len(ids) >= context:
             raise UsageError(
                 f"the prompt has {len(ids):,} tokens, but the model's context is {context:,} and a new token must fit: "
                 f"shorten the prompt by {len(ids) - context + 1:,}"
             )
-        return EncodedPrompt(ids, continues)
+        return EncodedPrompt(ids, continues, stop_ids=stop_ids)
+
+    def fill_blank(self, text: str, **options: Any) -> list[Filling]:
+        """What belongs in place of each ``<span>`` of ``text``, with its position; for T5, CPM-2 and their kin.
+
+        ``options`` are those of :meth:`generate` but ``stop``. Raises ``UsageError`` for a text without ``<span>`` or
+        with too many, and for a model that was not trained for it.
+        """
+        return fill_blanks(self, text, **options)
+
+    def dialogue(self, context: Sequence[str], **options: Any) -> Result:
+        """Answer the last utterance of a dialogue whose two speakers take turns. ``options`` as in :meth:`generate`.
+
+        For a model with a chat template the last utterance is the user's. Raises ``UsageError`` for another model but
+        EVA, and for what is no list of texts.
+        """
+        if isinstance(context, str) or not context or not all(isinstance(turn, str) for turn in context):
+            raise UsageError("a dialogue is a list of utterances, one at least, each a text")
+        roles = ["user", "assistant"] * len(context)
+        messages = [{"role": role, "content": turn} for role, turn in zip(roles, reversed(context), strict=False)]
+        return self.generate(messages[::-1], **options)
 
     def chat(self, messages: Sequence[Message], **variables: Any) -> str:
         """The text of a conversation by the checkpoint's chat template, special tokens included.
@@ -228,6 +251,11 @@ class Model:
                 raise UsageError("this checkpoint has no chat template: give a plain prompt instead of messages")
             self._template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
         return self._template.render(messages, add_generation_prompt=True, **variables)
+
+    def _encode_conversation(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation in tokens, by a tokenizer that knows how or by the chat template."""
+        turns = self.tokenizer.encode_turns([m.get("content", "") for m in messages], self.limits.source_length)
+        return self.tokenizer.encode(self.chat(messages), add_special_tokens=False) if turns is None else turns
 
     def _checked_ids(self, token_ids: Any) -> tuple[int, ...]:
         if hasattr(token_ids, "__dlpack__") and not isinstance(token_ids, np.ndarray):
@@ -260,9 +288,9 @@ class Model:
     def _request(self, index: int, prompt: EncodedPrompt, params: SamplingParams) -> Request:
         """What the loop is asked to do for a prompt: to continue it, or to read it and decode."""
         if not self.limits.source_length:
-            return Request(index, prompt.token_ids, params, self.eos_ids)
+            return Request(index, prompt.token_ids, params, self.eos_ids | prompt.stop_ids)
         start = (*self.limits.decoder_start, *prompt.target)
-        return Request(index, start, params, self.eos_ids, prompt.token_ids)
+        return Request(index, start, params, self.eos_ids | prompt.stop_ids, prompt.token_ids)
 
     def _run(self, requests: list[Request], texts: list[TextStream]) -> Generator[Piece, None, None]:
         if not requests:
@@ -275,7 +303,7 @@ class Model:
 
     @property
     def _has_tokenizer(self) -> bool:
-        return self._tokenizer is not None or (self.folder is not None and (self.folder / "tokenizer.json").is_file())
+        return self._tokenizer is not None or (self.folder is not None and Tokenizer.exists(self.folder))
 
     def _require_open(self) -> None:
         if self._closed:

@@ -20,12 +20,14 @@ class EncodedPrompt:
 
     ``continues`` says how the completion reads: as the continuation of the prompt's text, where a first word keeps the
     space before it, or, after a conversation and from an encoder-decoder, as a text of its own. ``target`` are tokens
-    that the decoder of an encoder-decoder begins with, after those that it always begins with.
+    that the decoder of an encoder-decoder begins with, after those that it always begins with. ``stop_ids`` end the
+    completion beside the end-of-text tokens.
     """
 
     token_ids: tuple[int, ...]
     continues: bool = True
     target: tuple[int, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
 
 
 Prompt = str | Sequence[int] | Sequence[Message] | EncodedPrompt

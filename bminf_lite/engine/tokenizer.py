@@ -105,6 +105,13 @@ class Tokenizer(ABC):
     def encode_spans(self, parts: Sequence[str]) -> list[int]:
         """The ids of a text whose ``parts`` are separated by missing ones, each of which is a sentinel."""
 
+    def encode_turns(self, turns: Sequence[str], longest: int) -> list[int] | None:
+        """The ids of a dialogue, of ``longest`` at most if that can be, whose last utterance is to be answered.
+
+        None from a tokenizer whose model has a chat template for that.
+        """
+        return None
+
     @abstractmethod
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 

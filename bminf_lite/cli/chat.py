@@ -1,0 +1,132 @@
+"""``chat``: a dialogue at the terminal."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import UsageError
+from ._options import device_option, kv_cache_option, memory_limit_option, model_argument
+from ._sampling import given_options, sampling_options, stop_option
+
+if TYPE_CHECKING:
+    from ..engine.model import Model
+
+PROMPT = "> "
+CLEAR = "/clear"
+
+
+@click.command()
+@model_argument
+@device_option
+@memory_limit_option
+@kv_cache_option
+@sampling_options
+@stop_option
+@click.option("--system", metavar="TEXT", help="The system message.")
+def chat(
+    model: Path,
+    device: str,
+    memory_limit: int | None,
+    kv_cache: str,
+    stop: tuple[str, ...],
+    system: str | None,
+    **sampling: float | None,
+) -> None:
+    """Talk to a model.
+
+    Each line is answered by the model in the folder MODEL, which must have a chat template or be EVA; what was said
+    before is remembered as far as the model's context reaches. Ctrl-C stops an answer, /clear forgets everything but
+    the system message, and Ctrl-D ends.
+
+    \b
+    Example:
+      bminf-lite chat Llama-3.2-1B-Instruct-int8 --temperature 0.7
+      bminf-lite chat EVA-2-int8 --top-k 10 --temperature 0.85 --repetition-penalty 1.2
+    """
+    from ..engine.model import load
+
+    given = given_options(sampling, stop)
+    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
+        loaded.encode([{"role": "user", "content": "?"}])  # a model that cannot is refused before the first line
+        if sys.stdin.isatty():
+            click.echo(f"{loaded.describe()}. Ctrl-C stops an answer, {CLEAR} starts anew, Ctrl-D ends.", err=True)
+        talk(Dialogue(loaded, system, given))
+
+
+class Dialogue:
+    """What was said so far, and the model that answers."""
+
+    def __init__(self, model: Model, system: str | None, options: dict[str, Any]):
+        self.model = model
+        self.options = options
+        self.start = [] if system is None else [{"role": "system", "content": system}]
+        self.turns: list[dict[str, str]] = []
+
+    def clear(self) -> None:
+        """Forget everything but the system message."""
+        self.turns = []
+
+    def answer(self, text: str) -> None:
+        """Print an answer as it comes. Ctrl-C ends it there; what was said by then is part of the dialogue."""
+        self.turns.append({"role": "user", "content": text})
+        try:
+            prompt = self._fitting_prompt()
+        except UsageError as error:
+            self.turns.pop()
+            click.echo(f"error: {error}", err=True)
+            return
+        said = ""
+        try:
+            with closing(self.model.stream(prompt, **self.options)) as pieces:
+                for piece in pieces:
+                    said += piece.text
+                    click.echo(piece.text, nl=False)
+        except KeyboardInterrupt:
+            pass
+        click.echo()
+        self.turns.append({"role": "assistant", "content": said})
+
+    def _fitting_prompt(self) -> Any:
+        """The dialogue in tokens, without its first exchanges if the model's context cannot hold them."""
+        kept = self.turns
+        while True:
+            try:
+                prompt = self.model.encode([*self.start, *kept])
+            except UsageError:
+                if len(kept) < 3:
+                    raise
+                kept = kept[2:]
+                continue
+            if len(kept) < len(self.turns):
+                click.echo(f"(forgotten: the first {len(self.turns) - len(kept)} messages)", err=True)
+                self.turns = kept
+            return prompt
+
+
+def talk(dialogue: Dialogue) -> None:
+    """Read lines and have them answered, until the end of the input."""
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401, line editing and history for input()
+    while True:
+        try:
+            line = input(PROMPT if at_terminal else "").strip()
+        except EOFError:
+            if at_terminal:
+                click.echo(err=True)
+            return
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            continue
+        if line == CLEAR:
+            dialogue.clear()
+        elif line.startswith("/"):
+            click.echo(f"error: there is no {line.split()[0]}; the only command is {CLEAR}", err=True)
+        elif line:
+            dialogue.answer(line)

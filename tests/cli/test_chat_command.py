@@ -1,0 +1,153 @@
+"""``bminf-lite chat``: a dialogue, line by line."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cpm_checkpoints
+import pytest
+import tiny_checkpoint
+from click.testing import CliRunner, Result
+
+import bminf_lite
+from bminf_lite.cli import main
+
+pty = pytest.importorskip("pty")
+OPTIONS = ["--max-new-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint.write(tmp_path_factory.mktemp("chat") / "model", max_position_embeddings=256)
+
+
+def chat(model: Path, lines: list[str], *options: str) -> Result:
+    text = "".join(f"{line}\n" for line in lines)
+    return CliRunner().invoke(main, ["chat", str(model), "--device", "cpu", *OPTIONS, *options], input=text)
+
+
+def answers(model: Path, lines: list[str], system: str | None = None, **options: object) -> str:
+    """What the API answers, the dialogue growing."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    said = ""
+    with bminf_lite.load(model, device="cpu") as loaded:
+        for line in lines:
+            messages.append({"role": "user", "content": line})
+            text = loaded.generate(messages, max_new_tokens=6, **options).text
+            messages.append({"role": "assistant", "content": text})
+            said += text + "\n"
+    return said
+
+
+def test_each_line_is_answered_in_the_light_of_those_before(model: Path) -> None:
+    result = chat(model, ["hi", "", "what is new?"])
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == answers(model, ["hi", "what is new?"]) and result.stderr == ""
+
+
+def test_options_are_those_of_generate(model: Path) -> None:
+    options = ["--temperature", "1", "--seed", "3", "--presence-penalty", "0.5", "--system", "be kind"]
+    result = chat(model, ["hi", "and?"], *options)
+    expected = answers(model, ["hi", "and?"], "be kind", temperature=1.0, seed=3, presence_penalty=0.5)
+    assert result.stdout == expected, result.stderr
+
+
+def test_clear_forgets(model: Path) -> None:
+    result = chat(model, ["hi", "/clear", "what is new?"], "--system", "be kind")
+    assert result.stdout == answers(model, ["hi"], "be kind") + answers(model, ["what is new?"], "be kind")
+
+
+def test_unknown_commands_are_not_sent(model: Path) -> None:
+    result = chat(model, ["/quit", "hi"])
+    assert result.stdout == answers(model, ["hi"]) and "no /quit" in result.stderr
+
+
+def test_a_dialogue_longer_than_the_context_loses_its_start(model: Path) -> None:
+    result = chat(model, ["x" * 80] * 4)
+    assert result.exit_code == 0
+    assert "forgotten: the first 2 messages" in result.stderr and result.stdout.count("\n") >= 4
+
+
+def test_a_line_longer_than_the_context_is_refused_and_the_dialogue_goes_on(model: Path) -> None:
+    result = chat(model, ["x" * 400, "hi"])
+    assert result.exit_code == 0 and "shorten the prompt" in result.stderr
+    assert result.stdout == answers(model, ["hi"])
+
+
+def test_who_cannot_is_told_before_the_first_line(tmp_path: Path) -> None:
+    result = chat(tiny_checkpoint.write(tmp_path / "model", chat_template=None), ["hi"])
+    assert result.exit_code == 2 and "chat template" in result.stderr and result.stdout == ""
+    assert chat(tmp_path / "none", ["hi"], "--top-p", "0").exit_code == 2
+
+
+def test_eva_talks(tmp_path: Path) -> None:
+    pytest.importorskip("jieba")
+    model = cpm_checkpoints.write(tmp_path / "eva", "eva")
+    result = chat(model, ["你好", "今天天气不错"])
+    assert result.stdout == answers(model, ["你好", "今天天气不错"]), result.stderr
+
+
+class Terminal:
+    """The command in a pseudo-terminal."""
+
+    def __init__(self, *arguments: str):
+        self.primary, secondary = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from bminf_lite.cli import main; main()", "chat", *arguments],
+            stdin=secondary,
+            stdout=secondary,
+            stderr=secondary,
+            env=os.environ | {"TERM": "dumb", "PYTHONPATH": str(Path(bminf_lite.__file__).parents[1])},
+            # A test runner in the background has SIGINT ignored, and its children would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        os.close(secondary)
+        self.shown = ""
+
+    def read_until(self, text: str, seconds: float = 60) -> str:
+        """What is shown until ``text`` is, from where the last call left off."""
+        end = time.monotonic() + seconds
+        while text not in self.shown:
+            ready, _, _ = select.select([self.primary], [], [], max(end - time.monotonic(), 0))
+            assert ready, f"{text!r} is not in {self.shown!r}"
+            self.shown += os.read(self.primary, 4096).decode(errors="replace")
+        seen, self.shown = self.shown.split(text, 1)
+        return seen
+
+    def interrupt(self) -> None:
+        """Ctrl-C, a moment later: as a person would, not between readline's prompt and its first look at the keys."""
+        time.sleep(0.5)
+        self.process.send_signal(signal.SIGINT)
+
+    def type(self, text: str) -> None:
+        os.write(self.primary, text.encode())
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_the_program(tmp_path: Path) -> None:
+    """At a real terminal: an endless answer is cut off, another is begun, and the end of input is a clean exit."""
+    model = tiny_checkpoint.write(
+        tmp_path / "model", max_position_embeddings=2**20, generation_config={"eos_token_id": []}
+    )
+    terminal = Terminal(str(model), "--device", "cpu", "--max-new-tokens", "1000000")
+    try:
+        terminal.read_until("Ctrl-D ends.")
+        terminal.read_until("> ")
+        terminal.interrupt()  # at the prompt there is nothing to stop
+        terminal.read_until("> ")
+        for _ in range(2):
+            terminal.type("hi\n")
+            terminal.read_until("hi")
+            terminal.interrupt()
+            terminal.read_until("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(30) == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.primary)
