@@ -78,8 +78,12 @@ class CudaInstruments(Instruments):
     def _reader(self, data: cp.ndarray) -> Callable[[], None]:
         kernel: Kernel = Module(self.ops.device, "bandwidth.cu", ["read_all"]).kernel("read_all", "pqp")
         out, grid = self.ops.arrays.zeros((1,), np.int32), 4 * self.ops.launches.multiprocessors
-        arguments = (data.data.ptr, data.nbytes // 16, out.data.ptr)
-        return lambda: kernel(grid, 512, arguments, stream=self.ops.stream.ptr, moved=data.nbytes)
+
+        def read() -> None:
+            arguments = (data.data.ptr, data.nbytes // 16, out.data.ptr)
+            kernel(grid, 512, arguments, stream=self.ops.stream.ptr, moved=data.nbytes)
+
+        return read
 
     # -- inside a step ------------------------------------------------------------------------------------------------
 

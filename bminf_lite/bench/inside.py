@@ -24,6 +24,7 @@ def trace_step(subject: Subject, instruments: Instruments, batch: int = 1, depth
         seconds, results = instruments.time(lambda: session.decode(STEPS))
         check(results, subject.limits.vocab_size, "the traced step")
         session.prepare_decode(position)
+        session.expect(position + 2)  # the trace runs two steps; what a launch moves is counted by this
         return Trace(depth, instruments.trace(session.decode_eagerly), seconds / STEPS)
 
 

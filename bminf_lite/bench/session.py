@@ -141,6 +141,11 @@ class Session:
         if self._last is not None:
             self.ops.assign(self._last, np.full((2, self.batch), UNWRITTEN, np.int32))
 
+    def expect(self, tokens: int) -> None:
+        """Let steps that are run eagerly from now on assume so many tokens in the cache at most, not its capacity."""
+        assert self._step is not None
+        self._step.reach = tokens
+
     def decode_eagerly(self) -> Array:
         """One step, launched operation by operation."""
         step = self._step
