@@ -39,6 +39,9 @@ def log_axis(values: Iterable[float], start: float, end: float, unit: str = "", 
     positive = [v for v in values if 0 < v < math.inf] or [1.0]
     high = max(positive) * 1.3
     low = max(min(positive) / 1.3, high / 10**decades)
+    if high < 4 * low:  # values that are nearly one still have ticks around them
+        middle = math.sqrt(low * high)
+        low, high = middle / 2, middle * 2
     steps = [1.0] if high / low > 300 else [1.0, 3.0] if high / low > 10 else [1.0, 2.0, 3.0, 5.0, 7.0]
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [10.0**e * step for e in exponents for step in steps]
