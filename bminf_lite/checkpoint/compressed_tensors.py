@@ -10,8 +10,8 @@ A configuration that this package cannot run as it is meant is refused, and the 
 
 Outlier columns are this project's own: ``X.outlier_columns``, int32 ``[n]``, names inputs whose codes are zero, and
 ``X.outlier_weight``, fp16 ``[out, n]``, holds their weights. A reader that does not know them would compute something
-else, so such a checkpoint says ``quant_method: bminf-lite`` instead of ``compressed-tensors``, which others refuse by
-name; ``version`` says which of our readers can open it, and ``outlier_columns`` how many each layer has.
+else. So the format of their group is :data:`OUTLIER_FORMAT` (else it is as ``int-quantized``), a name that such
+readers refuse, and ``outlier_columns`` says how many each layer has.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from .recipe import Scheme
 
 INT8_FORMATS = ("int-quantized", "naive-quantized")
 PACKED_FORMAT = "pack-quantized"
-OUTLIER_METHOD, OUTLIER_VERSION = "bminf-lite", 1
+OUTLIER_FORMAT = "bminf-lite-outlier-columns-1"
+"""The number is the format's version."""
+READ_FORMATS = (*INT8_FORMATS, PACKED_FORMAT, OUTLIER_FORMAT)
 OUTLIERS = (".outlier_columns", ".outlier_weight")
 COMPANIONS = (".weight_scale", ".weight_packed", ".weight_shape", ".weight_zero_point", *OUTLIERS)
 """What may stand beside, or instead of, the ``.weight`` of a quantized layer."""
@@ -79,7 +81,7 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
     if not isinstance(raw, dict):
         raise checkpoint_error(source, [f"quantization_config must be an object, not {raw!r}"])
     method = raw.get("quant_method", "compressed-tensors")
-    if method not in ("compressed-tensors", OUTLIER_METHOD):
+    if method != "compressed-tensors":
         raise checkpoint_error(
             source,
             [
@@ -108,20 +110,12 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
             problems.extend(found)
     ignore = raw.get("ignore") or []
     problems += _target_problems("quantization_config.ignore", ignore)
-    outliers = raw.get("outlier_columns", {}) if method == OUTLIER_METHOD else {}
-    problems += _outlier_problems(raw.get("version"), outliers) if method == OUTLIER_METHOD else []
+    outliers = raw.get("outlier_columns") or {}
+    if not isinstance(outliers, dict) or not all(type(count) is int and count > 0 for count in outliers.values()):
+        problems.append(f"quantization_config.outlier_columns must map layers to numbers of columns, not {outliers!r}")
     if problems:
         raise checkpoint_error(source, problems)
     return QuantizationConfig(tuple(groups), tuple(ignore), outliers)
-
-
-def _outlier_problems(version: object, outliers: object) -> list[str]:
-    """What this version cannot read of a checkpoint with outlier columns."""
-    if version != OUTLIER_VERSION:
-        return [f"quantization_config.version is {version!r}; this version of bminf-lite reads {OUTLIER_VERSION}"]
-    if not isinstance(outliers, dict) or not all(type(n) is int and n > 0 for n in outliers.values()):
-        return [f"quantization_config.outlier_columns must map layers to numbers of columns, not {outliers!r}"]
-    return []
 
 
 def _parse_group(where: str, group: object, default_format: object) -> Group | list[str]:
@@ -129,8 +123,8 @@ def _parse_group(where: str, group: object, default_format: object) -> Group | l
         return [f"{where} must be an object, not {group!r}"]
     layout = group.get("format") or default_format
     problems = []
-    if layout not in (*INT8_FORMATS, PACKED_FORMAT):
-        problems.append(f"{where}.format is {layout!r}; this version reads {', '.join((*INT8_FORMATS, PACKED_FORMAT))}")
+    if layout not in READ_FORMATS:
+        problems.append(f"{where}.format is {layout!r}; this version reads {', '.join(READ_FORMATS)}")
     targets = group.get("targets")
     problems += _target_problems(f"{where}.targets", targets)
     weights, inputs = group.get("weights"), group.get("input_activations")
@@ -194,21 +188,21 @@ def quantization_config(schemes: Mapping[str, Scheme], outliers: Mapping[str, in
     each group lists its layers. ``outliers`` counts the columns that a layer keeps in fp16.
     """
     used = [scheme for scheme in (Scheme.W8A8, Scheme.W8A16) if scheme in schemes.values()]
+    formats = FORMATS | ({Scheme.W8A8: OUTLIER_FORMAT} if outliers else {})
     groups = {}
     for index, scheme in enumerate(used):
         targets = ["Linear"] if len(used) == 1 else [module for module, s in schemes.items() if s is scheme]
         groups[f"group_{index}"] = {
             "targets": targets,
-            "format": FORMATS[scheme],
+            "format": formats[scheme],
             "weights": _quantization_args(dynamic=False, strategy="channel"),
             "input_activations": _quantization_args(dynamic=True, strategy="token") if scheme is Scheme.W8A8 else None,
             "output_activations": None,
         }
-    own = {"version": OUTLIER_VERSION, "outlier_columns": dict(outliers)} if outliers else {}
     return {
-        "quant_method": OUTLIER_METHOD if outliers else "compressed-tensors",
-        **own,
-        "format": FORMATS[used[0]] if len(used) == 1 else "mixed-precision",
+        "quant_method": "compressed-tensors",
+        "format": formats[used[0]] if len(used) == 1 else "mixed-precision",
+        **({"outlier_columns": dict(outliers)} if outliers else {}),
         "quantization_status": "compressed",
         "ignore": [module for module, scheme in schemes.items() if scheme is Scheme.FLOAT],
         "config_groups": groups,

@@ -117,10 +117,9 @@ def test_other_readers_are_told_by_name_and_damage_is_found(kept: tuple[Path, Mi
     shutil.copytree(kept[0], folder)
     config = json.loads((folder / "config.json").read_text())
     quantization = config["quantization_config"]
-    assert quantization["quant_method"] == "bminf-lite" and quantization["version"] == 1
+    assert [g["format"] for g in quantization["config_groups"].values()] == ["bminf-lite-outlier-columns-1"]
     assert quantization["outlier_columns"] == {DOWN: 2}
     for change, message in (
-        ({"version": 2}, "version is 2"),
         ({"outlier_columns": {"lm_head": 0}}, "must map layers"),
         ({"outlier_columns": {}}, "unexpected tensor '.*outlier_columns'"),
         ({"outlier_columns": {DOWN: 3}}, r"outlier_columns' has shape \[2\]"),
