@@ -54,8 +54,7 @@ class TorchFile(TensorFile):
     def read_tensor(self, name: str, buffer: memoryview, offset: int = 0) -> None:
         """Fill ``buffer`` with a tensor's bytes in row-major order, from ``offset`` on.
 
-        A tensor that the file holds in that order is read without a memory map. Of another, ``offset`` and the length
-        of ``buffer`` are whole elements.
+        A tensor that the file holds in that order is read without touching the memory map.
         """
         info = self.tensors[name]
         assert offset + len(buffer) <= info.nbytes
@@ -64,9 +63,9 @@ class TorchFile(TensorFile):
             self.read_into(buffer, info.offset + offset)
             return
         self.check_unchanged()
-        first, count = offset // array.itemsize, len(buffer) // array.itemsize
-        assert first * array.itemsize == offset and count * array.itemsize == len(buffer)
-        np.frombuffer(buffer, array.dtype)[:] = array.flat[first : first + count]
+        first, end = offset // array.itemsize, -(-(offset + len(buffer)) // array.itemsize)
+        start = offset - first * array.itemsize
+        buffer[:] = array.flat[first:end].view(np.uint8).data[start : start + len(buffer)]
 
     def _strided(self, name: str) -> np.ndarray:
         info = self.tensors[name]

@@ -187,3 +187,17 @@ def test_ids_may_be_unknown_but_not_out_of_range():
     for wrong in (-1, 2**32):
         with pytest.raises(UsageError, match=str(wrong)):
             tokenizer.decode([5, wrong])
+
+
+def test_sentinels_stand_for_missing_parts() -> None:
+    """T5's are ``<extra_id_0>``, ``<extra_id_1>``, ...; they need not be in order, nor have ids in order."""
+    backend = tokenizer_kit.metaspace()
+    assert JsonTokenizer(backend).sentinels == []
+    backend.add_special_tokens(["<extra_id_2>", "<extra_id_1>", "<extra_id_0>", "<extra_id_9>"])
+    tokenizer = JsonTokenizer(backend)
+    ids = [backend.token_to_id(f"<extra_id_{i}>") for i in range(3)]
+    assert tokenizer.sentinels == ids
+    spans = tokenizer.encode_spans(["the ", " cats", ""])
+    assert [i for i in spans if i in ids] == ids[:2]
+    assert spans == tokenizer.encode("the <extra_id_0> cats<extra_id_1>")
+    assert tokenizer.encode_turns(["the cat"], 10) is None and tokenizer.target_ids == ()
