@@ -11,9 +11,10 @@ cd "$(dirname "$0")/.." || exit 2
 
 declare -A limits=(
     [versions]=60 [doctor]=120 [tests]=600 [memcheck]=150 [racecheck]=150 [initcheck]=150 [demo]=60 [generate]=60
-    [bench_8b]=180 [bench_1b]=90 [context]=240 [batch]=240 [trace_8b]=90 [trace_1b]=60 [kernels]=180
+    [bench_8b]=180 [bench_1b]=90 [prompt]=240 [context]=240 [batch]=240 [trace_8b]=90 [trace_1b]=60 [kernels]=180
 )
-parts="versions doctor tests memcheck racecheck initcheck demo generate bench_8b bench_1b context batch trace_8b trace_1b kernels"
+parts="versions doctor tests memcheck racecheck initcheck demo generate
+    bench_8b bench_1b prompt context batch trace_8b trace_1b kernels"
 limit=
 while getopts p:t: option; do
     case $option in
@@ -27,7 +28,11 @@ shift $((OPTIND - 1))
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 python=${PYTHON:-python}
 bminf() { "$python" -c 'from bminf_lite.cli import main; main()' "$@"; }
-bench() { bminf bench --device cuda -o json "$@"; }
+bench() {
+    local name=$1
+    shift
+    bminf bench --device cuda -o json "$@" > "$out/$name.json"
+}
 
 versions() {
     date -u +%FT%TZ
@@ -37,7 +42,7 @@ versions() {
     "$python" -m pip list 2>/dev/null | grep -iE '^(bminf|cupy|numpy|nvidia|cuda|torch|triton)'
 }
 
-doctor() { bminf doctor --json; }
+doctor() { bminf doctor --json > "$out/doctor.json" && grep -q '"usable": true' "$out/doctor.json"; }
 
 # pytest succeeds where everything was skipped; this does not.
 gpu_tests() { "$python" -m pytest -m gpu -rs --junitxml="$out/tests.xml" "$@" && ran_some "$out/tests.xml"; }
@@ -73,14 +78,18 @@ generate() {
         bminf generate "$out/demo-int8" "If the file" --device cuda --max-new-tokens 64 --stats
 }
 
-# Speeds, and with them the peaks of memory.
-bench_8b() { bench --shape llama-3-8b -p 512,2048 -n 0 && bench --shape llama-3-8b -p 0 -d 512,2048; }
-bench_1b() { bench --shape llama-3.2-1b -p 512,2048 -n 0 && bench --shape llama-3.2-1b -p 0 -d 512,2048; }
-context() { bench --shape llama-3-8b -p 0 -n 64 -d 128,512,2048,8192,32768 -r 3; }
-batch() { bench --shape llama-3-8b -p 0 -n 64 -d 512 -b 1,2,4,8,16,32,64 -r 3; }
-trace_8b() { bench --shape llama-3-8b -d 512 --trace; }
-trace_1b() { bench --shape llama-3.2-1b -d 512 --trace; }
-kernels() { bench --kernels; }
+# Speeds, and with them the peaks of memory: a JSON file each, and the cost curves drawn.
+speeds() {
+    bench "$1-prefill" --shape "$1" -p 512,2048 -n 0 && bench "$1-decode" --shape "$1" -p 0 -d 512,2048
+}
+bench_8b() { speeds llama-3-8b; }
+bench_1b() { speeds llama-3.2-1b; }
+prompt() { bench prompt --shape llama-3-8b -p 128,512,2048,8192,32768 -n 0 -r 3 --plot "$out/prompt.png"; }
+context() { bench context --shape llama-3-8b -p 0 -n 64 -d 128,512,2048,8192,32768 -r 3 --plot "$out/context.png"; }
+batch() { bench batch --shape llama-3-8b -p 0 -n 64 -d 512 -b 1,2,4,8,16,32,64 -r 3 --plot "$out/batch.png"; }
+trace_8b() { bench trace-8b --shape llama-3-8b -d 512 --trace --plot "$out/trace-8b.png"; }
+trace_1b() { bench trace-1b --shape llama-3.2-1b -d 512 --trace --plot "$out/trace-1b.png"; }
+kernels() { bench kernels --kernels --plot "$out/kernels.png"; }
 
 failed=0
 : > "$out/summary.txt"
@@ -90,7 +99,7 @@ for part in $parts; do
     [ "$part" = tests ] && function=gpu_tests
     seconds=${limit:-${limits[$part]}}
     start=$SECONDS
-    export -f bminf bench ran_some sanitizer "$function"
+    export -f bminf bench speeds ran_some sanitizer "$function"
     out=$out python=$python timeout -k 10 "$seconds" bash -c "$function" > "$out/$part.txt" 2> "$out/$part.err"
     status=$?
     case $status in
