@@ -90,7 +90,7 @@ class Blockwise:
     """The checkpoint in a folder, run on ``ops`` piece by piece. Close it, or use it as a context manager.
 
     ``observer`` is told of each product (see :mod:`..layers.recording`) while it is set; ``schemes`` says of the
-    matrices that were read so far whether they are ``w8a8``, ``w8a16`` or ``float``. Raises ``CheckpointError`` for a
+    matrices that were read so far how they are quantized, see :func:`scheme_of`. Raises ``CheckpointError`` for a
     folder that holds no model of a known architecture, or one that cannot be run piece by piece.
     """
 
@@ -145,6 +145,14 @@ class Blockwise:
         return np.array(self.ops.host(x), np.float32)
 
 
+def scheme_of(weight: HostWeight) -> str:
+    """``float``, ``w8a16``, ``w8a8``, or ``w8a8+4`` where four columns stay fp16."""
+    if not isinstance(weight, Int8Weight):
+        return Scheme.FLOAT.value
+    scheme = (Scheme.W8A8 if weight.dynamic else Scheme.W8A16).value
+    return scheme if weight.outliers is None else f"{scheme}+{len(weight.outliers.index)}"
+
+
 class _Schemes:
     """Remembers how each matrix is quantized."""
 
@@ -154,8 +162,7 @@ class _Schemes:
 
     def weight(self, name: str) -> HostWeight:
         weight = self._weights.weight(name)
-        int8 = Scheme.W8A8 if isinstance(weight, Int8Weight) and weight.dynamic else Scheme.W8A16
-        self.schemes[name] = (int8 if isinstance(weight, Int8Weight) else Scheme.FLOAT).value
+        self.schemes[name] = scheme_of(weight)
         return weight
 
     def vector(self, name: str) -> np.ndarray:

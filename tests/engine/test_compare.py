@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from tiny_models import FAMILIES, GPTS, RandomWeights, TinyModel, goldens
 import bminf_lite
 from bminf_lite import models
 from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.quantization import OutlierColumns, quantize_weight
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import Recipe, Scheme
-from bminf_lite.engine.blockwise import Batch
+from bminf_lite.engine.blockwise import Batch, scheme_of
 from bminf_lite.engine.compare import check_pair, compare
 from bminf_lite.engine.comparison import joined
 from bminf_lite.engine.corpus import Window, windows_for
@@ -150,6 +152,14 @@ def test_every_decoder_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_p
     assert all(5 < linear.own.snr_db < 70 for linear in found.linears)
     seen = sorted(name for linear in found.linears for name in linear.tensors)
     assert seen == sorted(name for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD))
+
+
+def test_schemes_are_named():
+    weight = np.ones((4, 8), np.float32)
+    outliers = OutlierColumns(np.array([1, 5], np.int32), np.zeros((4, 2), np.float16))
+    int8 = quantize_weight(weight)
+    found = [weight, int8, quantize_weight(weight, dynamic=False), replace(int8, outliers=outliers)]
+    assert [scheme_of(w) for w in found] == ["float", "w8a8", "w8a16", "w8a8+2"]
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path):
