@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import OrderedDict
 from pathlib import Path
@@ -9,11 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import ENCODER_DECODERS, FAMILIES, GPTS, goldens
 
+import bminf_lite
+from bminf_lite import models
+from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.torch_file import TorchFile
 from bminf_lite.errors import CheckpointError
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="parity needs torch")
+pytest.importorskip("transformers", reason="parity needs transformers")
+import make_goldens  # noqa: E402  (needs torch)
+
 pytestmark = pytest.mark.parity
 
 
@@ -76,3 +84,49 @@ def test_what_is_no_state(tmp_path: Path, zipped: bool) -> None:
         torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)), str(path))
     with pytest.raises(CheckpointError, match=r"TorchScript|compressed"):
         TorchFile(path)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *GPTS, *ENCODER_DECODERS])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_model_s_bin_files_are_its_safetensors(tmp_path: Path, family: str, shards: int) -> None:
+    """Every family's ``state_dict``, with what is shared and what is not a parameter, in both forms."""
+    golden = next(iter(goldens(family)))
+    hf = make_goldens.build(golden.config, golden.seed)
+    hf.config.eos_token_id = hf.generation_config.eos_token_id = 1  # GPT-2's is beyond a small vocabulary
+    hf.save_pretrained(tmp_path / "safetensors")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((tmp_path / "safetensors" / "config.json").read_bytes())
+    write_bin(folder, hf.state_dict(), shards)
+    with open_checkpoint(folder) as got, open_checkpoint(tmp_path / "safetensors") as expected:
+        architecture = models.find(got.config)
+        spec = architecture.spec(architecture.parse(got.config))
+        for checkpoint in (got, expected):
+            checkpoint.validate(spec)
+        for name, parameter in spec.parameters.items():
+            read = "weight" if len(parameter.shape) == 2 else "vector"
+            values = [getattr(checkpoint.weights(spec), read)(name) for checkpoint in (got, expected)]
+            np.testing.assert_array_equal(*values, err_msg=name)
+    source = [3, 1, 4] if family in ENCODER_DECODERS else None
+    logits = []
+    for path in (folder, tmp_path / "safetensors"):
+        with bminf_lite.load(path, device="cpu") as model:
+            logits.append(model.logits([1, 2, 3], source=source))
+    np.testing.assert_array_equal(*logits)
+
+
+def write_bin(folder: Path, state: dict[str, Any], shards: int) -> None:
+    """``pytorch_model.bin``, or shards with an index, where a shard does not repeat what is in another."""
+    if shards == 1:
+        torch.save(state, folder / "pytorch_model.bin")
+        return
+    places: dict[int, str] = {}
+    parts: dict[str, dict[str, Any]] = {f"pytorch_model-{i + 1:05d}-of-{shards:05d}.bin": {} for i in range(shards)}
+    for i, (name, tensor) in enumerate(state.items()):
+        file = places.setdefault(tensor.data_ptr(), list(parts)[i % shards])
+        parts[file][name] = tensor
+    for file, part in parts.items():
+        torch.save(part, folder / file, _use_new_zipfile_serialization=False)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
