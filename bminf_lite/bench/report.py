@@ -61,6 +61,7 @@ class Report:
         tables = {
             "tests": [self._test_row(m) for m in self.measurements],
             "trace": [self._span_row(i, s) for i, s in enumerate(self.trace.spans)] if self.trace else [],
+            "trace_by_name": self._name_rows(self.trace) if self.trace else [],
             "kernels": [self._kernel_row(k) for k in self.kernels],
         }
         return {name: rows for name, rows in tables.items() if rows}
@@ -92,6 +93,21 @@ class Report:
             "percent_of_read": 100 * span.nbytes / span.seconds / self.ceilings.read if span.nbytes else None,
             "gap_microseconds": 1e6 * span.gap,
         }
+
+    def _name_rows(self, trace: Trace) -> list[Row]:
+        """The parts of a trace by name, those that take longest together first."""
+        groups: dict[str, list[Span]] = {}
+        for span in trace.spans:
+            groups.setdefault(span.name, []).append(span)
+        rows = []
+        for name, spans in groups.items():
+            seconds, nbytes = sum(s.seconds for s in spans), sum(s.nbytes for s in spans)
+            rows.append({
+                "name": name, "launches": len(spans), "microseconds": 1e6 * seconds,
+                "percent_of_step": 100 * seconds / trace.alone,
+                "percent_of_read": 100 * nbytes / seconds / self.ceilings.read if nbytes else None,
+            })  # fmt: skip
+        return sorted(rows, key=lambda row: -row["microseconds"])
 
     def _kernel_row(self, k: KernelTime) -> Row:
         rate = k.operations / k.seconds / 1e12 if k.operations else k.nbytes / k.seconds / 1e9
@@ -188,6 +204,17 @@ def _span_form(row: Row) -> Row:
     }
 
 
+def _name_form(row: Row) -> Row:
+    percent = row["percent_of_read"]
+    return {
+        "name": row["name"],
+        "launches": str(row["launches"]),
+        "us": f"{row['microseconds']:.1f}",
+        "% of all": f"{row['percent_of_step']:.1f}",
+        "% read": "" if percent is None else f"{percent:.1f}",
+    }
+
+
 def _kernel_form(row: Row) -> Row:
     plain, speedup = row["plain_microseconds"], row["speedup"]
     return {
@@ -201,7 +228,7 @@ def _kernel_form(row: Row) -> Row:
     }
 
 
-FORMS = {"tests": _test_form, "trace": _span_form, "kernels": _kernel_form}
+FORMS = {"tests": _test_form, "trace": _span_form, "trace_by_name": _name_form, "kernels": _kernel_form}
 
 
 def markdown_table(rows: Sequence[Row]) -> str:

@@ -73,7 +73,7 @@ def bench(
     \b
     Example:
       bminf-lite bench MODEL
-      bminf-lite bench --shape llama-3-8b -p 512,2048 -d 512
+      bminf-lite bench --shape llama-3-8b -p 512,2048 -d 0,512
       bminf-lite bench --shape llama-3-8b -p 0 -d 128,1024,8192,32768 --plot context.png
       bminf-lite bench --shape llama-3.2-1b -d 512 --trace
       bminf-lite bench --kernels -o csv

@@ -47,7 +47,7 @@ def test_markdown(report: Report) -> None:
     assert "takes 8.0 us as it is run; its 2 parts take 10.0 us one by one" in text
     assert "2,000.00 GB/s" in text and "1,000.00 TOPS" in text and "4.0" in text
     assert "read 4,000.0 GB/s, copy 3,500.0 GB/s, int8 product 1,000.00 TOPS" in text
-    for table in text.split("\n\n")[:3]:
+    for table in text.split("\n\n")[:4]:
         assert len({len(line) for line in table.splitlines()}) == 1, "columns line up"
 
 
@@ -58,13 +58,15 @@ def test_json(report: Report) -> None:
     assert data["tests"][0]["seconds"] == [0.5, 0.55, 0.5]
     assert data["tests"][1]["percent_of_read"] == pytest.approx(100 * 8e9 * 256 / 4e12)
     assert data["trace"][1]["percent_of_read"] == pytest.approx(100 * 16e6 / 9e-6 / 4e12)
+    assert [row["name"] for row in data["trace_by_name"]] == ["matvec<1>", "embed"], "the longest first"
+    assert data["trace_by_name"][0]["percent_of_step"] == pytest.approx(90)
     assert data["kernels"][0]["percent_of_ceiling"] == pytest.approx(100 * 2e12 / 3.5e12)
     assert data["kernels"][0]["speedup"] == pytest.approx(4)
 
 
 def test_csv(report: Report) -> None:
     tables = [list(csv.DictReader(io.StringIO(part))) for part in report.csv().split("\n\n")]
-    assert [len(table) for table in tables] == [2, 2, 2]
+    assert [len(table) for table in tables] == [2, 2, 2, 2]
     assert float(tables[0][0]["tokens_per_second"]) == 1024
     assert tables[0][0]["peak_reserved_bytes"] == ""
 
