@@ -211,7 +211,7 @@ class Converter:
         finite = np.isfinite(row_max) & np.isfinite(kept).all(axis=1)
         if not finite.all():
             return Converted(bad_row=block.start + int(np.argmin(finite)))
-        scale = exact_scales(row_max)
+        scale = _given_scales(block) if block.plan.treatment.codes is not None else exact_scales(row_max)
         if not block.wide:
             if not fits_fp16(scale):
                 return Converted(misfit=True)
@@ -220,6 +220,8 @@ class Converter:
         rounded = self._buffer("rounded", values.size, np.float32).reshape(values.shape)
         codes = self._buffer("codes", values.size, np.int8).reshape(values.shape)
         round_to_codes(values, scale, ratio, rounded)
+        if block.plan.treatment.codes is not None:
+            np.copyto(rounded, block.plan.treatment.codes[block.start : block.stop])
         np.copyto(codes, rounded, casting="unsafe")
         stored = pack(codes) if block.plan.scheme is Scheme.W8A16 else codes
         self.writer.write(block.plan.data_name, stored, block.start * stored.shape[1])
@@ -244,6 +246,14 @@ class Converter:
         if name not in buffers or buffers[name].size < size:
             buffers[name] = np.empty(size, dtype)
         return buffers[name][:size]
+
+
+def _given_scales(block: Block) -> np.ndarray:
+    """The scales that a calibration computed for the rows of a block, fp32."""
+    treatment, rows = block.plan.treatment, slice(block.start, block.stop)
+    assert treatment.scale is not None
+    scale = treatment.scale[rows].astype(np.float32)
+    return scale if treatment.row_factors is None else scale * treatment.row_factors[rows]
 
 
 def _multiply(values: np.ndarray, treatment: Treatment, block: Block) -> None:

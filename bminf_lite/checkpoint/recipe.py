@@ -53,11 +53,13 @@ class Calibration:
     ``max_error`` becomes w8a16; 0 turns that off. The error of a product is the mean over tokens of
     ``|y_int8 - y|^2 / |y|^2``, so 0.001 is a signal-to-noise ratio of 30 dB. Before it becomes w8a16, up to
     ``outlier_columns`` of its inputs are kept in fp16, if that is enough; only bminf-lite opens such a checkpoint.
+    ``rounding`` is ``nearest``, or ``gptq`` for rounding that makes up for its errors, where that shows a gain.
     """
 
     smoothing: bool = True
     max_error: float = 0.0
     outlier_columns: int = 0
+    rounding: str = "nearest"
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ _CALIBRATION_VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
     "smoothing": (lambda value: isinstance(value, bool), "true or false"),
     "max_error": (_is_share, "a number from 0 to 1"),
     "outlier_columns": (lambda value: type(value) is int and 0 <= value <= 256, "a whole number from 0 to 256"),
+    "rounding": (lambda value: value in ("nearest", "gptq"), "nearest or gptq"),
 }
 """The keys of ``[calibration]``: which values they take, and that in words."""
 

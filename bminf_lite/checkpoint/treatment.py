@@ -25,13 +25,16 @@ class Treatment:
 
     ``scheme``, if given, replaces the recipe's. The tensor's rows are multiplied by ``row_factors`` and its columns by
     ``column_factors``, both fp32 and powers of two, before anything else happens to it; a vector is a row. Of an int8
-    tensor the columns ``outliers`` (int32 ``[n]``, ascending) are kept in fp16.
+    tensor the columns ``outliers`` (int32 ``[n]``, ascending) are kept in fp16. ``codes`` int8 ``[out, in]`` and
+    ``scale`` ``[out]``, if given, are what to store; row factors apply to the scales.
     """
 
     scheme: Scheme | None = None
     row_factors: np.ndarray | None = None
     column_factors: np.ndarray | None = None
     outliers: np.ndarray | None = None
+    codes: np.ndarray | None = None
+    scale: np.ndarray | None = None
 
     def factors(self) -> dict[str, np.ndarray]:
         """The factors that are there, by the name of the field."""

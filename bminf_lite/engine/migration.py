@@ -76,7 +76,8 @@ def migrate(
 
     def decide(checkpoint: Checkpoint, spec: Spec, recipe: Recipe) -> Calibrated:
         with closing(backend.create(device)) as ops:
-            decider = Decider(checkpoint, spec, recipe, ops)
+            beside = next(folder for folder in Path(out).absolute().parents if folder.is_dir())
+            decider = Decider(checkpoint, spec, recipe, ops, beside)
             calibration.observe(checkpoint, spec, tokens.samples, ops, decider, calibration_progress)
             return decider.result()
 

@@ -7,8 +7,10 @@ matrix's rows changes neither the codes of its rows nor their errors.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from ..checkpoint.treatment import UNTREATED, Calibrated, Treatment
 from ..models.spec import Fold, Role, Spec
 from .calibration import Observation, spread_rows
 from .errors import Judge, Version
+from .gptq import compensated, divided
 from .precision import choose
 from .smoothing import Smoothing, folded, search, spread
 
@@ -33,26 +36,34 @@ VERDICT_TOKENS = 4096
 class Decision:
     """What became of a product: the error that the recipe alone gives, and the one that was reached.
 
-    ``exponent`` is that of the smoothing, None where there is none; ``outlier_columns`` are the inputs kept in fp16.
+    ``exponent`` is that of the smoothing, None where there is none; ``outlier_columns`` are the inputs kept in fp16;
+    ``rounding`` is ``nearest`` or ``gptq``.
     """
 
     tensors: tuple[str, ...]
     scheme: Scheme
     exponent: float | None
     outlier_columns: tuple[int, ...]
+    rounding: str
     error_before: float
     error: float
 
 
 class Decider:
-    """Decides each product that it is shown. ``recipe`` must have a calibration."""
+    """Decides each product that it is shown. ``recipe`` must have a calibration.
 
-    def __init__(self, checkpoint: Checkpoint, spec: Spec, recipe: Recipe, ops: Backend):
+    Codes that were computed here wait in files in ``scratch``, the system's place for such files by default.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, spec: Spec, recipe: Recipe, ops: Backend, scratch: Path | None = None
+    ):
         assert recipe.calibration is not None
         self.settings: Calibration = recipe.calibration
         self.recipe = recipe
         self.spec = spec
         self.ops = ops
+        self.scratch = scratch
         self.weights = checkpoint.weights(spec)
         self.decisions: list[Decision] = []
         self._fold_of = {name: fold for fold in spec.foldable for name in fold.consumers}
@@ -71,12 +82,22 @@ class Decider:
             factors = None if smoothing.factors is None else spread(smoothing.factors, fold)
         judge = self._judge(seen.tensors, seen.inputs, VERDICT_TOKENS)
         before = max(judge.errors(Version(scheme)))
-        limits = replace(self.settings, outlier_columns=self._columns(seen.tensors))
+        limits = self.settings if self._are_stored(seen.tensors) else replace(self.settings, outlier_columns=0)
         version, error = choose(judge, Version(scheme, factors), limits, input_max)
         for name in seen.tensors:
             self._treat(name, scheme=version.scheme, outliers=version.outliers)
+        rounding = "nearest"
+        if self.settings.rounding == "gptq" and version.outliers is None and self._are_stored(seen.tensors):
+            better = compensated(self.ops, seen.inputs, judge.weights, version)
+            if better is not None:
+                rounding, inputs = "gptq", divided(judge.inputs, version)
+                error = max(judge.error(i, weight, inputs) for i, weight in enumerate(better))
+                for name, weight in zip(seen.tensors, better, strict=True):
+                    self._treat(name, codes=self._spilled(weight.codes), scale=weight.scale)
         kept = () if version.outliers is None else tuple(version.outliers.tolist())
-        self.decisions.append(Decision(seen.tensors, version.scheme, smoothing.exponent, kept, before, error))
+        self.decisions.append(
+            Decision(seen.tensors, version.scheme, smoothing.exponent, kept, rounding, before, error)
+        )
 
     def result(self) -> Calibrated:
         """All treatments, and the decisions for the manifest."""
@@ -86,10 +107,16 @@ class Decider:
     def _scheme(self, name: str) -> Scheme:
         return self.recipe.scheme_of(name, self.spec.parameters[name].role is Role.HEAD)
 
-    def _columns(self, names: Sequence[str]) -> int:
-        """How many columns may stay fp16: none of a matrix that is quantized when it is loaded."""
-        stored = all(name not in self.spec.tied and not self.spec.parameters[name].transposed for name in names)
-        return self.settings.outlier_columns if stored else 0
+    def _are_stored(self, names: Sequence[str]) -> bool:
+        """Whether the file will hold their codes: not those of matrices that are quantized when they are loaded."""
+        return all(name not in self.spec.tied and not self.spec.parameters[name].transposed for name in names)
+
+    def _spilled(self, codes: np.ndarray) -> np.ndarray:
+        """The codes in a file without a name, which is gone when nobody needs it."""
+        with tempfile.TemporaryFile(dir=self.scratch) as file:
+            mapped = np.memmap(file, np.int8, "w+", shape=codes.shape)
+        mapped[...] = codes
+        return mapped
 
     def _smoothing(self, fold: Fold, inputs: np.ndarray, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
         """The smoothing of a fold, found when the first of its consumers comes."""

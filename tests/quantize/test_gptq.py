@@ -1,0 +1,95 @@
+"""Error-compensating rounding: the algorithm against its definition, and what reaches the file."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bminf_lite
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.quantization import Int8Weight, quantize_weight
+from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.recipe import Scheme
+from bminf_lite.quantize import gptq
+from bminf_lite.quantize.errors import Version
+from bminf_lite.quantize.gptq import compensated, compensated_codes, hessian, inverse_root
+
+DEMO = Path(str(resources.files("bminf_lite.demo_model")))
+
+
+def correlated(random: np.random.Generator, rows: int, inputs: int) -> np.ndarray:
+    """Inputs that a few directions explain, fp32 ``[rows, inputs]``."""
+    few = random.standard_normal((rows, max(inputs // 4, 1))) @ random.standard_normal((max(inputs // 4, 1), inputs))
+    return (few + 0.1 * random.standard_normal((rows, inputs))).astype(np.float32)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 5), st.integers(1, 16))
+def test_blocks_give_what_one_column_after_another_gives(seed: int, inputs: int, outputs: int, block: int) -> None:
+    """The definition: fix a column's code, then choose the real values of the others that are best for the product."""
+    random = np.random.default_rng(seed)
+    total = hessian(correlated(random, 3 * inputs, inputs))
+    damped = total + np.eye(inputs) * gptq.DAMPING * np.diagonal(total).mean()
+    weight = random.standard_normal((outputs, inputs)).astype(np.float32)
+    scale = quantize_weight(weight).scale
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gptq, "BLOCK", block)
+        codes = compensated_codes(weight, scale, inverse_root(total))
+    rest = weight.astype(np.float64) / scale.astype(np.float64)[:, None]
+    for column in range(inputs):
+        inverse = np.linalg.inv(damped[column:, column:])
+        rounded = np.clip(np.rint(rest[:, column]), -127, 127)
+        tie = np.abs(np.abs(rest[:, column] - rounded) - 0.5) < 1e-3
+        rounded = np.where(tie, codes[:, column], rounded)  # fp32 may see a tie on the other side
+        np.testing.assert_array_equal(codes[:, column], rounded)
+        error = (rest[:, column] - rounded) / inverse[0, 0]
+        rest[:, column:] -= error[:, None] * inverse[0]
+
+
+def test_it_makes_the_product_s_error_smaller() -> None:
+    random = np.random.default_rng(0)
+    inputs, weight = correlated(random, 2000, 64), random.standard_normal((48, 64)).astype(np.float32)
+    better = compensated(CpuBackend(), inputs, [weight], Version(Scheme.W8A16))
+    assert better is not None
+    plain, exact = quantize_weight(weight, dynamic=False), inputs @ weight.T
+    errors = [np.linalg.norm(inputs @ w.dequantize().T - exact) for w in (plain, better[0])]
+    assert errors[1] < 0.6 * errors[0]
+    assert np.abs(better[0].codes.astype(int) - plain.codes).max() <= 127
+
+
+def test_independent_inputs_leave_nothing_to_gain() -> None:
+    random = np.random.default_rng(0)
+    inputs, weight = (random.standard_normal(shape).astype(np.float32) for shape in ((4000, 32), (16, 32)))
+    assert compensated(CpuBackend(), inputs, [weight], Version(Scheme.W8A16)) is None
+
+
+def test_inputs_that_are_always_zero_do_no_harm() -> None:
+    inputs = correlated(np.random.default_rng(0), 100, 16)
+    inputs[:, [3, 7]] = 0
+    assert np.isfinite(inverse_root(hessian(inputs))).all()
+    assert np.isfinite(inverse_root(hessian(np.zeros((9, 4), np.float32)))).all()
+
+
+def test_the_file_holds_those_codes(tmp_path: Path) -> None:
+    with bminf_lite.load(DEMO, "cpu") as model:
+        ids = model.tokenizer.encode((DEMO / "heldout.txt").read_text(encoding="utf-8"))[:3072]
+    outs, reports = {}, {}
+    for rounding in ("nearest", "gptq"):
+        recipe = tmp_path / f"{rounding}.toml"
+        recipe.write_text(f'linear = "w8a16"\nhead = "w8a8"\n[calibration]\nrounding = "{rounding}"\n')
+        outs[rounding] = tmp_path / f"{rounding}-out"
+        reports[rounding] = bminf_lite.migrate(DEMO, outs[rounding], recipe, calibrate=ids, device="cpu").calibration
+    pairs = zip(reports["nearest"]["products"], reports["gptq"]["products"], strict=True)
+    compensated = [(a, b) for a, b in pairs if b["rounding"] == "gptq"]
+    assert len(compensated) > 8 and all(b["error"] < a["error"] for a, b in compensated)
+    with open_checkpoint(outs["nearest"]) as nearest, open_checkpoint(outs["gptq"]) as gptq_out:
+        for name in (name for product, _ in compensated for name in product["tensors"]):
+            plain, better = nearest.weight(name), gptq_out.weight(name)
+            assert isinstance(plain, Int8Weight) and isinstance(better, Int8Weight)
+            np.testing.assert_array_equal(plain.scale, better.scale)
+            changed = better.codes != plain.codes
+            assert 0 < changed.mean() < 0.9
