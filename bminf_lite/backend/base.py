@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .quantization import HostWeight, Int8Weight, OutlierColumns, quantize_rows
+from .quantization import HostWeight, OutlierColumns, int8_parts, quantize_rows, stack_biases, stack_outliers
 from .sampling import SamplerState
 from .sampling import sample as sample_tokens
 from .values import Array, AttentionSpec, LayerCache, Norm, Placement, RelativeBias, Rope, Step
@@ -57,6 +57,8 @@ class Backend:
     """The operations over NumPy. ``name`` is the device's, as in ``--device``."""
 
     name = "cpu"
+    reads_files = True
+    """Whether matrices that are still in a file are welcome: a checkpoint is then never mapped into memory."""
     lookahead = 0
     """How many decode steps may be under way before the host must look at a result."""
 
@@ -334,32 +336,6 @@ class Backend:
             acc = exact_product(codes.astype(np.float32), weight.values).astype(np.float32)
             return scale[:, None] * (weight.scale * acc)
         return weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
-
-
-def int8_parts(parts: Sequence[HostWeight]) -> list[Int8Weight]:
-    """``parts`` if all are int8 of one kind, ``[]`` if all are float; ``ValueError`` for a mixture."""
-    quantized = [p for p in parts if isinstance(p, Int8Weight)]
-    if quantized and (len(quantized) < len(parts) or len({p.dynamic for p in quantized}) > 1):
-        raise ValueError("weights that are multiplied together must be quantized alike")
-    columns = {() if p.outliers is None else tuple(p.outliers.index.tolist()) for p in quantized}
-    if len(columns) > 1:
-        raise ValueError("weights that are multiplied together must keep the same columns in fp16")
-    return quantized
-
-
-def stack_outliers(parts: Sequence[Int8Weight]) -> OutlierColumns | None:
-    """The outlier columns of stacked matrices, ``values`` fp32 ``[out, n]``, or None where there are none."""
-    values = [p.outliers.values.astype(np.float32) for p in parts if p.outliers is not None]
-    first = parts[0].outliers
-    return OutlierColumns(first.index, np.concatenate(values)) if first is not None else None
-
-
-def stack_biases(parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """The biases of stacked matrices as one fp32 vector, or None where no part has one."""
-    if all(b is None for b in biases):
-        return None
-    pairs = zip(parts, biases, strict=True)
-    return np.concatenate([np.zeros(p.shape[0], np.float32) if b is None else b.astype(np.float32) for p, b in pairs])
 
 
 def cached(cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:

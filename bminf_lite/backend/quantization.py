@@ -8,6 +8,7 @@ subnormal fp16 loses precision silently.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,3 +147,29 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         codes = np.clip(np.rint(np.where(finite[..., None], x * r[..., None], np.float32(0))), -CODE_MAX, CODE_MAX)
         scale = np.where(finite, np.where(r > 0, a / np.float32(CODE_MAX), np.float32(0)), np.float32(np.nan))
     return codes.astype(np.int8), scale.astype(np.float32)
+
+
+def int8_parts(parts: Sequence[HostWeight]) -> list[Int8Weight]:
+    """``parts`` if all are int8 of one kind, ``[]`` if all are float; ``ValueError`` for a mixture."""
+    quantized = [p for p in parts if isinstance(p, Int8Weight)]
+    if quantized and (len(quantized) < len(parts) or len({p.dynamic for p in quantized}) > 1):
+        raise ValueError("weights that are multiplied together must be quantized alike")
+    columns = {() if p.outliers is None else tuple(p.outliers.index.tolist()) for p in quantized}
+    if len(columns) > 1:
+        raise ValueError("weights that are multiplied together must keep the same columns in fp16")
+    return quantized
+
+
+def stack_outliers(parts: Sequence[Int8Weight]) -> OutlierColumns | None:
+    """The outlier columns of stacked matrices, ``values`` fp32 ``[out, n]``, or None where there are none."""
+    values = [p.outliers.values.astype(np.float32) for p in parts if p.outliers is not None]
+    first = parts[0].outliers
+    return OutlierColumns(first.index, np.concatenate(values)) if first is not None else None
+
+
+def stack_biases(parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """The biases of stacked matrices as one fp32 vector, or None where no part has one."""
+    if all(b is None for b in biases):
+        return None
+    pairs = zip(parts, biases, strict=True)
+    return np.concatenate([np.zeros(p.shape[0], np.float32) if b is None else b.astype(np.float32) for p, b in pairs])

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..cuda.layouts import GROUP, round_up
 from ..memory.arena import ALIGNMENT
-from .base import Backend, int8_parts
-from .quantization import HostWeight
+from .base import Backend
+from .quantization import HostWeight, int8_parts
 from .values import Array
 
 T = TypeVar("T")

@@ -15,11 +15,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ..backend.quantization import HostWeight, Int8Weight, OutlierColumns, quantize_weight
+from ..backend.stored_matrix import StoredMatrix
 from ..errors import CheckpointError
 from ..models.spec import Spec
 from ._errors import checkpoint_error
@@ -27,7 +28,7 @@ from .compressed_tensors import packed_width, parse_quantization, unpack
 from .manifest import MANIFEST_FILE
 from .recipe import Scheme
 from .safetensors_file import SafetensorsFile
-from .tensor_file import FLOAT_DTYPES, TensorFile, TensorInfo
+from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
 from .torch_file import TorchFile
 from .validation import spec_problems
 
@@ -86,24 +87,40 @@ class Checkpoint:
         info = self._info(name)
         self._files[info.file].read_tensor(self._stored.get(name, name), buffer, offset)
 
-    def vector(self, name: str) -> np.ndarray:
-        """A float tensor (a gain, a bias, an embedding table) as it is stored."""
+    def vector(self, name: str, stored: bool = False) -> np.ndarray:
+        """A float tensor (a gain, a bias, an embedding table) as it is stored; see :meth:`stored`."""
         info = self._info(name)
         if info.dtype not in FLOAT_DTYPES:
             raise CheckpointError(f"{info.file}: tensor {name!r} is {info.dtype}, not one of {', '.join(FLOAT_DTYPES)}")
-        return self.read(name)
+        return self.stored(name) if stored else self.read(name)
 
-    def weight(self, name: str) -> HostWeight:
-        """The matrix ``name`` (``model.layers.0.mlp.up_proj.weight``) ``[out, in]``: float as stored, or int8."""
+    def stored(self, name: str) -> np.ndarray:
+        """A tensor as it is stored, which is not read until it is wanted, and then without a memory map.
+
+        What it raises if the file changed meanwhile is a :class:`CheckpointError`. It behaves as an array does that is
+        converted before it is used (see :class:`StoredMatrix`).
+        """
+        info = self._info(name)
+
+        def read(buffer: memoryview, offset: int) -> None:
+            self.read_into(name, buffer, offset)
+
+        return cast(np.ndarray, StoredMatrix(info.shape, DTYPES[info.dtype], read))
+
+    def weight(self, name: str, stored: bool = False) -> HostWeight:
+        """The matrix ``name`` (``model.layers.0.mlp.up_proj.weight``) ``[out, in]``: float as stored, or int8.
+
+        With ``stored``, matrices that need no unpacking are as :meth:`stored` says; they need the checkpoint open.
+        """
         module = name.removesuffix(".weight")
         packed = self.tensors.get(f"{module}.weight_packed")
         if packed is None and self._info(name).dtype != "I8":
-            return self.vector(name)
+            return self.vector(name, stored)
         group = self.quantization.group_of(module) if self.quantization else None
         if group is None:
             raise CheckpointError(f"{self.path}: {module} holds int8 codes, but quantization_config does not cover it")
         if packed is None:
-            codes = self.read(name)
+            codes = self.stored(name) if stored else self.read(name)
         else:
             rows, columns = (int(size) for size in self.read(f"{module}.weight_shape"))
             if packed.shape != (rows, packed_width(columns)):
@@ -158,9 +175,9 @@ class Checkpoint:
                 )
         return problems
 
-    def weights(self, spec: Spec) -> SpecWeights:
-        """The tensors by the names that a model uses, tied ones included."""
-        return SpecWeights(self, spec)
+    def weights(self, spec: Spec, stored: bool = False) -> SpecWeights:
+        """The tensors by the names that a model uses, tied ones included; without memory maps if ``stored``."""
+        return SpecWeights(self, spec, stored)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -196,9 +213,10 @@ class SpecWeights:
     float. Elsewhere they stay float.
     """
 
-    def __init__(self, checkpoint: Checkpoint, spec: Spec):
+    def __init__(self, checkpoint: Checkpoint, spec: Spec, stored: bool = False):
         self.checkpoint = checkpoint
         self.spec = spec
+        self.stored = stored
         self.tied_scheme = self._scheme("tied_head", checkpoint.manifest.get("tied_head"))
         late = checkpoint.manifest.get("quantized_when_loaded") or {}
         self.late = {name: self._scheme(f"quantized_when_loaded[{name!r}]", scheme) for name, scheme in late.items()}
@@ -206,12 +224,12 @@ class SpecWeights:
     def weight(self, name: str) -> HostWeight:
         """The matrix ``name`` ``[out, in]``, float or int8."""
         if name in self.spec.tied:
-            weight, scheme = self.checkpoint.vector(self.spec.tied[name]), self.tied_scheme
+            weight, scheme = self.vector(name), self.tied_scheme
         elif self.spec.parameters[name].transposed:
-            weight = np.ascontiguousarray(self.checkpoint.vector(name).T)
+            weight = np.ascontiguousarray(self.vector(name).T)
             scheme = self.late.get(name, Scheme.FLOAT)
         else:
-            return self.checkpoint.weight(name)
+            return self.checkpoint.weight(name, self.stored)
         return weight if scheme is Scheme.FLOAT else quantize_weight(weight, dynamic=scheme is Scheme.W8A8)
 
     def _scheme(self, key: str, value: object) -> Scheme:
@@ -222,7 +240,7 @@ class SpecWeights:
 
     def vector(self, name: str) -> np.ndarray:
         """The float tensor ``name``."""
-        return self.checkpoint.vector(self.spec.tied.get(name, name))
+        return np.asarray(self.checkpoint.vector(self.spec.tied.get(name, name), self.stored))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

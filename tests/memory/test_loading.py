@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +15,9 @@ from simulated import SimulatedDevice
 
 import bminf_lite
 from bminf_lite import backend
+from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.engine import planning
-from bminf_lite.errors import OutOfMemory, UsageError
+from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
 from bminf_lite.memory.planner import Machine, make_plan
 
 CONTEXT = 256
@@ -88,6 +92,33 @@ def test_prompts_go_in_the_plan_s_chunks(folder: Path, monkeypatch: pytest.Monke
     device_of(memory_that_streams(folder), monkeypatch)
     with bminf_lite.load(folder, context=CONTEXT) as model:
         assert model.limits.chunk < 2048
+
+
+@pytest.mark.parametrize("how", ["cut short", "written to", "replaced"])
+def test_a_file_that_changes_while_it_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It is an error or, where the old file lives on, no matter; and never a crash, as nothing is mapped."""
+    shutil.copytree(folder, tmp_path / "model")
+    file, calls = tmp_path / "model" / "model.safetensors", []
+    weight = CpuBackend.weight
+
+    def change(self: CpuBackend, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            if how == "replaced":
+                shutil.copy(file, tmp_path / "new")
+                (tmp_path / "new").replace(file)
+            else:
+                os.truncate(file, 5000 if how == "cut short" else file.stat().st_size)
+        return weight(self, *arguments)
+
+    monkeypatch.setattr(CpuBackend, "weight", change)
+    if how == "replaced":
+        bminf_lite.load(tmp_path / "model", "cpu").close()
+    else:
+        with pytest.raises(CheckpointError, match="changed since it was opened"):
+            bminf_lite.load(tmp_path / "model", "cpu")
 
 
 def test_the_plan_is_made_without_reading_weights(folder: Path) -> None:

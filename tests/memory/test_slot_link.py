@@ -13,10 +13,12 @@ import pytest
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from bminf_lite.backend.cuda import CudaBackend, streaming
+from bminf_lite.backend.cuda import streaming
+from bminf_lite.backend.cuda.loading import Loader
 from bminf_lite.backend.values import Placement
 from bminf_lite.errors import OutOfMemory
 from bminf_lite.memory.arena import ALIGNMENT, Arena
+from bminf_lite.memory.staging import Staging
 
 SLOT = 4 * ALIGNMENT
 
@@ -30,6 +32,9 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         place = stream.done + len(stream.queue)
         self.after = lambda: stream.run_until(place)
+
+    def synchronize(self) -> None:
+        self.after()
 
 
 class FakeStream:
@@ -116,19 +121,14 @@ def pinned_room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return room
 
 
-class FakeBackend:
-    """As much of a ``CudaBackend`` as ``blocks`` uses, over host memory."""
-
-    blocks = CudaBackend.blocks
+class FakeLoader(Loader):
+    """A loader over host memory."""
 
     def __init__(self, streamed: tuple[int, ...], slot_bytes: int = SLOT, limit: int = 1 << 16) -> None:
-        self.placement = Placement(streamed, 2, slot_bytes)
-        self.device = SimpleNamespace(index=0)
         self.stream = FakeStream()
-        self.arena = Arena(HostPages(limit), limit)
-        self._matrices: Any = self.arena
-        self._links: Any = []
-        self._layers = 0
+        arrays: Any = SimpleNamespace(device=0, stream=self.stream)
+        super().__init__(Arena(HostPages(limit), limit), arrays, None, None)  # type: ignore[arg-type]
+        self.placement = Placement(streamed, 2, slot_bytes)
 
     def layer(self, index: int) -> Any:
         """A layer of two matrices, the first of ``index + 1`` bytes, both full of its number."""
@@ -145,62 +145,79 @@ def contents(made: Any) -> list[set[int]]:
     return [set((ctypes.c_uint8 * nbytes).from_address(block.address)) for block, nbytes in made]
 
 
-def run_steps(backend: FakeBackend, blocks: Any, steps: int) -> None:
+def run_steps(loader: FakeLoader, blocks: Any, steps: int) -> None:
     """Layers that compute something with their matrices, on the compute stream."""
     seen: list[tuple[int, list[set[int]]]] = []
     for _ in range(steps):
         for index, made in blocks:
-            backend.stream.give(lambda i=index, m=made: seen.append((i, contents(m))))
-    backend.stream.synchronize()
+            loader.stream.give(lambda i=index, m=made: seen.append((i, contents(m))))
+    loader.stream.synchronize()
     assert [i for i, _ in seen] == list(range(7)) * steps
     assert all(found == [{i}, {i}] for i, found in seen)
 
 
 def test_every_layer_computes_with_its_own_weights(pinned_room: list[int]) -> None:
-    backend = FakeBackend((1, 2, 4, 5, 6))
-    blocks = backend.blocks(backend.layer, 7)
-    run_steps(backend, blocks, 3)
-    run_steps(backend, blocks, 2)
-    backend._links[0].close()
+    loader = FakeLoader((1, 2, 4, 5, 6))
+    blocks = loader.blocks(loader.layer, 7, loader.placement)
+    run_steps(loader, blocks, 3)
+    run_steps(loader, blocks, 2)
+    loader.close()
 
 
 def test_slots_are_all_that_streamed_layers_take(pinned_room: list[int]) -> None:
-    backend = FakeBackend((0, 1, 2, 3, 4, 5, 6))
-    blocks = backend.blocks(backend.layer, 7)
-    assert backend.arena.used == 2 * SLOT
+    loader = FakeLoader((0, 1, 2, 3, 4, 5, 6))
+    blocks = loader.blocks(loader.layer, 7, loader.placement)
+    assert loader.arena.used == 2 * SLOT
     assert (1 << 30) - pinned_room[0] == 7 * 3 * ALIGNMENT
     assert len(list(blocks)) == 7
-    backend._links[0].close()
+    loader.close()
 
 
 def test_where_memory_is_not_pinned_it_goes_on_with_a_warning(pinned_room: list[int]) -> None:
-    backend = FakeBackend((1, 2, 4, 5, 6))
+    loader = FakeLoader((1, 2, 4, 5, 6))
     pinned_room[0] = 4 * ALIGNMENT
     with pytest.warns(RuntimeWarning, match=r"does not pin 1\.5 KiB .*raise the limit on locked memory"):
-        blocks = backend.blocks(backend.layer, 7)
-    assert [image.pinned for image in backend._links[0].images] == [True, False, False, False, False]
-    run_steps(backend, blocks, 3)
-    backend._links[0].close()
+        blocks = loader.blocks(loader.layer, 7, loader.placement)
+    assert [image.pinned for image in loader._links[0].images] == [True, False, False, False, False]
+    run_steps(loader, blocks, 3)
+    loader.close()
 
 
 def test_a_layer_that_fails_leaves_later_weights_in_the_arena(pinned_room: list[int]) -> None:
-    backend = FakeBackend((0,))
+    loader = FakeLoader((0,))
 
     def fail(index: int) -> Any:
         raise ValueError("a damaged weight")
 
     with pytest.raises(ValueError, match="damaged"):
-        backend.blocks(fail, 2)
-    assert backend._matrices is backend.arena
+        loader.blocks(fail, 2, loader.placement)
+    assert loader._matrices is loader.arena
 
 
 def test_slots_that_are_too_small_are_an_error(pinned_room: list[int]) -> None:
-    backend = FakeBackend((0,), slot_bytes=ALIGNMENT)
+    loader = FakeLoader((0,), slot_bytes=ALIGNMENT)
     with pytest.raises(OutOfMemory, match="too small"):
-        backend.blocks(backend.layer, 1)
+        loader.blocks(loader.layer, 1, loader.placement)
 
 
 def test_no_room_for_slots_is_an_error(pinned_room: list[int]) -> None:
-    backend = FakeBackend((0,), slot_bytes=1 << 20)
+    loader = FakeLoader((0,), slot_bytes=1 << 20)
     with pytest.raises(OutOfMemory, match="out of device memory"):
-        backend.blocks(backend.layer, 1)
+        loader.blocks(loader.layer, 1, loader.placement)
+
+
+def test_staged_bytes_arrive_in_order_with_other_work(pinned_room: list[int]) -> None:
+    """A buffer is filled again only when the copy from it is over, however late copies are."""
+    stream = FakeStream()
+    uploads = streaming.PinnedBuffers(0, stream, 2, 64)  # type: ignore[arg-type]
+    stage = Staging(uploads, uploads.buffers, 2)
+    source = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint8)
+    target = np.zeros(1000, np.uint8)
+    stream.give(lambda: target.fill(7))  # as padding is zeroed before
+
+    def read(buffer: memoryview, offset: int) -> None:
+        buffer[:] = source[offset : offset + len(buffer)].data
+
+    stage.upload(read, 1000, target.ctypes.data)
+    stage.close()
+    np.testing.assert_array_equal(target, source)

@@ -8,6 +8,7 @@ an operation may return an unfinished value (see :mod:`.unfinished`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -26,18 +27,16 @@ from ...cuda.plans import PlanKind, kinds_for
 from ...cuda.sampling import STATE_ARRAYS, Sampler
 from ...errors import DeviceError
 from ...memory.device import MARGIN, device_arena
-from ...memory.streaming import StreamedBlocks
-from ..base import Backend, int8_parts, stack_biases
+from ..base import Backend
 from ..quantization import HostWeight
-from ..random_matrix import RandomMatrix
 from ..sampling import SamplerState
 from ..values import Array, AttentionSpec, LayerCache, Norm, Step
 from . import launches
-from .arrays import PAD, Allocator, Arrays, pitch_of
+from .arrays import PAD, Arrays, pitch_of
 from .general import GeneralLaunches
 from .launches import MATVEC_ADD, MATVEC_GATED, MATVEC_TO_FLOAT, MATVEC_TO_HALF, MAX_HEAD_DIM, head_pitch_of
+from .loading import Loader
 from .repeated import Repeated
-from .streaming import SlotLink, host_table, open_slots
 from .unfinished import Gated, Normed, Product, Residual, Weight
 
 T = TypeVar("T")
@@ -67,11 +66,8 @@ class CudaBackend(Backend):
             multiplier = Multiplier.open(self.device, self.arrays.memory)
             self.products = Igemm(self.device, multiplier, plain_first(kinds_for(self.device.compute_capability)))
             self.float_products = Fgemm(multiplier)
+        self.loader = Loader(self.arena, self.arrays, self.launches, self.products)
         self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
-        self._matrices: Allocator = self.arena
-        self._links: list[SlotLink] = []
-        self._layers = 0
-        self._streams_steps = False
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -97,7 +93,7 @@ class CudaBackend(Backend):
             return self.arrays.download(cp.ascontiguousarray(values))
 
     def repeated(self, work: Callable[[], T]) -> Callable[[], T]:
-        if self._streams_steps:
+        if self.loader.streams_steps:
             return work  # which waits for copies rather than for launches; a graph could not copy for the next step
         return Repeated(self, work)
 
@@ -113,96 +109,25 @@ class CudaBackend(Backend):
 
     def close(self) -> None:
         self.stream.synchronize()
-        for link in self._links:
-            link.close()
+        self.loader.close()
         self._zeroed.clear()
         self.arena.close()
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
+    @property
+    def reads_files(self) -> bool:  # type: ignore[override]
+        """Until this way of loading has run on a GPU, it serves what had to be run in any case: streamed models."""
+        return bool(self.placement.streamed)
+
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:  # type: ignore[override]
-        stacked = stack_biases(parts, biases)
-        bias = None if stacked is None else self.arrays.vector(stacked)
-        n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
-        quantized = int8_parts(parts)
-        if not quantized:
-            data = self._upload_rows([np.asarray(p) for p in parts], n, k, np.float16, PAD, PAD, self._matrices)
-            return Weight(data, None, bias, n, k, data.shape[1])
-        if quantized[0].outliers is not None:
-            raise DeviceError(
-                "this checkpoint keeps outlier columns in fp16, which has no kernels yet: use the CPU, or migrate the "
-                "source again with a recipe without outlier_columns"
-            )
-        scale = self.arrays.vector(np.concatenate([p.scale.astype(np.float32) for p in quantized]))
-        codes = [p.codes for p in quantized]
-        if not quantized[0].dynamic:
-            data = self._upload_rows(codes, n, k, np.int8, PAD, PAD, self._matrices)
-            return Weight(data, scale, bias, n, k, data.shape[1])
-        plan = self.products.plan(n, k)
-        rows, pitch = plan.shapes.padded
-        if plan.shapes.is_plain:
-            data = self._upload_rows(codes, n, k, np.int8, rows, pitch, self._matrices)
-            return Weight(data, scale, bias, n, k, pitch, plan)
-        with self.arrays.current():
-            packed = plan.pack_weight(self._upload_rows(codes, n, k, np.int8, rows, pitch, self.arena)[:n, :k])
-            with self.arrays.within(self._matrices):
-                data = self.arrays.empty(packed.shape, np.int8)
-            data[...] = packed
-        return Weight(data, scale, bias, n, k, pitch, plan)
+        return self.loader.weight(parts, biases)
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
-        place, first = self.placement, self._layers
-        self._layers += count
-        streamed = [index - first for index in place.streamed if first <= index < first + count]
-        self._streams_steps = bool(streamed)  # the stack that decodes is made last
-        if not streamed:
-            return super().blocks(build, count)
-        link = open_slots(self.device.index, self.stream, self.arena, place.slots, place.slot_bytes)
-        self._links.append(link)
-        built = []
-        for index in range(count):
-            if index not in streamed:
-                built.append(build(index))
-                continue
-            matrices = self._matrices = link.next_slot()
-            try:
-                built.append(build(index))
-            finally:
-                self._matrices = self.arena
-            link.keep(matrices)
-        self.stream.synchronize()
-        return StreamedBlocks(built, streamed, link, place.slots)
-
-    def _upload_rows(
-        self, parts: Sequence[np.ndarray], n: int, k: int, dtype: type, row_multiple: int, pitch_multiple: int,
-        allocator: Allocator,
-    ) -> cp.ndarray:  # fmt: skip
-        """Host matrices stacked into one ``[n, k]``, padded with zeros to multiples of rows and columns."""
-        shape = round_up(n, row_multiple), round_up(k, pitch_multiple)
-        with self.arrays.within(allocator):
-            data = self.arrays.empty(shape, dtype) if shape == (n, k) else self.arrays.zeros(shape, dtype)
-        first = 0
-        with np.errstate(over="ignore"), self.arrays.current():
-            for part in parts:
-                place = data[first : first + part.shape[0]]
-                first += part.shape[0]
-                if isinstance(part, RandomMatrix):
-                    self.launches.fill_random(place[:, :k], part.seed)
-                    continue
-                values: np.ndarray = np.ascontiguousarray(part.astype(dtype, copy=False))
-                if shape[1] == k:
-                    place.set(values, self.stream)
-                else:
-                    place[:, :k] = cp.asarray(values)
-        return data
+        return self.loader.blocks(build, count, self.placement)
 
     def table(self, values: np.ndarray) -> Array:
-        rows, columns = values.shape
-        if self.placement.host_tables:
-            table = host_table(values, round_up(columns, PAD), self.device.index)
-            if table is not None:
-                return table
-        return self._upload_rows([values], rows, columns, np.float16, 1, PAD, self.arena)[:, :columns]
+        return self.loader.table(values, self.placement.host_tables)
 
     def vector(self, values: np.ndarray) -> Array:
         return self.arrays.vector(np.asarray(values))
@@ -339,7 +264,7 @@ class CudaBackend(Backend):
     def norm(self, residual: Array, norm: Norm) -> Array:
         stream = self._stream(residual)
         result = Normed(stream, norm)
-        stream.norms.append(result)
+        stream.norms.append(weakref.ref(result))
         return result
 
     def last_tokens(self, x: Array, step: Step) -> Array:
@@ -467,8 +392,9 @@ class CudaBackend(Backend):
 
     def _settle(self, stream: Residual) -> None:
         """Before the residual stream changes: take the norms of its present value, and add what is pending."""
-        for norm in stream.norms:
-            if not norm.used:
+        for reference in stream.norms:
+            norm = reference()
+            if norm is not None and not norm.used:
                 self._finished(norm)
         stream.norms.clear()
         self._finished(stream)

@@ -107,6 +107,31 @@ class SlotLink:
         self.slots = ()
 
 
+class PinnedBuffers:
+    """Staging buffers in pinned memory, and copies from them on ``stream``.
+
+    The :class:`~bminf_lite.memory.staging.Uploads` of a GPU.
+    """
+
+    def __init__(self, device: int, stream: cp.cuda.Stream, count: int = 3, nbytes: int = 16 << 20):
+        self.stream = stream
+        self._memory = [HostMemory(nbytes) for _ in range(count)]
+        with cp.cuda.Device(device):
+            self._copied = [cp.cuda.Event(disable_timing=True) for _ in range(count)]
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        return [memory.bytes().data for memory in self._memory]
+
+    def copy(self, buffer: int, nbytes: int, address: int) -> None:
+        source = self._memory[buffer].address
+        runtime.memcpyAsync(address, source, nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
+        self._copied[buffer].record(self.stream)
+
+    def wait(self, buffer: int) -> None:
+        self._copied[buffer].synchronize()
+
+
 def host_table(values: np.ndarray, pitch: int, device: int) -> cp.ndarray | None:
     """An embedding table ``[rows, columns]`` in fp16 with rows of ``pitch``, in pinned memory that kernels read.
 

@@ -1,0 +1,150 @@
+"""A model's weights on their way to one GPU: into its memory, or to where they are streamed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import cupy as cp
+import numpy as np
+
+from ...cuda.igemm import Igemm
+from ...cuda.layouts import round_up
+from ...errors import DeviceError
+from ...memory.arena import Arena
+from ...memory.staging import Staging
+from ...memory.streaming import StreamedBlocks
+from ..quantization import HostWeight, int8_parts, stack_biases
+from ..random_matrix import RandomMatrix
+from ..stored_matrix import StoredMatrix
+from ..values import Array, Placement
+from .arrays import PAD, Allocator, Arrays
+from .launches import Launches
+from .streaming import PinnedBuffers, SlotLink, host_table, open_slots
+from .unfinished import Weight
+
+T = TypeVar("T")
+
+
+class Loader:
+    """Makes weights with ``arrays``; ``products`` says how those of int8 products lie in memory.
+
+    ``streams_steps`` says whether the stack of layers that was made last is streamed.
+    """
+
+    def __init__(self, arena: Arena, arrays: Arrays, launches: Launches, products: Igemm):
+        self.arena = arena
+        self.arrays = arrays
+        self.launches = launches
+        self.products = products
+        self.streams_steps = False
+        self._matrices: Allocator = arena
+        self._links: list[SlotLink] = []
+        self._layers = 0
+        self._staging: Staging | None = None
+
+    def close(self) -> None:
+        """Wait for the copies under way, and give the host's memory back."""
+        for link in self._links:
+            link.close()
+        if self._staging is not None:
+            self._staging.close()
+
+    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
+        """See :meth:`Backend.weight`."""
+        stacked = stack_biases(parts, biases)
+        bias = None if stacked is None else self.arrays.vector(stacked)
+        n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
+        quantized = int8_parts(parts)
+        if not quantized:
+            values: list[Any] = [p if isinstance(p, StoredMatrix) else np.asarray(p) for p in parts]
+            data = self._upload_rows(values, n, k, np.float16, PAD, PAD, self._matrices)
+            return Weight(data, None, bias, n, k, data.shape[1])
+        if quantized[0].outliers is not None:
+            raise DeviceError(
+                "this checkpoint keeps outlier columns in fp16, which has no kernels yet: use the CPU, or migrate the "
+                "source again with a recipe without outlier_columns"
+            )
+        scale = self.arrays.vector(np.concatenate([p.scale.astype(np.float32) for p in quantized]))
+        codes = [p.codes for p in quantized]
+        if not quantized[0].dynamic:
+            data = self._upload_rows(codes, n, k, np.int8, PAD, PAD, self._matrices)
+            return Weight(data, scale, bias, n, k, data.shape[1])
+        plan = self.products.plan(n, k)
+        rows, pitch = plan.shapes.padded
+        if plan.shapes.is_plain:
+            data = self._upload_rows(codes, n, k, np.int8, rows, pitch, self._matrices)
+            return Weight(data, scale, bias, n, k, pitch, plan)
+        with self.arrays.current():
+            packed = plan.pack_weight(self._upload_rows(codes, n, k, np.int8, rows, pitch, self.arena)[:n, :k])
+            with self.arrays.within(self._matrices):
+                data = self.arrays.empty(packed.shape, np.int8)
+            data[...] = packed
+        return Weight(data, scale, bias, n, k, pitch, plan)
+
+    def blocks(self, build: Callable[[int], T], count: int, place: Placement) -> Iterable[T]:
+        """See :meth:`Backend.blocks`; ``place`` counts the layers of all stacks."""
+        first = self._layers
+        self._layers += count
+        streamed = [index - first for index in place.streamed if first <= index < first + count]
+        self.streams_steps = bool(streamed)
+        if not streamed:
+            return [build(index) for index in range(count)]
+        link = open_slots(self.arrays.device, self.arrays.stream, self.arena, place.slots, place.slot_bytes)
+        self._links.append(link)
+        built = []
+        for index in range(count):
+            if index not in streamed:
+                built.append(build(index))
+                continue
+            matrices = self._matrices = link.next_slot()
+            try:
+                built.append(build(index))
+            finally:
+                self._matrices = self.arena
+            link.keep(matrices)
+        self.arrays.stream.synchronize()
+        return StreamedBlocks(built, streamed, link, place.slots)
+
+    def table(self, values: np.ndarray, on_host: bool) -> Array:
+        """See :meth:`Backend.table`; in pinned host memory if ``on_host``, and if the system has so much of it."""
+        rows, columns = values.shape
+        if on_host:
+            table = host_table(values, round_up(columns, PAD), self.arrays.device)
+            if table is not None:
+                return table
+        return self._upload_rows([values], rows, columns, np.float16, 1, PAD, self.arena)[:, :columns]
+
+    def _upload_rows(
+        self, parts: Sequence[np.ndarray], n: int, k: int, dtype: type, row_multiple: int, pitch_multiple: int,
+        allocator: Allocator,
+    ) -> cp.ndarray:  # fmt: skip
+        """Host matrices stacked into one ``[n, k]``, padded with zeros to multiples of rows and columns."""
+        shape = round_up(n, row_multiple), round_up(k, pitch_multiple)
+        with self.arrays.within(allocator):
+            data = self.arrays.empty(shape, dtype) if shape == (n, k) else self.arrays.zeros(shape, dtype)
+        first = 0
+        with np.errstate(over="ignore"), self.arrays.current():
+            for part in parts:
+                place = data[first : first + part.shape[0]]
+                first += part.shape[0]
+                if isinstance(part, RandomMatrix):
+                    self.launches.fill_random(place[:, :k], part.seed)
+                    continue
+                if isinstance(part, StoredMatrix):
+                    if part.dtype == dtype and shape[1] == k:
+                        self._file_staging().upload(part.read, part.nbytes, place.data.ptr)
+                        continue
+                    part = np.asarray(part)
+                values: np.ndarray = np.ascontiguousarray(part.astype(dtype, copy=False))
+                if shape[1] == k:
+                    place.set(values, self.arrays.stream)
+                else:
+                    place[:, :k] = cp.asarray(values)
+        return data
+
+    def _file_staging(self) -> Staging:
+        if self._staging is None:
+            uploads = PinnedBuffers(self.arrays.device, self.arrays.stream)
+            self._staging = Staging(uploads, uploads.buffers)
+        return self._staging

@@ -1,0 +1,137 @@
+"""Staging over a simulated device: every byte arrives, and no buffer is filled while the device copies from it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from bminf_lite.backend.stored_matrix import StoredMatrix
+from bminf_lite.checkpoint.safetensors_file import SafetensorsFile
+from bminf_lite.errors import CheckpointError
+from bminf_lite.memory import staging
+from bminf_lite.memory.staging import Staging
+
+
+class LateDevice:
+    """Copies happen when they are waited for, and not before; so a buffer that is filled too early loses its bytes."""
+
+    def __init__(self, nbytes: int, buffers: list[bytearray]) -> None:
+        self.memory = bytearray(nbytes)
+        self.buffers = buffers
+        self.pending: dict[int, tuple[int, int]] = {}
+        self.most_pending = 0
+
+    def copy(self, buffer: int, nbytes: int, address: int) -> None:
+        assert buffer not in self.pending
+        self.pending[buffer] = nbytes, address
+        self.most_pending = max(self.most_pending, len(self.pending))
+
+    def wait(self, buffer: int) -> None:
+        if buffer in self.pending:
+            nbytes, address = self.pending.pop(buffer)
+            self.memory[address : address + nbytes] = self.buffers[buffer][:nbytes]
+
+
+def staging_of(device_bytes: int, size: int, count: int, threads: int = 3) -> tuple[LateDevice, Staging]:
+    buffers = [bytearray(size) for _ in range(count)]
+    device = LateDevice(device_bytes, buffers)
+    return device, Staging(device, [memoryview(b) for b in buffers], threads)
+
+
+@given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 64), st.integers(1, 4), st.integers(1, 20))
+def test_every_byte_arrives(sizes: list[int], size: int, count: int, piece: int) -> None:
+    files = [np.random.default_rng(i).integers(0, 256, n).astype(np.uint8).tobytes() for i, n in enumerate(sizes)]
+    device, stage = staging_of(sum(sizes), size, count)
+    stage._piece = piece
+    address = 0
+    for content in files:
+
+        def read(buffer: memoryview, offset: int, content: bytes = content) -> None:
+            buffer[:] = content[offset : offset + len(buffer)]
+
+        stage.upload(read, len(content), address)
+        address += len(content)
+    stage.close()
+    assert bytes(device.memory) == b"".join(files)
+
+
+def test_reading_goes_on_while_the_device_copies() -> None:
+    device, stage = staging_of(100, 10, 2)
+    stage.upload(lambda buffer, offset: None, 100, 0)
+    assert device.most_pending == 2
+    stage.close()
+
+
+def test_threads_read_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PIECE", 1)
+    _, stage = staging_of(8, 8, 2, threads=4)
+    together = threading.Barrier(4, timeout=10)
+    stage.upload(lambda buffer, offset: together.wait() and None, 8, 0)
+    stage.close()
+
+
+def test_what_reading_raises_is_raised_and_all_threads_have_ended() -> None:
+    _, stage = staging_of(64, 8, 2)
+    stage._piece = 2
+    under_way = []
+
+    def read(buffer: memoryview, offset: int) -> None:
+        under_way.append(offset)
+        if offset == 18:
+            raise CheckpointError("became shorter")
+        time.sleep(0.01)
+        under_way.remove(offset)
+
+    with pytest.raises(CheckpointError, match="became shorter"):
+        stage.upload(read, 64, 0)
+    assert under_way == [18]
+    stage.close()
+
+
+# -- matrices in files ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> tuple[Path, np.ndarray, StoredMatrix]:
+    values = np.random.default_rng(0).integers(-127, 128, (300, 70)).astype(np.int8)
+    save_file({"x": values}, str(tmp_path / "a.safetensors"))
+    file = SafetensorsFile(tmp_path / "a.safetensors")
+    matrix = StoredMatrix((300, 70), values.dtype, lambda buffer, offset: file.read_tensor("x", buffer, offset))
+    return tmp_path / "a.safetensors", values, matrix
+
+
+def test_a_stored_matrix_is_an_array_when_asked(stored: tuple[Path, np.ndarray, StoredMatrix]) -> None:
+    _, values, matrix = stored
+    np.testing.assert_array_equal(np.asarray(matrix), values)
+    np.testing.assert_array_equal(matrix[[5, 2]], values[[5, 2]])
+    np.testing.assert_array_equal(np.concatenate([matrix, matrix]), np.concatenate([values, values]))
+    assert np.asarray(matrix, np.float32).dtype == np.float32 and matrix.nbytes == values.nbytes
+
+
+@pytest.mark.parametrize("how", ["shorter", "written to"])
+def test_a_file_that_changes_is_an_error(stored: tuple[Path, np.ndarray, StoredMatrix], how: str) -> None:
+    path, _, matrix = stored
+    device, stage = staging_of(matrix.nbytes, 4096, 2)
+    seen = []
+
+    def read(buffer: memoryview, offset: int) -> None:
+        if offset >= 8192 and not seen:
+            seen.append(offset)
+            with path.open("r+b") as file:
+                if how == "shorter":
+                    file.truncate(9000)
+                else:
+                    file.write(b"x")
+        matrix.read(buffer, offset)
+
+    with pytest.raises(CheckpointError, match=r"changed since it was opened|became shorter"):
+        stage.upload(read, matrix.nbytes, 0)
+    assert len(device.memory) == matrix.nbytes
+    stage.close()
