@@ -19,6 +19,22 @@ settings.register_profile("bminf_lite", deadline=None, max_examples=30, print_bl
 settings.load_profile("bminf_lite")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/cuda/fake_gpu."""
+    parser.addoption("--fake-gpu", metavar="PROFILE", help="run tests marked gpu on a GPU made of NumPy")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put the fake GPU in place before any test module is imported."""
+    if profile := config.getoption("--fake-gpu"):
+        import fake_gpu
+
+        config.stash[FAKE_GPU] = fake_gpu.install(profile)
+
+
+FAKE_GPU = pytest.StashKey[object]()
+
+
 @functools.cache
 def why_no_gpu() -> str:
     """Why tests marked ``gpu`` cannot run here; empty where they can."""

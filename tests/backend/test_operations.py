@@ -71,7 +71,7 @@ def test_repeated_work_sees_new_inputs(backend):
 
 
 def test_memory_is_told_in_known_words(backend):
-    assert set(backend.memory()) <= {"used", "peak_used", "reserved", "peak_reserved", "limit"}
+    assert set(backend.memory()) <= {"used", "peak_used", "reserved", "peak_reserved", "limit", "available"}
     assert all(isinstance(v, int) and v >= 0 for v in backend.memory().values())
     assert backend.describe()
 

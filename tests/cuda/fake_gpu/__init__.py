@@ -1,0 +1,95 @@
+"""A GPU made of NumPy, to run the package's GPU code where there is no GPU.
+
+``install`` puts a CuPy, a CUDA driver and a cublasLt in place whose memory is host memory. The package's own Python
+then runs as it is, down to the bytes of a launch. Every launch is checked against the kernel's declaration in
+``cuda/src``, the limits of the GPU, and the memory that is in use: freed blocks are filled with NaNs, and a pointer
+into one is an error at the launch. Models in NumPy compute what the kernels would (``models_*.py``).
+
+It tells nothing about the kernels themselves, about time, or about work on several streams at once: work runs when it
+is put on a stream, or when the graph that recorded it is launched.
+
+``pytest --fake-gpu=h200 -m gpu tests/models`` runs tests that need a GPU on it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bminf_lite.cuda import compiler, driver, kernels, libraries
+from bminf_lite.cuda.compiler import Cubin
+from bminf_lite.cuda.libraries import Library
+
+from . import fake_cupy, models_attention, models_rows, models_sampling  # noqa: F401 - models register themselves
+from .fake_cublaslt import FakeCublasLt
+from .fake_driver import FakeDriver
+from .machine import PROFILES, Machine
+from .memory import FakeGpuError
+from .sources import declarations, split_expression
+
+__all__ = ["PROFILES", "FakeGpuError", "Machine", "install"]
+
+
+def install(profile: str) -> Machine:
+    """Put a fake GPU in place for the rest of this process, before anything has imported CuPy."""
+    if any(name == "cupy" or name.startswith("cupy.") for name in sys.modules):
+        raise RuntimeError("CuPy is imported already: a fake GPU needs a process of its own")
+    machine = Machine.current = Machine(PROFILES[profile])
+    machine.memory.watch_arenas()
+    sys.modules.update(fake_cupy.modules(machine))
+    real = libraries.load
+    fakes = {"cuda": FakeDriver(machine).library(), "cublasLt": FakeCublasLt(machine).library()}
+
+    def load(name: str) -> Library:
+        return Library(name, None, (13, 1), fakes[name]) if name in fakes else real(name)  # type: ignore[arg-type]
+
+    libraries.load = load  # type: ignore[assignment]
+    driver.load.cache_clear()
+    _record_compilations(machine)
+    _check_signatures()
+    return machine
+
+
+def _record_compilations(machine: Machine) -> None:
+    """Nothing is compiled: an image says what it would hold."""
+
+    def compile(
+        source_name: str, arch: str, name_expressions: Sequence[str], defines: Sequence[str] = (),
+        sources: Any = compiler.SOURCES, cache: Path | None = None,
+    ) -> Cubin:  # fmt: skip
+        known = declarations(source_name)
+        for expression in name_expressions:
+            name, template = split_expression(expression)
+            if name not in known or len(template) != len(known[name].template):
+                raise FakeGpuError(f"{source_name} has no {expression}")
+            machine.requested[source_name, expression, tuple(defines)] = arch
+        return Cubin("|".join([source_name, *defines]).encode() + b"\0", {e: e for e in name_expressions}, {})
+
+    compiler.compile = compile  # type: ignore[assignment]
+
+
+def _check_signatures() -> None:
+    """A signature must be, letter by letter, what the source declares."""
+    real = kernels.Module.kernel
+
+    def kernel(module: kernels.Module, name_expression: str, signature: str) -> kernels.Kernel:
+        declared = declarations(module._source[0])[split_expression(name_expression)[0]].signature
+        expanded = expand(signature)
+        if expanded != declared:
+            raise FakeGpuError(f"{name_expression}: the signature is {expanded}, the source declares {declared}")
+        return real(module, name_expression, signature)
+
+    kernels.Module.kernel = kernel  # type: ignore[method-assign]
+
+
+def expand(signature: str) -> str:
+    """``"p2i"`` -> ``"pii"``."""
+    letters, count = "", ""
+    for c in signature:
+        if c.isdigit():
+            count += c
+        else:
+            letters, count = letters + c * int(count or 1), ""
+    return letters

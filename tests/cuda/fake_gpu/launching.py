@@ -1,0 +1,125 @@
+"""Launches on the fake GPU: checked against the kernel's declaration, then computed by NumPy on the fake memory.
+
+A model says what a kernel reads and writes, padding that it touches included, and how many blocks and bytes of shared
+memory that takes; the numbers are the reference's. Kernels without a model have their arguments checked.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .machine import Launch, Machine
+from .memory import FakeGpuError
+from .sources import Declaration, declarations, split_expression
+
+Model = Callable[["Call"], None]
+MODELS: dict[str, Model] = {}
+
+
+def model(function: Model) -> Model:
+    """Registers a model under the kernel's name, which is its own."""
+    MODELS[function.__name__] = function
+    return function
+
+
+@dataclass
+class Call:
+    """A launch with its template's arguments and its parameters by name."""
+
+    machine: Machine
+    launch: Launch
+    declaration: Declaration
+    template: dict[str, str]
+    arguments: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        arguments = self.__dict__["arguments"]
+        if name not in arguments:
+            raise AttributeError(name)
+        return arguments[name]
+
+    def number(self, name: str) -> int:
+        """An argument of the template."""
+        return int(self.template[name])
+
+    @property
+    def defines(self) -> dict[str, int]:
+        pairs = (define.split("=") for define in self.launch.kernel.defines)
+        return {name: int(value) for name, value in pairs}
+
+    @property
+    def threads(self) -> int:
+        """All threads along the grid's first dimension."""
+        return self.launch.grid[0] * self.launch.block
+
+    def require(self, condition: bool, what: str) -> None:
+        if not condition:
+            raise FakeGpuError(f"{self.launch.kernel.expression}: {what}; {self.arguments}, {self.launch.grid}")
+
+    def vector(self, name: str, count: int, dtype: Any, align: int = 0, offset: int = 0) -> np.ndarray:
+        """``count`` elements from a pointer on; ``align`` is what its vector accesses need, in bytes."""
+        return self.rows(name, 1, count, count, dtype, align, offset)[0]
+
+    def rows(
+        self, name: str, rows: int, pitch: int, columns: int, dtype: Any, align: int = 16, offset: int = 0
+    ) -> np.ndarray:
+        """``[rows, columns]`` of a matrix with rows of ``pitch`` elements from a pointer on."""
+        itemsize, (rows, pitch, columns, offset) = np.dtype(dtype).itemsize, map(int, (rows, pitch, columns, offset))
+        address = self.arguments[name] + offset
+        self.require(address != 0, f"{name} is null")
+        self.require(not align or address % align == 0, f"{name} = {address:#x} is not aligned to {align} bytes")
+        even = rows < 2 or not align or pitch * itemsize % align == 0
+        self.require(even, f"{name}'s rows of {pitch} are not aligned")
+        self.require(rows < 2 or pitch >= columns, f"{name}'s rows of {pitch} elements hold fewer than {columns}")
+        extent = ((rows - 1) * pitch + columns) * itemsize
+        if rows == 0 or columns == 0:
+            return np.empty((rows, columns), dtype)
+        self.machine.check(address, extent, f"{self.launch.kernel.expression}: {name}")
+        raw = self.machine.memory.raw(address, extent).view(dtype)
+        return np.lib.stride_tricks.as_strided(raw, (rows, columns), (pitch * itemsize, itemsize))
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """A dense array from a pointer on."""
+        return self.vector(name, int(np.prod(shape)), dtype, 16).reshape(shape)
+
+
+def call_of(machine: Machine, launch: Launch) -> Call:
+    """A launch in words of the kernel's declaration."""
+    name, template = split_expression(launch.kernel.expression)
+    known = declarations(launch.kernel.source)
+    if name not in known:
+        raise FakeGpuError(f"{launch.kernel.source} has no kernel {name}")
+    declaration = known[name]
+    if len(template) != len(declaration.template):
+        raise FakeGpuError(f"{launch.kernel.expression} has not as many arguments as template <{declaration.template}>")
+    try:
+        arguments = declaration.unpack(launch.parameters)
+    except struct.error as error:
+        raise FakeGpuError(f"{launch.kernel.expression} takes {declaration.signature}: {error}") from error
+    values = (str(int(t == "true")) if t in ("true", "false") else t for t in template)
+    return Call(machine, launch, declaration, dict(zip(declaration.template, values, strict=True)), arguments)
+
+
+def check(machine: Machine, launch: Launch) -> None:
+    """When a launch is asked for: every pointer is 0 or lies in memory that is in use."""
+    call = call_of(machine, launch)
+    for parameter in call.declaration.parameters:
+        if parameter.letter == "p" and call.arguments[parameter.name]:
+            what = f"{launch.kernel.expression}: {parameter.name}"
+            machine.memory.check(call.arguments[parameter.name], 1, what)
+    machine.launched[call.declaration.name] = machine.launched.get(call.declaration.name, 0) + 1
+    key = launch.kernel.source, launch.kernel.expression, launch.kernel.defines
+    machine.largest_shared[key] = max(launch.shared, machine.largest_shared.get(key, 0))
+
+
+def run(machine: Machine, launch: Launch) -> None:
+    """When its turn comes."""
+    call = call_of(machine, launch)
+    if call.declaration.name in MODELS:
+        with np.errstate(all="ignore"):
+            MODELS[call.declaration.name](call)

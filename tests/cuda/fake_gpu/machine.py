@@ -1,0 +1,129 @@
+"""The fake GPU: what it is, its streams, the work that is put on them, and the graphs that record it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from .memory import FakeGpuError, Memory
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A GPU as its attributes describe it; ``shared`` is what a block may have, opted in."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared: int
+
+
+PROFILES = {
+    "h200": Profile("fake H200", (9, 0), 132, 227 << 10),
+    "sm_86": Profile("fake RTX A2000", (8, 6), 26, 99 << 10),
+    "sm_120": Profile("fake RTX 5090", (12, 0), 170, 99 << 10),
+}
+TOTAL_MEMORY = 6 << 30
+MAX_THREADS, MAX_GRID_YZ, MAX_CLUSTER = 1024, 65535, 8
+
+Work = Callable[[], None]
+
+
+@dataclass(eq=False)
+class FakeStream:
+    """A stream: its handle, and the recording under way."""
+
+    ptr: int
+    recording: list[Work] | None = None
+
+
+@dataclass
+class FakeKernel:
+    """A loaded function: which instantiation of which source."""
+
+    source: str
+    expression: str
+    defines: tuple[str, ...]
+    dynamic_shared_allowed: int = 0
+
+
+@dataclass
+class Launch:
+    """One launch as the driver was told of it."""
+
+    kernel: FakeKernel
+    grid: tuple[int, int, int]
+    block: int
+    shared: int
+    cluster: int
+    parameters: bytes
+
+
+@dataclass
+class Machine:
+    """Work runs when it is put on a stream, unless the stream is being recorded."""
+
+    current: ClassVar[Machine]
+    """The one that is installed."""
+
+    profile: Profile
+    memory: Memory = field(default_factory=lambda: Memory(TOTAL_MEMORY))
+    streams: dict[int, FakeStream] = field(default_factory=dict)
+    graphs: dict[int, list[Work]] = field(default_factory=dict)
+    kernels: dict[int, FakeKernel] = field(default_factory=dict)
+    modules: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    requested: dict[tuple[str, str, tuple[str, ...]], str] = field(default_factory=dict)
+    launched: dict[str, int] = field(default_factory=dict)
+    largest_shared: dict[tuple[str, str, tuple[str, ...]], int] = field(default_factory=dict)
+    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(0x1000, 16))
+
+    def __post_init__(self) -> None:
+        self.streams[0] = FakeStream(0)
+
+    def new_stream(self) -> FakeStream:
+        stream = FakeStream(next(self.numbers))
+        self.streams[stream.ptr] = stream
+        return stream
+
+    def stream(self, ptr: int) -> FakeStream:
+        if ptr not in self.streams:
+            raise FakeGpuError(f"{ptr:#x} is no stream")
+        return self.streams[ptr]
+
+    @property
+    def recording(self) -> bool:
+        return any(stream.recording is not None for stream in self.streams.values())
+
+    def put(self, stream: int, work: Work) -> None:
+        """Put work on a stream."""
+        target = self.stream(stream)
+        if target.recording is not None:
+            target.recording.append(work)
+        elif stream == 0 and self.recording:
+            raise FakeGpuError("work on the default stream while another stream is being recorded")
+        else:
+            work()
+
+    def refuse_in_recording(self, what: str) -> None:
+        """Raises if a stream is being recorded: then nothing may wait or allocate."""
+        if self.recording:
+            raise FakeGpuError(f"{what} while a stream is being recorded")
+
+    def replay(self, graph: list[Work], stream: int) -> None:
+        """Run a recording. What lies in a scratch is not live for Python any more, but it is the graph's."""
+
+        def run() -> None:
+            self.memory.replaying = True
+            try:
+                for work in graph:
+                    work()
+            finally:
+                self.memory.replaying = False
+
+        self.put(stream, run)
+
+    def check(self, address: int, nbytes: int, what: str) -> None:
+        """Raises unless memory is in use; in a replay, unless its outermost block is."""
+        self.memory.check(address, nbytes, what, inside=not self.memory.replaying)

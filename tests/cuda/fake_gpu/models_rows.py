@@ -1,0 +1,230 @@
+"""What the kernels over rows do: products of few rows, what stands between products, embeddings, random matrices."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bminf_lite.backend.base import ACTIVATIONS, normalise
+from bminf_lite.backend.quantization import quantize_rows
+from bminf_lite.backend.random_matrix import RandomMatrix
+from bminf_lite.backend.values import Norm
+from bminf_lite.cuda.cublaslt import Order
+from bminf_lite.cuda.layouts import Layout
+
+from .launching import Call, model
+
+F32, F16 = np.float32, np.float16
+NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
+TO_HALF, TO_FLOAT, ADD, GATED = range(4)
+THREADS, WARPS, CHUNK = 512, 16, 512
+FUNCTIONS = [ACTIVATIONS[name] for name in ("silu", "gelu_tanh", "relu", "gelu")]
+"""By the number that ``common.cuh`` gives them."""
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    return x.astype(F16).astype(F32)
+
+
+def up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def norm_of(call: Call, kind: int, k: int, reads: int) -> Norm:
+    """The norm that a kernel applies: kind 1 is RMSNorm, 2 LayerNorm."""
+    gain = call.vector("gain", reads, F32, 16)[:k]
+    shift = call.vector("shift", reads, F32, 16)[:k] if call.shift else None
+    return Norm(gain, call.eps, shift, center=kind == 2)
+
+
+def offsets(order: int, rows: int, columns: int, ld: int) -> np.ndarray:
+    """Of the elements of a matrix in a layout."""
+    layout = Layout(Order(order), rows, columns, ld)
+    return np.asarray(layout.offset(np.arange(rows)[:, None], np.arange(columns)))
+
+
+# -- products of few rows ----------------------------------------------------------------------------------------------
+
+
+def input_rows(call: Call, rows: int, pitch: int) -> np.ndarray:
+    """The activations of ``matvec`` and ``matvec_float``, normalised, fp32 ``[rows, k]``."""
+    kind = call.number("INPUT")
+    call.require(call.number("VECTORS") * THREADS * 8 >= call.pitch, "the threads do not cover a row")
+    x = call.rows("x", rows, pitch, call.pitch, F32 if kind else F16)[:, : call.k].astype(F32)
+    return normalise(x, norm_of(call, kind, call.k, call.pitch)) if kind else x
+
+
+def write_outputs(call: Call, y: np.ndarray, pitch: int) -> None:
+    output, outputs = call.number("OUTPUT"), y.shape[1] // (2 if call.number("OUTPUT") == GATED else 1)
+    out = call.rows("out", len(y), pitch, outputs, F16 if output in (TO_HALF, GATED) else F32, align=0)
+    if output == GATED:
+        y = FUNCTIONS[call.number("F")](rounded(y[:, :outputs])) * rounded(y[:, outputs:])
+    out[...] = out + rounded(y) if output == ADD else y
+
+
+@model
+def matvec(call: Call) -> None:
+    n, k, pitch, blocks = call.n, call.k, call.pitch, call.launch.grid[0]
+    matrices = 2 if call.number("OUTPUT") == GATED else 1
+    outputs = n // matrices
+    share = max(outputs * (b + 1) // blocks - outputs * b // blocks for b in range(blocks)) * matrices
+    ring = WARPS * call.defines["RING_CHUNKS"] * CHUNK if call.machine.profile.capability >= (9, 0) else 0
+    call.require(call.launch.block == THREADS, "threads")
+    call.require(call.defines["RING_CHUNKS"] % call.number("U") == 0, "the ring does not hold whole units")
+    call.require(call.launch.shared >= ring + pitch + 4 * share, "too little shared memory")
+    codes, scale = quantize_rows(input_rows(call, 1, 0))
+    weight = call.rows("weight", n, pitch, pitch, np.int8)
+    acc = (codes.astype(np.float64) @ weight[:, :k].T.astype(np.float64)).astype(F32)
+    y = scale[:, None] * (call.vector("w_scale", n, F32) * acc)
+    write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, 0)
+
+
+@model
+def matvec_float(call: Call) -> None:
+    n, k, pitch, rows = call.n, call.k, call.pitch, call.launch.grid[1]
+    call.require(call.launch.block == THREADS and call.launch.shared >= 2 * pitch, "threads or shared memory")
+    x = rounded(input_rows(call, rows, call.x_pitch))
+    weight = call.rows("weight", n, pitch, pitch, np.int8 if call.template["W"] == "bminf::int8" else F16)
+    call.require((call.w_scale != 0) == (weight.dtype == np.int8), "scales belong to int8")
+    y = x @ weight[:, :k].T.astype(F32)
+    y = y * call.vector("w_scale", n, F32) if call.w_scale else y
+    write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, call.out_pitch)
+
+
+@model
+def few_rows(call: Call) -> None:
+    rows, n, pitch = call.arguments["rows"], call.n, call.pitch
+    x, weight = call.rows("x", rows, pitch, pitch, np.int8), call.rows("weight", n, pitch, pitch, np.int8)
+    call.rows("acc", rows, n, n, np.int32)[...] = x.astype(np.float64) @ weight.T.astype(np.float64)
+
+
+@model
+def igemm_dp4a(call: Call) -> None:
+    rows, columns, inner = call.arguments["rows"], call.columns, call.vectors * 16
+    call.require(call.launch.grid[0] * 64 >= columns and call.launch.grid[1] * 64 >= rows, "blocks are missing")
+    for i in range(call.launch.grid[2]):
+        w = call.rows("w", columns, inner, inner, np.int8, offset=16 * i * call.w_stride)
+        x = call.rows("x", rows, inner, inner, np.int8, offset=16 * i * call.x_stride)
+        out = call.rows("out", rows, columns, columns, np.int32, offset=4 * i * call.out_stride)
+        out[...] = x.astype(np.float64) @ w.T.astype(np.float64)
+
+
+# -- between products --------------------------------------------------------------------------------------------------
+
+
+def product_values(call: Call, rows: int, k: int, order: int, ld: int, vector: int = 8) -> np.ndarray:
+    """int32 sums scaled, with bias, fp32 ``[rows, k]``; vectors are read whole."""
+    whole, align = up(k, vector), 16 if vector > 1 else 4
+    at = offsets(order, rows, whole, ld)
+    acc = call.vector("data", int(at.max()) + 1, np.int32, align)[at][:, :k]
+    x_scale, w_scale = call.vector("x_scale", rows, F32), call.vector("w_scale", whole, F32, align)[:k]
+    y = x_scale[:, None] * (w_scale * acc.astype(F32))
+    return y + call.vector("bias", whole, F32, align)[:k] if call.bias else y
+
+
+@model
+def transform(call: Call) -> None:
+    rows, k = call.arguments["rows"], call.k
+    source, prepare, target = (call.number(name) for name in ("SOURCE", "PREPARE", "TARGET"))
+    threads, padded = call.number("THREADS"), up(k, 16)
+    call.require(call.launch.block == max(threads, 128), "threads")
+    call.require(call.launch.grid[0] * (call.launch.block // threads) >= rows, "blocks are missing")
+    call.require(call.number("VECTORS") * threads * 8 >= padded, "the threads do not cover a row")
+    gated, columns = prepare >= 3, 2 * k if prepare >= 3 else k
+    reads = columns if gated and k % 8 else up(columns, 16)
+    values = np.zeros((rows, columns), F32)
+    if source == PRODUCT:
+        values = rounded(product_values(call, rows, columns, call.number("IN"), call.pitch))
+    elif source != NONE:
+        dtype = F16 if source == FROM_HALF else F32
+        values = call.rows("data", rows, call.pitch, reads, dtype)[:, :columns].astype(F32)
+    if prepare in (1, 2):
+        residual = call.rows("residual", rows, call.residual_pitch, padded, F32)
+        if source != NONE:
+            residual[:, :k] += values
+            residual[:, k:] = 0
+        values = normalise(residual[:, :k], norm_of(call, prepare, k, padded))
+    elif gated:
+        values = rounded(FUNCTIONS[prepare - 3](values[:, :k]) * values[:, k:])
+    write_rows(call, values, padded, target)
+
+
+def write_rows(call: Call, values: np.ndarray, padded: int, target: int) -> None:
+    """As codes with scales, as fp16 or as fp32, padding included."""
+    rows, k = values.shape
+    full = np.zeros((rows, padded), F32)
+    full[:, :k] = values
+    if target:
+        call.rows("out", rows, call.out_ld, padded, F16 if target == 1 else F32)[...] = full
+        return
+    codes, scale = quantize_rows(full)
+    at = offsets(call.number("OUT"), rows, padded, call.out_ld)
+    call.vector("out", int(at.max()) + 1, np.int8, 8)[at] = codes
+    call.vector("scales", rows, F32)[...] = scale
+
+
+@model
+def finish(call: Call) -> None:
+    rows, n, add = call.arguments["rows"], call.n, call.number("ADD")
+    whole = up(n, 8)
+    call.require(call.threads >= rows * (whole // 8), "blocks are missing")
+    at = offsets(call.number("IN"), rows, whole, call.ld)
+    y = call.vector("data", int(at.max()) + 1, np.int32 if call.template["SUM"] == "int" else F32, 16)[at].astype(F32)
+    y = call.vector("w_scale", whole, F32, 16) * y if call.w_scale else y
+    y = call.vector("x_scale", rows, F32)[:, None] * y if call.x_scale else y
+    y = y + call.vector("bias", whole, F32, 16) if call.bias else y
+    out = call.rows("out", rows, call.out_pitch, whole, F32 if call.template["T"] == "float" else F16)
+    out[...] = out + rounded(y) if add else y
+
+
+@model
+def activate_rows(call: Call) -> None:
+    rows, n = call.arguments["rows"], call.n
+    call.require(call.threads >= rows * n, "blocks are missing")
+    if call.number("PRODUCT"):
+        x = rounded(product_values(call, rows, n, call.number("IN"), call.pitch, vector=1))
+    else:
+        x = call.rows("data", rows, call.pitch, n, F16, align=0).astype(F32)
+    call.rows("out", rows, call.out_pitch, n, F16, align=0)[...] = FUNCTIONS[call.number("F")](x)
+
+
+@model
+def add_positions(call: Call) -> None:
+    tokens, whole = call.launch.grid[0], up(call.k, 8)
+    starts, past = call.vector("starts", call.sequences + 1, np.int32), call.vector("past", call.sequences, np.int32)
+    call.require(tokens == starts[-1], "a block for each token")
+    positions = np.arange(tokens) - np.repeat(starts[:-1] - past, np.diff(starts))
+    table = call.rows("table", int(positions.max()) + 1, call.pitch, whole, F16)
+    call.rows("residual", tokens, call.residual_pitch, whole, F32)[...] += table[positions]
+
+
+@model
+def embed(call: Call) -> None:
+    rows, k = call.launch.grid[0], call.k
+    tokens = call.vector("tokens", rows, np.int32)
+    call.require(tokens.min() >= 0, "negative tokens")
+    table = call.rows("table", int(tokens.max()) + 1, call.pitch, up(k, 8), F16)
+    call.rows("out", rows, call.out_pitch, up(k, 8), F32)[...] = table[tokens]
+
+
+@model
+def last_rows(call: Call) -> None:
+    rows, k = call.launch.grid[0], call.k
+    last = call.vector("starts", rows + 1, np.int32)[1:] - 1
+    x = call.rows("x", int(last.max()) + 1, call.pitch, up(k, 8), F32)
+    call.rows("out", rows, call.out_pitch, up(k, 8), F32)[...] = x[last]
+
+
+@model
+def widen(call: Call) -> None:
+    call.require(call.count % 16 == 0 and call.threads * 16 >= call.count, "blocks are missing")
+    call.vector("out", call.count, F16, 16)[...] = call.vector("codes", call.count, np.int8, 16)
+
+
+@model
+def fill_random(call: Call) -> None:
+    shape = call.arguments["rows"], call.columns
+    dtype = np.int8 if call.template["T"] == "bminf::int8" else F16
+    call.require(call.threads >= shape[0] * -(-shape[1] // 8), "blocks are missing")
+    call.rows("out", shape[0], call.pitch, shape[1], dtype, align=0)[...] = np.asarray(
+        RandomMatrix(shape, dtype, call.seed)
+    )
