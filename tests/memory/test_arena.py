@@ -73,14 +73,14 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(target=blocks, nbytes=st.one_of(st.integers(0, 3 * PAGE), st.integers(0, PAGES * PAGE)))
     def allocate(self, nbytes: int) -> object:
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-        fits_in_mapped, mapped = self.longest_run(self.pages.covers) >= size, self.pages.mapped
+        fits_in_mapped, chunks = self.longest_run(self.pages.covers) >= size, dict(self.pages.chunks)
         try:
             block = self.arena.allocate(nbytes)
         except OutOfMemory:
             assert not fits_in_mapped
             assert self.longest_run() < size or self.pages.mapped + size > self.pages.available - PAGE
             return multiple()
-        assert (self.pages.mapped == mapped) == fits_in_mapped
+        assert (self.pages.chunks == chunks) == fits_in_mapped
         self.count += 1
         assert block.nbytes == nbytes
         self.live[id(block)] = block
