@@ -7,6 +7,7 @@ computes is the same, rounding included.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import cupy as cp
@@ -77,12 +78,13 @@ class Gated:
 class Residual:
     """The residual stream fp32 ``[T, features]``, and a product that is still to be added to it.
 
-    ``norms`` are the norms of its present value that have not been taken yet. They must be before it changes.
+    ``norms`` are the norms of its present value that have not been taken yet. They must be before it changes, if anyone
+    still has them; held strongly they and it would keep each other, and their memory, until the garbage collector runs.
     """
 
     values: cp.ndarray
     pending: Product | None = None
-    norms: list[Normed] = field(default_factory=list)
+    norms: list[weakref.ref[Normed]] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, int]:
