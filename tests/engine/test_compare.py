@@ -6,6 +6,7 @@ import json
 import math
 import weakref
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from bminf_lite.checkpoint.recipe import Recipe, Scheme
 from bminf_lite.engine.blockwise import Batch, scheme_of
 from bminf_lite.engine.compare import check_pair, compare
 from bminf_lite.engine.comparison import joined
-from bminf_lite.engine.corpus import Window, windows_for
+from bminf_lite.engine.corpus import Window, first_tokens, read_texts, windows_for
 from bminf_lite.engine.divergence import DivergenceSum, log_softmax
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.models.spec import Role
@@ -203,6 +204,19 @@ def test_one_layer_of_each_is_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
         ops.most = 0
         compare(source, source, windows(source), layers=layers)
         assert layer <= ops.most <= 2 * layer
+
+
+def test_the_bundled_model_s_weak_spot_is_found(tmp_path: Path):
+    """Its down projections have inputs of 50 times their rms, as those of large models have."""
+    demo = Path(str(resources.files("bminf_lite.demo_model")))
+    bminf_lite.migrate(demo, tmp_path / "int8")
+    text = read_texts(demo / "heldout.txt")
+    found = compare(tmp_path / "int8", demo, first_tokens(windows_for(demo, text, 128, 64), 500), "cpu")
+    worst = sorted(found.linears, key=lambda linear: linear.own.snr_db)[:4]
+    assert {linear.name.rpartition(".")[2] for linear in worst} == {"down_proj"}
+    assert min(linear.input.largest for linear in worst) > 20
+    assert abs(found.divergence.ratio - 1) < 0.02 and 0.001 < found.divergence.kl < 0.004
+    assert found.divergence.agreement > 0.95
 
 
 @pytest.mark.gpu
