@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bminf_lite.engine.planning import demand_of
 from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.memory.planner import (
     CACHE_BLOCK,
@@ -22,6 +24,7 @@ from bminf_lite.memory.planner import (
     suggestions,
 )
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 MIB = 1 << 20
 EIGHT_B = Demand((208 * MIB,) * 32, 1600 * MIB, 1000 * MIB, 500 * MIB, 128 << 10, 180_000, 2_000_000, 8192)
 """About the shape of an 8B model in int8."""
@@ -154,6 +157,30 @@ def test_a_streamed_step_takes_as_long_as_its_copies() -> None:
     assert plan.link_bound
     assert plan.step_seconds == pytest.approx(plan.streamed_bytes / 50e9, rel=0.01)
     assert replace(plan, batch=3).tokens_per_second == pytest.approx(3 / plan.step_seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "context", "milliseconds"),
+    [
+        ("llama-3-8b", 512, 2.417),
+        ("llama-3-8b", 2048, 2.583),
+        ("llama-3.2-1b", 512, 0.610),
+        ("llama-3.2-1b", 2048, 0.687),
+    ],
+)
+def test_the_prediction_meets_what_was_measured(shape: str, context: int, milliseconds: float) -> None:
+    """docs/measurements.md, an H200 whose memory was read at 4.42 TB/s."""
+    demand = demand_of(CONFIGS / f"{shape}.json")
+    plan = make_plan(demand, Machine(140 << 30, 55e9, 4.42e12), context)
+    assert plan.step_seconds is not None
+    assert plan.step_seconds * 1e3 == pytest.approx(milliseconds, rel=0.10)
+
+
+def test_the_memory_meets_what_was_measured() -> None:
+    """docs/measurements.md: the 8B shape with a prompt of 2,048 and 128 new tokens took 9.230 GB at its peak."""
+    plan = make_plan(demand_of(CONFIGS / "llama-3-8b.json"), Machine(140 << 30), 2176)
+    assert plan.demand.weights == pytest.approx(8.596e9, rel=0.01)
+    assert 9.230e9 <= plan.total_bytes <= 1.03 * 9.230e9
 
 
 def test_the_busier_of_link_and_compute_decides() -> None:
