@@ -97,6 +97,8 @@ def windows_for(
     """
     with open_checkpoint(folder) as checkpoint:
         config = models.find(checkpoint.config).parse(checkpoint.config)
+    if getattr(config, "source_length", 0):
+        raise UsageError(f"{folder}: is an encoder-decoder, which does not continue a text; give a decoder-only model")
     window = min(config.context_length, DEFAULT_WINDOW) if window is None else window
     stride = max(window // 2, 1) if stride is None else stride
     check_window(window, stride, config.context_length)

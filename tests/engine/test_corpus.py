@@ -10,6 +10,8 @@ import pytest
 import tiny_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from tiny_models import RandomWeights, goldens
 
 from bminf_lite.engine.corpus import check_window, cut, encode_texts, first_tokens, read_texts, windows_for
 from bminf_lite.engine.tokenizer import Tokenizer
@@ -110,6 +112,14 @@ def test_a_model_s_windows(tmp_path: Path):
     assert sum(w.scored for w in windows) == 509
     with pytest.raises(UsageError, match="model's context, 128"):
         windows_for(folder, ["a" * 500], window=129)
+
+
+def test_an_encoder_decoder_has_no_windows(tmp_path: Path):
+    golden = next(goldens("t5"))
+    (tmp_path / "config.json").write_text(json.dumps(golden.config))
+    save_file(RandomWeights(golden.config, golden.seed).tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="is an encoder-decoder"):
+        windows_for(tmp_path, ["some text"])
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [1, 1]])
