@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ settings.load_profile("bminf_lite")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/cuda/fake_gpu."""
     parser.addoption("--fake-gpu", metavar="PROFILE", help="run tests marked gpu on a GPU made of NumPy")
+    parser.addoption("--fake-gpu-report", metavar="FILE", help="write there which kernels were asked for")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,7 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[FAKE_GPU] = fake_gpu.install(profile)
 
 
-FAKE_GPU = pytest.StashKey[object]()
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Write what the tests asked of the fake GPU."""
+    if file := config.getoption("--fake-gpu-report"):
+        import fake_gpu
+
+        Path(file).write_text(fake_gpu.report(config.stash[FAKE_GPU]))
+
+
+FAKE_GPU = pytest.StashKey[Any]()
 
 
 @functools.cache

@@ -13,8 +13,10 @@ is put on a stream, or when the graph that recorded it is launched.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,11 @@ from bminf_lite.cuda.libraries import Library
 from . import fake_cupy, models_attention, models_rows, models_sampling  # noqa: F401 - models register themselves
 from .fake_cublaslt import FakeCublasLt
 from .fake_driver import FakeDriver
-from .machine import PROFILES, Machine
+from .machine import PROFILES, Machine, Requested
 from .memory import FakeGpuError
 from .sources import declarations, split_expression
 
-__all__ = ["PROFILES", "FakeGpuError", "Machine", "install"]
+__all__ = ["PROFILES", "FakeGpuError", "Machine", "install", "report"]
 
 
 def install(profile: str) -> Machine:
@@ -48,7 +50,7 @@ def install(profile: str) -> Machine:
     libraries.load = load  # type: ignore[assignment]
     driver.load.cache_clear()
     _record_compilations(machine)
-    _check_signatures()
+    _check_signatures(machine)
     return machine
 
 
@@ -64,24 +66,31 @@ def _record_compilations(machine: Machine) -> None:
             name, template = split_expression(expression)
             if name not in known or len(template) != len(known[name].template):
                 raise FakeGpuError(f"{source_name} has no {expression}")
-            machine.requested[source_name, expression, tuple(defines)] = arch
+            machine.requested.setdefault((source_name, expression, tuple(defines)), Requested(arch))
         return Cubin("|".join([source_name, *defines]).encode() + b"\0", {e: e for e in name_expressions}, {})
 
     compiler.compile = compile  # type: ignore[assignment]
 
 
-def _check_signatures() -> None:
+def _check_signatures(machine: Machine) -> None:
     """A signature must be, letter by letter, what the source declares."""
     real = kernels.Module.kernel
 
     def kernel(module: kernels.Module, name_expression: str, signature: str) -> kernels.Kernel:
+        module.cubin  # noqa: B018 - asks for the compilation
         declared = declarations(module._source[0])[split_expression(name_expression)[0]].signature
         expanded = expand(signature)
         if expanded != declared:
             raise FakeGpuError(f"{name_expression}: the signature is {expanded}, the source declares {declared}")
+        machine.requested[module._source[0], name_expression, module._source[2]].signature = expanded
         return real(module, name_expression, signature)
 
     kernels.Module.kernel = kernel  # type: ignore[method-assign]
+
+
+def report(machine: Machine) -> str:
+    """What was asked for, as JSON: a list of source, expression, macros and the fields of ``Requested``."""
+    return json.dumps([[*key, asdict(value)] for key, value in machine.requested.items()])
 
 
 def expand(signature: str) -> str:

@@ -112,9 +112,9 @@ def check(machine: Machine, launch: Launch) -> None:
         if parameter.letter == "p" and call.arguments[parameter.name]:
             what = f"{launch.kernel.expression}: {parameter.name}"
             machine.memory.check(call.arguments[parameter.name], 1, what)
-    machine.launched[call.declaration.name] = machine.launched.get(call.declaration.name, 0) + 1
-    key = launch.kernel.source, launch.kernel.expression, launch.kernel.defines
-    machine.largest_shared[key] = max(launch.shared, machine.largest_shared.get(key, 0))
+    known = machine.requested[launch.kernel.source, launch.kernel.expression, launch.kernel.defines]
+    known.launches += 1
+    known.threads, known.shared = max(known.threads, launch.block), max(known.shared, launch.shared)
 
 
 def run(machine: Machine, launch: Launch) -> None:

@@ -50,6 +50,17 @@ class FakeKernel:
 
 
 @dataclass
+class Requested:
+    """An instantiation that was asked for: its signature, and the most that its launches took."""
+
+    arch: str
+    signature: str = ""
+    launches: int = 0
+    threads: int = 0
+    shared: int = 0
+
+
+@dataclass
 class Launch:
     """One launch as the driver was told of it."""
 
@@ -74,9 +85,7 @@ class Machine:
     graphs: dict[int, list[Work]] = field(default_factory=dict)
     kernels: dict[int, FakeKernel] = field(default_factory=dict)
     modules: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    requested: dict[tuple[str, str, tuple[str, ...]], str] = field(default_factory=dict)
-    launched: dict[str, int] = field(default_factory=dict)
-    largest_shared: dict[tuple[str, str, tuple[str, ...]], int] = field(default_factory=dict)
+    requested: dict[tuple[str, str, tuple[str, ...]], Requested] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(0x1000, 16))
 
     def __post_init__(self) -> None:
