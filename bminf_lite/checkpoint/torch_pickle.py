@@ -30,6 +30,7 @@ MAX_OPERATIONS = 2_000_000
 MAX_NAME = 200
 """Characters of a module's name and a name in it."""
 
+
 @dataclass(frozen=True)
 class Pickled:
     """What a pickle describes, and the storages that it refers to, by key."""
@@ -69,9 +70,9 @@ class _Machine:
 
     def step(self, name: str, argument: Any) -> None:
         if name in _LITERALS:
-            self.stack.append(argument)
+            self.push(argument)
         elif name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name])
+            self.push(_CONSTANTS[name])
         elif name in _OPERATIONS:
             _OPERATIONS[name](self, argument)
         else:
@@ -118,12 +119,12 @@ class _Machine:
     def get(self, index: int) -> None:
         if index not in self.memo:
             raise PickleRefused("the pickle is damaged: it takes a value from the memo that is not there")
-        self.stack.append(self.memo[index])
+        self.push(self.memo[index])
 
     # -- containers -----------------------------------------------------------------------------------------------
 
     def fixed_tuple(self, size: int) -> None:
-        self.stack.append(tuple(self.pop() for _ in range(size))[::-1])
+        self.push(tuple(self.pop() for _ in range(size))[::-1])
 
     def append(self, items: list[Any]) -> None:
         target = self.top()
@@ -152,7 +153,7 @@ class _Machine:
             known = Ignored(full)
         if known is None:
             raise PickleRefused(f"the pickle asks for {full!r}, which no tensor needs; nothing of it was run")
-        self.stack.append(known)
+        self.push(known)
 
     def global_name(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
@@ -165,19 +166,19 @@ class _Machine:
     def reduce(self, _: Any) -> None:
         arguments, function = self.pop(), self.pop()
         if isinstance(function, Ignored):
-            self.stack.append(function)
+            self.push(function)
             return
         if not isinstance(function, Function) or not isinstance(arguments, tuple):
             raise PickleRefused(f"the pickle calls {describe(function)}")
         if not function.least <= len(arguments) <= function.most:
             raise PickleRefused(f"the pickle calls {function.name} with {len(arguments)} arguments")
-        self.stack.append(function.call(*arguments))
+        self.push(function.call(*arguments))
 
     def new_object(self, _: Any) -> None:
         _arguments, kind = self.pop(), self.pop()
         if not isinstance(kind, Ignored):
             raise PickleRefused(f"the pickle makes an object of {describe(kind)}")
-        self.stack.append(kind)
+        self.push(kind)
 
     def build(self, _: Any) -> None:
         """State beside a dictionary's items (the versions of a model's modules) is dropped."""
