@@ -138,7 +138,7 @@ def host_text(plan: Plan) -> str:
     text = ", ".join(parts)
     if not plan.fits_host:
         free = format_size(plan.machine.host_memory or 0)
-        text += f"; the host has {free} free, so the system would swap, at the speed of its disk"
+        text += f"; the host has {free} free, so the rest would be read from disk each time"
     return text
 
 
@@ -149,4 +149,5 @@ def speed_text(plan: Plan) -> str:
         return f"not known: give {missing}"
     bound = "the link" if plan.link_bound else "the GPU's memory"
     unknown = " at most, as --bandwidth is not known" if plan.machine.bandwidth is None else ""
-    return f"{plan.tokens_per_second:,.1f} tokens/s predicted{unknown}, bound by {bound}"
+    disk = "" if plan.fits_host else "; a disk that is slower than the link makes it less"
+    return f"{plan.tokens_per_second:,.1f} tokens/s predicted{unknown}, bound by {bound}{disk}"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -116,6 +119,7 @@ def pinned_room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     runtime = SimpleNamespace(
         memcpyAsync=memcpy, memcpyDeviceToHost=2, memcpyHostToDevice=1, CUDARuntimeError=MemoryError
     )
+    monkeypatch.setattr(streaming, "available_memory", lambda: None)
     monkeypatch.setattr(streaming, "cp", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(streaming, "runtime", runtime)
     return room
@@ -181,6 +185,33 @@ def test_where_memory_is_not_pinned_it_goes_on_with_a_warning(pinned_room: list[
     assert [image.pinned for image in loader._links[0].images] == [True, False, False, False, False]
     run_steps(loader, blocks, 3)
     loader.close()
+
+
+def test_a_host_that_is_nearly_full_keeps_the_rest_on_disk(
+    pinned_room: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    loader = FakeLoader((1, 2, 4, 5, 6))
+    free = iter([streaming.HOST_RESERVE + 3 * ALIGNMENT, *[streaming.HOST_RESERVE] * 4])
+    monkeypatch.setattr(streaming, "available_memory", lambda: next(free))
+    with pytest.warns(RuntimeWarning, match=r"nearly full: 1\.5 KiB .* set TMPDIR"):
+        blocks = loader.blocks(loader.layer, 7, loader.placement)
+    assert [image.pinned for image in loader._links[0].images] == [True, False, False, False, False]
+    assert list(tmp_path.iterdir()) == []  # a file without a name goes with the process
+    run_steps(loader, blocks, 3)
+    loader.close()
+
+
+@pytest.mark.filterwarnings("ignore:the host's memory")
+def test_a_disk_that_is_full_too_is_an_error(pinned_room: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(streaming, "available_memory", lambda: 0)
+    monkeypatch.setattr(streaming.os, "posix_fallocate", full)
+    loader = FakeLoader((0,))
+    with pytest.raises(OutOfMemory, match=r"neither the host's memory nor .*No space left"):
+        loader.blocks(loader.layer, 1, loader.placement)
 
 
 def test_a_layer_that_fails_leaves_later_weights_in_the_arena(pinned_room: list[int]) -> None:

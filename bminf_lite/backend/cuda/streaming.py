@@ -8,6 +8,9 @@ that finishes a layer's last product reads them when the next layer has begun.
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -17,45 +20,68 @@ import numpy as np
 
 from ...errors import OutOfMemory
 from ...memory.arena import Arena, Block, Scratch
+from ...memory.machine import available_memory
 from ...memory.sizes import format_size
 
 runtime = cp.cuda.runtime
+HOST_RESERVE = 1 << 30
+"""What is left of the host's memory for everything else."""
 
 
 class HostMemory:
-    """``nbytes`` of the host at ``address``: pinned, or pageable with a warning where the system refuses to pin more.
+    """``nbytes`` of the host at ``address``: pinned where the system allows it, else with a warning that says why not.
 
-    Raises ``OutOfMemory`` where the host has no room at all.
+    Where the host's own memory is about to run out, a temporary file takes its place, mapped into memory: the system
+    keeps what it can of it, and reads the rest from disk each time. Raises ``OutOfMemory`` where the disk has no room
+    either.
     """
 
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
-        self._memory: Any
-        try:
-            self._memory = cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(nbytes), 0)
-            self.address, self.pinned = self._memory.ptr, True
-        except runtime.CUDARuntimeError as error:
-            warnings.warn(
-                f"the system does not pin {format_size(nbytes)} of host memory ({error}): weights come to the GPU more "
-                "slowly; raise the limit on locked memory, or the memory limit of the GPU",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            self._memory = self._pageable(nbytes)
-            self.address, self.pinned = self._memory.ctypes.data, False
+        self.pinned = False
+        self._memory: Any = None
+        free = available_memory()
+        if free is not None and nbytes + HOST_RESERVE > free:
+            self._memory = _file_memory(nbytes)
+        else:
+            self._pin()
+        self.address = self.bytes().ctypes.data
 
     def bytes(self) -> np.ndarray:
         """The memory as uint8."""
         return np.frombuffer(self._memory, np.uint8, self.nbytes)
 
-    @staticmethod
-    def _pageable(nbytes: int) -> np.ndarray:
+    def _pin(self) -> None:
         try:
-            return np.empty(nbytes, np.uint8)
-        except MemoryError as error:
-            raise OutOfMemory(
-                f"the host has no {format_size(nbytes)} left for weights that are streamed: raise the memory limit"
-            ) from error
+            self._memory = cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(self.nbytes), 0)
+            self.pinned = True
+        except runtime.CUDARuntimeError as error:
+            warnings.warn(
+                f"the system does not pin {format_size(self.nbytes)} of host memory ({error}): weights come to the GPU "
+                "more slowly; raise the limit on locked memory, or the memory limit of the GPU",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            self._memory = np.empty(self.nbytes, np.uint8)
+
+
+def _file_memory(nbytes: int) -> mmap.mmap:
+    folder = tempfile.gettempdir()
+    warnings.warn(
+        f"the host's memory is nearly full: {format_size(nbytes)} of weights are streamed from a temporary file in "
+        f"{folder}, no faster than its disk; raise the memory limit of the GPU, or set TMPDIR to a faster disk",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return mmap.mmap(file.fileno(), nbytes)
+    except OSError as error:
+        raise OutOfMemory(
+            f"neither the host's memory nor {folder} has room for {format_size(nbytes)} of weights that are to be "
+            f"streamed ({error.strerror}): raise the memory limit of the GPU, or set TMPDIR to a larger disk"
+        ) from error
 
 
 class SlotLink:
