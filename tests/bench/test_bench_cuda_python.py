@@ -1,0 +1,18 @@
+"""The benchmark's GPU half on a GPU made of NumPy (see ``fake_gpu``), all but CuPy's own arithmetic."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_the_gpu_s_python() -> None:
+    command = [sys.executable, "-m", "pytest", "--fake-gpu=h200", "-m", "gpu", "-k", "not plain"]
+    command += [str(TESTS / "bench"), str(TESTS / "backend" / "test_random_matrix.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
