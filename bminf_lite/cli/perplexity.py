@@ -9,7 +9,15 @@ from pathlib import Path
 
 import click
 
-from ._options import device_option, memory_limit_option, model_argument, stride_option, text_argument, window_option
+from ._options import (
+    device_option,
+    kv_cache_option,
+    memory_limit_option,
+    model_argument,
+    stride_option,
+    text_argument,
+    window_option,
+)
 
 
 @click.command()
@@ -19,6 +27,7 @@ from ._options import device_option, memory_limit_option, model_argument, stride
 @stride_option
 @device_option
 @memory_limit_option
+@kv_cache_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def perplexity(
     model: Path,
@@ -27,6 +36,7 @@ def perplexity(
     stride: int | None,
     device: str,
     memory_limit: int | None,
+    kv_cache: str,
     as_json: bool,
 ) -> None:
     """Measure how well a model predicts a text.
@@ -49,7 +59,7 @@ def perplexity(
     from ..engine.model import load
 
     windows = windows_for(model, read_texts(text), window, stride)
-    with load(model, device=device, memory_limit=memory_limit) as loaded:
+    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
         started = time.perf_counter()
         progress = tqdm(windows, unit="window", desc="perplexity", disable=None, leave=False)
         result = Perplexity.of(np.concatenate(list(window_losses(loaded, progress))))

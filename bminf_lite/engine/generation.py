@@ -48,6 +48,8 @@ class Limits:
     """What bounds a run: the model's context, the vocabulary, sequences at once, and tokens per prefill chunk.
 
     An encoder-decoder takes sources of up to ``source_length`` tokens, and starts decoding with ``decoder_start``.
+    Where memory is short, the cache takes room for ``cache_tokens`` at once, shared by its sequences: growing in a
+    memory that is nearly full leaves holes.
     """
 
     context_length: int
@@ -57,6 +59,7 @@ class Limits:
     chunk: int = 2048
     source_length: int = 0
     decoder_start: tuple[int, ...] = ()
+    cache_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -130,6 +133,7 @@ class Generation:
         slots = min(limits.max_batch, len(requests))
         self.free_slots = list(range(slots))[::-1]
         reach = max(len(r.prompt) + min(r.room(limits.context_length), KVCache.BLOCK) for r in requests)
+        reach = max(reach, min(limits.cache_tokens // slots, limits.context_length))
         with self._memory_for(slots, reach):
             self.cache = KVCache(self.ops, limits.cache_shape, slots, reach, limits.context_length)
             if limits.source_length:

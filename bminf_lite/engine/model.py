@@ -72,6 +72,7 @@ def load(
             cache_shape,
             max_batch,
             chunk=plan.chunk if plan is not None else CHUNK,
+            cache_tokens=plan.context if plan is not None and plan.host_tables else 0,
             source_length=getattr(config, "source_length", 0),
             decoder_start=getattr(config, "decoder_start", ()),
         )

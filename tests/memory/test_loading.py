@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,27 @@ def test_arguments_out_of_range(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         bminf_lite.load(folder, context=513)
     with pytest.raises(UsageError, match="kv_cache is 'int4'"):
         bminf_lite.load(folder, kv_cache="int4")
+
+
+def test_the_cache_takes_the_room_that_was_planned_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = device_of(memory_that_streams(folder), monkeypatch)
+    asked: list[tuple[int, int]] = []
+    layer_cache = device.layer_cache
+
+    def watch(slots: int, kv_heads: int, capacity: int, head_dim: int) -> Any:
+        asked.append((slots, capacity))
+        return layer_cache(slots, kv_heads, capacity, head_dim)
+
+    with bminf_lite.load(folder, context=CONTEXT) as model:
+        monkeypatch.setattr(device, "layer_cache", watch)
+        model.generate([5, 6], max_new_tokens=2)
+        model.generate([[5, 6], [7]], max_new_tokens=2)
+        assert set(asked) == {(1, CONTEXT), (2, CONTEXT)}  # which is the smallest block
+        model.limits = replace(model.limits, cache_tokens=2 * CONTEXT)
+        asked.clear()
+        model.generate([5, 6], max_new_tokens=2)
+        model.generate([[5, 6], [7]], max_new_tokens=2)
+        assert asked == [(1, 2 * CONTEXT)] * 9 + [(2, CONTEXT)] * 9
 
 
 def test_prompts_go_in_the_plan_s_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
