@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "tools" / "gpu_check.sh"
 
 def check(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPT), *map(str, arguments)]
-    environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
+    environment = os.environ | {"PYTHON": sys.executable}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
