@@ -138,7 +138,7 @@ class Report:
         c = self.ceilings
         parts.append(
             f"Measured on this device: read {c.read / 1e9:,.1f} GB/s, copy {c.copy / 1e9:,.1f} GB/s, "
-            f"int8 product {c.int8 / 1e12:,.2f} TOPS.\n"
+            f"int8 product {_number(c.int8 / 1e12)} TOPS.\n"
             + ", ".join(f"{name} {version}" for name, version in self.versions.items())
         )
         return "\n\n".join(parts)
@@ -173,12 +173,21 @@ class Report:
         return "\n".join(parts).rstrip("\n")
 
 
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def _number(value: float) -> str:
+    """Three digits that count, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def _test_form(row: Row) -> Row:
     reserved = row["peak_reserved_bytes"]
     parameters = row["parameters"]
     return {
         "model": row["model"],
-        "size": f"{row['size_bytes'] / 1e9:.2f} GB",
+        "size": _size(row["size_bytes"]),
         "params": f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M",
         "device": row["device"],
         "test": row["test"],
@@ -187,8 +196,8 @@ def _test_form(row: Row) -> Row:
         "MB/token": f"{row['bytes_per_token'] / 1e6:.2f}",
         "% read": f"{row['percent_of_read']:.1f}",
         "% int8": f"{row['percent_of_int8']:.1f}",
-        "peak used": f"{row['peak_used_bytes'] / 1e9:.3f} GB",
-        "peak reserved": "" if reserved is None else f"{reserved / 1e9:.3f} GB",
+        "peak used": _size(row["peak_used_bytes"]),
+        "peak reserved": "" if reserved is None else _size(reserved),
     }
 
 
@@ -221,7 +230,7 @@ def _kernel_form(row: Row) -> Row:
         "kernel": row["kernel"],
         "shape": row["shape"],
         "us": f"{row['microseconds']:.1f}",
-        "rate": f"{row['rate']:,.2f} {row['unit']}",
+        "rate": f"{_number(row['rate'])} {row['unit']}",
         "% of ceiling": f"{row['percent_of_ceiling']:.1f}",
         "plain us": "" if plain is None else f"{plain:.1f}",
         "times faster": "" if speedup is None else f"{speedup:.1f}",
