@@ -76,10 +76,12 @@ def _draw_curve(axes: Any, lines: dict[str, list[Measurement]], variable: str, l
     prefill = variable == "tokens"
     axes.set(xlabel=label, ylabel="milliseconds per prompt" if prefill else "milliseconds per step")
     axes.set_xscale("symlog" if variable == "depth" else "log", base=2)
+    places = sorted({getattr(m.test, variable) for line in lines.values() for m in line})
+    axes.set_xticks(places, [f"{place:,}" for place in places], rotation=30)
     if prefill:
         axes.set_yscale("log")
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(1e3 * m.step_seconds for line in lines.values() for m in line))
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
 
