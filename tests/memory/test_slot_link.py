@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import tempfile
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
+from fake_cupy import FakeStream, HostPages, replace_cupy
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -26,103 +25,10 @@ from bminf_lite.memory.staging import Staging
 SLOT = 4 * ALIGNMENT
 
 
-class FakeEvent:
-    """An event of fake streams: how far the stream that recorded it had got."""
-
-    def __init__(self, disable_timing: bool) -> None:
-        self.after: Callable[[], None] = lambda: None
-
-    def record(self, stream: FakeStream) -> None:
-        place = stream.done + len(stream.queue)
-        self.after = lambda: stream.run_until(place)
-
-    def synchronize(self) -> None:
-        self.after()
-
-
-class FakeStream:
-    """Work that runs as late as it can, when something waits for it; or as early as events allow, if ``eager``."""
-
-    by_address: ClassVar[dict[int, FakeStream]] = {}
-
-    def __init__(self, eager: bool = False) -> None:
-        self.eager = eager
-        self.queue: list[Callable[[], object]] = []
-        self.done = 0
-        self.ptr = id(self)
-        self.by_address[self.ptr] = self
-
-    def give(self, work: Callable[[], object]) -> None:
-        self.queue.append(work)
-        if self.eager:
-            self.synchronize()
-
-    def run_until(self, place: int) -> None:
-        while self.done < place:
-            self.done += 1
-            self.queue.pop(0)()
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.give(event.after)
-
-    def synchronize(self) -> None:
-        self.run_until(self.done + len(self.queue))
-
-
-class FakePinned(np.ndarray):
-    """What ``PinnedMemory`` gives: memory with an address."""
-
-    @property
-    def ptr(self) -> int:
-        return self.ctypes.data
-
-
-class HostPages:
-    """An arena's pages in host memory."""
-
-    granularity = ALIGNMENT
-
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
-        self.base = -(-self.buffer.ctypes.data // ALIGNMENT) * ALIGNMENT
-
-    def map(self, offset: int, nbytes: int) -> None: ...
-
-    def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        return []
-
-    def close(self) -> None: ...
-
-
-def memcpy(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-    FakeStream.by_address[stream].give(lambda: ctypes.memmove(target, source, nbytes))
-
-
 @pytest.fixture(params=[False, True], ids=["late copies", "early copies"])
 def pinned_room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """CuPy's calls replaced; the list holds the bytes that may still be pinned."""
-    room = [1 << 30]
-
-    def pin(nbytes: int) -> FakePinned:
-        if nbytes > room[0]:
-            raise MemoryError("cudaErrorMemoryAllocation: out of memory")
-        room[0] -= nbytes
-        return np.zeros(nbytes, np.uint8).view(FakePinned)
-
-    cuda = SimpleNamespace(
-        Device=lambda index: warnings.catch_warnings(),
-        Stream=lambda non_blocking: FakeStream(request.param),
-        Event=FakeEvent,
-        PinnedMemory=pin,
-        PinnedMemoryPointer=lambda memory, offset: memory,
-    )
-    runtime = SimpleNamespace(
-        memcpyAsync=memcpy, memcpyDeviceToHost=2, memcpyHostToDevice=1, CUDARuntimeError=MemoryError
-    )
-    monkeypatch.setattr(streaming, "available_memory", lambda: None)
-    monkeypatch.setattr(streaming, "cp", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(streaming, "runtime", runtime)
-    return room
+    return replace_cupy(streaming, request.param, monkeypatch)
 
 
 class FakeLoader(Loader):
