@@ -182,8 +182,8 @@ def measure_speeds(device: Device, nbytes: int = 256 << 20, runs: int = 5) -> Sp
 
     runtime = cp.cuda.runtime
     with cp.cuda.Device(device.index), cp.cuda.Stream(non_blocking=True) as stream:
-        host = cp.cuda.alloc_pinned_memory(nbytes)
-        source, target = cp.cuda.alloc(nbytes), cp.cuda.alloc(nbytes)
+        host = cp.cuda.PinnedMemory(nbytes)
+        source, target = cp.cuda.Memory(nbytes), cp.cuda.Memory(nbytes)  # from no pool, which would keep it
 
         def seconds(address: int, kind: int) -> float:
             before, after = cp.cuda.Event(), cp.cuda.Event()

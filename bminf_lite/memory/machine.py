@@ -28,9 +28,9 @@ def machine_of(
     """
     if gpu_memory is None or link is None:
         gpu = first_gpu()
+        free, total = gpu.memory() if gpu_memory is None else (gpu_memory, gpu_memory)
         speeds = measure_speeds(gpu)
         link, bandwidth = link or speeds.link, bandwidth or speeds.bandwidth
-        free, total = gpu.memory() if gpu_memory is None else (gpu_memory, gpu_memory)
     else:
         free = total = gpu_memory
     return Machine(usable_memory(memory_limit, free, total), link, bandwidth, available_memory())
