@@ -94,7 +94,8 @@ def product_lines(products: Sequence[dict[str, Any]]) -> list[str]:
     width = max(map(len, names), default=0)
     return [
         f"{name:{width}}  {p['scheme']:5}  smoothing {'none' if p['exponent'] is None else p['exponent']!s:4}  "
-        f"{decibel_text(p['error_before']):>8} -> {decibel_text(p['error']):>8}"
+        f"{p['rounding']:7}  {decibel_text(p['error_before']):>8} -> {decibel_text(p['error']):>8}"
+        + (f"  inputs in fp16: {', '.join(map(str, p['outlier_columns']))}" if p["outlier_columns"] else "")
         for name, p in zip(names, products, strict=True)
     ]
 
