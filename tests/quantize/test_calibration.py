@@ -1,0 +1,116 @@
+"""Calibration shows what the float model really computes with, one weight in memory at a time."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+
+from bminf_lite import models
+from bminf_lite.backend.base import Backend, Weight
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.recipe import load_recipe
+from bminf_lite.layers.cache import KVCache
+from bminf_lite.layers.recording import Recorder
+from bminf_lite.quantize import calibration
+from bminf_lite.quantize.calibration import Observation, observe, spread_rows
+from bminf_lite.quantize.decisions import Decider
+
+SAMPLES = [np.arange(5, 45, dtype=np.int32), np.arange(100, 117, dtype=np.int32)]
+
+
+class CountingBackend(CpuBackend):
+    """Knows how many weights were made, and how many of them are alive at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+        self.most_alive = 0
+        self._alive: weakref.WeakSet[Weight] = weakref.WeakSet()
+
+    def weight(self, parts: Any, biases: Any = ()) -> Weight:
+        weight = HashableWeight(*vars(super().weight(parts, biases)).values())
+        self.made += 1
+        self._alive.add(weight)
+        self.most_alive = max(self.most_alive, len(self._alive))
+        return weight
+
+
+class HashableWeight(Weight):
+    """A weight that a set can hold."""
+
+    __hash__ = object.__hash__
+
+
+def observations(source: Path, ops: Backend) -> list[Observation]:
+    seen: list[Observation] = []
+    with open_checkpoint(source) as checkpoint:
+        architecture = models.find(checkpoint.config)
+        spec = architecture.spec(architecture.parse(checkpoint.config))
+        observe(checkpoint, spec, SAMPLES, ops, seen.append)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint.write(tmp_path_factory.mktemp("calibration") / "source")
+
+
+def test_inputs_are_those_of_the_whole_model(source: Path) -> None:
+    """Each sample run by itself through the model as it is loaded."""
+    expected: dict[tuple[str, ...], list[np.ndarray]] = {}
+    ops = CpuBackend()
+    with open_checkpoint(source) as checkpoint:
+        architecture = models.find(checkpoint.config)
+        config = architecture.parse(checkpoint.config)
+
+        def keep(product: Any) -> None:
+            expected.setdefault(product.tensors, []).append(np.array(product.x))
+
+        recorder = Recorder(ops, checkpoint.weights(architecture.spec(config)), keep)
+        network = architecture.Model(config, recorder.weights, recorder.ops)
+        for sample in SAMPLES:
+            cache = KVCache(ops, config.cache_shape, 1, len(sample), 128)
+            network(calibration._step(ops, [sample]), cache, all_logits=True)
+    for seen in observations(source, ops):
+        together = np.concatenate(expected.pop(seen.tensors))
+        np.testing.assert_allclose(seen.inputs, together, rtol=1e-4, atol=1e-5)
+    assert not expected
+
+
+def test_a_weight_lives_as_long_as_its_product(source: Path) -> None:
+    ops = CountingBackend()
+    assert len(observations(source, ops)) == ops.made == 9
+    assert ops.most_alive == 1
+
+
+def test_the_head_sees_tokens_from_everywhere(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = observations(source, CpuBackend())[-1].inputs
+    monkeypatch.setattr(calibration, "HEAD_TOKENS", 7)
+    some = observations(source, CpuBackend())[-1].inputs
+    np.testing.assert_array_equal(some, everything[spread_rows(57, 7)])
+
+
+def test_rows_are_spread_and_always_the_same() -> None:
+    assert spread_rows(5, 9).tolist() == [0, 1, 2, 3, 4]
+    rows = spread_rows(100_000, 1000)
+    assert len(set(rows.tolist())) == 1000 and (np.diff(rows) > 0).all()
+    np.testing.assert_array_equal(rows, spread_rows(100_000, 1000))
+    assert 400 < (rows < 50_000).sum() < 600 and len(set((rows % 512).tolist())) > 300
+
+
+def test_decisions_on_a_backend_that_rounds_to_fp16(source: Path) -> None:
+    """As on a GPU: measured with the arithmetic that will run."""
+    with open_checkpoint(source) as checkpoint:
+        architecture = models.find(checkpoint.config)
+        spec = architecture.spec(architecture.parse(checkpoint.config))
+        ops = Backend(np.float16)
+        decider = Decider(checkpoint, spec, load_recipe("auto"), ops)
+        observe(checkpoint, spec, SAMPLES, ops, decider)
+        products = decider.result().report["products"]
+    assert len(products) == 9 and all(0 < p["error"] < 1e-3 for p in products)
