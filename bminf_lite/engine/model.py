@@ -43,9 +43,9 @@ def load(
     ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``memory_limit`` bounds the GPU memory that the model and
     everything it does may take (bytes, or a text such as ``"6GiB"``): what does not fit is streamed from host memory,
     as docs/memory.md says. ``context`` is how many tokens the cache is to have room for beside the weights; by default
-    the model's context, or a quarter of the memory. On a CPU neither matters. ``kv_cache`` is ``fp16`` (fp32 on a CPU)
-    or ``int8``, which takes half the memory; ``max_batch`` bounds the sequences that are decoded together. Raises
-    ``CheckpointError``, ``DeviceError``, ``OutOfMemory``, which says what would fit, or ``UsageError``.
+    as many as the model takes, or fewer where memory is short. On a CPU neither matters. ``kv_cache`` is ``fp16`` (fp32
+    on a CPU) or ``int8``, which takes half the memory; ``max_batch`` bounds the sequences that are decoded together.
+    Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``, which says what would fit, or ``UsageError``.
     """
     if max_batch < 1:
         raise UsageError(f"max_batch is {max_batch}; it must be 1 or more")

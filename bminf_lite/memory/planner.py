@@ -26,8 +26,10 @@ CHUNK = 2048
 SMALLEST_CHUNK = 32
 CACHE_BLOCK = 256
 """The cache grows in blocks of so many tokens."""
+ENOUGH_CONTEXT = 4096
+"""Where the context is not given, layers are streamed for the sake of so many tokens, but not of more."""
 CACHE_SHARE = 4
-"""Where the context is not given, the cache may take one part in so many of the memory."""
+"""Where layers are streamed and the context is not given, the cache takes one part in so many of the memory."""
 SCRATCH_SHARE = 16
 """Where layers are streamed, prompts go in chunks so small that scratch takes one part in so many of the memory."""
 EFFICIENCY = 0.95
@@ -221,7 +223,7 @@ def make_plan(
 ) -> Plan:
     """The plan that streams least. ``context`` is the tokens per sequence that the cache must have room for.
 
-    By default that is the model's context, or what a quarter of the memory holds. Raises ``OutOfMemory``, saying what
+    By default that is :func:`default_context`. Raises ``OutOfMemory``, saying what
     would fit, where even the streaming of every layer leaves no room; ``UsageError`` for a context or a batch out of
     range.
     """
@@ -238,10 +240,15 @@ def make_plan(
 
 
 def default_context(plan: Plan) -> int:
-    """The model's context, or as much of it as a share of the memory holds; whole blocks, one at least."""
-    per_token = plan.batch * plan.demand.cache_per_token
+    """The model's context, or as much of it as fits beside all weights, if that is enough; or else as much as fits a
+    share of the memory, beside which layers are streamed. Whole blocks, one at least.
+    """
+    whole, per_token = plan.demand.context_length, plan.batch * plan.demand.cache_per_token
+    beside = context_beside(replace(plan, streamed=(), streamed_prompt=(), host_tables=False))
+    if beside >= min(whole, ENOUGH_CONTEXT):
+        return beside
     room = min(plan.machine.memory // CACHE_SHARE // max(per_token, 1), largest_context(plan))
-    return min(plan.demand.context_length, max(room // CACHE_BLOCK, 1) * CACHE_BLOCK)
+    return min(whole, max(room // CACHE_BLOCK, 1) * CACHE_BLOCK)
 
 
 def candidates(everything: Plan) -> Iterator[Plan]:
@@ -274,8 +281,13 @@ def smallest(plan: Plan) -> Plan:
 
 def largest_context(plan: Plan) -> int:
     """The tokens per sequence that ``plan``'s memory holds if all else is as small as can be; 0 where none fits."""
-    bare = smallest(replace(plan, chunk=SMALLEST_CHUNK, context=0))
-    per_block = replace(bare, context=CACHE_BLOCK).cache_bytes
+    return context_beside(smallest(replace(plan, chunk=SMALLEST_CHUNK, context=0)))
+
+
+def context_beside(plan: Plan) -> int:
+    """The tokens per sequence that the memory holds beside all else of ``plan``; 0 where none fits."""
+    bare = replace(plan, context=0)
+    per_block = replace(plan, context=CACHE_BLOCK).cache_bytes
     blocks = max(0, bare.machine.memory - bare.total_bytes) // max(per_block, 1)
     return min(blocks * CACHE_BLOCK, plan.demand.context_length)
 

@@ -107,6 +107,14 @@ def test_everything_stays_where_it_fits() -> None:
     assert not suggestions(plan)
 
 
+def test_nothing_is_streamed_for_the_sake_of_a_long_context() -> None:
+    demand = replace(EIGHT_B, context_length=1 << 17)
+    plan = make_plan(demand, Machine(10 << 30))
+    assert not plan.streamed and 4096 <= plan.context < 1 << 17
+    shorter = make_plan(demand, Machine(8 << 30))
+    assert shorter.streamed and shorter.cache_bytes <= (8 << 30) // 4 * 1.05
+
+
 def test_a_table_leaves_before_a_layer_does() -> None:
     whole = make_plan(EIGHT_B, Machine(24 << 30), 1024)
     plan = make_plan(EIGHT_B, Machine(whole.total_bytes - 100 * MIB), 1024, 1)
