@@ -21,9 +21,13 @@ from bminf_lite.backend.cuda import loading, streaming
 from bminf_lite.backend.cuda.loading import Loader
 from bminf_lite.backend.survey import Survey
 from bminf_lite.backend.values import Placement
+from bminf_lite.checkpoint.recipe import Scheme
 from bminf_lite.cuda.layouts import round_up
 from bminf_lite.cuda.plans import PlanKind, Shapes
-from bminf_lite.memory.arena import Arena
+from bminf_lite.engine import planning
+from bminf_lite.errors import OutOfMemory
+from bminf_lite.memory.arena import ALIGNMENT, Arena
+from bminf_lite.memory.planner import Machine, make_plan
 from bminf_lite.memory.streaming import StreamedBlocks
 
 CASES = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden in goldens(family)]
@@ -72,10 +76,10 @@ class FakeArrays:
 class FakeCuda(Backend):
     """The loading half of a ``CudaBackend`` over a real arena of host memory."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, limit: int = 1 << 24) -> None:
         super().__init__(np.float16)
         self.placement = placement
-        self.arena = Arena(HostPages(1 << 24), 1 << 24)
+        self.arena = Arena(HostPages(limit), limit)
         self.arrays = FakeArrays(self.arena)
         products = SimpleNamespace(plan=lambda n, k: SimpleNamespace(shapes=Shapes(PlanKind.PLAIN, n, k)))
         self.loader = Loader(self.arena, self.arrays, None, products)  # type: ignore[arg-type]
@@ -90,7 +94,7 @@ class FakeCuda(Backend):
         return self.loader.blocks(build, count, self.placement)
 
     def table(self, values: np.ndarray) -> Any:
-        return self.loader.table(values, False)
+        return self.loader.table(values, self.placement.host_tables)
 
     def vector(self, values: np.ndarray) -> Any:
         return self.arrays.vector(values)
@@ -100,6 +104,8 @@ class FakeCuda(Backend):
 def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_cupy(streaming, False, monkeypatch)
     monkeypatch.setattr(loading, "cp", SimpleNamespace(asarray=np.asarray))
+    monkeypatch.setattr(loading, "host_table", lambda values, pitch, device: values)
+    monkeypatch.setattr(planning, "LIBRARY_BYTES", 0)
 
 
 def survey_of(golden: Golden, weights: RandomWeights) -> Survey:
@@ -146,3 +152,27 @@ def test_every_layer_fits_a_slot_of_the_size_that_it_says(golden: Golden) -> Non
         assert all(image.nbytes <= size for image, size in zip(link.images, stack, strict=True))
     assert any(isinstance(value, StreamedBlocks) for value in vars(model).values())
     backend.loader.close()
+
+
+def test_a_plan_holds_what_it_promises() -> None:
+    """Loading under the limit and then taking the cache and scratch that were planned never runs out of memory."""
+    config = CONFIG | {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
+    architecture, weights = models.find(config), RandomWeights(config, 1, True)
+    demand = planning.demand(architecture, config, lambda name: Scheme.W8A8)
+    streamed = set()
+    for limit in range(512, 700 << 10, 7 << 10):
+        try:
+            plan = make_plan(demand, Machine(limit // ALIGNMENT * ALIGNMENT), 64)
+        except OutOfMemory:
+            assert not streamed
+            continue
+        backend = FakeCuda(plan.placement, limit)
+        model = architecture.Model(architecture.parse(config), weights, backend)
+        layer = plan.cache_bytes // (len(demand.layers) + 1) // 2 // ALIGNMENT * ALIGNMENT
+        kept = [backend.arena.allocate(layer) for _ in range(2 * len(demand.layers))]
+        kept.append(backend.arena.allocate(plan.scratch_bytes // ALIGNMENT * ALIGNMENT))
+        assert backend.arena.peak_reserved <= limit
+        assert model is not None
+        backend.loader.close()
+        streamed.add(len(plan.streamed))
+    assert streamed == {0, 3, 4, 5, 6, 7, 8}
