@@ -1,7 +1,7 @@
 """int8 versions of the GPTs and encoder-decoders against transformers made to compute with the same codes.
 
 Each matrix of transformers' model is replaced by what its codes and scales stand for, and for w8a8 the input of each
-linear layer by its codes times their scales. What is left is fp32 rounding, which may move a code that is next to a tie.
+linear layer by its codes times their scales. What is left is fp32 rounding, which may move a code next to a tie.
 """
 
 from __future__ import annotations
