@@ -39,7 +39,10 @@ def test_every_architecture_is_listed() -> None:
     assert re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE) == ["model_type", *models.names()]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/numerics.md", "docs/memory.md", "docs/demo_model.md"])
+PAGES = ["README.md", "docs/design.md", "docs/numerics.md", "docs/memory.md", "docs/demo_model.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_and_paths_exist(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     folder = (REPOSITORY / page).parent

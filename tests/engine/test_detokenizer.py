@@ -107,10 +107,10 @@ def test_a_long_stream_costs_the_same_per_token(piece):
     (token,) = ids_of(BYTE_LEVEL, piece)
 
     def seconds(count):
-        start = time.perf_counter()
+        start = time.process_time()
         pieces = stream(BYTE_LEVEL, [token] * count)
         assert "".join(pieces) == BYTE_LEVEL.decode([token] * count)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     seconds(100)
     assert seconds(8000) < 24 * max(seconds(1000), 0.002)
