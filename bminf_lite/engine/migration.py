@@ -22,7 +22,7 @@ from ..checkpoint.migrate import migrate as migrate_checkpoint
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recipe import Recipe, load_recipe
 from ..checkpoint.treatment import Calibrated
-from ..errors import UsageError
+from ..errors import OutOfMemory, UsageError
 from ..models.spec import Spec
 from ..quantize import calibration
 from ..quantize.decisions import Decider
@@ -78,7 +78,12 @@ def migrate(
         with closing(backend.create(device)) as ops:
             beside = next(folder for folder in Path(out).absolute().parents if folder.is_dir())
             decider = Decider(checkpoint, spec, recipe, ops, beside)
-            calibration.observe(checkpoint, spec, tokens.samples, ops, decider, calibration_progress)
+            try:
+                calibration.observe(checkpoint, spec, tokens.samples, ops, decider, calibration_progress)
+            except MemoryError as error:
+                raise OutOfMemory(
+                    f"no room to calibrate on {len(tokens.samples)} samples at once: {error}. Use fewer (--samples)"
+                ) from error
             return decider.result()
 
     def verify(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import tiny_checkpoint
 import bminf_lite
 from bminf_lite.checkpoint.migrate import migrate as migrate_checkpoint
 from bminf_lite.engine import migration
-from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away "
 
@@ -107,3 +107,15 @@ def test_other_mistakes_are_told_before_any_work(
     (tmp_path / "taken").mkdir()
     with pytest.raises(CheckpointError, match="already exists"):
         bminf_lite.migrate(source, tmp_path / "taken", "auto", calibrate=text)
+
+
+def test_too_little_memory_says_what_to_change(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def observe(*_: object) -> None:
+        raise MemoryError("5 GiB are too many")
+
+    monkeypatch.setattr(migration.calibration, "observe", observe)
+    with pytest.raises(OutOfMemory, match=r"5 GiB are too many\. Use fewer \(--samples\)"):
+        bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=text, device="cpu")
+    assert not (tmp_path / "out").exists()
