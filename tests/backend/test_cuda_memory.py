@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 from tiny_models import RandomWeights, goldens
@@ -97,3 +99,19 @@ def test_arrays_of_other_libraries_are_token_ids(backend):
     ids = np.array(GOLDEN.tokens, np.int64)
     np.testing.assert_array_equal(model.logits(Foreign(ids)), model.logits(ids))
     assert model.memory() == {}
+
+
+@pytest.mark.gpu
+def test_a_step_gives_its_memory_back_without_the_garbage_collector(small_gpu):
+    model = model_on(small_gpu)
+    for ids in ([1, 2, 3], [4]):
+        model.logits(ids)
+    gc.collect()
+    gc.disable()
+    try:
+        before = small_gpu.memory()["used"]
+        for ids in ([1, 2, 3], [4]):
+            model.logits(ids)
+            assert small_gpu.memory()["used"] == before
+    finally:
+        gc.enable()

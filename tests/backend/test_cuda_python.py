@@ -5,31 +5,76 @@ So the Python of the GPU's path is executed wherever the tests are: shapes, pitc
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cubin_info import kernel_info
+from fake_gpu import PROFILES
+from fake_gpu.launching import MODELS
+from fake_gpu.sources import split_expression
+
+from bminf_lite.cuda import compiler
+from bminf_lite.errors import DeviceError
 
 TESTS = Path(__file__).parents[1]
-SOME = (
-    "grouped or (tied and biases) or window or plain or projections or (half and heads) or "
-    "(t5 and gated) or generation or memory"
-)
-RUNS = {
-    "h200": (["models/test_goldens.py", "models/test_encoder_decoders.py", "backend/test_cuda_memory.py"], SOME),
-    "sm_86": (["models/test_goldens.py"], "reference_gives or repeated"),
-    "sm_120": (["models/test_goldens.py"], "reference_gives"),
+FILES = {
+    "h200": {
+        "models/test_goldens.py": ("tied and biases", "window and w8a8", "half and heads", "gives and opt"),
+        "models/test_encoder_decoders.py": ("few and buckets and t5", "gives and w8a8"),
+        "backend/test_cuda_memory.py": ("memory",),
+        "backend/test_operations.py": ("cuda",),
+        "memory/test_streaming_gpu.py": ("equal_results", "survey"),
+    },
+    "sm_86": {"models/test_goldens.py": ("gives and qwen2", "gives and grouped", "repeated and llama")},
+    "sm_120": {"models/test_goldens.py": ("gives and grouped", "repeated and qwen3")},
 }
 
 
-@pytest.mark.parametrize("profile", RUNS)
-def test_the_gpu_s_python_on_a_gpu_made_of_numpy(profile: str):
-    files, chosen = RUNS[profile]
-    command = [sys.executable, "-m", "pytest", f"--fake-gpu={profile}", "-m", "gpu", "-x", "-k", chosen]
-    command += [str(TESTS / file) for file in files]
+@pytest.fixture(scope="module", params=FILES)
+def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A profile, and what the tests asked of it, all of which passed."""
+    report = tmp_path_factory.mktemp("fake_gpu") / "report.json"
+    files = FILES[request.param]
+    chosen = " or ".join(
+        f"({Path(file).stem} and ({' or '.join(f'({word})' for word in words)}))" for file, words in files.items()
+    )
+    command = [
+        sys.executable, "-m", "pytest", f"--fake-gpu={request.param}", f"--fake-gpu-report={report}", "-m", "gpu", "-x",
+        "-k", chosen, "-p", "no:cacheprovider", *(str(TESTS / file) for file in files),
+    ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout or "%]" in done.stdout
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr
+    return request.param, json.loads(report.read_text())
+
+
+def test_closing_gives_all_memory_back(asked: tuple[str, dict[str, Any]]):
+    assert asked[1]["left"] == 0
+
+
+def test_every_kernel_that_is_launched_is_modelled(asked: tuple[str, dict[str, Any]]):
+    launched = {split_expression(e)[0] for _, e, _, how in asked[1]["requested"] if how["launches"]}
+    assert len(launched) >= 10 and launched <= set(MODELS)
+
+
+def test_threads_and_shared_memory_are_what_the_machine_code_allows(asked: tuple[str, dict[str, Any]]):
+    """Of each kernel that takes dynamic shared memory, the instantiation that takes most."""
+    profile, report = asked
+    most: dict[str, Any] = {}
+    for request in report["requested"]:
+        name = split_expression(request[1])[0]
+        if request[3]["shared"] > most.get(name, (0, 0, 0, {"shared": 0}))[3]["shared"]:
+            most[name] = request
+    for source, expression, defines, how in most.values():
+        try:
+            cubin = compiler.compile(source, how["arch"], [expression], defines)
+        except DeviceError as error:
+            pytest.skip(str(error))
+        static = cubin.usage[expression].shared
+        assert static + how["shared"] <= PROFILES[profile].shared + (1024 if profile != "sm_86" else 0), expression
+        assert how["threads"] <= kernel_info(cubin.image, cubin.symbols[expression]).max_threads, expression

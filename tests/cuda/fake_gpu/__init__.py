@@ -89,8 +89,11 @@ def _check_signatures(machine: Machine) -> None:
 
 
 def report(machine: Machine) -> str:
-    """What was asked for, as JSON: a list of source, expression, macros and the fields of ``Requested``."""
-    return json.dumps([[*key, asdict(value)] for key, value in machine.requested.items()])
+    """As JSON: bytes of memory that are ``left`` taken, and what was ``requested``: source, expression, macros and the
+    fields of :class:`Requested`.
+    """
+    requested = [[*key, asdict(value)] for key, value in machine.requested.items()]
+    return json.dumps({"left": machine.memory.taken, "requested": requested})
 
 
 def expand(signature: str) -> str:

@@ -53,10 +53,11 @@ class MemoryPointer:
             machine.put(stream.ptr, work)
 
 
-class _Owned:
+class Memory:
     """An allocation that CuPy itself makes."""
 
     def __init__(self, nbytes: int) -> None:
+        Machine.current.refuse_in_recording("cudaMalloc")
         self.machine = Machine.current
         self.ptr = self.machine.memory.reserve(max(nbytes, 512))
         self.size = nbytes
@@ -73,8 +74,7 @@ def alloc(nbytes: int) -> MemoryPointer:
 
 
 def _alloc_owned(nbytes: int) -> MemoryPointer:
-    Machine.current.refuse_in_recording("cudaMalloc")
-    return MemoryPointer(_Owned(nbytes), 0)
+    return MemoryPointer(Memory(nbytes), 0)
 
 
 _allocators: list[Callable[[int], MemoryPointer]] = [_alloc_owned]
@@ -94,7 +94,7 @@ class PinnedMemory:
     """Host memory that kernels may read."""
 
     def __init__(self, size: int, flags: int = 0) -> None:
-        self.owned = _Owned(size)
+        self.owned = Memory(size)
         self.ptr, self.size = self.owned.ptr, size
 
 
@@ -107,7 +107,6 @@ def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
 
 
 def alloc_pinned_memory(size: int) -> Any:
-    Machine.current.refuse_in_recording("cudaHostAlloc")
     return PinnedMemoryPointer(PinnedMemory(size), 0)
 
 
@@ -322,6 +321,11 @@ class ndarray:
         np.broadcast_shapes(target.shape, value.shape if isinstance(value, ndarray) else ())
         _put(target, lambda x: x, value)
 
+    def all(self) -> ndarray:
+        out = empty((), bool)
+        _put(out, np.all, self)
+        return out
+
     def __int__(self) -> int:
         return int(self.get())
 
@@ -453,7 +457,7 @@ def memcpy_async(target: int, source: int, nbytes: int, kind: int, stream: int) 
     def work() -> None:
         for address, on_device in ((target, kind in (1, 3)), (source, kind in (2, 3))):
             if on_device:
-                machine.check(address, nbytes, "memcpyAsync")
+                machine.memory.check(address, nbytes, "memcpyAsync", inside=False)  # it may take a slot as a whole
         ctypes.memmove(target, source, nbytes)
 
     machine.put(stream, work)
@@ -483,9 +487,9 @@ def modules(machine: Machine) -> dict[str, types.ModuleType]:
     Stream.null = Stream(null=True)
     runtime, cuda, cupy = _runtime(machine), _module("cupy.cuda"), _module("cupy")
     cuda.__dict__.update(
-        runtime=runtime, Device=Device, Stream=Stream, Event=Event, MemoryPointer=MemoryPointer, alloc=alloc,
+        runtime=runtime, Device=Device, Stream=Stream, Event=Event, Memory=Memory, MemoryPointer=MemoryPointer,
         UnownedMemory=UnownedMemory, PinnedMemory=PinnedMemory, PinnedMemoryPointer=PinnedMemoryPointer,
-        alloc_pinned_memory=alloc_pinned_memory, using_allocator=using_allocator,
+        alloc=alloc, alloc_pinned_memory=alloc_pinned_memory, using_allocator=using_allocator,
         get_current_stream=current_stream, get_elapsed_time=get_elapsed_time,
     )  # fmt: skip
     types_ = {name: getattr(np, name) for name in ("float16", "float32", "int8", "int32", "uint8", "uint64", "nan")}
