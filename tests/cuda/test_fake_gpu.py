@@ -44,13 +44,13 @@ def test_a_freed_pointer_is_an_error_at_the_launch(machine: Machine):
     codes, out = place(machine, np.zeros(32, np.int8)), place(machine, np.zeros(32, np.float16))
     machine.memory.remove(codes)
     assert (machine.memory.raw(codes, 32) == POISON).all()
-    with pytest.raises(FakeGpuError, match="codes: .* not in memory that is in use"):
+    with pytest.raises(FakeGpuError, match=r"codes: .* not in memory that is in use"):
         widen(machine, codes, out, 32)
 
 
 def test_reading_past_a_block_too_few_blocks_and_odd_addresses_are_errors(machine: Machine):
     codes, out = place(machine, np.zeros(8192, np.int8)), place(machine, np.zeros(32, np.float16))
-    with pytest.raises(FakeGpuError, match="out: 96 bytes .* end 32 bytes past"):
+    with pytest.raises(FakeGpuError, match=r"out: 96 bytes .* end 32 bytes past"):
         widen(machine, codes, out, 48)
     with pytest.raises(FakeGpuError, match="blocks are missing"):
         widen(machine, codes, out, 8192)
