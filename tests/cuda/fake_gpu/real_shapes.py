@@ -1,0 +1,108 @@
+"""One layer of models of real sizes on the fake GPU, without computing: every launch is checked, none is run.
+
+``python -m fake_gpu.real_shapes PROFILE`` prints what was asked for, as :func:`fake_gpu.report` gives it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+import fake_gpu
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.values import Step
+from bminf_lite.layers.cache import KVCache, SourceCache
+
+from . import fake_cublaslt, launching
+from .memory import Memory
+
+MORE: dict[str, dict[str, Any]] = {
+    "heads of 256, one of them for keys": {
+        "model_type": "mistral", "hidden_size": 3072, "intermediate_size": 24576, "num_attention_heads": 16,
+        "num_key_value_heads": 1, "head_dim": 256, "num_hidden_layers": 1, "vocab_size": 256000,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    },
+    "a wide feed-forward layer": {
+        "model_type": "qwen2", "hidden_size": 8192, "intermediate_size": 29568, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "num_hidden_layers": 1, "vocab_size": 152064, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    },
+    "norms of heads": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 1, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True,
+    },
+    "learned positions": {
+        "model_type": "opt", "hidden_size": 5120, "ffn_dim": 20480, "num_attention_heads": 40, "num_hidden_layers": 1,
+        "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": 5120,
+    },
+    "parallel residual": {
+        "model_type": "gpt_neox", "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 64,
+        "num_hidden_layers": 1, "vocab_size": 50432, "max_position_embeddings": 2048, "rotary_pct": 0.25,
+    },
+}  # fmt: skip
+LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
+SOURCE = 64
+
+
+def configs() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The package's shapes and some more, each with one layer."""
+    for file in (resources.files("bminf_lite") / "configs").iterdir():
+        if file.name.endswith(".json"):
+            config = json.loads(file.read_text(encoding="utf-8"))
+            yield file.name, config | {name: 1 for name in LAYERS if name in config}
+    yield from MORE.items()
+
+
+def steps(context: int) -> Iterator[tuple[int, int, int]]:
+    """Sequences, new tokens of each, and tokens that it has already."""
+    yield from ((1, 1, context - 1), (1, 1, 3), (2, 1, 40), (16, 1, 100), (1, context, 0), (3, 17, 0))
+
+
+def step_of(ops: Backend, count: int, new: int, past: int) -> Step:
+    values = np.zeros(count * new), np.arange(count + 1) * new, np.full(count, past), np.arange(count)
+    arrays = (ops.array(np.asarray(x, np.int32)) for x in values)
+    return Step(*arrays, count=count, longest=new, reach=past + new)
+
+
+def run(name: str, config: dict[str, Any]) -> None:
+    """All steps of one model."""
+    from bminf_lite.backend.cuda import CudaBackend
+    from bminf_lite.bench.subject import random_subject
+
+    ops = CudaBackend(0, "5GiB")
+    subject = random_subject(name, config, ops)
+    limits, network = subject.limits, subject.network
+    context = min(2048, limits.context_length)
+    for count, new, past in steps(context):
+        cache = KVCache(ops, limits.cache_shape, count, context, limits.context_length)
+        if limits.source_length:
+            cache.source = SourceCache(ops, limits.cache_shape, count, SOURCE, limits.source_length)
+            cache.source.set_lengths(dict.fromkeys(range(count), SOURCE))
+            network.read(step_of(ops, count, SOURCE, 0), cache.source)  # type: ignore[attr-defined]
+        network(step_of(ops, count, new, past), cache)
+        cache.close()
+    ops.close()
+
+
+def main(profile: str) -> None:
+    """Everything on one profile."""
+    machine = fake_gpu.install(profile)
+    Memory.poison = lambda self, address, nbytes: None  # type: ignore[method-assign]
+    launching.run = lambda machine, launch: None
+    fake_cublaslt.multiply = lambda *_: None
+    from bminf_lite.cuda.igemm import Igemm
+
+    Igemm.check = lambda self, kind: None  # type: ignore[method-assign]
+    for name, config in configs():
+        run(name, config)
+    print(fake_gpu.report(machine))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
