@@ -40,6 +40,7 @@ from .repeated import Repeated
 from .unfinished import Gated, Normed, Product, Residual, Weight
 
 T = TypeVar("T")
+STALE = "a norm that two operations read must be read by both before the residual stream changes"
 HEAD_PAD = 16
 """Heads in the cache are padded to a multiple of so many elements, with zeros, for the tensor cores."""
 FEW_ROWS = 4
@@ -219,6 +220,7 @@ class CudaBackend(Backend):
     def _multiply_directly(self, x: Array, weight: Weight, out: cp.ndarray, output: int, activation: int = 0) -> None:
         norm = None
         if isinstance(x, Normed):
+            assert not x.stale, STALE
             x.used, norm, x = True, x.norm, x.residual.values
         launch = self.launches.matvec if weight.plan is not None else self.launches.matvec_float
         launch(self.arrays.padded(x), norm, weight, out, output, activation)
@@ -339,6 +341,7 @@ class CudaBackend(Backend):
     ) -> None:
         """Write ``x``, whatever it is still waiting for, as codes or as values."""
         if isinstance(x, Normed) and x.values is None:
+            assert not x.stale, STALE
             residual = x.residual
             self.launches.transform(residual.pending, out, scale, layout, residual.values, x.norm)
             residual.pending, x.used = None, True
@@ -394,7 +397,9 @@ class CudaBackend(Backend):
         """Before the residual stream changes: take the norms of its present value, and add what is pending."""
         for reference in stream.norms:
             norm = reference()
-            if norm is not None and not norm.used:
+            if norm is not None and norm.used:
+                norm.stale = norm.values is None
+            elif norm is not None:
                 self._finished(norm)
         stream.norms.clear()
         self._finished(stream)

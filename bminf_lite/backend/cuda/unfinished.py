@@ -93,12 +93,16 @@ class Residual:
 
 @dataclass(eq=False)
 class Normed:
-    """A norm of the residual stream, unrounded. ``values`` once it had to be computed on its own, fp32."""
+    """A norm of the residual stream, unrounded. ``values`` once it had to be computed on its own, fp32.
+
+    One that was ``used`` is not computed again for others: once the residual stream changes it is ``stale``.
+    """
 
     residual: Residual
     norm: Norm
     values: cp.ndarray | None = None
     used: bool = False
+    stale: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
