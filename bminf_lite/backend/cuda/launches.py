@@ -81,8 +81,8 @@ class Launches:
         """Launch a kernel, before its predecessor has ended if that does not slow it down.
 
         ``one_per_multiprocessor``: its blocks are as many as the multiprocessors, and must not start while the blocks
-        of a smaller kernel take up some of these, or they crowd on the others: two of them share a multiprocessor and
-        elsewhere there is none, which makes decoding of an 8B model on an H200 half as fast. ``moved`` is how many
+        of a smaller kernel take up some of these. That made decoding of an 8B model on an H200 half as fast, it seems
+        because two of them then share a multiprocessor and elsewhere there is none. ``moved`` is how many
         bytes the kernel must read and write.
         """
         dependent = self._spread or not one_per_multiprocessor
