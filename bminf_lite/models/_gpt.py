@@ -14,12 +14,13 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, LayerCache, Norm, Rope, Step
 from ..layers.attention import Attention
-from ..layers.cache import CacheShape, KVCache
+from ..layers.cache import CacheShape
 from ..layers.embedding import Embedding, LearnedPositions
 from ..layers.linear import Head, Linear
 from ..layers.loading import Reordered, Weights
 from ..layers.mlp import PlainMLP
 from ..layers.norm import LayerNorm
+from ._decoder import Decoder
 from .spec import Fold, Parameter, Role, Spec
 
 ACTIVATIONS = {
@@ -304,22 +305,8 @@ class Pieces:
         return Linear(self.ops, self.weights, [name]) if self.config.embedding_size != self.config.hidden_size else None
 
 
-class Model:
+class Model(Decoder):
     """Tokens in, logits out."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
-        self.ops = ops
-        self.config = config
-        pieces = Pieces(config, weights, ops)
-        self.embed = pieces.embed()
-        self.blocks = ops.blocks(pieces.block, config.layers)
-        self.output = pieces.output()
-
-    def __call__(self, step: Step, cache: KVCache, all_logits: bool = False) -> Array:
-        """Run a step's tokens: fp32 logits ``[B, vocab]`` of each sequence's last token, or of all ``[T, vocab]``."""
-        residual = self.embed(step)
-        for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
-            residual = block(residual, layer_cache, step)
-        if not all_logits:
-            residual = self.ops.last_tokens(residual, step)
-        return self.output(residual)
+        super().__init__(config, Pieces(config, weights, ops), ops)

@@ -15,7 +15,7 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, LayerCache, Rope, Step
 from ..layers.attention import Attention
-from ..layers.cache import CacheShape, KVCache
+from ..layers.cache import CacheShape
 from ..layers.embedding import Embedding
 from ..layers.linear import Head, Linear
 from ..layers.loading import Weights
@@ -23,6 +23,7 @@ from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm, load_rms_norm
 from ..layers.position import rope_frequencies, rope_parameters
 from ._config import ConfigReader
+from ._decoder import Decoder
 from .spec import Fold, Parameter, Role, Spec
 
 DEFAULTS = {
@@ -257,22 +258,8 @@ class Pieces:
         return Output(norm, Head(self.ops, self.weights, ["lm_head"]))
 
 
-class Model:
+class Model(Decoder):
     """Tokens in, logits out."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
-        self.ops = ops
-        self.config = config
-        pieces = Pieces(config, weights, ops)
-        self.embed = pieces.embed()
-        self.blocks = ops.blocks(pieces.block, config.layers)
-        self.output = pieces.output()
-
-    def __call__(self, step: Step, cache: KVCache, all_logits: bool = False) -> Array:
-        """Run a step's tokens: fp32 logits ``[B, vocab]`` of each sequence's last token, or of all ``[T, vocab]``."""
-        residual = self.embed(step)
-        for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
-            residual = block(residual, layer_cache, step)
-        if not all_logits:
-            residual = self.ops.last_tokens(residual, step)
-        return self.output(residual)
+        super().__init__(config, Pieces(config, weights, ops), ops)
