@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from ..errors import CheckpointError, listed
 
 
-def checkpoint_error(title: object, problems: Sequence[str]) -> CheckpointError:
-    """An error that lists all ``problems`` under ``title`` (a path, mostly)."""
-    return CheckpointError(listed(title, problems))
+def checkpoint_error(title: object, problems: Sequence[str], remedy: str = "") -> CheckpointError:
+    """An error that lists all ``problems`` under ``title`` (a path, mostly), and at the end what helps against them."""
+    text = listed(title, problems)
+    if remedy:
+        text += ("; " if len(problems) == 1 else "\n") + remedy
+    return CheckpointError(text)

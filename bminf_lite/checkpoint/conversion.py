@@ -157,7 +157,7 @@ class Converter:
                 reports.append(self._finish(block.plan, parts))
             parts = []
         if bad:
-            raise checkpoint_error(self.source.path, bad)
+            raise checkpoint_error(self.source.path, bad, "no int8 scale fits such a row: export the checkpoint again")
         return reports
 
     def _finish(self, plan: Planned, parts: list[Converted]) -> TensorReport:

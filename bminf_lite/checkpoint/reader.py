@@ -149,7 +149,8 @@ class Checkpoint:
         self._adopt_names(spec)
         problems = spec_problems(spec, self.tensors, self.quantization) or self._tied_problems(spec)
         if problems:
-            raise checkpoint_error(self.path, problems)
+            remedy = "the files do not fit config.json: get both anew from the same place, or export the model again"
+            raise checkpoint_error(self.path, problems, remedy)
 
     def _adopt_names(self, spec: Spec) -> None:
         renamed = {}
