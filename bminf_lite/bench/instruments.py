@@ -101,7 +101,7 @@ class Instruments:
         """The operations of one ``step()`` in order, each timed on its own."""
         step()
         calls: list[Call] = []
-        with watching(self.ops, calls):
+        with watching(self.ops, calls.append):
             step()
         gaps = [after.start - before.end for before, after in itertools.pairwise(calls)]
         return [

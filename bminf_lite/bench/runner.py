@@ -13,7 +13,7 @@ from ..errors import UsageError
 from .instruments import Instruments
 from .session import Session, check
 from .subject import Subject
-from .watching import Call, product_costs, watching
+from .watching import ProductCosts, watching
 
 WARM_UP_STEPS = 3
 """Decode steps before the first that counts: one as it is, one that a backend may record, one that replays it."""
@@ -104,28 +104,25 @@ def run_tests(
         instruments.reset_peaks()
         with closing(Session(subject, test.batch, test.depth + test.tokens + WARM_UP_STEPS)) as session:
             run = _prefill if test.kind == "pp" else _decode
-            seconds, (nbytes, operations) = run(session, instruments, test, repetitions)
+            seconds, costs = run(session, instruments, test, repetitions)
             peaks = instruments.peaks()
         per_token = test.batch * (test.tokens if test.kind == "pp" else 1)
         measurements.append(
             Measurement(
-                test, seconds, nbytes / per_token + cache_bytes_per_token(subject, test), operations / per_token, *peaks
+                test, seconds, costs.nbytes / per_token + cache_bytes_per_token(subject, test),
+                costs.operations / per_token, *peaks,
             )
         )
         done(measurements[-1])
     return measurements
 
 
-Costs = tuple[int, int]
-"""Of the products of one repetition of ``pp``, or of one step of ``tg``: bytes of weights, and operations."""
-
-
 def _prefill(
     session: Session, instruments: Instruments, test: Workload, repetitions: int
-) -> tuple[tuple[float, ...], Costs]:
+) -> tuple[tuple[float, ...], ProductCosts]:
     position = session.begin(test.depth) if test.depth else 0
-    seconds, results, calls = [], [], list[Call]()
-    with watching(session.ops, calls):
+    seconds, results, costs = [], [], ProductCosts()
+    with watching(session.ops, costs.add):
         results += session.prepare_prefill(test.tokens, position)()
     for _ in range(repetitions):
         prefill = session.prepare_prefill(test.tokens, position)
@@ -134,15 +131,15 @@ def _prefill(
         seconds.append(taken)
         results += chosen
     check(results, session.subject.limits.vocab_size, str(test))
-    return tuple(seconds), product_costs(calls)
+    return tuple(seconds), costs
 
 
 def _decode(
     session: Session, instruments: Instruments, test: Workload, repetitions: int
-) -> tuple[tuple[float, ...], Costs]:
-    position, seconds, calls = session.begin(test.depth), [], list[Call]()
+) -> tuple[tuple[float, ...], ProductCosts]:
+    position, seconds, costs = session.begin(test.depth), [], ProductCosts()
     session.prepare_decode(position)
-    with watching(session.ops, calls):
+    with watching(session.ops, costs.add):
         session.decode(1)
     session.decode(WARM_UP_STEPS - 1)
     for _ in range(repetitions):
@@ -151,7 +148,7 @@ def _decode(
         taken, results = instruments.time(partial(session.decode, test.tokens))
         seconds.append(taken)
         check(results, session.subject.limits.vocab_size, str(test))
-    return tuple(seconds), product_costs(calls)
+    return tuple(seconds), costs
 
 
 def cache_bytes_per_token(subject: Subject, test: Workload) -> float:

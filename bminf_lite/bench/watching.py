@@ -31,8 +31,11 @@ class Call:
 
 
 @contextmanager
-def watching(ops: Backend, calls: list[Call]) -> Iterator[None]:
-    """Append the calls of ``ops``' operations to ``calls``, without those that operations make of each other."""
+def watching(ops: Backend, tell: Callable[[Call], object]) -> Iterator[None]:
+    """Tell of the calls of ``ops``' operations, as they return, without those that operations make of each other.
+
+    A call refers to its arrays: whoever keeps it keeps their memory.
+    """
     inside = False
 
     def watched(name: str) -> Callable[..., Any]:
@@ -49,7 +52,7 @@ def watching(ops: Backend, calls: list[Call]) -> Iterator[None]:
                 end = time.perf_counter()
             finally:
                 inside = False
-            calls.append(Call(name, (*args, *kwargs.values()), result, start, end))
+            tell(Call(name, (*args, *kwargs.values()), result, start, end))
             return result
 
         return call
@@ -63,10 +66,19 @@ def watching(ops: Backend, calls: list[Call]) -> Iterator[None]:
             delattr(ops, name)
 
 
-def product_costs(calls: list[Call]) -> tuple[int, int]:
-    """Bytes that the products among ``calls`` read of their weights, and operations: two for each element and row."""
-    products = [(call.args[0].shape[0], call.args[1]) for call in calls if call.name in PRODUCTS]
-    return sum(w.nbytes for _, w in products), sum(2 * rows * w.shape[0] * w.shape[1] for rows, w in products)
+@dataclass
+class ProductCosts:
+    """What the products of some steps cost: bytes of weights read, and operations, two for each element and row."""
+
+    nbytes: int = 0
+    operations: int = 0
+
+    def add(self, call: Call) -> None:
+        """Count a call, if it is of a product."""
+        if call.name in PRODUCTS:
+            x, weight = call.args[:2]
+            self.nbytes += weight.nbytes
+            self.operations += 2 * x.shape[0] * weight.shape[0] * weight.shape[1]
 
 
 def moved_bytes(call: Call) -> int:

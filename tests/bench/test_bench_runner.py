@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from bminf_lite.bench.runner import Workload, run_tests, workloads
 from bminf_lite.bench.session import UNWRITTEN, Session, check, chunks
 from bminf_lite.bench.shapes import read_shape, shape_names
 from bminf_lite.bench.subject import Subject, random_subject
+from bminf_lite.bench.watching import ProductCosts, watching
 from bminf_lite.engine.generation import Generation, Request
 from bminf_lite.engine.sampling import SamplingParams
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
@@ -255,3 +257,15 @@ def test_the_plain_formulas_are_what_the_backend_computes():
     exact = x[:1].astype(np.float16).astype(np.float64) @ weight.dequantize().T.astype(np.float64)
     np.testing.assert_allclose(plain.matvec(np, x[:1].astype(np.float16), weight.codes, weight.scale), exact, atol=2e-2)
 
+
+
+def test_counting_keeps_no_arrays(subject: Subject):
+    """The peak of memory is that of the model, not of what was counted on the way."""
+    results = []
+    costs = ProductCosts()
+    with watching(subject.ops, costs.add):
+        weight = subject.ops.weight([Int8Weight(np.ones((8, 16), np.int8), np.ones(8, np.float32))])
+        results.append(weakref.ref(subject.ops.linear(np.ones((3, 16), np.float32), weight)))
+    assert costs.operations == 2 * 3 * 8 * 16
+    assert costs.nbytes == weight.nbytes
+    assert results[0]() is None
