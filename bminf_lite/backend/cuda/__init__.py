@@ -280,16 +280,12 @@ class CudaBackend(Backend):
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
+        if step.decoding:
+            self._attend_one(self._half(qkv), spec, cache, step, out)
+            return out
         if spec.bias is not None:
             q = self._prepared_heads(qkv, spec, cache, step)
             self.launches.attend_cached(q, spec, cache, step, out)
-            return out
-        if step.decoding:
-            split = self.launches.split_context(spec, step)
-            elements = split.part_elements(spec, step)
-            parts = self.arrays.empty((elements,), np.float32) if elements else None
-            arrived = self._zeros("arrived", step.count * spec.heads * split.cluster, np.int32)
-            self.launches.attend_one(self._half(qkv), spec, cache, step, split, parts, arrived, out)
             return out
         q = self._prepared_heads(qkv, spec, cache, step)
         self.prefill_attention.launch(
@@ -311,8 +307,22 @@ class CudaBackend(Backend):
 
     def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, lengths: Array, step: Step) -> Array:
         out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)
+        if step.decoding:
+            self._attend_one(self._half(q), spec, source, step, out, lengths)
+            return out
         self.launches.attend_source(self._half(q), spec, source, lengths, step, out)
         return out
+
+    def _attend_one(
+        self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, out: cp.ndarray,
+        lengths: cp.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Attention of one token per sequence: over its own, or over a source where ``lengths`` are given."""
+        split = self.launches.split_context(spec, step, step.reach if lengths is None else cache.capacity)
+        elements = split.part_elements(spec, step)
+        parts = self.arrays.empty((elements,), np.float32) if elements else None
+        arrived = self._zeros("arrived", step.count * spec.heads * split.cluster, np.int32)
+        self.launches.attend_one(x, spec, cache, step, split, parts, arrived, out, lengths)
 
     def _prepared_heads(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> cp.ndarray:
         """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache."""

@@ -33,11 +33,12 @@ CLUSTER = 8
 DECODE_STAGES = 3
 """Tiles of keys and values that a block of the decode kernel holds, of 32 tokens or, for the largest heads, 16."""
 
-# The enumerations of rows.cu and matvec.cu.
+# The enumerations of rows.cu, matvec.cu and attention_decode.cu.
 NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
 PLAIN, RMS_NORM, LAYER_NORM, GATE = range(4)
 CODES, TO_HALF, TO_FLOAT = range(3)
 MATVEC_TO_HALF, MATVEC_TO_FLOAT, MATVEC_ADD, MATVEC_GATED = range(4)
+CAUSAL, BIASED, SOURCE = range(3)
 
 
 def address(x: cp.ndarray | None) -> int:
@@ -225,11 +226,11 @@ class Launches:
             moved=size_of(qkv, q),
         )  # fmt: skip
 
-    def split_context(self, spec: AttentionSpec, step: Step) -> Split:
-        """How the blocks of the decode kernel share the context."""
+    def split_context(self, spec: AttentionSpec, step: Step, reach: int) -> Split:
+        """How the blocks of the decode kernel share a context of ``reach`` tokens at most."""
         group = spec.heads // spec.kv_heads
         heads = min(4 if spec.head_dim <= 128 else 2, 1 << (group - 1).bit_length())
-        reach = step.reach if spec.window is None else min(step.reach, spec.window)
+        reach = reach if spec.window is None else min(reach, spec.window)
         rows = step.count * spec.kv_heads * ceil_div(group, heads)
         wanted = max(1, min(ceil_div(reach, 64), 3 * self.multiprocessors // rows))
         cluster = CLUSTER if self.clusters and wanted >= CLUSTER // 2 else 1
@@ -237,21 +238,27 @@ class Launches:
 
     def attend_one(
         self, qkv: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, split: Split,
-        parts: cp.ndarray | None, arrived: cp.ndarray, out: cp.ndarray,
+        parts: cp.ndarray | None, arrived: cp.ndarray, out: cp.ndarray, lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Attention of one new token per sequence; see ``attention_decode.cu``."""
+        """Attention of one new token per sequence; see ``attention_decode.cu``.
+
+        With ``lengths``, ``qkv`` holds queries only and ``cache`` encoded sources of that many tokens.
+        """
         head_pitch = head_pitch_of(cache)
         depth = decode_depth(spec)
         groups = spec.kv_heads * ceil_div(spec.heads // spec.kv_heads, split.heads)
-        expression = f"attend<{depth}, {split.heads}, {split.cluster}>"
+        kind = SOURCE if lengths is not None else BIASED if spec.bias is not None else CAUSAL
+        reach = step.reach if lengths is None else cache.capacity
+        expression = f"attend<{depth}, {split.heads}, {split.cluster}, {kind}>"
         self._launch(
-            "attention_decode.cu", expression, "pqpppffpppppppqiiiiiif", (split.blocks, groups, step.count), 256,
+            "attention_decode.cu", expression, "pqpppffpppppppqiiiiiifpip", (split.blocks, groups, step.count), 256,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(step.past), address(step.slots),
              cache.keys.data.ptr, cache.values.data.ptr, address(parts), arrived.data.ptr, out.data.ptr, pitch_of(out),
-             spec.heads, spec.kv_heads, spec.head_dim, head_pitch, cache.capacity, spec.window or 0, spec.scale),
+             spec.heads, spec.kv_heads, spec.head_dim, head_pitch, cache.capacity, spec.window or 0, spec.scale,
+             *bias_arguments(spec), address(lengths)),
             shared=DECODE_STAGES * (32 if depth <= 128 else 16) * depth * 4,
             cluster=split.cluster if split.cluster > 1 else None,
-            moved=size_of(qkv, out) + 4 * step.count * step.reach * spec.kv_heads * head_pitch,
+            moved=size_of(qkv, out) + 4 * step.count * reach * spec.kv_heads * head_pitch,
         )  # fmt: skip
 
 
@@ -318,6 +325,11 @@ def read_arguments(source: cp.ndarray | Product | None) -> tuple[tuple[int, int,
         return (source.acc.data.ptr, *factors, source.layout.ld), PRODUCT, int(source.layout.order)
     kind = FROM_HALF if source.dtype == cp.float16 else FROM_FLOAT
     return (source.data.ptr, 0, 0, 0, pitch_of(source)), kind, int(Order.ROW)
+
+
+def bias_arguments(spec: AttentionSpec) -> tuple[int, int]:
+    """The biases of the scores, and up to which distance there are some."""
+    return (0, 0) if spec.bias is None else (address(spec.bias.values), spec.bias.reach)
 
 
 def head_arguments(spec: AttentionSpec) -> tuple[int, int, int, float, float]:

@@ -11,6 +11,10 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
 constexpr int DIMS = 8;     // elements of a head that one lane holds
 constexpr int STAGES = 3;
+
+// What the new token sees: those before it and itself; the same, with a bias by the distance; or the whole source in its
+// slot, to which it adds nothing.
+enum Kind { CAUSAL = 0, BIASED = 1, SOURCE = 2 };
 constexpr float LOG2_E = 1.4426950408889634f;
 
 template <int CLUSTER>
@@ -46,13 +50,14 @@ __device__ __forceinline__ float weight_of(float top, float new_top) {
 // Grid: (splits, kv_heads * ceil(group / GROUP), sequences) in clusters of CLUSTER splits. D: the head size rounded up to a
 // power of two. qkv fp16 [B, pitch]. keys, values: [slots, kv_heads, capacity, head_pitch]. parts: fp32 [B, heads,
 // splits / CLUSTER, CLUSTER, 2 + D / CLUSTER] and arrived: int32 [B, gridDim.y, CLUSTER], zero before and after; both are
-// used only by several clusters. out: fp16 [B, out_pitch]. Dynamic shared memory: keys and values of STAGES tiles.
-template <int D, int GROUP, int CLUSTER>
+// used only by several clusters. out: fp16 [B, out_pitch]. For BIASED, bias is fp32 [heads, 2 * reach + 1] by the distance
+// key - query; for SOURCE, qkv holds queries only and lengths, int32 [slots], are those of the sources. Dynamic shared memory: keys and values of STAGES tiles.
+template <int D, int GROUP, int CLUSTER, int KIND>
 __global__ void __launch_bounds__(THREADS) attend(
     const __half* qkv, long long pitch, const float* q_gain, const float* k_gain, const float* frequencies, float eps,
     float rope_scale, const int* past, const int* slots, __half* keys, __half* values, float* parts, int* arrived,
     __half* out, long long out_pitch, int heads, int kv_heads, int head_dim, int head_pitch, int capacity, int window,
-    float scale)
+    float scale, const float* bias, int reach, const int* lengths)
 {
     constexpr int LANES = D / DIMS;                     // lanes that share a token
     constexpr int AT_ONCE = WARP / LANES;               // tokens that a warp multiplies at once
@@ -68,13 +73,13 @@ __global__ void __launch_bounds__(THREADS) attend(
     __shared__ __align__(16) float warp_out[WARPS][D], outs[GROUP][D];
     __shared__ bool is_last;
 
-    wait_for_predecessor();
+    if constexpr (KIND != SOURCE) wait_for_predecessor();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;
     const int split = blockIdx.x, splits = gridDim.x, b = blockIdx.z;
     const int group = heads / kv_heads, groups = (group + GROUP - 1) / GROUP;
     const int kv = blockIdx.y / groups, first_head = kv * group + blockIdx.y % groups * GROUP;
     const int count = min(GROUP, (kv + 1) * group - first_head);
-    const int position = min(past[b], capacity - 1);
+    const int position = KIND == SOURCE ? lengths[slots[b]] - 1 : min(past[b], capacity - 1);
     const int begin = window > 0 ? max(0, position + 1 - window) : 0;
     const int share = ((position + 1 - begin + splits - 1) / splits + 7) / 8 * 8;
     const int from = begin + split * share, to = min(position + 1, from + share);
@@ -86,7 +91,7 @@ __global__ void __launch_bounds__(THREADS) attend(
         const int first = from + tile * TILE, stage = tile % STAGES;
         for (int i = threadIdx.x; i < TILE * vectors; i += THREADS) {
             const int row = i / vectors, column = i % vectors * 8, j = first + row;
-            if (j >= to || j == position) continue;
+            if (j >= to || (KIND != SOURCE && j == position)) continue;
             const size_t at = base + static_cast<size_t>(j) * head_pitch + column;
             copy16(&tile_keys[stage][row][column], keys + at);
             copy16(&tile_values[stage][row][column], values + at);
@@ -95,13 +100,15 @@ __global__ void __launch_bounds__(THREADS) attend(
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) bring(i);
+    // Sources were stored before the step began, and self-attention, which waits before it lets anyone start, lies between.
+    if constexpr (KIND == SOURCE) wait_for_predecessor();
 
     const Projection source = {qkv, nullptr, nullptr, nullptr, pitch};
     const Preparation how = {q_gain, k_gain, frequencies, eps, rope_scale};
-    const bool newest = from <= position && position < to;
+    const bool newest = KIND != SOURCE && from <= position && position < to;
     const int newest_tile = (position - from) / TILE, newest_row = (position - from) % TILE;
     float new_low[PAIRS] = {}, new_high[PAIRS] = {};  // of a query, or of the new key or value in the two warps after
-    if (warp < count + 2) {
+    if (warp < (KIND == SOURCE ? count : count + 2)) {
         float cosine[PAIRS], sine[PAIRS];
         angles(how, position, head_dim, cosine, sine);
         const int column = (warp < count ? first_head + warp : heads + (warp - count) * kv_heads + kv) * head_dim;
@@ -141,10 +148,19 @@ __global__ void __launch_bounds__(THREADS) attend(
     float q[DIMS], o[DIMS] = {}, top = -INF_F, sum = 0;
 #pragma unroll
     for (int i = 0; i < DIMS; ++i) q[i] = head < count ? query[head][dim + i] : 0.0f;
+    const float* head_bias = bias + static_cast<long long>(first_head + head) * (2 * reach + 1) + reach;  // by distance
     const int tiles = to > from ? (to - from + TILE - 1) / TILE : 0;
     for (int tile = 0; tile < tiles; ++tile) {
         const int stage = tile % STAGES;
         bring(tile + STAGES - 1);
+        float added[ROUNDS] = {};
+        if constexpr (KIND == BIASED) {
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                const int key = from + tile * TILE + (r * PARTS + part) * AT_ONCE + sub;
+                if (head < count) added[r] = head_bias[max(-reach, min(0, key - position))] * LOG2_E;
+            }
+        }
         wait_for_older_copies<STAGES - 1>();
         if (newest && tile == newest_tile && (warp == count || warp == count + 1)) {
             __half* row = warp == count ? tile_keys[stage][newest_row] : tile_values[stage][newest_row];
@@ -172,6 +188,7 @@ __global__ void __launch_bounds__(THREADS) attend(
             }
 #pragma unroll
             for (int d = 1; d < LANES; d *= 2) score[r] += __shfl_xor_sync(FULL, score[r], d);
+            if constexpr (KIND == BIASED) score[r] += added[r];
             if (row >= present) score[r] = -INF_F;
             tile_top = fmaxf(tile_top, score[r]);  // a NaN gets into the sum below
         }

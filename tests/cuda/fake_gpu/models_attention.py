@@ -85,23 +85,35 @@ def attend(call: Call) -> None:
         call.vector("parts", count * call.heads * clusters * (2 * cluster + depth), F32)
         arrived = call.vector("arrived", count * groups * cluster, np.int32)
         call.require(not arrived.any(), "the counters are not zero")
-    positions = np.minimum(past, call.capacity - 1)
-    width = (call.heads + 2 * call.kv_heads) * call.head_dim
+    from_source, biased = call.number("KIND") == 2, call.number("KIND") == 1
+    if from_source:
+        positions = call.vector("lengths", int(slots.max()) + 1, np.int32)[slots] - 1
+    else:
+        positions = np.minimum(past, call.capacity - 1)
+    width = (call.heads + (0 if from_source else 2 * call.kv_heads)) * call.head_dim
     q, k, v = split(call, call.rows("qkv", count, call.pitch, width, F16, align=0).astype(F32), positions)
     out = call.rows("out", count, call.out_pitch, call.heads * call.head_dim, F16, align=0)
     keys, values = caches(call, slots, call.head_pitch)
+    bias = bias_of(call) if biased else None
     for b, position in enumerate(positions):
-        store(keys, slots[b], position, k[b : b + 1])
-        store(values, slots[b], position, v[b : b + 1])
-        out[b] = over_cache(call, q[b : b + 1], keys[slots[b]], values[slots[b]], int(position), call.scale)
+        if not from_source:
+            store(keys, slots[b], position, k[b : b + 1])
+            store(values, slots[b], position, v[b : b + 1])
+        out[b] = over_cache(call, q[b : b + 1], keys[slots[b]], values[slots[b]], int(position), call.scale, bias)
+
+
+def bias_of(call: Call) -> RelativeBias:
+    values = call.vector("bias", call.heads * (2 * call.reach + 1), F32).reshape(call.heads, -1)
+    return RelativeBias(values, call.reach)
 
 
 def over_cache(
-    call: Call, q: np.ndarray, keys: np.ndarray, values: np.ndarray, past: int, scale: float
-) -> np.ndarray:
+    call: Call, q: np.ndarray, keys: np.ndarray, values: np.ndarray, past: int, scale: float,
+    bias: RelativeBias | None = None,
+) -> np.ndarray:  # fmt: skip
     total = min(past + len(q), keys.shape[1])
     keys, values = keys[:, :total, : call.head_dim], values[:, :total, : call.head_dim]
-    return attend_rows(q, keys, values, scale, past, call.window or None).reshape(len(q), -1)
+    return attend_rows(q, keys, values, scale, past, call.window or None, bias).reshape(len(q), -1)
 
 
 def attend_prefill(call: Call) -> None:
@@ -137,10 +149,7 @@ def attend_general(call: Call) -> None:
     starts = call.vector("starts", count + 1, np.int32)
     call.require(heads == call.heads and tokens == starts[-1], "a block for each head of each token")
     call.require(32 * call.number("PARTS") >= call.head_dim, "the instantiation is too small")
-    bias = None
-    if call.bias:
-        values = call.vector("bias", heads * (2 * call.reach + 1), F32).reshape(heads, -1)
-        bias = RelativeBias(values, call.reach)
+    bias = bias_of(call) if call.bias else None
     of_tokens = (2 * t * call.q_pitch for t in range(tokens))
     q = np.stack([call.rows("q", heads, call.q_head, call.head_dim, F16, 0, offset) for offset in of_tokens])
     out = call.rows("out", tokens, call.out_pitch, heads * call.head_dim, F16, align=0)
