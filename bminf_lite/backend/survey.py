@@ -13,7 +13,7 @@ import numpy as np
 from ..cuda.layouts import GROUP, round_up
 from ..memory.arena import ALIGNMENT
 from .base import Backend
-from .quantization import HostWeight, int8_parts
+from .quantization import HostWeight, int8_parts, stack_outliers
 from .values import Array
 
 T = TypeVar("T")
@@ -70,6 +70,8 @@ class Survey(Backend):
             self._deepest = max(self._deepest, pitch * codes)
         else:
             self.outside += matrix
+        if quantized and (outliers := stack_outliers(quantized)) is not None:
+            self.outside += aligned(len(outliers.index) * rows * 2) + aligned(len(outliers.index) * 4)
         self.outside += aligned(rows * 4) * (bool(quantized) + any(bias is not None for bias in biases))
         return None
 

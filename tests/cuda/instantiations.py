@@ -93,6 +93,7 @@ def families(arch: str) -> Iterator[Family]:
     yield Family("rows.cu", "finish", (("int", "float"), orders, ("false", "true"), ("float", "__half")))
     yield from (Family("rows.cu", name, ()) for name in ("embed", "last_rows", "widen"))
     yield Family("random.cu", "fill_random", (("bminf::int8", "__half"),))
+    yield from (Family("outliers.cu", name, (("__half", "float"),)) for name in ("split_columns", "add_columns"))
     yield Family("bandwidth.cu", "read_all", ())
     yield Family("dp4a.cu", "igemm_dp4a", ())
     yield Family("attention_prepare.cu", "prepare", (("false", "true"), orders))

@@ -103,6 +103,15 @@ def test_a_spike_is_kept_in_fp16(spiked: tuple[Path, list[int]], kept: tuple[Pat
         assert np.linalg.norm(model.logits(ids[:512]) - expected) < 0.03 * np.linalg.norm(expected)
 
 
+@pytest.mark.gpu
+def test_a_gpu_runs_it(spiked: tuple[Path, list[int]], kept: tuple[Path, MigrationReport]) -> None:
+    with bminf_lite.load(kept[0], "cpu") as reference, bminf_lite.load(kept[0], "cuda") as model:
+        ids = spiked[1][:64]
+        expected = reference.logits(ids)
+        assert np.linalg.norm(model.logits(ids) - expected) < 0.03 * np.linalg.norm(expected)
+        assert model.generate(ids, max_new_tokens=8).token_ids  # one row at a time, recorded as a graph
+
+
 def test_where_columns_are_not_enough_activations_stay_float(spiked: tuple[Path, list[int]], tmp_path: Path) -> None:
     source, ids = spiked
     recipe = tmp_path / "columns.toml"

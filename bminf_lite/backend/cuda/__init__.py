@@ -170,6 +170,8 @@ class CudaBackend(Backend):
             return self.products.matmul(x, w, transpose_b=True)
 
     def linear(self, x: Array, weight: Weight, fp32: bool = False) -> Array:  # type: ignore[override]
+        if weight.outliers is not None:
+            return self._with_outliers(x, weight, np.float32 if fp32 else np.float16)
         if self._is_direct(x, weight):
             out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
             self._multiply_directly(x, weight, out, MATVEC_TO_FLOAT if fp32 else MATVEC_TO_HALF)
@@ -207,7 +209,7 @@ class CudaBackend(Backend):
 
     def _is_direct(self, x: Array, weight: Weight) -> bool:
         """Whether the matrix-vector kernels take ``x`` as it is: few rows, fp16 or a norm of a finished residual."""
-        if weight.pitch > 8 * 8 * launches.MATVEC_THREADS or not weight.is_plain:
+        if weight.pitch > 8 * 8 * launches.MATVEC_THREADS or not weight.is_plain or weight.outliers is not None:
             return False
         if x.shape[0] > (FEW_ROWS if weight.plan is None else 1):
             return False
@@ -248,6 +250,18 @@ class CudaBackend(Backend):
         )
         out = self.arrays.rows(rows, weight.out_features, dtype)
         self.launches.finish(acc, Layout(Order.ROW, rows, n, n, 4), None, weight, out)
+        return out
+
+    def _with_outliers(self, x: Array, weight: Weight, dtype: type) -> cp.ndarray:
+        """The product of the other columns as any, in fp32, and then what the outlier columns add."""
+        assert weight.outliers is not None
+        values, count = self.arrays.padded(self._finished(x)), len(weight.outliers.index)
+        rest = self.arrays.rows(values.shape[0], values.shape[1], values.dtype)
+        kept = self.arrays.empty((values.shape[0], count), np.float16)
+        self.launches.split_columns(values, weight.outliers, rest, kept)
+        sums = self._finished(self.linear(rest, replace(weight, bias=None, outliers=None), fp32=True))
+        out = self.arrays.rows(values.shape[0], weight.out_features, dtype)
+        self.launches.add_columns(sums, kept, weight, out)
         return out
 
     # -- around the products -------------------------------------------------------------------------------------------

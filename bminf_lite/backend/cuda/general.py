@@ -10,7 +10,7 @@ from ...errors import DeviceError
 from ..values import AttentionSpec, LayerCache, Step
 from .arrays import pitch_of
 from .launches import PRODUCT, Launches, address, ceil_div, head_pitch_of, read_arguments, size_of
-from .unfinished import Product
+from .unfinished import Outliers, Product, Weight
 
 
 class Keys(IntEnum):
@@ -41,6 +41,28 @@ class GeneralLaunches(Launches):
             (address(step.starts), address(step.past), step.count, table.data.ptr, pitch_of(table),
              residual.data.ptr, pitch_of(residual), residual.shape[1]),
             moved=2 * size_of(residual),
+        )  # fmt: skip
+
+    def split_columns(self, x: cp.ndarray, outliers: Outliers, rest: cp.ndarray, kept: cp.ndarray) -> None:
+        """Rows of ``x`` to ``rest`` with zeros in some columns, and those to ``kept``, fp16 ``[rows, n]``, dense."""
+        kind = "__half" if x.dtype == cp.float16 else "float"
+        self._launch(
+            "outliers.cu", f"split_columns<{kind}>", "pqpipqpi", len(x), 256,
+            (x.data.ptr, pitch_of(x), outliers.index.data.ptr, kept.shape[1], rest.data.ptr, pitch_of(rest),
+             kept.data.ptr, x.shape[1]),
+            moved=size_of(x, rest, kept),
+        )  # fmt: skip
+
+    def add_columns(self, sums: cp.ndarray, kept: cp.ndarray, weight: Weight, out: cp.ndarray) -> None:
+        """``sums`` fp32 plus the product of ``kept`` with the weight's outlier columns, plus its bias."""
+        outliers = weight.outliers
+        assert outliers is not None
+        kind, (rows, n), columns = "__half" if out.dtype == cp.float16 else "float", out.shape, kept.shape[1]
+        self._launch(
+            "outliers.cu", f"add_columns<{kind}>", "pqpipqppqi", (rows, ceil_div(n, 256)), 256,
+            (sums.data.ptr, pitch_of(sums), kept.data.ptr, columns, outliers.values.data.ptr,
+             pitch_of(outliers.values), address(weight.bias), out.data.ptr, pitch_of(out), n),
+            shared=4 * columns, moved=size_of(sums, kept, outliers.values, out),
         )  # fmt: skip
 
     def attend_cached(self, q: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, out: cp.ndarray) -> None:

@@ -10,18 +10,17 @@ import numpy as np
 
 from ...cuda.igemm import Igemm
 from ...cuda.layouts import round_up
-from ...errors import DeviceError
 from ...memory.arena import Arena
 from ...memory.staging import Staging
 from ...memory.streaming import StreamedBlocks
-from ..quantization import HostWeight, int8_parts, stack_biases
+from ..quantization import HostWeight, Int8Weight, int8_parts, stack_biases, stack_outliers
 from ..random_matrix import RandomMatrix
 from ..stored_matrix import StoredMatrix
 from ..values import Array, Placement
 from .arrays import PAD, Allocator, Arrays
 from .launches import Launches
 from .streaming import PinnedBuffers, SlotLink, host_table, open_slots
-from .unfinished import Weight
+from .unfinished import Outliers, Weight
 
 T = TypeVar("T")
 
@@ -60,27 +59,31 @@ class Loader:
             values: list[Any] = [p if isinstance(p, StoredMatrix) else np.asarray(p) for p in parts]
             data = self._upload_rows(values, n, k, np.float16, PAD, PAD, self._matrices)
             return Weight(data, None, bias, n, k, data.shape[1])
-        if quantized[0].outliers is not None:
-            raise DeviceError(
-                "this checkpoint keeps outlier columns in fp16, which has no kernels yet: use the CPU, or migrate the "
-                "source again with a recipe without outlier_columns"
-            )
+        outliers = self._outliers(quantized)
         scale = self.arrays.vector(np.concatenate([p.scale.astype(np.float32) for p in quantized]))
         codes = [p.codes for p in quantized]
         if not quantized[0].dynamic:
             data = self._upload_rows(codes, n, k, np.int8, PAD, PAD, self._matrices)
-            return Weight(data, scale, bias, n, k, data.shape[1])
+            return Weight(data, scale, bias, n, k, data.shape[1], outliers=outliers)
         plan = self.products.plan(n, k)
         rows, pitch = plan.shapes.padded
         if plan.shapes.is_plain:
             data = self._upload_rows(codes, n, k, np.int8, rows, pitch, self._matrices)
-            return Weight(data, scale, bias, n, k, pitch, plan)
+            return Weight(data, scale, bias, n, k, pitch, plan, outliers)
         with self.arrays.current():
             packed = plan.pack_weight(self._upload_rows(codes, n, k, np.int8, rows, pitch, self.arena)[:n, :k])
             with self.arrays.within(self._matrices):
                 data = self.arrays.empty(packed.shape, np.int8)
             data[...] = packed
-        return Weight(data, scale, bias, n, k, pitch, plan)
+        return Weight(data, scale, bias, n, k, pitch, plan, outliers)
+
+    def _outliers(self, parts: Sequence[Int8Weight]) -> Outliers | None:
+        stacked = stack_outliers(parts)
+        if stacked is None:
+            return None
+        values = np.ascontiguousarray(stacked.values.T.astype(np.float16))
+        columns = self._upload_rows([values], values.shape[0], values.shape[1], np.float16, 1, PAD, self.arena)
+        return Outliers(self.arrays.upload(stacked.index.astype(np.int32)), columns)
 
     def blocks(self, build: Callable[[int], T], count: int, place: Placement) -> Iterable[T]:
         """See :meth:`Backend.blocks`; ``place`` counts the layers of all stacks."""

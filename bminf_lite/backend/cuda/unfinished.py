@@ -18,11 +18,23 @@ from ..values import Norm
 
 
 @dataclass(frozen=True)
+class Outliers:
+    """Input columns of an int8 weight that stay fp16: ``index`` int32 ``[n]``, and ``values`` fp16 ``[n, out]``.
+
+    Rows of ``values`` are padded as all are; the codes of these columns are zero.
+    """
+
+    index: cp.ndarray
+    values: cp.ndarray
+
+
+@dataclass(frozen=True)
 class Weight:
     """A weight matrix on the GPU, ``[out_features, in_features]``.
 
     ``matrix`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
-    ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token.
+    ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token. ``outliers`` are columns beside
+    an int8 weight.
     """
 
     matrix: cp.ndarray
@@ -32,6 +44,7 @@ class Weight:
     in_features: int
     pitch: int
     plan: Plan | None = None
+    outliers: Outliers | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -40,7 +53,8 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads of it."""
-        return sum(x.nbytes for x in (self.matrix, self.scale, self.bias) if x is not None)
+        kept = 0 if self.outliers is None else self.outliers.values.nbytes
+        return kept + sum(x.nbytes for x in (self.matrix, self.scale, self.bias) if x is not None)
 
     @property
     def is_plain(self) -> bool:

@@ -24,7 +24,13 @@ from bminf_lite.cuda import compiler, doctor, driver, kernels, libraries
 from bminf_lite.cuda.compiler import Cubin
 from bminf_lite.cuda.libraries import Library
 
-from . import fake_cupy, models_attention, models_rows, models_sampling  # noqa: F401 - models register themselves
+from . import (  # noqa: F401 - models register themselves
+    fake_cupy,
+    models_attention,
+    models_columns,
+    models_rows,
+    models_sampling,
+)
 from .fake_cublaslt import FakeCublasLt
 from .fake_driver import FakeDriver
 from .machine import PROFILES, Machine, Requested
