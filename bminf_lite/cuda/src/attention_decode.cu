@@ -2,7 +2,7 @@
 // batch 1. The blocks of a cluster put their parts together through each other's shared memory; where there are several
 // clusters (or none, before Hopper), the last one to finish does the rest through global memory. Norm, rotation and the
 // cache write of the new token happen here too.
-#include "async.cuh"
+#include "attention_decode.cuh"
 #include "heads.cuh"
 
 using namespace bminf;
@@ -16,36 +16,6 @@ constexpr int STAGES = 3;
 // slot, to which it adds nothing.
 enum Kind { CAUSAL = 0, BIASED = 1, SOURCE = 2 };
 constexpr float LOG2_E = 1.4426950408889634f;
-
-template <int CLUSTER>
-__device__ __forceinline__ void sync_cluster() {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (CLUSTER > 1) {
-        asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-        return;
-    }
-#endif
-    __syncthreads();
-}
-
-// A float in the shared memory of block `rank` of this cluster.
-template <int CLUSTER>
-__device__ __forceinline__ float peer(const float* own, int rank) {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (CLUSTER > 1) {
-        float value;
-        asm volatile(
-            "{\n.reg .u32 theirs;\nmapa.shared::cluster.u32 theirs, %1, %2;\n"
-            "ld.shared::cluster.f32 %0, [theirs];\n}" : "=f"(value) : "r"(shared_address(own)), "r"(rank) : "memory");
-        return value;
-    }
-#endif
-    return *own;
-}
-
-__device__ __forceinline__ float weight_of(float top, float new_top) {
-    return top == -INF_F ? 0.0f : exp2f(top - new_top);
-}
 
 // Grid: (splits, kv_heads * ceil(group / GROUP), sequences) in clusters of CLUSTER splits. D: the head size rounded up to a
 // power of two. qkv fp16 [B, pitch]. keys, values: [slots, kv_heads, capacity, head_pitch]. parts: fp32 [B, heads,
@@ -71,7 +41,6 @@ __global__ void __launch_bounds__(THREADS) attend(
     __shared__ __align__(16) float query[GROUP][D];
     __shared__ float warp_top[WARPS], warp_sum[WARPS], tops[GROUP], sums[GROUP];
     __shared__ __align__(16) float warp_out[WARPS][D], outs[GROUP][D];
-    __shared__ bool is_last;
 
     if constexpr (KIND != SOURCE) wait_for_predecessor();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;
@@ -241,58 +210,6 @@ __global__ void __launch_bounds__(THREADS) attend(
         outs[h][d] = value;
         if (d == 0) tops[h] = t, sums[h] = s;
     }
-    sync_cluster<CLUSTER>();
-    const int rank = split % CLUSTER, cluster = split / CLUSTER, clusters = splits / CLUSTER;
-    constexpr int RECORD = 2 + SLICE;
-    auto write = [&](int h, int d, float value, float s) {
-        if (d < head_dim) out[b * out_pitch + (first_head + h) * head_dim + d] = __float2half_rn(__fdiv_rn(value, s));
-    };
-    for (int i = threadIdx.x; i < count * SLICE; i += THREADS) {
-        const int h = i / SLICE, d = rank * SLICE + i % SLICE;
-        float t = -INF_F, s = 0, value = 0, their_top[CLUSTER];
-#pragma unroll
-        for (int c = 0; c < CLUSTER; ++c) their_top[c] = peer<CLUSTER>(&tops[h], c), t = fmaxf(t, their_top[c]);
-#pragma unroll
-        for (int c = 0; c < CLUSTER; ++c) {
-            const float weight = weight_of(their_top[c], t);
-            s += peer<CLUSTER>(&sums[h], c) * weight, value += peer<CLUSTER>(&outs[h][d], c) * weight;
-        }
-        if (clusters == 1) {
-            write(h, d, value, s);
-        } else {
-            const size_t record = ((static_cast<size_t>(b) * heads + first_head + h) * clusters + cluster) * CLUSTER + rank;
-            float* place = parts + record * RECORD;
-            place[2 + i % SLICE] = value;
-            if (i % SLICE == 0) place[0] = t, place[1] = s;
-        }
-    }
-    if constexpr (CLUSTER > 1) sync_cluster<CLUSTER>();  // nobody leaves while others read its shared memory
-    if (clusters == 1) return;
-
-    // The last of the blocks with this slice reads what all of them wrote, in order.
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        int* counter = arrived + (b * gridDim.y + blockIdx.y) * CLUSTER + rank;
-        is_last = atomicAdd(counter, 1) == clusters - 1;
-        if (is_last) *counter = 0;
-    }
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
-    for (int i = threadIdx.x; i < count * SLICE; i += THREADS) {
-        const int h = i / SLICE, d = rank * SLICE + i % SLICE;
-        const size_t record = (static_cast<size_t>(b) * heads + first_head + h) * clusters * CLUSTER + rank;
-        const float* place = parts + record * RECORD;
-        const size_t step = CLUSTER * RECORD;
-        float t = -INF_F, s = 0, value = 0;
-#pragma unroll 8
-        for (int c = 0; c < clusters; ++c) t = fmaxf(t, __ldcg(place + c * step));
-#pragma unroll 8
-        for (int c = 0; c < clusters; ++c) {
-            const float weight = weight_of(__ldcg(place + c * step), t);
-            s += __ldcg(place + c * step + 1) * weight, value += __ldcg(place + c * step + 2 + i % SLICE) * weight;
-        }
-        write(h, d, value, s);
-    }
+    const Meeting meeting = {parts, arrived, out, out_pitch, heads, head_dim, first_head, count};
+    put_together<D, CLUSTER, THREADS>(meeting, outs, tops, sums);
 }
