@@ -22,17 +22,27 @@ settings.load_profile("bminf_lite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/cuda/fake_gpu."""
+    """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/cuda/fake_gpu.
+
+    ``--separate-blocks``: the GPU's blocks are allocations of their own; see tests/cuda/separate_blocks.py.
+    """
     parser.addoption("--fake-gpu", metavar="PROFILE", help="run tests marked gpu on a GPU made of NumPy")
+    parser.addoption("--separate-blocks", action="store_true", help="no two blocks in one allocation, for checkers")
     parser.addoption("--fake-gpu-report", metavar="FILE", help="write there which kernels were asked for")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put the fake GPU in place before any test module is imported."""
+    """Put the fake GPU, or separate blocks, in place before any test module is imported."""
     if profile := config.getoption("--fake-gpu"):
         import fake_gpu
 
         config.stash[FAKE_GPU] = fake_gpu.install(profile)
+    if config.getoption("--separate-blocks"):
+        import separate_blocks
+
+        from bminf_lite.backend import cuda
+
+        cuda.device_arena = separate_blocks.separate_arena
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
