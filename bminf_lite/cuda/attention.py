@@ -1,8 +1,9 @@
-"""Attention over the key-value cache for steps with several new tokens per sequence.
+"""Attention for steps with several new tokens per sequence: over the key-value cache, a source, or each other.
 
 The kernels multiply on the tensor cores, tile by tile, and keep no scores in memory; ``src/attention_prefill.cu`` and
 ``src/attention_prefill_hopper.cu`` say how. They are templates over the size of a head and of their tiles, compiled
-when a model first needs them.
+when a model first needs them. Scores with a bias, and queries that see every key, take the kernel for any GPU on
+compute capability 9.0 too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 
 from .driver import Device, DeviceAttribute
 from .kernels import Kernel, Module
@@ -18,7 +20,15 @@ WARP = 32
 MAX_HEAD_DIM = 256
 LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0))
 """Compute capabilities whose multiprocessors have 164 KiB of shared memory or more; others from 8.6 on have 100."""
-_SIGNATURE = "pqpppqpppfiiiii"
+_SIGNATURE = "pqpppqpppfiiiiipip"
+
+
+class Visible(IntEnum):
+    """What a query sees; see ``src/attention_prefill.cuh``."""
+
+    CAUSAL = 0
+    SOURCE = 1
+    WITHIN = 2
 
 
 @dataclass(frozen=True)
@@ -35,11 +45,12 @@ class Tiling:
     shared: int
 
 
-def synchronous(depth: int, rows: int, keys: int, blocks: int) -> Tiling:
+def synchronous(depth: int, rows: int, keys: int, blocks: int, visible: Visible, biased: bool) -> Tiling:
     """For any GPU: four warps a block, registers for ``blocks`` a multiprocessor, ``keys`` at a time."""
+    kind = f"{int(visible)}, {'true' if biased else 'false'}"
     return Tiling(
         source="attention_prefill.cu",
-        expression=f"bminf::attend_prefill<{depth}, {rows}, {keys}, 4, {blocks}>",
+        expression=f"bminf::attend_prefill<{depth}, {rows}, {keys}, 4, {blocks}, {kind}>",
         rows=rows,
         threads=4 * WARP,
         shared=(rows + 2 * keys) * (depth + 8) * 2,
@@ -57,21 +68,28 @@ def hopper(depth: int, rows: int, keys: int, stages: int = 2) -> Tiling:
     )
 
 
-def tiling_for(compute_capability: tuple[int, int], depth: int, small: bool) -> Tiling:
+def tiling_for(
+    compute_capability: tuple[int, int],
+    depth: int,
+    small: bool,
+    visible: Visible = Visible.CAUSAL,
+    biased: bool = False,
+) -> Tiling:
     """The tiling for heads padded to ``depth`` columns; ``small`` where 128 rows a block would leave the GPU idle."""
-    if compute_capability == (9, 0) and depth in (64, 128, 256):
+    if compute_capability == (9, 0) and depth in (64, 128, 256) and visible is Visible.CAUSAL and not biased:
         return hopper(depth, rows=128, keys=64 if depth == 256 else 128)
+    tile = functools.partial(synchronous, depth, visible=visible, biased=biased)
     if depth > 128:  # the output alone takes half of a thread's registers
-        return synchronous(depth, rows=64, keys=48 if compute_capability >= (8, 0) else 16, blocks=1)
+        return tile(rows=64, keys=48 if compute_capability >= (8, 0) else 16, blocks=1)
     if depth > 64 and compute_capability >= (8, 0) and compute_capability not in LARGE_SHARED:
-        return synchronous(depth, rows=64, keys=48, blocks=2)
-    if small:
-        return synchronous(depth, rows=64, keys=64, blocks=2)
-    return synchronous(depth, rows=128, keys=64 if depth <= 64 else 32, blocks=2)
+        return tile(rows=64, keys=48, blocks=2)
+    if small or biased:  # the biases of 128 rows would not fit the registers
+        return tile(rows=64, keys=64, blocks=2)
+    return tile(rows=128, keys=64 if depth <= 64 else 32, blocks=2)
 
 
 class PrefillAttention:
-    """Causal attention of new tokens over a cache that already holds their keys and values, on one GPU."""
+    """Attention of new tokens over keys and values that are in a cache already, theirs included, on one GPU."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -83,28 +101,33 @@ class PrefillAttention:
         q: int, q_pitch: int, keys: int, values: int, out: int, out_pitch: int, starts: int, past: int, slots: int,
         *,
         heads: int, kv_heads: int, head_dim: int, capacity: int, scale: float, window: int | None,
-        tokens: int, count: int, stream: int = 0, dependent: bool = False,
+        tokens: int, count: int, visible: Visible = Visible.CAUSAL, bias: int = 0, reach: int = 0, lengths: int = 0,
+        stream: int = 0, dependent: bool = False,
     ) -> None:  # fmt: skip
         """Launch on ``stream``. Addresses are of the GPU; with ``D = head_dim`` padded to a multiple of 16:
 
         - ``q`` fp16 ``[T, heads, D]`` with ``q_pitch`` elements from token to token, normalised and rotated already;
         - ``keys``, ``values`` fp16 ``[slots, kv_heads, capacity, D]``, with the new tokens' in place, zero in padding;
         - ``out`` fp16 ``[T, heads * head_dim]`` with ``out_pitch`` elements from token to token;
+        - ``bias`` fp32 ``[heads, 2 * reach + 1]``, by distance; 0 for none;
+        - ``lengths`` int32 ``[slots]``, of the sources, where these are ``visible``;
         - ``starts`` int32 ``[count + 1]``, ``past`` and ``slots`` int32 ``[count]``: see ``backend.values.Step``.
 
         Addresses are multiples of 16 bytes, pitches of 8 elements. ``tokens`` is ``T``, ``scale`` is positive,
         ``heads`` a multiple of ``kv_heads``, ``window`` at least 1 or None, and ``head_dim`` at most ``MAX_HEAD_DIM``.
+        Where each token sees its sequence in this step, ``keys`` and ``values`` are one slot with all tokens in order.
         ``dependent`` as in :class:`Kernel`.
         """
         depth, rows = -(-head_dim // 16) * 16, tokens * (heads // kv_heads)
         small = -(-rows // 128) * kv_heads < 2 * self._multiprocessors
-        tiling = tiling_for(self._device.compute_capability, depth, small)
+        tiling = tiling_for(self._device.compute_capability, depth, small, visible, bias != 0)
         tiles = (rows + count * (tiling.rows - 1)) // tiling.rows  # each sequence's last may be partly empty
         self._kernel(tiling)(
             (kv_heads, tiles), tiling.threads,
             (
                 q, q_pitch, keys, values, out, out_pitch, starts, past, slots,
                 scale * math.log2(math.e), window or 0, heads, head_dim, capacity, count,
+                bias, reach, lengths,
             ),
             shared=tiling.shared, stream=stream, dependent=dependent,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -105,7 +106,7 @@ def test_histories_of_ragged_steps(backend, name, seed, data):
 
 
 @pytest.mark.parametrize("tokens", [31, 32, 33, 63, 65, 127, 129, 257])
-@pytest.mark.parametrize("name", ["grouped", "window", "head of 64"])
+@pytest.mark.parametrize("name", ["grouped", "window", "head of 64", "relative bias, head of 64"])
 def test_prefill_then_decode_around_tile_sizes(backend, name, tokens):
     case = Case(backend, SPECS[name], np.random.default_rng(tokens), 1, tokens + 2)
     case.check([tokens], [0])
@@ -168,13 +169,27 @@ def test_large_scores_do_not_overflow(backend):
 @pytest.mark.parametrize("window", [None, 1000])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (32, 32, 64), (28, 4, 128)])
 def test_real_sizes(cuda_backend, heads, kv_heads, head_dim, window):
-    """2,000 tokens at once, then one more of each of three sequences, as the reference that rounds alike."""
-    rng, reference = np.random.default_rng(heads), Backend(np.float16)
     frequencies = (1.0 / 500000.0 ** (np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
-    caches, specs = {}, {}
-    for b in (cuda_backend, reference):
-        caches[b] = b.layer_cache(3, kv_heads, 2304, head_dim)
-        specs[b] = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, Rope(b.vector(frequencies)))
+    check_real_sizes(
+        cuda_backend,
+        lambda b: AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, Rope(b.vector(frequencies))),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads"), [(64, 64), (6, 2)])
+def test_real_sizes_with_a_bias(cuda_backend, heads, kv_heads):
+    values = np.random.default_rng(heads).standard_normal((heads, 257)).astype(np.float32)
+    check_real_sizes(
+        cuda_backend, lambda b: AttentionSpec(heads, kv_heads, 64, 0.125, bias=RelativeBias(b.array(values), 128))
+    )
+
+
+def check_real_sizes(cuda_backend: Backend, make_spec: Callable[[Backend], AttentionSpec]) -> None:
+    """2,000 tokens at once, then one more of each of three sequences, as the reference that rounds alike."""
+    rng, reference = np.random.default_rng(0), Backend(np.float16)
+    specs = {b: make_spec(b) for b in (cuda_backend, reference)}
+    caches = {b: b.layer_cache(3, spec.kv_heads, 2304, spec.head_dim) for b, spec in specs.items()}
     past = [0, 0, 0]
     for counts in ([2000, 31, 600], [1, 1, 1], [1, 1, 1], [1, 130, 1]):
         qkv = rng.standard_normal((sum(counts), specs[reference].qkv_features)).astype(np.float16)

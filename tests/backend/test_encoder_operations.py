@@ -51,7 +51,13 @@ def heads_of(rng: np.random.Generator, backend: Backend, tokens: int, count: int
 @given(SEEDS, COUNTS, st.sampled_from([None, 3, 16]))
 @pytest.mark.parametrize("name", SPECS)
 def test_encoder_attention(backend, name, seed, counts, reach):
-    rng, spec = np.random.default_rng(seed), SPECS[name]
+    check_encoder_attention(backend, SPECS[name], np.random.default_rng(seed), counts, reach)
+
+
+def check_encoder_attention(
+    backend: Backend, spec: AttentionSpec, rng: np.random.Generator, counts: list[int], reach: int | None
+) -> None:
+    """One step of sources of ``counts`` tokens, biased by distance up to ``reach`` if there is one."""
     q, k, v = (heads_of(rng, backend, sum(counts), n, spec.head_dim) for n in (spec.heads, *2 * (spec.kv_heads,)))
     values = None if reach is None else rng.standard_normal((spec.heads, 2 * reach + 1)).astype(np.float32)
     bias = None if reach is None else RelativeBias(backend.array(values), reach)
@@ -70,11 +76,16 @@ def test_encoder_attention(backend, name, seed, counts, reach):
 @given(SEEDS, st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=4), st.booleans())
 @pytest.mark.parametrize("name", SPECS)
 def test_cross_attention_over_stored_sources(backend, name, seed, lengths, decoding):
+    tokens = [1 if decoding else m for _, m in lengths]
+    check_cross_attention(backend, SPECS[name], np.random.default_rng(seed), [n for n, _ in lengths], tokens, 48)
+
+
+def check_cross_attention(
+    backend: Backend, spec: AttentionSpec, rng: np.random.Generator, counts: list[int], tokens: list[int], capacity: int
+) -> None:
     """Sources stored together in slots in any order, of a cache that holds longer ones beside them."""
-    rng, spec = np.random.default_rng(seed), SPECS[name]
-    counts, tokens = [n for n, _ in lengths], [1 if decoding else m for _, m in lengths]
     slots = rng.permutation(5)[: len(counts)].tolist()
-    cache = backend.layer_cache(5, spec.kv_heads, 48, spec.head_dim)
+    cache = backend.layer_cache(5, spec.kv_heads, capacity, spec.head_dim)
     junk = np.full(backend.host(cache.keys).shape, np.nan, backend.activation_dtype)
     backend.assign(cache.keys, junk)
     backend.assign(cache.values, junk)
@@ -93,6 +104,22 @@ def test_cross_attention_over_stored_sources(backend, name, seed, lengths, decod
     results = [attended(*rows, spec, None, 0) for rows in zip(queries, *sources, strict=True)]
     expected, magnitude = (np.concatenate(x).reshape(out.shape) for x in zip(*results, strict=True))
     assert_close(out, expected, "attention", backend.activation_dtype, magnitude)
+
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [[256], [300, 1, 64, 129]])
+def test_encoder_attention_of_cpm2(cuda_backend, counts):
+    check_encoder_attention(cuda_backend, AttentionSpec(64, 64, 64, 0.125), np.random.default_rng(1), counts, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("counts", "tokens"), [([256], [1]), ([700, 3, 64], [1] * 3), ([256, 65], [70, 3])])
+@pytest.mark.parametrize("heads", [64, 3])
+def test_cross_attention_of_cpm2(cuda_backend, heads, counts, tokens):
+    """Of one token where few heads leave much of the GPU to each of them, too, and of several."""
+    spec = AttentionSpec(heads, heads, 64, 0.125)
+    check_cross_attention(cuda_backend, spec, np.random.default_rng(2), counts, tokens, 768)
 
 
 @given(SEEDS, st.integers(1, 9), st.sampled_from([5, 32, 100]), OUTPUTS, st.sampled_from(sorted(ACTIVATIONS)))

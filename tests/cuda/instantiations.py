@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bminf_lite.cuda import attention, sampling
+from bminf_lite.cuda.attention import Visible
 from bminf_lite.cuda.compiler import SOURCES
 
 Capability = tuple[int, int]
@@ -99,16 +100,21 @@ def families(arch: str) -> Iterator[Family]:
     yield Family("attention_prepare.cu", "prepare", (("false", "true"), orders))
     yield Family("attention_decode.cu", "attend", ((64, 128), (1, 2, 4), (1, 8) if hopper else (1,), range(3)))
     yield Family("attention_decode.cu", "attend", ((256,), (1, 2), (1, 8) if hopper else (1,), range(3)))
-    yield Family("attention_general.cu", "attend_general", (range(3), (1, 2, 4, 8)))
     yield Family("pointwise.cu", "activate_rows", (("false", "true"), orders, activations))
     yield Family("pointwise.cu", "add_positions", ())
     if hopper:
         yield Family("few_rows.cu", "few_rows", ((1, 2, 4),))
     yield from (Family(sampling.SOURCE, name, (), sampling.DEFINES) for name in sampling.KERNELS)
     if arch != "sm_90":  # the package compiles for sm_90a there, whose instructions the kernel needs
-        for depth, small in itertools.product(HEAD_SIZES, (False, True)):
-            tiling = attention.tiling_for(capability, -(-depth // 16) * 16, small)
+        for depth, small, kind in itertools.product(HEAD_SIZES, (False, True), attention_kinds()):
+            tiling = attention.tiling_for(capability, -(-depth // 16) * 16, small, *kind)
             yield Family(tiling.source, tiling.expression, ())
+
+
+def attention_kinds() -> list[tuple[Visible, bool]]:
+    """What a query may see, and whether scores may then have a bias."""
+    return [(Visible.CAUSAL, False), (Visible.CAUSAL, True), (Visible.SOURCE, False), (Visible.WITHIN, False),
+            (Visible.WITHIN, True)]  # fmt: skip
 
 
 class Pair(tuple[int, int]):

@@ -11,7 +11,7 @@ import pytest
 
 from bminf_lite.backend.base import attend
 from bminf_lite.cuda import attention, compiler
-from bminf_lite.cuda.attention import PrefillAttention, Tiling, tiling_for
+from bminf_lite.cuda.attention import PrefillAttention, Tiling, Visible, tiling_for
 from bminf_lite.cuda.driver import Device
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -21,7 +21,11 @@ DEPTHS = [16, 32, 64, 80, 96, 128, 192, 256]
 
 
 def tilings(capability: tuple[int, int], depths: Sequence[int]) -> set[Tiling]:
-    return {tiling_for(capability, depth, small) for depth in depths for small in (False, True)}
+    """Of plain causal attention over heads of ``depths``, and of other kinds over heads of 64 and 128."""
+    others = [(64, True, Visible.CAUSAL, True), (64, False, Visible.SOURCE), (64, True, Visible.WITHIN, True),
+              (128, True, Visible.WITHIN, True)]  # fmt: skip
+    chosen = [(depth, small) for depth in depths for small in (False, True)]
+    return {tiling_for(capability, *kind) for kind in [*chosen, *others]}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -139,7 +143,7 @@ def gpu(request: pytest.FixtureRequest, cuda_device: Device, monkeypatch: pytest
     """The GPU, with the tiling that it would choose or with one for any GPU, of small or large blocks."""
     if request.param != "chosen":
         capability, small = min((8, 0), cuda_device.compute_capability), request.param == "64 rows"
-        monkeypatch.setattr(attention, "tiling_for", lambda _, depth, __: tiling_for(capability, depth, small))
+        monkeypatch.setattr(attention, "tiling_for", lambda _, depth, *__: tiling_for(capability, depth, small))
     return cuda_device
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import cupy as cp
 import numpy as np
 
-from ...cuda.attention import PrefillAttention
+from ...cuda.attention import PrefillAttention, Visible
 from ...cuda.cublaslt import Order
 from ...cuda.driver import Device
 from ...cuda.fgemm import Fgemm
@@ -297,23 +297,15 @@ class CudaBackend(Backend):
         if step.decoding:
             self._attend_one(self._half(qkv), spec, cache, step, out)
             return out
-        if spec.bias is not None:
-            q = self._prepared_heads(qkv, spec, cache, step)
-            self.launches.attend_cached(q, spec, cache, step, out)
-            return out
-        q = self._prepared_heads(qkv, spec, cache, step)
-        self.prefill_attention.launch(
-            q.data.ptr, q.shape[1] * q.shape[2], cache.keys.data.ptr, cache.values.data.ptr,
-            out.data.ptr, pitch_of(out), step.starts.data.ptr, step.past.data.ptr, step.slots.data.ptr,
-            heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity=cache.capacity,
-            scale=spec.scale, window=spec.window, tokens=q.shape[0], count=step.count,
-            stream=self.stream.ptr, dependent=True,
-        )  # fmt: skip
+        self._attend(self._prepared_heads(qkv, spec, cache, step), spec, cache, step, out)
         return out
 
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, step: Step) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
-        self.launches.attend_within(self._half(qkv), spec, step, out)
+        packed = self.layer_cache(1, spec.kv_heads, qkv.shape[0], spec.head_dim)
+        in_order = replace(step, past=step.starts, slots=self._zeros("first slot", step.count, np.int32))
+        q = self._prepared_heads(qkv, spec, packed, in_order)
+        self._attend(q, spec, packed, step, out, Visible.WITHIN)
         return out
 
     def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, step: Step) -> None:
@@ -324,8 +316,29 @@ class CudaBackend(Backend):
         if step.decoding:
             self._attend_one(self._half(q), spec, source, step, out, lengths)
             return out
-        self.launches.attend_source(self._half(q), spec, source, lengths, step, out)
+        heads = self._half(q).reshape(-1, spec.heads, spec.head_dim)
+        if spec.head_dim % HEAD_PAD:
+            padded = self.arrays.zeros((*heads.shape[:2], head_pitch_of(source)), np.float16)
+            with self.arrays.current():
+                padded[..., : spec.head_dim] = heads
+            heads = padded
+        self._attend(heads, spec, source, step, out, Visible.SOURCE, lengths)
         return out
+
+    def _attend(
+        self, q: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, out: cp.ndarray,
+        visible: Visible = Visible.CAUSAL, lengths: cp.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Attention of a step's tokens; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch."""
+        bias, reach = launches.bias_arguments(spec)
+        self.prefill_attention.launch(
+            q.data.ptr, pitch_of(q), cache.keys.data.ptr, cache.values.data.ptr,
+            out.data.ptr, pitch_of(out), step.starts.data.ptr, step.past.data.ptr, step.slots.data.ptr,
+            heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity=cache.capacity,
+            scale=spec.scale, window=spec.window, tokens=q.shape[0], count=step.count,
+            visible=visible, bias=bias, reach=reach, lengths=launches.address(lengths),
+            stream=self.stream.ptr, dependent=True,
+        )  # fmt: skip
 
     def _attend_one(
         self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, out: cp.ndarray,

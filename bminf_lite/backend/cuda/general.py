@@ -1,24 +1,13 @@
-"""Launches of the kernels that some architectures need beside the common ones: encoders, GPTs, learned positions."""
+"""Launches of the kernels that some architectures need beside the common ones: activations, learned positions."""
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import cupy as cp
 
-from ...errors import DeviceError
-from ..values import AttentionSpec, LayerCache, Step
+from ..values import Step
 from .arrays import pitch_of
-from .launches import PRODUCT, Launches, address, ceil_div, head_pitch_of, read_arguments, size_of
+from .launches import PRODUCT, Launches, address, ceil_div, read_arguments, size_of
 from .unfinished import Outliers, Product, Weight
-
-
-class Keys(IntEnum):
-    """Whose keys a token sees; see ``attention_general.cu``."""
-
-    CACHED = 0
-    SOURCE = 1
-    WITHIN = 2
 
 
 class GeneralLaunches(Launches):
@@ -64,46 +53,3 @@ class GeneralLaunches(Launches):
              pitch_of(outliers.values), address(weight.bias), out.data.ptr, pitch_of(out), n),
             shared=4 * columns, moved=size_of(sums, kept, outliers.values, out),
         )  # fmt: skip
-
-    def attend_cached(self, q: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, out: cp.ndarray) -> None:
-        """Causal attention with a bias: ``q`` is ``[T, heads, head_pitch]``, the cache has the new tokens already."""
-        self._attend(Keys.CACHED, q, q.shape[1] * q.shape[2], q.shape[2], *cache_place(cache), None, spec, step, out)
-
-    def attend_source(
-        self, q: cp.ndarray, spec: AttentionSpec, source: LayerCache, lengths: cp.ndarray, step: Step, out: cp.ndarray
-    ) -> None:
-        """Attention over encoded sources of ``lengths`` tokens; ``q`` is ``[T, heads * head_dim]`` in padded rows."""
-        self._attend(Keys.SOURCE, q, pitch_of(q), spec.head_dim, *cache_place(source), lengths, spec, step, out)
-
-    def attend_within(self, qkv: cp.ndarray, spec: AttentionSpec, step: Step, out: cp.ndarray) -> None:
-        """Attention of each token to all of its sequence; ``qkv`` is fp16 ``[T, qkv_features]`` in padded rows."""
-        pitch, size = pitch_of(qkv), spec.head_dim
-        keys = qkv.data.ptr + 2 * spec.heads * size
-        place = keys, keys + 2 * spec.kv_heads * size, (0, size, pitch)
-        self._attend(Keys.WITHIN, qkv, pitch, size, *place, None, spec, step, out)
-
-    def _attend(
-        self, kind: Keys, q: cp.ndarray, q_pitch: int, q_head: int, keys: int, values: int,
-        strides: tuple[int, int, int], lengths: cp.ndarray | None, spec: AttentionSpec, step: Step, out: cp.ndarray,
-    ) -> None:  # fmt: skip
-        assert spec.window is None
-        parts = 1 << (ceil_div(spec.head_dim, 32) - 1).bit_length()
-        bias = spec.bias
-        self._launch(
-            "attention_general.cu", f"attend_general<{int(kind)}, {parts}>", "pqippqqqpippppipqiiif",
-            (len(out), spec.heads), 128,
-            (q.data.ptr, q_pitch, q_head, keys, values, *strides,
-             address(bias.values) if bias else 0, bias.reach if bias else 0,
-             address(step.starts), address(step.past), address(step.slots), address(lengths), step.count,
-             out.data.ptr, pitch_of(out), spec.heads, spec.kv_heads, spec.head_dim, spec.scale),
-            moved=2 * size_of(out),
-        )  # fmt: skip
-
-
-def cache_place(cache: LayerCache) -> tuple[int, int, tuple[int, int, int]]:
-    """Where keys and values are, and the elements from one sequence, head and token to the next."""
-    if cache.keys.dtype != cp.float16:
-        raise DeviceError("an int8 key-value cache is not supported for encoder-decoders; take fp16 (kv_cache)")
-    pitch = head_pitch_of(cache)
-    _, kv_heads, capacity, _ = cache.keys.shape
-    return cache.keys.data.ptr, cache.values.data.ptr, (kv_heads * capacity * pitch, capacity * pitch, pitch)

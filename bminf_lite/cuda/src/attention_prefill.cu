@@ -122,8 +122,9 @@ __device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], const float
 }
 
 // A block has BM rows and passes over BN keys at a time; BM is a multiple of 16 * WARPS, BN of 16. BLOCKS per
-// multiprocessor get registers. Dynamic shared memory: BM + 2 * BN rows of D + 8.
-template <int D, int BM, int BN, int WARPS, int BLOCKS>
+// multiprocessor get registers. VISIBLE is what a query sees; BIASED, that scores get a bias. Dynamic shared memory:
+// BM + 2 * BN rows of D + 8.
+template <int D, int BM, int BN, int WARPS, int BLOCKS, int VISIBLE, bool BIASED>
 __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) attend_prefill(const __grid_constant__ Prefill p) {
     constexpr int THREADS = WARPS * WARP, PITCH = D + 8, CHUNKS = D / 8, MT = BM / (16 * WARPS);
     extern __shared__ __align__(16) __half shared[];
@@ -135,6 +136,7 @@ __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) attend_prefill(const __g
     wait_for_predecessor();
     Work work;
     if (!find_work<D, BM, BN>(p, work)) return;
+    if constexpr (VISIBLE != CAUSAL) see_all<D, VISIBLE>(p, work);
 #pragma unroll 4
     for (int i = threadIdx.x; i < BM * CHUNKS; i += THREADS) {
         const int row = i / CHUNKS, column = i % CHUNKS * 8;
@@ -162,14 +164,21 @@ __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) attend_prefill(const __g
         wait_for_copies();
         __syncthreads();
         if (key + BN < work.end) copy_keys(key + BN);
-        if (any_hidden(work, key, BN)) {
+        if constexpr (BIASED) {
 #pragma unroll
-            for (int m = 0; m < MT; ++m) hide(s[m], rows[m], key, work.window);
+            for (int m = 0; m < MT; ++m) add_bias(s[m], work, p, rows[m], work.first + warp_row + m * 16, key);
+        }
+        if (VISIBLE == CAUSAL ? any_hidden(work, key, BN) : key + BN > work.end) {
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                if constexpr (VISIBLE == CAUSAL) hide(s[m], rows[m], key, work.window);
+                else hide_from(s[m], work.end - key);
+            }
         }
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
             float shrink[2];
-            soften(rows[m], s[m], shrink, p.scale);
+            soften(rows[m], s[m], shrink, BIASED ? 1.0f : p.scale);
             multiply_rows(o[m], shrink);
         }
         add_values<MT, D>(o, s, v_rows);

@@ -13,12 +13,18 @@
 
 namespace bminf {
 
+// What a query sees: the keys of its sequence up to its own, in the sequence's slot of the cache; the whole source in that
+// slot; or its whole sequence in this step, the keys of one sequence following those of the one before.
+enum Visible { CAUSAL = 0, SOURCE = 1, WITHIN = 2 };
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
 // Sequence b of `sequences` owns tokens starts[b] to starts[b + 1], at positions from past[b] on, and lives in slot
 // slots[b] of the cache. D is head_dim padded to a multiple of 16.
 struct Prefill {
     const __half* q;  // [T, heads, D], q_pitch elements from token to token
     long long q_pitch;
-    const __half* keys;    // [slots, kv_heads, capacity, D]
+    const __half* keys;    // [slots, kv_heads, capacity, D]; a single slot for WITHIN
     const __half* values;  // the same
     __half* out;           // [T, heads * head_dim], out_pitch elements from token to token
     long long out_pitch;
@@ -28,6 +34,9 @@ struct Prefill {
     float scale;  // of the scores, times log2(e); positive
     int window;   // how many keys a query sees; 0 for all up to its own
     int heads, head_dim, capacity, sequences;
+    const float* bias;  // [heads, 2 * reach + 1] by the distance key - query, longer ones counting as `reach`
+    int reach;
+    const int* lengths;  // [slots], of the sources
 };
 
 // What one block of grid (kv_heads, at least as many tiles as all sequences have) works on.
@@ -36,7 +45,7 @@ struct Work {
     int before, window;
     int first_position, last_position;  // of the tile's rows
     int begin, end;  // keys that any of them sees; begin is a multiple of KEYS
-    int start;       // the sequence's first token
+    int sequence, start;  // which one, and its first token
     size_t cached;   // elements of the cache before its keys of this head
 
     __device__ __forceinline__ int position(int row) const { return before + row / group; }
@@ -57,13 +66,25 @@ __device__ __forceinline__ bool find_work(const Prefill& p, Work& work) {
     } while (tile >= tiles);
     // A sequence's last tile sees the most keys, so it starts first.
     work.first = (tiles - 1 - tile) * ROWS;
-    work.before = p.past[sequence], work.window = p.window;
+    work.sequence = sequence, work.before = p.past[sequence], work.window = p.window;
     work.first_position = work.position(work.first);
     work.last_position = work.position(min(work.first + ROWS, work.rows) - 1);
     work.begin = p.window ? max(0, work.first_position - p.window + 1) / KEYS * KEYS : 0;
     work.end = work.last_position + 1;
     work.cached = (static_cast<size_t>(p.slots[sequence]) * kv_heads + head) * p.capacity * D;
     return true;
+}
+
+// For tiles whose rows all see the same keys.
+template <int D, int VISIBLE>
+__device__ __forceinline__ void see_all(const Prefill& p, Work& work) {
+    work.begin = 0;
+    if constexpr (VISIBLE == SOURCE) {
+        work.end = p.lengths[p.slots[work.sequence]];
+    } else {
+        work.before = 0, work.end = work.rows / work.group;
+        work.cached = (static_cast<size_t>(blockIdx.x) * p.capacity + work.start) * D;
+    }
 }
 
 // 16 bytes from global to shared memory, or zeros.
@@ -123,6 +144,36 @@ __device__ __forceinline__ void hide(float (&s)[N][4], const Rows& rows, int key
         for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int j = 0; j < 2; ++j) if (n * 8 + j > last || n * 8 + j <= before) s[n][2 * h + j] = -INF_F;
+    }
+}
+
+// Scores become -inf from the key `count` on.
+template <int N>
+__device__ __forceinline__ void hide_from(float (&s)[N][4], int count) {
+    count -= static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) if (n * 8 + j % 2 >= count) s[n][j] = -INF_F;
+}
+
+// Scores of keys from `key` on are scaled and get their biases, times log2(e). first: of the warp's 16 rows.
+template <int N>
+__device__ __forceinline__ void add_bias(
+    float (&s)[N][4], const Work& work, const Prefill& p, const Rows& rows, int first, int key)
+{
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int head = blockIdx.x * work.group + (first + static_cast<int>(threadIdx.x) % WARP / 4 + h * 8) % work.group;
+        const float* const bias = p.bias + static_cast<long long>(head) * (2 * p.reach + 1) + p.reach;
+        const int distance = key + static_cast<int>(threadIdx.x) % 4 * 2 - rows.position[h];
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float value = __ldg(bias + max(-p.reach, min(p.reach, distance + n * 8 + j)));
+                s[n][2 * h + j] = fmaf(s[n][2 * h + j], p.scale, value * LOG2_E);
+            }
     }
 }
 

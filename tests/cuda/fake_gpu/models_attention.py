@@ -113,60 +113,45 @@ def over_cache(
 ) -> np.ndarray:  # fmt: skip
     total = min(past + len(q), keys.shape[1])
     keys, values = keys[:, :total, : call.head_dim], values[:, :total, : call.head_dim]
-    return attend_rows(q, keys, values, scale, past, call.window or None, bias).reshape(len(q), -1)
+    out = attend_rows(q, keys, values, scale, past, call.window or None, bias)
+    return out.reshape(len(q), call.heads * call.head_dim)
 
 
+@model
 def attend_prefill(call: Call) -> None:
-    depth, count = -(-call.head_dim // 16) * 16, call.sequences
-    starts = call.vector("starts", count + 1, np.int32)
-    past, slots = call.vector("past", count, np.int32), call.vector("slots", count, np.int32)
-    kv_heads, tiles, _ = call.launch.grid
-    call.arguments["kv_heads"] = kv_heads
-    call.require(call.number("D") == depth and call.q_pitch == call.heads * depth, "the head's size")
-    rows = np.diff(starts) * (call.heads // kv_heads)
-    call.require(tiles >= (-(-rows // call.number("BM"))).sum(), "tiles are missing")
-    q = call.tensor("q", (int(starts[-1]), call.heads, depth), F16)
-    out = call.rows("out", int(starts[-1]), call.out_pitch, call.heads * call.head_dim, F16, align=16)
-    keys, values = caches(call, slots, depth)
-    for b in range(count):
-        own = slice(starts[b], starts[b + 1])
-        scale = call.scale / math.log2(math.e)
-        out[own] = over_cache(call, q[own, :, : call.head_dim], keys[slots[b]], values[slots[b]], int(past[b]), scale)
-
-
-model(attend_prefill)
+    prefill(call, call.number("VISIBLE"), bool(call.number("BIASED")))
 
 
 @model
 def attend_prefill_hopper(call: Call) -> None:
-    attend_prefill(call)
+    prefill(call, 0, False)
 
 
-@model
-def attend_general(call: Call) -> None:
-    cached, source, _ = (call.number("KEYS") == kind for kind in range(3))
-    tokens, heads, count = call.launch.grid[0], call.launch.grid[1], call.sequences
+def prefill(call: Call, visible: int, biased: bool) -> None:
+    _, source, within = (visible == kind for kind in range(3))
+    depth, count = -(-call.head_dim // 16) * 16, call.sequences
     starts = call.vector("starts", count + 1, np.int32)
-    call.require(heads == call.heads and tokens == starts[-1], "a block for each head of each token")
-    call.require(32 * call.number("PARTS") >= call.head_dim, "the instantiation is too small")
-    bias = bias_of(call) if call.bias else None
-    of_tokens = (2 * t * call.q_pitch for t in range(tokens))
-    q = np.stack([call.rows("q", heads, call.q_head, call.head_dim, F16, 0, offset) for offset in of_tokens])
-    out = call.rows("out", tokens, call.out_pitch, heads * call.head_dim, F16, align=0)
+    past = call.vector("past", count, np.int32)
+    slots = np.zeros(count, np.int32) if within else call.vector("slots", count, np.int32)
+    kv_heads, tiles, _ = call.launch.grid
+    call.arguments["kv_heads"] = kv_heads
+    call.require(call.number("D") == depth and call.q_pitch >= call.heads * depth, "the head's size")
+    rows = np.diff(starts) * (call.heads // kv_heads)
+    call.require(tiles >= (-(-rows // call.number("BM"))).sum(), "tiles are missing")
+    call.require(not within or call.capacity >= starts[-1], "keys are missing")
+    call.require(biased == bool(call.bias) and source == bool(call.lengths), "the instantiation")
+    width = call.heads * depth
+    q = call.rows("q", int(starts[-1]), call.q_pitch, width, F16, align=0).reshape(-1, call.heads, depth)
+    out = call.rows("out", int(starts[-1]), call.out_pitch, call.heads * call.head_dim, F16, align=16)
+    keys, values = caches(call, slots, depth)
+    bias, scale = bias_of(call) if biased else None, call.scale / math.log2(math.e)
     for b in range(count):
-        own, past = slice(starts[b], starts[b + 1]), 0
-        total, base = own.stop - own.start, int(starts[b]) * call.token_stride
-        if cached or source:
-            slot = int(call.vector("slots", b + 1, np.int32)[b])
-            past = int(call.vector("past", b + 1, np.int32)[b]) if cached else 0
-            total = past + total if cached else int(call.vector("lengths", slot + 1, np.int32)[slot])
-            base = slot * call.sequence_stride
-        keys, values = (
-            np.stack([
-                call.rows(name, total, call.token_stride, call.head_dim, F16, 0, 2 * (base + h * call.head_stride))
-                for h in range(call.kv_heads)
-            ])
-            for name in ("keys", "values")
-        )  # fmt: skip
-        rows = attend_rows(q[own], keys, values, call.scale, past, None, bias, causal=cached)
-        out[own] = rows.reshape(own.stop - own.start, -1)
+        own, slot = slice(starts[b], starts[b + 1]), slots[b]
+        mine = q[own, :, : call.head_dim]
+        if visible == 0:
+            out[own] = over_cache(call, mine, keys[slot], values[slot], int(past[b]), scale, bias)
+            continue
+        length = int(call.vector("lengths", slot + 1, np.int32)[slot]) if source else 0
+        seen = slice(0, length) if source else own
+        k, v = (x[slot, :, seen, : call.head_dim] for x in (keys, values))
+        out[own] = attend_rows(mine, k, v, scale, 0, None, bias, causal=False).reshape(len(mine), -1)
