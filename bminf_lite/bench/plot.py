@@ -14,6 +14,7 @@ from .runner import Measurement
 
 CURVES = (
     ("pp", "tokens", "prompt length, tokens"),
+    ("enc", "tokens", "source length, tokens"),
     ("tg", "depth", "context length, tokens"),
     ("tg", "batch", "sequences at once"),
 )

@@ -1,11 +1,11 @@
-"""Speed of whole steps: prompts processed per second, tokens decoded per second, and what they moved and took."""
+"""Speed of whole steps: tokens of prompts and sources, and decoded tokens, per second, and what they moved and took."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,7 +21,10 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class Workload:
-    """``tokens`` prompt tokens (``pp``) or decoded tokens (``tg``) of ``batch`` sequences, behind ``depth`` tokens."""
+    """``tokens`` prompt tokens (``pp``) or decoded tokens (``tg``) of ``batch`` sequences, behind ``depth`` tokens.
+
+    An encoder-decoder encodes a source (``enc``) instead of a prompt, and decodes behind a source of ``depth`` tokens.
+    """
 
     kind: str
     tokens: int
@@ -65,7 +68,7 @@ class Measurement:
 
     @property
     def step_seconds(self) -> float:
-        """The median time of one step (``tg``), or of all prompts (``pp``)."""
+        """The median time of one step (``tg``), or of all prompts or sources."""
         return statistics.median(self.seconds) / (self.test.tokens if self.test.kind == "tg" else 1)
 
     @property
@@ -96,17 +99,13 @@ def run_tests(
     Raises ``BminfError`` where the results show that nothing sensible was computed, ``OutOfMemory`` where the cache
     does not fit.
     """
-    tests = list(tests)
-    if subject.limits.source_length and any(test.kind == "pp" and test.depth for test in tests):
-        raise UsageError(f"{subject.name} reads its whole source at once: prompts behind -d tokens need a decoder")
     measurements = []
-    for test in tests:
+    for test in of_sources(tests) if subject.limits.source_length else tests:
         instruments.reset_peaks()
         with closing(Session(subject, test.batch, test.depth + test.tokens + WARM_UP_STEPS)) as session:
-            run = _prefill if test.kind == "pp" else _decode
-            seconds, costs = run(session, instruments, test, repetitions)
+            seconds, costs = RUNS[test.kind](session, instruments, test, repetitions)
             peaks = instruments.peaks()
-        per_token = test.batch * (test.tokens if test.kind == "pp" else 1)
+        per_token = test.batch * (1 if test.kind == "tg" else test.tokens)
         measurements.append(
             Measurement(
                 test, seconds, costs.nbytes / per_token + cache_bytes_per_token(subject, test),
@@ -115,6 +114,11 @@ def run_tests(
         )
         done(measurements[-1])
     return measurements
+
+
+def of_sources(tests: Iterable[Workload]) -> list[Workload]:
+    """``tests`` for an encoder-decoder: each length of prompts becomes one of sources, behind which nothing can be."""
+    return list(dict.fromkeys(replace(t, kind="enc", depth=0) if t.kind == "pp" else t for t in tests))
 
 
 def _prefill(
@@ -130,6 +134,21 @@ def _prefill(
         taken, chosen = instruments.time(prefill)
         seconds.append(taken)
         results += chosen
+    check(results, session.subject.limits.vocab_size, str(test))
+    return tuple(seconds), costs
+
+
+def _encode(
+    session: Session, instruments: Instruments, test: Workload, repetitions: int
+) -> tuple[tuple[float, ...], ProductCosts]:
+    """The encoder, and the decoder's keys and values of the source; an untimed step shows that they are there."""
+    seconds, costs = [], ProductCosts()
+    with watching(session.ops, costs.add):
+        session.prepare_encode(test.tokens)()
+    results = session.start_decoding()
+    for _ in range(repetitions):
+        seconds.append(instruments.time(session.prepare_encode(test.tokens))[0])
+        results += session.start_decoding()
     check(results, session.subject.limits.vocab_size, str(test))
     return tuple(seconds), costs
 
@@ -151,8 +170,13 @@ def _decode(
     return tuple(seconds), costs
 
 
+RUNS = {"pp": _prefill, "enc": _encode, "tg": _decode}
+
+
 def cache_bytes_per_token(subject: Subject, test: Workload) -> float:
     """Bytes of the keys and values that a token's query sees and that it adds; a chunk of ``pp`` reads them once."""
+    if test.kind == "enc":
+        return subject.cache_bytes(1)
     if test.kind == "tg":
         return subject.cache_bytes(test.depth + (test.tokens + 1) / 2 + 1)
     chunk = min(test.tokens, subject.limits.chunk)

@@ -58,15 +58,21 @@ class Session:
         For an encoder-decoder ``depth`` is the length of the source, one at least, and its decoder is at its start.
         """
         self.poison(0)
-        encodes = self.cache.source is not None
-        if depth or encodes:
-            self.prepare_prefill(max(depth, 1))()
-        return len(self.start) if encodes else depth
+        if self.cache.source is not None:
+            self.prepare_encode(max(depth, 1))()
+            self.start_decoding()
+            return len(self.start)
+        if depth:
+            self.prepare_prefill(depth)()
+        return depth
 
     def poison(self, first: int) -> None:
         """Fill the cache from position ``first`` on with NaN: a step that reads what it has not written then shows."""
+        self._poison(self.cache, first)
+
+    def _poison(self, cache: KVCache, first: int) -> None:
         nan = np.array(np.nan, self.ops.activation_dtype)
-        for layer in self.cache.layers:
+        for layer in cache.layers:
             for values in (layer.keys, layer.values):
                 self.ops.assign(values[:, :, first:], nan)
 
@@ -75,11 +81,8 @@ class Session:
     def prepare_prefill(self, count: int, past: int = 0) -> Callable[[], list[np.ndarray]]:
         """``count`` random tokens for each sequence behind ``past`` earlier ones, in chunks as the engine cuts them.
 
-        What is returned processes them and gives the tokens chosen after each step. For an encoder-decoder, they are
-        the source, and the decoder takes its first step.
+        What is returned processes them and gives the tokens chosen after each step.
         """
-        if self.cache.source is not None:
-            return self._prepare_source(count, self.cache.source)
         tokens = self.tokens((self.batch, count))
         steps = []
         for parts in chunks(self.batch, count, self.subject.limits.chunk):
@@ -87,21 +90,29 @@ class Session:
             steps.append((self._packed(rows, firsts, [b for b, *_ in parts]), self._greedy(len(parts))))
         return lambda: self._run(steps)
 
-    def _prepare_source(self, count: int, source: SourceCache) -> Callable[[], list[np.ndarray]]:
-        network = cast(EncoderDecoder, self.subject.network)
+    def prepare_encode(self, count: int) -> Callable[[], None]:
+        """``count`` random tokens as the source of each sequence, and NaN where their keys and values will be.
+
+        What is returned encodes them, and computes what the decoder needs of them.
+        """
+        network, source = cast(EncoderDecoder, self.subject.network), self.cache.source
+        assert source is not None
+        self._poison(source, 0)
         at_once, every = max(1, self.subject.limits.chunk // count), list(range(self.batch))
         groups = [every[i : i + at_once] for i in range(0, self.batch, at_once)]
         readings = [self._packed(list(self.tokens((len(g), count))), [0] * len(g), g) for g in groups]
         source.set_lengths(dict.fromkeys(every, count))
-        start = np.array([self.start] * self.batch, np.int32)
-        steps = [(self._packed(list(start), [0] * self.batch, every), self._greedy(self.batch))]
 
-        def read() -> list[np.ndarray]:
+        def encode() -> None:
             for reading in readings:
                 network.read(reading, source)
-            return self._run(steps)
 
-        return read
+        return encode
+
+    def start_decoding(self) -> list[np.ndarray]:
+        """Run the tokens that a decoder starts with; the tokens that it chooses."""
+        start, every = np.array([self.start] * self.batch, np.int32), list(range(self.batch))
+        return self._run([(self._packed(list(start), [0] * self.batch, every), self._greedy(self.batch))])
 
     def _run(self, steps: list[tuple[Step, SamplerState]]) -> list[np.ndarray]:
         fetched = [

@@ -34,12 +34,12 @@ class Numbers(click.ParamType):
 @click.option("--shape", metavar="NAME", help="Random int8 weights of a shape that comes with the package, or of a "
               "config.json, instead of a model.")  # fmt: skip
 @click.option("-p", "prompts", type=Numbers(), default=(512,), metavar="N,...",
-              help="Prompt lengths; 0 for none. [512]")  # fmt: skip
+              help="Lengths of prompts, or of an encoder's sources; 0 for none. [512]")  # fmt: skip
 @click.option("-n", "generated", type=Numbers(), default=(128,), metavar="N,...",
               help="Numbers of tokens to decode; 0 for none. [128]")  # fmt: skip
 @click.option("-b", "batches", type=Numbers(), default=(1,), metavar="N,...", help="Sequences at once. [1]")
 @click.option("-d", "depths", type=Numbers(), default=(0,), metavar="N,...",
-              help="Tokens that are in the cache before a test begins. [0]")  # fmt: skip
+              help="Tokens that are in the cache before a test begins, or in the source read. [0]")  # fmt: skip
 @click.option("-r", "repetitions", type=click.IntRange(1), default=5, show_default=True, help="Runs of each test.")
 @click.option("-o", "output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True,
               help="The form of what is printed.")  # fmt: skip
@@ -66,14 +66,15 @@ def bench(
 ) -> None:
     """Measure the speed of a model.
 
-    Processes random prompts (pp) and decodes tokens (tg) with the model in the folder MODEL, or with random weights of
-    a shape. Prints tokens per second (the median of the runs ± their standard deviation), the bytes that a token must
-    move, and what that is of the rates that this device was measured to reach.
+    Processes random prompts (pp), or encodes sources (enc), and decodes tokens (tg) with the model in the folder MODEL,
+    or with random weights of a shape. Prints tokens per second (the median of the runs ± their standard deviation), the
+    bytes that a token must move, and what that is of the rates that this device was measured to reach.
 
     \b
     Example:
       bminf-lite bench MODEL
       bminf-lite bench --shape llama-3-8b -p 512,2048 -d 0,512
+      bminf-lite bench --shape cpm-2 -p 256 -n 255 -d 256
       bminf-lite bench --shape llama-3-8b -p 0 -d 128,1024,8192,32768 --plot context.png
       bminf-lite bench --shape llama-3.2-1b -d 512 --trace
       bminf-lite bench --kernels -o csv
