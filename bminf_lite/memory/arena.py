@@ -82,7 +82,6 @@ class Arena:
         self._lock = threading.Lock()
         self._freed: deque[int] = deque()
         self._live: dict[int, tuple[int, int, Block | None]] = {}
-        self._free = Intervals((0, self.limit))
         self._mapped = Intervals()
         self._ready = SizedIntervals()  # free and mapped
         self._meter: Meter | None = None
@@ -139,7 +138,6 @@ class Arena:
                 if start is None:
                     raise OutOfMemory(self._explain(nbytes, "no free range is large enough"))
                 self._map(start, size, nbytes)
-            self._free.remove(start, start + size)
             self._ready.remove(start, start + size)
             self._serial += 1
             shadow = self._meter.allocate(nbytes) if self._meter is not None else None
@@ -181,18 +179,21 @@ class Arena:
     def _collect(self) -> None:
         while self._freed:
             start, size, shadow = self._live.pop(self._freed.popleft(), (0, 0, None))
-            self._free.add(start, start + size)
             self._ready.add(start, start + size)
             if shadow is not None:
                 shadow.free()
 
     def _used(self) -> int:
-        return self.limit - self._free.total
+        return self._mapped.total - self._ready.total
+
+    def _free(self) -> Intervals:
+        """What no block has: memory that is ready, and addresses without memory."""
+        return Intervals(*self._ready, *self._mapped.missing(0, self.limit))
 
     def _place_to_map(self, size: int) -> int | None:
         """The start of the free range that is large enough and needs the fewest bytes mapped."""
         best = None
-        for start, end in self._free:
+        for start, end in self._free():
             if end - start >= size:
                 needed = sum(high - low for low, high in self._mapped.missing(*self._whole_pages(start, start + size)))
                 if best is None or needed < best[0]:
@@ -219,8 +220,7 @@ class Arena:
         for low, high in self._mapped.missing(*self._whole_pages(start, start + size)):
             self._pages.map(low, high - low)
             self._mapped.add(low, high)
-            for free in self._free.within(low, high):
-                self._ready.add(*free)
+            self._ready.add(low, high)
             self._peak_reserved = max(self._peak_reserved, self._mapped.total)
 
     def _trim(self) -> int:
@@ -233,10 +233,11 @@ class Arena:
         return before - self._mapped.total
 
     def _explain(self, nbytes: int, reason: str) -> str:
-        largest = max((end - start for start, end in self._free), default=0)
+        free = self._free()
+        largest = max((end - start for start, end in free), default=0)
         return (
             f"out of device memory: {format_size(nbytes)} asked for, {format_size(self._used())} in use, "
-            f"{format_size(self._free.total)} free of which {format_size(largest)} in one piece, "
+            f"{format_size(free.total)} free of which {format_size(largest)} in one piece, "
             f"{format_size(self.limit)} allowed; {reason}; {self.remedy}"
         )
 

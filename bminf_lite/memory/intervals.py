@@ -55,6 +55,11 @@ class Intervals:
         return gaps
 
     def _replace(self, first: int, last: int, intervals: list[tuple[int, int]]) -> None:
+        if last - first == len(intervals) == 1:  # one that grows or shrinks, which is most of what an arena does
+            ((start, end),) = intervals
+            self.total += end - start - (self._ends[first] - self._starts[first])
+            self._starts[first], self._ends[first] = start, end
+            return
         self.total -= sum(self._ends[first:last]) - sum(self._starts[first:last])
         self.total += sum(end - start for start, end in intervals)
         self._starts[first:last] = [start for start, _ in intervals]
