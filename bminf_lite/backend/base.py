@@ -20,6 +20,7 @@ import numpy as np
 from .quantization import HostWeight, OutlierColumns, int8_parts, quantize_rows, stack_biases, stack_outliers
 from .sampling import SamplerState
 from .sampling import sample as sample_tokens
+from .trials import Trials
 from .values import Array, AttentionSpec, LayerCache, Norm, Placement, RelativeBias, Rope, Step
 
 T = TypeVar("T")
@@ -165,6 +166,10 @@ class Backend:
         for name in ("keys", "values", "key_scales", "value_scales") if int8 else ("keys", "values"):
             getattr(larger, name)[:, :, :old] = getattr(cache, name)
             setattr(cache, name, getattr(larger, name))
+
+    def trials(self) -> Trials:
+        """What a calibration computes beside the model."""
+        return Trials(self)
 
     # -- quantization and products --------------------------------------------------------------------------------
 

@@ -95,6 +95,11 @@ def families(arch: str) -> Iterator[Family]:
     yield from (Family("rows.cu", name, ()) for name in ("embed", "last_rows", "widen"))
     yield Family("random.cu", "fill_random", (("bminf::int8", "__half"),))
     yield from (Family("outliers.cu", name, (("__half", "float"),)) for name in ("split_columns", "add_columns"))
+    floats = ("__half", "bf16", "float")
+    for name in ("row_magnitudes", "row_codes", "column_magnitudes", "take_columns", "to_half"):
+        yield Family("trials.cu", name, (floats,))
+    yield Family("trials.cu", "take_rows", (("__half", "float"),))
+    yield from (Family("trials.cu", name, ()) for name in ("divide_rows", "row_squares"))
     yield Family("bandwidth.cu", "read_all", ())
     yield Family("dp4a.cu", "igemm_dp4a", ())
     yield Family("attention_prepare.cu", "prepare", (("false", "true"), orders))

@@ -30,13 +30,14 @@ from ...memory.device import MARGIN, device_arena
 from ..base import Backend
 from ..quantization import HostWeight
 from ..sampling import SamplerState
+from ..trials import Trials
 from ..values import Array, AttentionSpec, LayerCache, Norm, Step
 from . import launches
 from .arrays import PAD, Arrays, pitch_of
-from .general import GeneralLaunches
 from .launches import MATVEC_ADD, MATVEC_GATED, MATVEC_TO_FLOAT, MATVEC_TO_HALF, MAX_HEAD_DIM, head_pitch_of
 from .loading import Loader
 from .repeated import Repeated
+from .trials import CudaTrials, TrialLaunches
 from .unfinished import Gated, Normed, Product, Residual, Weight
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class CudaBackend(Backend):
             self.stream = cp.cuda.Stream(non_blocking=True)
         self.arena = device_arena(self.device, memory_limit)
         self.arrays = Arrays(self.arena, self.stream, device)
-        self.launches = GeneralLaunches(self.device, self.stream)
+        self.launches = TrialLaunches(self.device, self.stream)
         self.prefill_attention = PrefillAttention(self.device)
         self.sampler = Sampler(self.device)
         with self.arrays.current():
@@ -155,6 +156,9 @@ class CudaBackend(Backend):
             with self.arrays.current():
                 larger[:, :, :old] = whole
             setattr(cache, name, larger[..., :head_dim])
+
+    def trials(self) -> Trials:
+        return CudaTrials(self)
 
     # -- quantization and products -------------------------------------------------------------------------------------
 

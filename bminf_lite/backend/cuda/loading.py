@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import cupy as cp
+import ml_dtypes
 import numpy as np
 
 from ...cuda.igemm import Igemm
@@ -18,11 +19,14 @@ from ..random_matrix import RandomMatrix
 from ..stored_matrix import StoredMatrix
 from ..values import Array, Placement
 from .arrays import PAD, Allocator, Arrays
-from .launches import Launches
 from .streaming import PinnedBuffers, SlotLink, host_table, open_slots
+from .trials import KINDS, Matrix, TrialLaunches
 from .unfinished import Outliers, Weight
 
 T = TypeVar("T")
+FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+"""What checkpoints store; the device narrows these itself."""
+NARROW_BYTES = 64 << 20
 
 
 class Loader:
@@ -31,7 +35,7 @@ class Loader:
     ``streams_steps`` says whether the stack of layers that was made last is streamed.
     """
 
-    def __init__(self, arena: Arena, arrays: Arrays, launches: Launches, products: Igemm):
+    def __init__(self, arena: Arena, arrays: Arrays, launches: TrialLaunches, products: Igemm):
         self.arena = arena
         self.arrays = arrays
         self.launches = launches
@@ -85,6 +89,17 @@ class Loader:
         columns = self._upload_rows([values], values.shape[0], values.shape[1], np.float16, 1, PAD, self.arena)
         return Outliers(self.arrays.upload(stacked.index.astype(np.int32)), columns)
 
+    def matrix(self, values: Any) -> Matrix:
+        """A float matrix of the host, or one that is still in a file, as it is."""
+        kind = KINDS.get(values.dtype, "bf16")
+        dtype = np.dtype(np.uint16) if kind == "bf16" else values.dtype
+        data = self.arrays.empty(values.shape, dtype)
+        if isinstance(values, StoredMatrix):
+            self._file_staging().upload(values.read, values.nbytes, data.data.ptr)
+        else:
+            data.set(np.ascontiguousarray(values).view(dtype), self.arrays.stream)
+        return Matrix(data, kind)
+
     def blocks(self, build: Callable[[int], T], count: int, place: Placement) -> Iterable[T]:
         """See :meth:`Backend.blocks`; ``place`` counts the layers of all stacks."""
         first = self._layers
@@ -134,6 +149,9 @@ class Loader:
                 if isinstance(part, RandomMatrix):
                     self.launches.fill_random(place[:, :k], part.seed)
                     continue
+                if dtype is np.float16 and part.dtype != dtype and part.dtype in FLOATS:
+                    self._narrow(part, place)
+                    continue
                 if isinstance(part, StoredMatrix):
                     if part.dtype == dtype and shape[1] == k:
                         self._file_staging().upload(part.read, part.nbytes, place.data.ptr)
@@ -145,6 +163,15 @@ class Loader:
                 else:
                     place[:, :k] = cp.asarray(values)
         return data
+
+    def _narrow(self, part: Any, place: cp.ndarray) -> None:
+        """Round a float matrix to fp16 on the device, some rows at a time, which bounds the memory that it takes."""
+        rows, k = part.shape
+        step = max(1, NARROW_BYTES // max(k * part.dtype.itemsize, 1))
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            some = part.rows(first, last) if isinstance(part, StoredMatrix) else part[first:last]
+            self.launches.to_half(self.matrix(some), place[first:last])
 
     def _file_staging(self) -> Staging:
         if self._staging is None:

@@ -30,6 +30,7 @@ from . import (  # noqa: F401 - models register themselves
     models_columns,
     models_rows,
     models_sampling,
+    models_trials,
 )
 from .fake_cublaslt import FakeCublasLt
 from .fake_driver import FakeDriver
