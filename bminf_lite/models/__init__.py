@@ -9,7 +9,8 @@ edit: adding ``models/foo.py`` adds the architecture ``foo``. Such a module defi
 - ``Model(config, weights, ops)``: the layers, built on a backend;
 - ``Pieces(config, weights, ops)``: the same, built piece by piece by who runs one piece after another (calibration,
   comparison): ``embed()`` maps a step to the residual stream, ``block(layer)`` maps residual stream, cache and step
-  to the residual stream, ``output()`` maps the residual stream to logits. An encoder-decoder has none.
+  to the residual stream, ``output()`` maps the residual stream to logits. An encoder-decoder's have an encoder too
+  (see :mod:`._encoder_decoder`).
 
 An encoder-decoder's configuration has ``source_length`` and ``decoder_start`` too, and its model ``encode(step)`` and
 ``read(step, source)`` (see :mod:`._encoder_decoder`). A module whose name begins with an underscore is no architecture.

@@ -7,8 +7,9 @@ the encoded source through cross-attention, whose keys and values are computed o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, LayerCache, RelativeBias, Step
@@ -231,37 +232,86 @@ class DecoderBlock:
         return self.mlp.add_to(residual, self.mlp_norm(residual))
 
 
+@dataclass(frozen=True)
+class Output:
+    """The residual stream to logits: ``head(norm(r))``."""
+
+    norm: RMSNorm
+    head: Head
+
+    def __call__(self, residual: Array) -> Array:
+        return self.head(self.norm(residual))
+
+
+class Pieces:
+    """The model's parts, each made when it is asked for: run one after another, they need memory for one."""
+
+    def __init__(self, config: Config, weights: Weights, ops: Backend):
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+
+    def embed(self) -> Callable[[Step], Array]:
+        """A step's tokens, of sources or of texts, to the residual stream."""
+        embedding = Embedding(self.ops, self.weights, self.config.names.embedding)
+        return lambda step: embedding(step.tokens)
+
+    @cached_property
+    def _encoder_biases(self) -> Callable[[int], RelativeBias]:
+        return self._biases(self.config.names.encoder, bidirectional=True)
+
+    @cached_property
+    def _decoder_biases(self) -> Callable[[int], RelativeBias]:
+        return self._biases(self.config.names.decoder, bidirectional=False)
+
+    def encoder_block(self, layer: int) -> EncoderBlock:
+        """The encoder's layer of that number, from 0 on."""
+        return EncoderBlock(self.config, self.weights, self.ops, layer, self._encoder_biases(layer))
+
+    def encoder_norm(self) -> RMSNorm:
+        """What follows the encoder's last layer."""
+        return RMSNorm(self.ops, self.weights, self.config.names.encoder.final_norm, self.config.norm_eps)
+
+    def block(self, layer: int) -> DecoderBlock:
+        """The decoder's layer of that number, from 0 on."""
+        return DecoderBlock(self.config, self.weights, self.ops, layer, self._decoder_biases(layer))
+
+    def output(self) -> Output:
+        """What follows the decoder's last layer; a scale on the logits is one on the gain of the norm."""
+        config = self.config
+        name = config.names.decoder.final_norm
+        norm = RMSNorm(self.ops, self.weights, name, config.norm_eps, config.logit_scale)
+        return Output(norm, Head(self.ops, self.weights, [config.names.head]))
+
+    def _biases(self, stack: StackNames, bidirectional: bool) -> Callable[[int], RelativeBias]:
+        """The relative bias of a layer of a stack."""
+
+        def load(layer: int) -> RelativeBias:
+            name = f"{stack.blocks}.{layer}.{stack.bias}"
+            return load_relative_bias(self.ops, self.weights, name, bidirectional, self.config.max_distance)
+
+        if self.config.biases_per_layer:
+            return load
+        shared = load(0)
+        return lambda layer: shared
+
+
 class Model:
     """A source in, then tokens in, logits out."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
         self.ops = ops
         self.config = config
-        names = config.names
-        self.embedding = Embedding(ops, weights, names.embedding)
-        encoder = self._biases(weights, names.encoder, config.encoder_layers, bidirectional=True)
-        self.encoder = ops.blocks(lambda i: EncoderBlock(config, weights, ops, i, encoder[i]), config.encoder_layers)
-        self.encoder_norm = RMSNorm(ops, weights, names.encoder.final_norm, config.norm_eps)
-        decoder = self._biases(weights, names.decoder, config.layers, bidirectional=False)
-        self.decoder = ops.blocks(lambda i: DecoderBlock(config, weights, ops, i, decoder[i]), config.layers)
-        # a scale on the logits is one on the gain of the norm before the head
-        self.decoder_norm = RMSNorm(ops, weights, names.decoder.final_norm, config.norm_eps, config.logit_scale)
-        self.head = Head(ops, weights, [names.head])
-
-    def _biases(self, weights: Weights, stack: StackNames, layers: int, bidirectional: bool) -> list[RelativeBias]:
-        """The relative bias of each layer of a stack."""
-        config = self.config
-        tables = [
-            load_relative_bias(
-                self.ops, weights, f"{stack.blocks}.{layer}.{stack.bias}", bidirectional, config.max_distance
-            )
-            for layer in range(layers if config.biases_per_layer else 1)
-        ]
-        return tables if config.biases_per_layer else tables * layers
+        pieces = Pieces(config, weights, ops)
+        self.embed = pieces.embed()
+        self.encoder = ops.blocks(pieces.encoder_block, config.encoder_layers)
+        self.encoder_norm = pieces.encoder_norm()
+        self.decoder = ops.blocks(pieces.block, config.layers)
+        self.output = pieces.output()
 
     def encode(self, step: Step) -> Array:
         """The encoder's output for a step of whole sources, ``[T, features]``, normalised."""
-        residual = self.embedding(step.tokens)
+        residual = self.embed(step)
         for block in self.encoder:
             residual = block(residual, step)
         return self.encoder_norm(residual)
@@ -279,12 +329,12 @@ class Model:
         """
         source = cache.source
         assert source is not None
-        residual = self.embedding(step.tokens)
+        residual = self.embed(step)
         for block, layer, source_layer in zip(self.decoder, cache.layers, source.layers, strict=True):
             residual = block(residual, layer, source_layer, source, step)
         if not all_logits:
             residual = self.ops.last_tokens(residual, step)
-        return self.head(self.decoder_norm(residual))
+        return self.output(residual)
 
 
 CPM_ENCODER = StackNames(

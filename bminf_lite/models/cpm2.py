@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from ._config import ConfigReader
-from ._encoder_decoder import CPM_NAMES, Config, Model, spec
+from ._encoder_decoder import CPM_NAMES, Config, Model, Pieces, spec
 
-__all__ = ["Config", "Model", "parse", "parse_cpm", "spec"]
+__all__ = ["Config", "Model", "Pieces", "parse", "parse_cpm", "spec"]
 
 DEFAULTS = {
     "vocab_size": 26240,

@@ -9,9 +9,9 @@ from typing import Any
 
 from ._config import ConfigReader
 from .cpm2 import DEFAULTS as CPM2_DEFAULTS
-from .cpm2 import Config, Model, parse_cpm, spec
+from .cpm2 import Config, Model, Pieces, parse_cpm, spec
 
-__all__ = ["Config", "Model", "parse", "spec"]
+__all__ = ["Config", "Model", "Pieces", "parse", "spec"]
 
 DEFAULTS = CPM2_DEFAULTS | {
     "vocab_size": 30000,

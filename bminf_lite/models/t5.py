@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from ._config import ConfigReader
-from ._encoder_decoder import Config, Model, Names, StackNames, spec
+from ._encoder_decoder import Config, Model, Names, Pieces, StackNames, spec
 from ._gpt import ACTIVATIONS
 
-__all__ = ["Config", "Model", "parse", "parse_t5", "spec"]
+__all__ = ["Config", "Model", "Pieces", "parse", "parse_t5", "spec"]
 
 DEFAULTS = {
     "vocab_size": 32128,
