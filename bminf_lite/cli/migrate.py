@@ -59,7 +59,7 @@ def migrate(
     from ..engine.migration import migrate as run
 
     with (
-        tqdm(unit=" products", desc="calibrating", disable=None if calibrate else True, leave=False) as calibration,
+        tqdm(unit=" steps", desc="calibrating", disable=None if calibrate else True, leave=False) as calibration,
         tqdm(unit="B", unit_scale=True, desc="migrating", disable=None, leave=False, delay=0.1) as migration,
         tqdm(unit=" layers", desc="measuring", disable=None if calibrate else True, leave=False, delay=0.1) as cost,
     ):

@@ -7,7 +7,6 @@ stream, waits on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,18 +17,15 @@ import numpy as np
 from .. import models
 from ..backend.base import Backend
 from ..backend.quantization import HostWeight, Int8Weight
-from ..backend.values import Array, LayerCache, Step
+from ..backend.values import Array
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.recipe import Scheme
-from ..errors import CheckpointError
-from ..layers.cache import CacheShape, KVCache
 from ..layers.loading import Weights
 from ..layers.recording import Product, Recorder
+from ..quantize.stages import Group, Stage, Stages, State
 from .corpus import Window
 
 BATCH_TOKENS = 2048
-
-Block = Callable[[Array, LayerCache, Step], Array]
 
 
 @dataclass(frozen=True)
@@ -39,38 +35,21 @@ class Batch:
     windows: tuple[Window, ...]
 
     @cached_property
+    def group(self) -> Group:
+        """The windows as sequences that start here."""
+        sources = tuple(w.source for w in self.windows if w.source is not None)
+        return Group(tuple(w.tokens for w in self.windows), sources)
+
+    @cached_property
     def tokens(self) -> np.ndarray:
         """All tokens, int32 ``[T]``."""
         return np.concatenate([w.tokens for w in self.windows])
 
     @cached_property
-    def starts(self) -> np.ndarray:
-        """Where each window starts, and the end, int32 ``[B + 1]``."""
-        return np.cumsum([0, *(len(w.tokens) for w in self.windows)]).astype(np.int32)
-
-    @cached_property
     def rows(self) -> np.ndarray:
         """The rows whose logits predict a token that is scored; that token is in the row behind."""
-        ends = self.starts[1:] - 1
+        ends = np.cumsum([len(w.tokens) for w in self.windows]) - 1
         return np.concatenate([np.arange(end - w.scored, end) for w, end in zip(self.windows, ends, strict=True)])
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest window."""
-        return max(len(w.tokens) for w in self.windows)
-
-    def step(self, ops: Backend) -> Step:
-        """The batch as new tokens of sequences that have none in the cache."""
-        count = len(self.windows)
-        return Step(
-            tokens=ops.array(self.tokens),
-            starts=ops.array(self.starts),
-            past=ops.array(np.zeros(count, np.int32)),
-            slots=ops.array(np.arange(count, dtype=np.int32)),
-            count=count,
-            longest=self.longest,
-            reach=self.longest,
-        )
 
 
 def batches(windows: Iterable[Window], tokens: int = BATCH_TOKENS) -> list[Batch]:
@@ -91,7 +70,7 @@ class Blockwise:
 
     ``observer`` is told of each product (see :mod:`..layers.recording`) while it is set; ``schemes`` says of the
     matrices that were read so far how they are quantized, see :func:`scheme_of`. Raises ``CheckpointError`` for a
-    folder that holds no model of a known architecture, or one that cannot be run piece by piece.
+    folder that holds no model of a known architecture.
     """
 
     def __init__(self, path: Path, ops: Backend):
@@ -101,16 +80,14 @@ class Blockwise:
         self.checkpoint = open_checkpoint(path)
         try:
             architecture = models.find(self.checkpoint.config)
-            if not hasattr(architecture, "Pieces"):
-                name = self.checkpoint.config["model_type"]
-                raise CheckpointError(f"{path}: models of type {name!r} cannot be run layer by layer, only as a whole")
             self.config: Any = architecture.parse(self.checkpoint.config)
             self.spec = architecture.spec(self.config)
             self.checkpoint.validate(self.spec)
-            weights = _Schemes(self.checkpoint.weights(self.spec))
+            weights = _Schemes(self.checkpoint.weights(self.spec, stored=True))
             self.schemes = weights.schemes
             recorder = Recorder(ops, weights, self._observe)
-            self.pieces = architecture.Pieces(self.config, recorder.weights, recorder.ops)
+            pieces = architecture.Pieces(self.config, recorder.weights, recorder.ops)
+            self.stages = Stages(pieces, self.config, ops)
         except BaseException:
             self.checkpoint.close()
             raise
@@ -121,17 +98,14 @@ class Blockwise:
     def __exit__(self, *_: object) -> None:
         self.checkpoint.close()
 
-    def embed(self, groups: Sequence[Batch]) -> list[np.ndarray]:
-        """The residual stream of each batch before the first layer, fp32 ``[T, features]``."""
-        embed = self.pieces.embed()
-        return [self._host(embed(batch.step(self.ops))) for batch in groups]
+    def start(self, groups: Sequence[Batch]) -> list[State]:
+        """Each batch before the first layer, on the host: fp32 ``[T, features]``."""
+        return [self._parked(state) for state in self.stages.start([batch.group for batch in groups])]
 
-    def run(self, block: Block, residual: np.ndarray, batch: Batch) -> np.ndarray:
-        """The residual stream of a batch after ``block``."""
-        shape = self.config.cache_shape
-        one = CacheShape(1, shape.kv_heads, shape.head_dim)
-        with closing(KVCache(self.ops, one, len(batch.windows), batch.longest, self.config.context_length)) as cache:
-            return self._host(block(self.ops.array(residual), cache.layers[0], batch.step(self.ops)))
+    def run(self, stage: Stage, state: State, batch: Batch) -> State:
+        """A batch after one of the :attr:`stages`; both states are on the host."""
+        encoded = None if state.encoded is None else self.ops.array(state.encoded)
+        return self._parked(stage(State(self.ops.array(state.residual), encoded), batch.group))
 
     def rows(self, output: Callable[[Array], Array], residual: np.ndarray) -> np.ndarray:
         """Logits fp32 ``[n, vocab]`` of some rows of the residual stream behind the last layer."""
@@ -140,6 +114,9 @@ class Blockwise:
     def _observe(self, product: Product) -> None:
         if self.observer is not None:
             self.observer(product)
+
+    def _parked(self, state: State) -> State:
+        return State(self._host(state.residual), None if state.encoded is None else self._host(state.encoded))
 
     def _host(self, x: Array) -> np.ndarray:
         return np.array(self.ops.host(x), np.float32)

@@ -18,7 +18,8 @@ from .. import backend
 from ..backend.base import Backend
 from ..errors import CheckpointError, UsageError, listed
 from ..layers.recording import Product
-from .blockwise import Batch, Block, Blockwise, batches
+from ..quantize.stages import State
+from .blockwise import Batch, Blockwise, batches
 from .comparison import BlockReport, Comparison, LinearReport
 from .corpus import Window
 from .divergence import Divergence, DivergenceSum
@@ -39,7 +40,7 @@ def check_pair(model: Path, reference: Path, texts: Sequence[str]) -> None:
             for what, mine, other in (
                 ("model_type", ours.checkpoint.config["model_type"], theirs.checkpoint.config["model_type"]),
                 ("the vocabulary's size", ours.config.vocab_size, theirs.config.vocab_size),
-                ("the number of layers", ours.config.layers, theirs.config.layers),
+                ("the number of layers", len(ours.stages.names), len(theirs.stages.names)),
                 ("hidden_size", ours.config.hidden_size, theirs.config.hidden_size),
             )
             if mine != other
@@ -75,13 +76,12 @@ def compare(
         Blockwise(reference, ops) as theirs,
     ):
         run = _Run(ours, theirs, groups, layers)
-        count = ours.config.layers
-        parts = [*(f"layer {layer}" for layer in range(count)), "output head"]
+        parts = [*ours.stages.names, "output head"]
         blocks = []
         for layer, part in enumerate(parts):
             if progress:
                 progress(layer, len(parts), part)
-            if layer < count:
+            if layer < len(ours.stages.names):
                 blocks.append(run.block(layer))
         divergence, head = run.head()
         if progress:
@@ -97,11 +97,11 @@ class _Run:
         self.reference = reference
         self.groups = groups
         self.layers = layers
-        self.theirs = reference.embed(groups)
-        self.ours = model.embed(groups)
-        for x, y in zip(self.ours, self.theirs, strict=True):
-            if x.shape != y.shape:
-                raise CheckpointError(f"{model.path}: {x.shape[1]} features, but the reference has {y.shape[1]}")
+        self.theirs = reference.start(groups)
+        self.ours = model.start(groups)
+        (_, x), (_, y) = (states[0].residual.shape for states in (self.ours, self.theirs))
+        if x != y:
+            raise CheckpointError(f"{model.path}: {x} features, but the reference has {y}")
 
     def block(self, layer: int) -> BlockReport | None:
         """Take both streams through a layer."""
@@ -109,7 +109,7 @@ class _Run:
             self._advance(self.reference, self.theirs, layer)
             self._advance(self.model, self.ours, layer)
             return None
-        ours, theirs = self.model.pieces.block(layer), self.reference.pieces.block(layer)
+        ours, theirs = self.model.stages.build(layer), self.reference.stages.build(layer)
         own, accumulated = FidelitySum(), FidelitySum()
         watch = _Watch(self.model, self.reference)
         for i, batch in enumerate(self.groups):
@@ -117,35 +117,35 @@ class _Run:
             with watch.reference_run():
                 self.theirs[i] = self.reference.run(theirs, given, batch)
             with watch.own_run():
-                own.add(self.theirs[i], self.model.run(ours, given, batch))
+                own.add(self.theirs[i].residual, self.model.run(ours, given, batch).residual)
             with watch.accumulated_run():
                 self.ours[i] = self.model.run(ours, self.ours[i], batch)
-            accumulated.add(self.theirs[i], self.ours[i])
+            accumulated.add(self.theirs[i].residual, self.ours[i].residual)
         return BlockReport(layer, own.result(), accumulated.result(), watch.result())
 
     def head(self) -> tuple[Divergence, tuple[LinearReport, ...]]:
         """What both predict from their streams, and the products of the output."""
-        theirs, ours = self.reference.pieces.output(), self.model.pieces.output()
+        theirs, ours = self.reference.stages.output(), self.model.stages.output()
         watch = _Watch(self.model, self.reference)
         total = DivergenceSum()
         for i, batch in enumerate(self.groups):
             for first in range(0, len(batch.rows), LOGIT_ROWS):
                 rows = batch.rows[first : first + LOGIT_ROWS]
-                given = self.theirs[i][rows]
+                given = self.theirs[i].residual[rows]
                 with watch.reference_run(self.layers):
                     expected = self.reference.rows(theirs, given)
                 if self.layers:
                     with watch.own_run():
                         self.model.rows(ours, given)
                 with watch.accumulated_run(self.layers):
-                    got = self.model.rows(ours, self.ours[i][rows])
+                    got = self.model.rows(ours, self.ours[i].residual[rows])
                 total.add(expected, got, batch.tokens[rows + 1])
         return total.result(), watch.result()
 
-    def _advance(self, model: Blockwise, streams: list[np.ndarray], layer: int) -> None:
-        block: Block = model.pieces.block(layer)
+    def _advance(self, model: Blockwise, states: list[State], layer: int) -> None:
+        stage = model.stages.build(layer)
         for i, batch in enumerate(self.groups):
-            streams[i] = model.run(block, streams[i], batch)
+            states[i] = model.run(stage, states[i], batch)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +27,19 @@ MAX_LISTED = 20
 class Window:
     """Consecutive tokens of one document, int32 ``[n]``, of which the last ``scored`` are predictions to judge.
 
-    Their predecessors in the window are what they are predicted from, so ``scored`` is less than ``n``.
+    Their predecessors in the window are what they are predicted from, so ``scored`` is less than ``n``. For an
+    encoder-decoder those are the ``source``, and ``tokens`` begins with those that its decoder starts from.
     """
 
     tokens: np.ndarray
     scored: int
+    source: np.ndarray | None = None
+
+    def divided(self, start: Sequence[int]) -> Window:
+        """The same text for an encoder-decoder that starts from ``start``; it scores half of the text at most."""
+        middle = max(-(-len(self.tokens) // 2), len(self.tokens) - self.scored)
+        tokens = np.concatenate([start, self.tokens[middle:]]).astype(np.int32)
+        return Window(tokens, len(self.tokens) - middle, self.tokens[:middle])
 
 
 def read_texts(path: Path) -> list[str]:
@@ -95,14 +104,23 @@ def windows_for(
     ``window`` is by default the context, or :data:`DEFAULT_WINDOW` if that is shorter; ``stride`` half the window.
     Raises ``CheckpointError`` for a folder that holds no such model, and what :func:`cut` raises.
     """
-    with open_checkpoint(folder) as checkpoint:
-        config = models.find(checkpoint.config).parse(checkpoint.config)
-    if getattr(config, "source_length", 0):
-        raise UsageError(f"{folder}: is an encoder-decoder, which does not continue a text; give a decoder-only model")
+    config = config_of(folder)
     window = min(config.context_length, DEFAULT_WINDOW) if window is None else window
     stride = max(window // 2, 1) if stride is None else stride
     check_window(window, stride, config.context_length)
-    return cut(encode_texts(texts, Tokenizer.load(Path(folder), config.vocab_size)), window, stride)
+    return fitted(cut(encode_texts(texts, Tokenizer.load(Path(folder), config.vocab_size)), window, stride), config)
+
+
+def config_of(folder: str | Path) -> Any:
+    """The parsed configuration of the model in a folder; raises ``CheckpointError``."""
+    with open_checkpoint(folder) as checkpoint:
+        return models.find(checkpoint.config).parse(checkpoint.config)
+
+
+def fitted(windows: Sequence[Window], config: Any) -> list[Window]:
+    """The windows for a model of that configuration: those of an encoder-decoder are :meth:`Window.divided`."""
+    start = getattr(config, "decoder_start", ())
+    return [window.divided(start) for window in windows] if start else list(windows)
 
 
 def check_window(window: int, stride: int, context: int | None = None) -> None:
@@ -153,6 +171,7 @@ def first_tokens(windows: Sequence[Window], count: int) -> list[Window]:
         if count <= 0:
             break
         excess = max(window.scored - count, 0)
-        taken.append(Window(window.tokens[: len(window.tokens) - excess], window.scored - excess))
+        end = len(window.tokens) - excess
+        taken.append(replace(window, tokens=window.tokens[:end], scored=window.scored - excess))
         count -= window.scored
     return taken

@@ -46,13 +46,16 @@ def perplexity(model: Model, token_ids: Sequence[int], window: int = 512, stride
     not 1 to the window.
     """
     check_window(window, window if stride is None else stride, model.limits.context_length)
-    return Perplexity.of(np.concatenate(list(window_losses(model, cut([token_ids], window, stride)))))
+    windows = cut([token_ids], window, stride)
+    if model.limits.source_length:
+        windows = [w.divided(model.limits.decoder_start) for w in windows]
+    return Perplexity.of(np.concatenate(list(window_losses(model, windows))))
 
 
 def window_losses(model: Model, windows: Iterable[Window]) -> Iterator[np.ndarray]:
     """Negative log-likelihoods of each window's scored tokens, fp64 ``[scored]``."""
     for window in windows:
-        logits = model.logits(window.tokens)
+        logits = model.logits(window.tokens, source=window.source)
         yield losses_of(logits[-window.scored - 1 : -1], window.tokens[-window.scored :])
 
 

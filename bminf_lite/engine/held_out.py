@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import models
-from ..checkpoint.reader import open_checkpoint
 from ..errors import CheckpointError, UsageError
 from .compare import Progress, compare
-from .corpus import Window
+from .corpus import Window, config_of, fitted
 
 HELD_OUT = 8
 """As many pieces are held out, or an eighth of a short text."""
@@ -50,13 +48,7 @@ def spread(count: int, wanted: int) -> list[int]:
     return [int(i) for i in np.linspace(0, count - 1, wanted).round()]
 
 
-def measurable(source: str | Path) -> bool:
-    """Whether the model in the folder ``source`` continues text, so that its predictions can be compared."""
-    with open_checkpoint(source) as checkpoint:
-        return hasattr(models.find(checkpoint.config), "Pieces")
-
-
-def check_limit(max_divergence: float | None, has_text: bool, source: str | Path) -> None:
+def check_limit(max_divergence: float | None, has_text: bool) -> None:
     """Raise ``UsageError`` for a limit that makes no sense, or that nothing can be measured for."""
     if max_divergence is None:
         return
@@ -64,8 +56,6 @@ def check_limit(max_divergence: float | None, has_text: bool, source: str | Path
         raise UsageError(f"max_divergence is {max_divergence}; it must be more than 0")
     if not has_text:
         raise UsageError("max_divergence needs a text to measure on (--calibrate FILE, calibrate=...)")
-    if not measurable(source):
-        raise UsageError(f"max_divergence: nothing can be measured, because {source} does not continue text; omit it")
 
 
 def cost(
@@ -80,7 +70,7 @@ def cost(
 
     Raises ``CheckpointError`` if the mean divergence is more than ``max_divergence``, or is no number.
     """
-    windows = [Window(piece, len(piece) - 1) for piece in pieces]
+    windows = fitted([Window(piece, len(piece) - 1) for piece in pieces], config_of(source))
     found = compare(model, source, windows, device, layers=False, progress=progress).divergence
     if max_divergence is not None and not found.kl <= max_divergence:
         raise CheckpointError(

@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from .. import backend, models
+from .. import backend
 from ..checkpoint.conversion import Progress
 from ..checkpoint.manifest import MigrationReport
 from ..checkpoint.migrate import migrate as migrate_checkpoint
-from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recipe import Recipe, load_recipe
 from ..checkpoint.treatment import Calibrated
 from ..errors import OutOfMemory, UsageError
 from ..models.spec import Spec
 from ..quantize import calibration
 from ..quantize.decisions import Decider
-from .corpus import cut, encode_texts, read_texts
-from .held_out import CalibrationText, check_limit, cost, measurable, split
+from .corpus import config_of, cut, encode_texts, read_texts
+from .held_out import CalibrationText, check_limit, cost, split
 from .prompts import checked_ids
 from .tokenizer import Tokenizer
 
@@ -58,18 +58,17 @@ def migrate(
     ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. One with a calibration needs
     ``calibrate``: a file of text or JSONL, or token ids. Of it, ``samples`` of up to 512 tokens each, spread over all
     of it, run through the float model on ``device``. Some others are held out, also from a recipe without a
-    calibration, and the report's ``cost`` says how far the result is from the source there (not for encoder-decoders,
-    which do not continue text); with a mean divergence of more than ``max_divergence`` nats per token the migration
-    fails. ``calibration_progress`` is called with the products that are done, all of them, and a matrix's name,
-    ``cost_progress`` likewise with layers. The other ``options`` are those of
-    :func:`bminf_lite.checkpoint.migrate.migrate`: ``force``, ``dry_run``, ``shard_bytes``.
+    calibration, and the report's ``cost`` says how far the result is from the source there; with a mean divergence of
+    more than ``max_divergence`` nats per token the migration fails. ``calibration_progress`` is called with the steps
+    that are done, all of them, and a layer's name, ``cost_progress`` likewise with layers. The other ``options`` are
+    those of :func:`bminf_lite.checkpoint.migrate.migrate`: ``force``, ``dry_run``, ``shard_bytes``.
 
     Raises :class:`UsageError` for a text that is unfit or a recipe that makes no sense, :class:`CheckpointError` if the
     source cannot be read or quantized or ``out`` cannot be written, and ``DeviceError``. All that can be known before
     is said before any work. ``out`` is untouched then, and after Ctrl-C.
     """
     recipe = load_recipe(recipe)
-    check_limit(max_divergence, calibrate is not None, source)
+    check_limit(max_divergence, calibrate is not None)
     if calibrate is None:
         return migrate_checkpoint(source, out, recipe, progress=progress, **options)
     tokens = calibration_text(source, calibrate, samples)
@@ -89,8 +88,7 @@ def migrate(
     def verify(folder: Path) -> dict[str, Any]:
         return cost(folder, Path(source), tokens.held_out, device, max_divergence, cost_progress)
 
-    check = verify if measurable(source) else None
-    return migrate_checkpoint(source, out, recipe, progress=progress, calibrate=decide, verify=check, **options)
+    return migrate_checkpoint(source, out, recipe, progress=progress, calibrate=decide, verify=verify, **options)
 
 
 def calibration_text(source: str | Path, text: Text, samples: int) -> CalibrationText:
@@ -100,8 +98,7 @@ def calibration_text(source: str | Path, text: Text, samples: int) -> Calibratio
     """
     if samples < 1:
         raise UsageError(f"samples is {samples}; it must be 1 or more")
-    with open_checkpoint(source) as checkpoint:
-        config = models.find(checkpoint.config).parse(checkpoint.config)
+    config = config_of(source)
     if isinstance(text, (str, Path)):
         texts = read_texts(Path(text))
         documents = encode_texts(texts, Tokenizer.load(Path(source), config.vocab_size))

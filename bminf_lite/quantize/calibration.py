@@ -1,41 +1,53 @@
 """Running the float model on calibration tokens, to see what enters each weight matrix.
 
-The model is built from its own layers, with a backend that makes a weight when an operation needs it and drops it
-afterwards. All tokens go through the model in one step, so every matrix is read once, and beside the activations of the
-tokens only one product's weights are in memory: the model need not fit.
+The model is built from its own layers, one at a time, and all tokens go through a layer before the next one is made, in
+groups of some thousand. So every matrix is read once, and memory holds a layer's weights, the residual stream of all
+tokens and the activations of one group, whatever the size of the model. What enters a product stays on the device:
+an observer keeps of it what it needs.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 
 from .. import models
 from ..backend.base import Backend
-from ..backend.quantization import HostWeight
-from ..backend.values import Array, Step
+from ..backend.values import Array
 from ..checkpoint.reader import Checkpoint
-from ..layers.cache import CacheShape, KVCache, SourceCache
 from ..layers.recording import Product, Recorder
 from ..models.spec import Spec
+from .stages import Group, Stages, State
+
+GROUP_TOKENS = 4096
+"""So many tokens at most go through a layer at once."""
 
 HEAD_TOKENS = 1024
 """The output head sees so many tokens at most: its logits for all of them would not fit in memory."""
 
 Progress = Callable[[int, int, str], None]
-"""Called with the products that are done, all of them, and the name of the matrix at work."""
+"""Called with the steps that are done, all of them, and the layer at work; a step is a group in a layer."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The float input of a product, fp32 ``[T, in]`` on the host, and the names of the matrices that it goes into."""
+    """The float input ``[T, in]`` of a product for one group, on the device, and the matrices that it goes into.
+
+    ``group`` counts the groups from 0, and there are ``groups`` of them for this product.
+    """
 
     tensors: tuple[str, ...]
-    inputs: np.ndarray
+    x: Array
+    group: int
+    groups: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all of the product's input has been seen with this."""
+        return self.group == self.groups - 1
 
 
 def observe(
@@ -48,118 +60,68 @@ def observe(
 ) -> None:
     """Run the model of ``checkpoint`` on ``samples``, int32 token ids ``[n]`` each, and show each product's input.
 
-    The samples are sequences of their own. Products come in the order in which the model computes them.
+    The samples are sequences of their own. An encoder reads the first half of each, and the decoder continues with the
+    second. Products come in the order in which the model computes them, but those of a layer once for each group.
     """
-    late = LateBackend(ops)
-    done = 0
-
-    def show(product: Product) -> None:
-        nonlocal done
-        inputs = np.asarray(ops.host(product.x), np.float32)
-        observer(Observation(product.tensors, inputs))
-        done += 1
-        if progress:
-            progress(done, late.weights, product.tensors[0])
-
-    recorder = Recorder(cast(Backend, late), checkpoint.weights(spec), show)
     architecture = models.find(checkpoint.config)
     config = architecture.parse(checkpoint.config)
-    network = architecture.Model(config, recorder.weights, recorder.ops)
-    if start := getattr(config, "decoder_start", None):
-        _run_encoder_decoder(network, config.cache_shape, start, samples, recorder.ops, ops)
-    else:
-        network(_step(ops, samples), _cache(recorder.ops, config.cache_shape, samples))
+    groups = grouped(samples, getattr(config, "decoder_start", ()))
+    place = 0, 1
+
+    def show(product: Product) -> None:
+        observer(Observation(product.tensors, product.x, *place))
+
+    recorder = Recorder(ops, checkpoint.weights(spec, stored=True), show)
+    stages = Stages(architecture.Pieces(config, recorder.weights, recorder.ops), config, ops)
+    states, steps = stages.start(groups), len(stages.names) * len(groups) + 1
+    for index, name in enumerate(stages.names):
+        stage = None  # the layer before goes first
+        stage = stages.build(index)
+        for number, group in enumerate(groups):
+            place = number, len(groups)
+            states[number] = stage(states[number], group)
+            if progress:
+                progress(index * len(groups) + number + 1, steps, name)
+    stage = None
+    place = 0, 1
+    stages.output()(_some_rows(ops, states, HEAD_TOKENS))
+    if progress:
+        progress(steps, steps, "output head")
 
 
-def _run_encoder_decoder(
-    network: Any, shape: CacheShape, start: Sequence[int], samples: Sequence[np.ndarray], late: Backend, ops: Backend
-) -> None:
-    """The encoder reads the first half of each sample, and the decoder continues with the second."""
-    sources = [sample[: -(-len(sample) // 2)] for sample in samples]
-    targets = [np.concatenate([start, sample[len(source) :]]) for sample, source in zip(samples, sources, strict=True)]
-    longest = max(map(len, sources))
-    source = SourceCache(ops, shape, len(sources), longest, longest)  # written by one operation, read by another
-    source.set_lengths({slot: len(tokens) for slot, tokens in enumerate(sources)})
-    cache = _cache(late, shape, targets)
-    cache.source = source
-    network.read(_step(ops, sources), source)
-    network(_step(ops, targets), cache)
+def grouped(samples: Sequence[np.ndarray], start: Sequence[int] = ()) -> list[Group]:
+    """Groups of about equally many samples, of ``GROUP_TOKENS`` at most, but of one sample at least.
+
+    ``start`` are the tokens from which a decoder with an encoder starts.
+    """
+    tokens = sum(map(len, samples))
+    count = min(-(-tokens // GROUP_TOKENS), len(samples))
+    bounds = [len(samples) * i // count for i in range(count + 1)]
+    parts = [samples[first:last] for first, last in itertools.pairwise(bounds)]
+    if not start:
+        return [Group(tuple(part)) for part in parts]
+    return [Group(*map(tuple, zip(*(halves(sample, start) for sample in part), strict=True))) for part in parts]
 
 
-def _cache(ops: Backend, shape: CacheShape, samples: Sequence[np.ndarray]) -> KVCache:
-    longest = max(map(len, samples))
-    return KVCache(ops, shape, len(samples), longest, longest)
+def halves(sample: np.ndarray, start: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """What a decoder is given, from its ``start`` on, and the source before it: the first half, rounded up."""
+    middle = -(-len(sample) // 2)
+    return np.concatenate([start, sample[middle:]]).astype(np.int32), sample[:middle]
 
 
-def _step(ops: Backend, samples: Sequence[np.ndarray]) -> Step:
-    """All samples from their start, packed."""
-    lengths = [len(sample) for sample in samples]
-    return Step(
-        tokens=ops.array(np.concatenate(samples).astype(np.int32)),
-        starts=ops.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
-        past=ops.array(np.zeros(len(samples), np.int32)),
-        slots=ops.array(np.arange(len(samples), dtype=np.int32)),
-        count=len(samples),
-        longest=max(lengths),
-        reach=max(lengths),
+def _some_rows(ops: Backend, states: Sequence[State], limit: int) -> Array:
+    """Rows of the residual stream from everywhere, ``limit`` at most."""
+    trials = ops.trials()
+    ends = np.cumsum([state.residual.shape[0] for state in states])
+    chosen = np.split(chosen_rows := spread_rows(int(ends[-1]), limit), np.searchsorted(chosen_rows, ends[:-1]))
+    firsts = [0, *ends[:-1]]
+    return trials.joined(
+        [trials.rows(s.residual, rows - first) for s, rows, first in zip(states, chosen, firsts, strict=True)]
     )
 
 
-class Late:
-    """Something on the device that is made when an operation needs it."""
-
-    def __init__(self, make: Callable[[], Any]):
-        self.make = make
-
-
-class LateBackend:
-    """``ops``, but weights, tables and caches exist only while an operation uses them.
-
-    A cache is lost between two operations, so only those can be late that one operation writes and reads: those of
-    self-attention, where nothing is decoded. ``weights`` counts the weights that were asked for.
-    """
-
-    def __init__(self, ops: Backend):
-        self._ops = ops
-        self.weights = 0
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._ops, name)
-        if not callable(value):
-            return value
-
-        @functools.wraps(value)
-        def operation(*args: Any, **kwargs: Any) -> Any:
-            return value(*map(_made, args), **{key: _made(arg) for key, arg in kwargs.items()})
-
-        return operation
-
-    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Late:
-        self.weights += 1
-        return Late(lambda: self._ops.weight(parts, biases))
-
-    def blocks(self, build: Callable[[int], Any], count: int) -> Sequence[Any]:
-        return [build(index) for index in range(count)]
-
-    def table(self, values: np.ndarray) -> Late:
-        return Late(lambda: self._ops.table(values))
-
-    def layer_cache(self, *args: Any, **kwargs: Any) -> Late:
-        return Late(lambda: self._ops.layer_cache(*args, **kwargs))
-
-    def last_tokens(self, x: Array, step: Step) -> Array:
-        """Not each sequence's last token but tokens from everywhere: what the output head is calibrated on."""
-        rows = 1 + spread_rows(x.shape[0], HEAD_TOKENS)
-        starts = self._ops.array(np.concatenate([[0], rows]).astype(np.int32))
-        return self._ops.last_tokens(x, Step(step.tokens, starts, step.past, step.slots, len(rows), 2, step.reach))
-
-
-def _made(value: Any) -> Any:
-    return value.make() if isinstance(value, Late) else value
-
-
-def spread_rows(count: int, limit: int) -> np.ndarray:
+def spread_rows(count: int, limit: int, seed: int = 0) -> np.ndarray:
     """At most ``limit`` of the row numbers below ``count``, in order, drawn once and for all: no period is favoured."""
     if count <= limit:
         return np.arange(count)
-    return np.sort(np.random.default_rng(0).choice(count, limit, replace=False))
+    return np.sort(np.random.default_rng(seed).choice(count, limit, replace=False))

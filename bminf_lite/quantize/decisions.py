@@ -15,13 +15,16 @@ from pathlib import Path
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.quantization import Int8Weight
+from ..backend.values import Array
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recipe import Calibration, Recipe, Scheme
 from ..checkpoint.treatment import UNTREATED, Calibrated, Treatment
+from ..errors import CheckpointError
 from ..models.spec import Fold, Role, Spec
 from .calibration import Observation, spread_rows
 from .errors import Judge, Version
-from .gptq import compensated, divided
+from .gptq import Correlations, compensated
 from .precision import choose
 from .smoothing import Smoothing, folded, search, spread
 
@@ -64,40 +67,53 @@ class Decider:
         self.spec = spec
         self.ops = ops
         self.scratch = scratch
-        self.weights = checkpoint.weights(spec)
+        self.path = checkpoint.path
+        self.weights = checkpoint.weights(spec, stored=True)
         self.decisions: list[Decision] = []
         self._fold_of = {name: fold for fold in spec.foldable for name in fold.consumers}
         self._smoothed: dict[Fold, Smoothing] = {}
         self._treatments: dict[str, Treatment] = {}
+        self._inputs: dict[tuple[str, ...], Inputs] = {}
+        self._matrices: dict[str, Array] = {}
 
     def __call__(self, seen: Observation) -> None:
-        """Decide the product that ``seen`` goes into."""
-        scheme = self._scheme(seen.tensors[0])
-        if scheme is Scheme.FLOAT:
+        """Take in a part of a product's input, and with the last one decide the product."""
+        if self._scheme(seen.tensors[0]) is Scheme.FLOAT:
             return
-        input_max = np.maximum(seen.inputs.max(axis=0), -seen.inputs.min(axis=0))
+        inputs = self._inputs.setdefault(seen.tensors, Inputs(self.ops, self.settings.rounding == "gptq"))
+        inputs.add(seen)
+        if seen.is_last:
+            self._decide(seen.tensors, self._inputs.pop(seen.tensors))
+            self._matrices.clear()
+
+    def _decide(self, names: tuple[str, ...], inputs: Inputs) -> None:
+        scheme, rows, input_max = self._scheme(names[0]), inputs.rows(), inputs.magnitudes()
+        if not np.isfinite(input_max).all():
+            raise CheckpointError(
+                f"{self.path}: what enters {names[0]} holds a NaN or an infinity on this text, with activations in "
+                f"{self.ops.activation_dtype}: calibrate on the CPU (--device cpu), or export the checkpoint again"
+            )
         smoothing, factors = Smoothing(), None
-        if self.settings.smoothing and (fold := self._fold_of.get(seen.tensors[0])):
-            smoothing = self._smoothing(fold, seen.inputs, input_max, scheme)
+        if self.settings.smoothing and (fold := self._fold_of.get(names[0])):
+            smoothing = self._smoothing(fold, rows, input_max, scheme)
             factors = None if smoothing.factors is None else spread(smoothing.factors, fold)
-        judge = self._judge(seen.tensors, seen.inputs, VERDICT_TOKENS)
+        judge = Judge(self.ops, rows, [self._matrix(name) for name in names])
         before = max(judge.errors(Version(scheme)))
-        limits = self.settings if self._are_stored(seen.tensors) else replace(self.settings, outlier_columns=0)
+        limits = self.settings if self._are_stored(names) else replace(self.settings, outlier_columns=0)
         version, error = choose(judge, Version(scheme, factors), limits, input_max)
-        for name in seen.tensors:
+        for name in names:
             self._treat(name, scheme=version.scheme, outliers=version.outliers)
         rounding = "nearest"
-        if self.settings.rounding == "gptq" and version.outliers is None and self._are_stored(seen.tensors):
-            better = compensated(self.ops, seen.inputs, judge.weights, version)
+        if inputs.correlations and version.outliers is None and self._are_stored(names):
+            weights = [np.asarray(self.weights.weight(name)).astype(np.float32) for name in names]
+            better = compensated(self.ops, inputs.correlations, weights, version)
             if better is not None:
-                rounding, inputs = "gptq", divided(judge.inputs, version)
-                error = max(judge.error(i, weight, inputs) for i, weight in enumerate(better))
-                for name, weight in zip(seen.tensors, better, strict=True):
+                rounding = "gptq"
+                error = max(judge.error(i, weight, version.factors) for i, weight in enumerate(better))
+                for name, weight in zip(names, better, strict=True):
                     self._treat(name, codes=self._spilled(weight.codes), scale=weight.scale)
         kept = () if version.outliers is None else tuple(version.outliers.tolist())
-        self.decisions.append(
-            Decision(seen.tensors, version.scheme, smoothing.exponent, kept, rounding, before, error)
-        )
+        self.decisions.append(Decision(names, version.scheme, smoothing.exponent, kept, rounding, before, error))
 
     def result(self) -> Calibrated:
         """All treatments, and the decisions for the manifest."""
@@ -118,10 +134,11 @@ class Decider:
         mapped[...] = codes
         return mapped
 
-    def _smoothing(self, fold: Fold, inputs: np.ndarray, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
+    def _smoothing(self, fold: Fold, rows: Array, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
         """The smoothing of a fold, found when the first of its consumers comes."""
         if fold not in self._smoothed:
-            judge = self._judge(fold.consumers, inputs, SEARCH_TOKENS)
+            some = self.ops.trials().rows(rows, spread_rows(rows.shape[0], SEARCH_TOKENS))
+            judge = Judge(self.ops, some, [self._matrix(name) for name in fold.consumers])
             found = self._smoothed[fold] = search(judge, fold, input_max, scheme)
             moved = {} if found.factors is None else folded(self.spec, fold, found.factors)
             for name, treatment in moved.items():
@@ -131,6 +148,43 @@ class Decider:
     def _treat(self, name: str, **changes: object) -> None:
         self._treatments[name] = replace(self._treatments.get(name, UNTREATED), **changes)  # type: ignore[arg-type]
 
-    def _judge(self, names: Sequence[str], inputs: np.ndarray, tokens: int) -> Judge:
-        weights = [np.asarray(self.weights.weight(name)).astype(np.float32) for name in names]
-        return Judge(self.ops, inputs[spread_rows(len(inputs), tokens)], weights)
+    def _matrix(self, name: str) -> Array:
+        """The matrix ``name`` on the device, until the product at hand is decided."""
+        if name not in self._matrices:
+            trials = self.ops.trials()
+            weight = self.weights.weight(name)
+            assert not isinstance(weight, Int8Weight)
+            matrix = self._matrices[name] = trials.matrix(weight)
+            if not np.isfinite(self.ops.host(trials.matrix_magnitudes(matrix))).all():
+                problem = f"tensor {name!r} holds a NaN or an infinity"
+                raise CheckpointError(f"{self.path}: {problem}; no int8 scale fits: export the checkpoint again")
+        return self._matrices[name]
+
+
+class Inputs:
+    """What is kept of a product's input: its largest magnitudes, and some rows of each part."""
+
+    def __init__(self, ops: Backend, correlate: bool):
+        self.ops = ops
+        self.correlations: Correlations | None = None
+        self._correlate = correlate
+        self._trials = ops.trials()
+        self._top: Array | None = None
+        self._rows: list[Array] = []
+
+    def add(self, seen: Observation) -> None:
+        """A part of it."""
+        self._top = self._trials.column_magnitudes(seen.x, self._top)
+        index = spread_rows(seen.x.shape[0], max(VERDICT_TOKENS // seen.groups, 1), seed=seen.group)
+        self._rows.append(self._trials.rows(seen.x, index))
+        if self._correlate:
+            self.correlations = self.correlations or Correlations(seen.groups)
+            self.correlations.add(np.asarray(self.ops.host(seen.x), np.float32))
+
+    def rows(self) -> Array:
+        """Up to ``VERDICT_TOKENS`` rows from everywhere, fp32 ``[n, in]``."""
+        return self._trials.joined(self._rows)
+
+    def magnitudes(self) -> np.ndarray:
+        """``max|x|`` of each input, fp32 ``[in]``."""
+        return np.asarray(self.ops.host(self._top))

@@ -9,12 +9,13 @@ to a residual stream matters by its size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.quantization import HostWeight, OutlierColumns, quantize_weight
+from ..backend.quantization import HostWeight
+from ..backend.values import Array
 from ..checkpoint.recipe import Scheme
 
 
@@ -29,52 +30,49 @@ class Version:
     factors: np.ndarray | None = None
     outliers: np.ndarray | None = None
 
-    def of(self, weight: np.ndarray) -> HostWeight:
-        """An fp32 weight ``[out, in]`` in this version."""
-        if self.factors is not None:
-            weight = weight * self.factors
-        if self.scheme is Scheme.FLOAT:
-            return weight
-        dynamic = self.scheme is Scheme.W8A8
-        if self.outliers is None:
-            return quantize_weight(weight, dynamic)
-        kept = OutlierColumns(self.outliers, weight[:, self.outliers].astype(np.float16))
-        rest = np.array(weight)
-        rest[:, self.outliers] = 0
-        return replace(quantize_weight(rest, dynamic), outliers=kept)
-
 
 class Judge:
-    """Measures int8 versions of products with ``weights`` (fp32 ``[out, in]`` each) for ``inputs`` (fp32 ``[T, in]``).
+    """Measures int8 versions of products with ``matrices`` for ``rows``, their inputs; see :class:`Trials` for both.
 
     The arithmetic is that of ``ops``: what is measured is what will run.
     """
 
-    def __init__(self, ops: Backend, inputs: np.ndarray, weights: Sequence[np.ndarray]):
+    def __init__(self, ops: Backend, rows: Array, matrices: Sequence[Array]):
         self.ops = ops
-        self.inputs = inputs
-        self.weights = weights
-        self._expected = [self._product(inputs, weight) for weight in weights]
+        self.trials = ops.trials()
+        self.rows = rows
+        self.matrices = matrices
+        inputs = self.trials.divided(rows, None)
+        self._expected = [self._product(inputs, self.trials.weight(matrix, None)) for matrix in matrices]
 
     def errors(self, version: Version) -> list[float]:
         """Each product's error in ``version``."""
-        inputs = self.inputs if version.factors is None else self.inputs / version.factors
-        return [self.error(i, version.of(weight), inputs) for i, weight in enumerate(self.weights)]
+        inputs, dynamic = self.trials.divided(self.rows, version.factors), version.scheme is Scheme.W8A8
+        return [
+            self._error(i, self.trials.weight(matrix, dynamic, version.factors, version.outliers), inputs)
+            for i, matrix in enumerate(self.matrices)
+        ]
 
-    def error(self, index: int, weight: HostWeight, inputs: np.ndarray) -> float:
-        """The error of product ``index`` with another weight and other inputs."""
-        return relative_error(self._product(inputs, weight), self._expected[index])
+    def error(self, index: int, weight: HostWeight, factors: np.ndarray | None) -> float:
+        """The error of product ``index`` with another weight, its inputs divided by ``factors``."""
+        return self._error(index, self.ops.weight([weight]), self.trials.divided(self.rows, factors))
 
-    def _product(self, inputs: np.ndarray, weight: HostWeight) -> np.ndarray:
-        x = self.ops.array(inputs.astype(self.ops.activation_dtype))
-        return self.ops.host(self.ops.linear(x, self.ops.weight([weight]), fp32=True))
+    def _error(self, index: int, weight: Array, inputs: Array) -> float:
+        return mean_error(*self.trials.squares(self._product(inputs, weight), self._expected[index]))
+
+    def _product(self, inputs: Array, weight: Array) -> Array:
+        return self.ops.linear(inputs, weight, fp32=True)
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
     """The error as this module defines it, fp32 ``[T, out]`` each; 0 where ``expected`` is 0 throughout."""
     difference = got - expected
     size = np.einsum("ij,ij->i", expected, expected, dtype=np.float64)
-    noise = np.einsum("ij,ij->i", difference, difference, dtype=np.float64)
+    return mean_error(np.einsum("ij,ij->i", difference, difference, dtype=np.float64), size)
+
+
+def mean_error(noise: np.ndarray, size: np.ndarray) -> float:
+    """The same from the squares of errors and of outputs, fp64 ``[T]`` each."""
     floor = np.median(size)
     size = np.maximum(size, floor if floor > 0 else size.max(initial=0))
     return float(np.mean(np.divide(noise, size, out=np.zeros_like(noise), where=size > 0)))

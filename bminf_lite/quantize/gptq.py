@@ -16,7 +16,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.quantization import CODE_MAX, Int8Weight
+from ..backend.quantization import CODE_MAX, Int8Weight, quantize_weight
+from ..checkpoint.recipe import Scheme
 from .calibration import spread_rows
 from .errors import Judge, Version
 
@@ -32,33 +33,53 @@ GAIN = 0.05
 """How much smaller the error must become, relative to what rounding gives."""
 
 
+class Correlations:
+    """What GPTQ needs of a product's inputs, which are shown in parts: the Hessian, and inputs that it has not seen."""
+
+    def __init__(self, parts: int = 1):
+        self._hessian: np.ndarray | None = None
+        self._held_out: list[np.ndarray] = []
+        self._rows = max(ROWS // parts, 1)
+
+    def add(self, inputs: np.ndarray) -> None:
+        """One of the parts, fp32 ``[T, in]``."""
+        seen = len(inputs) * 3 // 4
+        part = hessian(inputs[:seen])
+        self._hessian = part if self._hessian is None else self._hessian + part
+        self._held_out.append(inputs[seen:][spread_rows(len(inputs) - seen, self._rows)])
+
+    @property
+    def held_out(self) -> np.ndarray:
+        """Some of the inputs that are not in the Hessian, fp32 ``[n, in]``."""
+        return np.concatenate(self._held_out)
+
+    def hessian(self, factors: np.ndarray | None) -> np.ndarray:
+        """``X^T X`` of the inputs divided by ``factors``, powers of two fp32 ``[in]``: fp64 ``[in, in]``."""
+        assert self._hessian is not None
+        return self._hessian if factors is None else self._hessian / np.outer(factors, factors).astype(np.float64)
+
+
 def compensated(
-    ops: Backend, inputs: np.ndarray, weights: Sequence[np.ndarray], version: Version
+    ops: Backend, inputs: Correlations, weights: Sequence[np.ndarray], version: Version
 ) -> list[Int8Weight] | None:
     """``weights`` (fp32 ``[out, in]`` each) in ``version`` with such codes, or None where the gain is too small.
 
-    ``inputs`` is fp32 ``[T, in]``; ``version`` is int8 without outlier columns.
+    ``version`` is int8 without outlier columns.
     """
-    seen = len(inputs) * 3 // 4
-    root = inverse_root(hessian(divided(inputs[:seen], version)))
-    plain = [version.of(weight) for weight in weights]
-    better = []
-    for weight, rounded in zip(weights, plain, strict=True):
-        assert isinstance(rounded, Int8Weight)
-        factors = np.float32(1) if version.factors is None else version.factors
-        better.append(replace(rounded, codes=compensated_codes(weight * factors, rounded.scale, root)))
-    held_out = inputs[seen:][spread_rows(len(inputs) - seen, ROWS)]
-    judge = Judge(ops, held_out, weights)
+    root = inverse_root(inputs.hessian(version.factors))
+    plain, better = [], []
+    for weight in weights:
+        scaled = weight if version.factors is None else weight * version.factors
+        rounded = quantize_weight(scaled, version.scheme is Scheme.W8A8)
+        plain.append(rounded)
+        better.append(replace(rounded, codes=compensated_codes(scaled, rounded.scale, root)))
+    trials = ops.trials()
+    judge = Judge(ops, ops.array(inputs.held_out), [trials.matrix(weight) for weight in weights])
     errors = [
-        max(judge.error(i, weight, divided(held_out, version)) for i, weight in enumerate(matrices))
+        max(judge.error(i, weight, version.factors) for i, weight in enumerate(matrices))
         for matrices in (plain, better)
     ]
     return better if errors[1] < (1 - GAIN) * errors[0] else None
-
-
-def divided(inputs: np.ndarray, version: Version) -> np.ndarray:
-    """The inputs as the smoothed product gets them."""
-    return inputs if version.factors is None else inputs / version.factors
 
 
 def hessian(inputs: np.ndarray) -> np.ndarray:

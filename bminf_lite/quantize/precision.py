@@ -37,8 +37,11 @@ def choose(judge: Judge, version: Version, settings: Calibration, input_max: np.
 
 def largest_inputs(judge: Judge, version: Version, input_max: np.ndarray, count: int) -> np.ndarray:
     """The ``count`` inputs that are largest after smoothing and whose weights fp16 can hold, int32, ascending."""
+    if count == 0:
+        return np.empty(0, np.int32)
     factors = np.float32(1) if version.factors is None else version.factors
-    weight_max = np.max([np.abs(weight).max(axis=0) for weight in judge.weights], axis=0) * factors
+    magnitudes = [judge.ops.host(judge.trials.matrix_magnitudes(matrix)) for matrix in judge.matrices]
+    weight_max = np.max(magnitudes, axis=0) * factors
     size = np.where(weight_max <= FP16_MAX, input_max / factors, 0)
     index = np.argsort(-size, kind="stable")[:count]
     return np.sort(index[size[index] > 0]).astype(np.int32)

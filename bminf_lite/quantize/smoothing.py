@@ -41,7 +41,8 @@ class Smoothing:
 
 def search(judge: Judge, fold: Fold, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
     """The smoothing with the smallest mean error of the products; ``input_max`` is ``max|x|`` per input ``[in]``."""
-    weight_max = np.max([relative_columns(weight) for weight in judge.weights], axis=0)
+    relative = [judge.ops.host(judge.trials.relative_magnitudes(matrix)) for matrix in judge.matrices]
+    weight_max = np.max(relative, axis=0)
     best, least = Smoothing(), np.mean(judge.errors(Version(scheme)))
     for exponent in EXPONENTS:
         factors = channel_factors(input_max, weight_max, exponent, fold)
@@ -49,12 +50,6 @@ def search(judge: Judge, fold: Fold, input_max: np.ndarray, scheme: Scheme) -> S
         if error < least:
             best, least = Smoothing(exponent, factors), error
     return best
-
-
-def relative_columns(weight: np.ndarray) -> np.ndarray:
-    """The largest magnitude of each column relative to the largest of its row, fp32 ``[out, in]`` -> ``[in]``."""
-    rows = np.abs(weight).max(axis=1, keepdims=True)
-    return (np.abs(weight) / np.where(rows > 0, rows, 1)).max(axis=0)
 
 
 def channel_factors(input_max: np.ndarray, weight_max: np.ndarray, exponent: float, fold: Fold) -> np.ndarray:

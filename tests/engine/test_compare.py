@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import weakref
 from dataclasses import replace
 from importlib import resources
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 from safetensors.numpy import load_file, save_file
-from tiny_models import FAMILIES, GPTS, RandomWeights, TinyModel, goldens
+from tiny_models import ENCODER_DECODERS, FAMILIES, GPTS, RandomWeights, TinyEncoderDecoder, TinyModel, goldens
 
 import bminf_lite
 from bminf_lite import models
@@ -28,7 +29,7 @@ from bminf_lite.engine.comparison import joined
 from bminf_lite.engine.corpus import Window, first_tokens, read_texts, windows_for
 from bminf_lite.engine.divergence import DivergenceSum, log_softmax
 from bminf_lite.errors import CheckpointError, UsageError
-from bminf_lite.models.spec import Role
+from bminf_lite.models.spec import Role, Spec
 
 TEXT = ["The quick brown fox jumps over the lazy dog. " * 6, "Pack my box with five dozen liquor jugs."]
 
@@ -163,12 +164,44 @@ def test_schemes_are_named():
     assert [scheme_of(w) for w in found] == ["float", "w8a8", "w8a16", "w8a8+2"]
 
 
-def test_an_encoder_decoder_is_refused(tmp_path: Path):
-    golden = next(goldens("t5"))
-    (tmp_path / "config.json").write_text(json.dumps(golden.config))
-    save_file(RandomWeights(golden.config, golden.seed).tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="'t5' cannot be run layer by layer"):
-        compare(tmp_path, tmp_path, [Window(golden.tokens, 1)], "cpu")
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+def test_every_encoder_decoder_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_path: Path):
+    """The encoder reads the first half of a window, and the decoder continues with the second."""
+    golden = next(goldens(family))
+    start = models.find(golden.config).parse(golden.config).decoder_start
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(golden.config))
+    weights = RandomWeights(golden.config, golden.seed)
+    save_file(weights.tensors, source / "model.safetensors")
+    bminf_lite.migrate(source, tmp_path / "int8")
+    random = np.random.default_rng(0)
+    texts = [random.integers(0, golden.config["vocab_size"], n).astype(np.int32) for n in (13, 8, 2)]
+    given = [Window(text, len(text) - 1).divided(start) for text in texts]
+    total = DivergenceSum()
+    with open_checkpoint(tmp_path / "int8") as checkpoint:
+        architecture = models.find(golden.config)
+        spec = architecture.spec(architecture.parse(golden.config))
+        for window in given:
+            assert window.source is not None
+            logits = []
+            for w in (weights, checkpoint.weights(spec)):
+                model = TinyEncoderDecoder(CpuBackend(), golden.config, w)
+                model.read(window.source)
+                logits.append(model.run(window.tokens)[-window.scored - 1 : -1])
+            total.add(*logits, window.tokens[-window.scored :])
+    found = compare(tmp_path / "int8", source, given, "cpu")
+    np.testing.assert_allclose(found.divergence.divergences, total.result().divergences, rtol=1e-3, atol=1e-7)
+    assert len(found.blocks) == found.blocks[-1].layer + 1 == len(spec_layers(spec))
+    assert all(5 < linear.own.snr_db < 70 for linear in found.linears)
+    seen = sorted(name for linear in found.linears for name in linear.tensors)
+    assert seen == sorted(name for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD))
+
+
+def spec_layers(spec: Spec) -> set[str]:
+    """The prefixes of layers, of both stacks."""
+    found = (re.match(r"(encoder|decoder)\.\w+\.\d+\.", name) for name in spec.parameters)
+    return {match.group() for match in found if match}
 
 
 class CountingBackend(CpuBackend):

@@ -10,8 +10,6 @@ import pytest
 import tiny_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
-from tiny_models import RandomWeights, goldens
 
 from bminf_lite.engine.corpus import check_window, cut, encode_texts, first_tokens, read_texts, windows_for
 from bminf_lite.engine.tokenizer import Tokenizer
@@ -114,12 +112,20 @@ def test_a_model_s_windows(tmp_path: Path):
         windows_for(folder, ["a" * 500], window=129)
 
 
-def test_an_encoder_decoder_has_no_windows(tmp_path: Path):
-    golden = next(goldens("t5"))
-    (tmp_path / "config.json").write_text(json.dumps(golden.config))
-    save_file(RandomWeights(golden.config, golden.seed).tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match="is an encoder-decoder"):
-        windows_for(tmp_path, ["some text"])
+@pytest.mark.parametrize("stride", [2, 3, 5, 8])
+def test_an_encoder_decoder_s_windows_score_each_token_once(stride: int):
+    """After the first half window each token is predicted from a source of half a window or more before it."""
+    text = np.arange(100, 141, dtype=np.int32)
+    windows = [window.divided((7, 9)) for window in cut([text], 8, stride)]
+    scored = [window.tokens[-window.scored :].tolist() for window in windows]
+    for window, tokens in zip(windows, scored, strict=True):
+        assert window.source is not None and len(window.source) >= len(tokens)
+        np.testing.assert_array_equal(window.tokens, [7, 9, *tokens])
+        assert window.source[-1] + 1 == tokens[0]
+    everything = [token for tokens in scored for token in tokens]
+    assert len(everything) == len(set(everything))
+    if stride <= 4:
+        assert everything == text[4:].tolist()
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [1, 1]])

@@ -1,4 +1,4 @@
-"""Calibration shows what the float model really computes with, one weight in memory at a time."""
+"""Calibration shows what the float model really computes with, one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoint
+from random_values import make_step
 
 from bminf_lite import models
 from bminf_lite.backend.base import Backend, Weight
@@ -18,7 +19,7 @@ from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.layers.cache import KVCache
 from bminf_lite.layers.recording import Recorder
 from bminf_lite.quantize import calibration
-from bminf_lite.quantize.calibration import Observation, observe, spread_rows
+from bminf_lite.quantize.calibration import Observation, grouped, observe, spread_rows
 from bminf_lite.quantize.decisions import Decider
 
 SAMPLES = [np.arange(5, 45, dtype=np.int32), np.arange(100, 117, dtype=np.int32)]
@@ -56,13 +57,27 @@ def observations(source: Path, ops: Backend) -> list[Observation]:
     return seen
 
 
+def inputs(seen: list[Observation]) -> dict[tuple[str, ...], np.ndarray]:
+    """All of what enters each product."""
+    parts: dict[tuple[str, ...], list[np.ndarray]] = {}
+    for observation in seen:
+        parts.setdefault(observation.tensors, []).append(np.array(observation.x))
+        assert len(parts[observation.tensors]) == observation.group + 1
+        assert observation.is_last == (observation.group + 1 == observation.groups)
+    return {tensors: np.concatenate(x) for tensors, x in parts.items()}
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint.write(tmp_path_factory.mktemp("calibration") / "source")
 
 
-def test_inputs_are_those_of_the_whole_model(source: Path) -> None:
+@pytest.mark.parametrize("group_tokens", [1, 1000])
+def test_inputs_are_those_of_the_whole_model(
+    source: Path, group_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each sample run by itself through the model as it is loaded."""
+    monkeypatch.setattr(calibration, "GROUP_TOKENS", group_tokens)
     expected: dict[tuple[str, ...], list[np.ndarray]] = {}
     ops = CpuBackend()
     with open_checkpoint(source) as checkpoint:
@@ -76,23 +91,36 @@ def test_inputs_are_those_of_the_whole_model(source: Path) -> None:
         network = architecture.Model(config, recorder.weights, recorder.ops)
         for sample in SAMPLES:
             cache = KVCache(ops, config.cache_shape, 1, len(sample), 128)
-            network(calibration._step(ops, [sample]), cache, all_logits=True)
-    for seen in observations(source, ops):
-        together = np.concatenate(expected.pop(seen.tensors))
-        np.testing.assert_allclose(seen.inputs, together, rtol=1e-4, atol=1e-5)
-    assert not expected
+            step = make_step(ops, [len(sample)], [0], [0], sample)
+            network(step, cache, all_logits=True)
+    found = inputs(observations(source, ops))
+    assert found.keys() == expected.keys()
+    for tensors, x in found.items():
+        np.testing.assert_allclose(x, np.concatenate(expected[tensors]), rtol=1e-4, atol=1e-5)
 
 
-def test_a_weight_lives_as_long_as_its_product(source: Path) -> None:
+def test_a_weight_lives_as_long_as_its_layer(source: Path) -> None:
     ops = CountingBackend()
     assert len(observations(source, ops)) == ops.made == 9
-    assert ops.most_alive == 1
+    assert ops.most_alive == 4
+
+
+def test_samples_are_grouped_evenly_and_stay_whole() -> None:
+    samples = [np.full(512, i, np.int32) for i in range(17)]
+    groups = grouped(samples)
+    assert [len(group.sequences) for group in groups] == [5, 6, 6]
+    assert [int(s[0]) for group in groups for s in group.sequences] == list(range(17))
+    assert [len(group.sequences) for group in grouped([np.zeros(9000, np.int32)])] == [1]
+    (group,) = grouped([np.arange(5), np.arange(4)], start=(7,))
+    assert [x.tolist() for x in group.sources] == [[0, 1, 2], [0, 1]]
+    assert [x.tolist() for x in group.sequences] == [[7, 3, 4], [7, 2, 3]]
 
 
 def test_the_head_sees_tokens_from_everywhere(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = observations(source, CpuBackend())[-1].inputs
+    monkeypatch.setattr(calibration, "GROUP_TOKENS", 1)
+    everything = observations(source, CpuBackend())[-1].x
     monkeypatch.setattr(calibration, "HEAD_TOKENS", 7)
-    some = observations(source, CpuBackend())[-1].inputs
+    some = observations(source, CpuBackend())[-1].x
     np.testing.assert_array_equal(some, everything[spread_rows(57, 7)])
 
 

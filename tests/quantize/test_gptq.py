@@ -17,7 +17,7 @@ from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import Scheme
 from bminf_lite.quantize import gptq
 from bminf_lite.quantize.errors import Version
-from bminf_lite.quantize.gptq import compensated, compensated_codes, hessian, inverse_root
+from bminf_lite.quantize.gptq import Correlations, compensated, compensated_codes, hessian, inverse_root
 
 DEMO = Path(str(resources.files("bminf_lite.demo_model")))
 
@@ -50,10 +50,27 @@ def test_blocks_give_what_one_column_after_another_gives(seed: int, inputs: int,
         rest[:, column:] -= error[:, None] * inverse[0]
 
 
+def shown(inputs: np.ndarray) -> Correlations:
+    """What is kept of inputs that came in two parts."""
+    correlations = Correlations(parts=2)
+    for part in np.array_split(inputs, 2):
+        correlations.add(part)
+    return correlations
+
+
+def test_the_hessian_is_that_of_divided_inputs() -> None:
+    random = np.random.default_rng(0)
+    inputs, factors = correlated(random, 400, 12), np.exp2(random.integers(-5, 6, 12)).astype(np.float32)
+    seen = np.concatenate([part[:150] for part in np.array_split(inputs, 2)])
+    expected = (seen / factors).astype(np.float64).T @ (seen / factors)
+    np.testing.assert_allclose(shown(inputs).hessian(factors), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    np.testing.assert_array_equal(shown(inputs).held_out, np.concatenate([inputs[150:200], inputs[350:]]))
+
+
 def test_it_makes_the_product_s_error_smaller() -> None:
     random = np.random.default_rng(0)
     inputs, weight = correlated(random, 2000, 64), random.standard_normal((48, 64)).astype(np.float32)
-    better = compensated(CpuBackend(), inputs, [weight], Version(Scheme.W8A16))
+    better = compensated(CpuBackend(), shown(inputs), [weight], Version(Scheme.W8A16))
     assert better is not None
     plain, exact = quantize_weight(weight, dynamic=False), inputs @ weight.T
     errors = [np.linalg.norm(inputs @ w.dequantize().T - exact) for w in (plain, better[0])]
@@ -64,7 +81,7 @@ def test_it_makes_the_product_s_error_smaller() -> None:
 def test_independent_inputs_leave_nothing_to_gain() -> None:
     random = np.random.default_rng(0)
     inputs, weight = (random.standard_normal(shape).astype(np.float32) for shape in ((4000, 32), (16, 32)))
-    assert compensated(CpuBackend(), inputs, [weight], Version(Scheme.W8A16)) is None
+    assert compensated(CpuBackend(), shown(inputs), [weight], Version(Scheme.W8A16)) is None
 
 
 def test_inputs_that_are_always_zero_do_no_harm() -> None:

@@ -11,7 +11,7 @@ from bminf_lite.checkpoint.recipe import Calibration, Scheme
 from bminf_lite.models.spec import Fold
 from bminf_lite.quantize.errors import Judge, Version, relative_error
 from bminf_lite.quantize.precision import choose
-from bminf_lite.quantize.smoothing import MAX_SHIFT, channel_factors, relative_columns, search, spread
+from bminf_lite.quantize.smoothing import MAX_SHIFT, channel_factors, search, spread
 
 PLAIN = Fold(("norm",), ("linear",))
 
@@ -37,7 +37,8 @@ def test_the_scale_of_a_row_does_not_matter_to_columns(seed: int) -> None:
     random = np.random.default_rng(seed)
     weight = random.standard_normal((5, 7)).astype(np.float32)
     scaled = weight * np.exp2(random.integers(-9, 9, (5, 1))).astype(np.float32)
-    np.testing.assert_array_equal(relative_columns(weight), relative_columns(scaled))
+    trials = CpuBackend().trials()
+    np.testing.assert_array_equal(trials.relative_magnitudes(weight), trials.relative_magnitudes(scaled))
 
 
 def test_an_outlier_is_smoothed_away() -> None:
@@ -85,7 +86,7 @@ def test_the_cheapest_that_is_good_enough_is_chosen() -> None:
     judge = Judge(CpuBackend(), x, [weight])
     spiked = np.array(x)
     spiked[::3, [4, 9]] = 2000  # the two cancel, and the others are rounded away
-    spoiled = Judge(CpuBackend(), spiked, judge.weights)
+    spoiled = Judge(CpuBackend(), spiked, judge.matrices)
     w8a8, limits = Version(Scheme.W8A8), Calibration(max_error=0.001, outlier_columns=2)
     assert choose(judge, w8a8, limits, np.abs(x).max(axis=0))[0] is w8a8
     kept, error = choose(spoiled, w8a8, limits, np.abs(spiked).max(axis=0))
