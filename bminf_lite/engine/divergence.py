@@ -8,6 +8,7 @@ that came: it is zero where all probabilities are equal, and errors cannot cance
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from .evaluate import Perplexity, mean_and_error
 
 BLOCK_ELEMENTS = 1 << 21
+MAX_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,13 @@ class DivergenceSum:
     def add(self, reference: np.ndarray, model: np.ndarray, targets: np.ndarray) -> None:
         """Logits fp32 ``[n, vocab]`` of both, and the tokens ``[n]`` that came."""
         rows = max(1, BLOCK_ELEMENTS // reference.shape[1])
-        for first in range(0, len(targets), rows):
-            part = slice(first, first + rows)
-            p, q = log_softmax(reference[part]), log_softmax(model[part])
-            chosen = np.arange(len(p)), targets[part]
-            self._losses.append(-np.stack([p[chosen], q[chosen]]))
-            self._kl.append(np.maximum(np.einsum("ij,ij->i", np.exp(p), p - q), 0))
-            self._same.append(p.argmax(axis=1) == q.argmax(axis=1))
+        parts = [slice(first, first + rows) for first in range(0, len(targets), rows)]
+        with ThreadPoolExecutor(min(len(parts), MAX_THREADS) or 1) as pool:
+            found = list(pool.map(lambda part: _compared(reference[part], model[part], targets[part]), parts))
+        for losses, kl, same in found:
+            self._losses.append(losses)
+            self._kl.append(kl)
+            self._same.append(same)
 
     def result(self) -> Divergence:
         """Of everything that was added."""
@@ -88,6 +90,16 @@ class DivergenceSum:
             Perplexity.of(ours), Perplexity.of(theirs), ratio, ratio * log_error, *mean_and_error(kl),
             float(np.median(kl)), float(np.quantile(kl, 0.999)), *mean_and_error(same), len(kl), kl,
         )  # fmt: skip
+
+
+def _compared(
+    reference: np.ndarray, model: np.ndarray, targets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each token: both losses ``[2, n]``, the divergence ``[n]``, and whether the likeliest token is the same."""
+    p, q = log_softmax(reference), log_softmax(model)
+    chosen = np.arange(len(p)), targets
+    kl = np.maximum(np.einsum("ij,ij->i", np.exp(p), p - q), 0)
+    return -np.stack([p[chosen], q[chosen]]), kl, p.argmax(axis=1) == q.argmax(axis=1)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
