@@ -43,7 +43,7 @@ def instruments(subject: Subject) -> Instruments:
 
 BILLIONS = {
     "cpm-1": 2.60, "cpm-2": 11.0, "eva": 2.8, "llama-2-7b": 6.74, "llama-3-70b": 70.55, "llama-3-8b": 8.03,
-    "llama-3.2-1b": 1.24, "llama-tiny": 0.004,
+    "llama-3.2-1b": 1.24, "llama-tiny": 0.004, "gpt2-xl": 1.558, "opt-6.7b": 6.66, "pythia-6.9b": 6.86,
 }  # fmt: skip
 """Parameters of the shapes, as their authors give them."""
 
