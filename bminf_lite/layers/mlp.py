@@ -40,6 +40,10 @@ class PlainMLP:
         self.up = up
         self.down = down
 
+    def hidden(self, x: Array) -> Array:
+        """``f(up(x))`` of the normalised ``x``, which ``down`` reads."""
+        return self.ops.activated_linear(x, self.up.weight, self.activation)
+
     def add_to(self, residual: Array, x: Array) -> Array:
         """``residual`` fp32 ``[T, features]`` plus the layer's output for the normalised ``x``."""
-        return self.down.add_to(residual, self.ops.activated_linear(x, self.up.weight, self.activation))
+        return self.down.add_to(residual, self.hidden(x))

@@ -226,8 +226,9 @@ class Block:
 
     def __call__(self, residual: Array, cache: LayerCache, step: Step) -> Array:
         if self.parallel:
-            x, y = self.attention_norm(residual), self.mlp_norm(residual)
-            return self.mlp.add_to(self.attention.add_to(residual, x, cache, step), y)
+            hidden = self.mlp.hidden(self.mlp_norm(residual))
+            residual = self.attention.add_to(residual, self.attention_norm(residual), cache, step)
+            return self.mlp.down.add_to(residual, hidden)
         if self.norm_first:
             residual = self.attention.add_to(residual, self.attention_norm(residual), cache, step)
             return self.mlp.add_to(residual, self.mlp_norm(residual))

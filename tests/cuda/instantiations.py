@@ -30,7 +30,7 @@ ACTIVATIONS = len(re.findall("=", re.findall(r"enum Activation \{.*?\}", (SOURCE
 NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
 PLAIN, RMS_NORM, LAYER_NORM, GATE = range(4)
 CODES, TO_HALF, TO_FLOAT = range(3)
-GATED = 3
+GATED, ACTIVATED = 3, 4
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Family:
 
 
 def _matvec(source: int, vectors: int, output: int, activation: int, unit: int) -> bool:
-    return (output == GATED or activation == 0) and (source == 0 or vectors <= 4)
+    return (output in (GATED, ACTIVATED) or activation == 0) and (source == 0 or vectors <= 4)
 
 
 def _matvec_float(source: int, vectors: int, kind: str, output: int, activation: int) -> bool:
@@ -83,7 +83,7 @@ def families(arch: str) -> Iterator[Family]:
     capability = CAPABILITIES[arch]
     hopper = capability >= (9, 0)
     orders = (ROW,) if hopper else (ROW, COL32)
-    vectors, outputs, sources = (1, 2, 4, 8), range(4), range(3)
+    vectors, outputs, sources = (1, 2, 4, 8), range(5), range(3)
     activations = range(ACTIVATIONS)
     ring = (f"RING_CHUNKS={12 if arch in AMPLE_SHARED else 8}",)
     sizes = tuple(Pair(s) for s in ((32, 1), (32, 2), (128, 1), (128, 2), *((512, v) for v in (*vectors, 16))))

@@ -34,7 +34,15 @@ from ..trials import Trials
 from ..values import Array, AttentionSpec, LayerCache, Norm, Step
 from . import launches
 from .arrays import PAD, Arrays, pitch_of
-from .launches import MATVEC_ADD, MATVEC_GATED, MATVEC_TO_FLOAT, MATVEC_TO_HALF, MAX_HEAD_DIM, head_pitch_of
+from .launches import (
+    MATVEC_ACTIVATED,
+    MATVEC_ADD,
+    MATVEC_GATED,
+    MATVEC_TO_FLOAT,
+    MATVEC_TO_HALF,
+    MAX_HEAD_DIM,
+    head_pitch_of,
+)
 from .loading import Loader
 from .repeated import Repeated
 from .trials import CudaTrials, TrialLaunches
@@ -206,9 +214,11 @@ class CudaBackend(Backend):
         return Gated(self.linear(x, weight), activation)
 
     def activated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
-        source = self.linear(x, weight)
-        out = self.arrays.rows(source.shape[0], source.shape[1], np.float16)
-        self.launches.activate(source, out, launches.ACTIVATIONS[activation])
+        out = self.arrays.rows(x.shape[0], weight.out_features, np.float16)
+        if self._is_direct(x, weight):
+            self._multiply_directly(x, weight, out, MATVEC_ACTIVATED, launches.ACTIVATIONS[activation])
+        else:
+            self.launches.activate(self.linear(x, weight), out, launches.ACTIVATIONS[activation])
         return out
 
     def _is_direct(self, x: Array, weight: Weight) -> bool:

@@ -10,7 +10,8 @@
 using namespace bminf;
 
 enum Input { HALF = 0, RMS_NORM = 1, LAYER_NORM = 2 };
-enum Output { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3 };  // GATED: rows n and n + N/2 are gate and up
+// GATED: rows n and n + N/2 are gate and up. ACTIVATED: a function of each output.
+enum Output { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
@@ -133,6 +134,7 @@ __device__ __forceinline__ void finish(
         const float y = __fadd_rn(scaled(__int2float_rn(acc[i]), x_scale, e.w_scale[0]), e.bias[0]);
         if constexpr (OUTPUT == TO_HALF) static_cast<__half*>(out)[to] = __float2half_rn(y);
         if constexpr (OUTPUT == TO_FLOAT) static_cast<float*>(out)[to] = y;
+        if constexpr (OUTPUT == ACTIVATED) static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)));
         if constexpr (OUTPUT == ADD) static_cast<float*>(out)[to] = __fadd_rn(e.residual, rounded(y));
         if constexpr (OUTPUT == GATED) {
             const float up = __fadd_rn(scaled(__int2float_rn(acc[share.count + i]), x_scale, e.w_scale[1]), e.bias[1]);
@@ -239,7 +241,7 @@ struct Stream {
 #endif
 
 // x: the input row, fp16 or fp32 [k]; gain, shift: the norm's [k]. weight: int8 [n, pitch]; w_scale, bias: fp32 [n]. out:
-// [n], or [n / 2] if GATED. F is the gate's function. Dynamic shared memory: the ring from 9.0 on, the codes (pitch bytes),
+// [n], or [n / 2] if GATED. F is the gate's function, or the outputs'. Dynamic shared memory: the ring from 9.0 on, the codes (pitch bytes),
 // and an int32 for each row of a block's share.
 template <int INPUT, int VECTORS, int OUTPUT, int F, int U>
 __global__ void __launch_bounds__(THREADS) matvec(

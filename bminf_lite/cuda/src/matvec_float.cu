@@ -5,7 +5,7 @@
 using namespace bminf;
 
 enum Input { HALF = 0, RMS_NORM = 1, LAYER_NORM = 2 };
-enum Output { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3 };
+enum Output { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(THREADS) matvec_float(
         const long long to = blockIdx.y * out_pitch + i;
         if constexpr (OUTPUT == TO_HALF) static_cast<__half*>(out)[to] = __float2half_rn(y);
         if constexpr (OUTPUT == TO_FLOAT) static_cast<float*>(out)[to] = y;
+        if constexpr (OUTPUT == ACTIVATED) static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)));
         if constexpr (OUTPUT == ADD) static_cast<float*>(out)[to] += rounded(y);
         if constexpr (OUTPUT == GATED)
             static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)) * rounded(up));

@@ -15,7 +15,7 @@ from .launching import Call, model
 
 F32, F16 = np.float32, np.float16
 NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
-TO_HALF, TO_FLOAT, ADD, GATED = range(4)
+TO_HALF, TO_FLOAT, ADD, GATED, ACTIVATED = range(5)
 THREADS, WARPS, CHUNK = 512, 16, 512
 FUNCTIONS = [ACTIVATIONS[name] for name in ("silu", "gelu_tanh", "relu", "gelu")]
 """By the number that ``common.cuh`` gives them."""
@@ -55,7 +55,9 @@ def input_rows(call: Call, rows: int, pitch: int) -> np.ndarray:
 
 def write_outputs(call: Call, y: np.ndarray, pitch: int) -> None:
     output, outputs = call.number("OUTPUT"), y.shape[1] // (2 if call.number("OUTPUT") == GATED else 1)
-    out = call.rows("out", len(y), pitch, outputs, F16 if output in (TO_HALF, GATED) else F32, align=0)
+    out = call.rows("out", len(y), pitch, outputs, F32 if output in (TO_FLOAT, ADD) else F16, align=0)
+    if output == ACTIVATED:
+        y = FUNCTIONS[call.number("F")](rounded(y))
     if output == GATED:
         y = FUNCTIONS[call.number("F")](rounded(y[:, :outputs])) * rounded(y[:, outputs:])
     out[...] = out + rounded(y) if output == ADD else y
