@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from .functions import ACTIVATIONS, normalise, rotate, softmax, stored
 from .quantization import HostWeight, OutlierColumns, int8_parts, quantize_rows, stack_biases, stack_outliers
 from .sampling import SamplerState
 from .sampling import sample as sample_tokens
 from .trials import Trials
-from .values import Array, AttentionSpec, LayerCache, Norm, Placement, RelativeBias, Rope, Step
+from .values import Array, AttentionSpec, LayerCache, Norm, Placement, RelativeBias, Step
 
 T = TypeVar("T")
 
@@ -226,12 +227,24 @@ class Backend:
         residual += table[positions_of(step)].astype(np.float32)
         return residual
 
-    def norm(self, residual: Array, norm: Norm) -> Array:
+    def norm(self, residual: Array, norm: Norm, out: Array = None) -> Array:
         """RMSNorm or LayerNorm of each row in fp32, left unrounded for the quantization that follows.
 
-        fp32 ``[T, features]`` -> ``[T, features]``.
+        fp32 ``[T, features]`` -> ``[T, features]``; into ``out`` where it is given, which may be ``residual``.
         """
-        return normalise(residual, norm)
+        return stored(normalise(residual, norm), out)
+
+    def softmax(
+        self, x: Array, scale: float = 1.0, bias: Array = None, visible: Array = None, out: Array = None
+    ) -> Array:
+        """Softmax of ``scale * x + bias`` over each row, in fp32: ``[T, features]`` fp32 or fp16 -> the same.
+
+        ``bias`` fp32 and ``visible`` bool are ``[T, features]``, or ``[features]`` for all rows. What is not visible
+        gets exactly 0, and so does a row without anything visible. The result goes into ``out`` where it is given, of
+        the shape and type of ``x``; it may be ``x``.
+        """
+        scores = x.astype(np.float32) * np.float32(scale)
+        return stored(softmax(scores if bias is None else scores + bias, visible).astype(x.dtype), out)
 
     def last_tokens(self, x: Array, step: Step) -> Array:
         """Each sequence's last row: ``[T, features]`` -> ``[B, features]``."""
@@ -363,36 +376,6 @@ def exact_product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return acc
 
 
-def normalise(x: np.ndarray, norm: Norm) -> np.ndarray:
-    """``norm`` over the last axis, in fp32."""
-    x = x.astype(np.float32, copy=False)
-    if norm.center:
-        x = x - x.mean(axis=-1, keepdims=True)
-    inverse = np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(norm.eps))
-    y = x * norm.gain * inverse
-    return y if norm.bias is None else y + norm.bias
-
-
-def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope | None) -> np.ndarray:
-    """Rotary embedding of ``[T, heads, head_dim]`` fp32 at ``positions`` ``[T]``."""
-    if rope is None:
-        return x
-    angles = positions.astype(np.float32)[:, None, None] * rope.frequencies
-    cos, sin = np.cos(angles) * np.float32(rope.scale), np.sin(angles) * np.float32(rope.scale)
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def softmax(scores: np.ndarray, visible: np.ndarray | None = None) -> np.ndarray:
-    """Softmax over the last axis in fp32. Positions that are not ``visible`` get exactly 0; so does a row with none."""
-    if visible is not None:
-        scores = np.where(visible, scores, -np.inf)
-    top = scores.max(axis=-1, keepdims=True)
-    weights = np.exp(scores - np.where(np.isneginf(top), np.float32(0), top))
-    total = weights.sum(axis=-1, keepdims=True)
-    return weights / np.where(total == 0, np.float32(1), total)
-
-
 def sequences(step: Step) -> Iterator[tuple[slice, int, int]]:
     """For each sequence of a step: its rows among the step's tokens, its slot, and how many tokens it has already."""
     for b in range(step.count):
@@ -440,44 +423,3 @@ def attend(
         visible = np.tile(visible, (heads // kv_heads, 1))
     out = softmax(scores, visible) @ values.astype(np.float32)
     return out.reshape(kv_heads, heads // kv_heads, n, head_dim).transpose(2, 0, 1, 3).reshape(n, heads, head_dim)
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    """``x * sigmoid(x)`` in fp32."""
-    with np.errstate(over="ignore"):
-        return x / (np.float32(1) + np.exp(-x))
-
-
-def gelu_tanh(x: np.ndarray) -> np.ndarray:
-    """GELU's tanh form (https://arxiv.org/abs/1606.08415) in fp32."""
-    inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
-    return np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
-
-
-ERFC_COEFFICIENTS = (
-    -1.265511516, 0.999970165, 0.375623333, 0.075997904, -0.031715727, -0.40881453, 0.781948341, -1.892294622,
-    2.789923472, -1.735114363, -0.198524433, 0.907453326, -0.488992617, 0.090051267,
-)
-"""``erfc(z) = t exp(p(t) - z^2)`` with ``t = 1 / (1 + z / 2)`` for ``z >= 0``, within 2e-9 of its value: a fit."""
-
-
-def gelu(x: np.ndarray) -> np.ndarray:
-    """``x * P(N(0, 1) <= x)`` (https://arxiv.org/abs/1606.08415), computed in fp64 and returned in fp32."""
-    z = np.abs(x.astype(np.float64)) / np.sqrt(2)
-    t = 1 / (1 + z / 2)
-    with np.errstate(under="ignore", invalid="ignore"):
-        tail = t / 2 * np.exp(np.polynomial.polynomial.polyval(t, ERFC_COEFFICIENTS) - z * z)
-        return (x * np.where(x < 0, tail, 1 - tail)).astype(np.float32)
-
-
-def relu(x: np.ndarray) -> np.ndarray:
-    """``max(x, 0)``."""
-    return np.maximum(x, np.float32(0))
-
-
-ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "silu": silu,
-    "gelu_tanh": gelu_tanh,
-    "relu": relu,
-    "gelu": gelu,
-}

@@ -28,7 +28,7 @@ Dimensions = int | tuple[int, ...]
 _CONFIG = struct.Struct("@7IPPI")
 _PARAMETER_BUFFER_POINTER, _PARAMETER_BUFFER_SIZE = 1, 2
 _SHARED_WITHOUT_ASKING = 48 * 1024
-_ALL_SHARED = 100  # percent of what L1 cache and shared memory divide between them
+_ALL_SHARED, _AS_NEEDED = 100, -1  # percent of what L1 cache and shared memory divide between them
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,17 @@ class Module:
         driver.load().cuModuleLoadData(handle, self.cubin.image)
         return handle
 
-    def kernel(self, name_expression: str, signature: str) -> Kernel:
-        """The kernel of that name, one of the module's ``name_expressions``; see :class:`Kernel` for ``signature``."""
+    def kernel(self, name_expression: str, signature: str, cache: bool = False) -> Kernel:
+        """The kernel of that name, one of the module's ``name_expressions``; see :class:`Kernel` for ``signature``.
+
+        With ``cache`` it gets as much L1 cache as its shared memory leaves: each load that is under way takes a line of
+        it, and a kernel that streams from memory has many. That goes for all kernels of the name from this module.
+        """
         function = driver.Function()
         driver.load().cuModuleGetFunction(function, self._handle, self.cubin.symbols[name_expression].encode())
         # A multiprocessor divides its memory one way at a time: kernels that disagree on it cannot run side by side.
-        driver.load().cuFuncSetAttribute(function, FunctionAttribute.PREFERRED_SHARED_MEMORY_CARVEOUT, _ALL_SHARED)
+        carveout = _AS_NEEDED if cache else _ALL_SHARED
+        driver.load().cuFuncSetAttribute(function, FunctionAttribute.PREFERRED_SHARED_MEMORY_CARVEOUT, carveout)
         return Kernel(self, name_expression, function, signature)
 
 

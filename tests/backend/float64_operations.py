@@ -64,6 +64,20 @@ def norm_terms(x: np.ndarray, norm: Norm) -> np.ndarray:
     return sums * inverse * amplified * np.abs(norm.gain) + (0 if norm.bias is None else np.abs(norm.bias))
 
 
+def softmax(
+    x: np.ndarray, scale: float, bias: np.ndarray | None, visible: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax of ``scale * x + bias`` over what is visible, and the magnitudes that each result is sensitive to."""
+    product = x.astype(np.float64) * np.float32(scale)
+    scores = product + (0 if bias is None else bias)
+    sizes = np.abs(product) + (0 if bias is None else np.abs(bias))
+    seen = np.broadcast_to(True if visible is None else visible, x.shape)
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - np.max(scores, axis=1, keepdims=True, initial=-1e300))
+    weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1e-300)
+    return weights, weights * (sizes + np.max(sizes, axis=1, keepdims=True, where=seen, initial=0))
+
+
 def activation(name: str, x: np.ndarray) -> np.ndarray:
     """The functions between ``gate`` and ``up``."""
     x = np.asarray(x, np.float64)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from random_values import make_step, norm_on, random_int8, random_norm, random_rows
 
-from bminf_lite.backend.base import Backend, softmax
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.functions import softmax
 from bminf_lite.backend.values import AttentionSpec, Norm
 
 BACKENDS = {"cpu": ("bminf_lite.backend.cpu", "CpuBackend"), "cuda": ("bminf_lite.backend.cuda", "CudaBackend")}

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from random_values import SEEDS, make_step, random_int8, random_rows
 from tolerances import assert_close
 
-from bminf_lite.backend.base import ACTIVATIONS, Backend
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.functions import ACTIVATIONS
 from bminf_lite.backend.values import AttentionSpec, Norm, RelativeBias
 
 SPECS = {

@@ -21,7 +21,8 @@ from random_values import (
 )
 from tolerances import assert_close
 
-from bminf_lite.backend.base import ACTIVATIONS, Backend
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.functions import ACTIVATIONS
 
 
 def in_activation_type(backend: Backend, x: np.ndarray) -> np.ndarray:

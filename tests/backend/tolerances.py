@@ -59,6 +59,14 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
         16 * FP32, 4 * FP32, "a mean of positive squares is well conditioned; rsqrt within two units; three products"
     ),
     ("norm", np.float16): Tolerance(16 * FP32, 4 * FP32, "norms stay in fp32 whatever the activation type is"),
+    ("softmax", np.float32): Tolerance(
+        4 * FP32, 32 * FP32,
+        "a score's rounding is a relative error in its weight: terms are the weight times the magnitudes in its score; "
+        "two exponentials of two units, their product and quotient, a sum of up to 2**17 of them",
+    ),
+    ("softmax", np.float16): Tolerance(
+        4 * FP32, FP16 + 32 * FP32, "as in fp32, and the result is rounded to fp16", FP16_FLOOR
+    ),
     ("norm, then w8a8", np.float32): Tolerance(
         2.0, 32 * FP32, "a norm's last bit moves a code next to a tie: two codes of a row, of a hundred thousand"
     ),

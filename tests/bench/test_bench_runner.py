@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from bminf_lite import models
-from bminf_lite.backend.base import Backend, normalise, softmax
+from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.functions import normalise, softmax
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.values import Norm
 from bminf_lite.bench import inside, plain

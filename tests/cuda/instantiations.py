@@ -25,6 +25,12 @@ AMPLE_SHARED = ("sm_90", "sm_90a", "sm_100")
 """Architectures with 227 KiB of shared memory a block."""
 HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
 ROW, COL32 = 1, 2
+FEW_ROWS = {(8, 1), (32, 1), (128, 1), (256, 1), (512, 1), (512, 2), (512, 4), (512, 8), (512, 16)}
+ROW_SHAPES = {
+    True: FEW_ROWS | {(8, 2), (32, 2), (128, 2), (256, 2), (1024, 2)},
+    False: FEW_ROWS | {(8, 2), (8, 4), (32, 2), (32, 4), (128, 2), (128, 4), (256, 4)},
+}
+"""Threads of a row and vectors of a thread, by whether ``transform`` reads an int32 product."""
 
 ACTIVATIONS = len(re.findall("=", re.findall(r"enum Activation \{.*?\}", (SOURCES / "common.cuh").read_text())[0]))
 NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
@@ -45,7 +51,10 @@ class Family:
 
     def possible(self, arguments: tuple[object, ...]) -> bool:
         """Whether the package launches this combination."""
-        rule = {"matvec": _matvec, "matvec_float": _matvec_float, "transform": _transform, "finish": _finish}
+        rule = {
+            "matvec": _matvec, "matvec_float": _matvec_float, "transform": _transform, "finish": _finish,
+            "softmax": _softmax,
+        }  # fmt: skip
         return self.name not in rule or rule[self.name](*arguments)
 
     def all(self) -> Iterator[tuple[object, ...]]:
@@ -69,9 +78,15 @@ def _transform(source: int, prepare: int, target: int, size: tuple[int, int], in
     sources = {RMS_NORM: (NONE, PRODUCT), LAYER_NORM: (NONE, PRODUCT), PLAIN: (FROM_HALF, FROM_FLOAT, PRODUCT)}
     return (
         source in sources.get(prepare, (FROM_HALF, PRODUCT))
+        and size in ROW_SHAPES[source == PRODUCT]
+        and (size[1] <= 4 or prepare not in (RMS_NORM, LAYER_NORM))
         and (in_order == ROW or source == PRODUCT)
         and (out_order == ROW or target == CODES)
     )
+
+
+def _softmax(kind: str, whole: str, size: tuple[int, int], cluster: int) -> bool:
+    return cluster == 1 or size == (512, 4)
 
 
 def _finish(kind: str, order: int, add: str, target: str) -> bool:
@@ -86,12 +101,17 @@ def families(arch: str) -> Iterator[Family]:
     vectors, outputs, sources = (1, 2, 4, 8), range(5), range(3)
     activations = range(ACTIVATIONS)
     ring = (f"RING_CHUNKS={12 if arch in AMPLE_SHARED else 8}",)
-    sizes = tuple(Pair(s) for s in ((32, 1), (32, 2), (128, 1), (128, 2), *((512, v) for v in (*vectors, 16))))
+    sizes = tuple(Pair(s) for s in sorted(ROW_SHAPES[True] | ROW_SHAPES[False]))
     prepare = range(GATE + ACTIVATIONS)
     yield Family("matvec.cu", "matvec", (sources, vectors, outputs, activations, (1, 2, 4)), ring)
     yield Family("matvec_float.cu", "matvec_float", (sources, vectors, ("bminf::int8", "__half"), outputs, activations))
     yield Family("rows.cu", "transform", (range(4), prepare, range(3), sizes, orders, orders))
     yield Family("rows.cu", "finish", (("int", "float"), orders, ("false", "true"), ("float", "__half")))
+    alone = tuple(s for s in sizes if s in ROW_SHAPES[False] and s[1] <= 4)
+    kinds, booleans = ("float", "__half"), ("true", "false")
+    yield Family("softmax.cu", "softmax", (kinds, booleans, alone, (1, 2, 4, 8) if hopper else (1,)))
+    yield Family("softmax.cu", "softmax_any", (kinds, booleans))
+    yield Family("norm_any.cu", "norm_any", (booleans,))
     yield from (Family("rows.cu", name, ()) for name in ("embed", "last_rows", "widen"))
     yield Family("random.cu", "fill_random", (("bminf::int8", "__half"),))
     yield from (Family("outliers.cu", name, (("__half", "float"),)) for name in ("split_columns", "add_columns"))

@@ -13,7 +13,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from instantiations import CAPABILITIES, LAYER_NORM, RMS_NORM, Family, families, grouped, pairs, pairwise
+from instantiations import CAPABILITIES, Family, families, grouped, pairs, pairwise
 
 from bminf_lite.cuda import compiler
 from bminf_lite.cuda.compiler import Cubin, Usage
@@ -41,13 +41,9 @@ def _nvrtc() -> None:
 
 
 def allowed_spill(family: Family, arguments: tuple[object, ...], usage: Usage) -> float:
-    """Bytes a thread. A row of over 16,384 elements has 64 or 128 of them in each thread's registers."""
-    if family.name == "transform":
-        vectors = arguments[3][1]  # type: ignore[index]
-        if vectors == 16:
-            return float("inf")
-        if vectors == 8 and arguments[1] in (RMS_NORM, LAYER_NORM):
-            return 128
+    """Bytes a thread. A row of over 32,768 elements has 128 of them in each thread's registers."""
+    if family.name == "transform" and arguments[3][1] == 16:  # type: ignore[index]
+        return float("inf")
     return OCCUPANCY_SPILL if usage.registers < MAY_USE else 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from bminf_lite.backend.base import silu
+from bminf_lite.backend.functions import silu
 from bminf_lite.checkpoint.treatment import Treatment
 from bminf_lite.models.spec import Fold, Parameter, Spec
 

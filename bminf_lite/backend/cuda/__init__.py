@@ -291,11 +291,26 @@ class CudaBackend(Backend):
         self.launches.add_positions(step, table, stream.values)
         return Residual(stream.values)
 
-    def norm(self, residual: Array, norm: Norm) -> Array:
+    def norm(self, residual: Array, norm: Norm, out: Array = None) -> Array:
+        if out is not None:
+            if isinstance(residual, Residual):
+                self._settle(residual)
+            self.launches.norm(self._finished(residual), norm, out)
+            return out
         stream = self._stream(residual)
         result = Normed(stream, norm)
         stream.norms.append(weakref.ref(result))
         return result
+
+    def softmax(
+        self, x: Array, scale: float = 1.0, bias: Array = None, visible: Array = None, out: Array = None
+    ) -> Array:
+        values = self._finished(x)
+        if out is None:
+            rows, columns = values.shape
+            out = self.arrays.rows(rows, columns, values.dtype)
+        self.launches.softmax(values, scale, bias, visible, out)
+        return out
 
     def last_tokens(self, x: Array, step: Step) -> Array:
         if step.decoding:
@@ -394,9 +409,17 @@ class CudaBackend(Backend):
         if isinstance(x, Normed) and x.values is None:
             assert not x.stale, STALE
             residual = x.residual
-            self.launches.transform(residual.pending, out, scale, layout, residual.values, x.norm)
-            residual.pending, x.used = None, True
-            return
+            x.used = True
+            if x.shape[1] <= launches.WIDEST_NORM:
+                self.launches.transform(residual.pending, out, scale, layout, residual.values, x.norm)
+                residual.pending = None
+                return
+            alone = layout is None and out.dtype == np.float32
+            values = out if alone else self.arrays.rows(x.shape[0], x.shape[1], np.float32)
+            self.launches.norm(self._finished(residual), x.norm, values)
+            if alone:
+                return
+            x = values
         if isinstance(x, Normed):
             x = x.values
         if isinstance(x, Gated) and isinstance(x.source, cp.ndarray):

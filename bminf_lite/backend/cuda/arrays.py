@@ -75,8 +75,7 @@ class Arrays:
 
     def padded(self, x: cp.ndarray) -> cp.ndarray:
         """``x`` ``[rows, columns]`` with padded, aligned rows: itself, or a copy."""
-        pitch = round_up(x.shape[1], PAD)
-        if x.strides == (pitch * x.itemsize, x.itemsize) and x.data.ptr % 16 == 0:
+        if is_padded(x):
             return x
         copy = self.rows(x.shape[0], x.shape[1], x.dtype)
         with self.current():
@@ -122,6 +121,12 @@ class Arrays:
             yield
         finally:
             self.allocator = before
+
+
+def is_padded(x: cp.ndarray) -> bool:
+    """Whether the rows of ``x`` are padded and aligned as every kernel expects."""
+    pitch = round_up(x.shape[1], PAD)
+    return bool(x.strides == (pitch * x.itemsize, x.itemsize) and x.data.ptr % 16 == 0)
 
 
 def pitch_of(x: cp.ndarray) -> int:

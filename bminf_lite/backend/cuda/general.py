@@ -6,11 +6,12 @@ import cupy as cp
 
 from ..values import Step
 from .arrays import pitch_of
-from .launches import PRODUCT, Launches, address, ceil_div, read_arguments, size_of
+from .launches import PRODUCT, address, ceil_div, read_arguments, size_of
+from .rows import RowLaunches
 from .unfinished import Outliers, Product, Weight
 
 
-class GeneralLaunches(Launches):
+class GeneralLaunches(RowLaunches):
     """All kernels of one GPU, on one stream."""
 
     def activate(self, source: cp.ndarray | Product, out: cp.ndarray, activation: int) -> None:

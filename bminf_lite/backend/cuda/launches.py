@@ -26,6 +26,7 @@ CHUNK = 512
 AMPLE_SHARED = 227 << 10
 """Shared memory per block where two matrix-vector kernels fit side by side with twelve chunks under way per warp."""
 WIDEST_ROW = 65536
+ROW_THREADS = (8, 32, 128, 256, 512, 1024)
 WIDEST_NORM = 4 * 8 * MATVEC_THREADS
 """Up to this many elements, ``matvec`` normalises its input; a thread's share of more does not fit its registers."""
 MAX_HEAD_DIM = 256
@@ -52,6 +53,17 @@ def vectors_for(columns: int, threads: int) -> int:
     return 1 << (needed - 1).bit_length()
 
 
+def row_shape(columns: int, vectors: int) -> tuple[int, int]:
+    """Threads of a row, and the vectors of each: ``vectors`` at most, or with the most threads as many as it takes.
+
+    Where rows are many, more vectors mean more loads under way; where they are few, fewer mean a shorter way through.
+    """
+    for threads in ROW_THREADS if vectors == 2 else ROW_THREADS[:-1]:
+        if vectors_for(columns, threads) <= vectors:
+            return threads, vectors_for(columns, threads)
+    return 512, vectors_for(columns, 512)
+
+
 def ceil_div(a: int, b: int) -> int:
     """``a / b`` rounded up."""
     return -(-a // b)
@@ -71,23 +83,26 @@ class Launches:
         self._kernel = functools.cache(self._load)
         self._spread = False  # whether the kernel launched last has one block on each multiprocessor
 
-    def _load(self, source: str, expression: str, signature: str) -> Kernel:
+    def _load(self, source: str, expression: str, signature: str, cache: bool) -> Kernel:
         defines = [f"RING_CHUNKS={self.ring_chunks}"] if source == "matvec.cu" else []
-        return Module(self.device, source, [expression], defines).kernel(expression, signature)
+        return Module(self.device, source, [expression], defines).kernel(expression, signature, cache)
 
     def _launch(
         self, source: str, expression: str, signature: str, grid: Dimensions, block: int, args: tuple[object, ...],
         shared: int = 0, cluster: int | None = None, one_per_multiprocessor: bool = False, moved: int = 0,
+        cache: bool = False,
     ) -> None:  # fmt: skip
         """Launch a kernel, before its predecessor has ended if that does not slow it down.
 
         ``one_per_multiprocessor``: its blocks are as many as the multiprocessors, and must not start while the blocks
         of a smaller kernel take up some of these. That made decoding of an 8B model on an H200 half as fast, it seems
         because two of them then share a multiprocessor and elsewhere there is none. ``moved`` is how many
-        bytes the kernel must read and write.
+        bytes the kernel must read and write. ``cache``: see :meth:`Module.kernel`; for a kernel that fills the GPU, as
+        its neighbours then cannot run beside it.
         """
         dependent = self._spread or not one_per_multiprocessor
-        self._kernel(source, expression, signature)(grid, block, args, shared, self.stream, dependent, cluster, moved)
+        kernel = self._kernel(source, expression, signature, cache)
+        kernel(grid, block, args, shared, self.stream, dependent, cluster, moved)
         self._spread = one_per_multiprocessor
 
     # -- one row times a weight ----------------------------------------------------------------------------------------
@@ -151,11 +166,11 @@ class Launches:
         data, from_kind, order = read_arguments(inner)
         prepare = GATE + ACTIVATIONS[source.activation] if isinstance(source, Gated) else norm_kind(norm, PLAIN)
         target = CODES if layout is not None else TO_HALF if out.dtype == cp.float16 else TO_FLOAT
-        threads = 32 if k <= 512 else 128 if k <= 2048 else 512
+        many = rows > self.multiprocessors
+        threads, vectors = row_shape(k, 1 if not many else 2 if from_kind == PRODUCT else 4)
         if k > WIDEST_ROW:
             raise DeviceError(f"rows of {k:,} elements; the kernels take {WIDEST_ROW:,} at most")
         out_order, out_ld = (layout.order, layout.ld) if layout is not None else (Order.ROW, pitch_of(out))
-        vectors = vectors_for(k, threads)
         expression = f"transform<{from_kind}, {prepare}, {target}, {threads}, {vectors}, {order}, {int(out_order)}>"
         assert not (gate and norm)
         gain, shift, eps = norm_arguments(norm)
@@ -163,7 +178,7 @@ class Launches:
             "rows.cu", expression, "ppppqpqppfppqii", ceil_div(rows * threads, max(threads, 128)), max(threads, 128),
             (*data, address(residual), 0 if residual is None else pitch_of(residual), gain, shift, eps,
              out.data.ptr, address(scales), out_ld, rows, k),
-            moved=size_of(source, residual, out, residual if source is not None else None),
+            moved=size_of(source, residual, out, residual if source is not None else None), cache=many,
         )  # fmt: skip
 
     def finish(
@@ -184,7 +199,7 @@ class Launches:
             "rows.cu", expression, "ppppqpqii", ceil_div(rows * ceil_div(n, 8), 256), 256,
             (acc.data.ptr, address(x_scale), address(weight.scale), address(weight.bias), layout.ld,
              out.data.ptr, pitch_of(out), rows, n),
-            moved=acc.nbytes + size_of(out, out if add else None),
+            moved=acc.nbytes + size_of(out, out if add else None), cache=rows > self.multiprocessors,
         )  # fmt: skip
 
     def embed(self, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray) -> None:
@@ -201,7 +216,7 @@ class Launches:
         """int8 codes as fp16 numbers, a multiple of 16 of them."""
         grid = ceil_div(codes.size, 16 * 256)
         arguments = (codes.data.ptr, out.data.ptr, codes.size)
-        self._launch("rows.cu", "widen", "ppq", grid, 256, arguments, moved=size_of(codes, out))
+        self._launch("rows.cu", "widen", "ppq", grid, 256, arguments, moved=size_of(codes, out), cache=True)
 
     def fill_random(self, out: cp.ndarray, seed: int) -> None:
         """The rows and columns of a ``RandomMatrix`` with that seed, int8 or fp16."""

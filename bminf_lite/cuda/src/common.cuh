@@ -71,6 +71,14 @@ __device__ __forceinline__ void store8(float* p, const float (&x)[8]) {
     reinterpret_cast<float4*>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
+// 16 bytes asked for here and now: left to itself, the compiler moves a load to where it is used, and a thread then waits for
+// one vector before it asks for the next. Not under a condition, for the same reason.
+__device__ __forceinline__ uint4 fetch16(const void* p) {
+    uint4 x;
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ float rounded(float x) { return __half2float(__float2half_rn(x)); }
 
 // ---- reductions over the threads of a row ------------------------------------------------------------------------
@@ -79,50 +87,70 @@ __device__ __forceinline__ float rounded(float x) { return __half2float(__float2
 template <int THREADS>
 __device__ __forceinline__ void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-// Room for the warps of a row to exchange what they found.
+// Room for the warps of a row to exchange what they found, twice: while one reduction's results are still being read, the
+// next writes the other bank, and so needs no barrier before it.
 template <int THREADS>
 struct RowScratch {
-    static constexpr int WARPS = THREADS / WARP;
-    double sum[WARPS];
-    unsigned top[WARPS];
+    static constexpr int WARPS = THREADS > WARP ? THREADS / WARP : 1;
+    double sum[2][WARPS];
+    float top[2][WARPS];
 };
 
-// The bits of a magnitude order like the number, and those of a NaN come last, so that a NaN is never lost.
-__device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
-
-__device__ __forceinline__ unsigned warp_max(unsigned x) {
+// The larger magnitude, or NaN if either is NaN. `a` is not negative.
+__device__ __forceinline__ float larger(float a, float b) {
 #if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(FULL, x);
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(fabsf(b)));
+    return c;
 #else
-    for (int d = WARP / 2; d; d /= 2) x = max(x, __shfl_xor_sync(FULL, x, d));
-    return x;
+    // The bits of a magnitude order like the number, and those of a NaN come last.
+    return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b) & 0x7fffffffu));
 #endif
 }
 
-// Sum in fp64 (which rounds to the same fp32 whatever the number of threads, but for rare ties) and largest magnitude over
-// the THREADS of a row, a power of two from a warp to a block.
-template <int THREADS>
-__device__ __forceinline__ void row_sum_max(double& sum, unsigned& top, RowScratch<THREADS>& scratch) {
+// Over LANES neighbouring lanes, a power of two, or as many values repeated through a warp.
+template <bool SUM, bool TOP, int LANES>
+__device__ __forceinline__ void lanes_sum_max(double& sum, float& top) {
 #pragma unroll
-    for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
-    top = warp_max(top);
+    for (int d = LANES / 2; d; d /= 2) {
+        if constexpr (SUM) sum += __shfl_xor_sync(FULL, sum, d);
+        if constexpr (TOP) top = larger(top, __shfl_xor_sync(FULL, top, d));
+    }
+}
+
+// Sum in fp64 (which rounds to the same fp32 whatever the number of threads, but for rare ties) and largest magnitude over
+// the THREADS of a row, a power of two up to a block; rows of less than a warp share one. Calls that follow each other take
+// banks in turn.
+template <int THREADS, bool SUM, bool TOP>
+__device__ __forceinline__ void row_sum_max(double& sum, float& top, RowScratch<THREADS>& scratch, int bank) {
+    lanes_sum_max<SUM, TOP, (THREADS < WARP ? THREADS : WARP)>(sum, top);
     if constexpr (THREADS > WARP) {
         constexpr int WARPS = THREADS / WARP;
-        sync_threads<THREADS>();
-        if (threadIdx.x % WARP == 0) scratch.sum[threadIdx.x / WARP] = sum, scratch.top[threadIdx.x / WARP] = top;
-        sync_threads<THREADS>();
-        double even = 0, odd = 0;  // two chains of additions instead of one
-        top = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; i += 2) {
-            even += scratch.sum[i], odd += scratch.sum[i + 1];
-            top = max(top, max(scratch.top[i], scratch.top[i + 1]));
+        if (threadIdx.x % WARP == 0) {
+            if constexpr (SUM) scratch.sum[bank][threadIdx.x / WARP] = sum;
+            if constexpr (TOP) scratch.top[bank][threadIdx.x / WARP] = top;
         }
-        sum = even + odd;
+        sync_threads<THREADS>();
+        if constexpr (SUM) sum = scratch.sum[bank][threadIdx.x % WARPS];
+        if constexpr (TOP) top = scratch.top[bank][threadIdx.x % WARPS];
+        lanes_sum_max<SUM, TOP, WARPS>(sum, top);
     }
 }
 
 // ---- one row, spread over THREADS as vectors: thread t holds elements 8 (i THREADS + t) .. + 8 -------------------------
+
+// Blocks of a row kernel that a multiprocessor must have room for: with too few threads, too little of memory is under way.
+constexpr int resident_blocks(int threads, int vectors) {
+    if (vectors != 4) return 1;
+    return threads <= 128 ? 6 : threads == 256 ? 3 : 2;
+}
+
+// Zero in the columns from k on, where `x` begins at `column`.
+__device__ __forceinline__ void clear_past(float (&x)[8], int column, int k) {
+    if (column + 8 > k)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) if (column + j >= k) x[j] = 0;
+}
 
 template <class Source>
 __device__ __forceinline__ void load_row8(const Source* row, int column, int k, int pitch, float (&x)[8]) {
@@ -130,34 +158,33 @@ __device__ __forceinline__ void load_row8(const Source* row, int column, int k, 
     for (int j = 0; j < 8; ++j) x[j] = 0;
     if (column >= pitch) return;
     load8(row + column, x);
-    if (column + 8 > k)
-#pragma unroll
-        for (int j = 0; j < 8; ++j) if (column + j >= k) x[j] = 0;
+    clear_past(x, column, k);
 }
 
 template <int THREADS, int VECTORS>
-__device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratch<THREADS>& scratch) {
+__device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratch<THREADS>& scratch, int bank = 0) {
     double none = 0;
-    unsigned top = 0;
+    float top = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
-        for (int j = 0; j < 8; ++j) top = max(top, magnitude(v[i][j]));
-    row_sum_max<THREADS>(none, top, scratch);
-    return __uint_as_float(top);
+        for (int j = 0; j < 8; ++j) top = larger(top, v[i][j]);
+    row_sum_max<THREADS, false, true>(none, top, scratch, bank);
+    return top;
 }
 
-// RMSNorm, or with CENTER LayerNorm, of a row in place; returns the largest magnitude of the result. In fp32 it is
-// (x - mean) * gain * inverse + shift; because rounding keeps order, the largest |x gain| gives the largest result.
-template <int THREADS, bool CENTER, int VECTORS>
+// RMSNorm, or with CENTER LayerNorm, of a row in place; with TOP it returns the largest magnitude of the result. In fp32 it
+// is (x - mean) * gain * inverse + shift; because rounding keeps order, the largest |x gain| gives the largest result.
+template <int THREADS, bool CENTER, bool TOP, int VECTORS>
 __device__ __forceinline__ float normalise_row(
     float (&v)[VECTORS][8], const float* __restrict__ gain, const float* __restrict__ shift, float eps, int k, int pitch,
     RowScratch<THREADS>& scratch)
 {
     const int thread = threadIdx.x % THREADS;
+    const double share = 1.0 / k;  // before the row is used, so while it is on its way
+    float top = 0;
     if constexpr (CENTER) {
         double sum = 0;
-        unsigned none = 0;
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             float part = 0;
@@ -165,35 +192,35 @@ __device__ __forceinline__ float normalise_row(
             for (int j = 0; j < 8; ++j) part += v[i][j];
             sum += part;
         }
-        row_sum_max<THREADS>(sum, none, scratch);
-        const float mean = static_cast<float>(sum / k);
+        row_sum_max<THREADS, true, false>(sum, top, scratch, 1);
+        const float mean = static_cast<float>(sum * share);
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
+        for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) if ((i * THREADS + thread) * 8 + j < k) v[i][j] -= mean;
+            for (int j = 0; j < 8; ++j) v[i][j] -= mean;
+            if (k < THREADS * VECTORS * 8) clear_past(v[i], (i * THREADS + thread) * 8, k);
+        }
     }
     double sum = 0;
-    unsigned top = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        const int column = (i * THREADS + thread) * 8;
         float part = 0, g[8];
-        load_row8(gain, column, k, pitch, g);
+        load_row8(gain, (i * THREADS + thread) * 8, k, pitch, g);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             part = fmaf(v[i][j], v[i][j], part);
             v[i][j] = __fmul_rn(v[i][j], g[j]);
-            top = max(top, magnitude(v[i][j]));
+            if constexpr (TOP) top = larger(top, v[i][j]);
         }
         sum += part;
     }
-    row_sum_max<THREADS>(sum, top, scratch);
-    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum / k) + eps));
+    row_sum_max<THREADS, true, TOP>(sum, top, scratch, 0);
+    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum * share) + eps));
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = __fmul_rn(v[i][j], inverse);
-    if (shift == nullptr) return __fmul_rn(__uint_as_float(top), inverse);
+    if (shift == nullptr) return __fmul_rn(top, inverse);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float g[8];
@@ -201,7 +228,7 @@ __device__ __forceinline__ float normalise_row(
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], g[j]);
     }
-    return row_max<THREADS>(v, scratch);
+    return TOP ? row_max<THREADS>(v, scratch, 1) : 0.0f;
 }
 
 // ---- per-token int8 ----------------------------------------------------------------------------------------------
@@ -219,20 +246,18 @@ __device__ __forceinline__ RowScale row_scale(float a) {
     return {ratio, __fdiv_rn(a, 127.0f)};
 }
 
-__device__ __forceinline__ int code(float x, float ratio) {
-    return ratio == 0.0f ? 0 : max(-127, min(127, __float2int_rn(__fmul_rn(x, ratio))));
-}
-
+// Eight codes. Adding 1.5 * 2^23 rounds half to even and leaves the integer in the sum's low byte; |x * ratio| rounds to 127 at
+// most, because the row's largest magnitude times `ratio` does.
 __device__ __forceinline__ uint2 codes8(const float (&x)[8], float ratio) {
     unsigned word[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        unsigned w = 0;
+        unsigned sum[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) w |= (static_cast<unsigned>(code(x[4 * i + j], ratio)) & 0xffu) << (8 * j);
-        word[i] = w;
+        for (int j = 0; j < 4; ++j) sum[j] = __float_as_uint(__fadd_rn(__fmul_rn(x[4 * i + j], ratio), 12582912.0f));
+        word[i] = __byte_perm(__byte_perm(sum[0], sum[1], 0x0040), __byte_perm(sum[2], sum[3], 0x0040), 0x5410);
     }
-    return make_uint2(word[0], word[1]);
+    return ratio == 0.0f ? make_uint2(0, 0) : make_uint2(word[0], word[1]);
 }
 
 // The scaled product: s_x * (s_w * acc) + bias, each operation rounded on its own.
@@ -246,7 +271,7 @@ enum Activation { SILU = 0, GELU_TANH = 1, RELU = 2, GELU = 3 };
 
 template <int F>
 __device__ __forceinline__ float activate(float x) {
-    if constexpr (F == SILU) return __fdiv_rn(x, 1.0f + expf(-x));
+    if constexpr (F == SILU) return __fdividef(x, 1.0f + __expf(-x));  // 2^-20, and the result is rounded to fp16
     if constexpr (F == GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
     if constexpr (F == GELU) return 0.5f * x * erfcf(-0.70710678118654752f * x);
     return fmaxf(x, 0.0f);

@@ -50,7 +50,7 @@ __device__ __forceinline__ float quantize_input(
     }
     const float top = INPUT == HALF
         ? row_max<THREADS>(v, scratch)
-        : normalise_row<THREADS, INPUT == LAYER_NORM>(v, gain, shift, eps, k, pitch, scratch);
+        : normalise_row<THREADS, INPUT == LAYER_NORM, true>(v, gain, shift, eps, k, pitch, scratch);
     const RowScale s = row_scale(top);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {

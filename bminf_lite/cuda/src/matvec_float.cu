@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(THREADS) matvec_float(
         float v[VECTORS][8];
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) load_row8(source, (i * THREADS + threadIdx.x) * 8, k, pitch, v[i]);
-        if constexpr (INPUT != HALF) normalise_row<THREADS, INPUT == LAYER_NORM>(v, gain, shift, eps, k, pitch, scratch);
+        if constexpr (INPUT != HALF) normalise_row<THREADS, INPUT == LAYER_NORM, false>(v, gain, shift, eps, k, pitch, scratch);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             const int column = (i * THREADS + threadIdx.x) * 8;

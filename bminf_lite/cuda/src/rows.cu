@@ -20,37 +20,45 @@ struct Values {
     size_t pitch;  // for a product: the layout's leading dimension
 };
 
-template <int SOURCE, Order ORDER>
-__device__ __forceinline__ void load_values(const Values& v, int row, int column, int k, float (&x)[8]) {
-    if constexpr (SOURCE == FROM_HALF) load8(static_cast<const __half*>(v.data) + row * v.pitch + column, x);
-    if constexpr (SOURCE == FROM_FLOAT) load8(static_cast<const float*>(v.data) + row * v.pitch + column, x);
-    if constexpr (SOURCE == PRODUCT) {
-        load8(static_cast<const int*>(v.data) + offset<ORDER>(row, column, v.pitch), x);
-        float scale[8], bias[8];
-        load8(v.w_scale + column, scale);
-        const float x_scale = v.x_scale[row];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = scaled(x[j], x_scale, scale[j]);
-        if (v.bias) {
-            load8(v.bias + column, bias);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = __fadd_rn(x[j], bias[j]);
-        }
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = rounded(x[j]);
-    }
-    if (column + 8 > k)
-#pragma unroll
-        for (int j = 0; j < 8; ++j) if (column + j >= k) x[j] = 0;
-}
+// A thread's part of a source, as it is in memory: what is fetched first and looked at later, so that all of a row is on its
+// way at once. Where there is no column, the first one is read, and cleared later.
+template <int SOURCE>
+struct Raw {
+    uint4 part[SOURCE >= FROM_FLOAT ? 2 : 1];
 
-// A gate's halves start at columns 0 and k, and k may be odd: then the second is read one by one.
-template <int SOURCE, Order ORDER>
-__device__ __forceinline__ void load_second_half(const Values& v, int row, int column, int k, float (&x)[8]) {
-    if (k % 8 == 0) {
-        load_values<SOURCE, ORDER>(v, row, k + column, 2 * k, x);
-        return;
+    template <Order ORDER>
+    __device__ __forceinline__ void fetch(const Values& v, int row, int column) {
+        if constexpr (SOURCE == FROM_HALF) part[0] = fetch16(static_cast<const __half*>(v.data) + row * v.pitch + column);
+        if constexpr (SOURCE >= FROM_FLOAT) {
+            const size_t place = SOURCE == PRODUCT ? offset<ORDER>(row, column, v.pitch) : row * v.pitch + column;
+            part[0] = fetch16(static_cast<const int*>(v.data) + place);
+            part[1] = fetch16(static_cast<const int*>(v.data) + place + 4);
+        }
     }
+
+    __device__ __forceinline__ void values(const Values& v, float x_scale, int column, float (&x)[8]) const {
+        if constexpr (SOURCE == FROM_HALF) load8(reinterpret_cast<const __half*>(part), x);
+        if constexpr (SOURCE == FROM_FLOAT) load8(reinterpret_cast<const float*>(part), x);
+        if constexpr (SOURCE == PRODUCT) {
+            float y[8];
+            load8(reinterpret_cast<const int*>(part), x);
+            load8(v.w_scale + column, y);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[j] = scaled(x[j], x_scale, y[j]);
+            if (v.bias) {
+                load8(v.bias + column, y);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) x[j] = __fadd_rn(x[j], y[j]);
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[j] = rounded(x[j]);
+        }
+    }
+};
+
+// The second half of a gate where it starts at an odd place, read one by one.
+template <int SOURCE, Order ORDER>
+__device__ __forceinline__ void load_odd_half(const Values& v, int row, int column, int k, float (&x)[8]) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         const int c = k + column + j;
@@ -66,56 +74,80 @@ __device__ __forceinline__ void load_second_half(const Values& v, int row, int c
 }
 
 // rows of k elements. `residual` fp32 (pitch residual_pitch) is read by norms, and written if there is a source to add.
-// `out` is int8 codes laid out by OUT with leading dimension `out_ld`, with fp32 `scales`; or values with that pitch.
+// `out` is int8 codes laid out by OUT with leading dimension `out_ld`, with fp32 `scales`; or values with that pitch, which
+// may be the residual stream or, without a gate, the source itself.
 template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT>
-__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128) transform(
+__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, SOURCE == PRODUCT ? 1 : resident_blocks(THREADS, VECTORS)) transform(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
     float* residual, long long residual_pitch, const float* gain, const float* shift, float eps,
     void* out, float* scales, long long out_ld, int rows, int k)
 {
+    constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM, GATE = PREPARE >= GATE_SILU;
+    constexpr Order ORDER = static_cast<Order>(IN);
     __shared__ RowScratch<THREADS> scratch;
     let_successor_start();
     wait_for_predecessor();
-    const int row = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS;
-    if (row >= rows) return;  // a whole row's threads: those of one row share a warp or a block
-    const int thread = threadIdx.x % THREADS, padded = (k + 15) / 16 * 16;
+    const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+    const int row = min(index, rows - 1);
+    const int padded = (k + 15) / 16 * 16, written = index < rows ? padded : 0;
+    const bool even = k % 8 == 0;
     const Values values = {data, x_scale, w_scale, bias, static_cast<size_t>(pitch)};
-    constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM;
+    const auto column_of = [thread](int vector) { return (vector * THREADS + thread) * 8; };
     float v[VECTORS][8];
+    constexpr int AT_ONCE = VECTORS <= 4 ? VECTORS : 1;
+    const Values stream = {residual, nullptr, nullptr, nullptr, static_cast<size_t>(residual_pitch)};
+    const float row_factor = SOURCE == PRODUCT ? x_scale[row] : 0.0f;
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        const int column = (i * THREADS + thread) * 8;
+    for (int first = 0; first < VECTORS; first += AT_ONCE) {
+        Raw<SOURCE> raw[AT_ONCE];
+        Raw<GATE ? SOURCE : NONE> second[AT_ONCE];
+        Raw<NORM ? FROM_FLOAT : NONE> before[AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[i][j] = 0;
-        if (column >= padded) continue;
-        if constexpr (SOURCE != NONE) load_values<SOURCE, static_cast<Order>(IN)>(values, row, column, k, v[i]);
-        if constexpr (NORM) {
-            float r[8];
-            float* place = residual + row * residual_pitch + column;
-            load_row8(residual + row * residual_pitch, column, k, padded, r);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(r[j], v[i][j]);
-            if constexpr (SOURCE != NONE) store8(place, v[i]);
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int place = column_of(first + i) < padded ? column_of(first + i) : 0;
+            raw[i].template fetch<ORDER>(values, row, place);
+            if (GATE && even) second[i].template fetch<ORDER>(values, row, k + place);
+            if constexpr (NORM) before[i].template fetch<Order::ROW>(stream, row, place);
         }
-        if constexpr (PREPARE >= GATE_SILU) {
-            float up[8];
-            load_second_half<SOURCE, static_cast<Order>(IN)>(values, row, column, k, up);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) v[i][j] = rounded(activate<PREPARE - GATE_SILU>(v[i][j]) * up[j]);
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int place = column_of(first + i) < padded ? column_of(first + i) : 0;
+            float(&x)[8] = v[first + i];
+            if constexpr (SOURCE != NONE) raw[i].values(values, row_factor, place, x);
+            if constexpr (GATE) {
+                float up[8];
+                if (even) second[i].values(values, row_factor, k + place, up);
+                else load_odd_half<SOURCE, ORDER>(values, row, column_of(first + i), k, up);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) x[j] = rounded(activate<PREPARE - GATE_SILU>(x[j]) * up[j]);
+            }
+            if constexpr (NORM) {
+                float r[8];
+                before[i].values(stream, 0, place, r);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) x[j] = SOURCE == NONE ? r[j] : __fadd_rn(r[j], x[j]);
+            }
         }
     }
+    if (k < THREADS * VECTORS * 8)
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) clear_past(v[i], column_of(i), k);
+    if constexpr (NORM && SOURCE != NONE)
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+            if (column_of(i) < written) store8(residual + row * residual_pitch + column_of(i), v[i]);
     float top = 0;
     if constexpr (NORM) {
-        top = normalise_row<THREADS, PREPARE == LAYER_NORM>(v, gain, shift, eps, k, padded, scratch);
+        top = normalise_row<THREADS, PREPARE == LAYER_NORM, TARGET == CODES>(v, gain, shift, eps, k, padded, scratch);
     } else if constexpr (TARGET == CODES) {
         top = row_max<THREADS>(v, scratch);
     }
     const RowScale s = row_scale(top);
-    if (TARGET == CODES && thread == 0) scales[row] = s.scale;
+    if (TARGET == CODES && thread == 0 && written) scales[row] = s.scale;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        const int column = (i * THREADS + thread) * 8;
-        if (column >= padded) continue;
+        const int column = column_of(i);
+        if (column >= written) continue;
         if constexpr (TARGET == CODES) {
             int8* place = static_cast<int8*>(out) + offset<static_cast<Order>(OUT)>(row, column, out_ld);
             *reinterpret_cast<uint2*>(place) = codes8(v[i], s.ratio);

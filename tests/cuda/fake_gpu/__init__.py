@@ -84,14 +84,14 @@ def _check_signatures(machine: Machine) -> None:
     """A signature must be, letter by letter, what the source declares."""
     real = kernels.Module.kernel
 
-    def kernel(module: kernels.Module, name_expression: str, signature: str) -> kernels.Kernel:
+    def kernel(module: kernels.Module, name_expression: str, signature: str, cache: bool = False) -> kernels.Kernel:
         module.cubin  # noqa: B018 - asks for the compilation
         declared = declarations(module._source[0])[split_expression(name_expression)[0]].signature
         expanded = expand(signature)
         if expanded != declared:
             raise FakeGpuError(f"{name_expression}: the signature is {expanded}, the source declares {declared}")
         machine.requested[module._source[0], name_expression, module._source[2]].signature = expanded
-        return real(module, name_expression, signature)
+        return real(module, name_expression, signature, cache)
 
     kernels.Module.kernel = kernel  # type: ignore[method-assign]
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from bminf_lite.backend.base import attend as attend_rows
-from bminf_lite.backend.base import normalise, rotate
+from bminf_lite.backend.functions import normalise, rotate
 from bminf_lite.backend.values import Norm, RelativeBias, Rope
 
 from .launching import Call, model

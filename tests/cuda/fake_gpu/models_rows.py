@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bminf_lite.backend.base import ACTIVATIONS, normalise
+from bminf_lite.backend.functions import ACTIVATIONS, normalise
+from bminf_lite.backend.functions import softmax as softmax_of
 from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.random_matrix import RandomMatrix
 from bminf_lite.backend.values import Norm
@@ -162,6 +163,42 @@ def write_rows(call: Call, values: np.ndarray, padded: int, target: int) -> None
     at = offsets(call.number("OUT"), rows, padded, call.out_ld)
     call.vector("out", int(at.max()) + 1, np.int8, 8)[at] = codes
     call.vector("scales", rows, F32)[...] = scale
+
+
+def write_softmax(call: Call, rows: int) -> None:
+    """What both softmax kernels write."""
+    k, whole, dtype = call.k, call.number("WHOLE"), F16 if call.template["T"] == "__half" else F32
+    call.require(not whole or k % 8 == 0, "rows are not whole vectors")
+
+    def extra(name: str, pitch: int, dtype: type, align: int) -> np.ndarray:
+        align = align if whole else 0
+        return call.rows(name, rows, pitch, k, dtype, align) if pitch else call.vector(name, k, dtype, align)
+
+    scores = call.rows("x", rows, call.pitch, k, dtype, 16 * whole).astype(F32) * F32(call.scale)
+    scores = scores + extra("bias", call.bias_pitch, F32, 16) if call.bias else scores
+    visible = extra("visible", call.visible_pitch, np.int8, 8) != 0 if call.visible else None
+    call.rows("out", rows, call.out_pitch, k, dtype, 16 * whole)[...] = softmax_of(scores, visible)
+
+
+@model
+def softmax(call: Call) -> None:
+    rows, threads, cluster = call.arguments["rows"], call.number("THREADS"), call.number("CLUSTER")
+    call.require(call.number("VECTORS") * threads * cluster * 8 >= call.k, "the threads do not cover a row")
+    call.require(call.launch.grid[0] // cluster * (call.launch.block // threads) >= rows, "blocks are missing")
+    write_softmax(call, rows)
+
+
+@model
+def softmax_any(call: Call) -> None:
+    write_softmax(call, call.launch.grid[0])
+
+
+@model
+def norm_any(call: Call) -> None:
+    rows, k, align = call.launch.grid[0], call.k, 16 if call.aligned else 0
+    x = call.rows("x", rows, call.pitch, k, F32, align)
+    norm = norm_of(call, 2 if call.number("CENTER") else 1, k, up(k, 8))
+    call.rows("out", rows, call.out_pitch, k, F32, align)[...] = normalise(x, norm)
 
 
 @model

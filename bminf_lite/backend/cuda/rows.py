@@ -1,0 +1,74 @@
+"""Launches over rows on their own, in place or not: softmax, and norms that no product follows at once."""
+
+from __future__ import annotations
+
+import cupy as cp
+
+from ..values import Norm
+from .arrays import is_padded, pitch_of
+from .launches import WIDEST_NORM, Launches, address, ceil_div, norm_arguments, row_shape, size_of
+
+BLOCK_ROW = WIDEST_NORM
+"""Elements of a row that one block holds in its registers."""
+MAX_CLUSTER = 8
+
+
+class RowLaunches(Launches):
+    """Adds to :class:`Launches` what works on any rows: their width and alignment are free, their elements adjacent."""
+
+    def norm(self, x: cp.ndarray, norm: Norm, out: cp.ndarray) -> None:
+        """A norm of fp32 rows, fp32; ``out`` may be ``x``."""
+        rows, k = x.shape
+        if k <= WIDEST_NORM and is_padded(x) and is_padded(out):
+            self.transform(None, out, None, None, x, norm)
+            return
+        gain, shift, eps = norm_arguments(norm)
+        self._launch(
+            "norm_any.cu", f"norm_any<{'true' if norm.center else 'false'}>", "pqppfpqi?", rows, 512,
+            (x.data.ptr, pitch_of(x), gain, shift, eps, out.data.ptr, pitch_of(out), k, in_vectors(x, out)),
+            moved=size_of(x, out), cache=rows > self.multiprocessors,
+        )  # fmt: skip
+
+    def softmax(
+        self, x: cp.ndarray, scale: float, bias: cp.ndarray | None, visible: cp.ndarray | None, out: cp.ndarray
+    ) -> None:
+        """See :meth:`Backend.softmax`; ``out`` may be ``x``."""
+        rows, k = x.shape
+        if not x.size:
+            return
+        arrays = [a for a in (x, out, bias, visible) if a is not None]
+        assert all(a.strides[-1] == a.itemsize for a in arrays)
+        whole = k % 8 == 0 and in_vectors(*arrays)
+        many = rows > self.multiprocessors
+        template = f"{'__half' if x.dtype == cp.float16 else 'float'}, {'true' if whole else 'false'}"
+        arguments = (
+            x.data.ptr, pitch_of(x), scale, address(bias), row_step(bias), address(visible), row_step(visible),
+            out.data.ptr, pitch_of(out),
+        )  # fmt: skip
+        cluster = 1 << (ceil_div(k, BLOCK_ROW) - 1).bit_length()
+        if cluster > (MAX_CLUSTER if self.clusters else 1):
+            self._launch(
+                "softmax.cu", f"softmax_any<{template}>", "pqfpqpqpqi", rows, 512, (*arguments, k),
+                moved=size_of(*arrays), cache=many,
+            )  # fmt: skip
+            return
+        threads, vectors = row_shape(k, 4 if many else 1) if cluster == 1 else (512, 4)
+        grid = cluster * ceil_div(rows * threads, max(threads, 128))
+        self._launch(
+            "softmax.cu", f"softmax<{template}, {threads}, {vectors}, {cluster}>", "pqfpqpqpqii", grid,
+            max(threads, 128), (*arguments, rows, k), cluster=cluster if cluster > 1 else None,
+            moved=size_of(*arrays), cache=many,
+        )  # fmt: skip
+
+
+def row_step(x: cp.ndarray | None) -> int:
+    """Elements from one row to the next, 0 where there is one for all rows."""
+    return pitch_of(x) if x is not None and x.ndim == 2 else 0
+
+
+def in_vectors(*arrays: cp.ndarray) -> bool:
+    """Whether each eight elements of a row lie where a kernel may read them at once."""
+    width = {1: 8, 2: 16, 4: 16}
+    return all(
+        a.data.ptr % width[a.itemsize] == 0 and (row_step(a) * a.itemsize) % width[a.itemsize] == 0 for a in arrays
+    )

@@ -1,0 +1,130 @@
+"""Softmax, and norms into an array that is given: any width, in place or not."""
+
+from __future__ import annotations
+
+import float64_operations as model
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_values import ROWS, SEEDS, WIDTHS, norm_on, random_norm, random_rows
+from tolerances import assert_close
+
+from bminf_lite.backend.values import Norm
+
+EVERY_WIDTH = [1, 31, 1024, 1025, 4097, 16392, 128256, 131_073]
+"""Of one vector and less, of a warp, a block and a cluster, with a rest and without, and wider than all of them."""
+FORMS = st.sampled_from(["none", "one for all", "each row"])
+
+
+def extra(rng: np.random.Generator, form: str, rows: int, width: int, dtype: type) -> np.ndarray | None:
+    """A bias, or what is visible, in one of the forms that the operation takes."""
+    if form == "none":
+        return None
+    shape = (width,) if form == "one for all" else (rows, width)
+    return rng.random(shape) > 0.4 if dtype is bool else rng.standard_normal(shape).astype(np.float32)
+
+
+def check_softmax(backend, x: np.ndarray, scale: float, bias, visible) -> None:
+    """Against the model; in place, into another array and into a new one are the same bits."""
+    expected, terms = model.softmax(x, scale, bias, visible)
+    more = [None if v is None else backend.array(v) for v in (bias, visible)]
+    y = backend.host(backend.softmax(backend.array(x), scale, *more)).copy()
+    assert y.dtype == x.dtype
+    assert_close(y, expected, "softmax", x.dtype, terms)
+    if visible is not None:
+        np.testing.assert_array_equal(y[~np.broadcast_to(visible, x.shape)], 0)
+    place = backend.array(x)
+    assert backend.softmax(place, scale, *more, out=place) is place
+    np.testing.assert_array_equal(backend.host(place), y)
+
+
+@given(SEEDS, ROWS, WIDTHS, st.sampled_from([np.float16, np.float32]), FORMS, FORMS)
+def test_softmax(backend, seed, rows, width, dtype, bias, visible):
+    rng = np.random.default_rng(seed)
+    x, scale = random_rows(rng, rows, width, dtype), float(np.float32(rng.uniform(0.1, 2)))
+    check_softmax(
+        backend, x, scale, extra(rng, bias, rows, width, np.float32), extra(rng, visible, rows, width, bool)
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("width", EVERY_WIDTH)
+def test_softmax_of_every_width(backend, width, dtype):
+    rng = np.random.default_rng(width)
+    x = random_rows(rng, 3, width, dtype)
+    check_softmax(backend, x, 0.7, extra(rng, "each row", 3, width, np.float32), extra(rng, "each row", 3, width, bool))
+    check_softmax(backend, x, 1.0, None, None)
+
+
+def test_softmax_of_rows_without_anything_visible(backend):
+    x = backend.array(np.array([[3e38, np.nan, 1], [5, 5, np.inf], [1, 1, 1]], np.float32))
+    visible = backend.array(np.array([[0, 0, 0], [1, 1, 0], [0, 1, 0]], bool))
+    expected = [[0, 0, 0], [0.5, 0.5, 0], [0, 1, 0]]
+    np.testing.assert_array_equal(backend.host(backend.softmax(x, visible=visible)), expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_softmax_of_what_is_not_a_number(backend):
+    x = np.zeros((5, 40), np.float32)
+    x[1, 7], x[2, 39], x[3] = np.nan, np.inf, -np.inf
+    y = backend.host(backend.softmax(backend.array(x)))
+    assert np.isnan(y[1:3]).all()
+    np.testing.assert_array_equal(y[3], 0)
+    np.testing.assert_array_equal(y[[0, 4]], np.float32(1 / 40))
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("width", EVERY_WIDTH)
+def test_norms_of_every_width(backend, width, center):
+    rng = np.random.default_rng(width)
+    x, norm = random_rows(rng, 3, width, np.float32) + np.float32(center), random_norm(rng, width, center)
+    given_norm = norm_on(backend, norm)
+    lazy = backend.host(backend.norm(backend.array(x), given_norm)).copy()
+    assert_close(lazy, model.norm(x, norm), "norm", np.float32, model.norm_terms(x, norm))
+    place, other = backend.array(x), backend.array(np.full_like(x, 7))
+    assert backend.norm(place, given_norm, out=place) is place
+    assert backend.norm(backend.array(x), given_norm, out=other) is other
+    np.testing.assert_array_equal(backend.host(place), backend.host(other))
+    assert_close(backend.host(place), model.norm(x, norm), "norm", np.float32, model.norm_terms(x, norm))
+
+
+def test_a_norm_of_wide_rows_is_quantized(backend):
+    """Norm and quantization are one kernel only up to some width."""
+    rng = np.random.default_rng(0)
+    x, norm = random_rows(rng, 3, 20_000, np.float32), random_norm(rng, 20_000, False)
+    codes, scale = (backend.host(v) for v in backend.quantize(backend.norm(backend.array(x), norm_on(backend, norm))))
+    expected, expected_scale = model.quantize(model.norm(x, norm).astype(np.float32))
+    assert np.abs(codes.astype(int) - expected).max() <= 1
+    assert_close(scale, expected_scale, "norm", np.float32, expected_scale)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 200, 256, 1000, 4096, 4097, 8192, 16384, 40_000])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_softmax_of_many_rows(cuda_backend, width, dtype):
+    """More than there are multiprocessors, which take other instantiations."""
+    rng = np.random.default_rng(width)
+    x = random_rows(rng, 301, width, dtype)
+    check_softmax(cuda_backend, x, 0.3, extra(rng, "one for all", 301, width, np.float32), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_softmax_without_clusters(cuda_backend, monkeypatch, dtype):
+    monkeypatch.setattr(cuda_backend.launches, "clusters", False)
+    check_softmax(cuda_backend, random_rows(np.random.default_rng(5), 5, 40_001, dtype), 1.5, None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [31, 1024, 4097, 128256])
+def test_nothing_is_allocated_in_place(cuda_backend, width):
+    x = cuda_backend.array(np.ones((4, width), np.float32))
+    norm = Norm(cuda_backend.vector(np.ones(width, np.float32)), 1e-5)
+    with cuda_backend.arena.measure() as meter:
+        cuda_backend.softmax(x, out=x)
+        cuda_backend.norm(x, norm, out=x)
+    assert meter.peak == 0
