@@ -22,15 +22,15 @@ from ..cuda.cublaslt import Order
 from ..cuda.kernels import Kernel, Module
 from ..cuda.layouts import Layout, round_up
 from .instruments import Ceilings, Instruments, Span
-from .plain import MATRICES, PRODUCT_ROWS, WIDTHS, Case, in_turn, layer_norm, matvec, quantize, rms_norm
+from .plain import MATRICES, PRODUCT_ROWS, WIDTHS, Case, in_turn, layer_norm, matvec, quantize, rms_norm, softmax
 
 RUNS_AT_ONCE = 10
 """Runs of a kernel in one recording."""
 HOLD_READS = 100
 """Reads of the whole buffer that keep the GPU busy while the host launches a step: 20 ms or more."""
 PRODUCT_SIZE = 8192
-ELEMENTS = 1 << 25
-"""Of the matrices that row kernels are timed on: 64 to 128 MiB, more than a GPU's cache holds."""
+ELEMENTS = 1 << 26
+"""Of the matrices that row kernels are timed on: 128 to 256 MiB, several times what a GPU's cache holds."""
 WEIGHT_BYTES = 256 << 20
 """Of the weights that matrix-vector products are timed on, in turn."""
 
@@ -60,6 +60,11 @@ class CudaInstruments(Instruments):
 
     def peaks(self) -> tuple[int, int | None]:
         return self.ops.arena.peak_used, self.ops.arena.peak_reserved
+
+    def allocated(self, run: Callable[[int], Any]) -> int:
+        with self.ops.arena.measure() as meter:
+            run(0)
+        return meter.peak
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +159,7 @@ class CudaInstruments(Instruments):
                            2 * rows * n * k, in_turn(lambda a, b: a.astype("f") @ b.astype("f").T, (x, w)))  # fmt: skip
 
     def _row_cases(self, rows: int, width: int) -> Iterator[Case]:
-        """Norms of the residual stream, and quantization. They write where they are told, so they allocate nothing."""
+        """Softmax, norms of the residual stream, and quantization; new results only where there is one in place too."""
         arrays, transform, shape = self.ops.arrays, self.ops.launches.transform, f"{rows} x {width}"
         half = self._random(rows, width, np.float16)
         with arrays.current():
@@ -164,6 +169,11 @@ class CudaInstruments(Instruments):
         scales, layout = arrays.empty((rows,), np.float32), Layout(Order.ROW, rows, width, round_up(width, PAD))
         rms, layer = Norm(gain, 1e-5), Norm(gain, 1e-5, bias, center=True)
         size = rows * width
+        yield Case("softmax", shape, in_turn(self.ops.softmax, (residual,)), 8 * size,
+                   plain=in_turn(softmax, (cp, residual)))  # fmt: skip
+        yield Case("softmax, in place", shape, lambda _: self.ops.softmax(residual, out=residual), 8 * size)
+        with arrays.current():
+            residual[...] = half
         yield Case("rms_norm", shape, in_turn(transform, (None, out, None, None, residual, rms)), 6 * size,
                    plain=in_turn(rms_norm, (cp, residual, gain)))  # fmt: skip
         yield Case("layer_norm", shape, in_turn(transform, (None, out, None, None, residual, layer)), 6 * size,
@@ -172,6 +182,7 @@ class CudaInstruments(Instruments):
                    plain=in_turn(quantize, (cp, half)))  # fmt: skip
         yield Case("rms_norm and quantize", shape, in_turn(transform, (None, codes, scales, layout, residual, rms)),
                    5 * size, plain=in_turn(lambda *a: quantize(cp, rms_norm(*a)), (cp, residual, gain)))  # fmt: skip
+        yield Case("rms_norm to fp32, in place", shape, lambda _: self.ops.norm(residual, rms, out=residual), 8 * size)
 
     def _matvec_cases(self, n: int, k: int) -> Iterator[Case]:
         """One row times a weight, over several weights in turn, as a model's layers are."""

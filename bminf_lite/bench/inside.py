@@ -34,5 +34,6 @@ def kernel_times(instruments: Instruments) -> list[KernelTime]:
     for case in instruments.kernels():
         plain = instruments.plain_seconds_each(case.plain) if case.plain else None
         seconds = instruments.seconds_each(case.run)
-        times.append(KernelTime(case.kernel, case.shape, seconds, case.nbytes, case.operations, plain))
+        taken = instruments.allocated(case.run)
+        times.append(KernelTime(case.kernel, case.shape, seconds, case.nbytes, case.operations, plain, taken))
     return times

@@ -97,6 +97,10 @@ class Instruments:
         """The same for work that is not the backend's own, as its user would run it."""
         return self.seconds_each(run)
 
+    def allocated(self, run: Callable[[int], Any]) -> int | None:
+        """The most memory in bytes that one ``run(i)`` takes beside what is there, where that is known."""
+        return None
+
     def trace(self, step: Callable[[], Any]) -> list[Span]:
         """The operations of one ``step()`` in order, each timed on its own."""
         step()

@@ -20,7 +20,9 @@ UNKNOWN = Ceilings(math.nan, math.nan, math.nan)
 
 @dataclass(frozen=True)
 class KernelTime:
-    """A kernel's time at one size: seconds, bytes moved or operations done, and the plain formula's seconds."""
+    """A kernel's time at one size: seconds, bytes moved or operations done, the plain formula's seconds, and the most
+    bytes of memory that it takes for itself.
+    """
 
     kernel: str
     shape: str
@@ -28,6 +30,7 @@ class KernelTime:
     nbytes: int
     operations: int
     plain_seconds: float | None
+    allocated: int | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ class Report:
             "percent_of_ceiling": 100 * rate / limit,
             "plain_microseconds": 1e6 * k.plain_seconds if k.plain_seconds else None,
             "speedup": k.plain_seconds / k.seconds if k.plain_seconds else None,
+            "allocated_bytes": k.allocated,
         }
 
     # -- forms --------------------------------------------------------------------------------------------------------
@@ -225,7 +229,7 @@ def _name_form(row: Row) -> Row:
 
 
 def _kernel_form(row: Row) -> Row:
-    plain, speedup = row["plain_microseconds"], row["speedup"]
+    plain, speedup, allocated = row["plain_microseconds"], row["speedup"], row["allocated_bytes"]
     return {
         "kernel": row["kernel"],
         "shape": row["shape"],
@@ -234,6 +238,7 @@ def _kernel_form(row: Row) -> Row:
         "% of ceiling": f"{row['percent_of_ceiling']:.1f}",
         "plain us": "" if plain is None else f"{plain:.1f}",
         "times faster": "" if speedup is None else f"{speedup:.1f}",
+        "MB taken": "" if allocated is None else f"{allocated / 1e6:.1f}",
     }
 
 

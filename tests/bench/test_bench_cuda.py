@@ -71,7 +71,8 @@ def test_a_trace_of_a_batch_shows_its_products(subject, instruments, batch: int)
 def test_kernels(instruments, cuda_backend) -> None:
     cases = [*instruments._row_cases(64, 1024), *instruments._matvec_cases(512, 1024)]
     assert {case.kernel for case in cases} == {
-        "rms_norm", "layer_norm", "quantize", "rms_norm and quantize", "matvec"
+        "softmax", "softmax, in place", "rms_norm", "layer_norm", "quantize", "rms_norm and quantize",
+        "rms_norm to fp32, in place", "matvec",
     }  # fmt: skip
     for case in cases:
         assert 0 < instruments.seconds_each(case.run, runs=2) < 1
@@ -79,9 +80,17 @@ def test_kernels(instruments, cuda_backend) -> None:
     assert 0 < instruments.seconds_each(run, runs=2) < 1
 
 
+def test_in_place_takes_nothing(instruments) -> None:
+    taken = {case.kernel: instruments.allocated(case.run) for case in instruments._row_cases(64, 1024)}
+    assert taken["softmax"] >= 64 * 1024 * 4
+    assert {size for kernel, size in taken.items() if kernel != "softmax"} == {0}
+
+
 def test_plain_versions_run(instruments) -> None:
     for case in (*instruments._row_cases(64, 1024), *instruments._matvec_cases(512, 1024)):
-        assert case.plain is not None and 0 < instruments.plain_seconds_each(case.plain) < 1
+        assert (case.plain is None) == ("in place" in case.kernel)
+        if case.plain is not None:
+            assert 0 < instruments.plain_seconds_each(case.plain) < 1
 
 
 def test_plain_formulas_give_what_the_kernels_give(instruments, cuda_backend) -> None:
