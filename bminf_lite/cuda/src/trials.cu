@@ -33,14 +33,14 @@ __global__ void __launch_bounds__(THREADS) row_magnitudes(
     __shared__ RowScratch<THREADS> scratch;
     wait_for_predecessor();
     const T* row = w + static_cast<size_t>(blockIdx.x) * k;
-    unsigned largest = 0;
+    float largest = 0;
     for (int c = threadIdx.x; c < k; c += THREADS)
-        largest = max(largest, magnitude(__fmul_rn(number(row[c]), factor_of(factors, c))));
+        largest = larger(largest, __fmul_rn(number(row[c]), factor_of(factors, c)));
     double none = 0;
-    row_sum_max<THREADS>(none, largest, scratch);
+    row_sum_max<THREADS, false, true>(none, largest, scratch, 0);
     if (threadIdx.x != 0) return;
-    top[blockIdx.x] = __uint_as_float(largest);
-    const float scale = exact_scale(__uint_as_float(largest));
+    top[blockIdx.x] = largest;
+    const float scale = exact_scale(largest);
     if (!(scale >= SMALLEST && scale <= LARGEST)) *misfit = 1;
 }
 
@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(THREADS) column_magnitudes(
     const int column = blockIdx.x * THREADS + threadIdx.x;
     if (column >= k) return;
     const int first = blockIdx.y * STRIP, last = min(rows, first + STRIP);
-    unsigned largest = 0;
+    float largest = 0;
     for (int row = first; row < last; ++row) {
         float value = number(x[row * pitch + column]);
         if (divisors && divisors[row] > 0) value = __fdiv_rn(value, divisors[row]);
-        largest = max(largest, magnitude(value));
+        largest = larger(largest, value);
     }
-    atomicMax(reinterpret_cast<unsigned*>(top) + column, largest);
+    atomicMax(reinterpret_cast<unsigned*>(top) + column, __float_as_uint(largest));
 }
 
 // Columns of the matrix as fp16 rows: out[j, row] = w[row, index[j]] factor.
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(THREADS) row_squares(
         const double e = expected[row * pitch + c], d = __fsub_rn(got[row * got_pitch + c], expected[row * pitch + c]);
         noise += d * d, size += e * e;
     }
-    unsigned none = 0;
-    row_sum_max<THREADS>(noise, none, scratch);
-    row_sum_max<THREADS>(size, none, scratch);
+    float none = 0;
+    row_sum_max<THREADS, true, false>(noise, none, scratch, 0);
+    row_sum_max<THREADS, true, false>(size, none, scratch, 1);
     if (threadIdx.x == 0) squares[row] = noise, squares[rows + row] = size;
 }
