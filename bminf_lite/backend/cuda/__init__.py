@@ -27,13 +27,13 @@ from ...cuda.plans import PlanKind, kinds_for
 from ...cuda.sampling import STATE_ARRAYS, Sampler
 from ...errors import DeviceError
 from ...memory.device import MARGIN, device_arena
-from ..base import Backend
 from ..quantization import HostWeight
 from ..sampling import SamplerState
 from ..trials import Trials
 from ..values import Array, AttentionSpec, LayerCache, Norm, Step
 from . import launches
 from .arrays import PAD, Arrays, pitch_of
+from .finishing import STALE, Finishing
 from .launches import (
     MATVEC_ACTIVATED,
     MATVEC_ADD,
@@ -49,14 +49,13 @@ from .trials import CudaTrials, TrialLaunches
 from .unfinished import Gated, Normed, Product, Residual, Weight
 
 T = TypeVar("T")
-STALE = "a norm that two operations read must be read by both before the residual stream changes"
 HEAD_PAD = 16
 """Heads in the cache are padded to a multiple of so many elements, with zeros, for the tensor cores."""
 FEW_ROWS = 4
 """Up to so many rows, float weights are multiplied row by row: cheaper than a product on the tensor cores."""
 
 
-class CudaBackend(Backend):
+class CudaBackend(Finishing):
     """The operations on GPU ``device`` in ``memory_limit`` of it: bytes, ``"6GiB"``, or None for what is free."""
 
     lookahead = 1
@@ -69,7 +68,7 @@ class CudaBackend(Backend):
             self.stream = cp.cuda.Stream(non_blocking=True)
         self.arena = device_arena(self.device, memory_limit)
         self.arrays = Arrays(self.arena, self.stream, device)
-        self.launches = TrialLaunches(self.device, self.stream)
+        self.launches: TrialLaunches = TrialLaunches(self.device, self.stream)
         self.prefill_attention = PrefillAttention(self.device)
         self.sampler = Sampler(self.device)
         with self.arrays.current():
@@ -399,84 +398,6 @@ class CudaBackend(Backend):
             tokens, past, scratch.data.ptr, self.stream.ptr, greedy=sampler.greedy,
         )  # fmt: skip
         return result
-
-    # -- unfinished values ---------------------------------------------------------------------------------------------
-
-    def _transform(
-        self, x: Array, out: cp.ndarray, scale: cp.ndarray | None = None, layout: Layout | None = None
-    ) -> None:
-        """Write ``x``, whatever it is still waiting for, as codes or as values."""
-        if isinstance(x, Normed) and x.values is None:
-            assert not x.stale, STALE
-            residual = x.residual
-            x.used = True
-            if x.shape[1] <= launches.WIDEST_NORM:
-                self.launches.transform(residual.pending, out, scale, layout, residual.values, x.norm)
-                residual.pending = None
-                return
-            alone = layout is None and out.dtype == np.float32
-            values = out if alone else self.arrays.rows(x.shape[0], x.shape[1], np.float32)
-            self.launches.norm(self._finished(residual), x.norm, values)
-            if alone:
-                return
-            x = values
-        if isinstance(x, Normed):
-            x = x.values
-        if isinstance(x, Gated) and isinstance(x.source, cp.ndarray):
-            x = Gated(self.arrays.padded(x.source), x.activation)
-        if isinstance(x, Residual):
-            self._settle(x)
-            x = x.values
-        self.launches.transform(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out, scale, layout)
-
-    def _stream(self, x: Array) -> Residual:
-        """``x`` as a residual stream; another one's norm, where the norm comes after the layer, becomes one."""
-        return x if isinstance(x, Residual) else Residual(self.arrays.padded(self._finished(x)))
-
-    def _written(self, product: Product, dtype: type) -> cp.ndarray:
-        out = self.arrays.rows(product.shape[0], product.shape[1], dtype)
-        self.launches.finish(product.acc, product.layout, product.x_scale, product.weight, out)
-        return out
-
-    def _half(self, x: Array) -> cp.ndarray:
-        """``x`` as padded fp16 rows."""
-        if isinstance(x, cp.ndarray) and x.dtype == np.float16:
-            return self.arrays.padded(x)
-        if isinstance(x, Product):
-            return self._written(x, np.float16)
-        out = self.arrays.rows(x.shape[0], x.shape[1], np.float16)
-        self._transform(x, out)
-        return out
-
-    def _finished(self, x: Array) -> cp.ndarray:
-        """``x`` as an array: fp32 for the residual stream and its norms, fp16 for other unfinished values."""
-        if isinstance(x, cp.ndarray):
-            return x
-        if isinstance(x, Residual):
-            if x.pending is not None:
-                self.launches.finish(
-                    x.pending.acc, x.pending.layout, x.pending.x_scale, x.pending.weight, x.values, add=True
-                )
-                x.pending = None
-            return x.values
-        if isinstance(x, Normed):
-            if x.values is None:
-                out = self.arrays.rows(x.shape[0], x.shape[1], np.float32)
-                self._transform(x, out)
-                x.values = out
-            return x.values
-        return self._half(x)
-
-    def _settle(self, stream: Residual) -> None:
-        """Before the residual stream changes: take the norms of its present value, and add what is pending."""
-        for reference in stream.norms:
-            norm = reference()
-            if norm is not None and norm.used:
-                norm.stale = norm.values is None
-            elif norm is not None:
-                self._finished(norm)
-        stream.norms.clear()
-        self._finished(stream)
 
     def _zeros(self, purpose: str, count: int, dtype: Any) -> cp.ndarray:
         """``count`` zeros that kernels leave as zeros, kept for ``purpose`` because graphs hold their address."""
