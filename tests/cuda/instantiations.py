@@ -123,8 +123,7 @@ def families(arch: str) -> Iterator[Family]:
     yield Family("bandwidth.cu", "read_all", ())
     yield Family("dp4a.cu", "igemm_dp4a", ())
     yield Family("attention_prepare.cu", "prepare", (("false", "true"), orders))
-    yield Family("attention_decode.cu", "attend", ((64, 128), (1, 2, 4), (1, 8) if hopper else (1,), range(3)))
-    yield Family("attention_decode.cu", "attend", ((256,), (1, 2), (1, 8) if hopper else (1,), range(3)))
+    yield Family("attention_decode.cu", "attend", ((64, 128, 256), (1, 8) if hopper else (1,), range(3)))
     yield Family("pointwise.cu", "activate_rows", (("false", "true"), orders, activations))
     yield Family("pointwise.cu", "add_positions", ())
     if hopper:

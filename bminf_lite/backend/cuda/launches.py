@@ -31,8 +31,13 @@ WIDEST_NORM = 4 * 8 * MATVEC_THREADS
 """Up to this many elements, ``matvec`` normalises its input; a thread's share of more does not fit its registers."""
 MAX_HEAD_DIM = 256
 CLUSTER = 8
-DECODE_STAGES = 3
-"""Tiles of keys and values that a block of the decode kernel holds, of 32 tokens or, for the largest heads, 16."""
+DECODE_HEADS = 8
+"""Query heads of one key-value head that a block of the decode kernel takes at most."""
+DECODE_TOKENS = 16
+"""Tokens that a warp of it takes at once."""
+DECODE_THREADS = 128
+LONG_SPLIT = 512
+"""Tokens of a context for each block, from which on several clusters, which meet in memory, are faster than one."""
 
 # The enumerations of rows.cu, matvec.cu and attention_decode.cu.
 NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
@@ -243,13 +248,11 @@ class Launches:
 
     def split_context(self, spec: AttentionSpec, step: Step, reach: int) -> Split:
         """How the blocks of the decode kernel share a context of ``reach`` tokens at most."""
-        group = spec.heads // spec.kv_heads
-        heads = min(4 if spec.head_dim <= 128 else 2, 1 << (group - 1).bit_length())
         reach = reach if spec.window is None else min(reach, spec.window)
-        rows = step.count * spec.kv_heads * ceil_div(group, heads)
-        wanted = max(1, min(ceil_div(reach, 64), 3 * self.multiprocessors // rows))
-        cluster = CLUSTER if self.clusters and wanted >= CLUSTER // 2 else 1
-        return Split(heads, cluster, ceil_div(wanted, cluster) * cluster)
+        most = max(1, 2 * self.multiprocessors // (step.count * spec.kv_heads * head_groups(spec)))
+        if self.clusters and most >= CLUSTER // 2 and reach > CLUSTER // 2 * DECODE_TOKENS:
+            return Split(CLUSTER, CLUSTER * max(1, min(ceil_div(reach, CLUSTER * LONG_SPLIT), most // CLUSTER)))
+        return Split(1, min(ceil_div(reach, 4 * DECODE_TOKENS), most))
 
     def attend_one(
         self, qkv: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, split: Split,
@@ -261,17 +264,17 @@ class Launches:
         """
         head_pitch = head_pitch_of(cache)
         depth = decode_depth(spec)
-        groups = spec.kv_heads * ceil_div(spec.heads // spec.kv_heads, split.heads)
+        groups = spec.kv_heads * head_groups(spec)
         kind = SOURCE if lengths is not None else BIASED if spec.bias is not None else CAUSAL
         reach = step.reach if lengths is None else cache.capacity
-        expression = f"attend<{depth}, {split.heads}, {split.cluster}, {kind}>"
+        expression = f"attend<{depth}, {split.cluster}, {kind}>"
         self._launch(
-            "attention_decode.cu", expression, "pqpppffpppppppqiiiiiifpip", (split.blocks, groups, step.count), 256,
+            "attention_decode.cu", expression, "pqpppffpppppppqiiiiiifpip", (split.blocks, groups, step.count),
+            DECODE_THREADS,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(step.past), address(step.slots),
              cache.keys.data.ptr, cache.values.data.ptr, address(parts), arrived.data.ptr, out.data.ptr, pitch_of(out),
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch, cache.capacity, spec.window or 0, spec.scale,
              *bias_arguments(spec), address(lengths)),
-            shared=DECODE_STAGES * (32 if depth <= 128 else 16) * depth * 4,
             cluster=split.cluster if split.cluster > 1 else None,
             moved=size_of(qkv, out) + 4 * step.count * reach * spec.kv_heads * head_pitch,
         )  # fmt: skip
@@ -279,9 +282,8 @@ class Launches:
 
 @dataclass(frozen=True)
 class Split:
-    """Of attention over the cache for one new token: query heads per block, blocks per cluster, blocks per context."""
+    """Of attention over the cache for one new token: blocks per cluster, blocks per context."""
 
-    heads: int
     cluster: int
     blocks: int
 
@@ -303,6 +305,11 @@ def size_of(*values: cp.ndarray | Product | Gated | None) -> int:
 def head_pitch_of(cache: LayerCache) -> int:
     """Elements from one token's head to the next token's in the cache: the head size, padded."""
     return cache.keys.strides[2] // cache.keys.itemsize
+
+
+def head_groups(spec: AttentionSpec) -> int:
+    """Blocks of the decode kernel for the query heads of one key-value head."""
+    return ceil_div(spec.heads // spec.kv_heads, DECODE_HEADS)
 
 
 def decode_depth(spec: AttentionSpec) -> int:

@@ -1,211 +1,293 @@
 // Attention of one new token per sequence. The context is split over blocks, so that a long one fills the GPU even at
-// batch 1. The blocks of a cluster put their parts together through each other's shared memory; where there are several
-// clusters (or none, before Hopper), the last one to finish does the rest through global memory. Norm, rotation and the
-// cache write of the new token happen here too.
+// batch 1, and over their warps, which need nothing of each other until they put their parts together. Norm, rotation and
+// the cache write of the new token happen here too.
+//
+// A warp takes 16 tokens at once, from memory straight into registers as the tensor cores want them: which column of a
+// product is which element of a head, and which token, is free to choose, so a thread loads 16 bytes at a time. The rows of
+// the products are the query heads that share these keys and values. Weights are not rounded: a weight's row of fp16 has
+// below it, eight rows further, a row of what rounding took away.
 #include "attention_decode.cuh"
 #include "heads.cuh"
+#include "tensor_cores.cuh"
 
 using namespace bminf;
 
-constexpr int THREADS = 256;
+constexpr int HEADS = 8;  // of a block at most: half the rows of a product
+constexpr int TILE = 16;  // tokens
+constexpr int THREADS = 128;  // a warp for each quarter of a multiprocessor, so that a product's block has room beside it
 constexpr int WARPS = THREADS / WARP;
-constexpr int DIMS = 8;     // elements of a head that one lane holds
-constexpr int STAGES = 3;
+constexpr int STEP = WARPS * TILE;
+constexpr int AHEAD = 3;  // tiles of a warp that are on their way to the L2 cache
+constexpr float LOG2_E = 1.4426950408889634f;
 
 // What the new token sees: those before it and itself; the same, with a bias by the distance; or the whole source in its
 // slot, to which it adds nothing.
 enum Kind { CAUSAL = 0, BIASED = 1, SOURCE = 2 };
-constexpr float LOG2_E = 1.4426950408889634f;
 
-// Grid: (splits, kv_heads * ceil(group / GROUP), sequences) in clusters of CLUSTER splits. D: the head size rounded up to a
+// The keys of a tile, of which a thread holds tokens lane / 4 and that plus 8, eight elements of each 32.
+template <int D>
+struct Keys {
+    int4 of[2][D / 32];
+
+    // from: the tile's first key, of which `present` count; the others become zeros, because what was never written may be NaN.
+    __device__ __forceinline__ void load(const __half* from, int pitch, int present) {
+        const int token = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 8;
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int c = 0; c < D / 32; ++c) {
+                const bool here = token + 8 * j < present && column + 32 * c < pitch;
+                of[j][c] = here ? __ldcg(reinterpret_cast<const int4*>(from + (token + 8 * j) * pitch + column + 32 * c)) : int4{};
+            }
+    }
+    __device__ __forceinline__ void replace(int row, const __half* by) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int c = 0; c < D / 32; ++c)
+                if (row == static_cast<int>(threadIdx.x) % WARP / 4 + 8 * j)
+                    of[j][c] = *reinterpret_cast<const int4*>(by + threadIdx.x % 4 * 8 + 32 * c);
+    }
+    // Scores of the queries in shared memory: of the head lane / 4, tokens lane % 4 * 2, one more, and those plus 8.
+    __device__ __forceinline__ void multiply(const __half (*query)[D], float (&score)[4]) const {
+        float s[2][4] = {};
+#pragma unroll
+        for (int c = 0; c < D / 32; ++c) {
+            const int4 q = *reinterpret_cast<const int4*>(&query[threadIdx.x % WARP / 4][threadIdx.x % 4 * 8 + 32 * c]);
+            const unsigned low[4] = {static_cast<unsigned>(q.x), 0, static_cast<unsigned>(q.y), 0};
+            const unsigned high[4] = {static_cast<unsigned>(q.z), 0, static_cast<unsigned>(q.w), 0};
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                multiply_add(s[j], low, of[j][c].x, of[j][c].y);
+                multiply_add(s[j], high, of[j][c].z, of[j][c].w);
+            }
+        }
+        score[0] = s[0][0], score[1] = s[0][1], score[2] = s[1][0], score[3] = s[1][1];
+    }
+};
+
+// 64 elements of the values of a tile, of which a thread holds the tokens of its scores, eight elements of each.
+struct Values {
+    int4 of[4];
+
+    __device__ __forceinline__ static int row(int m) { return threadIdx.x % 4 * 2 + m % 2 + m / 2 * 8; }
+
+    __device__ __forceinline__ void load(const __half* from, int first, int pitch, int present) {
+        const int column = first + threadIdx.x % WARP / 4 * 8;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const bool here = row(m) < present && column < pitch;
+            of[m] = here ? __ldcg(reinterpret_cast<const int4*>(from + row(m) * pitch + column)) : int4{};
+        }
+    }
+    __device__ __forceinline__ void replace(int token, const __half* by) {
+#pragma unroll
+        for (int m = 0; m < 4; ++m)
+            if (row(m) == token) of[m] = *reinterpret_cast<const int4*>(by + threadIdx.x % WARP / 4 * 8);
+    }
+    // Adds the values, weighted, to o[i]: elements lane % 4 * 16 + i, and that plus 8, of the head lane / 4, in two parts each
+    // that are to be added.
+    __device__ __forceinline__ void multiply(const unsigned (&weights)[4], float (&o)[8][4]) const {
+        const unsigned(&word)[4][4] = reinterpret_cast<const unsigned(&)[4][4]>(of);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const unsigned halves = i % 2 ? 0x7632 : 0x5410;
+            multiply_add(o[i], weights, __byte_perm(word[0][i / 2], word[1][i / 2], halves),
+                         __byte_perm(word[2][i / 2], word[3][i / 2], halves));
+        }
+    }
+};
+
+// The tile's keys or values, contiguous, on their way to the L2 cache.
+__device__ __forceinline__ void prefetch(const __half* from, int elements) {
+    const int line = threadIdx.x % WARP * 64;
+    for (int i = line; i < elements; i += 64 * WARP) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i));
+}
+
+// Where a block's heads are: `count` query heads from first_head on, which share the key-value head kv.
+struct Place {
+    int b, position, first_head, count, heads, kv, kv_heads, head_dim, head_pitch;
+};
+
+// The new token's heads: queries to shared memory as fp16; where it is the newest, its key and value there and to the cache.
+template <int D>
+__device__ __forceinline__ void prepare_token(
+    const Projection& source, const Preparation& how, const Place& at, const float (&cosine)[PAIRS], const float (&sine)[PAIRS],
+    __half (*query)[D], __half (*fresh)[D], bool newest, __half* key, __half* value)
+{
+    constexpr int ROUNDS = (HEADS + 2 + WARPS - 1) / WARPS;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = at.head_dim / 2;
+    const int tasks = newest ? at.count + 2 : at.count;
+    float low[ROUNDS][PAIRS] = {}, high[ROUNDS][PAIRS] = {};
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int i = r * WARPS + warp;
+        if (i >= tasks) continue;
+        const int column = (i < at.count ? at.first_head + i : at.heads + (i - at.count) * at.kv_heads + at.kv) * at.head_dim;
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+            const int pair = p * WARP + lane;
+            if (pair >= half) continue;
+            low[r][p] = source.at<false, Order::ROW>(at.b, column + pair);
+            high[r][p] = source.at<false, Order::ROW>(at.b, column + half + pair);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int i = r * WARPS + warp;
+        if (i >= tasks) continue;
+        const float* gain = i < at.count ? how.q_gain : how.k_gain;
+        if (i <= at.count) prepare_head(low[r], high[r], how, gain, at.head_dim, cosine, sine);
+        __half* const near = i < at.count ? query[i] : fresh[i - at.count];
+        __half* const cached = i < at.count ? nullptr : i == at.count ? key : value;
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+            const int pair = p * WARP + lane;
+            if (pair >= half) continue;
+            near[pair] = __float2half_rn(low[r][p]), near[half + pair] = __float2half_rn(high[r][p]);
+            if (cached) cached[pair] = near[pair], cached[half + pair] = near[half + pair];
+        }
+        for (int d = at.head_dim + lane; d < D; d += WARP) {
+            near[d] = __float2half_rn(0.0f);
+            if (cached && d < at.head_pitch) cached[d] = near[d];
+        }
+    }
+}
+
+// Grid: (splits, kv_heads * ceil(group / HEADS), sequences) in clusters of CLUSTER splits. D: the head size rounded up to a
 // power of two. qkv fp16 [B, pitch]. keys, values: [slots, kv_heads, capacity, head_pitch]. parts: fp32 [B, heads,
 // splits / CLUSTER, CLUSTER, 2 + D / CLUSTER] and arrived: int32 [B, gridDim.y, CLUSTER], zero before and after; both are
 // used only by several clusters. out: fp16 [B, out_pitch]. For BIASED, bias is fp32 [heads, 2 * reach + 1] by the distance
-// key - query; for SOURCE, qkv holds queries only and lengths, int32 [slots], are those of the sources. Dynamic shared memory: keys and values of STAGES tiles.
-template <int D, int GROUP, int CLUSTER, int KIND>
+// key - query; for SOURCE, qkv holds queries only and lengths, int32 [slots], are those of the sources.
+template <int D, int CLUSTER, int KIND>
 __global__ void __launch_bounds__(THREADS) attend(
     const __half* qkv, long long pitch, const float* q_gain, const float* k_gain, const float* frequencies, float eps,
     float rope_scale, const int* past, const int* slots, __half* keys, __half* values, float* parts, int* arrived,
     __half* out, long long out_pitch, int heads, int kv_heads, int head_dim, int head_pitch, int capacity, int window,
     float scale, const float* bias, int reach, const int* lengths)
 {
-    constexpr int LANES = D / DIMS;                     // lanes that share a token
-    constexpr int AT_ONCE = WARP / LANES;               // tokens that a warp multiplies at once
-    constexpr int PARTS = WARPS / GROUP;                // warps that share a head
-    constexpr int TILE = D <= 128 ? 32 : 16;            // tokens brought to shared memory at once
-    constexpr int ROUNDS = TILE / (PARTS * AT_ONCE);    // tokens of a tile that a lane sees
-    constexpr int SLICE = D / CLUSTER;                  // elements of each head that a block puts together
-    extern __shared__ __align__(16) char shared[];
-    __half(*tile_keys)[TILE][D] = reinterpret_cast<__half(*)[TILE][D]>(shared);
-    __half(*tile_values)[TILE][D] = tile_keys + STAGES;
-    __shared__ __align__(16) float query[GROUP][D];
-    __shared__ float warp_top[WARPS], warp_sum[WARPS], tops[GROUP], sums[GROUP];
-    __shared__ __align__(16) float warp_out[WARPS][D], outs[GROUP][D];
+    constexpr bool EARLY = D <= 128;  // registers have room for the next tile
+    __shared__ __align__(16) __half query[HEADS][D], fresh[2][D];
+    __shared__ float warp_top[WARPS][HEADS], warp_sum[WARPS][HEADS], tops[HEADS], sums[HEADS];
+    __shared__ __align__(16) float warp_out[WARPS][HEADS][D + 4], outs[HEADS][D];
 
-    if constexpr (KIND != SOURCE) wait_for_predecessor();
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;
+    const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4;
     const int split = blockIdx.x, splits = gridDim.x, b = blockIdx.z;
-    const int group = heads / kv_heads, groups = (group + GROUP - 1) / GROUP;
-    const int kv = blockIdx.y / groups, first_head = kv * group + blockIdx.y % groups * GROUP;
-    const int count = min(GROUP, (kv + 1) * group - first_head);
+    const int group = heads / kv_heads, groups = (group + HEADS - 1) / HEADS;
+    const int kv = blockIdx.y / groups, first_head = kv * group + blockIdx.y % groups * HEADS;
+    const int count = min(HEADS, (kv + 1) * group - first_head);
     const int position = KIND == SOURCE ? lengths[slots[b]] - 1 : min(past[b], capacity - 1);
     const int begin = window > 0 ? max(0, position + 1 - window) : 0;
-    const int share = ((position + 1 - begin + splits - 1) / splits + 7) / 8 * 8;
+    const int share = ((position + 1 - begin + splits - 1) / splits + TILE - 1) / TILE * TILE;
     const int from = begin + split * share, to = min(position + 1, from + share);
+    const bool newest = KIND != SOURCE && from <= position && position < to;
+    const int stop = newest ? position : to;  // earlier tokens are in the cache already
     const size_t base = (static_cast<size_t>(slots[b]) * kv_heads + kv) * capacity * head_pitch;
 
-    // Earlier tokens are in the cache already; the newest is put into its tile below.
-    const int vectors = head_pitch / 8;
-    auto bring = [&](int tile) {
-        const int first = from + tile * TILE, stage = tile % STAGES;
-        for (int i = threadIdx.x; i < TILE * vectors; i += THREADS) {
-            const int row = i / vectors, column = i % vectors * 8, j = first + row;
-            if (j >= to || (KIND != SOURCE && j == position)) continue;
-            const size_t at = base + static_cast<size_t>(j) * head_pitch + column;
-            copy16(&tile_keys[stage][row][column], keys + at);
-            copy16(&tile_values[stage][row][column], values + at);
-        }
-        end_copy_group();
+    // The first tokens are on their way before the kernel waits for the projection.
+    Keys<D> k;
+    Values v[D / 64];
+    int first = from + warp * TILE;
+    __half *const own_keys = keys + base, *const own_values = values + base;
+    const auto bring = [&](int tile) {
+        const int elements = min(TILE, stop - tile) * head_pitch;
+        prefetch(own_keys + static_cast<size_t>(tile) * head_pitch, elements);
+        prefetch(own_values + static_cast<size_t>(tile) * head_pitch, elements);
     };
+    const auto load_keys = [&](int tile) { k.load(own_keys + static_cast<size_t>(tile) * head_pitch, head_pitch, stop - tile); };
+    const auto load_values = [&](int tile, int c) {
+        v[c].load(own_values + static_cast<size_t>(tile) * head_pitch, 64 * c, head_pitch, stop - tile);
+    };
+    if (EARLY) {
+        load_keys(first);
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) bring(i);
-    // Sources were stored before the step began, and self-attention, which waits before it lets anyone start, lies between.
-    if constexpr (KIND == SOURCE) wait_for_predecessor();
-
-    const Projection source = {qkv, nullptr, nullptr, nullptr, pitch};
-    const Preparation how = {q_gain, k_gain, frequencies, eps, rope_scale};
-    const bool newest = KIND != SOURCE && from <= position && position < to;
-    const int newest_tile = (position - from) / TILE, newest_row = (position - from) % TILE;
-    float new_low[PAIRS] = {}, new_high[PAIRS] = {};  // of a query, or of the new key or value in the two warps after
-    if (warp < (KIND == SOURCE ? count : count + 2)) {
-        float cosine[PAIRS], sine[PAIRS];
-        angles(how, position, head_dim, cosine, sine);
-        const int column = (warp < count ? first_head + warp : heads + (warp - count) * kv_heads + kv) * head_dim;
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const int pair = i * WARP + lane;
-            if (pair >= half) continue;
-            new_low[i] = source.at<false, Order::ROW>(b, column + pair);
-            new_high[i] = source.at<false, Order::ROW>(b, column + half + pair);
-        }
-        if (warp <= count) prepare_head(new_low, new_high, how, warp < count ? q_gain : k_gain, head_dim, cosine, sine);
-        if (warp < count) {
-#pragma unroll
-            for (int i = 0; i < PAIRS; ++i) {
-                const int pair = i * WARP + lane;
-                if (pair >= half) continue;
-                query[warp][pair] = rounded(new_low[i]) * (scale * LOG2_E);
-                query[warp][half + pair] = rounded(new_high[i]) * (scale * LOG2_E);
-            }
-            for (int d = head_dim + lane; d < D; d += WARP) query[warp][d] = 0;
-        } else if (newest) {
-            __half* cached = (warp == count ? keys : values) + base + static_cast<size_t>(position) * head_pitch;
-#pragma unroll
-            for (int i = 0; i < PAIRS; ++i) {
-                const int pair = i * WARP + lane;
-                if (pair >= half) continue;
-                cached[pair] = __float2half_rn(new_low[i]);
-                cached[half + pair] = __float2half_rn(new_high[i]);
-            }
-            if (lane < head_pitch - head_dim) cached[head_dim + lane] = __float2half_rn(0.0f);
-        }
+        for (int c = 0; c < D / 64; ++c) load_values(first, c);
     }
+#pragma unroll
+    for (int i = EARLY; i < AHEAD; ++i) bring(first + i * STEP);
+    const Preparation how = {q_gain, k_gain, frequencies, eps, rope_scale};
+    float cosine[PAIRS], sine[PAIRS];
+    angles(how, position, head_dim, cosine, sine);
+    wait_for_predecessor();
+    let_successor_start();
+    const Place at = {b, position, first_head, count, heads, kv, kv_heads, head_dim, head_pitch};
+    const size_t newest_place = static_cast<size_t>(position) * head_pitch;
+    prepare_token<D>({qkv, nullptr, nullptr, nullptr, pitch}, how, at, cosine, sine, query, fresh, newest,
+                     own_keys + newest_place, own_values + newest_place);
     __syncthreads();
 
-    const int head = warp / PARTS, part = warp % PARTS, sub = lane / LANES, dim = lane % LANES * DIMS;
-    const bool inside = dim < head_pitch && head < count;
-    float q[DIMS], o[DIMS] = {}, top = -INF_F, sum = 0;
+    const float* head_bias = bias + static_cast<long long>(first_head + row) * (2 * reach + 1) + reach;  // by distance
+    float o[D / 64][8][4] = {}, top = -INF_F, sum = 0;
+    for (; first < to; first += STEP) {
+        const bool last = newest && first + TILE > position;
+        bring(first + AHEAD * STEP);
+        float s[4], tile_top = -INF_F;
+        if (!EARLY) load_keys(first);
+        if (last) k.replace(position - first, fresh[0]);
+        k.multiply(query, s);
 #pragma unroll
-    for (int i = 0; i < DIMS; ++i) q[i] = head < count ? query[head][dim + i] : 0.0f;
-    const float* head_bias = bias + static_cast<long long>(first_head + head) * (2 * reach + 1) + reach;  // by distance
-    const int tiles = to > from ? (to - from + TILE - 1) / TILE : 0;
-    for (int tile = 0; tile < tiles; ++tile) {
-        const int stage = tile % STAGES;
-        bring(tile + STAGES - 1);
-        float added[ROUNDS] = {};
-        if constexpr (KIND == BIASED) {
-#pragma unroll
-            for (int r = 0; r < ROUNDS; ++r) {
-                const int key = from + tile * TILE + (r * PARTS + part) * AT_ONCE + sub;
-                if (head < count) added[r] = head_bias[max(-reach, min(0, key - position))] * LOG2_E;
-            }
+        for (int m = 0; m < 4; ++m) {
+            const int token = first + Values::row(m);
+            s[m] *= scale * LOG2_E;
+            if (KIND == BIASED && row < count) s[m] += head_bias[max(-reach, min(0, token - position))] * LOG2_E;
+            if (token >= to) s[m] = -INF_F;
+            tile_top = fmaxf(tile_top, s[m]);  // a NaN gets into the sum below
         }
-        wait_for_older_copies<STAGES - 1>();
-        if (newest && tile == newest_tile && (warp == count || warp == count + 1)) {
-            __half* row = warp == count ? tile_keys[stage][newest_row] : tile_values[stage][newest_row];
-#pragma unroll
-            for (int i = 0; i < PAIRS; ++i) {
-                const int pair = i * WARP + lane;
-                if (pair >= half) continue;
-                row[pair] = __float2half_rn(new_low[i]);
-                row[half + pair] = __float2half_rn(new_high[i]);
-            }
-            if (lane < head_pitch - head_dim) row[head_dim + lane] = __float2half_rn(0.0f);
-        }
-        __syncthreads();
-        const int present = min(TILE, to - from - tile * TILE);
-        float score[ROUNDS], tile_top = -INF_F;
-#pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
-            const int row = (r * PARTS + part) * AT_ONCE + sub;
-            float k[8];
-            score[r] = 0;
-            if (inside) {
-                load8(&tile_keys[stage][row][dim], k);
-#pragma unroll
-                for (int i = 0; i < DIMS; ++i) score[r] = fmaf(q[i], k[i], score[r]);
-            }
-#pragma unroll
-            for (int d = 1; d < LANES; d *= 2) score[r] += __shfl_xor_sync(FULL, score[r], d);
-            if constexpr (KIND == BIASED) score[r] += added[r];
-            if (row >= present) score[r] = -INF_F;
-            tile_top = fmaxf(tile_top, score[r]);  // a NaN gets into the sum below
-        }
+        if (EARLY) load_keys(first + STEP);
+        tile_top = fmaxf(tile_top, __shfl_xor_sync(FULL, tile_top, 1));
+        tile_top = fmaxf(tile_top, __shfl_xor_sync(FULL, tile_top, 2));
         if (tile_top > top) {
             const float old = weight_of(top, tile_top);
             sum *= old, top = tile_top;
 #pragma unroll
-            for (int i = 0; i < DIMS; ++i) o[i] *= old;
-        }
+            for (int c = 0; c < D / 64; ++c)
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
-            const int row = (r * PARTS + part) * AT_ONCE + sub;
-            if (row >= present || !inside) continue;
-            float v[8];
-            load8(&tile_values[stage][row][dim], v);
-            const float p = exp2f(score[r] - top);
-            sum += p;
+                for (int i = 0; i < 8; ++i)
 #pragma unroll
-            for (int i = 0; i < DIMS; ++i) o[i] = fmaf(p, v[i], o[i]);
+                    for (int j = 0; j < 4; ++j) o[c][i][j] *= old;
         }
-        __syncthreads();
+        float rest[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            s[m] = s[m] == -INF_F ? 0.0f : exp2f(s[m] - top), rest[m] = s[m] - rounded(s[m]);
+            sum += s[m];
+        }
+        const unsigned weights[4] = {pack(s[0], s[1]), pack(rest[0], rest[1]), pack(s[2], s[3]), pack(rest[2], rest[3])};
+#pragma unroll
+        for (int c = 0; c < D / 64; ++c) {
+            if (!EARLY) load_values(first, c);
+            if (last) v[c].replace(position - first, fresh[1] + 64 * c);
+            v[c].multiply(weights, o[c]);
+            if (EARLY) load_values(first + STEP, c);
+            else asm volatile("" ::: "memory");  // or registers would hold all of them
+        }
     }
 
-    // Not earlier: this kernel has fewer blocks than the GPU has multiprocessors, and those of the next, which are to be one
-    // per multiprocessor, would crowd where it is not.
-    let_successor_start();
-
-    // The lanes of a warp, the warps of a head, the blocks of a cluster.
+    // The threads of a head, the warps of the block, then the blocks.
+    sum += __shfl_xor_sync(FULL, sum, 1);
+    sum += __shfl_xor_sync(FULL, sum, 2);
+    if (column == 0) warp_top[warp][row] = top, warp_sum[warp][row] = sum;
+    if (row < count) {
 #pragma unroll
-    for (int d = LANES; d < WARP; d *= 2) {
-        const float other_top = __shfl_xor_sync(FULL, top, d), other_sum = __shfl_xor_sync(FULL, sum, d);
-        const float new_top = fmaxf(top, other_top), mine = weight_of(top, new_top), theirs = weight_of(other_top, new_top);
-        sum = sum * mine + other_sum * theirs, top = new_top;
+        for (int c = 0; c < D / 64; ++c)
 #pragma unroll
-        for (int i = 0; i < DIMS; ++i) o[i] = o[i] * mine + __shfl_xor_sync(FULL, o[i], d) * theirs;
+            for (int j = 0; j < 2; ++j) {
+                float eight[8];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) eight[i] = o[c][i][j] + o[c][i][j + 2];
+                store8(&warp_out[warp][row][64 * c + 16 * column + 8 * j], eight);
+            }
     }
-    if (lane == 0) warp_top[warp] = top, warp_sum[warp] = sum;
-    if (sub == 0) store8(&warp_out[warp][dim], o);
     __syncthreads();
-    for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
+    for (int i = threadIdx.x; i < count * D; i += THREADS) {
         const int h = i / D, d = i % D;
         float t = -INF_F, s = 0, value = 0;
 #pragma unroll
-        for (int w = h * PARTS; w < (h + 1) * PARTS; ++w) t = fmaxf(t, warp_top[w]);
+        for (int w = 0; w < WARPS; ++w) t = fmaxf(t, warp_top[w][h]);
 #pragma unroll
-        for (int w = h * PARTS; w < (h + 1) * PARTS; ++w) {
-            const float weight = weight_of(warp_top[w], t);
-            s += warp_sum[w] * weight, value += warp_out[w][d] * weight;
+        for (int w = 0; w < WARPS; ++w) {
+            const float weight = weight_of(warp_top[w][h], t);
+            s += warp_sum[w][h] * weight, value += warp_out[w][h][d] * weight;
         }
         outs[h][d] = value;
         if (d == 0) tops[h] = t, sums[h] = s;

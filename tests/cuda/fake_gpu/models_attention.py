@@ -14,7 +14,7 @@ from .launching import Call, model
 from .models_rows import product_values, rounded
 
 F32, F16 = np.float32, np.float16
-WARPS, STAGES = 8, 3
+DECODE_HEADS = 8
 
 
 def prepared(call: Call, x: np.ndarray, positions: np.ndarray, gain: str | None) -> np.ndarray:
@@ -70,15 +70,13 @@ def prepare(call: Call) -> None:
 
 @model
 def attend(call: Call) -> None:
-    depth, group, cluster = (call.number(name) for name in ("D", "GROUP", "CLUSTER"))
+    depth, cluster = call.number("D"), call.number("CLUSTER")
     splits, groups, count = call.launch.grid
     shared_heads = call.heads // call.kv_heads
-    per_group = -(-shared_heads // group)
-    call.require(call.launch.block == WARPS * 32 and call.launch.cluster == cluster, "threads or clusters")
+    per_group = -(-shared_heads // DECODE_HEADS)
+    call.require(call.launch.block == 128 and call.launch.cluster == cluster, "threads or clusters")
     call.require(groups == call.kv_heads * per_group, "blocks are missing")
-    call.require(depth >= call.head_pitch and min(group, shared_heads) + 2 <= WARPS, "the instantiation is too small")
-    tile = 32 if depth <= 128 else 16
-    call.require(call.launch.shared >= STAGES * 2 * tile * depth * 2, "too little shared memory")
+    call.require(depth >= call.head_pitch, "the instantiation is too small")
     past, slots = call.vector("past", count, np.int32), call.vector("slots", count, np.int32)
     if splits > cluster:
         clusters = splits // cluster
