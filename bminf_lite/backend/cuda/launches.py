@@ -82,8 +82,9 @@ class Launches:
         self.stream = stream.ptr
         self.multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         self.clusters = device.compute_capability >= (9, 0)
-        ample = device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) >= AMPLE_SHARED
-        self.ring_chunks = 12 if ample else 8
+        most_shared = device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        self.half_shared = most_shared // 2  # of which, with what every block takes beside it, only one fits
+        self.ring_chunks = 12 if most_shared >= AMPLE_SHARED else 8
         self.ring_bytes = MATVEC_WARPS * self.ring_chunks * CHUNK if device.compute_capability >= (9, 0) else 0
         self._kernel = functools.cache(self._load)
         self._spread = False  # whether the kernel launched last has one block on each multiprocessor
@@ -97,17 +98,18 @@ class Launches:
         shared: int = 0, cluster: int | None = None, one_per_multiprocessor: bool = False, moved: int = 0,
         cache: bool = False,
     ) -> None:  # fmt: skip
-        """Launch a kernel, before its predecessor has ended if that does not slow it down.
+        """Launch a kernel, which may start before its predecessor has ended.
 
-        ``one_per_multiprocessor``: its blocks are as many as the multiprocessors, and must not start while the blocks
-        of a smaller kernel take up some of these. That made decoding of an 8B model on an H200 half as fast, it seems
-        because two of them then share a multiprocessor and elsewhere there is none. ``moved`` is how many
-        bytes the kernel must read and write. ``cache``: see :meth:`Module.kernel`; for a kernel that fills the GPU, as
-        its neighbours then cannot run beside it.
+        ``one_per_multiprocessor``: its blocks are as many as the multiprocessors, of which each is to have one. Behind
+        a kernel with fewer blocks, two of them would share a multiprocessor and elsewhere there would be none, which
+        made decoding of an 8B model on an H200 half as fast: there it takes more than half of the shared memory.
+        ``moved`` is how many bytes the kernel must read and write. ``cache``: see :meth:`Module.kernel`; for a kernel
+        that fills the GPU, as its neighbours then cannot run beside it.
         """
-        dependent = self._spread or not one_per_multiprocessor
+        if one_per_multiprocessor and not self._spread and self.clusters:
+            shared = max(shared, self.half_shared)
         kernel = self._kernel(source, expression, signature, cache)
-        kernel(grid, block, args, shared, self.stream, dependent, cluster, moved)
+        kernel(grid, block, args, shared, self.stream, True, cluster, moved)
         self._spread = one_per_multiprocessor
 
     # -- one row times a weight ----------------------------------------------------------------------------------------
