@@ -279,18 +279,21 @@ __global__ void __launch_bounds__(THREADS) attend(
             }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < count * D; i += THREADS) {
+    for (int i = threadIdx.x * 4; i < count * D; i += THREADS * 4) {
         const int h = i / D, d = i % D;
-        float t = -INF_F, s = 0, value = 0;
+        float t = -INF_F, total = 0;
+        float4 value = {};
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) t = fmaxf(t, warp_top[w][h]);
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
             const float weight = weight_of(warp_top[w][h], t);
-            s += warp_sum[w][h] * weight, value += warp_out[w][h][d] * weight;
+            const float4 part = *reinterpret_cast<const float4*>(&warp_out[w][h][d]);
+            total += warp_sum[w][h] * weight;
+            value.x += part.x * weight, value.y += part.y * weight, value.z += part.z * weight, value.w += part.w * weight;
         }
-        outs[h][d] = value;
-        if (d == 0) tops[h] = t, sums[h] = s;
+        *reinterpret_cast<float4*>(&outs[h][d]) = value;
+        if (d == 0) tops[h] = t, sums[h] = total;
     }
     const Meeting meeting = {parts, arrived, out, out_pitch, heads, head_dim, first_head, count};
     put_together<D, CLUSTER, THREADS>(meeting, outs, tops, sums);
