@@ -3,7 +3,9 @@
 An arena reserves as many addresses as its limit and maps memory to them page by page, as it is needed and not before.
 Blocks are placed by best fit in memory that is mapped and free; only where no such range is large enough are pages
 mapped, where the fewest are needed. So a limit bounds what the device is asked for, a freed block is reusable at once
-together with its free neighbours, and the same calls always give the same addresses.
+together with its free neighbours, and the same calls always give the same addresses. A model asks for the same sizes
+layer after layer: so a freed block first waits as it is for a call of its size, and is joined with its neighbours when
+a call finds none of its size waiting.
 
 The memory is ordered by one stream: a block may be freed, and its memory handed out again, while work that uses it is
 still in that stream. Whoever uses a block in another stream keeps it until that stream has caught up.
@@ -83,7 +85,9 @@ class Arena:
         self._freed: deque[int] = deque()
         self._live: dict[int, tuple[int, int, Block | None]] = {}
         self._mapped = Intervals()
-        self._ready = SizedIntervals()  # free and mapped
+        self._ready = SizedIntervals()  # free and mapped, but for what waits
+        self._waiting: dict[int, list[int]] = {}  # starts of freed blocks, by size
+        self._waiting_bytes = 0
         self._meter: Meter | None = None
         self._serial = 0
         self._peak_used = 0
@@ -132,13 +136,12 @@ class Arena:
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         with self._lock:
             self._collect()
-            start = self._ready.best_fit(size)
-            if start is None:
-                start = self._place_to_map(size)
-                if start is None:
-                    raise OutOfMemory(self._explain(nbytes, "no free range is large enough"))
-                self._map(start, size, nbytes)
-            self._ready.remove(start, start + size)
+            if waiting := self._waiting.get(size):
+                start = waiting.pop()
+                self._waiting_bytes -= size
+            else:
+                start = self._place(size, nbytes)
+                self._ready.remove(start, start + size)
             self._serial += 1
             shadow = self._meter.allocate(nbytes) if self._meter is not None else None
             self._live[self._serial] = (start, size, shadow)
@@ -149,6 +152,7 @@ class Arena:
         """Give pages that are wholly free back to the device, which it must have finished with; returns the bytes."""
         with self._lock:
             self._collect()
+            self._join()
             return self._trim()
 
     def scratch(self, nbytes: int) -> Scratch:
@@ -179,16 +183,37 @@ class Arena:
     def _collect(self) -> None:
         while self._freed:
             start, size, shadow = self._live.pop(self._freed.popleft(), (0, 0, None))
-            self._ready.add(start, start + size)
+            if size:
+                self._waiting.setdefault(size, []).append(start)
+                self._waiting_bytes += size
             if shadow is not None:
                 shadow.free()
 
+    def _join(self) -> None:
+        """Let nothing wait any longer."""
+        for size, starts in self._waiting.items():
+            for start in starts:
+                self._ready.add(start, start + size)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
     def _used(self) -> int:
-        return self._mapped.total - self._ready.total
+        return self._mapped.total - self._ready.total - self._waiting_bytes
 
     def _free(self) -> Intervals:
         """What no block has: memory that is ready, and addresses without memory."""
         return Intervals(*self._ready, *self._mapped.missing(0, self.limit))
+
+    def _place(self, size: int, nbytes: int) -> int:
+        """Where a block goes that no waiting one is as large as; memory is mapped to it."""
+        self._join()
+        start = self._ready.best_fit(size)
+        if start is None:
+            start = self._place_to_map(size)
+            if start is None:
+                raise OutOfMemory(self._explain(nbytes, "no free range is large enough"))
+            self._map(start, size, nbytes)
+        return start
 
     def _place_to_map(self, size: int) -> int | None:
         """The start of the free range that is large enough and needs the fewest bytes mapped."""
