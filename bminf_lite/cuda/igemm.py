@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import cupy as cp
 import numpy as np
 
 from ..errors import DeviceError
 from .driver import Device
-from .few_rows import MAX_ROWS, FewRows, tiles_for
+from .few_rows import FewRows, tiles_for
 from .kernels import Kernel, Module
 from .layouts import Layout
 from .matmul import Multiplier, NoAlgorithm, Prepared, capturing, timed
@@ -40,11 +40,11 @@ class Igemm:
     """Int8 products on one GPU.
 
     ``kinds`` are the plans to try in order, by default those for the GPU's compute capability. ``few_rows`` lets plans
-    over plain rows take the kernel for a few rows where it is exact and faster; off until that has run on a GPU.
+    over plain rows take the kernel for a few rows where it is exact and faster.
     """
 
     def __init__(
-        self, device: Device, multiplier: Multiplier, kinds: Sequence[PlanKind] | None = None, few_rows: bool = False
+        self, device: Device, multiplier: Multiplier, kinds: Sequence[PlanKind] | None = None, few_rows: bool = True
     ) -> None:
         self.device = device
         self._multiplier = multiplier
@@ -67,12 +67,12 @@ class Igemm:
 
     @functools.cached_property
     def trusts_few_rows(self) -> bool:
-        """Whether the kernel for a few rows may be taken, runs on this GPU and computes every trial exactly."""
-        if not (self._may_take_few_rows and self.few_rows.supported):
+        """Whether the kernel for a few rows may be taken and computes every trial exactly that it can."""
+        if not self._may_take_few_rows:
             return False
         for rows, out_features, in_features in FEW_ROWS_TRIALS:
             plan = Plan(self, Shapes(self.plain_kind, out_features, in_features), few_rows=True)
-            if not self._is_exact(plan, rows):
+            if self.few_rows.supports(rows) and not self._is_exact(plan, rows):
                 shape = f"{rows} x {in_features} by {out_features} x {in_features}"
                 reason = f"a product of {shape} was wrong"
                 warning = f"{self.device.name}: the int8 kernel for a few rows is not used, {reason}"
@@ -156,6 +156,10 @@ class Igemm:
                 raise
             warnings.warn(f"{error}; a slower kernel computes it", RuntimeWarning, stacklevel=4)
             return None
+
+    def clear_cache(self, stream: int) -> None:
+        """Fill the GPU's cache with something that nobody needs."""
+        self._multiplier.clear_workspace(stream)
 
     def launch_dp4a(
         self, shapes: Shapes, acc: int, w: int, x: int, rows: int, stream: int,
@@ -252,13 +256,17 @@ class Plan:
 
         ``acc``, ``w`` and ``x`` are device addresses divisible by 16, ``stream`` a ``cudaStream_t`` as an integer.
         """
-        if self._takes_few_rows(acc, w, x, rows, stream):
-            self._igemm.few_rows.launch(acc, w, x, rows, *self.shapes.padded, stream)
+        if self.takes_few_rows(w, x, rows, stream):
+            self._run_few(acc, w, x, rows, stream)
         else:
             self._run_any(acc, w, x, rows, stream)
 
-    def _takes_few_rows(self, acc: int, w: int, x: int, rows: int, stream: int) -> bool:
-        if not 1 < rows <= MAX_ROWS or not self.shapes.is_plain:
+    def takes_few_rows(self, w: int, x: int, rows: int, stream: int) -> bool:
+        """Whether the kernel for a few rows computes the product, which :meth:`run` describes.
+
+        It is timed on these operands when that has to be found out, with memory from CuPy's current allocator.
+        """
+        if not self.shapes.is_plain or not self._igemm.few_rows.supports(rows):
             return False
         if self._few_rows is not None:
             return self._few_rows
@@ -266,16 +274,27 @@ class Plan:
         if tiles not in self._few_rows_faster:
             if capturing(stream):
                 return False
-            self._few_rows_faster[tiles] = self._igemm.trusts_few_rows and self._is_faster(acc, w, x, rows, stream)
+            self._few_rows_faster[tiles] = self._igemm.trusts_few_rows and self._is_faster(w, x, rows, stream)
         return self._few_rows_faster[tiles]
 
-    def _is_faster(self, acc: int, w: int, x: int, rows: int, stream: int) -> bool:
-        """Whether the kernel for a few rows is faster, timed on the operands of a real product."""
-        few_rows = functools.partial(self._igemm.few_rows.launch, acc, w, x, rows, *self.shapes.padded, stream)
-        other = functools.partial(self._run_any, acc, w, x, rows, stream)
-        for run in (few_rows, other):
-            run()  # the first run compiles, or chooses an algorithm
-        return timed(few_rows, stream) < timed(other, stream)
+    def _is_faster(self, w: int, x: int, rows: int, stream: int) -> bool:
+        """Whether the kernel for a few rows is no slower, timed on the operands of a real product, read from memory."""
+        acc = cp.empty(self.result(rows).size, np.int32)
+
+        def seconds(run: Callable[[int, int, int, int, int], None]) -> float:
+            def cold() -> None:
+                self._igemm.clear_cache(stream)
+                run(acc.data.ptr, w, x, rows, stream)
+
+            cold()  # the first run compiles, or chooses an algorithm
+            return timed(cold, stream)
+
+        return seconds(self._run_few) <= seconds(self._run_any)
+
+    def _run_few(self, acc: int, w: int, x: int, rows: int, stream: int) -> None:
+        out, inner = self.shapes.padded
+        moved = self.shapes.product(rows).nbytes
+        self._igemm.few_rows.launch(x, 0, w, 0, 0, acc, out, rows, out, inner, stream, moved=moved)
 
     def _run_any(self, acc: int, w: int, x: int, rows: int, stream: int) -> None:
         prepared = self._prepare(rows)

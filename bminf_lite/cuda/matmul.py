@@ -73,6 +73,12 @@ class Multiplier:
         folder = cubin_cache.default_folder() if folder is None else folder
         return cls(lt, allocate, AlgorithmStore(identity, folder), device)
 
+    def clear_workspace(self, stream: int) -> None:
+        """Write zeros to the workspace; what the GPU's cache held is then gone, or most of it."""
+        from cupy.cuda import runtime
+
+        runtime.memsetAsync(self.workspace.ptr, 0, WORKSPACE_BYTES, stream)
+
     def prepare(self, product: Product, alignment: int = 256, key: str | None = None) -> Prepared:
         """Make the descriptors of ``product`` and choose an algorithm; raises :class:`NoAlgorithm`.
 

@@ -13,6 +13,7 @@ executes their descriptors in the tests, and on a GPU that they are meant for th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -100,6 +101,11 @@ def kinds_for(capability: tuple[int, int]) -> tuple[PlanKind, ...]:
     if capability < (9, 0):
         return PlanKind.COL32_2R_4R4, PlanKind.PLAIN, PlanKind.DP4A
     return PlanKind.PLAIN, PlanKind.DP4A
+
+
+def plain_first(kinds: Sequence[PlanKind]) -> tuple[PlanKind, ...]:
+    """Plans over plain rows before those in tensor-core layouts: the matrix-vector kernels read plain rows only."""
+    return tuple(sorted(kinds, key=[PlanKind.PLAIN, *(k for k in kinds if k is not PlanKind.PLAIN)].index))
 
 
 _WEIGHT_ORDER = {PlanKind.COL4_4R2_8C: Order.COL4_4R2_8C, PlanKind.COL32_2R_4R4: Order.COL32_2R_4R4}

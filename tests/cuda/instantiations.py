@@ -36,7 +36,7 @@ ACTIVATIONS = len(re.findall("=", re.findall(r"enum Activation \{.*?\}", (SOURCE
 NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
 PLAIN, RMS_NORM, LAYER_NORM, GATE = range(4)
 CODES, TO_HALF, TO_FLOAT = range(3)
-GATED, ACTIVATED = 3, 4
+GATED, ACTIVATED, SUMS = 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Family:
         """Whether the package launches this combination."""
         rule = {
             "matvec": _matvec, "matvec_float": _matvec_float, "transform": _transform, "finish": _finish,
-            "softmax": _softmax,
+            "softmax": _softmax, "few_rows": _few_rows,
         }  # fmt: skip
         return self.name not in rule or rule[self.name](*arguments)
 
@@ -68,6 +68,10 @@ class Family:
 
 def _matvec(source: int, vectors: int, output: int, activation: int, unit: int) -> bool:
     return (output in (GATED, ACTIVATED) or activation == 0) and (source == 0 or vectors <= 4)
+
+
+def _few_rows(tiles: int, output: int, activation: int) -> bool:
+    return output in (GATED, ACTIVATED) or activation == 0
 
 
 def _matvec_float(source: int, vectors: int, kind: str, output: int, activation: int) -> bool:
@@ -126,8 +130,11 @@ def families(arch: str) -> Iterator[Family]:
     yield Family("attention_decode.cu", "attend", ((64, 128, 256), (1, 8) if hopper else (1,), range(3)))
     yield Family("pointwise.cu", "activate_rows", (("false", "true"), orders, activations))
     yield Family("pointwise.cu", "add_positions", ())
-    if hopper:
-        yield Family("few_rows.cu", "few_rows", ((1, 2, 4),))
+    if capability >= (8, 0):
+        much = arch in (*AMPLE_SHARED, "sm_80")
+        for tiles, warps, steps in (((1, 2), 16 if much else 8, 4), ((4,), 8 if much else 4, 8)):
+            ring = (f"RING_WARPS={warps}", "RING_SLOTS=2", f"RING_STEPS={steps}")
+            yield Family("few_rows.cu", "few_rows", (tiles, range(SUMS + 1), activations), ring)
     yield from (Family(sampling.SOURCE, name, (), sampling.DEFINES) for name in sampling.KERNELS)
     if arch != "sm_90":  # the package compiles for sm_90a there, whose instructions the kernel needs
         for depth, small, kind in itertools.product(HEAD_SIZES, (False, True), attention_kinds()):

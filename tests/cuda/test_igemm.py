@@ -271,8 +271,8 @@ def test_a_few_rows(igemm, rows, out_features, in_features):
     from bminf_lite.cuda.igemm import Plan
     from bminf_lite.cuda.plans import Shapes
 
-    if not igemm.few_rows.supported:
-        pytest.skip("the kernel needs compute capability 9.0 and its shared memory")
+    if not igemm.few_rows.supports(rows):
+        pytest.skip("the kernel needs compute capability 8.0")
     plan = Plan(igemm, Shapes(PlanKind.PLAIN, out_features, in_features), few_rows=True)
     x, codes = random_codes(rows, in_features), random_codes(out_features, in_features)
     cp.testing.assert_array_equal(run_plan(plan, x, codes), exact(x, codes.T))
@@ -282,9 +282,9 @@ def test_the_kernel_for_a_few_rows_is_trusted_only_when_exact(device, multiplier
     from bminf_lite.cuda.igemm import Igemm
 
     igemm, broken = (Igemm(device, multiplier, [PlanKind.PLAIN], few_rows=True) for _ in range(2))
-    assert igemm.trusts_few_rows == igemm.few_rows.supported
+    assert igemm.trusts_few_rows
     monkeypatch.setattr(broken, "_is_exact", lambda plan, rows: rows != 13)
-    if broken.few_rows.supported:
+    if broken.few_rows.supports(13):
         with pytest.warns(RuntimeWarning, match="few rows is not used"):
             assert not broken.trusts_few_rows
 

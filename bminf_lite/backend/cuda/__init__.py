@@ -1,9 +1,10 @@
 """One NVIDIA GPU: the operations of :mod:`bminf_lite.backend.base`, each overridden by kernels that must equal it.
 
 Work goes to one stream and memory comes from one arena. A single token per step takes the matrix-vector kernels, which
-normalise and quantize their input themselves; more rows take cublasLt's int8 products, and what lies between two
-products is one kernel that reads the int32 sums of the first and writes the codes for the second. To make that possible
-an operation may return an unfinished value (see :mod:`.unfinished`).
+normalise and quantize their input themselves; a few rows take a kernel that finishes its outputs itself; more take
+cublasLt's int8 products, and what lies between two products is one kernel that reads the int32 sums of the first and
+writes the codes for the second. To make that possible an operation may return an unfinished value (see
+:mod:`.unfinished`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import numpy as np
 from ...cuda.attention import PrefillAttention, Visible
 from ...cuda.cublaslt import Order
 from ...cuda.driver import Device
+from ...cuda.few_rows import Output
 from ...cuda.fgemm import Fgemm
 from ...cuda.igemm import Igemm
 from ...cuda.layouts import Layout, round_up
 from ...cuda.matmul import Multiplier
-from ...cuda.plans import PlanKind, kinds_for
+from ...cuda.plans import kinds_for, plain_first
 from ...cuda.sampling import STATE_ARRAYS, Sampler
 from ...errors import DeviceError
 from ...memory.device import MARGIN, device_arena
@@ -34,6 +36,7 @@ from ..values import Array, AttentionSpec, LayerCache, Norm, Step
 from . import launches
 from .arrays import PAD, Arrays, pitch_of
 from .finishing import STALE, Finishing
+from .fused import FusedProducts
 from .launches import (
     MATVEC_ACTIVATED,
     MATVEC_ADD,
@@ -46,7 +49,7 @@ from .launches import (
 from .loading import Loader
 from .repeated import Repeated
 from .trials import CudaTrials, TrialLaunches
-from .unfinished import Gated, Normed, Product, Residual, Weight
+from .unfinished import Codes, Gated, Normed, Product, Residual, Weight
 
 T = TypeVar("T")
 HEAD_PAD = 16
@@ -75,6 +78,7 @@ class CudaBackend(Finishing):
             multiplier = Multiplier.open(self.device, self.arrays.memory)
             self.products = Igemm(self.device, multiplier, plain_first(kinds_for(self.device.compute_capability)))
             self.float_products = Fgemm(multiplier)
+        self.fused = FusedProducts(self.products, self.arrays)
         self.loader = Loader(self.arena, self.arrays, self.launches, self.products)
         self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
 
@@ -189,35 +193,58 @@ class CudaBackend(Finishing):
             return out
         if weight.plan is None:
             return self._float_product(x, weight, np.float32 if fp32 else np.float16)
-        product = self._int8_product(x, weight)
+        codes = self._codes(x, weight)
+        output = Output.FLOAT if fp32 else Output.HALF
+        if self.fused.takes(codes, weight, output):
+            out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
+            self.fused.multiply(codes, weight, out, output)
+            return out
+        product = self._int8_product(codes, weight)
         return self._written(product, np.float32) if fp32 else product
 
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:  # type: ignore[override]
-        stream = self._stream(residual)
-        values = None if self._is_direct(x, weight) else self.linear(x, weight)
-        self._settle(stream)
-        if values is None:
+        stream, pending = self._stream(residual), None
+        if self._is_direct(x, weight):
+            self._settle(stream)
             self._multiply_directly(x, weight, stream.values, MATVEC_ADD)
-            return Residual(stream.values)
-        if isinstance(values, Product):
-            return Residual(stream.values, values)
-        with self.arrays.current():
-            stream.values += values
-        return Residual(stream.values)
+        elif weight.plan is None or weight.outliers is not None:
+            values = self.linear(x, weight)
+            self._settle(stream)
+            with self.arrays.current():
+                stream.values += values
+        else:
+            codes = self._codes(x, weight)
+            self._settle(stream)
+            if self.fused.takes(codes, weight, Output.ADD):
+                self.fused.multiply(codes, weight, stream.values, Output.ADD)
+            else:
+                pending = self._int8_product(codes, weight)
+        return Residual(stream.values, pending)
 
     def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
         if self._is_direct(x, weight):
             out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
             self._multiply_directly(x, weight, out, MATVEC_GATED, launches.ACTIVATIONS[activation])
             return out
-        return Gated(self.linear(x, weight), activation)
+        if weight.plan is None or weight.outliers is not None:
+            return Gated(self.linear(x, weight), activation)
+        codes = self._codes(x, weight)
+        if self.fused.takes(codes, weight, Output.GATED):
+            out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
+            self.fused.multiply(codes, weight, out, Output.GATED, launches.ACTIVATIONS[activation])
+            return out
+        return Gated(self._int8_product(codes, weight), activation)
 
     def activated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
         out = self.arrays.rows(x.shape[0], weight.out_features, np.float16)
         if self._is_direct(x, weight):
             self._multiply_directly(x, weight, out, MATVEC_ACTIVATED, launches.ACTIVATIONS[activation])
-        else:
+        elif weight.plan is None or weight.outliers is not None:
             self.launches.activate(self.linear(x, weight), out, launches.ACTIVATIONS[activation])
+        elif self.fused.takes(codes := self._codes(x, weight), weight, Output.ACTIVATED):
+            self.fused.multiply(codes, weight, out, Output.ACTIVATED, launches.ACTIVATIONS[activation])
+        else:
+            self.launches.activate(self._int8_product(codes, weight), out, launches.ACTIVATIONS[activation])
         return out
 
     def _is_direct(self, x: Array, weight: Weight) -> bool:
@@ -240,14 +267,20 @@ class CudaBackend(Finishing):
         launch = self.launches.matvec if weight.plan is not None else self.launches.matvec_float
         launch(self.arrays.padded(x), norm, weight, out, output, activation)
 
-    def _int8_product(self, x: Array, weight: Weight) -> Product:
-        plan, rows = weight.plan, x.shape[0]
-        assert plan is not None
-        layout, result = plan.activation(rows), plan.result(rows)
-        codes, scale = self.arrays.empty((layout.size,), np.int8), self.arrays.empty((rows,), np.float32)
+    def _codes(self, x: Array, weight: Weight) -> Codes:
+        """``x`` quantized, as the weight's plan lays activations out."""
+        assert weight.plan is not None
+        layout = weight.plan.activation(x.shape[0])
+        codes, scale = self.arrays.empty((layout.size,), np.int8), self.arrays.empty((layout.rows,), np.float32)
         self._transform(x, codes, scale, layout)
+        return codes, scale
+
+    def _int8_product(self, codes: Codes, weight: Weight) -> Product:
+        plan, (x, scale) = weight.plan, codes
+        assert plan is not None
+        result = plan.result(len(scale))
         acc = self.arrays.empty((result.size,), np.int32)
-        plan.run(acc.data.ptr, weight.matrix.data.ptr, codes.data.ptr, rows, self.stream.ptr)
+        plan.run(acc.data.ptr, weight.matrix.data.ptr, x.data.ptr, len(scale), self.stream.ptr)
         return Product(acc, result, scale, weight)
 
     def _float_product(self, x: Array, weight: Weight, dtype: type) -> cp.ndarray:
@@ -406,8 +439,3 @@ class CudaBackend(Finishing):
             with self.arrays.within(self.arena):
                 found = self._zeroed[purpose, count] = self.arrays.zeros((count,), dtype)
         return found
-
-
-def plain_first(kinds: Sequence[PlanKind]) -> tuple[PlanKind, ...]:
-    """Plans over plain rows before those in tensor-core layouts: the matrix-vector kernels read plain rows only."""
-    return tuple(sorted(kinds, key=[PlanKind.PLAIN, *(k for k in kinds if k is not PlanKind.PLAIN)].index))

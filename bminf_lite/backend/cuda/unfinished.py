@@ -28,6 +28,10 @@ class Outliers:
     values: cp.ndarray
 
 
+Codes = tuple[cp.ndarray, cp.ndarray]
+"""Quantized activations, laid out by a weight's plan, and the rows' scales fp32."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """A weight matrix on the GPU, ``[out_features, in_features]``.

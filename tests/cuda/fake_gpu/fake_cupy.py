@@ -463,11 +463,22 @@ def memcpy_async(target: int, source: int, nbytes: int, kind: int, stream: int) 
     machine.put(stream, work)
 
 
+def memset_async(target: int, value: int, nbytes: int, stream: int) -> None:
+    machine = Machine.current
+
+    def work() -> None:
+        machine.check(target, nbytes, "memsetAsync")
+        machine.memory.raw(target, nbytes)[:] = value
+
+    machine.put(stream, work)
+
+
 def _runtime(machine: Machine) -> types.ModuleType:
     module = _module("cupy.cuda.runtime")
     module.__dict__.update(
         CUDARuntimeError=CUDARuntimeError, memcpyHostToDevice=1, memcpyDeviceToHost=2, memcpyDeviceToDevice=3,
-        memcpyAsync=memcpy_async, streamIsCapturing=lambda stream: int(machine.stream(stream).recording is not None),
+        memcpyAsync=memcpy_async, memsetAsync=memset_async,
+        streamIsCapturing=lambda stream: int(machine.stream(stream).recording is not None),
         eventCreate=lambda: next(machine.numbers), eventDestroy=lambda event: None,
         eventRecord=lambda event, stream: machine.stream(stream) and None,
         eventSynchronize=lambda event: machine.refuse_in_recording("waiting for an event"),

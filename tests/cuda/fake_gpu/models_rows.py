@@ -16,7 +16,7 @@ from .launching import Call, model
 
 F32, F16 = np.float32, np.float16
 NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
-TO_HALF, TO_FLOAT, ADD, GATED, ACTIVATED = range(5)
+TO_HALF, TO_FLOAT, ADD, GATED, ACTIVATED, SUMS = range(6)
 THREADS, WARPS, CHUNK = 512, 16, 512
 FUNCTIONS = [ACTIVATIONS[name] for name in ("silu", "gelu_tanh", "relu", "gelu")]
 """By the number that ``common.cuh`` gives them."""
@@ -95,9 +95,22 @@ def matvec_float(call: Call) -> None:
 
 @model
 def few_rows(call: Call) -> None:
-    rows, n, pitch = call.arguments["rows"], call.n, call.pitch
-    x, weight = call.rows("x", rows, pitch, pitch, np.int8), call.rows("weight", n, pitch, pitch, np.int8)
-    call.rows("acc", rows, n, n, np.int32)[...] = x.astype(np.float64) @ weight.T.astype(np.float64)
+    rows, n, pitch, output = call.arguments["rows"], call.n, call.pitch, call.number("OUTPUT")
+    tiles, matrices, sums = call.number("TILES"), 2 if output == GATED else 1, output == SUMS
+    groups, blocks = up(n // matrices, 16) // 16, call.launch.grid[0]
+    share = max(groups * (b + 1) // blocks - groups * b // blocks for b in range(blocks)) * matrices
+    warps, slots, steps = (call.defines[f"RING_{name}"] for name in ("WARPS", "SLOTS", "STEPS"))
+    call.require(output != GATED or n % 32 == 0, "half a group of a gate")
+    call.require(call.launch.block == 32 * warps and rows <= 8 * tiles, "threads or tiles")
+    needed = warps * slots * 16 * 64 * (steps + 1) + share * 16 * (8 * tiles + 2) * 4
+    call.require(call.launch.shared >= needed, "too little shared memory")
+    x, weight = call.rows("x", rows, pitch, pitch, np.int8), call.rows("weight", up(n, 16), pitch, pitch, np.int8)
+    acc = x.astype(np.float64) @ weight[:n].T.astype(np.float64)
+    if sums:
+        call.rows("out", rows, call.out_pitch, n, np.int32, align=0)[...] = acc
+        return
+    y = call.vector("x_scale", rows, F32)[:, None] * (call.vector("w_scale", n, F32) * acc.astype(F32))
+    write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, call.out_pitch)
 
 
 @model
