@@ -259,6 +259,20 @@ def test_norm_then_quantize_and_multiply(backend, seed, rows, width, outputs):
     assert_close(backend.host(backend.linear(x, weight, fp32=True)), expected, "norm, then w8a8", np.float32, one_code)
 
 
+@given(SEEDS, ROWS, WIDTHS)
+def test_norms_are_of_the_stream_before_it_changes(backend, seed, rows, width):
+    """Attention and feed-forward side by side: both norms are taken first, and the second is used after an addition."""
+    rng = np.random.default_rng(seed)
+    residual, part = random_rows(rng, rows, width, np.float32), random_int8(rng, width, width, True)
+    norms = [norm_on(backend, random_norm(rng, width, True)) for _ in range(2)]
+    alone = [backend.host(backend.norm(backend.array(residual), norm)).copy() for norm in norms]
+    stream = backend.array(residual)
+    x, y = (backend.norm(stream, norm) for norm in norms)
+    np.testing.assert_array_equal(backend.host(x), alone[0])
+    backend.host(backend.linear_add(x, backend.weight([part]), stream))
+    np.testing.assert_array_equal(backend.host(y), alone[1])
+
+
 @given(SEEDS, st.lists(st.integers(1, 9), min_size=1, max_size=5))
 @example(0, [1])
 @example(0, [1, 1, 1])

@@ -99,3 +99,21 @@ def test_calibrated_recipes(golden: Golden, tmp_path: Path) -> None:
         error[recipe] = migrated_error(golden, spec, tmp_path / recipe)
     assert error["w8a8-smooth"] < 0.5 * error["plain"] and error["w8a8-smooth"] < 0.05
     assert error["auto"] < 1.05 * error["w8a8-smooth"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("golden", CASES, ids=lambda golden: golden.config["model_type"])
+def test_a_gpu_calibrates_every_architecture(golden: Golden, tmp_path: Path) -> None:
+    architecture = models.find(golden.config)
+    spec = architecture.spec(architecture.parse(golden.config))
+    source = write(tmp_path / "source", golden, spec)
+    ids = random_tokens(7, 600, golden.config["vocab_size"])
+    reports = [
+        bminf_lite.migrate(source, tmp_path / device, "w8a8-smooth", calibrate=ids, device=device)
+        for device in ("cpu", "cuda")
+    ]
+    decided = [report.calibration["products"] for report in reports]
+    for one, other in zip(*decided, strict=True):
+        assert one["tensors"] == other["tensors"] and one["error"] == pytest.approx(other["error"], rel=0.25)
+    assert reports[1].cost["kl"] == pytest.approx(reports[0].cost["kl"], rel=0.3)
+    assert migrated_error(golden, spec, tmp_path / "cuda") < 0.05

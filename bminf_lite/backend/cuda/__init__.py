@@ -81,6 +81,7 @@ class CudaBackend(Finishing):
         self.fused = FusedProducts(self.products, self.arrays)
         self.loader = Loader(self.arena, self.arrays, self.launches, self.products)
         self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
+        self._streams = weakref.WeakValueDictionary()
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 

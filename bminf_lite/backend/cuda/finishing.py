@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import cupy as cp
 import numpy as np
 
@@ -21,6 +23,7 @@ class Finishing(Backend):
 
     arrays: Arrays
     launches: RowLaunches
+    _streams: weakref.WeakValueDictionary[int, Residual]
 
     def _transform(
         self, x: Array, out: cp.ndarray, scale: cp.ndarray | None = None, layout: Layout | None = None
@@ -50,8 +53,14 @@ class Finishing(Backend):
         self.launches.transform(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out, scale, layout)
 
     def _stream(self, x: Array) -> Residual:
-        """``x`` as a residual stream; another one's norm, where the norm comes after the layer, becomes one."""
-        return x if isinstance(x, Residual) else Residual(self.arrays.padded(self._finished(x)))
+        """``x`` as a residual stream; another one's norm, where the norm comes after the layer, becomes one.
+
+        An array is the same stream each time, so that changing it finds the norms that were taken of it.
+        """
+        if isinstance(x, Residual):
+            return x
+        values = self.arrays.padded(self._finished(x))
+        return self._streams.setdefault(values.data.ptr, Residual(values))
 
     def _written(self, product: Product, dtype: type) -> cp.ndarray:
         out = self.arrays.rows(product.shape[0], product.shape[1], dtype)
