@@ -26,13 +26,6 @@ class StoredMatrix:
     def nbytes(self) -> int:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
-    def rows(self, first: int, last: int) -> StoredMatrix:
-        """Some of its rows, still in the file."""
-        start = first * self.shape[1] * self.dtype.itemsize
-        return StoredMatrix(
-            (last - first, self.shape[1]), self.dtype, lambda buffer, offset: self.read(buffer, start + offset)
-        )
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         values = np.empty(self.shape, self.dtype)
         if values.size:

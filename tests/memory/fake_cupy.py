@@ -57,14 +57,6 @@ class FakeStream:
         self.run_until(self.done + len(self.queue))
 
 
-class FakePinned(np.ndarray):
-    """What ``PinnedMemory`` gives: memory with an address."""
-
-    @property
-    def ptr(self) -> int:
-        return self.ctypes.data
-
-
 class HostPages:
     """An arena's pages in host memory."""
 
@@ -90,21 +82,19 @@ def replace_cupy(streaming: Any, eager: bool, monkeypatch: pytest.MonkeyPatch) -
     """Replace CuPy's calls in ``backend.cuda.streaming``; the list holds the bytes that may still be pinned."""
     room = [1 << 30]
 
-    def pin(nbytes: int) -> FakePinned:
+    def pin(address: int, nbytes: int, flags: int) -> None:
         if nbytes > room[0]:
             raise MemoryError("cudaErrorMemoryAllocation: out of memory")
         room[0] -= nbytes
-        return np.zeros(nbytes, np.uint8).view(FakePinned)
 
     cuda = SimpleNamespace(
         Device=lambda index: warnings.catch_warnings(),
         Stream=lambda non_blocking: FakeStream(eager),
         Event=FakeEvent,
-        PinnedMemory=pin,
-        PinnedMemoryPointer=lambda memory, offset: memory,
     )
     runtime = SimpleNamespace(
-        memcpyAsync=memcpy, memcpyDeviceToHost=2, memcpyHostToDevice=1, CUDARuntimeError=MemoryError
+        memcpyAsync=memcpy, memcpyDeviceToHost=2, memcpyHostToDevice=1, CUDARuntimeError=MemoryError,
+        hostRegister=pin, hostUnregister=lambda address: None,
     )
     monkeypatch.setattr(streaming, "available_memory", lambda: None)
     monkeypatch.setattr(streaming, "cp", SimpleNamespace(cuda=cuda))

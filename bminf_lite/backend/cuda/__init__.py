@@ -129,11 +129,6 @@ class CudaBackend(Finishing):
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
-    @property
-    def reads_files(self) -> bool:  # type: ignore[override]
-        """Until this way of loading has run on a GPU, it serves what had to be run in any case: streamed models."""
-        return bool(self.placement.streamed)
-
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:  # type: ignore[override]
         return self.loader.weight(parts, biases)
 
