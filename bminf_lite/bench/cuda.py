@@ -21,6 +21,7 @@ from ..cuda import libraries
 from ..cuda.cublaslt import Order
 from ..cuda.kernels import Kernel, Module
 from ..cuda.layouts import Layout, round_up
+from ..memory.device import measure_speeds
 from .instruments import Ceilings, Instruments, Span
 from .plain import MATRICES, PRODUCT_ROWS, WIDTHS, Case, in_turn, layer_norm, matvec, quantize, rms_norm, softmax
 
@@ -66,10 +67,15 @@ class CudaInstruments(Instruments):
             run(0)
         return meter.peak
 
+    def streamed_bytes(self) -> int:
+        return self.ops.loader.streamed_bytes
+
     # -- limits -------------------------------------------------------------------------------------------------------
 
     def ceilings(self) -> Ceilings:
-        """Read by a kernel that does nothing else, copy by the driver, and int8 products by the backend's best plan."""
+        """Read by a kernel that does nothing else, copy and link by the driver, and int8 products by the backend's best
+        plan.
+        """
         runtime, stream = cp.cuda.runtime, self.ops.stream.ptr
         data = self._random(self.ceiling_bytes // 1024, 1024, np.int8)
         target = self.ops.arrays.empty(data.shape, data.dtype)
@@ -78,7 +84,8 @@ class CudaInstruments(Instruments):
         copy_seconds = self.plain_seconds_each(in_turn(runtime.memcpyAsync, copy))
         size = PRODUCT_SIZE
         product_seconds = self.plain_seconds_each(self._product(size, size, size))
-        return Ceilings(data.nbytes / read_seconds, 2 * data.nbytes / copy_seconds, 2 * size**3 / product_seconds)
+        link = measure_speeds(self.ops.device).link
+        return Ceilings(data.nbytes / read_seconds, 2 * data.nbytes / copy_seconds, 2 * size**3 / product_seconds, link)
 
     def _reader(self, data: cp.ndarray) -> Callable[[], None]:
         kernel: Kernel = Module(self.ops.device, "bandwidth.cu", ["read_all"]).kernel("read_all", "pqp")
