@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import warnings
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,7 +22,8 @@ class FakeEvent:
         self.after: Callable[[], None] = lambda: None
 
     def record(self, stream: FakeStream) -> None:
-        place = stream.done + len(stream.queue)
+        with stream.lock:
+            place = stream.done + len(stream.queue)
         self.after = lambda: stream.run_until(place)
 
     def synchronize(self) -> None:
@@ -38,17 +40,20 @@ class FakeStream:
         self.queue: list[Callable[[], object]] = []
         self.done = 0
         self.ptr = id(self)
+        self.lock = threading.RLock()
         self.by_address[self.ptr] = self
 
     def give(self, work: Callable[[], object]) -> None:
-        self.queue.append(work)
-        if self.eager:
-            self.synchronize()
+        with self.lock:
+            self.queue.append(work)
+            if self.eager:
+                self.synchronize()
 
     def run_until(self, place: int) -> None:
-        while self.done < place:
-            self.done += 1
-            self.queue.pop(0)()
+        with self.lock:
+            while self.done < place:
+                self.done += 1
+                self.queue.pop(0)()
 
     def wait_event(self, event: FakeEvent) -> None:
         self.give(event.after)
@@ -88,7 +93,7 @@ def replace_cupy(streaming: Any, eager: bool, monkeypatch: pytest.MonkeyPatch) -
         room[0] -= nbytes
 
     cuda = SimpleNamespace(
-        Device=lambda index: warnings.catch_warnings(),
+        Device=lambda index: nullcontext(),
         Stream=lambda non_blocking: FakeStream(eager),
         Event=FakeEvent,
     )

@@ -56,13 +56,15 @@ def test_every_byte_arrives(sizes: list[int], size: int, count: int, threads: in
 
         stage.upload(read, len(content), address)
         address += len(content)
+    stage.finish()
     stage.close()
     assert bytes(device.memory) == b"".join(files)
 
 
 def test_reading_goes_on_while_the_device_copies() -> None:
-    device, stage = staging_of(100, 10, 2)
+    device, stage = staging_of(100, 10, 2, threads=1)
     stage.upload(lambda buffer, offset: None, 100, 0)
+    stage.finish()
     assert device.most_pending == 2
     stage.close()
 
@@ -71,6 +73,16 @@ def test_threads_read_side_by_side() -> None:
     _, stage = staging_of(8, 1, 5, threads=4)
     together = threading.Barrier(4, timeout=10)
     stage.upload(lambda buffer, offset: together.wait() and None, 8, 0)
+    stage.finish()
+    stage.close()
+
+
+def test_pieces_of_several_matrices_are_under_way_at_once() -> None:
+    _, stage = staging_of(4, 8, 5, threads=4)
+    together = threading.Barrier(4, timeout=10)
+    for i in range(4):
+        stage.upload(lambda buffer, offset: together.wait() and None, 1, i)
+    stage.finish()
     stage.close()
 
 
@@ -87,7 +99,9 @@ def test_what_reading_raises_is_raised_and_all_threads_have_ended() -> None:
 
     with pytest.raises(CheckpointError, match="became shorter"):
         stage.upload(read, 64, 0)
+        stage.finish()
     assert under_way == [18]
+    stage.finish()  # an error is raised once
     stage.close()
 
 
@@ -137,5 +151,6 @@ def test_a_file_that_changes_is_an_error(stored: tuple[Path, np.ndarray, StoredM
 
     with pytest.raises(CheckpointError, match=r"changed since it was opened|became shorter"):
         stage.upload(read, matrix.nbytes, 0)
+        stage.finish()
     assert len(device.memory) == matrix.nbytes
     stage.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import cupy as cp
@@ -48,6 +49,7 @@ class Loader:
         self._links: list[SlotLink] = []
         self._layers = 0
         self._staging: Staging | None = None
+        self._depth = 0  # of what is being made
 
     @property
     def streamed_bytes(self) -> int:
@@ -63,6 +65,10 @@ class Loader:
 
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
         """See :meth:`Backend.weight`."""
+        with self._uploading():
+            return self._weight(parts, biases)
+
+    def _weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None]) -> Weight:
         stacked = stack_biases(parts, biases)
         bias = None if stacked is None else self.arrays.vector(stacked)
         n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
@@ -83,7 +89,9 @@ class Loader:
             data = self._upload_rows(codes, n, k, np.int8, rows, pitch, self._matrices)
             return Weight(data, scale, bias, n, k, pitch, plan, outliers)
         with self.arrays.current():
-            packed = plan.pack_weight(self._upload_rows(codes, n, k, np.int8, rows, pitch, self.arena)[:n, :k])
+            plain = self._upload_rows(codes, n, k, np.int8, rows, pitch, self.arena)
+            self._finish_uploads()
+            packed = plan.pack_weight(plain[:n, :k])
             with self.arrays.within(self._matrices):
                 data = self.arrays.empty(packed.shape, np.int8)
             data[...] = packed
@@ -104,12 +112,17 @@ class Loader:
         data = self.arrays.empty(values.shape, dtype)
         if isinstance(values, StoredMatrix):
             self._file_staging().upload(values.read, values.nbytes, data.data.ptr)
+            self._finish_uploads()
         else:
             data.set(np.ascontiguousarray(values).view(dtype), self.arrays.stream)
         return Matrix(data, kind)
 
     def blocks(self, build: Callable[[int], T], count: int, place: Placement) -> Iterable[T]:
         """See :meth:`Backend.blocks`; ``place`` counts the layers of all stacks."""
+        with self._uploading():
+            return self._blocks(build, count, place)
+
+    def _blocks(self, build: Callable[[int], T], count: int, place: Placement) -> Iterable[T]:
         first = self._layers
         self._layers += count
         streamed = [index - first for index in place.streamed if first <= index < first + count]
@@ -128,12 +141,17 @@ class Loader:
                 built.append(build(index))
             finally:
                 self._matrices = self.arena
+            self._finish_uploads()
             link.keep(matrices)
         self.arrays.stream.synchronize()
         return StreamedBlocks(built, streamed, link, place.slots)
 
     def table(self, values: np.ndarray, on_host: bool) -> Array:
         """See :meth:`Backend.table`; in pinned host memory if ``on_host``, and if the system has so much of it."""
+        with self._uploading():
+            return self._table(values, on_host)
+
+    def _table(self, values: np.ndarray, on_host: bool) -> cp.ndarray:
         rows, columns = values.shape
         table = host_table(rows, round_up(columns, PAD), self.arrays.device) if on_host else None
         if table is None:
@@ -142,6 +160,7 @@ class Loader:
         for first in range(0, rows, at_once):
             part = values[first : first + at_once]
             block = self._upload_rows([part], part.shape[0], columns, np.float16, 1, PAD, self.arena)
+            self._finish_uploads()
             target, stream = table[first:].data.ptr, self.arrays.stream.ptr
             runtime.memcpyAsync(target, block.data.ptr, block.nbytes, runtime.memcpyDeviceToHost, stream)
         return table[:, :columns]
@@ -183,6 +202,21 @@ class Loader:
         step = max(1, NARROW_BYTES // max(k * part.dtype.itemsize, 1))
         for first in range(0, rows, step):
             self.launches.to_half(self.matrix(part[first : first + step]), place[first : first + step])
+
+    @contextmanager
+    def _uploading(self) -> Iterator[None]:
+        """What the outermost of these makes is there when it ends; within, pieces of several matrices are under way."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._finish_uploads()
+
+    def _finish_uploads(self) -> None:
+        if self._staging is not None:
+            self._staging.finish()
 
     def _file_staging(self) -> Staging:
         if self._staging is None:

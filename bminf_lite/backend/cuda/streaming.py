@@ -21,6 +21,7 @@ import cupy as cp
 import numpy as np
 
 from ...errors import OutOfMemory
+from ...memory import staging
 from ...memory.arena import Arena, Block, Scratch
 from ...memory.machine import available_memory
 from ...memory.sizes import format_size
@@ -166,8 +167,11 @@ class PinnedBuffers:
     The :class:`~bminf_lite.memory.staging.Uploads` of a GPU.
     """
 
-    def __init__(self, device: int, stream: cp.cuda.Stream, count: int = 16, nbytes: int = 4 << 20):
+    def __init__(
+        self, device: int, stream: cp.cuda.Stream, count: int = staging.BUFFERS, nbytes: int = staging.BUFFER_BYTES
+    ):
         self.stream = stream
+        self._device = device
         self._nbytes = nbytes
         self._memory = HostMemory(count * nbytes)
         with cp.cuda.Device(device):
@@ -179,8 +183,9 @@ class PinnedBuffers:
 
     def copy(self, buffer: int, nbytes: int, address: int) -> None:
         source = self._memory.address + buffer * self._nbytes
-        runtime.memcpyAsync(address, source, nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
-        self._copied[buffer].record(self.stream)
+        with cp.cuda.Device(self._device):  # which each thread has its own notion of
+            runtime.memcpyAsync(address, source, nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
+            self._copied[buffer].record(self.stream)
 
     def wait(self, buffer: int) -> None:
         self._copied[buffer].synchronize()
