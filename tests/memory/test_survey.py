@@ -87,7 +87,8 @@ class FakeCuda(Backend):
         self.arena = Arena(HostPages(limit), limit)
         self.arrays = FakeArrays(self.arena)
         products = SimpleNamespace(plan=lambda n, k: SimpleNamespace(shapes=Shapes(PlanKind.PLAIN, n, k)))
-        self.loader = Loader(self.arena, self.arrays, None, products)  # type: ignore[arg-type]
+        launches = SimpleNamespace(to_half=lambda matrix, out: None)
+        self.loader = Loader(self.arena, self.arrays, launches, products)  # type: ignore[arg-type]
 
     def array(self, values: np.ndarray) -> Any:
         return self.arrays.upload(np.asarray(values))
