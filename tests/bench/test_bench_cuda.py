@@ -103,6 +103,13 @@ def test_in_place_takes_nothing(instruments) -> None:
     assert {size for kernel, size in taken.items() if kernel != "softmax"} == {0}
 
 
+def test_a_projection_over_its_input_takes_less(instruments) -> None:
+    apart, in_place = instruments._projection_cases(64, 256)
+    assert instruments.allocated(in_place.run) <= instruments.allocated(apart.run) - 64 * 256 * 2
+    for case in (apart, in_place):
+        assert 0 < instruments.seconds_each(case.run, runs=2) < 1
+
+
 def test_plain_versions_run(instruments) -> None:
     for case in (*instruments._row_cases(64, 1024), *instruments._matvec_cases(512, 1024)):
         assert (case.plain is None) == ("in place" in case.kernel)
