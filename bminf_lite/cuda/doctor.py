@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -144,11 +143,8 @@ def _describe(functions: Any, index: int) -> Gpu:
 
 
 def _find_cupy() -> dict[str, str]:
-    found = {}
-    for name in CUPY_DISTRIBUTIONS:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+    installed = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
+    return {name: installed[name] for name in CUPY_DISTRIBUTIONS if name in installed}
 
 
 def _measure_plans() -> list[PlanReport]:

@@ -172,20 +172,21 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+def describe(status: int) -> str:
+    """A ``CUresult`` in the driver's words."""
+    library = libraries.load("cuda").dll
+    for function in (library.cuGetErrorName, library.cuGetErrorString):
+        function.argtypes = (c_int, POINTER(c_char_p))
+    name, text = c_char_p(), c_char_p()
+    library.cuGetErrorName(status, name)
+    library.cuGetErrorString(status, text)
+    return f"{(name.value or b'unknown error').decode()}, {(text.value or b'').decode()}"
+
+
 @functools.cache
 def load() -> SimpleNamespace:
     """The driver's functions, initialized. Raises ``DeviceError`` where there is no driver, or no GPU for it."""
-    library = libraries.load("cuda").dll
-    for name in ("cuGetErrorName", "cuGetErrorString"):
-        getattr(library, name).argtypes = (c_int, POINTER(c_char_p))
-
-    def describe(status: int) -> str:
-        name, text = c_char_p(), c_char_p()
-        library.cuGetErrorName(status, name)
-        library.cuGetErrorString(status, text)
-        return f"{(name.value or b'unknown error').decode()}, {(text.value or b'').decode()}"
-
-    functions = bind(library, _PROTOTYPES, describe)
+    functions = bind(libraries.load("cuda").dll, _PROTOTYPES, describe)
     try:
         functions.cuInit(0)
     except LibraryError as error:

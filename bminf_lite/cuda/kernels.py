@@ -18,6 +18,7 @@ from ..errors import DeviceError
 from . import compiler, driver
 from .bindings import LibraryError
 from .driver import Device, FunctionAttribute, LaunchAttribute, LaunchAttributeID, LaunchConfig
+from .tensor_maps import NBYTES as TENSOR_MAP_BYTES
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -86,6 +87,8 @@ class Kernel:
 
     ``signature`` has a letter for each parameter: ``p`` a pointer, and the :mod:`struct` letters for the rest, of which
     ``i`` int32, ``I`` uint32, ``q`` int64, ``Q`` uint64, ``f`` fp32, ``d`` fp64 and ``?`` bool are the useful ones.
+    ``T`` is a matrix as :mod:`.tensor_maps` describes it. Such parameters must lie at multiples of 64 bytes, which from
+    compute capability 9.0 on begin 48 bytes behind the first parameter.
     """
 
     def __init__(self, module: Module, name: str, function: driver.Function, signature: str) -> None:
@@ -96,7 +99,7 @@ class Kernel:
         self._lock = threading.Lock()
         self._shared_allowed = 0
         self._dependent_supported = module.device.compute_capability >= (9, 0)
-        parameters = struct.Struct("@" + signature.replace("p", "P"))
+        parameters = struct.Struct("@" + signature.replace("p", "P").replace("T", f"{TENSOR_MAP_BYTES}s"))
         self._pack_parameters = parameters.pack_into
         self._parameters = ctypes.create_string_buffer(max(1, parameters.size))
         self._size = ctypes.c_size_t(parameters.size)

@@ -53,7 +53,7 @@ def kernel_info(image: bytes, symbol: str) -> KernelInfo:
 
 def offsets_and_sizes(signature: str) -> tuple[tuple[int, int], ...]:
     """The same of a signature, as ``struct`` packs it."""
-    letters = signature.replace("p", "P")
+    letters = [{"p": "P", "T": "128s"}.get(letter, letter) for letter in signature]
     sizes = [struct.calcsize(letter) for letter in letters]
-    ends = [struct.calcsize(f"@{letters[: i + 1]}") for i in range(len(letters))]
+    ends = [struct.calcsize(f"@{''.join(letters[: i + 1])}") for i in range(len(letters))]
     return tuple((end - size, size) for end, size in zip(ends, sizes, strict=True))

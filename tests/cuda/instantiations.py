@@ -54,6 +54,7 @@ class Family:
         rule = {
             "matvec": _matvec, "matvec_float": _matvec_float, "transform": _transform, "finish": _finish,
             "softmax": _softmax, "few_rows": _few_rows,
+            "bminf::gemm_hopper": _gemm_hopper,
         }  # fmt: skip
         return self.name not in rule or rule[self.name](*arguments)
 
@@ -97,6 +98,10 @@ def _finish(kind: str, order: int, add: str, target: str) -> bool:
     return (kind == "int" or order == ROW) and (add == "false" or target == "float")
 
 
+def _gemm_hopper(output: int, activation: int, bias: str, width: int, cluster: int) -> bool:
+    return output == GATED or activation == 0
+
+
 def families(arch: str) -> Iterator[Family]:
     """All kernels for ``arch``. Tensor-core layouts, and with them COL32, end before compute capability 9.0."""
     capability = CAPABILITIES[arch]
@@ -136,6 +141,9 @@ def families(arch: str) -> Iterator[Family]:
             ring = (f"RING_WARPS={warps}", "RING_SLOTS=2", f"RING_STEPS={steps}")
             yield Family("few_rows.cu", "few_rows", (tiles, range(SUMS + 1), activations), ring)
     yield from (Family(sampling.SOURCE, name, (), sampling.DEFINES) for name in sampling.KERNELS)
+    if arch == "sm_90a":
+        values = ((0, 2, GATED), activations, ("false", "true"), (128, 256), (1, 2))
+        yield Family("gemm_hopper.cu", "bminf::gemm_hopper", values)
     if arch != "sm_90":  # the package compiles for sm_90a there, whose instructions the kernel needs
         for depth, small, kind in itertools.product(HEAD_SIZES, (False, True), attention_kinds()):
             tiling = attention.tiling_for(capability, -(-depth // 16) * 16, small, *kind)

@@ -70,4 +70,5 @@ def letters(symbol: str) -> str:
     demangle.restype, demangle.argtypes = ctypes.c_char_p, (ctypes.c_char_p, *[ctypes.c_void_p] * 3)
     text = demangle(symbol.encode(), None, None, None).decode()
     types = text[text.rindex("(") + 1 : -1].split(", ")
-    return "".join("p" if t.endswith("*") else LETTERS.get(t, {"unsigned int": "I"}.get(t, "?")) for t in types)
+    known = LETTERS | {"unsigned int": "I"}
+    return "".join("p" if t.endswith("*") else known.get(t.removeprefix("bminf::"), "?") for t in types)

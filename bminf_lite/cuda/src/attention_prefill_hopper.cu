@@ -7,16 +7,13 @@
 // Tiles lie in shared memory in columns of 64: [column / 64][row][64], a row being 128 bytes whose 16-byte pieces are
 // exchanged by the row's lowest three bits, the layout that the products call "128-byte swizzle".
 #include "attention_prefill.cuh"
+#include "wgmma.cuh"
 
 namespace bminf {
 
-constexpr int GROUP = 128;  // threads that issue a product together
 constexpr int COLUMNS = 64;  // fp16 values in 128 bytes
 
-// ---- barriers in shared memory -----------------------------------------------------------------------------------
-
-// Makes what this thread wrote to shared memory visible to the tensor cores.
-__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// ---- turns -------------------------------------------------------------------------------------------------------
 
 // A barrier of THREADS threads that some wait at and others only pass.
 template <int THREADS>
@@ -31,39 +28,7 @@ __device__ __forceinline__ void turn_pass(int id) {
 
 // ---- products ----------------------------------------------------------------------------------------------------
 
-// The operand of a product that starts at a shared address: `stride` bytes between columns of 64, which only an operand
-// whose columns are the outer axis has several of; 1024 bytes between groups of eight rows.
-__device__ __forceinline__ unsigned long long operand(unsigned address, int stride) {
-    const unsigned low = (static_cast<unsigned>(stride) >> 4 << 16) | ((address & 0x3ffff) >> 4);
-    return (1ull << 62) | (64ull << 32) | low;
-}
-
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Until at most N groups of products are under way.
-template <int N>
-__device__ __forceinline__ void products_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
-
-// Keeps the compiler from moving accesses of an accumulator across this point.
-template <int N>
-__device__ __forceinline__ void pin(float (&c)[N][4]) {
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) asm volatile("" : "+f"(c[n][j])::"memory");
-}
-
 #define FOUR(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define UP_TO_31                                                                                                   \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
-    "%30,%31"
-#define UP_TO_63                                                                                                   \
-    UP_TO_31 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"    \
-             "%56,%57,%58,%59,%60,%61,%62,%63"
 #define FIRST_8 FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
 #define FIRST_16 FIRST_8, FOUR(8), FOUR(9), FOUR(10), FOUR(11), FOUR(12), FOUR(13), FOUR(14), FOUR(15)
 

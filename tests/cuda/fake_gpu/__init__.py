@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bminf_lite.cuda import compiler, doctor, driver, kernels, libraries
+from bminf_lite.cuda import compiler, doctor, driver, kernels, libraries, tensor_maps
 from bminf_lite.cuda.compiler import Cubin
 from bminf_lite.cuda.libraries import Library
 
@@ -56,6 +56,7 @@ def install(profile: str) -> Machine:
 
     libraries.load = load  # type: ignore[assignment]
     driver.load.cache_clear()
+    tensor_maps.functions.cache_clear()
     doctor.require_usable = lambda index: None  # type: ignore[assignment]  # what is installed here does not matter
     _record_compilations(machine)
     _check_signatures(machine)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any
 
-from bminf_lite.cuda import driver
+from bminf_lite.cuda import driver, tensor_maps
 from bminf_lite.cuda.driver import DeviceAttribute, FunctionAttribute, LaunchAttributeID, LaunchConfig
 
 from . import launching
 from .fake_library import FAILED, FakeLibrary, set_number
-from .machine import MAX_CLUSTER, MAX_GRID_YZ, MAX_THREADS, FakeKernel, Launch, Machine
+from .machine import MAX_CLUSTER, MAX_GRID_YZ, MAX_THREADS, TENSOR_MAP, FakeKernel, Launch, Machine
 from .memory import FakeGpuError
 
 GRANULARITY = 2 << 20
@@ -29,7 +30,7 @@ class FakeDriver:
 
     def library(self) -> FakeLibrary:
         """The functions as ``libcuda`` has them."""
-        library = FakeLibrary(driver._PROTOTYPES, self)
+        library = FakeLibrary(driver._PROTOTYPES | tensor_maps._PROTOTYPES, self)
 
         class _Text:
             argtypes: Any = ()
@@ -210,6 +211,21 @@ class FakeDriver:
             return False
         memory.taken += nbytes
         return True
+
+    # -- the copy engine -----------------------------------------------------------------------------------------------
+
+    def cuTensorMapEncodeTiled(
+        self, target: int, element: int, rank: int, address: int, sizes: Any, strides: Any, box: Any, steps: Any,
+        interleave: int, swizzle: int, promotion: int, fill: int,
+    ) -> int:  # fmt: skip
+        itemsize = tensor_maps.Element(element).itemsize
+        aligned = target % 64 == 0 and address % 16 == 0 and strides[0] % 16 == 0
+        swizzled = swizzle == 3 and box[0] * itemsize == 128
+        if not aligned or not swizzled or rank != 2 or not 0 < box[1] <= 256 or (steps[0], steps[1]) != (1, 1):
+            return INVALID_VALUE
+        described = struct.pack(TENSOR_MAP, address, sizes[0], sizes[1], strides[0], element, box[1])
+        ctypes.memmove(target, described, len(described))
+        return 0
 
     # -- graphs --------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .machine import Launch, Machine
+from bminf_lite.cuda.tensor_maps import Element
+
+from .machine import TENSOR_MAP, Launch, Machine
 from .memory import FakeGpuError
 from .sources import Declaration, declarations, split_expression
 
@@ -82,6 +84,15 @@ class Call:
         self.machine.check(address, extent, f"{self.launch.kernel.expression}: {name}")
         raw = self.machine.memory.raw(address, extent).view(dtype)
         return np.lib.stride_tricks.as_strided(raw, (rows, columns), (pitch * itemsize, itemsize))
+
+    def mapped(self, name: str, box_rows: int) -> np.ndarray:
+        """The matrix that a tensor map describes, whose boxes have so many rows."""
+        described = self.arguments[name][: struct.calcsize(TENSOR_MAP)]
+        address, columns, rows, pitch, element, box = struct.unpack(TENSOR_MAP, described)
+        self.require(box == box_rows, f"{name} has boxes of {box} rows")
+        dtype = {Element.INT8: np.int8, Element.FLOAT16: np.float16, Element.FLOAT32: np.float32}[Element(element)]
+        self.arguments[f"{name}'s address"] = address
+        return self.rows(f"{name}'s address", rows, pitch // np.dtype(dtype).itemsize, columns, dtype)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """A dense array from a pointer on."""

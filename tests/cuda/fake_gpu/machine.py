@@ -27,6 +27,8 @@ PROFILES = {
 }
 TOTAL_MEMORY = 6 << 30
 MAX_THREADS, MAX_GRID_YZ, MAX_CLUSTER = 1024, 65535, 8
+TENSOR_MAP = "QQQQII"
+"""What this driver's ``CUtensorMap`` says: address, columns, rows, bytes from row to row, element, rows of a box."""
 
 Work = Callable[[], None]
 

@@ -11,7 +11,7 @@ from bminf_lite.cuda import compiler
 
 LETTERS = {
     "int": "i", "long long": "q", "float": "f", "u64": "Q", "unsigned long long": "Q", "unsigned": "I", "double": "d",
-    "bool": "?",
+    "bool": "?", "TensorMap": "T",
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ class Declaration:
 
     def unpack(self, parameters: bytes) -> dict[str, int | float]:
         """Values by name."""
-        values = struct.unpack("@" + self.signature.replace("p", "P"), parameters)
+        values = struct.unpack("@" + self.signature.replace("p", "P").replace("T", "128s"), parameters)
         return dict(zip((p.name for p in self.parameters), values, strict=True))
 
 

@@ -1,0 +1,132 @@
+"""Int8 products of many rows on compute capability 9.0, scaled, and gated or added, in the kernel that multiplies.
+
+``src/gemm_hopper.cu`` gives exactly what an int32 product (:mod:`.igemm`) and a kernel that scales its sums give, but
+never writes those sums to memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from .driver import Device, DeviceAttribute
+from .few_rows import Output
+from .kernels import Kernel, Module
+from .tensor_maps import ROW_BYTES, Element, matrix_map
+
+THREADS = 384
+ROWS = 128
+"""Of a tile of the result; also the columns of both operands that a stage of the ring holds."""
+RING_BYTES = 192 << 10
+BOX_ROWS = 16
+"""Rows of the result that a warp writes at a time."""
+STAGING_BYTES = THREADS * 2 // 3 // 32 * 2 * BOX_ROWS * ROW_BYTES
+OUTPUTS = (Output.HALF, Output.ADD, Output.GATED)
+_SIGNATURE = "pppiiiiiiTTT"
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How blocks share a product: 128 rows by ``width`` rows of the weight at a time, in clusters of ``cluster``."""
+
+    width: int
+    cluster: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: the ring of stages, where results are put in order, two barriers for each stage."""
+        return RING_BYTES + STAGING_BYTES + 16 * (RING_BYTES // (ROWS * (ROWS + self.width)))
+
+    def cost(self, rows: int, channels: int, multiprocessors: int) -> float:
+        """How long a product takes, up to a factor: rows of the weight that a multiprocessor passes over."""
+        tiles = -(-rows // (ROWS * self.cluster)) * -(-channels // self.width)
+        slower = (1.08 if self.width < 256 else 1) * (1.05 if self.cluster < 2 else 1)
+        return -(-tiles // (multiprocessors // self.cluster)) * self.width * slower
+
+
+TILINGS = tuple(Tiling(width, cluster) for width in (256, 128) for cluster in (2, 1))
+MIN_ROWS = 129
+"""From so many rows on, the kernel is faster than cublasLt and a kernel that scales."""
+FORMS = 1024
+"""Shapes whose launches are remembered."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An address and the elements from one row to the next, both in bytes multiples of 16."""
+
+    address: int
+    pitch: int
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What launches of one shape have in common; ``numbers`` are the kernel's, from ``rows`` to ``column_tiles``."""
+
+    kernel: Kernel
+    tiling: Tiling
+    grid: int
+    numbers: tuple[int, ...]
+
+
+class ScaledGemm:
+    """The kernel of ``src/gemm_hopper.cu`` on one GPU."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
+        shared = device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        self._supported = device.compute_capability == (9, 0) and shared >= max(t.shared for t in TILINGS)
+        self._kernel = functools.cache(self._load)
+        self._form = functools.lru_cache(FORMS)(self._form_uncached)
+
+    def takes(self, rows: int, channels: int, output: Output) -> bool:
+        """Whether the kernel runs here, and is the fastest for ``rows`` and a weight of ``channels`` rows."""
+        return self._supported and rows >= MIN_ROWS and channels % 4 == 0 and output in OUTPUTS
+
+    def launch(
+        self, x: Matrix, x_scale: int, w: Matrix, w_scale: int, bias: int, out: Matrix, *,
+        rows: int, channels: int, in_features: int, output: Output, activation: int = 0, tiling: Tiling | None = None,
+        stream: int = 0, moved: int = 0,
+    ) -> None:  # fmt: skip
+        """Put ``scaled(x @ w.T) + bias``, rounded to fp16, where and as ``output`` says, one of ``OUTPUTS``.
+
+        - ``x`` int8 ``[rows, in_features]``, ``x_scale`` fp32 ``[rows]``;
+        - ``w`` int8 ``[channels, in_features]``, ``w_scale`` fp32 ``[channels]``, ``bias`` as long or 0;
+        - ``out`` fp16 ``[rows, channels]``, or fp32 to add to, or fp16 ``[rows, channels / 2]``: the ``activation`` (by
+          its number in ``common.cuh``) of the first half times the second half.
+
+        The result has an even number of columns; the rest of the last 16 bytes of its rows is overwritten. Another
+        ``tiling`` than the best is for tests, ``moved`` as in :class:`Kernel`. The kernel may start before the one
+        ahead of it has ended, and waits for it itself.
+        """
+        form = self._form(rows, channels, in_features, output, activation, bias != 0, tiling)
+        element = Element.FLOAT32 if output is Output.ADD else Element.FLOAT16
+        maps = (
+            matrix_map(x.address, Element.INT8, rows, in_features, x.pitch, ROWS),
+            matrix_map(w.address, Element.INT8, channels, in_features, w.pitch, form.tiling.width // 2),
+            matrix_map(out.address, element, rows, form.numbers[1], out.pitch, BOX_ROWS),
+        )
+        form.kernel(
+            form.grid, THREADS, (x_scale, w_scale, bias, *form.numbers, *maps), shared=form.tiling.shared,
+            stream=stream, dependent=True, cluster=form.tiling.cluster if form.tiling.cluster > 1 else None,
+            moved=moved,
+        )  # fmt: skip
+
+    def _form_uncached(
+        self, rows: int, channels: int, in_features: int, output: Output, activation: int, bias: bool,
+        tiling: Tiling | None,
+    ) -> _Form:  # fmt: skip
+        if tiling is None:
+            tiling = min(TILINGS, key=lambda tiling: tiling.cost(rows, channels, self._multiprocessors))
+        gated = output is Output.GATED
+        columns, width = (channels // 2, tiling.width // 2) if gated else (channels, tiling.width)
+        assert columns % 2 == 0 and output in OUTPUTS, (columns, output)
+        row_tiles, column_tiles = -(-rows // (ROWS * tiling.cluster)), -(-columns // width)
+        clusters = min(row_tiles * column_tiles, self._multiprocessors // tiling.cluster)
+        numbers = (rows, columns, channels, -(-in_features // ROWS), row_tiles, column_tiles)
+        arguments = f"{int(output)}, {activation}, {str(bias).lower()}, {tiling.width}, {tiling.cluster}"
+        return _Form(self._kernel(f"bminf::gemm_hopper<{arguments}>"), tiling, clusters * tiling.cluster, numbers)
+
+    def _load(self, expression: str) -> Kernel:
+        return Module(self._device, "gemm_hopper.cu", [expression]).kernel(expression, _SIGNATURE)

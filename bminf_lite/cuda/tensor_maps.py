@@ -1,0 +1,62 @@
+"""Matrices described to the copy engine of compute capability 9.0 and later, which then copies boxes of them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
+from enum import IntEnum
+from types import SimpleNamespace
+
+from . import driver, libraries
+from .bindings import bind
+
+NBYTES = 128
+"""Of a ``CUtensorMap``; in memory and among a kernel's parameters it lies at a multiple of 64."""
+ROW_BYTES = 128
+"""What a box has of each row."""
+_ALIGNMENT = 64
+_NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_256B, _ZEROS_OUTSIDE = 0, 3, 3, 0
+_PROTOTYPES: dict[str, tuple[type, ...]] = {
+    "cuTensorMapEncodeTiled": (
+        c_void_p, c_int, c_uint32, c_void_p, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32), POINTER(c_uint32),
+        c_int, c_int, c_int, c_int,
+    ),
+}  # fmt: skip
+
+
+class Element(IntEnum):
+    """``CUtensorMapDataType``."""
+
+    INT8 = 0
+    FLOAT16 = 6
+    FLOAT32 = 7
+
+    @property
+    def itemsize(self) -> int:
+        return {Element.INT8: 1, Element.FLOAT16: 2, Element.FLOAT32: 4}[self]
+
+
+@functools.cache
+def functions() -> SimpleNamespace:
+    """The driver's functions of CUDA 12 and later, without which such a GPU's tensor cores are of no use."""
+    return bind(libraries.load("cuda").dll, _PROTOTYPES, driver.describe)
+
+
+@functools.lru_cache(4096)
+def matrix_map(address: int, element: Element, rows: int, columns: int, pitch: int, box_rows: int) -> bytes:
+    """A ``CUtensorMap`` of ``[rows, columns]`` at ``address``, with ``pitch`` elements from row to row.
+
+    The address and a row's bytes are multiples of 16. A copy brings ``box_rows`` rows (256 at most) of ``ROW_BYTES``
+    each, zeros where they lie outside the matrix, or takes what lies inside. In shared memory they are rows of
+    ``ROW_BYTES`` whose 16-byte pieces are exchanged by the row's lowest three bits.
+    """
+    buffer = ctypes.create_string_buffer(NBYTES + _ALIGNMENT)
+    place = -ctypes.addressof(buffer) % _ALIGNMENT
+    sizes, strides = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(pitch * element.itemsize)
+    box, steps = (c_uint32 * 2)(ROW_BYTES // element.itemsize, box_rows), (c_uint32 * 2)(1, 1)
+    functions().cuTensorMapEncodeTiled(
+        ctypes.addressof(buffer) + place, element, 2, address, sizes, strides, box, steps,
+        _NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_256B, _ZEROS_OUTSIDE,
+    )  # fmt: skip
+    return buffer.raw[place : place + NBYTES]
