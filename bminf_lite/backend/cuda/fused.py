@@ -6,22 +6,26 @@ import cupy as cp
 
 from ...cuda.few_rows import GROUP, Output
 from ...cuda.igemm import Igemm
+from ...cuda.scaled_gemm import Matrix, ScaledGemm
 from .arrays import Arrays, pitch_of
 from .launches import address, size_of
 from .unfinished import Codes, Weight
 
 
 class FusedProducts:
-    """The products of a few rows, on one stream."""
+    """The products of a few rows, and of many where the GPU has a kernel for these, on one stream."""
 
     def __init__(self, products: Igemm, arrays: Arrays) -> None:
         self.products = products
         self.arrays = arrays
+        self.many_rows = ScaledGemm(products.device)
 
     def takes(self, codes: Codes, weight: Weight, output: Output) -> bool:
         """Whether such a kernel computes the product; it may be timed to find out."""
         assert weight.plan is not None
         x, scale = codes
+        if self._are_many(codes, weight, output):
+            return True
         if output is Output.GATED and weight.out_features % (2 * GROUP):
             return False
         with self.arrays.current():
@@ -34,8 +38,21 @@ class FusedProducts:
     ) -> None:
         """Put the product into ``out`` ``[rows, features]``, as ``output`` says; ``activation`` by its number."""
         x, scale = codes
+        moved, stream = weight.nbytes + size_of(x, scale, out), self.arrays.stream.ptr
+        if self._are_many(codes, weight, output):
+            assert weight.scale is not None
+            self.many_rows.launch(
+                Matrix(x.data.ptr, weight.pitch), scale.data.ptr,
+                Matrix(weight.matrix.data.ptr, weight.pitch), weight.scale.data.ptr, address(weight.bias),
+                Matrix(out.data.ptr, pitch_of(out)), rows=len(scale), channels=weight.out_features,
+                in_features=weight.in_features, output=output, activation=activation, stream=stream, moved=moved,
+            )  # fmt: skip
+            return
         self.products.few_rows.launch(
             x.data.ptr, scale.data.ptr, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
-            out.data.ptr, pitch_of(out), len(scale), weight.out_features, weight.pitch, self.arrays.stream.ptr,
-            output, activation, moved=weight.nbytes + size_of(x, scale, out),
+            out.data.ptr, pitch_of(out), len(scale), weight.out_features, weight.pitch, stream, output, activation,
+            moved=moved,
         )  # fmt: skip
+
+    def _are_many(self, codes: Codes, weight: Weight, output: Output) -> bool:
+        return weight.is_plain and self.many_rows.takes(len(codes[1]), weight.out_features, output)
