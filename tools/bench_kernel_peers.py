@@ -22,6 +22,7 @@ from bminf_lite.bench.plain import Case
 from bminf_lite.bench.report import markdown_table
 
 RUNS = 10
+ROUNDS = 7
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,21 +74,38 @@ def inputs(case: Case, device: str) -> tuple[torch.Tensor, ...]:
 
 
 def seconds(function: Callable[..., Any], arguments: tuple[torch.Tensor, ...]) -> float:
-    """Of one call, the median of a few rounds of :data:`RUNS`; on a GPU, of the device."""
+    """Of one call, the median of a few rounds of :data:`RUNS`. On a GPU they are recorded, as ours are."""
 
-    def wait() -> None:
-        if arguments[0].is_cuda:
-            torch.cuda.synchronize()
-
-    function(*arguments), wait()
-    rounds = []
-    for _ in range(5):
-        start = time.perf_counter()
+    def several() -> None:
         for _ in range(RUNS):
             function(*arguments)
-        wait()
-        rounds.append((time.perf_counter() - start) / RUNS)
-    return median(rounds)
+
+    several()
+    if not arguments[0].is_cuda:
+        return median(host_seconds(several) for _ in range(ROUNDS)) / RUNS
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        several()
+    graph.replay()
+    return median(device_seconds(graph.replay) for _ in range(ROUNDS)) / RUNS
+
+
+def host_seconds(work: Callable[[], Any]) -> float:
+    """Of work that runs at once."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def device_seconds(work: Callable[[], Any]) -> float:
+    """Of work that a GPU is given."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def compare(instruments: Instruments, device: str, compiled: bool) -> list[dict[str, str]]:

@@ -182,19 +182,25 @@ class Backend:
         """The exact product ``x @ w.T`` of int8 codes: ``[T, K]``, ``[N, K]`` -> int32 ``[T, N]``; K up to 131,071."""
         return exact_product(x.astype(np.float32), w.astype(np.float32)).astype(np.int32)
 
-    def linear(self, x: Array, weight: Weight, fp32: bool = False) -> Array:
+    def linear(self, x: Array, weight: Weight, fp32: bool = False, out: Array = None) -> Array:
         """``x @ weight.T + bias``: ``[T, in]`` -> ``[T, out]`` in the activation type, or fp32 if asked for.
 
         With an int8 weight and dynamic activations: ``x`` is quantized per token and
         ``y = s_x * (s_w * fp32(acc))`` in fp32, then the bias, then the cast. With int8 weights alone:
         ``y = s_w * sum(code * x)``. The inputs of outlier columns are zero in both, and their product in the
         activation type, summed in fp32, is added before the bias.
+
+        The result goes into ``out`` where it is given, of that shape and type. It may be ``x`` where the weight is
+        square: the product reads a copy of it in int8.
         """
         y = self._product(x, weight)
-        return y if fp32 else self._round(y)
+        return stored(y if fp32 else self._round(y), out)
 
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:
-        """``residual + linear(x, weight)``, fp32 ``[T, out]``. ``residual`` may be overwritten with the result."""
+        """``residual + linear(x, weight)``, fp32 ``[T, out]``.
+
+        ``residual`` may be overwritten with the result; so may ``x`` with the product, where the weight is square.
+        """
         residual += self.linear(x, weight)
         return residual
 

@@ -12,6 +12,8 @@ GROUP = 8
 FLOAT_UNIT = 64
 """A float element is a code over this, which fp16 holds exactly."""
 WORDS_AT_ONCE = 1 << 20
+STEP = 0x9E3779B97F4A7C15
+"""By so much the generator's state grows from one word to the next."""
 
 
 @dataclass(frozen=True)
@@ -20,16 +22,20 @@ class RandomMatrix:
 
     Row ``r`` and columns ``8 g`` to ``8 g + 7`` are the bytes, lowest first, of SplitMix64's output number
     ``r * ceil(columns / 8) + g`` after ``seed`` (https://doi.org/10.1145/2714064.2660195), with -127 for -128. It
-    converts to a NumPy array, and gives parts as such; a backend may draw the whole on its device instead.
+    converts to a NumPy array; a backend may draw it on its device instead. A slice of its rows is such a matrix again;
+    any other part is an array.
     """
 
     shape: tuple[int, int]
     dtype: type = np.int8
     seed: int = 0
 
-    def __getitem__(self, key: Any) -> np.ndarray:
-        """A part of it, as a NumPy array."""
-        return np.asarray(self)[key]
+    def __getitem__(self, index: Any) -> RandomMatrix | np.ndarray:
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            return np.asarray(self)[index]
+        first, end, _ = index.indices(self.shape[0])
+        words = first * -(-self.shape[1] // GROUP)
+        return RandomMatrix((max(end - first, 0), self.shape[1]), self.dtype, self.seed + words * STEP & (1 << 64) - 1)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         rows, columns = self.shape
@@ -48,7 +54,7 @@ def random_words(seed: int, first: int, count: int) -> np.ndarray:
     """SplitMix64's outputs number ``first`` to ``first + count - 1``, uint64 ``[count]``."""
     index = np.arange(first + 1, first + count + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        x = np.uint64(seed) + index * np.uint64(0x9E3779B97F4A7C15)
+        x = np.uint64(seed) + index * np.uint64(STEP)
         x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)

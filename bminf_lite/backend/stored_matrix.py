@@ -14,7 +14,8 @@ class StoredMatrix:
     """A row-major matrix of ``dtype`` in a file.
 
     ``read(buffer, offset)`` fills a buffer with its bytes from ``offset`` on, from any thread, and raises
-    ``CheckpointError`` if the file has changed or is too short. It converts to a NumPy array, which is read then.
+    ``CheckpointError`` if the file has changed or is too short. It converts to a NumPy array, which is read then. A
+    slice of its rows is such a matrix again; any other part is an array.
     """
 
     shape: tuple[int, ...]
@@ -25,18 +26,19 @@ class StoredMatrix:
     def nbytes(self) -> int:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
-    def rows(self, first: int, last: int) -> StoredMatrix:
-        """Some of its rows, still in the file."""
-        start = first * self.shape[1] * self.dtype.itemsize
-        return StoredMatrix(
-            (last - first, self.shape[1]), self.dtype, lambda buffer, offset: self.read(buffer, start + offset)
-        )
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         values = np.empty(self.shape, self.dtype)
         if values.size:
             self.read(values.reshape(-1).view(np.uint8).data, 0)
         return values if dtype is None else values.astype(dtype, copy=False)
 
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return np.asarray(self)[index]
+    def __getitem__(self, index: Any) -> StoredMatrix | np.ndarray:
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            return np.asarray(self)[index]
+        first, end, _ = index.indices(self.shape[0])
+        before = first * (self.nbytes // max(self.shape[0], 1))
+
+        def read(buffer: memoryview, offset: int) -> None:
+            self.read(buffer, before + offset)
+
+        return StoredMatrix((max(end - first, 0), *self.shape[1:]), self.dtype, read)

@@ -21,6 +21,7 @@ from ..cuda import libraries
 from ..cuda.cublaslt import Order
 from ..cuda.kernels import Kernel, Module
 from ..cuda.layouts import Layout, round_up
+from ..memory.device import measure_speeds
 from .instruments import Ceilings, Instruments, Span
 from .plain import MATRICES, PRODUCT_ROWS, WIDTHS, Case, in_turn, layer_norm, matvec, quantize, rms_norm, softmax
 
@@ -66,10 +67,15 @@ class CudaInstruments(Instruments):
             run(0)
         return meter.peak
 
+    def streamed_bytes(self) -> int:
+        return self.ops.loader.streamed_bytes
+
     # -- limits -------------------------------------------------------------------------------------------------------
 
     def ceilings(self) -> Ceilings:
-        """Read by a kernel that does nothing else, copy by the driver, and int8 products by the backend's best plan."""
+        """Read by a kernel that does nothing else, copy and link by the driver, and int8 products by the backend's best
+        plan.
+        """
         runtime, stream = cp.cuda.runtime, self.ops.stream.ptr
         data = self._random(self.ceiling_bytes // 1024, 1024, np.int8)
         target = self.ops.arrays.empty(data.shape, data.dtype)
@@ -78,7 +84,8 @@ class CudaInstruments(Instruments):
         copy_seconds = self.plain_seconds_each(in_turn(runtime.memcpyAsync, copy))
         size = PRODUCT_SIZE
         product_seconds = self.plain_seconds_each(self._product(size, size, size))
-        return Ceilings(data.nbytes / read_seconds, 2 * data.nbytes / copy_seconds, 2 * size**3 / product_seconds)
+        link = measure_speeds(self.ops.device).link
+        return Ceilings(data.nbytes / read_seconds, 2 * data.nbytes / copy_seconds, 2 * size**3 / product_seconds, link)
 
     def _reader(self, data: cp.ndarray) -> Callable[[], None]:
         kernel: Kernel = Module(self.ops.device, "bandwidth.cu", ["read_all"]).kernel("read_all", "pqp")
@@ -151,6 +158,8 @@ class CudaInstruments(Instruments):
     def kernels(self) -> Iterator[Case]:
         for width in WIDTHS:
             yield from self._row_cases(ELEMENTS // width, width)
+        for rows in PRODUCT_ROWS:
+            yield from self._projection_cases(rows, MATRICES[0][0])
         for n, k in MATRICES:
             yield from self._matvec_cases(n, k)
             for rows in PRODUCT_ROWS:
@@ -184,6 +193,16 @@ class CudaInstruments(Instruments):
                    5 * size, plain=in_turn(lambda *a: quantize(cp, rms_norm(*a)), (cp, residual, gain)))  # fmt: skip
         yield Case("rms_norm to fp32, in place", shape, lambda _: self.ops.norm(residual, rms, out=residual), 8 * size)
 
+    def _projection_cases(self, rows: int, width: int) -> Iterator[Case]:
+        """A square projection from fp16 to fp16, quantizing included, and the same written over its input."""
+        weight = self._weight(width, width, 0, 1 / (73.6 * width**0.5))  # results as large as inputs, run after run
+        x, nbytes, operations = self._random(rows, width, np.float16), width * (width + 4 * rows), 2 * rows * width**2
+        shape = f"{rows} x {width} x {width}"
+        yield Case("projection", shape, lambda _: self.ops.linear(
+            x, weight, out=self.ops.arrays.rows(rows, width, np.float16)), nbytes, operations)  # fmt: skip
+        run = in_turn(self.ops.linear, (x, weight, False, x))
+        yield Case("projection, in place", shape, run, nbytes, operations)
+
     def _matvec_cases(self, n: int, k: int) -> Iterator[Case]:
         """One row times a weight, over several weights in turn, as a model's layers are."""
         weights = [self._weight(n, k, seed) for seed in range(ceil_div(WEIGHT_BYTES, n * k))]
@@ -208,9 +227,9 @@ class CudaInstruments(Instruments):
         run(0)  # chooses an algorithm, which cannot be recorded
         return run
 
-    def _weight(self, n: int, k: int, seed: int) -> Weight:
+    def _weight(self, n: int, k: int, seed: int, scale: float = 1e-4) -> Weight:
         codes = cast(np.ndarray, RandomMatrix((n, k), np.int8, seed))
-        return self.ops.weight([Int8Weight(codes, np.full(n, 1e-4, np.float32))])
+        return self.ops.weight([Int8Weight(codes, np.full(n, scale, np.float32))])
 
     def _random(self, rows: int, columns: int, dtype: type) -> cp.ndarray:
         matrix = self.ops.arrays.rows(rows, columns, dtype)

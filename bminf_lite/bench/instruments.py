@@ -27,11 +27,13 @@ from .watching import Call, describe, moved_bytes, watching
 class Ceilings:
     """What this device was measured to reach: bytes per second read, bytes per second copied (read and written both
     counted), and operations per second of a large int8 product (a multiplication and an addition count as two).
+    ``link`` is bytes per second from pinned host memory, None where host and device are one.
     """
 
     read: float
     copy: float
     int8: float
+    link: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ class Instruments:
         """The peak of memory used and reserved in bytes; on a CPU, of the whole process since it began, and None."""
         unit = 1 if platform.system() == "Darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None
+
+    def streamed_bytes(self) -> int:
+        """Bytes of weights that were copied to the device so far because they do not fit there."""
+        return 0
 
     def ceilings(self) -> Ceilings:
         """Measure the limits: of BLAS reading a matrix and multiplying two, and of copying memory."""

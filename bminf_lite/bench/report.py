@@ -7,11 +7,11 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .instruments import Ceilings, Span
-from .runner import Measurement
+from .runner import Measurement, Workload
 from .subject import Subject
 
 Row = Mapping[str, Any]
@@ -83,9 +83,27 @@ class Report:
             "bytes_per_token": round(m.token_bytes),
             "percent_of_read": 100 * m.bandwidth / self.ceilings.read,
             "percent_of_int8": 100 * m.operations * m.speed / self.ceilings.int8,
+            "streamed_bytes_per_token": round(m.streamed_bytes),
+            "percent_of_link": self._percent_of_link(m),
+            "predicted_tokens_per_second": self._prediction(m.test),
             "peak_used_bytes": m.peak_used,
             "peak_reserved_bytes": m.peak_reserved,
         }
+
+    def _percent_of_link(self, m: Measurement) -> float | None:
+        """Of decoding, where what was copied before it began and after it ended is little of the whole."""
+        if self.ceilings.link is None or m.test.kind != "tg":
+            return None
+        return 100 * m.streamed_bytes * m.speed / self.ceilings.link
+
+    def _prediction(self, test: Workload) -> float | None:
+        """What ``plan`` says of decoding, with the speeds that were measured here; None where it says nothing."""
+        plan = self.subject.plan if self.subject is not None else None
+        if plan is None or test.kind != "tg":
+            return None
+        machine = replace(plan.machine, link=self.ceilings.link, bandwidth=self.ceilings.copy)
+        context = test.depth + test.tokens // 2
+        return replace(plan, machine=machine, context=context, batch=test.batch).tokens_per_second
 
     def _span_row(self, index: int, span: Span) -> Row:
         return {
@@ -140,8 +158,9 @@ class Report:
                 f"is run; its {len(self.trace.spans)} parts take {1e6 * self.trace.alone:.1f} us one by one."
             )
         c = self.ceilings
+        link = "" if c.link is None else f"from pinned host memory {c.link / 1e9:,.1f} GB/s, "
         parts.append(
-            f"Measured on this device: read {c.read / 1e9:,.1f} GB/s, copy {c.copy / 1e9:,.1f} GB/s, "
+            f"Measured on this device: read {c.read / 1e9:,.1f} GB/s, copy {c.copy / 1e9:,.1f} GB/s, {link}"
             f"int8 product {_number(c.int8 / 1e12)} TOPS.\n"
             + ", ".join(f"{name} {version}" for name, version in self.versions.items())
         )
@@ -155,6 +174,7 @@ class Report:
             "ceilings": {
                 "read_bytes_per_second": self.ceilings.read,
                 "copy_bytes_per_second": self.ceilings.copy,
+                "link_bytes_per_second": self.ceilings.link,
                 "int8_operations_per_second": self.ceilings.int8,
             },
             **self.rows(),
@@ -202,6 +222,16 @@ def _test_form(row: Row) -> Row:
         "% int8": f"{row['percent_of_int8']:.1f}",
         "peak used": _size(row["peak_used_bytes"]),
         "peak reserved": "" if reserved is None else _size(reserved),
+        **(_streaming_form(row) if row["streamed_bytes_per_token"] else {}),
+    }
+
+
+def _streaming_form(row: Row) -> Row:
+    percent, predicted = row["percent_of_link"], row["predicted_tokens_per_second"]
+    return {
+        "streamed MB/token": f"{row['streamed_bytes_per_token'] / 1e6:.1f}",
+        "% link": "" if percent is None else f"{percent:.1f}",
+        "planned t/s": "" if predicted is None else f"{predicted:.2f}",
     }
 
 

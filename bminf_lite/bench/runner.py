@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ..errors import UsageError
 from .instruments import Instruments
@@ -15,6 +17,7 @@ from .session import Session, check
 from .subject import Subject
 from .watching import ProductCosts, watching
 
+T = TypeVar("T")
 WARM_UP_STEPS = 3
 """Decode steps before the first that counts: one as it is, one that a backend may record, one that replays it."""
 
@@ -41,7 +44,8 @@ class Measurement:
     """What a test took: seconds of each repetition, bytes that one token had to move, and peaks of memory in bytes.
 
     Bytes are those of the weights, once for each step, and of keys and values; activations are left out. ``operations``
-    are those of the products for one token, a multiplication and an addition counted as two.
+    are those of the products for one token, a multiplication and an addition counted as two. ``streamed_bytes`` are
+    those that were copied to the device for one token, because not all layers fit there.
     """
 
     test: Workload
@@ -50,6 +54,7 @@ class Measurement:
     operations: float
     peak_used: int
     peak_reserved: int | None
+    streamed_bytes: float = 0.0
 
     @cached_property
     def speeds(self) -> list[float]:
@@ -103,13 +108,14 @@ def run_tests(
     for test in of_sources(tests) if subject.limits.source_length else tests:
         instruments.reset_peaks()
         with closing(Session(subject, test.batch, test.depth + test.tokens + WARM_UP_STEPS)) as session:
-            seconds, costs = RUNS[test.kind](session, instruments, test, repetitions)
+            runs = RUNS[test.kind](session, instruments, test, repetitions)
             peaks = instruments.peaks()
-        per_token = test.batch * (1 if test.kind == "tg" else test.tokens)
+        tokens = test.batch * test.tokens
+        per_token = test.batch if test.kind == "tg" else tokens
         measurements.append(
             Measurement(
-                test, seconds, costs.nbytes / per_token + cache_bytes_per_token(subject, test),
-                costs.operations / per_token, *peaks,
+                test, tuple(runs.seconds), runs.costs.nbytes / per_token + cache_bytes_per_token(subject, test),
+                runs.costs.operations / per_token, *peaks, runs.streamed_bytes / tokens / repetitions,
             )
         )
         done(measurements[-1])
@@ -121,53 +127,63 @@ def of_sources(tests: Iterable[Workload]) -> list[Workload]:
     return list(dict.fromkeys(replace(t, kind="enc", depth=0) if t.kind == "pp" else t for t in tests))
 
 
-def _prefill(
-    session: Session, instruments: Instruments, test: Workload, repetitions: int
-) -> tuple[tuple[float, ...], ProductCosts]:
+@dataclass
+class Runs:
+    """The repetitions of a test: their seconds, the bytes that they streamed together, and what the products cost of
+    one repetition, or of one step of ``tg``.
+    """
+
+    costs: ProductCosts = field(default_factory=ProductCosts)
+    seconds: list[float] = field(default_factory=list)
+    streamed_bytes: int = 0
+
+    def time(self, instruments: Instruments, work: Callable[[], T]) -> T:
+        """One repetition, and its results."""
+        before = instruments.streamed_bytes()
+        taken, results = instruments.time(work)
+        self.seconds.append(taken)
+        self.streamed_bytes += instruments.streamed_bytes() - before
+        return results
+
+
+def _prefill(session: Session, instruments: Instruments, test: Workload, repetitions: int) -> Runs:
     position = session.begin(test.depth) if test.depth else 0
-    seconds, results, costs = [], [], ProductCosts()
-    with watching(session.ops, costs.add):
+    runs, results = Runs(), list[np.ndarray]()
+    with watching(session.ops, runs.costs.add):
         results += session.prepare_prefill(test.tokens, position)()
     for _ in range(repetitions):
         prefill = session.prepare_prefill(test.tokens, position)
         session.poison(position)
-        taken, chosen = instruments.time(prefill)
-        seconds.append(taken)
-        results += chosen
+        results += runs.time(instruments, prefill)
     check(results, session.subject.limits.vocab_size, str(test))
-    return tuple(seconds), costs
+    return runs
 
 
-def _encode(
-    session: Session, instruments: Instruments, test: Workload, repetitions: int
-) -> tuple[tuple[float, ...], ProductCosts]:
+def _encode(session: Session, instruments: Instruments, test: Workload, repetitions: int) -> Runs:
     """The encoder, and the decoder's keys and values of the source; an untimed step shows that they are there."""
-    seconds, costs = [], ProductCosts()
-    with watching(session.ops, costs.add):
+    runs = Runs()
+    with watching(session.ops, runs.costs.add):
         session.prepare_encode(test.tokens)()
     results = session.start_decoding()
     for _ in range(repetitions):
-        seconds.append(instruments.time(session.prepare_encode(test.tokens))[0])
+        runs.time(instruments, session.prepare_encode(test.tokens))
         results += session.start_decoding()
     check(results, session.subject.limits.vocab_size, str(test))
-    return tuple(seconds), costs
+    return runs
 
 
-def _decode(
-    session: Session, instruments: Instruments, test: Workload, repetitions: int
-) -> tuple[tuple[float, ...], ProductCosts]:
-    position, seconds, costs = session.begin(test.depth), [], ProductCosts()
+def _decode(session: Session, instruments: Instruments, test: Workload, repetitions: int) -> Runs:
+    position, runs = session.begin(test.depth), Runs()
     session.prepare_decode(position)
-    with watching(session.ops, costs.add):
+    with watching(session.ops, runs.costs.add):
         session.decode(1)
     session.decode(WARM_UP_STEPS - 1)
     for _ in range(repetitions):
         session.poison(position)
         session.prepare_decode(position)
-        taken, results = instruments.time(partial(session.decode, test.tokens))
-        seconds.append(taken)
+        results = runs.time(instruments, partial(session.decode, test.tokens))
         check(results, session.subject.limits.vocab_size, str(test))
-    return tuple(seconds), costs
+    return runs
 
 
 RUNS = {"pp": _prefill, "enc": _encode, "tg": _decode}

@@ -23,19 +23,20 @@ from ..layers.loading import Weights
 from ..memory.planner import CHUNK, Plan
 from ..models.spec import Role, Spec
 
-SMALL_TABLE = 1 << 22
-"""Elements."""
-
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is ready to run. ``parameters`` counts elements, tied ones once; ``nbytes`` is what was loaded."""
+    """A model that is ready to run. ``parameters`` counts elements, tied ones once; ``nbytes`` is what was loaded.
+
+    ``plan`` says where its weights live; None on a CPU.
+    """
 
     name: str
     network: Network
     limits: Limits
     parameters: int
     nbytes: int
+    plan: Plan | None = None
 
     @property
     def ops(self) -> Backend:
@@ -84,7 +85,7 @@ def _build(
         decoder_start=getattr(parsed, "decoder_start", ()),
     )
     parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
-    return Subject(name, network, limits, parameters, counted.nbytes)
+    return Subject(name, network, limits, parameters, counted.nbytes, plan)
 
 
 class CountedWeights:
@@ -124,9 +125,7 @@ class RandomWeights:
         parameter = self._spec.parameters[name]
         if parameter.role is Role.EMBEDDING:
             rows, columns = parameter.shape
-            table = RandomMatrix((rows, columns), np.float16, self._seeds[name])
-            # a model may compute with a small table, of positions or distances, before it gives it to the backend
-            return cast(np.ndarray, table) if rows * columns > SMALL_TABLE else np.asarray(table)
+            return cast(np.ndarray, RandomMatrix((rows, columns), np.float16, self._seeds[name]))
         random = np.random.default_rng(self._seeds[name])
         if name.endswith(".bias"):
             return random.uniform(-0.1, 0.1, parameter.shape).astype(np.float32)

@@ -22,7 +22,7 @@ import numpy as np
 from ..backend.quantization import HostWeight, Int8Weight, OutlierColumns, quantize_weight
 from ..backend.stored_matrix import StoredMatrix
 from ..errors import CheckpointError
-from ..models.spec import Spec
+from ..models.spec import Role, Spec
 from ._errors import checkpoint_error
 from .compressed_tensors import packed_width, parse_quantization, unpack
 from .manifest import MANIFEST_FILE
@@ -122,24 +122,28 @@ class Checkpoint:
         if packed is None:
             codes = self.stored(name) if stored else self.read(name)
         else:
-            rows, columns = (int(size) for size in self.read(f"{module}.weight_shape"))
+            rows, columns = (int(size) for size in self._array(f"{module}.weight_shape", stored))
             if packed.shape != (rows, packed_width(columns)):
                 raise CheckpointError(
                     f"{packed.file}: {module}.weight_shape is {[rows, columns]}, which takes weight_packed "
                     f"{[rows, packed_width(columns)]}, not {list(packed.shape)}"
                 )
-            codes = unpack(self.read(f"{module}.weight_packed"), columns)
-        scale, outliers = self._scale(module, codes.shape[0]), self._outliers(module, codes.shape)
+            codes = unpack(self._array(f"{module}.weight_packed", stored), columns)
+        scale, outliers = self._scale(module, codes.shape[0], stored), self._outliers(module, codes.shape, stored)
         return Int8Weight(codes, scale, group.dynamic, outliers)
 
-    def _outliers(self, module: str, shape: tuple[int, ...]) -> OutlierColumns | None:
+    def _array(self, name: str, stored: bool) -> np.ndarray:
+        """A tensor as it is stored: read now, or else a view of the file."""
+        return np.asarray(self.stored(name)) if stored else self.read(name)
+
+    def _outliers(self, module: str, shape: tuple[int, ...], stored: bool) -> OutlierColumns | None:
         """The columns ``[n]`` of a layer ``[out, in]`` that stay fp16, and their weights ``[out, n]``."""
         if self.quantization is None or module not in self.quantization.outliers:
             return None
-        index = self.read(f"{module}.outlier_columns")
+        index = self._array(f"{module}.outlier_columns", stored)
         if not ((np.diff(index, prepend=-1) > 0).all() and index[-1] < shape[1]):
             raise CheckpointError(f"{self.path}: {module}.outlier_columns are not ascending numbers below {shape[1]}")
-        return OutlierColumns(index, self.vector(f"{module}.outlier_weight"))
+        return OutlierColumns(index, np.asarray(self.vector(f"{module}.outlier_weight", stored)))
 
     def validate(self, spec: Spec) -> None:
         """Raise one :class:`CheckpointError` with every missing, unexpected, misshapen or wrongly typed tensor.
@@ -168,7 +172,7 @@ class Checkpoint:
             pair = [self.tensors.get(name), self.tensors.get(source)]
             if any(info is None or info.dtype not in FLOAT_DTYPES for info in pair):
                 continue
-            one, other = (self.read(n)[:TIED_ROWS].astype(np.float32) for n in (name, source))
+            one, other = (np.asarray(self.stored(n)[:TIED_ROWS]).astype(np.float32) for n in (name, source))
             if not np.array_equal(one, other, equal_nan=True):
                 problems.append(
                     f"tensor {name!r} differs from {source!r}, to which config.json ties it; correct "
@@ -185,15 +189,15 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
         return self.tensors[name]
 
-    def _scale(self, module: str, rows: int) -> np.ndarray:
+    def _scale(self, module: str, rows: int, stored: bool) -> np.ndarray:
         """The scales of a layer ``[out]``; one scale for the whole tensor is spread over its rows."""
-        scale = self.vector(f"{module}.weight_scale")
+        scale = np.asarray(self.vector(f"{module}.weight_scale", stored))
         if scale.size not in (1, rows):
             raise CheckpointError(f"{self.path}: {module}.weight_scale has {scale.size} values for {rows} rows")
         if not np.isfinite(scale.astype(np.float32)).all():
             raise CheckpointError(f"{self.path}: {module}.weight_scale holds a NaN or an infinity")
         zero_point = f"{module}.weight_zero_point"
-        if zero_point in self.tensors and self.read(zero_point).any():
+        if zero_point in self.tensors and self._array(zero_point, stored).any():
             raise CheckpointError(f"{self.path}: {zero_point} is not zero; only symmetric weights can be run")
         return np.ascontiguousarray(np.broadcast_to(scale.reshape(-1), (rows,)))
 
@@ -240,8 +244,9 @@ class SpecWeights:
         return Scheme.FLOAT if value is None else Scheme(value)
 
     def vector(self, name: str) -> np.ndarray:
-        """The float tensor ``name``."""
-        return np.asarray(self.checkpoint.vector(self.spec.tied.get(name, name), self.stored))
+        """The float tensor ``name``; an embedding table as :meth:`Checkpoint.stored` says, if that was asked for."""
+        values = self.checkpoint.vector(self.spec.tied.get(name, name), self.stored)
+        return values if self.spec.parameters[name].role is Role.EMBEDDING else np.asarray(values)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

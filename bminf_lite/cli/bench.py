@@ -11,6 +11,7 @@ import click
 from ._options import device_option, memory_limit_option
 
 if TYPE_CHECKING:
+    from ..bench.instruments import Ceilings
     from ..bench.report import Report
     from ..bench.runner import Measurement, Workload
 
@@ -68,13 +69,16 @@ def bench(
 
     Processes random prompts (pp), or encodes sources (enc), and decodes tokens (tg) with the model in the folder MODEL,
     or with random weights of a shape. Prints tokens per second (the median of the runs ± their standard deviation), the
-    bytes that a token must move, and what that is of the rates that this device was measured to reach.
+    bytes that a token must move, and what that is of the rates that this device was measured to reach. Where layers are
+    streamed because they do not fit the memory limit, it also prints what was copied for a token, how much of the
+    link's speed that was, and the speed that "plan" predicts.
 
     \b
     Example:
       bminf-lite bench MODEL
       bminf-lite bench --shape llama-3-8b -p 512,2048 -d 0,512
       bminf-lite bench --shape cpm-2 -p 256 -n 255 -d 256
+      bminf-lite bench --shape llama-3-70b -p 0 -n 16 -r 3 --memory-limit 24GiB
       bminf-lite bench --shape llama-3-8b -p 0 -d 128,1024,8192,32768 --plot context.png
       bminf-lite bench --shape llama-3.2-1b -d 512 --trace
       bminf-lite bench --kernels -o csv
@@ -110,7 +114,7 @@ def run(
     device: str,
     memory_limit: int | None,
 ) -> Report:
-    """Everything that was asked for. The limits of the device come last, so that peaks of memory are the model's."""
+    """Everything that was asked for. The limits of the device come last, when the model's memory is free again."""
     from .. import backend
     from ..bench.inside import kernel_times, trace_step
     from ..bench.instruments import instruments_for
@@ -132,8 +136,20 @@ def run(
             report.measurements = run_tests(report.subject, instruments, tests, repetitions, _show_progress)
         if kernels:
             report.kernels = kernel_times(instruments)
-        report.ceilings = instruments.ceilings()
-        return report
+    finally:
+        ops.close()
+    report.ceilings = measure_ceilings(device)
+    return report
+
+
+def measure_ceilings(device: str) -> Ceilings:
+    """The limits of a device of which nothing is in use."""
+    from .. import backend
+    from ..bench.instruments import instruments_for
+
+    ops = backend.create(device)
+    try:
+        return instruments_for(ops).ceilings()
     finally:
         ops.close()
 

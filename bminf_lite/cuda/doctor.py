@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -143,8 +144,11 @@ def _describe(functions: Any, index: int) -> Gpu:
 
 
 def _find_cupy() -> dict[str, str]:
-    installed = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
-    return {name: installed[name] for name in CUPY_DISTRIBUTIONS if name in installed}
+    found = {}
+    for name in CUPY_DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _measure_plans() -> list[PlanReport]:

@@ -19,7 +19,7 @@ def load_relative_bias(
     ops: Backend, weights: Weights, name: str, bidirectional: bool, max_distance: int
 ) -> RelativeBias:
     """The bias whose table is ``{name}.weight`` ``[buckets, heads]``, by distance instead of bucket."""
-    table = weights.vector(f"{name}.weight").astype(np.float32)
+    table = np.asarray(weights.vector(f"{name}.weight"), np.float32)
     distances = np.arange(-max_distance, max_distance + 1)
     values = table[buckets_of(distances, bidirectional, len(table), max_distance)]
     return RelativeBias(ops.array(np.ascontiguousarray(values.T)), max_distance)

@@ -1,25 +1,27 @@
-"""From a file to a device through a few buffers of pinned memory: some threads read while the link copies.
+"""From a file to a device through a few buffers of pinned memory: threads read while the link copies.
 
 A device copies from pageable memory at a fraction of its link's speed, because the driver first copies to pinned memory
-of its own, with one thread. Here a few threads read a piece of the file straight into a pinned buffer, and while the
-device copies that, the next piece is read into another. Whatever reading raises ends the transfer.
+of its own, with one thread. Here some threads read pieces of files straight into pinned buffers, each of which is given
+to the device as soon as it is full. Nobody waits for anybody between one matrix and the next: a model's layers are made
+while the pieces of earlier ones are still on their way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import Protocol
 
-THREADS = 8
-PIECE = 4 << 20
-"""Bytes that a thread reads at once, at least."""
+THREADS = 16
+BUFFERS = 2 * THREADS
+BUFFER_BYTES = 4 << 20
 
 Read = Callable[[memoryview, int], None]
 
 
 class Uploads(Protocol):
-    """Copies from staging buffers to the device. Only :meth:`wait` waits."""
+    """Copies from staging buffers to the device, from any thread. Only :meth:`wait` waits."""
 
     def copy(self, buffer: int, nbytes: int, address: int) -> None:
         """Copy the first ``nbytes`` of a buffer to ``address``, after everything that the device was given before."""
@@ -35,28 +37,43 @@ class Staging:
         self.uploads = uploads
         self.buffers = buffers
         self._size = len(buffers[0])
-        self._piece = max(PIECE, -(-self._size // threads))
         self._threads = ThreadPoolExecutor(threads, "bminf-lite-read")
-        self._next = 0
+        self._parts: list[Future[None]] = []
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for buffer in range(len(buffers)):
+            self._free.put(buffer)
 
     def upload(self, read: Read, nbytes: int, address: int) -> None:
-        """Bring ``nbytes`` from where ``read(buffer, offset)`` gets them to ``address`` on the device."""
+        """Begin to bring ``nbytes`` from where ``read(buffer, offset)`` gets them to ``address`` on the device.
+
+        What the device is given after :meth:`finish` finds them there; until then nothing else may use that memory.
+        """
         for offset in range(0, nbytes, self._size):
-            buffer, self._next = self._next, (self._next + 1) % len(self.buffers)
             count = min(self._size, nbytes - offset)
-            self.uploads.wait(buffer)
-            self._fill(read, self.buffers[buffer][:count], offset)
-            self.uploads.copy(buffer, count, address + offset)
+            self._parts.append(self._threads.submit(self._bring, read, offset, count, address + offset))
+
+    def finish(self) -> None:
+        """Return when all pieces were given to the device, or raise what reading one of them raised."""
+        parts = self._parts
+        try:
+            wait(parts)
+        finally:
+            wait(parts)  # after Ctrl-C too: as long as they run they use the memory at their addresses
+            self._parts = []
+        for part in parts:
+            part.result()
 
     def close(self) -> None:
-        """Wait for the copies, and end the threads."""
+        """Wait for the threads and the copies."""
+        self._threads.shutdown()
         for buffer in range(len(self.buffers)):
             self.uploads.wait(buffer)
-        self._threads.shutdown()
 
-    def _fill(self, read: Read, target: memoryview, offset: int) -> None:
-        starts = range(0, len(target), self._piece)
-        parts = [self._threads.submit(read, target[i : i + self._piece], offset + i) for i in starts]
-        errors = [error for part in parts if (error := part.exception()) is not None]
-        if errors:
-            raise errors[0]
+    def _bring(self, read: Read, offset: int, count: int, address: int) -> None:
+        buffer = self._free.get()
+        try:
+            self.uploads.wait(buffer)
+            read(self.buffers[buffer][:count], offset)
+            self.uploads.copy(buffer, count, address)
+        finally:
+            self._free.put(buffer)

@@ -33,6 +33,13 @@ def test_a_part_is_an_array():
     assert (matrix[2:5, [1, 3]] == np.asarray(matrix)[2:5, [1, 3]]).all()
 
 
+def test_a_slice_of_rows_is_a_random_matrix():
+    matrix = RandomMatrix((6, 21), seed=(1 << 64) - 5)
+    for index in (slice(2, 5), slice(3, None), slice(4, 2), slice(-2, None)):
+        part = matrix[index]
+        assert isinstance(part, RandomMatrix) and (np.asarray(part) == np.asarray(matrix)[index]).all()
+
+
 def test_floats_are_codes_over_64():
     codes, floats = (np.asarray(RandomMatrix((5, 70), dtype, 9)) for dtype in (np.int8, np.float16))
     assert floats.dtype == np.float16

@@ -1,15 +1,18 @@
-"""Softmax, and norms into an array that is given: any width, in place or not."""
+"""Softmax, norms and square projections into an array that is given, which may be their input."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import float64_operations as model
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_values import ROWS, SEEDS, WIDTHS, norm_on, random_norm, random_rows
+from random_values import ROWS, SEEDS, WIDTHS, norm_on, random_int8, random_norm, random_rows
 from tolerances import assert_close
 
+from bminf_lite.backend.quantization import OutlierColumns
 from bminf_lite.backend.values import Norm
 
 EVERY_WIDTH = [1, 31, 1024, 1025, 4097, 16392, 128256, 131_073]
@@ -99,6 +102,29 @@ def test_a_norm_of_wide_rows_is_quantized(backend):
     assert_close(scale, expected_scale, "norm", np.float32, expected_scale)
 
 
+@given(SEEDS, ROWS, WIDTHS, st.sampled_from(["w8a8", "w8a16", "float", "outliers"]), st.booleans())
+def test_a_square_projection_over_its_input(backend, seed, rows, width, kind, with_bias):
+    rng = np.random.default_rng(seed)
+    part = rng.standard_normal((width, width)).astype(np.float16)
+    if kind != "float":
+        part = random_int8(rng, width, width, kind != "w8a16")
+    if kind == "outliers":
+        part.codes[:, width // 2] = 0
+        values = rng.standard_normal((width, 1)).astype(np.float16)
+        part = replace(part, outliers=OutlierColumns(np.array([width // 2], np.int32), values))
+    weight = backend.weight([part], [rng.standard_normal(width).astype(np.float32) if with_bias else None])
+    x = random_rows(rng, rows, width, backend.activation_dtype.type)
+    expected = backend.host(backend.linear(backend.array(x), weight)).copy()
+    place = backend.array(x)
+    assert backend.linear(place, weight, out=place) is place
+    np.testing.assert_array_equal(backend.host(place), expected)
+    wide = backend.array(np.zeros(x.shape, np.float32))
+    backend.linear(backend.array(x), weight, fp32=True, out=wide)
+    np.testing.assert_array_equal(
+        backend.host(wide), backend.host(backend.linear(backend.array(x), weight, fp32=True))
+    )
+
+
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
@@ -128,3 +154,26 @@ def test_nothing_is_allocated_in_place(cuda_backend, width):
         cuda_backend.softmax(x, out=x)
         cuda_backend.norm(x, norm, out=x)
     assert meter.peak == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["w8a8", "w8a16", "float"])
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_a_square_projection_in_place_takes_less(cuda_backend, rows, kind):
+    """No more than out of place at any rate, and where there are several rows, less by the result."""
+    rng = np.random.default_rng(0)
+    part = rng.standard_normal((256, 256)).astype(np.float16)
+    weight = cuda_backend.weight([part if kind == "float" else random_int8(rng, 256, 256, kind == "w8a8")])
+    x, residual = (cuda_backend.array(np.ones((rows, 256), dtype)) for dtype in (np.float16, np.float32))
+    peaks = {}
+    for name, work in {
+        "apart": lambda: cuda_backend.host(cuda_backend.linear(x, weight)),
+        "in place": lambda: cuda_backend.linear(x, weight, out=x),
+        "added": lambda: cuda_backend.host(cuda_backend.linear_add(x, weight, residual)),
+    }.items():
+        work()
+        with cuda_backend.arena.measure() as meter:
+            work()
+        peaks[name] = meter.peak
+    assert peaks["in place"] <= peaks["apart"] - (rows * 512 if rows == 64 else 0)
+    assert peaks["added"] <= peaks["in place"] or kind == "w8a8" or rows < 64

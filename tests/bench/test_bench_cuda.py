@@ -52,6 +52,23 @@ def test_speeds_and_peaks(subject, instruments) -> None:
         assert measurement.bandwidth > 0
 
 
+def test_streamed_bytes_are_those_of_the_plan() -> None:
+    """A token copies each streamed layer once, and a prompt does for each of its chunks."""
+    from bminf_lite.backend.cuda import CudaBackend
+    from bminf_lite.bench.cuda import CudaInstruments
+
+    config = read_shape("llama-tiny") | {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 1536}
+    ops = CudaBackend(0, "98MiB")
+    streaming = random_subject("streaming", config, ops)
+    plan = streaming.plan
+    assert plan is not None and 3 <= len(plan.streamed) < 12
+    tests = [Workload("tg", 3, 5, 2), Workload("pp", plan.chunk + 1, 0, 1)]
+    decoded, prompt = run_tests(streaming, CudaInstruments(ops), tests, 2)
+    assert decoded.streamed_bytes == plan.streamed_bytes / 2
+    assert prompt.streamed_bytes * (plan.chunk + 1) == pytest.approx(2 * plan.streamed_bytes)
+    ops.close()
+
+
 def test_a_trace_has_every_launch_of_a_step(subject, instruments, cuda_backend) -> None:
     trace = inside.trace_step(subject, instruments, depth=10)
     names = [span.name.split("<")[0] for span in trace.spans]
@@ -84,6 +101,13 @@ def test_in_place_takes_nothing(instruments) -> None:
     taken = {case.kernel: instruments.allocated(case.run) for case in instruments._row_cases(64, 1024)}
     assert taken["softmax"] >= 64 * 1024 * 4
     assert {size for kernel, size in taken.items() if kernel != "softmax"} == {0}
+
+
+def test_a_projection_over_its_input_takes_less(instruments) -> None:
+    apart, in_place = instruments._projection_cases(64, 256)
+    assert instruments.allocated(in_place.run) <= instruments.allocated(apart.run) - 64 * 256 * 2
+    for case in (apart, in_place):
+        assert 0 < instruments.seconds_each(case.run, runs=2) < 1
 
 
 def test_plain_versions_run(instruments) -> None:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from bminf_lite.bench.report import KernelTime, Report, Trace, markdown_table
 from bminf_lite.bench.runner import Measurement, Workload
 from bminf_lite.bench.subject import random_subject
 from bminf_lite.errors import UsageError
+from bminf_lite.memory.planner import Demand, Machine, Plan
 
 SHAPE = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -62,6 +64,25 @@ def test_json(report: Report) -> None:
     assert data["trace_by_name"][0]["percent_of_step"] == pytest.approx(90)
     assert data["kernels"][0]["percent_of_ceiling"] == pytest.approx(100 * 2e12 / 3.5e12)
     assert data["kernels"][0]["speedup"] == pytest.approx(4)
+
+
+def test_what_is_streamed_is_told_beside_what_was_planned(report: Report) -> None:
+    assert "% link" not in report.markdown(), "nothing was streamed"
+    subject, machine = report.subject, Machine(1 << 30)
+    assert subject is not None
+    demand = Demand((10**9,) * 4, 10**8, 10**7, 10**7, 100, 100, 100, 1024)
+    report.subject = replace(subject, plan=Plan(demand, machine, 256, 1, 32, streamed=(0, 1, 2, 3)))
+    report.ceilings = replace(CEILINGS, link=50e9)
+    prefill, decode = report.measurements
+    prefill, decode = replace(prefill, streamed_bytes=4e9 / 512), replace(decode, streamed_bytes=4e9, seconds=(12.8,))
+    report.measurements = [prefill, decode]
+    text, (prompt, decoding) = report.markdown(), json.loads(report.json())["tests"]
+    assert "from pinned host memory 50.0 GB/s" in text
+    assert prompt["predicted_tokens_per_second"] is None
+    assert decoding["percent_of_link"] == pytest.approx(80), "4 GB each 100 ms"
+    assert decoding["predicted_tokens_per_second"] == pytest.approx(1 / 0.08, rel=0.01)
+    row = next(line for line in text.splitlines() if "tg128" in line)
+    assert [cell.strip() for cell in row.split("|")[-4:-1]] == ["4000.0", "80.0", "12.49"]
 
 
 def test_csv(report: Report) -> None:

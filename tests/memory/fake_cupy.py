@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import warnings
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,7 +22,8 @@ class FakeEvent:
         self.after: Callable[[], None] = lambda: None
 
     def record(self, stream: FakeStream) -> None:
-        place = stream.done + len(stream.queue)
+        with stream.lock:
+            place = stream.done + len(stream.queue)
         self.after = lambda: stream.run_until(place)
 
     def synchronize(self) -> None:
@@ -38,31 +40,26 @@ class FakeStream:
         self.queue: list[Callable[[], object]] = []
         self.done = 0
         self.ptr = id(self)
+        self.lock = threading.RLock()
         self.by_address[self.ptr] = self
 
     def give(self, work: Callable[[], object]) -> None:
-        self.queue.append(work)
-        if self.eager:
-            self.synchronize()
+        with self.lock:
+            self.queue.append(work)
+            if self.eager:
+                self.synchronize()
 
     def run_until(self, place: int) -> None:
-        while self.done < place:
-            self.done += 1
-            self.queue.pop(0)()
+        with self.lock:
+            while self.done < place:
+                self.done += 1
+                self.queue.pop(0)()
 
     def wait_event(self, event: FakeEvent) -> None:
         self.give(event.after)
 
     def synchronize(self) -> None:
         self.run_until(self.done + len(self.queue))
-
-
-class FakePinned(np.ndarray):
-    """What ``PinnedMemory`` gives: memory with an address."""
-
-    @property
-    def ptr(self) -> int:
-        return self.ctypes.data
 
 
 class HostPages:
@@ -90,21 +87,19 @@ def replace_cupy(streaming: Any, eager: bool, monkeypatch: pytest.MonkeyPatch) -
     """Replace CuPy's calls in ``backend.cuda.streaming``; the list holds the bytes that may still be pinned."""
     room = [1 << 30]
 
-    def pin(nbytes: int) -> FakePinned:
+    def pin(address: int, nbytes: int, flags: int) -> None:
         if nbytes > room[0]:
             raise MemoryError("cudaErrorMemoryAllocation: out of memory")
         room[0] -= nbytes
-        return np.zeros(nbytes, np.uint8).view(FakePinned)
 
     cuda = SimpleNamespace(
-        Device=lambda index: warnings.catch_warnings(),
+        Device=lambda index: nullcontext(),
         Stream=lambda non_blocking: FakeStream(eager),
         Event=FakeEvent,
-        PinnedMemory=pin,
-        PinnedMemoryPointer=lambda memory, offset: memory,
     )
     runtime = SimpleNamespace(
-        memcpyAsync=memcpy, memcpyDeviceToHost=2, memcpyHostToDevice=1, CUDARuntimeError=MemoryError
+        memcpyAsync=memcpy, memcpyDeviceToHost=2, memcpyHostToDevice=1, CUDARuntimeError=MemoryError,
+        hostRegister=pin, hostUnregister=lambda address: None,
     )
     monkeypatch.setattr(streaming, "available_memory", lambda: None)
     monkeypatch.setattr(streaming, "cp", SimpleNamespace(cuda=cuda))

@@ -156,5 +156,6 @@ def test_staged_bytes_arrive_in_order_with_other_work(pinned_room: list[int]) ->
         buffer[:] = source[offset : offset + len(buffer)].data
 
     stage.upload(read, 1000, target.ctypes.data)
+    stage.finish()
     stage.close()
     np.testing.assert_array_equal(target, source)

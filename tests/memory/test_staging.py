@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 from bminf_lite.backend.stored_matrix import StoredMatrix
 from bminf_lite.checkpoint.safetensors_file import SafetensorsFile
 from bminf_lite.errors import CheckpointError
-from bminf_lite.memory import staging
 from bminf_lite.memory.staging import Staging
 
 
@@ -45,11 +44,10 @@ def staging_of(device_bytes: int, size: int, count: int, threads: int = 3) -> tu
     return device, Staging(device, [memoryview(b) for b in buffers], threads)
 
 
-@given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 64), st.integers(1, 4), st.integers(1, 20))
-def test_every_byte_arrives(sizes: list[int], size: int, count: int, piece: int) -> None:
+@given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 64), st.integers(1, 6), st.integers(1, 5))
+def test_every_byte_arrives(sizes: list[int], size: int, count: int, threads: int) -> None:
     files = [np.random.default_rng(i).integers(0, 256, n).astype(np.uint8).tobytes() for i, n in enumerate(sizes)]
-    device, stage = staging_of(sum(sizes), size, count)
-    stage._piece = piece
+    device, stage = staging_of(sum(sizes), size, count, threads)
     address = 0
     for content in files:
 
@@ -58,28 +56,38 @@ def test_every_byte_arrives(sizes: list[int], size: int, count: int, piece: int)
 
         stage.upload(read, len(content), address)
         address += len(content)
+    stage.finish()
     stage.close()
     assert bytes(device.memory) == b"".join(files)
 
 
 def test_reading_goes_on_while_the_device_copies() -> None:
-    device, stage = staging_of(100, 10, 2)
+    device, stage = staging_of(100, 10, 2, threads=1)
     stage.upload(lambda buffer, offset: None, 100, 0)
+    stage.finish()
     assert device.most_pending == 2
     stage.close()
 
 
-def test_threads_read_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "PIECE", 1)
-    _, stage = staging_of(8, 8, 2, threads=4)
+def test_threads_read_side_by_side() -> None:
+    _, stage = staging_of(8, 1, 5, threads=4)
     together = threading.Barrier(4, timeout=10)
     stage.upload(lambda buffer, offset: together.wait() and None, 8, 0)
+    stage.finish()
+    stage.close()
+
+
+def test_pieces_of_several_matrices_are_under_way_at_once() -> None:
+    _, stage = staging_of(4, 8, 5, threads=4)
+    together = threading.Barrier(4, timeout=10)
+    for i in range(4):
+        stage.upload(lambda buffer, offset: together.wait() and None, 1, i)
+    stage.finish()
     stage.close()
 
 
 def test_what_reading_raises_is_raised_and_all_threads_have_ended() -> None:
-    _, stage = staging_of(64, 8, 2)
-    stage._piece = 2
+    _, stage = staging_of(64, 2, 5)
     under_way = []
 
     def read(buffer: memoryview, offset: int) -> None:
@@ -91,7 +99,9 @@ def test_what_reading_raises_is_raised_and_all_threads_have_ended() -> None:
 
     with pytest.raises(CheckpointError, match="became shorter"):
         stage.upload(read, 64, 0)
+        stage.finish()
     assert under_way == [18]
+    stage.finish()  # an error is raised once
     stage.close()
 
 
@@ -115,6 +125,14 @@ def test_a_stored_matrix_is_an_array_when_asked(stored: tuple[Path, np.ndarray, 
     assert np.asarray(matrix, np.float32).dtype == np.float32 and matrix.nbytes == values.nbytes
 
 
+@pytest.mark.parametrize("index", [slice(10, 200), slice(299, None), slice(5, 5), slice(8, 2), slice(-3, None)])
+def test_rows_of_a_stored_matrix_are_one(stored: tuple[Path, np.ndarray, StoredMatrix], index: slice) -> None:
+    _, values, matrix = stored
+    part = matrix[index]
+    assert isinstance(part, StoredMatrix) and part.nbytes == values[index].nbytes
+    np.testing.assert_array_equal(np.asarray(part), values[index])
+
+
 @pytest.mark.parametrize("how", ["shorter", "written to"])
 def test_a_file_that_changes_is_an_error(stored: tuple[Path, np.ndarray, StoredMatrix], how: str) -> None:
     path, _, matrix = stored
@@ -133,5 +151,6 @@ def test_a_file_that_changes_is_an_error(stored: tuple[Path, np.ndarray, StoredM
 
     with pytest.raises(CheckpointError, match=r"changed since it was opened|became shorter"):
         stage.upload(read, matrix.nbytes, 0)
+        stage.finish()
     assert len(device.memory) == matrix.nbytes
     stage.close()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_checkpoint
 from model_kit import CONFIG, make_model, prompt_of, request, run
 from tiny_models import RandomWeights
 
@@ -16,11 +21,11 @@ from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.survey import Survey
 from bminf_lite.backend.values import Placement
-from bminf_lite.checkpoint.recipe import Scheme
+from bminf_lite.bench.subject import random_subject
+from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.cuda.driver import Device
-from bminf_lite.engine.generation import Limits
-from bminf_lite.engine.model import Model
-from bminf_lite.engine.planning import demand, place
+from bminf_lite.engine.model import Model, load
+from bminf_lite.errors import CheckpointError
 from bminf_lite.memory.device import measure_speeds
 from bminf_lite.memory.planner import Plan, spread
 
@@ -72,32 +77,76 @@ def test_the_survey_counts_what_the_arena_gives() -> None:
 
 
 def wide_model(memory_limit: int) -> tuple[Model, Plan]:
-    config = CONFIG | WIDE
-    architecture = models.find(config)
-    parsed = architecture.parse(config)
-    backend = open_backend(memory_limit)
-    plan = place(backend, lambda: demand(architecture, config, lambda name: Scheme.W8A8), 1024)
-    assert plan is not None and plan.streamed
-    network = architecture.Model(parsed, RandomWeights(config, 1, True), backend)
-    limits = Limits(parsed.context_length, parsed.vocab_size, parsed.cache_shape, chunk=plan.chunk)
-    return Model(network, limits), plan
+    """Weights are made on the GPU. The plan has room for the whole context, 1,024 tokens."""
+    subject = random_subject("wide", CONFIG | WIDE, open_backend(memory_limit))
+    assert subject.plan is not None and subject.plan.streamed and subject.plan.context == 1024
+    return Model(subject.network, subject.limits), subject.plan
+
+
+class LeastFree(threading.Thread):
+    """Asks the driver each millisecond how much of the GPU is free, as long as a ``with``; ``nbytes`` is the least."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.device = Device(0)
+        self.nbytes = self.device.memory()[0]
+        self.samples = 0
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(1e-3):
+            self.nbytes = min(self.nbytes, self.device.memory()[0])
+            self.samples += 1
+
+    def __enter__(self) -> LeastFree:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done.set()
+        self.join()
 
 
 def test_the_limit_holds_as_the_driver_sees_it() -> None:
-    """Beside the context and the kernels' code, which are there from a first run of the same model."""
-    device, limit = Device(0), 480 << 20
+    """During load, a prompt of the whole context, and decoding; beside the CUDA context and the kernels' code, which
+    are there from a first run of the same model.
+    """
+    limit = 480 << 20
     for first in (True, False):
-        before = device.memory()[0]
-        model, plan = wide_model(limit)
-        least = device.memory()[0]
-        for piece in model.stream(prompt_of(1000), max_new_tokens=20, seed=1):
-            least = min(least, device.memory()[0])
-            assert piece.index == 0
+        before = Device(0).memory()[0]
+        with LeastFree() as least:
+            model, plan = wide_model(limit)
+            model.generate(prompt_of(1000), max_new_tokens=24, seed=1, ignore_eos=True)
         if not first:
-            assert before - least <= limit
+            assert least.samples > 50 and before - least.nbytes <= limit
         assert model.ops.memory()["peak_reserved"] <= limit
         assert plan.total_bytes <= limit
         model.close()
+
+
+def test_ctrl_c_in_the_middle_of_a_step_leaves_the_model_usable(
+    streaming: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in a step it comes: between two layers, before a copy is awaited, before a slot is released."""
+    model = make_model(streaming, num_hidden_layers=LAYERS, quantized=True)
+    expected = model.logits(prompt_of(20))
+    link = streaming.loader._links[0]  # type: ignore[attr-defined]
+    for name in ("await_copy", "release", "copy"):
+        for count in (1, 4, 7):
+            calls = iter([False] * count + [True])
+            method = getattr(link, name)
+
+            def interrupted(*arguments: int, calls: Iterator[bool] = calls, method: Any = method) -> None:
+                if next(calls, False):
+                    raise KeyboardInterrupt
+                method(*arguments)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(link, name, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    for _ in model.stream(prompt_of(9), max_new_tokens=30, ignore_eos=True):
+                        pass
+            np.testing.assert_array_equal(model.logits(prompt_of(20)), expected)
 
 
 def test_a_step_takes_what_the_link_allows() -> None:
@@ -113,6 +162,33 @@ def test_a_step_takes_what_the_link_allows() -> None:
     assert plan.link_seconds is not None
     print(f"link {link / 1e9:.1f} GB/s, {plan.streamed_bytes / 2**20:.0f} MiB in {seconds * 1e3:.2f} ms")
     assert seconds <= plan.link_seconds / 0.85
+
+
+@pytest.mark.parametrize("how", ["cut short", "written to"])
+def test_a_file_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path, how: str) -> None:
+    """And no crash: nothing is mapped. The same process then loads another."""
+    from bminf_lite.backend.cuda import CudaBackend
+
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96}
+    migrate(tiny_checkpoint.write(tmp_path / "source", **sizes), tmp_path / "int8")
+    shutil.copytree(tmp_path / "int8", tmp_path / "changing")
+    file, calls, weight = tmp_path / "changing" / "model.safetensors", [], CudaBackend.weight
+
+    def change(self: CudaBackend, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            os.truncate(file, 5000 if how == "cut short" else file.stat().st_size)
+        return weight(self, *arguments)
+
+    def tokens() -> list[int]:
+        with load(tmp_path / "int8", "cuda") as model:
+            return model.generate([5, 6, 7], max_new_tokens=4, temperature=0).token_ids
+
+    expected = tokens()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="changed since it was opened"):
+        patch.setattr(CudaBackend, "weight", change)
+        load(tmp_path / "changing", "cuda")
+    assert tokens() == expected
 
 
 def test_running_out_of_memory_leaves_the_model_usable() -> None:

@@ -36,6 +36,12 @@ CASES = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden i
 class FakeArray(np.ndarray):
     """A CuPy array as far as loading uses it."""
 
+    block: Any = None
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(ptr=self.ctypes.data)
+
     def set(self, values: np.ndarray, stream: object) -> None:
         self[...] = values
 
@@ -48,11 +54,10 @@ class FakeArrays:
     def __init__(self, arena: Arena) -> None:
         self.allocator: Any = arena
         self.stream = FakeStream()
-        self.kept: list[Any] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> FakeArray:
         array = np.zeros(shape, dtype).view(FakeArray)
-        self.kept.append(self.allocator.allocate(array.nbytes))
+        array.block = self.allocator.allocate(array.nbytes)
         return array
 
     zeros = empty
@@ -82,7 +87,8 @@ class FakeCuda(Backend):
         self.arena = Arena(HostPages(limit), limit)
         self.arrays = FakeArrays(self.arena)
         products = SimpleNamespace(plan=lambda n, k: SimpleNamespace(shapes=Shapes(PlanKind.PLAIN, n, k)))
-        self.loader = Loader(self.arena, self.arrays, None, products)  # type: ignore[arg-type]
+        launches = SimpleNamespace(to_half=lambda matrix, out: None)
+        self.loader = Loader(self.arena, self.arrays, launches, products)  # type: ignore[arg-type]
 
     def array(self, values: np.ndarray) -> Any:
         return self.arrays.upload(np.asarray(values))
@@ -104,7 +110,8 @@ class FakeCuda(Backend):
 def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_cupy(streaming, False, monkeypatch)
     monkeypatch.setattr(loading, "cp", SimpleNamespace(asarray=np.asarray))
-    monkeypatch.setattr(loading, "host_table", lambda values, pitch, device: values)
+    monkeypatch.setattr(loading, "runtime", SimpleNamespace(memcpyAsync=lambda *_: None, memcpyDeviceToHost=2))
+    monkeypatch.setattr(loading, "host_table", lambda rows, pitch, _: np.zeros((rows, pitch), "f2").view(FakeArray))
     monkeypatch.setattr(planning, "LIBRARY_BYTES", 0)
 
 
@@ -135,9 +142,8 @@ def test_it_counts_to_the_byte_what_needs_no_padding(kind: str) -> None:
     config = CONFIG | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
     weights = RandomWeights(config, 1, kind != "float", kind == "w8a8")
     architecture, survey, backend = models.find(config), Survey(), FakeCuda(Placement())
-    for ops in (survey, backend):
-        architecture.Model(architecture.parse(config), weights, ops)
-    assert backend.arena.used == survey.outside + sum(survey.stacks[0])
+    built = [architecture.Model(architecture.parse(config), weights, ops) for ops in (survey, backend)]
+    assert len(built) == 2 and backend.arena.used == survey.outside + sum(survey.stacks[0])
 
 
 @pytest.mark.parametrize("golden", CASES[::4], ids=str)

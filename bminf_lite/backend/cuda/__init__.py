@@ -34,7 +34,7 @@ from ..sampling import SamplerState
 from ..trials import Trials
 from ..values import Array, AttentionSpec, LayerCache, Norm, Step
 from . import launches
-from .arrays import PAD, Arrays, pitch_of
+from .arrays import PAD, Arrays, is_padded, pitch_of
 from .finishing import STALE, Finishing
 from .fused import FusedProducts
 from .launches import (
@@ -129,11 +129,6 @@ class CudaBackend(Finishing):
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
-    @property
-    def reads_files(self) -> bool:  # type: ignore[override]
-        """Until this way of loading has run on a GPU, it serves what had to be run in any case: streamed models."""
-        return bool(self.placement.streamed)
-
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:  # type: ignore[override]
         return self.loader.weight(parts, biases)
 
@@ -185,7 +180,9 @@ class CudaBackend(Finishing):
         with self.arrays.current():
             return self.products.matmul(x, w, transpose_b=True)
 
-    def linear(self, x: Array, weight: Weight, fp32: bool = False) -> Array:  # type: ignore[override]
+    def linear(self, x: Array, weight: Weight, fp32: bool = False, out: Array = None) -> Array:  # type: ignore[override]
+        if out is not None:
+            return self._linear_into(x, weight, out)
         if weight.outliers is not None:
             return self._with_outliers(x, weight, np.float32 if fp32 else np.float16)
         if self._is_direct(x, weight):
@@ -193,7 +190,8 @@ class CudaBackend(Finishing):
             self._multiply_directly(x, weight, out, MATVEC_TO_FLOAT if fp32 else MATVEC_TO_HALF)
             return out
         if weight.plan is None:
-            return self._float_product(x, weight, np.float32 if fp32 else np.float16)
+            out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
+            return self._float_product(x, weight, out)
         codes = self._codes(x, weight)
         output = Output.FLOAT if fp32 else Output.HALF
         if self.fused.takes(codes, weight, output):
@@ -203,13 +201,30 @@ class CudaBackend(Finishing):
         product = self._int8_product(codes, weight)
         return self._written(product, np.float32) if fp32 else product
 
+    def _linear_into(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
+        """``linear`` into an array that is there, which may be ``x``: its codes or its product are there by then."""
+        assert out.shape == (x.shape[0], weight.out_features)
+        if self._is_direct(x, weight) or weight.outliers is not None or not is_padded(out):
+            with self.arrays.current():
+                out[...] = self._finished(self.linear(x, weight, fp32=out.dtype == np.float32))
+        elif weight.plan is None:
+            self._float_product(x, weight, out)
+        else:
+            codes, output = self._codes(x, weight), Output.FLOAT if out.dtype == np.float32 else Output.HALF
+            if self.fused.takes(codes, weight, output):
+                self.fused.multiply(codes, weight, out, output)
+            else:
+                product = self._int8_product(codes, weight)
+                self.launches.finish(product.acc, product.layout, product.x_scale, weight, out)
+        return out
+
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:  # type: ignore[override]
         stream, pending = self._stream(residual), None
         if self._is_direct(x, weight):
             self._settle(stream)
             self._multiply_directly(x, weight, stream.values, MATVEC_ADD)
         elif weight.plan is None or weight.outliers is not None:
-            values = self.linear(x, weight)
+            values = self.linear(x, weight, out=self._spent(x, weight))
             self._settle(stream)
             with self.arrays.current():
                 stream.values += values
@@ -221,6 +236,14 @@ class CudaBackend(Finishing):
             else:
                 pending = self._int8_product(codes, weight)
         return Residual(stream.values, pending)
+
+    def _spent(self, x: Array, weight: Weight) -> cp.ndarray | None:
+        """``x``, where the values that are added to the residual stream can be written over it.
+
+        An int8 product adds them itself, or leaves int32 sums to the next norm, which are larger than its input.
+        """
+        finished = weight.plan is None and weight.outliers is None and x.shape[1] == weight.out_features
+        return x if finished and isinstance(x, cp.ndarray) and x.dtype == np.float16 else None
 
     def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
         if self._is_direct(x, weight):
@@ -284,7 +307,7 @@ class CudaBackend(Finishing):
         plan.run(acc.data.ptr, weight.matrix.data.ptr, x.data.ptr, len(scale), self.stream.ptr)
         return Product(acc, result, scale, weight)
 
-    def _float_product(self, x: Array, weight: Weight, dtype: type) -> cp.ndarray:
+    def _float_product(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
         rows, (n, k) = x.shape[0], weight.matrix.shape
         values = self._half(x)
         data = weight.matrix
@@ -295,7 +318,6 @@ class CudaBackend(Finishing):
         self.float_products.linear(
             acc.data.ptr, data.data.ptr, values.data.ptr, rows, n, k, self.stream.ptr, out_dtype=np.float32
         )
-        out = self.arrays.rows(rows, weight.out_features, dtype)
         self.launches.finish(acc, Layout(Order.ROW, rows, n, n, 4), None, weight, out)
         return out
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import cupy as cp
@@ -24,9 +25,12 @@ from .trials import KINDS, Matrix, TrialLaunches
 from .unfinished import Outliers, Weight
 
 T = TypeVar("T")
+runtime = cp.cuda.runtime
 FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 """What checkpoints store; the device narrows these itself."""
 NARROW_BYTES = 64 << 20
+TABLE_BLOCK = 16 << 20
+"""Bytes of a table that are on the device at once on its way to the host's memory."""
 
 
 class Loader:
@@ -45,6 +49,12 @@ class Loader:
         self._links: list[SlotLink] = []
         self._layers = 0
         self._staging: Staging | None = None
+        self._depth = 0  # of what is being made
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of layers that were given to the link so far."""
+        return sum(link.copied_bytes for link in self._links)
 
     def close(self) -> None:
         """Wait for the copies under way, and give the host's memory back."""
@@ -55,6 +65,10 @@ class Loader:
 
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
         """See :meth:`Backend.weight`."""
+        with self._uploading():
+            return self._weight(parts, biases)
+
+    def _weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None]) -> Weight:
         stacked = stack_biases(parts, biases)
         bias = None if stacked is None else self.arrays.vector(stacked)
         n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
@@ -75,7 +89,9 @@ class Loader:
             data = self._upload_rows(codes, n, k, np.int8, rows, pitch, self._matrices)
             return Weight(data, scale, bias, n, k, pitch, plan, outliers)
         with self.arrays.current():
-            packed = plan.pack_weight(self._upload_rows(codes, n, k, np.int8, rows, pitch, self.arena)[:n, :k])
+            plain = self._upload_rows(codes, n, k, np.int8, rows, pitch, self.arena)
+            self._finish_uploads()
+            packed = plan.pack_weight(plain[:n, :k])
             with self.arrays.within(self._matrices):
                 data = self.arrays.empty(packed.shape, np.int8)
             data[...] = packed
@@ -96,12 +112,17 @@ class Loader:
         data = self.arrays.empty(values.shape, dtype)
         if isinstance(values, StoredMatrix):
             self._file_staging().upload(values.read, values.nbytes, data.data.ptr)
+            self._finish_uploads()
         else:
             data.set(np.ascontiguousarray(values).view(dtype), self.arrays.stream)
         return Matrix(data, kind)
 
     def blocks(self, build: Callable[[int], T], count: int, place: Placement) -> Iterable[T]:
         """See :meth:`Backend.blocks`; ``place`` counts the layers of all stacks."""
+        with self._uploading():
+            return self._blocks(build, count, place)
+
+    def _blocks(self, build: Callable[[int], T], count: int, place: Placement) -> Iterable[T]:
         first = self._layers
         self._layers += count
         streamed = [index - first for index in place.streamed if first <= index < first + count]
@@ -120,18 +141,29 @@ class Loader:
                 built.append(build(index))
             finally:
                 self._matrices = self.arena
+            self._finish_uploads()
             link.keep(matrices)
         self.arrays.stream.synchronize()
         return StreamedBlocks(built, streamed, link, place.slots)
 
     def table(self, values: np.ndarray, on_host: bool) -> Array:
         """See :meth:`Backend.table`; in pinned host memory if ``on_host``, and if the system has so much of it."""
+        with self._uploading():
+            return self._table(values, on_host)
+
+    def _table(self, values: np.ndarray, on_host: bool) -> cp.ndarray:
         rows, columns = values.shape
-        if on_host:
-            table = host_table(values, round_up(columns, PAD), self.arrays.device)
-            if table is not None:
-                return table
-        return self._upload_rows([values], rows, columns, np.float16, 1, PAD, self.arena)[:, :columns]
+        table = host_table(rows, round_up(columns, PAD), self.arrays.device) if on_host else None
+        if table is None:
+            return self._upload_rows([values], rows, columns, np.float16, 1, PAD, self.arena)[:, :columns]
+        at_once = max(1, TABLE_BLOCK // (2 * table.shape[1]))
+        for first in range(0, rows, at_once):
+            part = values[first : first + at_once]
+            block = self._upload_rows([part], part.shape[0], columns, np.float16, 1, PAD, self.arena)
+            self._finish_uploads()
+            target, stream = table[first:].data.ptr, self.arrays.stream.ptr
+            runtime.memcpyAsync(target, block.data.ptr, block.nbytes, runtime.memcpyDeviceToHost, stream)
+        return table[:, :columns]
 
     def _upload_rows(
         self, parts: Sequence[np.ndarray], n: int, k: int, dtype: type, row_multiple: int, pitch_multiple: int,
@@ -144,34 +176,47 @@ class Loader:
         first = 0
         with np.errstate(over="ignore"), self.arrays.current():
             for part in parts:
-                place = data[first : first + part.shape[0]]
+                self._upload(part, data[first : first + part.shape[0]], k)
                 first += part.shape[0]
-                if isinstance(part, RandomMatrix):
-                    self.launches.fill_random(place[:, :k], part.seed)
-                    continue
-                if dtype is np.float16 and part.dtype != dtype and part.dtype in FLOATS:
-                    self._narrow(part, place)
-                    continue
-                if isinstance(part, StoredMatrix):
-                    if part.dtype == dtype and shape[1] == k:
-                        self._file_staging().upload(part.read, part.nbytes, place.data.ptr)
-                        continue
-                    part = np.asarray(part)
-                values: np.ndarray = np.ascontiguousarray(part.astype(dtype, copy=False))
-                if shape[1] == k:
-                    place.set(values, self.arrays.stream)
-                else:
-                    place[:, :k] = cp.asarray(values)
         return data
+
+    def _upload(self, part: np.ndarray, place: cp.ndarray, k: int) -> None:
+        """A host matrix into the first ``k`` columns of rows on the device, converted to their type."""
+        whole = place.shape[1] == k
+        if isinstance(part, RandomMatrix):
+            self.launches.fill_random(place[:, :k], part.seed)
+        elif place.dtype == np.float16 and part.dtype != place.dtype and part.dtype in FLOATS:
+            self._narrow(part, place)
+        elif isinstance(part, StoredMatrix) and whole and part.dtype == place.dtype:
+            self._file_staging().upload(part.read, part.nbytes, place.data.ptr)
+        else:
+            values: np.ndarray = np.ascontiguousarray(np.asarray(part).astype(place.dtype, copy=False))
+            if whole:
+                place.set(values, self.arrays.stream)
+            else:
+                place[:, :k] = cp.asarray(values)
 
     def _narrow(self, part: Any, place: cp.ndarray) -> None:
         """Round a float matrix to fp16 on the device, some rows at a time, which bounds the memory that it takes."""
         rows, k = part.shape
         step = max(1, NARROW_BYTES // max(k * part.dtype.itemsize, 1))
         for first in range(0, rows, step):
-            last = min(first + step, rows)
-            some = part.rows(first, last) if isinstance(part, StoredMatrix) else part[first:last]
-            self.launches.to_half(self.matrix(some), place[first:last])
+            self.launches.to_half(self.matrix(part[first : first + step]), place[first : first + step])
+
+    @contextmanager
+    def _uploading(self) -> Iterator[None]:
+        """What the outermost of these makes is there when it ends; within, pieces of several matrices are under way."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._finish_uploads()
+
+    def _finish_uploads(self) -> None:
+        if self._staging is not None:
+            self._staging.finish()
 
     def _file_staging(self) -> Staging:
         if self._staging is None:

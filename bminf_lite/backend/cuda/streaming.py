@@ -12,13 +12,16 @@ import mmap
 import os
 import tempfile
 import warnings
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import cupy as cp
 import numpy as np
 
 from ...errors import OutOfMemory
+from ...memory import staging
 from ...memory.arena import Arena, Block, Scratch
 from ...memory.machine import available_memory
 from ...memory.sizes import format_size
@@ -26,6 +29,8 @@ from ...memory.sizes import format_size
 runtime = cp.cuda.runtime
 HOST_RESERVE = 1 << 30
 """What is left of the host's memory for everything else."""
+THREADS = 8
+PAGE = 4096
 
 
 class HostMemory:
@@ -37,24 +42,20 @@ class HostMemory:
     """
 
     def __init__(self, nbytes: int):
-        self.nbytes = nbytes
-        self.pinned = False
-        self._memory: Any = None
         free = available_memory()
-        if free is not None and nbytes + HOST_RESERVE > free:
-            self._memory = _file_memory(nbytes)
-        else:
-            self._pin()
+        full = free is not None and nbytes + HOST_RESERVE > free
+        self.nbytes = nbytes
+        self._memory = _file_memory(nbytes) if full else _anonymous_memory(nbytes)
         self.address = self.bytes().ctypes.data
+        self.pinned = not full and self._pin()
 
     def bytes(self) -> np.ndarray:
         """The memory as uint8."""
         return np.frombuffer(self._memory, np.uint8, self.nbytes)
 
-    def _pin(self) -> None:
+    def _pin(self) -> bool:
         try:
-            self._memory = cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(self.nbytes), 0)
-            self.pinned = True
+            runtime.hostRegister(self.address, self.nbytes, 0)
         except runtime.CUDARuntimeError as error:
             warnings.warn(
                 f"the system does not pin {format_size(self.nbytes)} of host memory ({error}): weights come to the GPU "
@@ -62,7 +63,31 @@ class HostMemory:
                 RuntimeWarning,
                 stacklevel=3,
             )
-            self._memory = np.empty(self.nbytes, np.uint8)
+            return False
+        # with the memory, which must not go before
+        weakref.finalize(self, _unpin, self.address, self._memory).atexit = False
+        return True
+
+
+def _unpin(address: int, _memory: mmap.mmap) -> None:
+    runtime.hostUnregister(address)
+
+
+def _anonymous_memory(nbytes: int) -> mmap.mmap:
+    """Memory whose pages are there already, brought by some threads and large where the system has large ones: to pin
+    it then takes an eighth of the time in which the driver does the same.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    content, share = np.frombuffer(memory, np.uint8), -(-nbytes // (THREADS * PAGE)) * PAGE
+
+    def touch(first: int) -> None:
+        content[first : first + share : PAGE] = 0
+
+    with ThreadPoolExecutor(THREADS, "bminf-lite-touch") as threads:
+        list(threads.map(touch, range(0, nbytes, share)))
+    return memory
 
 
 def _file_memory(nbytes: int) -> mmap.mmap:
@@ -71,7 +96,7 @@ def _file_memory(nbytes: int) -> mmap.mmap:
         f"the host's memory is nearly full: {format_size(nbytes)} of weights are streamed from a temporary file in "
         f"{folder}, no faster than its disk; raise the memory limit of the GPU, or set TMPDIR to a faster disk",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -87,13 +112,15 @@ def _file_memory(nbytes: int) -> mmap.mmap:
 class SlotLink:
     """Slots of a GPU's memory, the images of the layers that pass through them, and a stream for the copies.
 
-    A :class:`~bminf_lite.memory.streaming.Link`. ``compute`` is the stream of everything else.
+    A :class:`~bminf_lite.memory.streaming.Link`. ``compute`` is the stream of everything else; ``copied_bytes`` counts
+    what was given to the link.
     """
 
     def __init__(self, device: int, compute: cp.cuda.Stream, slots: Sequence[Block]):
         self.compute = compute
         self.slots = tuple(slots)
         self.images: list[HostMemory] = []
+        self.copied_bytes = 0
         with cp.cuda.Device(device):
             self.copies = cp.cuda.Stream(non_blocking=True)
             self._ready = [cp.cuda.Event(disable_timing=True) for _ in slots]
@@ -119,6 +146,7 @@ class SlotLink:
             self.slots[slot].address, image.address, image.nbytes, runtime.memcpyHostToDevice, self.copies.ptr
         )
         self._ready[slot].record(self.copies)
+        self.copied_bytes += image.nbytes
 
     def await_copy(self, slot: int) -> None:
         self.compute.wait_event(self._ready[slot])
@@ -139,40 +167,40 @@ class PinnedBuffers:
     The :class:`~bminf_lite.memory.staging.Uploads` of a GPU.
     """
 
-    def __init__(self, device: int, stream: cp.cuda.Stream, count: int = 3, nbytes: int = 16 << 20):
+    def __init__(
+        self, device: int, stream: cp.cuda.Stream, count: int = staging.BUFFERS, nbytes: int = staging.BUFFER_BYTES
+    ):
         self.stream = stream
-        self._memory = [HostMemory(nbytes) for _ in range(count)]
+        self._device = device
+        self._nbytes = nbytes
+        self._memory = HostMemory(count * nbytes)
         with cp.cuda.Device(device):
             self._copied = [cp.cuda.Event(disable_timing=True) for _ in range(count)]
 
     @property
     def buffers(self) -> list[memoryview]:
-        return [memory.bytes().data for memory in self._memory]
+        return [part.data for part in self._memory.bytes().reshape(-1, self._nbytes)]
 
     def copy(self, buffer: int, nbytes: int, address: int) -> None:
-        source = self._memory[buffer].address
-        runtime.memcpyAsync(address, source, nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
-        self._copied[buffer].record(self.stream)
+        source = self._memory.address + buffer * self._nbytes
+        with cp.cuda.Device(self._device):  # which each thread has its own notion of
+            runtime.memcpyAsync(address, source, nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
+            self._copied[buffer].record(self.stream)
 
     def wait(self, buffer: int) -> None:
         self._copied[buffer].synchronize()
 
 
-def host_table(values: np.ndarray, pitch: int, device: int) -> cp.ndarray | None:
-    """An embedding table ``[rows, columns]`` in fp16 with rows of ``pitch``, in pinned memory that kernels read.
+def host_table(rows: int, pitch: int, device: int) -> cp.ndarray | None:
+    """Room for an fp16 table ``[rows, pitch]`` in pinned memory that kernels read.
 
     None where the system does not pin so much: pageable memory is out of the device's reach.
     """
-    rows, columns = values.shape
     memory = HostMemory(rows * pitch * 2)
     if not memory.pinned:
         return None
-    table = memory.bytes().view(np.float16).reshape(rows, pitch)
-    table[:, columns:] = 0
-    with np.errstate(over="ignore"):
-        table[:, :columns] = values
     pointer = cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(memory.address, memory.nbytes, memory, device), 0)
-    return cp.ndarray((rows, pitch), np.float16, pointer)[:, :columns]
+    return cp.ndarray((rows, pitch), np.float16, pointer)
 
 
 def open_slots(device: int, compute: cp.cuda.Stream, arena: Arena, slots: int, slot_bytes: int) -> SlotLink:

@@ -483,6 +483,8 @@ def _runtime(machine: Machine) -> types.ModuleType:
         eventRecord=lambda event, stream: machine.stream(stream) and None,
         eventSynchronize=lambda event: machine.refuse_in_recording("waiting for an event"),
         eventElapsedTime=lambda start, end: 1.0, getDeviceCount=lambda: 1,
+        hostRegister=lambda address, nbytes, flags: machine.memory.add(address, nbytes) and None,
+        hostUnregister=machine.memory.remove,
     )  # fmt: skip
     return module
 

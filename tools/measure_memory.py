@@ -1,0 +1,90 @@
+"""What of a GPU's memory a model under a limit uses, seen by another process.
+
+    python tools/measure_memory.py --shape llama-3-8b --memory-limit 4GiB
+
+Random weights of a shape are loaded under the limit; then come a prompt of all the context that the plan has room for,
+less 64 tokens, and those 64 decoded. Meanwhile another process asks the driver every millisecond how much of the GPU is
+in use. Prints, for each stage, the most that was in use beyond what was before, and what the arena, which the limit
+bounds, had reserved of it: the rest is the CUDA context, the libraries and the kernels' code. Nothing else may use the
+GPU meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from multiprocessing.sharedctypes import Synchronized
+from typing import Any
+
+STAGES = ("open", "load", "prompt", "decode")
+DECODED = 64
+GIB = 1 << 30
+
+
+def sample(stage: Synchronized[int], peaks: Any, counts: Any) -> None:
+    """Until the stage is negative: the most bytes in use, and how often that was asked, by stage."""
+    from bminf_lite.cuda.driver import Device
+
+    device = Device(0)
+    while (now := stage.value) >= 0:
+        free, total = device.memory()
+        peaks[now] = max(peaks[now], total - free)
+        counts[now] += 1
+        time.sleep(1e-3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3-8b")
+    parser.add_argument("--memory-limit", default="4GiB", metavar="SIZE")
+    args = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    stage, peaks, counts = spawn.Value("i", 0), spawn.Array("q", len(STAGES) + 1), spawn.Array("q", len(STAGES) + 1)
+    sampler = spawn.Process(target=sample, args=(stage, peaks, counts))
+    sampler.start()
+    while counts[0] < 10:  # its own context is there, and nothing else
+        time.sleep(0.01)
+    before, reserved = peaks[0], []
+
+    def begin(number: int) -> None:
+        """The next stage, when the end of this one has been seen."""
+        seen = counts[stage.value]
+        while counts[stage.value] < seen + 3:
+            time.sleep(1e-3)
+        stage.value = number
+
+    from bminf_lite import backend
+    from bminf_lite.bench.session import Session
+    from bminf_lite.bench.shapes import read_shape
+    from bminf_lite.bench.subject import random_subject
+
+    stage.value = 1
+    ops: Any = backend.create("cuda", args.memory_limit)
+    reserved.append(ops.arena.peak_reserved)
+    begin(2)
+    subject = random_subject(args.shape, read_shape(args.shape), ops)
+    assert subject.plan is not None
+    reserved.append(ops.arena.peak_reserved)
+    begin(3)
+    session = Session(subject, 1, subject.plan.context)
+    past = session.begin(subject.plan.context - DECODED)
+    reserved.append(ops.arena.peak_reserved)
+    begin(4)
+    session.prepare_decode(past)
+    session.decode(DECODED)
+    reserved.append(ops.arena.peak_reserved)
+    begin(-1)
+    sampler.join()
+    print(f"limit {ops.arena.limit / GIB:.3f} GiB, context {subject.plan.context:,}, planned "
+          f"{subject.plan.total_bytes / GIB:.3f} GiB, {len(subject.plan.streamed)} layers streamed")  # fmt: skip
+    for name, peak, arena, count in zip(STAGES, peaks[1:], reserved, counts[1:], strict=True):
+        used = (peak - before) / GIB
+        print(f"{name:7} in use {used:.3f} GiB, of the arena {arena / GIB:.3f} GiB, the rest "
+              f"{used - arena / GIB:.3f} GiB; asked {count:,} times")  # fmt: skip
+    session.close()
+    ops.close()
+
+
+if __name__ == "__main__":
+    main()
