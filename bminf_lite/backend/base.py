@@ -59,8 +59,6 @@ class Backend:
     """The operations over NumPy. ``name`` is the device's, as in ``--device``."""
 
     name = "cpu"
-    reads_files = True
-    """Whether matrices that are still in a file are welcome: a checkpoint is then never mapped into memory."""
     lookahead = 0
     """How many decode steps may be under way before the host must look at a result."""
 

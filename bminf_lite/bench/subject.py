@@ -66,7 +66,8 @@ def checkpoint_subject(path: Path, ops: Backend) -> Subject:
         spec = architecture.spec(architecture.parse(checkpoint.config))
         checkpoint.validate(spec)
         plan = place(ops, lambda: demand_of_checkpoint(checkpoint))
-        return _build(path.resolve().name, architecture, checkpoint.config, checkpoint.weights(spec), ops, plan)
+        weights = checkpoint.weights(spec, stored=True)
+        return _build(path.resolve().name, architecture, checkpoint.config, weights, ops, plan)
 
 
 def _build(

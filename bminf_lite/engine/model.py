@@ -62,7 +62,7 @@ def load(
             cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
             KVCache(ops, cache_shape, 1, 1, 1).close()  # refused now, if ever
             plan = place(ops, lambda: demand_of_checkpoint(checkpoint, kv_cache=kv_cache), context)
-            network = architecture.Model(config, checkpoint.weights(spec, ops.reads_files), ops)
+            network = architecture.Model(config, checkpoint.weights(spec, stored=True), ops)
         except BaseException:
             ops.close()
             raise
