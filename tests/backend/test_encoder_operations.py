@@ -162,3 +162,16 @@ def test_a_norm_can_be_the_residual_stream(backend):
     expected = normed + normed @ weight.T.astype(np.float64)
     terms = np.abs(normed) @ np.abs(weight.T.astype(np.float64)) + np.abs(normed)
     assert_close(backend.host(y), expected, "gated_linear", backend.activation_dtype, terms)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_all_layers_of_a_decoder_read_one_norm(backend, rows):
+    """Several products of one norm are those of norms taken for each of them."""
+    rng = np.random.default_rng(4)
+    norm = Norm(backend.vector(rng.standard_normal(48).astype(np.float32)), 1e-6)
+    x = rng.standard_normal((rows, 48)).astype(np.float32)
+    weights = [backend.weight([random_int8(rng, outputs, 48, True)]) for outputs in (32, 64, 48, 48)]
+    read = backend.norm(backend.array(x), norm)
+    products = [backend.host(backend.linear(read, weight)) for weight in weights]
+    for weight, product in zip(weights, products, strict=True):
+        np.testing.assert_array_equal(product, backend.host(backend.linear(backend.norm(backend.array(x), norm), weight)))

@@ -113,7 +113,8 @@ class Residual:
 class Normed:
     """A norm of the residual stream, unrounded. ``values`` once it had to be computed on its own, fp32.
 
-    One that was ``used`` is not computed again for others: once the residual stream changes it is ``stale``.
+    One that was ``used`` is not computed again for others: once the residual stream changes it is ``stale``. Where many
+    products read one, as all layers of a decoder do the encoder's output, its ``codes`` are kept from the second on.
     """
 
     residual: Residual
@@ -121,6 +122,7 @@ class Normed:
     values: cp.ndarray | None = None
     used: bool = False
     stale: bool = False
+    codes: tuple[Layout, Codes] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
