@@ -13,6 +13,8 @@ from .planner import Machine
 from .sizes import format_size
 
 MEMINFO = Path("/proc/meminfo")
+CONTEXT_BYTES = 544 << 20
+"""What a CUDA context, the libraries and the kernels' code took of an H200; smaller GPUs take less."""
 
 
 def machine_of(
@@ -28,12 +30,16 @@ def machine_of(
     """
     if gpu_memory is None or link is None:
         gpu = first_gpu()
-        free, total = gpu.memory() if gpu_memory is None else (gpu_memory, gpu_memory)
+        free, total = gpu.memory() if gpu_memory is None else (_free_of(gpu_memory), gpu_memory)
         speeds = measure_speeds(gpu)
         link, bandwidth = link or speeds.link, bandwidth or speeds.bandwidth
     else:
-        free = total = gpu_memory
+        free, total = _free_of(gpu_memory), gpu_memory
     return Machine(usable_memory(memory_limit, free, total), link, bandwidth, available_memory())
+
+
+def _free_of(gpu_memory: int) -> int:
+    return max(0, gpu_memory - CONTEXT_BYTES)
 
 
 def first_gpu() -> Device:

@@ -9,7 +9,7 @@ import pytest
 from bminf_lite.errors import DeviceError, UsageError
 from bminf_lite.memory import machine
 from bminf_lite.memory.device import MARGIN, Speeds
-from bminf_lite.memory.machine import available_memory, machine_of, usable_memory
+from bminf_lite.memory.machine import CONTEXT_BYTES, available_memory, machine_of, usable_memory
 
 GIB = 1 << 30
 
@@ -35,7 +35,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_nothing_is_measured_where_memory_and_link_are_given(measured: list[object]) -> None:
     found = machine_of(None, 8 * GIB, 1e9)
-    assert (found.memory, found.link, found.bandwidth) == (8 * GIB - MARGIN, 1e9, None)
+    assert (found.memory, found.link, found.bandwidth) == (8 * GIB - CONTEXT_BYTES - MARGIN, 1e9, None)
     assert not measured
 
 
@@ -43,7 +43,7 @@ def test_what_is_not_given_is_measured(measured: list[object]) -> None:
     found = machine_of()
     assert (found.memory, found.link, found.bandwidth) == (20 * GIB - MARGIN, 25e9, 900e9)
     found = machine_of(gpu_memory=8 * GIB, bandwidth=5e11)
-    assert (found.memory, found.link, found.bandwidth) == (8 * GIB - MARGIN, 25e9, 5e11)
+    assert (found.memory, found.link, found.bandwidth) == (8 * GIB - CONTEXT_BYTES - MARGIN, 25e9, 5e11)
     assert len(measured) == 2
 
 
