@@ -12,9 +12,10 @@ cd "$(dirname "$0")/.." || exit 2
 declare -A limits=(
     [versions]=60 [doctor]=120 [tests]=600 [memcheck]=600 [racecheck]=600 [initcheck]=600 [demo]=60 [generate]=60
     [bench_8b]=180 [bench_1b]=90 [prompt]=240 [context]=240 [batch]=240 [trace_8b]=90 [trace_1b]=60 [kernels]=180
+    [stream]=120 [stream_70b]=180 [memory]=60 [loading]=120
 )
 parts="versions doctor tests memcheck racecheck initcheck demo generate
-    bench_8b bench_1b prompt context batch trace_8b trace_1b kernels"
+    bench_8b bench_1b prompt context batch trace_8b trace_1b kernels stream stream_70b memory loading"
 limit=
 while getopts p:t: option; do
     case $option in
@@ -91,6 +92,15 @@ batch() { bench batch --shape llama-3-8b -p 0 -n 64 -d 512 -b 1,2,4,8,16,32,64 -
 trace_8b() { bench trace-8b --shape llama-3-8b -d 512 --trace --plot "$out/trace-8b.png"; }
 trace_1b() { bench trace-1b --shape llama-3.2-1b -d 512 --trace --plot "$out/trace-1b.png"; }
 kernels() { bench kernels --kernels --plot "$out/kernels.png"; }
+
+# Models larger than their limit, the last with 52 GB of host memory; and files of 8.6 GB on their way to the GPU.
+stream() {
+    bench stream-4GiB --shape llama-3-8b -p 0 -n 32 -r 3 --memory-limit 4GiB &&
+        bench stream-6GiB --shape llama-3-8b -p 0 -n 32 -r 3 --memory-limit 6GiB
+}
+stream_70b() { bench stream-70b --shape llama-3-70b -p 0 -n 12 -r 3 --memory-limit 24GiB; }
+memory() { "$python" tools/measure_memory.py --shape llama-3-8b --memory-limit 4GiB; }
+loading() { "$python" tools/measure_loading.py --shape llama-3-8b --folder "$out/loading"; }
 
 failed=0
 : > "$out/summary.txt"
