@@ -33,7 +33,7 @@ PRODUCT_SIZE = 8192
 ELEMENTS = 1 << 26
 """Of the matrices that row kernels are timed on: 128 to 256 MiB, several times what a GPU's cache holds."""
 WEIGHT_BYTES = 256 << 20
-"""Of the weights that matrix-vector products are timed on, in turn."""
+"""Of the weights that products are timed on, in turn: so much that no cache holds them."""
 
 
 class CudaInstruments(Instruments):
@@ -164,8 +164,9 @@ class CudaInstruments(Instruments):
             yield from self._matvec_cases(n, k)
             for rows in PRODUCT_ROWS:
                 x, w = self._random(rows, k, np.int8), self._random(n, k, np.int8)
-                yield Case("igemm", f"{rows} x {n} x {k}", self._product(rows, n, k), n * k + rows * k + 4 * rows * n,
-                           2 * rows * n * k, in_turn(lambda a, b: a.astype("f") @ b.astype("f").T, (x, w)))  # fmt: skip
+                plain = in_turn(lambda a, b: a.astype("f") @ b.astype("f").T, (x, w))
+                product, nbytes = self._product(rows, n, k, WEIGHT_BYTES), n * k + rows * k + 4 * rows * n
+                yield Case("igemm", f"{rows} x {n} x {k}", product, nbytes, 2 * rows * n * k, plain)
 
     def _row_cases(self, rows: int, width: int) -> Iterator[Case]:
         """Softmax, norms of the residual stream, and quantization; new results only where there is one in place too."""
@@ -213,18 +214,20 @@ class CudaInstruments(Instruments):
         yield Case("matvec", f"1 x {n} x {k}", in_turn(self.ops.launches.matvec, *(
             (x, None, w, out, MATVEC_TO_HALF) for w in weights)), n * k, plain=in_turn(matvec, *plain))  # fmt: skip
 
-    def _product(self, rows: int, n: int, k: int) -> Callable[[int], None]:
-        """An int8 product from codes to int32 sums."""
-        weight = self._weight(n, k, 0)
-        plan = weight.plan
+    def _product(self, rows: int, n: int, k: int, in_all: int = 0) -> Callable[[int], None]:
+        """An int8 product from codes to int32 sums, over so many weights in turn that they have ``in_all`` bytes."""
+        weights = [self._weight(n, k, seed) for seed in range(max(1, ceil_div(in_all, n * k)))]
+        plan = weights[0].plan
         assert plan is not None
         x = self._random(1, plan.activation(rows).size, np.int8)
         acc = self.ops.arrays.empty((plan.result(rows).size,), np.int32)
 
-        def run(_: int) -> None:
-            plan.run(acc.data.ptr, weight.matrix.data.ptr, x.data.ptr, rows, self.ops.stream.ptr)
+        def run(i: int) -> None:
+            w = weights[i % len(weights)].matrix
+            plan.run(acc.data.ptr, w.data.ptr, x.data.ptr, rows, self.ops.stream.ptr)
 
-        run(0)  # chooses an algorithm, which cannot be recorded
+        with self.ops.arrays.current():
+            run(0)  # chooses an algorithm, which cannot be recorded
         return run
 
     def _weight(self, n: int, k: int, seed: int, scale: float = 1e-4) -> Weight:

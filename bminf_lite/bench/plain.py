@@ -20,7 +20,7 @@ WIDTHS = (256, 1024, 4096, 8192, 16384)
 """Elements of a row."""
 MATRICES = ((4096, 4096), (14336, 4096), (4096, 14336))
 """Outputs and inputs of weights."""
-PRODUCT_ROWS = (16, 512, 2048)
+PRODUCT_ROWS = (2, 8, 16, 32, 512, 2048)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def plain_cases(xp: Any, ops: Backend, elements: int = 1 << 22) -> Iterator[Case
                    plain=in_turn(quantize, (xp, half)))  # fmt: skip
     for n, k in MATRICES:
         weight = ops.weight([Int8Weight(np.asarray(RandomMatrix((n, k))), np.ones(n, np.float32))])
-        for rows in (1, PRODUCT_ROWS[0]):
+        for rows in (1, 16):
             x = random.standard_normal((rows, k), np.float32)
             yield Case("matvec" if rows == 1 else "product", f"{rows} x {n} x {k}", in_turn(ops.linear, (x, weight)),
                        weight.nbytes, operations=0 if rows == 1 else 2 * rows * n * k)  # fmt: skip
