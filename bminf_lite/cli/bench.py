@@ -40,7 +40,7 @@ class Numbers(click.ParamType):
               help="Numbers of tokens to decode; 0 for none. [128]")  # fmt: skip
 @click.option("-b", "batches", type=Numbers(), default=(1,), metavar="N,...", help="Sequences at once. [1]")
 @click.option("-d", "depths", type=Numbers(), default=(0,), metavar="N,...",
-              help="Tokens that are in the cache before a test begins, or in the source read. [0]")  # fmt: skip
+              help="Tokens in the cache before a test begins, or in the source that it decodes. [0]")  # fmt: skip
 @click.option("-r", "repetitions", type=click.IntRange(1), default=5, show_default=True, help="Runs of each test.")
 @click.option("-o", "output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True,
               help="The form of what is printed.")  # fmt: skip
