@@ -7,7 +7,11 @@ never writes those sums to memory.
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass
+
+import cupy as cp
+import numpy as np
 
 from .driver import Device, DeviceAttribute
 from .few_rows import Output
@@ -49,6 +53,8 @@ MIN_ROWS = 129
 """From so many rows on, the kernel is faster than cublasLt and a kernel that scales."""
 FORMS = 1024
 """Shapes whose launches are remembered."""
+TRIAL = 300, 400, 272
+"""Rows, rows of the weight and inner size of the product that the kernel must get right before it is trusted."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,29 @@ class ScaledGemm:
     def takes(self, rows: int, channels: int, output: Output) -> bool:
         """Whether the kernel runs here, and is the fastest for ``rows`` and a weight of ``channels`` rows."""
         return self._supported and rows >= MIN_ROWS and channels % 4 == 0 and output in OUTPUTS
+
+    @functools.cached_property
+    def trusted(self) -> bool:
+        """Whether a known product was computed bit for bit, on CuPy's current stream; if not, there is a warning."""
+        rows, channels, in_features = TRIAL
+        random = np.random.default_rng(0)
+        x, w = (random.integers(-128, 128, (n, in_features), np.int8) for n in (rows, channels))
+        x_scale, w_scale = (random.uniform(1e-4, 1e-2, n).astype(np.float32) for n in (rows, channels))
+        operands = [cp.asarray(v) for v in (x, x_scale, w, w_scale)]
+        out = cp.full((rows, channels), np.nan, np.float16)
+        codes, scales, weight, weight_scales = (v.data.ptr for v in operands)
+        self.launch(
+            Matrix(codes, in_features), scales, Matrix(weight, in_features), weight_scales, 0,
+            Matrix(out.data.ptr, channels), rows=rows, channels=channels, in_features=in_features,
+            output=Output.HALF, stream=cp.cuda.get_current_stream().ptr,
+        )  # fmt: skip
+        acc = (x.astype(np.int32) @ w.T.astype(np.int32)).astype(np.float32)
+        exact = np.array_equal(cp.asnumpy(out), (x_scale[:, None] * (w_scale * acc)).astype(np.float16))
+        if not exact:
+            reason = f"a product of {rows} x {in_features} by {channels} x {in_features} was wrong"
+            warning = f"{self._device.name}: the int8 kernel that scales its own sums is not used, {reason}"
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+        return exact
 
     def launch(
         self, x: Matrix, x_scale: int, w: Matrix, w_scale: int, bias: int, out: Matrix, *,

@@ -126,6 +126,14 @@ def test_any_shape(gemm, rows, quarter, in_features, output, bias, seed):
     assert np.array_equal(found, expected.astype(found.dtype))
 
 
+def test_a_kernel_that_is_wrong_is_not_trusted(device, monkeypatch):
+    assert ScaledGemm(device).trusted
+    wrong = ScaledGemm(device)
+    monkeypatch.setattr(wrong, "launch", lambda *args, **kwargs: None)
+    with pytest.warns(RuntimeWarning, match="a product of 300 x 272 by 400 x 272 was wrong"):
+        assert not wrong.trusted
+
+
 def test_extreme_codes_do_not_overflow(gemm):
     case = Case(130, 64, 131071, bias=False)
     case.x[:], case.w[:] = -128, -128

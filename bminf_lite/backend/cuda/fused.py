@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import cupy as cp
 
 from ...cuda.few_rows import GROUP, Output
@@ -55,4 +57,10 @@ class FusedProducts:
         )  # fmt: skip
 
     def _are_many(self, codes: Codes, weight: Weight, output: Output) -> bool:
-        return weight.is_plain and self.many_rows.takes(len(codes[1]), weight.out_features, output)
+        takes = weight.is_plain and self.many_rows.takes(len(codes[1]), weight.out_features, output)
+        return takes and self._trusts_many
+
+    @functools.cached_property
+    def _trusts_many(self) -> bool:
+        with self.arrays.current():
+            return self.many_rows.trusted
