@@ -19,6 +19,7 @@ from ..backend.random_matrix import RandomMatrix
 from ..backend.values import Norm
 from ..cuda import libraries
 from ..cuda.cublaslt import Order
+from ..cuda.few_rows import Output
 from ..cuda.kernels import Kernel, Module
 from ..cuda.layouts import Layout, round_up
 from ..memory.device import measure_speeds
@@ -167,6 +168,26 @@ class CudaInstruments(Instruments):
                 plain = in_turn(lambda a, b: a.astype("f") @ b.astype("f").T, (x, w))
                 product, nbytes = self._product(rows, n, k, WEIGHT_BYTES), n * k + rows * k + 4 * rows * n
                 yield Case("igemm", f"{rows} x {n} x {k}", product, nbytes, 2 * rows * n * k, plain)
+                yield from self._finished_cases(rows, n, k)
+
+    def _finished_cases(self, rows: int, n: int, k: int) -> Iterator[Case]:
+        """Int8 products from codes to what an operation gives, where one kernel does both, with weights in turn."""
+        weights = [self._weight(n, k, seed) for seed in range(ceil_div(WEIGHT_BYTES, n * k))]
+        plan, fused, arrays = weights[0].plan, self.ops.fused, self.ops.arrays
+        assert plan is not None
+        codes = self._random(1, plan.activation(rows).size, np.int8).reshape(-1), arrays.empty((rows,), np.float32)
+        with arrays.current():
+            codes[1].fill(1e-2)
+        outputs = {
+            "igemm to fp16": (Output.HALF, arrays.rows(rows, n, np.float16)),
+            "igemm, added to fp32": (Output.ADD, arrays.zeros((rows, round_up(n, PAD)), np.float32)[:, :n]),
+            "igemm, gated": (Output.GATED, arrays.rows(rows, n // 2, np.float16)),
+        }
+        for name, (output, out) in outputs.items():
+            if fused.takes(codes, weights[0], output):
+                run = in_turn(fused.multiply, *((codes, weight, out, output) for weight in weights))
+                moved = n * k + rows * k + out.nbytes * (2 if output is Output.ADD else 1)
+                yield Case(name, f"{rows} x {n} x {k}", run, moved, 2 * rows * n * k)
 
     def _row_cases(self, rows: int, width: int) -> Iterator[Case]:
         """Softmax, norms of the residual stream, and quantization; new results only where there is one in place too."""

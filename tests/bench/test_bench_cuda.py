@@ -97,6 +97,15 @@ def test_kernels(instruments, cuda_backend) -> None:
     assert 0 < instruments.seconds_each(run, runs=2) < 1
 
 
+def test_products_that_finish(instruments, cuda_backend) -> None:
+    rows = 300
+    cases = list(instruments._finished_cases(rows, 512, 256))
+    many = cuda_backend.device.compute_capability == (9, 0)
+    assert [case.kernel for case in cases] == ["igemm to fp16", "igemm, added to fp32", "igemm, gated"] * many
+    for case in cases:
+        assert 0 < instruments.seconds_each(case.run, runs=2) < 1
+
+
 def test_in_place_takes_nothing(instruments) -> None:
     taken = {case.kernel: instruments.allocated(case.run) for case in instruments._row_cases(64, 1024)}
     assert taken["softmax"] >= 64 * 1024 * 4
