@@ -27,6 +27,7 @@ FILES = {
         "models/test_goldens.py": ("tied and biases", "window and w8a8", "half and heads", "gives and opt"),
         "models/test_encoder_decoders.py": ("few and buckets and t5", "gives and w8a8"),
         "backend/test_cuda_memory.py": ("memory",),
+        "backend/test_early_attention.py": ("early",),
         "backend/test_operations.py": ("cuda",),
         "memory/test_streaming_gpu.py": ("equal_results", "survey"),
     },

@@ -458,6 +458,7 @@ class CudaBackend(Finishing):
             logits.data.ptr, pitch_of(logits), rows, vocab, state, result.data.ptr,
             tokens, past, scratch.data.ptr, self.stream.ptr, greedy=sampler.greedy,
         )  # fmt: skip
+        self.launches.end_step()
         return result
 
     def _zeros(self, purpose: str, count: int, dtype: Any) -> cp.ndarray:

@@ -88,6 +88,7 @@ class Launches:
         self.ring_bytes = MATVEC_WARPS * self.ring_chunks * CHUNK if device.compute_capability >= (9, 0) else 0
         self._kernel = functools.cache(self._load)
         self._spread = False  # whether the kernel launched last has one block on each multiprocessor
+        self._written: set[int] | None = None  # caches that the present step has written; None before its first kernel
 
     def _load(self, source: str, expression: str, signature: str, cache: bool) -> Kernel:
         defines = [f"RING_CHUNKS={self.ring_chunks}"] if source == "matvec.cu" else []
@@ -96,9 +97,9 @@ class Launches:
     def _launch(
         self, source: str, expression: str, signature: str, grid: Dimensions, block: int, args: tuple[object, ...],
         shared: int = 0, cluster: int | None = None, one_per_multiprocessor: bool = False, moved: int = 0,
-        cache: bool = False,
+        cache: bool = False, dependent: bool = True,
     ) -> None:  # fmt: skip
-        """Launch a kernel, which may start before its predecessor has ended.
+        """Launch a kernel, which may start before its predecessor has ended if it is ``dependent``.
 
         ``one_per_multiprocessor``: its blocks are as many as the multiprocessors, of which each is to have one. Behind
         a kernel with fewer blocks, two of them would share a multiprocessor and elsewhere there would be none, which
@@ -109,7 +110,7 @@ class Launches:
         if one_per_multiprocessor and not self._spread and self.clusters:
             shared = max(shared, self.half_shared)
         kernel = self._kernel(source, expression, signature, cache)
-        kernel(grid, block, args, shared, self.stream, True, cluster, moved)
+        kernel(grid, block, args, shared, self.stream, dependent, cluster, moved)
         self._spread = one_per_multiprocessor
 
     # -- one row times a weight ----------------------------------------------------------------------------------------
@@ -210,7 +211,8 @@ class Launches:
         )  # fmt: skip
 
     def embed(self, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray) -> None:
-        """Rows of an fp16 table into fp32."""
+        """Rows of an fp16 table into fp32: what a step begins with."""
+        self._written = set()
         arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1])
         self._launch("rows.cu", "embed", "ppqpqi", len(out), 256, arguments, moved=2 * size_of(out))
 
@@ -234,12 +236,26 @@ class Launches:
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
+    def end_step(self) -> None:
+        """No kernel launched from now on reads anything before its predecessors have ended, until the next step."""
+        self._written = None
+
+    def _untouched(self, cache: LayerCache, written: bool) -> bool:
+        """Whether ``cache`` is as it was before the present step; ``written``: the next kernel writes to it."""
+        if self._written is None:
+            return False
+        untouched = cache.keys.data.ptr not in self._written
+        if written:
+            self._written.add(cache.keys.data.ptr)
+        return untouched
+
     def prepare_heads(
         self, qkv: cp.ndarray | Product, spec: AttentionSpec, cache: LayerCache, step: Step, q: cp.ndarray
     ) -> None:
         """Norm and rotation of a step's heads; queries go to ``q`` ``[T, heads, head_pitch]``, others to the cache."""
         data, kind, order = read_arguments(qkv)
         expression = f"prepare<{'true' if kind == PRODUCT else 'false'}, {order}>"
+        self._untouched(cache, written=True)
         self._launch(
             "attention_prepare.cu", expression, "ppppqpppffpppipppiiiii", q.shape[0], 256,
             (*data, *head_arguments(spec), address(step.starts), address(step.past), address(step.slots), step.count,
@@ -277,7 +293,7 @@ class Launches:
              cache.keys.data.ptr, cache.values.data.ptr, address(parts), arrived.data.ptr, out.data.ptr, pitch_of(out),
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch, cache.capacity, spec.window or 0, spec.scale,
              *bias_arguments(spec), address(lengths)),
-            cluster=split.cluster if split.cluster > 1 else None,
+            cluster=split.cluster if split.cluster > 1 else None, dependent=self._untouched(cache, kind != SOURCE),
             moved=size_of(qkv, out) + 4 * step.count * reach * spec.kv_heads * head_pitch,
         )  # fmt: skip
 

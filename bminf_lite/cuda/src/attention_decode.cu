@@ -184,7 +184,8 @@ __global__ void __launch_bounds__(THREADS) attend(
     const int stop = newest ? position : to;  // earlier tokens are in the cache already
     const size_t base = (static_cast<size_t>(slots[b]) * kv_heads + kv) * capacity * head_pitch;
 
-    // The first tokens are on their way before the kernel waits for the projection.
+    // The first tokens are on their way before the kernel waits for the projection. It is only launched as dependent where no
+    // earlier kernel of the step wrote to this cache.
     Keys<D> k;
     Values v[D / 64];
     int first = from + warp * TILE;

@@ -12,8 +12,8 @@ __global__ void __launch_bounds__(256) prepare(
     const int* starts, const int* past, const int* slots, int sequences,
     __half* q, __half* keys, __half* values, int heads, int kv_heads, int head_dim, int head_pitch, int capacity)
 {
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     const Projection source = {data, x_scale, w_scale, bias, pitch};
     const Preparation how = {q_gain, k_gain, frequencies, eps, rope_scale};
     const int token = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;

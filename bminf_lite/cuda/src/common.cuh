@@ -19,9 +19,10 @@ struct Choose { using type = A; };
 template <class A, class B>
 struct Choose<false, A, B> { using type = B; };
 
-// A kernel launched as dependent may start before its predecessor has ended: what it does before it waits must not touch
-// anything that this one writes. What kernels before that one wrote it may read, because a kernel lets its successor start
-// only after it has waited itself. Without such a launch both calls do nothing.
+// A kernel launched as dependent may start before its predecessor has ended, and that one before its own: what a kernel does
+// before this call must not touch anything that others of the same step write. What was there before the step it may read,
+// because the kernel that a step begins with, `embed`, lets nobody start before it has ended. Without such launches both
+// calls do nothing.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

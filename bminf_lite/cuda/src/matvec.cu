@@ -250,6 +250,7 @@ __global__ void __launch_bounds__(THREADS) matvec(
     void* out, int n, int k, int pitch)
 {
     extern __shared__ __align__(128) char shared[];
+    let_successor_start();
     const Share<OUTPUT> share(n);
     using Units_ = Stream<U, Share<OUTPUT>>;
     __shared__ __align__(8) unsigned long long barriers[WARPS * Units_::SLOTS];
@@ -262,7 +263,6 @@ __global__ void __launch_bounds__(THREADS) matvec(
     Units_ stream(weight, share, pitch, shared, barriers);
     for (int i = threadIdx.x; i < share.rows(); i += THREADS) acc[i] = 0;
     wait_for_predecessor();
-    let_successor_start();
     const float x_scale = quantize_input<INPUT, VECTORS>(x, gain, shift, eps, k, pitch, codes);
     const Early early = fetch_early<OUTPUT>(share, w_scale, bias, out);
     sync_threads<THREADS>();

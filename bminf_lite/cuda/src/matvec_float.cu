@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(THREADS) matvec_float(
     extern __shared__ __align__(16) char shared[];
     __shared__ RowScratch<THREADS> scratch;
     __half* row = reinterpret_cast<__half*>(shared);
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     {
         using Source = typename Choose<INPUT == HALF, __half, float>::type;
         const Source* source = static_cast<const Source*>(x) + blockIdx.y * x_pitch;

@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(THREADS) norm_any(
 {
     __shared__ RowScratch<THREADS> scratch;
     const double share = 1.0 / k;
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     const float* row = x + blockIdx.x * pitch;
     float mean = 0;
     if constexpr (CENTER) {

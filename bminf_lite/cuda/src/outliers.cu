@@ -9,8 +9,8 @@ __global__ void __launch_bounds__(256) split_columns(
     const T* x, long long pitch, const int* index, int columns, T* rest, long long rest_pitch,
     __half* kept, int k)
 {
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     const long long row = blockIdx.x;
     x += row * pitch, rest += row * rest_pitch, kept += row * columns;
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(256) add_columns(
     const __half* __restrict__ weight, long long pitch, const float* __restrict__ bias, T* out, long long out_pitch, int n)
 {
     extern __shared__ float inputs[];
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     const long long row = blockIdx.x;
     for (int j = threadIdx.x; j < columns; j += blockDim.x) inputs[j] = __half2float(kept[row * columns + j]);
     __syncthreads();

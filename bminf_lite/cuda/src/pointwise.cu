@@ -9,8 +9,8 @@ __global__ void __launch_bounds__(256) activate_rows(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
     __half* out, long long out_pitch, int rows, int n)
 {
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     const Projection source = {data, x_scale, w_scale, bias, pitch};
     const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int row = static_cast<int>(index / n), column = static_cast<int>(index % n);

@@ -17,8 +17,8 @@ __device__ __forceinline__ void put(__half* to, int code) { *to = __float2half_r
 // out: rows of `pitch` elements, of which `columns` are written. A thread makes eight of them.
 template <class T>
 __global__ void __launch_bounds__(256) fill_random(T* out, long long pitch, int rows, int columns, u64 seed) {
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     const int groups = (columns + 7) / 8;
     const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     const long long row = index / groups;

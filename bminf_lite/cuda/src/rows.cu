@@ -86,8 +86,8 @@ transform(
     constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM, GATE = PREPARE >= GATE_SILU;
     constexpr Order ORDER = static_cast<Order>(IN);
     __shared__ RowScratch<THREADS> scratch;
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
     const int row = min(index, rows - 1);
     const int padded = (k + 15) / 16 * 16, written = index < rows ? padded : 0;
@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(256) finish(
     const SUM* data, const float* x_scale, const float* w_scale, const float* bias, long long ld,
     T* out, long long out_pitch, int rows, int n)
 {
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     const int vectors = (n + 7) / 8;
     const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int row = static_cast<int>(index / vectors), column = static_cast<int>(index % vectors) * 8;
@@ -227,8 +227,8 @@ __global__ void __launch_bounds__(256) last_rows(
 
 // int8 codes as fp16 numbers, 16 at a time: for products of int8 weights with float activations.
 __global__ void __launch_bounds__(256) widen(const int8* codes, __half* out, long long count) {
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     const long long i = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
     if (i >= count) return;
     const int4 raw = *reinterpret_cast<const int4*>(codes + i);

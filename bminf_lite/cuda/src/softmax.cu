@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? residen
     const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* visible,
     long long visible_pitch, T* out, long long out_pitch, int rows, int k)
 {
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     const int index = blockIdx.x / CLUSTER * (blockDim.x / THREADS) + threadIdx.x / THREADS;
     const int part = blockIdx.x % CLUSTER * THREADS + threadIdx.x % THREADS;
     const long long row = min(index, rows - 1);
@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(512) softmax_any(
     const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* visible,
     long long visible_pitch, T* out, long long out_pitch, int k)
 {
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
     const long long row = blockIdx.x;
     const Scores<T> scores = {x, pitch, scale, bias, bias_pitch, visible, visible_pitch, k};
     Part own = {-INF_F, 0.0f};

@@ -1,0 +1,78 @@
+"""Attention of one token reads the cache before its predecessor has ended: only what the step found there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from random_values import make_step
+
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.values import AttentionSpec, LayerCache, Step
+
+SPEC = AttentionSpec(4, 2, 16, 0.25)
+
+
+class Chain:
+    """Operations on a GPU, and for each launch whether it may start before its predecessor has ended."""
+
+    def __init__(self, backend: Backend, monkeypatch: pytest.MonkeyPatch):
+        self.backend, self.dependent = backend, []
+        load = backend.launches._kernel
+
+        def recording(*identity: object) -> object:
+            def launch(grid, block, args, shared, stream, dependent, cluster, moved):
+                self.dependent.append(dependent)
+                load(*identity)(grid, block, args, shared, stream, dependent, cluster, moved)
+
+            return launch
+
+        monkeypatch.setattr(backend.launches, "_kernel", recording)
+        self.table = backend.table(np.zeros((3, 32), np.float16))
+        self.qkv = backend.array(np.ones((1, SPEC.qkv_features), np.float16))
+
+    def cache(self) -> LayerCache:
+        return self.backend.layer_cache(1, SPEC.kv_heads, 16, SPEC.head_dim)
+
+    def step(self, past: int) -> Step:
+        return make_step(self.backend, [1], [past], [0])
+
+    def embeds(self) -> None:
+        self.backend.embed(self.backend.array(np.zeros(1, np.int32)), self.table)
+
+    def attends_early(self, cache: LayerCache, past: int) -> bool:
+        self.backend.attention(self.qkv, SPEC, cache, self.step(past))
+        return self.dependent[-1]
+
+
+@pytest.fixture
+def chain(cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Chain:
+    cuda_backend.launches.end_step()
+    return Chain(cuda_backend, monkeypatch)
+
+
+@pytest.mark.gpu
+def test_once_for_each_cache_of_a_step(chain):
+    first, second = chain.cache(), chain.cache()
+    for past in range(2):
+        chain.embeds()
+        assert chain.attends_early(first, 2 * past)
+        assert chain.attends_early(second, 2 * past)
+        assert not chain.attends_early(first, 2 * past + 1)
+
+
+@pytest.mark.gpu
+def test_not_outside_of_a_step(chain):
+    cache = chain.cache()
+    assert not chain.attends_early(cache, 0)
+    chain.embeds()
+    chain.backend.launches.end_step()
+    assert not chain.attends_early(cache, 1)
+
+
+@pytest.mark.gpu
+def test_not_behind_a_prefill_of_the_same_step(chain):
+    cache = chain.cache()
+    chain.embeds()
+    rows = chain.backend.array(np.ones((3, SPEC.qkv_features), np.float16))
+    chain.backend.attention(rows, SPEC, cache, make_step(chain.backend, [3], [0], [0]))
+    assert not chain.attends_early(cache, 3)
