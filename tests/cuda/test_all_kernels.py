@@ -26,8 +26,8 @@ AT_ONCE = 24
 """Instantiations in one call of the compiler; two calls run at the same time."""
 OCCUPANCY_SPILL = 64
 """Bytes that ptxas may spill on its own account: it uses fewer registers than it may, to fit another block."""
-MAY_USE = 128
-"""Registers of a thread, in the largest blocks that are launched."""
+MAY_USE = {"attend": 255}
+"""Registers of a thread, in the largest blocks that are launched; 128 where nothing is said."""
 ELSEWHERE = ("attention_prefill.cu", "attention_prefill_hopper.cu", "sample.cu", "dp4a.cu")
 
 
@@ -44,7 +44,7 @@ def allowed_spill(family: Family, arguments: tuple[object, ...], usage: Usage) -
     """Bytes a thread. A row of over 32,768 elements has 128 of them in each thread's registers."""
     if family.name == "transform" and arguments[3][1] == 16:  # type: ignore[index]
         return float("inf")
-    return OCCUPANCY_SPILL if usage.registers < MAY_USE else 0
+    return OCCUPANCY_SPILL if usage.registers < MAY_USE.get(family.name, 128) else 0
 
 
 def selection(arch: str) -> list[tuple[Family, tuple[object, ...]]]:
