@@ -102,6 +102,23 @@ def goldens(family: str) -> Iterator[Golden]:
             )
 
 
+CPM_ENCODER_DECODER = {
+    "vocab_size": 97, "d_model": 40, "d_ff": 56, "d_kv": 8, "num_heads": 5, "num_layers": 2, "num_decoder_layers": 2,
+}  # fmt: skip
+CPM = {
+    "cpm1": {"vocab_size": 97, "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "cpm2": CPM_ENCODER_DECODER,
+    "eva": CPM_ENCODER_DECODER,
+}
+
+
+def untold(model_type: str) -> Golden:
+    """A case of a model that transformers does not know, without logits."""
+    tokens, source = random_tokens(3, 11, 97), None if model_type == "cpm1" else random_tokens(4, 9, 97)
+    config = {"model_type": model_type, **CPM[model_type]}
+    return Golden("no golden", config, 1, "", tokens, np.empty(0), source)
+
+
 class RandomWeights:
     """A model's tensors, float or quantized as migration does it; what a checkpoint is to the layers."""
 

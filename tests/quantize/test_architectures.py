@@ -10,6 +10,7 @@ import pytest
 from outliers import multiplied, width
 from safetensors.numpy import save_file
 from tiny_models import (
+    CPM,
     ENCODER_DECODERS,
     FAMILIES,
     GPTS,
@@ -19,6 +20,7 @@ from tiny_models import (
     TinyModel,
     goldens,
     random_tokens,
+    untold,
 )
 
 import bminf_lite
@@ -29,25 +31,8 @@ from bminf_lite.layers.loading import Weights
 from bminf_lite.models.spec import Role, Spec
 from bminf_lite.quantize.smoothing import folded
 
-ENCODER_DECODER = {
-    "vocab_size": 97, "d_model": 40, "d_ff": 56, "d_kv": 8, "num_heads": 5, "num_layers": 2, "num_decoder_layers": 2,
-}  # fmt: skip
-CPM = {
-    "cpm1": {"vocab_size": 97, "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "cpm2": ENCODER_DECODER,
-    "eva": ENCODER_DECODER,
-}
-
-
-def made(model_type: str) -> Golden:
-    """A case of a model that transformers does not know."""
-    config = {"model_type": model_type, **CPM[model_type]}
-    tokens, source = random_tokens(3, 11, 97), None if model_type == "cpm1" else random_tokens(4, 9, 97)
-    return Golden("made here", config, 1, "", tokens, np.empty(0), source)
-
-
 CASES = [next(goldens(family)) for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS)]
-CASES += [made(name) for name in CPM]
+CASES += [untold(model_type) for model_type in CPM]
 
 
 def write(folder: Path, golden: Golden, spec: Spec) -> Path:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from outliers import features, multiplied, width
-from tiny_models import ENCODER_DECODERS, FAMILIES, GPTS, Golden, RandomWeights, TinyEncoderDecoder, TinyModel, goldens
+from tiny_models import (
+    CPM,
+    ENCODER_DECODERS,
+    FAMILIES,
+    GPTS,
+    Golden,
+    RandomWeights,
+    TinyEncoderDecoder,
+    TinyModel,
+    goldens,
+    untold,
+)
 
 from bminf_lite import models
 from bminf_lite.backend.cpu import CpuBackend
@@ -13,6 +24,7 @@ from bminf_lite.models.spec import Fold, Role, Spec
 from bminf_lite.quantize.smoothing import folded, gather, spread
 
 CASES = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden in goldens(family)]
+CASES += [untold(model_type) for model_type in CPM]
 
 
 def spec_of(golden: Golden) -> Spec:
