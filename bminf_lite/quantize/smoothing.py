@@ -24,6 +24,9 @@ from .errors import Judge, Version
 EXPONENTS = tuple(round(0.1 * i, 1) for i in range(1, 11))
 """What is tried, beside no smoothing at all."""
 
+GAIN = 0.1
+"""How much smaller smoothing must make the error, relative to none: less may be luck with the tokens it is tried on."""
+
 MAX_SHIFT = 12
 """Factors lie between ``2**-MAX_SHIFT`` and ``2**MAX_SHIFT``: enough for any outlier, and far from fp16's ends."""
 
@@ -40,10 +43,13 @@ class Smoothing:
 
 
 def search(judge: Judge, fold: Fold, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
-    """The smoothing with the smallest mean error of the products; ``input_max`` is ``max|x|`` per input ``[in]``."""
+    """The smoothing with the smallest mean error of the products, or none if that gains less than :data:`GAIN`.
+
+    ``input_max`` is ``max|x|`` per input ``[in]``.
+    """
     relative = [judge.ops.host(judge.trials.relative_magnitudes(matrix)) for matrix in judge.matrices]
     weight_max = np.max(relative, axis=0)
-    best, least = Smoothing(), np.mean(judge.errors(Version(scheme)))
+    best, least = Smoothing(), (1 - GAIN) * np.mean(judge.errors(Version(scheme)))
     for exponent in EXPONENTS:
         factors = channel_factors(input_max, weight_max, exponent, fold)
         error = np.mean(judge.errors(Version(scheme, spread(factors, fold))))
