@@ -58,19 +58,23 @@ sys.exit(ran == 0)
 EOF
 }
 
-# Of the kernels' tests those that do not measure time: under these tools a test takes many times as long. Blocks are
-# allocations of their own, because the tools know of no smaller ones.
+# sanitizer TOOL TESTS [OPTION ...]: the kernels' tests but those that measure time, which here takes many times as long.
+# Blocks are allocations of their own, because these tools know of no smaller ones. PYTEST_ADDOPTS="-n 8" (pytest-xdist)
+# makes use of more cores.
 sanitizer() {
-    local tool=$1 program
+    local tool=$1 chosen=$2 program
+    shift 2
     program=$(command -v compute-sanitizer || command -v /usr/local/cuda/bin/compute-sanitizer) ||
         { echo "compute-sanitizer is not installed"; return 1; }
-    "$program" --tool "$tool" --target-processes all --error-exitcode 1 \
-        "$python" -m pytest -m gpu -k "not speed" --separate-blocks -p no:cacheprovider -x \
-        --junitxml="$out/$tool.xml" tests/backend tests/cuda tests/models && ran_some "$out/$tool.xml"
+    "$program" --tool "$tool" --target-processes all --error-exitcode 1 --report-api-errors no "$@" \
+        "$python" -m pytest -m gpu -k "$chosen" --separate-blocks -p no:cacheprovider \
+        --junitxml="$out/$tool.xml" tests/backend tests/cuda && ran_some "$out/$tool.xml"
 }
-memcheck() { sanitizer memcheck; }
-racecheck() { sanitizer racecheck; }
-initcheck() { sanitizer initcheck; }
+memcheck() { sanitizer memcheck "not speed"; }
+# Races are reported inside cublasLt's own kernels, and its large int32 results seem never written, as it stores them by
+# the copy engine: the first are left out by their names, the second by those of the tests.
+racecheck() { sanitizer racecheck "not speed" --kernel-name-exclude kns=nvjet; }
+initcheck() { sanitizer initcheck "not speed and not real"; }
 
 demo() { bminf demo; }
 generate() {
