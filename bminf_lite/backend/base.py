@@ -18,7 +18,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .functions import ACTIVATIONS, normalise, rotate, softmax, stored
-from .quantization import HostWeight, OutlierColumns, int8_parts, quantize_rows, stack_biases, stack_outliers
+from .quantization import (
+    HostWeight,
+    OutlierColumns,
+    int8_parts,
+    quantize_heads,
+    quantize_rows,
+    stack_biases,
+    stack_outliers,
+)
 from .sampling import SamplerState
 from .sampling import sample as sample_tokens
 from .trials import Trials
@@ -153,7 +161,7 @@ class Backend:
         """An empty key-value cache of one layer, in the activation type or in int8 with a scale per token and head."""
         shape = (slots, kv_heads, capacity, head_dim)
         if int8:
-            codes, scales = (np.zeros((2, *shape), np.int8), np.zeros((2, *shape[:3]), np.float32))
+            codes, scales = (np.zeros((2, *shape), np.int8), np.zeros((2, *shape[:3]), np.float16))
             return LayerCache(codes[0], codes[1], scales[0], scales[1])
         return LayerCache(np.zeros(shape, self.activation_dtype), np.zeros(shape, self.activation_dtype))
 
@@ -272,7 +280,7 @@ class Backend:
         for rows, slot, past in sequences(step):
             total = past + rows.stop - rows.start
             self._store(cache, slot, past, k[rows], v[rows])
-            keys, values = cached(cache, slot, total)
+            keys, values = cached(cache, slot, total, self.activation_dtype)
             out[rows] = attend(q[rows], keys, values, spec.scale, past, spec.window, spec.bias)
         return self._round(out.reshape(tokens, -1))
 
@@ -307,7 +315,7 @@ class Backend:
         (heads,) = split_heads(q, spec, spec.heads)
         out = np.empty(heads.shape, np.float32)
         for rows, slot, _ in sequences(step):
-            keys, values = cached(source, slot, lengths[slot])
+            keys, values = cached(source, slot, lengths[slot], self.activation_dtype)
             out[rows] = attend(self._round(heads[rows]), keys, values, spec.scale, 0, None, causal=False)
         return self._round(out.reshape(q.shape))
 
@@ -335,7 +343,7 @@ class Backend:
         place = slice(first, first + len(keys))
         keys, values = self._round(keys), self._round(values)
         if cache.key_scales is not None:
-            (keys, key_scales), (values, value_scales) = quantize_rows(keys), quantize_rows(values)
+            (keys, key_scales), (values, value_scales) = quantize_heads(keys), quantize_heads(values)
             cache.key_scales[slot, :, place], cache.value_scales[slot, :, place] = key_scales.T, value_scales.T
         cache.keys[slot, :, place], cache.values[slot, :, place] = keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
@@ -360,13 +368,14 @@ class Backend:
         return weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
 
 
-def cached(cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """A slot's first keys and values ``[kv_heads, tokens, head_dim]``; of codes, ``scale * code`` in fp32."""
+def cached(cache: LayerCache, slot: int, tokens: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """A slot's first keys and values ``[kv_heads, tokens, head_dim]``; of codes, ``scale * code`` as ``dtype``."""
     keys, values = cache.keys[slot, :, :tokens], cache.values[slot, :, :tokens]
     if cache.key_scales is None:
         return keys, values
-    scales = cache.key_scales[slot, :, :tokens, None], cache.value_scales[slot, :, :tokens, None]
-    return scales[0] * keys.astype(np.float32), scales[1] * values.astype(np.float32)
+    scales = (s[slot, :, :tokens, None].astype(np.float32) for s in (cache.key_scales, cache.value_scales))
+    keys, values = (s * codes.astype(np.float32) for s, codes in zip(scales, (keys, values), strict=True))
+    return keys.astype(dtype, copy=False), values.astype(dtype, copy=False)
 
 
 def exact_product(x: np.ndarray, w: np.ndarray) -> np.ndarray:

@@ -16,6 +16,8 @@ import numpy as np
 FP16_SMALLEST_NORMAL = float(np.finfo(np.float16).tiny)
 FP16_LARGEST = float(np.finfo(np.float16).max)
 CODE_MAX = 127
+LARGEST_HEAD_SCALE = np.float16(515.5)
+"""127 times the next larger one is infinite in fp16."""
 BLOCK_ELEMENTS = 1 << 18
 """1 MiB of fp32: a block, its ratios and its codes together fit the second-level cache of a core."""
 
@@ -147,6 +149,25 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         codes = np.clip(np.rint(np.where(finite[..., None], x * r[..., None], np.float32(0))), -CODE_MAX, CODE_MAX)
         scale = np.where(finite, np.where(r > 0, a / np.float32(CODE_MAX), np.float32(0)), np.float32(np.nan))
     return codes.astype(np.int8), scale.astype(np.float32)
+
+
+def quantize_heads(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize keys or values for the cache: float ``[..., head_dim]`` -> int8 codes likewise, fp16 scale ``[...]``.
+
+    With ``a = max|x|``, ``scale = fp16(a / 127)`` rounded up, and ``code = rint(x / fp32(scale))``: a code is wrong by
+    half a step at most, however small ``a`` is. A head of zeros has scale 0. The scale is at most
+    :data:`LARGEST_HEAD_SCALE`, and codes are clipped to 127. Where ``a`` is a NaN or more than fp16 holds, the scale
+    is NaN, so nothing that is read is plausible.
+    """
+    x = x.astype(np.float32, copy=False)
+    a = np.abs(x).max(axis=-1, initial=0)
+    with np.errstate(all="ignore"):
+        exact = a / np.float32(CODE_MAX)
+        scale = exact.astype(np.float16)
+        scale = np.where(scale < exact, np.nextafter(scale, np.float16(np.inf)), scale)
+        scale = np.where(a <= FP16_LARGEST, np.minimum(scale, LARGEST_HEAD_SCALE), np.float16(np.nan))
+        ratio = np.where(scale[..., None] > 0, x / scale[..., None].astype(np.float32), np.float32(0))
+    return np.clip(np.rint(ratio), -CODE_MAX, CODE_MAX).astype(np.int8), scale
 
 
 def int8_parts(parts: Sequence[HostWeight]) -> list[Int8Weight]:

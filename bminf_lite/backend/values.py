@@ -122,7 +122,7 @@ class AttentionSpec:
 class LayerCache:
     """Keys and values of one layer, each ``[slots, kv_heads, capacity, head_dim]`` in the backend's activation type.
 
-    With scales, fp32 ``[slots, kv_heads, capacity]``, they are int8 codes, a scale per token and head.
+    With scales, fp16 ``[slots, kv_heads, capacity]``, they are int8 codes, a scale per token and head.
     """
 
     keys: Array

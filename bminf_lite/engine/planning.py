@@ -111,8 +111,9 @@ def demand(architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf
 
 
 def cache_bytes(shape: CacheShape, kv_cache: str) -> int:
-    """What a token of one sequence takes in a GPU's cache: fp16, or int8 with an fp32 scale per head."""
-    per_head = shape.head_dim + 4 if kv_cache == "int8" else 2 * (-(-shape.head_dim // HEAD_PAD) * HEAD_PAD)
+    """What a token of one sequence takes in a GPU's cache: fp16, or int8 with an fp16 scale per head."""
+    padded = -(-shape.head_dim // HEAD_PAD) * HEAD_PAD
+    per_head = padded + 2 if kv_cache == "int8" else 2 * padded
     return 2 * shape.layers * shape.kv_heads * per_head
 
 

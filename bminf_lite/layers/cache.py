@@ -14,7 +14,7 @@ from ..backend.values import LayerCache
 class CacheShape:
     """What a model stores per token: ``layers`` times keys and values of ``kv_heads * head_dim``.
 
-    In the backend's activation type, or in ``int8`` with an fp32 scale for each token and head.
+    In the backend's activation type, or in ``int8`` with an fp16 scale for each token and head.
     """
 
     layers: int
@@ -24,7 +24,7 @@ class CacheShape:
 
     def bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes that one token of one sequence takes; ``itemsize`` is that of the activation type."""
-        return 2 * self.layers * self.kv_heads * (self.head_dim + 4 if self.int8 else self.head_dim * itemsize)
+        return 2 * self.layers * self.kv_heads * (self.head_dim + 2 if self.int8 else self.head_dim * itemsize)
 
 
 class KVCache:
