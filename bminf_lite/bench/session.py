@@ -67,14 +67,17 @@ class Session:
         return depth
 
     def poison(self, first: int) -> None:
-        """Fill the cache from position ``first`` on with NaN: a step that reads what it has not written then shows."""
+        """Fill the cache from position ``first`` on with NaN: a step that reads what it has not written then shows.
+
+        Of an int8 cache, the scales.
+        """
         self._poison(self.cache, first)
 
     def _poison(self, cache: KVCache, first: int) -> None:
-        nan = np.array(np.nan, self.ops.activation_dtype)
         for layer in cache.layers:
-            for values in (layer.keys, layer.values):
-                self.ops.assign(values[:, :, first:], nan)
+            int8 = layer.key_scales is not None
+            for values in (layer.key_scales, layer.value_scales) if int8 else (layer.keys, layer.values):
+                self.ops.assign(values[:, :, first:], np.array(np.nan, values.dtype))
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -48,45 +48,49 @@ class Subject:
         return tokens * self.limits.cache_shape.bytes_per_token(self.ops.activation_dtype.itemsize)
 
 
-def random_subject(name: str, config: Mapping[str, Any], ops: Backend, seed: int = 0) -> Subject:
-    """A model of the shape ``config`` with random int8 weights, made on the device.
+def random_subject(
+    name: str, config: Mapping[str, Any], ops: Backend, kv_cache: str = "fp16", seed: int = 0
+) -> Subject:
+    """A model of the shape ``config`` with random int8 weights, made on the device; ``kv_cache`` as ``load`` takes it.
 
     Layers that do not fit the memory limit are streamed, as those of a checkpoint are.
     """
     architecture = models.find(dict(config))
-    plan = place(ops, lambda: demand(architecture, dict(config), lambda _: Scheme.W8A8))
+    plan = place(ops, lambda: demand(architecture, dict(config), lambda _: Scheme.W8A8, kv_cache))
     spec = architecture.spec(architecture.parse(dict(config)))
-    return _build(name, architecture, dict(config), RandomWeights(spec, seed), ops, plan)
+    return _build(name, architecture, dict(config), RandomWeights(spec, seed), ops, plan, kv_cache)
 
 
-def checkpoint_subject(path: Path, ops: Backend) -> Subject:
+def checkpoint_subject(path: Path, ops: Backend, kv_cache: str = "fp16") -> Subject:
     """The model in the folder ``path``. Raises ``CheckpointError``, ``OutOfMemory``."""
     with open_checkpoint(path) as checkpoint:
         architecture = models.find(checkpoint.config)
         spec = architecture.spec(architecture.parse(checkpoint.config))
         checkpoint.validate(spec)
-        plan = place(ops, lambda: demand_of_checkpoint(checkpoint))
+        plan = place(ops, lambda: demand_of_checkpoint(checkpoint, kv_cache=kv_cache))
         weights = checkpoint.weights(spec, stored=True)
-        return _build(path.resolve().name, architecture, checkpoint.config, weights, ops, plan)
+        return _build(path.resolve().name, architecture, checkpoint.config, weights, ops, plan, kv_cache)
 
 
 def _build(
-    name: str, architecture: ModuleType, config: dict[str, Any], weights: Weights, ops: Backend, plan: Plan | None
-) -> Subject:
+    name: str, architecture: ModuleType, config: dict[str, Any], weights: Weights, ops: Backend, plan: Plan | None,
+    kv_cache: str,
+) -> Subject:  # fmt: skip
     parsed = architecture.parse(config)
     spec = architecture.spec(parsed)
     counted = CountedWeights(weights)
     network = architecture.Model(parsed, counted, ops)
+    int8 = kv_cache == "int8"
     limits = Limits(
         parsed.context_length,
         parsed.vocab_size,
-        parsed.cache_shape,
+        replace(parsed.cache_shape, int8=int8),
         chunk=plan.chunk if plan is not None else CHUNK,
         source_length=getattr(parsed, "source_length", 0),
         decoder_start=getattr(parsed, "decoder_start", ()),
     )
     parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
-    return Subject(name, network, limits, parameters, counted.nbytes, plan)
+    return Subject(f"{name}, int8 cache" if int8 else name, network, limits, parameters, counted.nbytes, plan)
 
 
 class CountedWeights:

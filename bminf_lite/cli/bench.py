@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import device_option, memory_limit_option
+from ._options import device_option, kv_cache_option, memory_limit_option
 
 if TYPE_CHECKING:
     from ..bench.instruments import Ceilings
@@ -50,6 +50,7 @@ class Numbers(click.ParamType):
 @click.option("--kernels", is_flag=True, help="Time single kernels over a sweep of sizes; needs no model.")
 @device_option
 @memory_limit_option
+@kv_cache_option
 def bench(
     model: Path | None,
     shape: str | None,
@@ -64,6 +65,7 @@ def bench(
     kernels: bool,
     device: str,
     memory_limit: int | None,
+    kv_cache: str,
 ) -> None:
     """Measure the speed of a model.
 
@@ -80,6 +82,7 @@ def bench(
       bminf-lite bench --shape cpm-2 -p 256 -n 255 -d 256
       bminf-lite bench --shape llama-3-70b -p 0 -n 16 -r 3 --memory-limit 24GiB
       bminf-lite bench --shape llama-3-8b -p 0 -d 128,1024,8192,32768 --plot context.png
+      bminf-lite bench --shape llama-3-8b -p 0 -d 32768 --kv-cache int8
       bminf-lite bench --shape llama-3.2-1b -d 512 --trace
       bminf-lite bench --kernels -o csv
     """
@@ -97,7 +100,7 @@ def bench(
     if not tests and not kernels:
         raise click.UsageError("There is nothing to run: -p and -n are both 0.")
     config = read_shape(shape) if shape is not None else None
-    report = run(model, shape, config, tests, repetitions, trace, kernels, device, memory_limit)
+    report = run(model, shape, config, tests, repetitions, trace, kernels, device, memory_limit, kv_cache)
     click.echo({"md": report.markdown, "json": report.json, "csv": report.csv}[output]())
     if plot is not None:
         drawing.save(report, plot)
@@ -113,6 +116,7 @@ def run(
     kernels: bool,
     device: str,
     memory_limit: int | None,
+    kv_cache: str,
 ) -> Report:
     """Everything that was asked for. The limits of the device come last, when the model's memory is free again."""
     from .. import backend
@@ -127,9 +131,9 @@ def run(
         instruments = instruments_for(ops)
         report = Report(ops.describe(), instruments.versions())
         if config is not None:
-            report.subject = random_subject(Path(shape or "").name.removesuffix(".json"), config, ops)
+            report.subject = random_subject(Path(shape or "").name.removesuffix(".json"), config, ops, kv_cache)
         elif model is not None:
-            report.subject = checkpoint_subject(model, ops)
+            report.subject = checkpoint_subject(model, ops, kv_cache)
         if report.subject is not None and trace:
             report.trace = trace_step(report.subject, instruments, tests[0].batch, tests[0].depth)
         if report.subject is not None and not trace and not kernels:
