@@ -20,7 +20,9 @@ WARP = 32
 MAX_HEAD_DIM = 256
 LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0))
 """Compute capabilities whose multiprocessors have 164 KiB of shared memory or more; others from 8.6 on have 100."""
-_SIGNATURE = "pqpppqpppfiiiiipip"
+ELEMENTS = HALF, INT8 = "__half", "bminf::int8"
+"""What a cache may hold, as the kernels name it."""
+_SIGNATURE = "pqpppqpppfiiiiipippp"
 
 
 class Visible(IntEnum):
@@ -33,16 +35,20 @@ class Visible(IntEnum):
 
 @dataclass(frozen=True)
 class Tiling:
-    """One instantiation of a kernel: blocks of ``threads`` with ``shared`` bytes each work on ``rows`` of queries.
+    """One kernel, but for its last argument, the cache's element: blocks of ``threads`` with ``shared`` bytes each.
 
-    A row is a query token under one of the heads that share a key-value head.
+    A block works on ``rows`` of queries. A row is a query token under one of the heads that share a key-value head.
     """
 
     source: str
-    expression: str
+    kernel: str
     rows: int
     threads: int
     shared: int
+
+    def expression(self, element: str) -> str:
+        """As CUDA C++ names the instantiation for a cache of ``HALF`` or ``INT8``."""
+        return f"{self.kernel}, {element}>"
 
 
 def synchronous(depth: int, rows: int, keys: int, blocks: int, visible: Visible, biased: bool) -> Tiling:
@@ -50,7 +56,7 @@ def synchronous(depth: int, rows: int, keys: int, blocks: int, visible: Visible,
     kind = f"{int(visible)}, {'true' if biased else 'false'}"
     return Tiling(
         source="attention_prefill.cu",
-        expression=f"bminf::attend_prefill<{depth}, {rows}, {keys}, 4, {blocks}, {kind}>",
+        kernel=f"bminf::attend_prefill<{depth}, {rows}, {keys}, 4, {blocks}, {kind}",
         rows=rows,
         threads=4 * WARP,
         shared=(rows + 2 * keys) * (depth + 8) * 2,
@@ -61,7 +67,7 @@ def hopper(depth: int, rows: int, keys: int, stages: int = 2) -> Tiling:
     """For compute capability 9.0: four warps for each 64 rows and four more, ``keys`` at a time, ``stages`` ahead."""
     return Tiling(
         source="attention_prefill_hopper.cu",
-        expression=f"bminf::attend_prefill_hopper<{depth}, {rows}, {keys}, {stages}>",
+        kernel=f"bminf::attend_prefill_hopper<{depth}, {rows}, {keys}, {stages}",
         rows=rows,
         threads=(rows // 64 + 1) * 4 * WARP,
         shared=(rows + 2 * stages * keys) * depth * 2 + 1024,
@@ -102,12 +108,13 @@ class PrefillAttention:
         *,
         heads: int, kv_heads: int, head_dim: int, capacity: int, scale: float, window: int | None,
         tokens: int, count: int, visible: Visible = Visible.CAUSAL, bias: int = 0, reach: int = 0, lengths: int = 0,
-        stream: int = 0, dependent: bool = False,
+        key_scales: int = 0, value_scales: int = 0, stream: int = 0, dependent: bool = False,
     ) -> None:  # fmt: skip
         """Launch on ``stream``. Addresses are of the GPU; with ``D = head_dim`` padded to a multiple of 16:
 
         - ``q`` fp16 ``[T, heads, D]`` with ``q_pitch`` elements from token to token, normalised and rotated already;
         - ``keys``, ``values`` fp16 ``[slots, kv_heads, capacity, D]``, with the new tokens' in place, zero in padding;
+          or int8 codes with ``key_scales``, ``value_scales`` fp16 ``[slots, kv_heads, capacity]``;
         - ``out`` fp16 ``[T, heads * head_dim]`` with ``out_pitch`` elements from token to token;
         - ``bias`` fp32 ``[heads, 2 * reach + 1]``, by distance; 0 for none;
         - ``lengths`` int32 ``[slots]``, of the sources, where these are ``visible``;
@@ -122,15 +129,16 @@ class PrefillAttention:
         small = -(-rows // 128) * kv_heads < 2 * self._multiprocessors
         tiling = tiling_for(self._device.compute_capability, depth, small, visible, bias != 0)
         tiles = (rows + count * (tiling.rows - 1)) // tiling.rows  # each sequence's last may be partly empty
-        self._kernel(tiling)(
+        self._kernel(tiling, INT8 if key_scales else HALF)(
             (kv_heads, tiles), tiling.threads,
             (
                 q, q_pitch, keys, values, out, out_pitch, starts, past, slots,
                 scale * math.log2(math.e), window or 0, heads, head_dim, capacity, count,
-                bias, reach, lengths,
+                bias, reach, lengths, key_scales, value_scales,
             ),
             shared=tiling.shared, stream=stream, dependent=dependent,
         )  # fmt: skip
 
-    def _load(self, tiling: Tiling) -> Kernel:
-        return Module(self._device, tiling.source, [tiling.expression]).kernel(tiling.expression, _SIGNATURE)
+    def _load(self, tiling: Tiling, element: str) -> Kernel:
+        expression = tiling.expression(element)
+        return Module(self._device, tiling.source, [expression]).kernel(expression, _SIGNATURE)

@@ -100,7 +100,11 @@ def rotate(head: np.ndarray, position: int, frequencies: np.ndarray, scale: floa
 
 
 class AttentionModel:
-    """Attention of one sequence, a token at a time; it keeps every key and value it has seen."""
+    """Attention of one sequence, a token at a time; it keeps every key and value it has seen.
+
+    It attends to those that it keeps, or to ``held``, keys and values ``[tokens, kv_heads, head_dim]`` as a cache of
+    less precision holds them.
+    """
 
     def __init__(self, spec: AttentionSpec, frequencies: np.ndarray | None, activation: np.dtype | type):
         self.spec = spec
@@ -108,6 +112,7 @@ class AttentionModel:
         self.activation = activation
         self.keys: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
+        self.held: tuple[np.ndarray, np.ndarray] | None = None
 
     def __call__(self, qkv: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Append tokens ``[n, qkv_features]``; their outputs ``[n, heads * head_dim]`` and each output's magnitude."""
@@ -122,7 +127,7 @@ class AttentionModel:
         self.keys.append(np.array(new_keys))
         self.values.append(rounded(heads[spec.heads + spec.kv_heads :], self.activation))
         first = 0 if spec.window is None else max(0, position - spec.window + 1)
-        keys, values = np.array(self.keys[first:]), np.array(self.values[first:])
+        keys, values = (np.array(x[first : position + 1]) for x in self.held or (self.keys, self.values))
         out, magnitude = np.empty((2, spec.heads, spec.head_dim))
         for h, query in enumerate(queries):
             group = h // (spec.heads // spec.kv_heads)

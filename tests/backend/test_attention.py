@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from random_values import SEEDS, make_step, norm_on, random_norm
 from tolerances import assert_close
 
-from bminf_lite.backend.base import Backend
+from bminf_lite.backend.base import Backend, cached
 from bminf_lite.backend.values import AttentionSpec, LayerCache, RelativeBias, Rope
 
 SPECS = {
@@ -37,7 +38,10 @@ SPECS = {
 class Case:
     """One layer's attention on a backend, and a float64 model of each slot beside it."""
 
-    def __init__(self, backend: Backend, spec: AttentionSpec, rng: np.random.Generator, slots: int, capacity: int):
+    def __init__(
+        self, backend: Backend, spec: AttentionSpec, rng: np.random.Generator, slots: int, capacity: int,
+        int8: bool = False,
+    ):  # fmt: skip
         self.backend = backend
         self.rng = rng
         frequencies = None
@@ -56,7 +60,7 @@ class Case:
             device_spec = dataclasses.replace(device_spec, bias=RelativeBias(backend.array(values), spec.bias.reach))
         self.device_spec = device_spec
         self.models = [AttentionModel(self.spec, frequencies, backend.activation_dtype) for _ in range(slots)]
-        self.cache: LayerCache = backend.layer_cache(slots, spec.kv_heads, capacity, spec.head_dim)
+        self.cache: LayerCache = backend.layer_cache(slots, spec.kv_heads, capacity, spec.head_dim, int8=int8)
 
     def random_qkv(self, tokens: int) -> np.ndarray:
         return self.rng.standard_normal((tokens, self.spec.qkv_features)).astype(self.backend.activation_dtype)
@@ -72,28 +76,56 @@ class Case:
         qkv = self.random_qkv(sum(counts))
         out = self.run(qkv, counts, slots)
         assert out.dtype == self.backend.activation_dtype
+        if self.cache.key_scales is not None:
+            self._hold(counts, slots)
         results = [self.models[s](rows) for s, rows in zip(slots, np.split(qkv, np.cumsum(counts)[:-1]), strict=True)]
         expected, magnitude = (np.concatenate(x) for x in zip(*results, strict=True))
         assert_close(out, expected, "attention", self.backend.activation_dtype, magnitude)
 
+    def _hold(self, counts: list[int], slots: list[int]) -> None:
+        """Let the models attend to what the codes that the backend has written stand for."""
+        cache = self.host_cache()
+        for n, slot in zip(counts, slots, strict=True):
+            found = cached(cache, slot, len(self.models[slot].keys) + n, self.backend.activation_dtype)
+            self.models[slot].held = tuple(x.astype(np.float64).swapaxes(0, 1) for x in found)  # type: ignore[assignment]
+
+    def host_cache(self) -> LayerCache:
+        """What the cache holds, in arrays of NumPy."""
+        names = ("keys", "values", "key_scales", "value_scales")
+        arrays = (getattr(self.cache, name) for name in names)
+        return LayerCache(*(None if x is None else self.backend.host(x) for x in arrays))
+
     def check_cache(self) -> None:
-        """Keys are kept rotated to their position and rounded, values rounded."""
-        keys, values = self.backend.host(self.cache.keys), self.backend.host(self.cache.values)
+        """Keys are kept rotated to their position and rounded, values rounded; codes are off by half a step at most."""
+        cache, dtype = self.host_cache(), self.backend.activation_dtype
         for slot, model in enumerate(self.models):
-            for cached, expected in ((keys, model.keys), (values, model.values)):
-                if expected:
-                    expected = np.swapaxes(expected, 0, 1)
-                    actual = cached[slot, :, : expected.shape[1], : self.spec.head_dim]  # a backend may pad heads
-                    assert_close(actual, expected, "cached", self.backend.activation_dtype, np.abs(expected).max())
+            if not model.keys:
+                continue
+            found = cached(cache, slot, len(model.keys), dtype)
+            for actual, scales, exact in zip(
+                found, (cache.key_scales, cache.value_scales), (model.keys, model.values), strict=True
+            ):
+                expected = np.swapaxes(exact, 0, 1)
+                if scales is None:
+                    assert_close(actual, expected, "cached", dtype, np.abs(expected).max())
+                    continue
+                assert_close(scales[slot, :, : len(exact)], np.abs(expected).max(axis=-1) / 127, "head scale", dtype)
+                step = scales[slot, :, : len(exact), None].astype(np.float64)
+                rounding = np.finfo(dtype).eps * np.abs(expected).max()
+                assert (np.abs(actual - expected) <= step / 2 + rounding).all()
+
+
+INT8 = pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
 
 
 @settings(max_examples=8)
 @given(SEEDS, st.data())
+@INT8
 @pytest.mark.parametrize("name", SPECS)
-def test_histories_of_ragged_steps(backend, name, seed, data):
+def test_histories_of_ragged_steps(backend, name, int8, seed, data):
     """Prefills at once and in chunks, single tokens, any subset of the slots in any order, and a cache that grows."""
     slots, capacity = 4, 24
-    case = Case(backend, SPECS[name], np.random.default_rng(seed), slots, capacity)
+    case = Case(backend, SPECS[name], np.random.default_rng(seed), slots, capacity, int8)
     for _ in range(data.draw(st.integers(1, 5), label="steps")):
         chosen = data.draw(st.lists(st.integers(0, slots - 1), min_size=1, unique=True), label="slots")
         decoding = data.draw(st.booleans(), label="decoding")
@@ -105,35 +137,40 @@ def test_histories_of_ragged_steps(backend, name, seed, data):
     case.check_cache()
 
 
+@INT8
 @pytest.mark.parametrize("tokens", [31, 32, 33, 63, 65, 127, 129, 257])
 @pytest.mark.parametrize("name", ["grouped", "window", "head of 64", "relative bias, head of 64"])
-def test_prefill_then_decode_around_tile_sizes(backend, name, tokens):
-    case = Case(backend, SPECS[name], np.random.default_rng(tokens), 1, tokens + 2)
+def test_prefill_then_decode_around_tile_sizes(backend, name, tokens, int8):
+    case = Case(backend, SPECS[name], np.random.default_rng(tokens), 1, tokens + 2, int8)
     case.check([tokens], [0])
     case.check([1], [0])
     case.check([1], [0])
 
 
-def test_growing_keeps_what_is_cached(backend):
-    case = Case(backend, SPECS["grouped"], np.random.default_rng(0), 3, 8)
+@INT8
+@pytest.mark.parametrize("name", ["grouped", "head norms"])
+def test_growing_keeps_what_is_cached(backend, name, int8):
+    case = Case(backend, SPECS[name], np.random.default_rng(0), 3, 8, int8)
     case.check([8, 3, 5], [0, 1, 2])
-    before = backend.host(case.cache.keys).copy(), backend.host(case.cache.values).copy()
+    before = [copy.deepcopy(x) for x in vars(case.host_cache()).values() if x is not None]
     backend.grow(case.cache, 21)
     assert case.cache.capacity == 21
-    for old, new in zip(before, (case.cache.keys, case.cache.values), strict=True):
-        assert backend.host(new).shape == (3, 2, 21, 16)
+    after = [x for x in vars(case.host_cache()).values() if x is not None]
+    for old, new in zip(before, after, strict=True):
+        assert new.shape == (3, 2, 21, *old.shape[3:])
         for slot, length in enumerate((8, 3, 5)):
-            np.testing.assert_array_equal(backend.host(new)[slot, :, :length], old[slot, :, :length])
+            np.testing.assert_array_equal(new[slot, :, :length], old[slot, :, :length])
     case.check([13, 1, 2], [0, 1, 2])
 
 
+@INT8
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, 60000.0])
 @pytest.mark.parametrize("name", ["grouped", "window"])
-def test_what_the_cache_holds_beyond_a_sequence_does_not_count(backend, name, garbage):
-    case = Case(backend, SPECS[name], np.random.default_rng(1), 3, 40)
-    junk = np.full(backend.host(case.cache.keys).shape, garbage, backend.activation_dtype)
-    backend.assign(case.cache.keys, junk)
-    backend.assign(case.cache.values, junk)
+def test_what_the_cache_holds_beyond_a_sequence_does_not_count(backend, name, garbage, int8):
+    case = Case(backend, SPECS[name], np.random.default_rng(1), 3, 40, int8)
+    for x in vars(case.cache).values():
+        if x is not None:
+            backend.assign(x, np.full(x.shape, -128 if x.dtype == np.int8 else garbage, x.dtype))
     case.check([7, 1], [2, 0])
     case.check([1, 1], [2, 0])
     case.check([9], [2])
@@ -165,31 +202,51 @@ def test_large_scores_do_not_overflow(backend):
     np.testing.assert_allclose(out, expected, atol=2e-2)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("column", [6 * 16 + 1, 8 * 16 + 2], ids=["key", "value"])
+def test_a_head_that_holds_a_nan_is_never_plausible(backend, column, bad):
+    """An int8 cache has no code for it, so the scale tells; other heads and the other sequence are unharmed."""
+    case = Case(backend, SPECS["grouped"], np.random.default_rng(5), 2, 16, int8=True)
+    case.check([5, 3], [0, 1])
+    qkv = case.random_qkv(2)
+    qkv[0, column] = bad
+    for rows in (qkv, case.random_qkv(2)):
+        found = np.isnan(case.run(rows, [1, 1], [0, 1]).reshape(2, 6, 16)).any(axis=-1)
+        np.testing.assert_array_equal(found, [[True] * 3 + [False] * 3, [False] * 6])
+        for model in case.models:
+            model.keys.append(None)  # one more token is in the cache
+
+
 @pytest.mark.gpu
+@INT8
 @pytest.mark.parametrize("window", [None, 1000])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (32, 32, 64), (28, 4, 128)])
-def test_real_sizes(cuda_backend, heads, kv_heads, head_dim, window):
+def test_real_sizes(cuda_backend, heads, kv_heads, head_dim, window, int8):
     frequencies = (1.0 / 500000.0 ** (np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
     check_real_sizes(
         cuda_backend,
         lambda b: AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, Rope(b.vector(frequencies))),
+        int8,
     )
 
 
 @pytest.mark.gpu
+@INT8
 @pytest.mark.parametrize(("heads", "kv_heads"), [(64, 64), (6, 2)])
-def test_real_sizes_with_a_bias(cuda_backend, heads, kv_heads):
+def test_real_sizes_with_a_bias(cuda_backend, heads, kv_heads, int8):
     values = np.random.default_rng(heads).standard_normal((heads, 257)).astype(np.float32)
     check_real_sizes(
-        cuda_backend, lambda b: AttentionSpec(heads, kv_heads, 64, 0.125, bias=RelativeBias(b.array(values), 128))
+        cuda_backend,
+        lambda b: AttentionSpec(heads, kv_heads, 64, 0.125, bias=RelativeBias(b.array(values), 128)),
+        int8,
     )
 
 
-def check_real_sizes(cuda_backend: Backend, make_spec: Callable[[Backend], AttentionSpec]) -> None:
+def check_real_sizes(cuda_backend: Backend, make_spec: Callable[[Backend], AttentionSpec], int8: bool) -> None:
     """2,000 tokens at once, then one more of each of three sequences, as the reference that rounds alike."""
     rng, reference = np.random.default_rng(0), Backend(np.float16)
     specs = {b: make_spec(b) for b in (cuda_backend, reference)}
-    caches = {b: b.layer_cache(3, spec.kv_heads, 2304, spec.head_dim) for b, spec in specs.items()}
+    caches = {b: b.layer_cache(3, spec.kv_heads, 2304, spec.head_dim, int8=int8) for b, spec in specs.items()}
     past = [0, 0, 0]
     for counts in ([2000, 31, 600], [1, 1, 1], [1, 1, 1], [1, 130, 1]):
         qkv = rng.standard_normal((sum(counts), specs[reference].qkv_features)).astype(np.float16)

@@ -12,6 +12,7 @@ from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.functions import ACTIVATIONS
+from bminf_lite.backend.quantization import quantize_heads
 from bminf_lite.backend.values import AttentionSpec, Norm, RelativeBias
 
 SPECS = {
@@ -75,21 +76,24 @@ def check_encoder_attention(
 
 @settings(max_examples=6)
 @given(SEEDS, st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=4), st.booleans())
+@pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
 @pytest.mark.parametrize("name", SPECS)
-def test_cross_attention_over_stored_sources(backend, name, seed, lengths, decoding):
+def test_cross_attention_over_stored_sources(backend, name, int8, seed, lengths, decoding):
     tokens = [1 if decoding else m for _, m in lengths]
-    check_cross_attention(backend, SPECS[name], np.random.default_rng(seed), [n for n, _ in lengths], tokens, 48)
+    rng, counts = np.random.default_rng(seed), [n for n, _ in lengths]
+    check_cross_attention(backend, SPECS[name], rng, counts, tokens, 48, int8)
 
 
 def check_cross_attention(
-    backend: Backend, spec: AttentionSpec, rng: np.random.Generator, counts: list[int], tokens: list[int], capacity: int
-) -> None:
+    backend: Backend, spec: AttentionSpec, rng: np.random.Generator, counts: list[int], tokens: list[int],
+    capacity: int, int8: bool,
+) -> None:  # fmt: skip
     """Sources stored together in slots in any order, of a cache that holds longer ones beside them."""
     slots = rng.permutation(5)[: len(counts)].tolist()
-    cache = backend.layer_cache(5, spec.kv_heads, capacity, spec.head_dim)
-    junk = np.full(backend.host(cache.keys).shape, np.nan, backend.activation_dtype)
-    backend.assign(cache.keys, junk)
-    backend.assign(cache.values, junk)
+    cache = backend.layer_cache(5, spec.kv_heads, capacity, spec.head_dim, int8=int8)
+    for x in vars(cache).values():
+        if x is not None:
+            backend.assign(x, np.full(x.shape, -128 if x.dtype == np.int8 else np.nan, x.dtype))
     k, v = (heads_of(rng, backend, sum(counts), spec.kv_heads, spec.head_dim) for _ in range(2))
     kv = np.concatenate([x.reshape(sum(counts), -1) for x in (k, v)], axis=1)
     backend.store_source(backend.array(kv), spec, cache, make_step(backend, counts, [0] * len(counts), slots))
@@ -100,6 +104,8 @@ def check_cross_attention(
     out = backend.cross_attention(backend.array(q.reshape(sum(tokens), -1)), spec, cache, backend.array(held), step)
     out = backend.host(out)
     assert out.dtype == backend.activation_dtype
+    if int8:
+        k, v = ((s.astype(np.float32)[..., None] * c).astype(k.dtype) for c, s in map(quantize_heads, (k, v)))
     sources = [np.split(x.astype(np.float64), np.cumsum(counts)[:-1]) for x in (k, v)]
     queries = np.split(q.astype(np.float64), np.cumsum(tokens)[:-1])
     results = [attended(*rows, spec, None, 0) for rows in zip(queries, *sources, strict=True)]
@@ -117,10 +123,11 @@ def test_encoder_attention_of_cpm2(cuda_backend, counts):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("counts", "tokens"), [([256], [1]), ([700, 3, 64], [1] * 3), ([256, 65], [70, 3])])
 @pytest.mark.parametrize("heads", [64, 3])
-def test_cross_attention_of_cpm2(cuda_backend, heads, counts, tokens):
+@pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
+def test_cross_attention_of_cpm2(cuda_backend, heads, counts, tokens, int8):
     """Of one token where few heads leave much of the GPU to each of them, too, and of several."""
     spec = AttentionSpec(heads, heads, 64, 0.125)
-    check_cross_attention(cuda_backend, spec, np.random.default_rng(2), counts, tokens, 768)
+    check_cross_attention(cuda_backend, spec, np.random.default_rng(2), counts, tokens, 768, int8)
 
 
 @given(SEEDS, st.integers(1, 9), st.sampled_from([5, 32, 100]), OUTPUTS, st.sampled_from(sorted(ACTIVATIONS)))

@@ -84,6 +84,8 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
     ("cached", np.float16): Tolerance(
         16 * FP32, 2 * FP16, "a last bit of fp32 may round a key the other way to fp16", FP16_FLOOR
     ),
+    ("head scale", np.float32): Tolerance(0.0, 2 * FP16, "rounded up to fp16", FP16_FLOOR),
+    ("head scale", np.float16): Tolerance(0.0, 4 * FP16, "a key's last bit, and rounded up to fp16", FP16_FLOOR),
     ("logprob", np.float32): Tolerance(
         16 * FP32, 4 * FP32, "the logarithm of a sum of at most 2**18 exponentials, each within two units"
     ),
@@ -101,6 +103,9 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
         3e-2, 0.0, "the last bit of fp32 decides a code next to a tie, and a tiny model has few terms to average it out"
     ),
     ("logits, w8a8", np.float16): Tolerance(3e-2, 0.0, "the last bit of fp16 decides some codes next to a tie"),
+    ("logits, int8 cache", np.float16): Tolerance(
+        3e-2, 0.0, "the last bit of fp16 decides some codes of keys and values next to a tie, and of activations"
+    ),
 }  # fmt: skip
 """By operation and the type that its result is rounded to."""
 

@@ -131,8 +131,9 @@ def families(arch: str) -> Iterator[Family]:
     yield from (Family("trials.cu", name, ()) for name in ("divide_rows", "row_squares"))
     yield Family("bandwidth.cu", "read_all", ())
     yield Family("dp4a.cu", "igemm_dp4a", ())
-    yield Family("attention_prepare.cu", "prepare", (("false", "true"), orders))
-    yield Family("attention_decode.cu", "attend", ((64, 128, 256), (1, 8) if hopper else (1,), range(3)))
+    yield Family("attention_prepare.cu", "prepare", (("false", "true"), orders, attention.ELEMENTS))
+    clusters = (1, 8) if hopper else (1,)
+    yield Family("attention_decode.cu", "attend", ((64, 128, 256), clusters, range(3), attention.ELEMENTS))
     yield Family("pointwise.cu", "activate_rows", (("false", "true"), orders, activations))
     yield Family("pointwise.cu", "add_positions", ())
     if capability >= (8, 0):
@@ -147,7 +148,8 @@ def families(arch: str) -> Iterator[Family]:
     if arch != "sm_90":  # the package compiles for sm_90a there, whose instructions the kernel needs
         for depth, small, kind in itertools.product(HEAD_SIZES, (False, True), attention_kinds()):
             tiling = attention.tiling_for(capability, -(-depth // 16) * 16, small, *kind)
-            yield Family(tiling.source, tiling.expression, ())
+            elements = attention.ELEMENTS if kind[0] is not Visible.WITHIN else (attention.HALF,)
+            yield from (Family(tiling.source, tiling.expression(element), ()) for element in elements)
 
 
 def attention_kinds() -> list[tuple[Visible, bool]]:

@@ -33,7 +33,7 @@ def test_compiles_without_spills(capability: tuple[int, int], tmp_path: Path) ->
     arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
     names: dict[str, list[str]] = {}
     for tiling in tilings(capability, DEPTHS):
-        names.setdefault(tiling.source, []).append(tiling.expression)
+        names.setdefault(tiling.source, []).extend(map(tiling.expression, attention.ELEMENTS))
     for source, expressions in names.items():
         usage = compiler.compile(source, arch, expressions, cache=tmp_path).usage
         for name in expressions:
@@ -87,6 +87,18 @@ class Problem:
                 cache[self.slots[b], :, :total] = 0
                 cache[self.slots[b], :, :total, :dim] = rng.standard_normal((case.kv_heads, total, dim))
         self.scale = float(np.float32(dim**-0.5))
+        self.codes: tuple[np.ndarray, ...] | None = None
+
+    def quantize(self, rng: np.random.Generator) -> None:
+        """Take an int8 cache, or for ``codes = None`` the same one as fp16 values; scales are NaN where no token is."""
+        slots, kv_heads, capacity, _ = self.keys.shape
+        padded = slots, kv_heads, -(-capacity // 8) * 8
+        codes = rng.integers(-127, 128, (2, *self.keys.shape), np.int8)
+        codes[..., self.case.head_dim :] = 0
+        scales = rng.uniform(0.005, 0.02, (2, *padded)).astype(np.float16)
+        scales[..., :capacity][np.isnan(np.stack([self.keys, self.values])[..., 0])] = np.nan
+        self.keys, self.values = scales[..., :capacity, None] * codes.astype(np.float16)
+        self.codes = (*codes, *scales)
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """The definition's output and the error that the kernel may have, both ``[T, heads, head_dim]``."""
@@ -115,14 +127,15 @@ class Problem:
         q = cp.full((tokens, q_width + 16), cp.nan, cp.float16)
         q[:, :q_width] = cp.asarray(self.q.reshape(tokens, -1))
         out = cp.full((tokens, pitch), cp.nan, cp.float16)
-        keys, values, starts, past, slots = map(
-            cp.asarray, (self.keys, self.values, self.starts, self.past, self.slots)
-        )
+        starts, past, slots = map(cp.asarray, (self.starts, self.past, self.slots))
+        keys, values, *scales = map(cp.asarray, self.codes or (self.keys, self.values))
+        key_scales, value_scales = (s.data.ptr for s in scales) if scales else (0, 0)
         PrefillAttention(device).launch(
             q.data.ptr, q_width + 16, keys.data.ptr, values.data.ptr, out.data.ptr, pitch,
             starts.data.ptr, past.data.ptr, slots.data.ptr,
             heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, capacity=case.capacity,
             scale=self.scale, window=case.window, tokens=tokens, count=len(case.new),
+            key_scales=key_scales, value_scales=value_scales,
         )  # fmt: skip
         device.synchronize()
         result = cp.asnumpy(out)
@@ -154,6 +167,16 @@ RAGGED = {"new": (1, 70, 300, 0, 2, 64, 129), "past": (40, 0, 17, 9, 255, 64, 3)
 @pytest.mark.parametrize("head_dim", [8, 12, 16, 24, 31, 48, 64, 80, 96, 128, 160, 192, 256])
 def test_head_dims(head_dim: int, gpu: Device) -> None:
     check(Case(**RAGGED, head_dim=head_dim), gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [8, 12, 16, 48, 64, 80, 96, 128, 160, 256])
+def test_an_int8_cache_gives_exactly_what_its_values_in_fp16_give(head_dim: int, gpu: Device) -> None:
+    problem = Problem(Case(**RAGGED, head_dim=head_dim), 0)
+    problem.quantize(np.random.default_rng(1))
+    found = problem.compute(gpu)
+    problem.codes = None
+    np.testing.assert_array_equal(found, problem.compute(gpu))
 
 
 @pytest.mark.gpu

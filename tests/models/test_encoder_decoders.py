@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tiny_models import ENCODER_DECODERS, Golden, RandomWeights, TinyEncoderDecoder, digest, goldens
@@ -60,6 +62,20 @@ def test_the_gpu_gives_what_the_reference_gives(cuda_backend, golden, kind):
     for actual, expected in zip(*results, strict=True):
         operation = "logits, w8a8" if kind == "w8a8" else "logits, same rounding"
         assert_close(actual, expected, operation, np.float16, np.abs(expected).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("golden", [*SOME, *map(own, OWN)], ids=str)
+def test_the_gpu_gives_what_the_reference_gives_with_an_int8_cache(cuda_backend, golden):
+    results = []
+    for backend in (cuda_backend, Backend(np.float16)):
+        model = tiny(backend, golden, "float")
+        model.cache_shape = replace(model.cache_shape, int8=True)
+        model.clear()
+        model.read(golden.source)
+        decoded = [model.run(golden.tokens[:20]), *(model.run(golden.tokens[t : t + 1]) for t in range(20, 30))]
+        results.append(np.concatenate(decoded))
+    assert_close(results[0], results[1], "logits, int8 cache", np.float16, np.abs(results[1]).max())
 
 
 @pytest.fixture(params=[*SOME, *map(own, OWN)], ids=str)

@@ -54,6 +54,20 @@ def test_the_gpu_gives_what_the_reference_gives(cuda_backend, golden: Golden, ki
     assert_close(logits, expected, operation, np.float16, np.abs(expected).max())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("golden", SOME, ids=str)
+@pytest.mark.parametrize("kind", ["w8a8", "float"])
+def test_the_gpu_gives_what_the_reference_gives_with_an_int8_cache(cuda_backend, golden: Golden, kind: str):
+    """A prompt at once, then token by token, which other kernels compute."""
+    weights = RandomWeights(golden.config, golden.seed, quantized=kind != "float")
+    results = []
+    for backend in (cuda_backend, Backend(np.float16)):
+        model = TinyModel(backend, golden.config, weights, int8_cache=True)
+        parts = np.split(golden.tokens, range(20, len(golden.tokens)))
+        results.append(np.concatenate([model.run(part) for part in parts]))
+    assert_close(results[0], results[1], "logits, int8 cache", np.float16, np.abs(results[1]).max())
+
+
 @pytest.fixture(params=SOME, ids=str)
 def golden(request: pytest.FixtureRequest) -> Golden:
     return request.param

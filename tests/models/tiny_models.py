@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,18 +143,21 @@ class RandomWeights:
 class TinyModel:
     """A model on a backend with a cache of its own, driven step by step."""
 
-    def __init__(self, backend: Backend, config: dict[str, Any], weights: RandomWeights, slots: int = 1):
+    def __init__(
+        self, backend: Backend, config: dict[str, Any], weights: RandomWeights, slots: int = 1, int8_cache: bool = False
+    ):
         architecture = models.find(config)
         self.backend = backend
         self.config = architecture.parse(config)
         self.network = architecture.Model(self.config, weights, backend)
+        self.cache_shape = replace(self.config.cache_shape, int8=int8_cache)
         self.slots = slots
         self.clear()
 
     def clear(self) -> None:
         """Forget every sequence."""
         self.past = [0] * self.slots
-        self.cache = KVCache(self.backend, self.config.cache_shape, self.slots, 16, 1024)
+        self.cache = KVCache(self.backend, self.cache_shape, self.slots, 16, 1024)
 
     def run(self, *rows: Sequence[int], slots: Sequence[int] | None = None, all_logits: bool = True) -> np.ndarray:
         """One step with new tokens for each of some slots: logits of all tokens, packed, or of each row's last."""
@@ -176,7 +179,7 @@ class TinyEncoderDecoder(TinyModel):
 
     def clear(self) -> None:
         super().clear()
-        self.cache.source = SourceCache(self.backend, self.config.cache_shape, self.slots, 16, 1024)
+        self.cache.source = SourceCache(self.backend, self.cache_shape, self.slots, 16, 1024)
 
     def source_step(self, *sources: Sequence[int], slots: Sequence[int] | None = None) -> Step:
         """Whole sources as one step."""

@@ -144,25 +144,25 @@ class CudaBackend(Finishing):
     def layer_cache(
         self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False
     ) -> LayerCache:
-        if int8:
-            raise DeviceError("a key-value cache in int8 has no kernels on the GPU yet: use fp16, or device='cpu'")
         if head_dim > MAX_HEAD_DIM or head_dim % 2:
             raise DeviceError(f"heads of {head_dim} elements; attention kernels take even sizes up to {MAX_HEAD_DIM}")
-        keys, values = (
-            self.arrays.empty((slots, kv_heads, capacity, round_up(head_dim, HEAD_PAD)), np.float16)[..., :head_dim]
-            for _ in range(2)
-        )
-        return LayerCache(keys, values)
+        shape, padded = (slots, kv_heads, capacity), round_up(head_dim, HEAD_PAD)
+        keys, values = (self.arrays.empty((*shape, padded), np.int8 if int8 else np.float16) for _ in range(2))
+        scales = (self.arrays.empty(shape, np.float16) for _ in range(2 if int8 else 0))
+        return LayerCache(keys[..., :head_dim], values[..., :head_dim], *scales)
 
     def grow(self, cache: LayerCache, capacity: int) -> None:
         slots, kv_heads, old, head_dim = cache.keys.shape
-        for name in ("keys", "values"):
+        for name in ("keys", "values", "key_scales", "value_scales"):
             before = getattr(cache, name)
-            whole = cp.ndarray((slots, kv_heads, old, head_pitch_of(cache)), np.float16, before.data)
-            larger = self.arrays.empty((slots, kv_heads, capacity, whole.shape[3]), np.float16)
+            if before is None:
+                continue
+            padding = (head_pitch_of(cache),) if before.ndim == 4 else ()
+            whole = cp.ndarray((slots, kv_heads, old, *padding), before.dtype, before.data)
+            larger = self.arrays.empty((slots, kv_heads, capacity, *padding), before.dtype)
             with self.arrays.current():
                 larger[:, :, :old] = whole
-            setattr(cache, name, larger[..., :head_dim])
+            setattr(cache, name, larger[..., :head_dim] if padding else larger)
 
     def trials(self) -> Trials:
         return CudaTrials(self)
@@ -426,6 +426,7 @@ class CudaBackend(Finishing):
             heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity=cache.capacity,
             scale=spec.scale, window=spec.window, tokens=q.shape[0], count=step.count,
             visible=visible, bias=bias, reach=reach, lengths=launches.address(lengths),
+            key_scales=launches.address(cache.key_scales), value_scales=launches.address(cache.value_scales),
             stream=self.stream.ptr, dependent=True,
         )  # fmt: skip
 

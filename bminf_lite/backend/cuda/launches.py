@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import cupy as cp
 
+from ...cuda.attention import HALF, INT8
 from ...cuda.cublaslt import Order
 from ...cuda.driver import Device, DeviceAttribute
 from ...cuda.kernels import Dimensions, Kernel, Module
@@ -254,13 +255,14 @@ class Launches:
     ) -> None:
         """Norm and rotation of a step's heads; queries go to ``q`` ``[T, heads, head_pitch]``, others to the cache."""
         data, kind, order = read_arguments(qkv)
-        expression = f"prepare<{'true' if kind == PRODUCT else 'false'}, {order}>"
+        expression = f"prepare<{'true' if kind == PRODUCT else 'false'}, {order}, {element_of(cache)}>"
         self._untouched(cache, written=True)
         self._launch(
-            "attention_prepare.cu", expression, "ppppqpppffpppipppiiiii", q.shape[0], 256,
+            "attention_prepare.cu", expression, "ppppqpppffpppipppiiiiipp", q.shape[0], 256,
             (*data, *head_arguments(spec), address(step.starts), address(step.past), address(step.slots), step.count,
              q.data.ptr, cache.keys.data.ptr, cache.values.data.ptr,
-             spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache), cache.capacity),
+             spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache), cache.capacity,
+             address(cache.key_scales), address(cache.value_scales)),
             moved=size_of(qkv, q),
         )  # fmt: skip
 
@@ -285,16 +287,16 @@ class Launches:
         groups = spec.kv_heads * head_groups(spec)
         kind = SOURCE if lengths is not None else BIASED if spec.bias is not None else CAUSAL
         reach = step.reach if lengths is None else cache.capacity
-        expression = f"attend<{depth}, {split.cluster}, {kind}>"
+        expression = f"attend<{depth}, {split.cluster}, {kind}, {element_of(cache)}>"
         self._launch(
-            "attention_decode.cu", expression, "pqpppffpppppppqiiiiiifpip", (split.blocks, groups, step.count),
+            "attention_decode.cu", expression, "pqpppffpppppppqiiiiiifpippp", (split.blocks, groups, step.count),
             DECODE_THREADS,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(step.past), address(step.slots),
              cache.keys.data.ptr, cache.values.data.ptr, address(parts), arrived.data.ptr, out.data.ptr, pitch_of(out),
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch, cache.capacity, spec.window or 0, spec.scale,
-             *bias_arguments(spec), address(lengths)),
+             *bias_arguments(spec), address(lengths), address(cache.key_scales), address(cache.value_scales)),
             cluster=split.cluster if split.cluster > 1 else None, dependent=self._untouched(cache, kind != SOURCE),
-            moved=size_of(qkv, out) + 4 * step.count * reach * spec.kv_heads * head_pitch,
+            moved=size_of(qkv, out) + step.count * reach * spec.kv_heads * 2 * head_bytes(cache),
         )  # fmt: skip
 
 
@@ -328,6 +330,16 @@ def head_pitch_of(cache: LayerCache) -> int:
 def head_groups(spec: AttentionSpec) -> int:
     """Blocks of the decode kernel for the query heads of one key-value head."""
     return ceil_div(spec.heads // spec.kv_heads, DECODE_HEADS)
+
+
+def head_bytes(cache: LayerCache) -> int:
+    """Bytes of one token's key or value head, with its scale if it has one."""
+    return cache.keys.strides[2] + (0 if cache.key_scales is None else cache.key_scales.itemsize)
+
+
+def element_of(cache: LayerCache) -> str:
+    """What the cache holds, as the kernels name it."""
+    return HALF if cache.key_scales is None else INT8
 
 
 def decode_depth(spec: AttentionSpec) -> int:

@@ -7,8 +7,7 @@
 // the products are the query heads that share these keys and values. Weights are not rounded: a weight's row of fp16 has
 // below it, eight rows further, a row of what rounding took away.
 #include "attention_decode.cuh"
-#include "heads.cuh"
-#include "tensor_cores.cuh"
+#include "attention_decode_int8.cuh"
 
 using namespace bminf;
 
@@ -17,7 +16,6 @@ constexpr int TILE = 16;  // tokens
 constexpr int THREADS = 128;  // a warp for each quarter of a multiprocessor, so that a product's block has room beside it
 constexpr int WARPS = THREADS / WARP;
 constexpr int STEP = WARPS * TILE;
-constexpr int AHEAD = 3;  // tiles of a warp that are on their way to the L2 cache
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // What the new token sees: those before it and itself; the same, with a bias by the distance; or the whole source in its
@@ -30,8 +28,9 @@ struct Keys {
     int4 of[2][D / 32];
 
     // from: the tile's first key, of which `present` count; the others become zeros, because what was never written may be NaN.
-    __device__ __forceinline__ void load(const __half* from, int pitch, int present) {
+    __device__ __forceinline__ void load(const Cached<__half>& cached, int pitch, int present) {
         const int token = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 8;
+        const __half* const from = cached.data;
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -40,7 +39,7 @@ struct Keys {
                 of[j][c] = here ? __ldcg(reinterpret_cast<const int4*>(from + (token + 8 * j) * pitch + column + 32 * c)) : int4{};
             }
     }
-    __device__ __forceinline__ void replace(int row, const __half* by) {
+    __device__ __forceinline__ void replace(int row, const __half* by, __half) {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -70,20 +69,19 @@ struct Keys {
 struct Values {
     int4 of[4];
 
-    __device__ __forceinline__ static int row(int m) { return threadIdx.x % 4 * 2 + m % 2 + m / 2 * 8; }
-
-    __device__ __forceinline__ void load(const __half* from, int first, int pitch, int present) {
+    __device__ __forceinline__ void load(const Cached<__half>& cached, int first, int pitch, int present) {
         const int column = first + threadIdx.x % WARP / 4 * 8;
+        const __half* const from = cached.data;
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-            const bool here = row(m) < present && column < pitch;
-            of[m] = here ? __ldcg(reinterpret_cast<const int4*>(from + row(m) * pitch + column)) : int4{};
+            const bool here = token_of(m) < present && column < pitch;
+            of[m] = here ? __ldcg(reinterpret_cast<const int4*>(from + token_of(m) * pitch + column)) : int4{};
         }
     }
-    __device__ __forceinline__ void replace(int token, const __half* by) {
+    __device__ __forceinline__ void replace(int token, const __half* by, __half) {
 #pragma unroll
         for (int m = 0; m < 4; ++m)
-            if (row(m) == token) of[m] = *reinterpret_cast<const int4*>(by + threadIdx.x % WARP / 4 * 8);
+            if (token_of(m) == token) of[m] = *reinterpret_cast<const int4*>(by + threadIdx.x % WARP / 4 * 8);
     }
     // Adds the values, weighted, to o[i]: elements lane % 4 * 16 + i, and that plus 8, of the head lane / 4, in two parts each
     // that are to be added.
@@ -99,9 +97,12 @@ struct Values {
 };
 
 // The tile's keys or values, contiguous, on their way to the L2 cache.
-__device__ __forceinline__ void prefetch(const __half* from, int elements) {
-    const int line = threadIdx.x % WARP * 64;
-    for (int i = line; i < elements; i += 64 * WARP) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i));
+template <class CACHE>
+__device__ __forceinline__ void prefetch(const Cached<CACHE>& from, int elements) {
+    constexpr int LINE = 128 / sizeof(CACHE);
+    const int line = threadIdx.x % WARP * LINE;
+    for (int i = line; i < elements; i += LINE * WARP) asm volatile("prefetch.global.L2 [%0];" ::"l"(from.data + i));
+    if (IS_INT8<CACHE> && line == 0 && elements > 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(from.scales));
 }
 
 // Where a block's heads are: `count` query heads from first_head on, which share the key-value head kv.
@@ -109,11 +110,18 @@ struct Place {
     int b, position, first_head, count, heads, kv, kv_heads, head_dim, head_pitch;
 };
 
+// The new token's key and value, as the cache holds them.
+template <int D, class CACHE>
+struct Fresh {
+    CACHE of[2][D];
+    __half scales[2];
+};
+
 // The new token's heads: queries to shared memory as fp16; where it is the newest, its key and value there and to the cache.
-template <int D>
+template <int D, class CACHE>
 __device__ __forceinline__ void prepare_token(
     const Projection& source, const Preparation& how, const Place& at, const float (&cosine)[PAIRS], const float (&sine)[PAIRS],
-    __half (*query)[D], __half (*fresh)[D], bool newest, __half* key, __half* value)
+    __half (*query)[D], Fresh<D, CACHE>& fresh, bool newest, CACHE* key, CACHE* value, __half* key_scale, __half* value_scale)
 {
     constexpr int ROUNDS = (HEADS + 2 + WARPS - 1) / WARPS;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = at.head_dim / 2;
@@ -138,8 +146,19 @@ __device__ __forceinline__ void prepare_token(
         if (i >= tasks) continue;
         const float* gain = i < at.count ? how.q_gain : how.k_gain;
         if (i <= at.count) prepare_head(low[r], high[r], how, gain, at.head_dim, cosine, sine);
-        __half* const near = i < at.count ? query[i] : fresh[i - at.count];
-        __half* const cached = i < at.count ? nullptr : i == at.count ? key : value;
+        __half *near = query[i], *cached = nullptr;
+        if constexpr (IS_INT8<CACHE>) {  // what is not left here is a query
+            if (i >= at.count) {
+                const int which = i - at.count;
+                CACHE* const codes = which ? value : key;
+                const __half scale = store_codes(codes, fresh.of[which], low[r], high[r], at.head_dim, at.head_pitch);
+                if (lane == 0) *(which ? value_scale : key_scale) = fresh.scales[which] = scale;
+                continue;
+            }
+        } else {
+            near = i < at.count ? query[i] : fresh.of[i - at.count];
+            cached = i < at.count ? nullptr : i == at.count ? key : value;
+        }
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
             const int pair = p * WARP + lane;
@@ -158,16 +177,19 @@ __device__ __forceinline__ void prepare_token(
 // power of two. qkv fp16 [B, pitch]. keys, values: [slots, kv_heads, capacity, head_pitch]. parts: fp32 [B, heads,
 // splits / CLUSTER, CLUSTER, 2 + D / CLUSTER] and arrived: int32 [B, gridDim.y, CLUSTER], zero before and after; both are
 // used only by several clusters. out: fp16 [B, out_pitch]. For BIASED, bias is fp32 [heads, 2 * reach + 1] by the distance
-// key - query; for SOURCE, qkv holds queries only and lengths, int32 [slots], are those of the sources.
-template <int D, int CLUSTER, int KIND>
+// key - query; for SOURCE, qkv holds queries only and lengths, int32 [slots], are those of the sources. CACHE: __half, or int8
+// with key_scales, value_scales [slots, kv_heads, capacity].
+template <int D, int CLUSTER, int KIND, class CACHE>
 __global__ void __launch_bounds__(THREADS) attend(
     const __half* qkv, long long pitch, const float* q_gain, const float* k_gain, const float* frequencies, float eps,
-    float rope_scale, const int* past, const int* slots, __half* keys, __half* values, float* parts, int* arrived,
+    float rope_scale, const int* past, const int* slots, CACHE* keys, CACHE* values, float* parts, int* arrived,
     __half* out, long long out_pitch, int heads, int kv_heads, int head_dim, int head_pitch, int capacity, int window,
-    float scale, const float* bias, int reach, const int* lengths)
+    float scale, const float* bias, int reach, const int* lengths, __half* key_scales, __half* value_scales)
 {
     constexpr bool EARLY = D <= 128;  // registers have room for the next tile
-    __shared__ __align__(16) __half query[HEADS][D], fresh[2][D];
+    constexpr int AHEAD = IS_INT8<CACHE> ? 6 : 3;  // tiles of a warp that are on their way to the L2 cache
+    __shared__ __align__(16) __half query[HEADS][D];
+    __shared__ __align__(16) Fresh<D, CACHE> fresh;
     __shared__ float warp_top[WARPS][HEADS], warp_sum[WARPS][HEADS], tops[HEADS], sums[HEADS];
     __shared__ __align__(16) float warp_out[WARPS][HEADS][D + 4], outs[HEADS][D];
 
@@ -182,22 +204,22 @@ __global__ void __launch_bounds__(THREADS) attend(
     const int from = begin + split * share, to = min(position + 1, from + share);
     const bool newest = KIND != SOURCE && from <= position && position < to;
     const int stop = newest ? position : to;  // earlier tokens are in the cache already
-    const size_t base = (static_cast<size_t>(slots[b]) * kv_heads + kv) * capacity * head_pitch;
+    const size_t tokens = (static_cast<size_t>(slots[b]) * kv_heads + kv) * capacity, base = tokens * head_pitch;
 
     // The first tokens are on their way before the kernel waits for the projection. It is only launched as dependent where no
     // earlier kernel of the step wrote to this cache.
-    Keys<D> k;
-    Values v[D / 64];
+    typename Choose<IS_INT8<CACHE>, Int8Keys<D>, Keys<D>>::type k;
+    typename Choose<IS_INT8<CACHE>, Int8Values, Values>::type v[D / 64];
     int first = from + warp * TILE;
-    __half *const own_keys = keys + base, *const own_values = values + base;
+    const Cached<CACHE> own_keys = {keys + base, key_scales + tokens}, own_values = {values + base, value_scales + tokens};
     const auto bring = [&](int tile) {
         const int elements = min(TILE, stop - tile) * head_pitch;
-        prefetch(own_keys + static_cast<size_t>(tile) * head_pitch, elements);
-        prefetch(own_values + static_cast<size_t>(tile) * head_pitch, elements);
+        prefetch(own_keys.from(tile, head_pitch), elements);
+        prefetch(own_values.from(tile, head_pitch), elements);
     };
-    const auto load_keys = [&](int tile) { k.load(own_keys + static_cast<size_t>(tile) * head_pitch, head_pitch, stop - tile); };
+    const auto load_keys = [&](int tile) { k.load(own_keys.from(tile, head_pitch), head_pitch, stop - tile); };
     const auto load_values = [&](int tile, int c) {
-        v[c].load(own_values + static_cast<size_t>(tile) * head_pitch, 64 * c, head_pitch, stop - tile);
+        v[c].load(own_values.from(tile, head_pitch), 64 * c, head_pitch, stop - tile);
     };
     if (EARLY) {
         load_keys(first);
@@ -212,9 +234,9 @@ __global__ void __launch_bounds__(THREADS) attend(
     wait_for_predecessor();
     let_successor_start();
     const Place at = {b, position, first_head, count, heads, kv, kv_heads, head_dim, head_pitch};
-    const size_t newest_place = static_cast<size_t>(position) * head_pitch;
-    prepare_token<D>({qkv, nullptr, nullptr, nullptr, pitch}, how, at, cosine, sine, query, fresh, newest,
-                     own_keys + newest_place, own_values + newest_place);
+    const size_t newest_place = base + static_cast<size_t>(position) * head_pitch;
+    prepare_token<D>({qkv, nullptr, nullptr, nullptr, pitch}, how, at, cosine, sine, query, fresh, newest, keys + newest_place,
+                     values + newest_place, key_scales + tokens + position, value_scales + tokens + position);
     __syncthreads();
 
     const float* head_bias = bias + static_cast<long long>(first_head + row) * (2 * reach + 1) + reach;  // by distance
@@ -224,11 +246,11 @@ __global__ void __launch_bounds__(THREADS) attend(
         bring(first + AHEAD * STEP);
         float s[4], tile_top = -INF_F;
         if (!EARLY) load_keys(first);
-        if (last) k.replace(position - first, fresh[0]);
+        if (last) k.replace(position - first, fresh.of[0], fresh.scales[0]);
         k.multiply(query, s);
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-            const int token = first + Values::row(m);
+            const int token = first + token_of(m);
             s[m] *= scale * LOG2_E;
             if (KIND == BIASED && row < count) s[m] += head_bias[max(-reach, min(0, token - position))] * LOG2_E;
             if (token >= to) s[m] = -INF_F;
@@ -257,7 +279,7 @@ __global__ void __launch_bounds__(THREADS) attend(
 #pragma unroll
         for (int c = 0; c < D / 64; ++c) {
             if (!EARLY) load_values(first, c);
-            if (last) v[c].replace(position - first, fresh[1] + 64 * c);
+            if (last) v[c].replace(position - first, fresh.of[1] + 64 * c, fresh.scales[1]);
             v[c].multiply(weights, o[c]);
             if (EARLY) load_values(first + STEP, c);
             else asm volatile("" ::: "memory");  // or registers would hold all of them

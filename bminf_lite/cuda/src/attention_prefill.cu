@@ -18,36 +18,31 @@ __device__ __forceinline__ void load_transposed(unsigned (&x)[4], unsigned row) 
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
 
-// c += a @ b for a [16, 16], b [16, 8].
-__device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#if __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-    const unsigned b[2] = {b0, b1};
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
-            "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[2 * i]), "r"(a[2 * i + 1]), "r"(b[i]));
-#endif
-}
-
 // A tile of keys or values: COUNT rows of D, contiguous in the cache; zeros from row `valid` on, because what was never
 // written there may be NaN. The pitch is an odd number of 16 bytes, so eight rows lie in different banks.
 template <int D, int COUNT, int THREADS>
-__device__ __forceinline__ void copy_tile(__half* tile, const __half* source, int valid) {
+__device__ __forceinline__ void copy_tile(__half* tile, const Cached<__half>& source, int valid) {
     constexpr int CHUNKS = D / 8;
 #pragma unroll
     for (int i = 0; i < (COUNT * CHUNKS + THREADS - 1) / THREADS; ++i) {
         const int chunk = i * THREADS + threadIdx.x, row = chunk / CHUNKS;
         if (COUNT * CHUNKS % THREADS == 0 || row < COUNT) {
             const bool here = row < valid;
-            copy16(tile + (chunk + row) * 8, here ? source + chunk * 8 : source, here);
+            copy16(tile + (chunk + row) * 8, here ? source.data + chunk * 8 : source.data, here);
         }
+    }
+}
+
+template <int D, int COUNT, int THREADS>
+__device__ __forceinline__ void copy_tile(__half* tile, const Cached<int8>& source, int valid) {
+    constexpr int CHUNKS = D / 16;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < COUNT * CHUNKS; i += THREADS) {
+        const int row = i / CHUNKS;
+        uint4* const target = reinterpret_cast<uint4*>(tile + row * (D + 8) + i % CHUNKS * 16);
+        Codes raw;
+        raw.load(source, i, row, row < valid);
+        dequantize16(raw.codes, raw.scale, target[0], target[1]);
     }
 }
 
@@ -122,9 +117,9 @@ __device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], const float
 }
 
 // A block has BM rows and passes over BN keys at a time; BM is a multiple of 16 * WARPS, BN of 16. BLOCKS per
-// multiprocessor get registers. VISIBLE is what a query sees; BIASED, that scores get a bias. Dynamic shared memory:
-// BM + 2 * BN rows of D + 8.
-template <int D, int BM, int BN, int WARPS, int BLOCKS, int VISIBLE, bool BIASED>
+// multiprocessor get registers. VISIBLE is what a query sees; BIASED, that scores get a bias; CACHE, __half or int8. Dynamic
+// shared memory: BM + 2 * BN rows of D + 8.
+template <int D, int BM, int BN, int WARPS, int BLOCKS, int VISIBLE, bool BIASED, class CACHE>
 __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) attend_prefill(const __grid_constant__ Prefill p) {
     constexpr int THREADS = WARPS * WARP, PITCH = D + 8, CHUNKS = D / 8, MT = BM / (16 * WARPS);
     extern __shared__ __align__(16) __half shared[];
@@ -143,7 +138,7 @@ __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) attend_prefill(const __g
         copy_query<D>(q_tile + row * PITCH + column, work, p, work.first + row, column);
     }
     auto copy_keys = [&](int key) {
-        copy_tile<D, BN, THREADS>(k_tile, p.keys + work.cached + static_cast<size_t>(key) * D, work.end - key);
+        copy_tile<D, BN, THREADS>(k_tile, cached_from<D, CACHE>(p, work, false, key), work.end - key);
     };
     copy_keys(work.begin);
 
@@ -157,7 +152,7 @@ __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) attend_prefill(const __g
     for (int key = work.begin; key < work.end; key += BN) {
         wait_for_copies();
         __syncthreads();
-        copy_tile<D, BN, THREADS>(v_tile, p.values + work.cached + static_cast<size_t>(key) * D, work.end - key);
+        copy_tile<D, BN, THREADS>(v_tile, cached_from<D, CACHE>(p, work, true, key), work.end - key);
         if (key == work.begin) queries.keep();
         float s[MT][BN / 8][4] = {};
         score(s, queries, k_rows);

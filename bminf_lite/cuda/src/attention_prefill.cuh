@@ -9,7 +9,8 @@
 // {row, column}, {row, column + 1}, {row + 8, column}, {row + 8, column + 1}.
 #pragma once
 #include "async.cuh"
-#include "common.cuh"
+#include "int8_cache.cuh"
+#include "tensor_cores.cuh"
 
 namespace bminf {
 
@@ -24,8 +25,8 @@ constexpr float LOG2_E = 1.4426950408889634f;
 struct Prefill {
     const __half* q;  // [T, heads, D], q_pitch elements from token to token
     long long q_pitch;
-    const __half* keys;    // [slots, kv_heads, capacity, D]; a single slot for WITHIN
-    const __half* values;  // the same
+    const void* keys;    // [slots, kv_heads, capacity, D] of fp16, or of int8 codes; a single slot for WITHIN
+    const void* values;  // the same
     __half* out;           // [T, heads * head_dim], out_pitch elements from token to token
     long long out_pitch;
     const int* starts;
@@ -37,6 +38,8 @@ struct Prefill {
     const float* bias;  // [heads, 2 * reach + 1] by the distance key - query, longer ones counting as `reach`
     int reach;
     const int* lengths;  // [slots], of the sources
+    const __half* key_scales;  // of codes: [slots, kv_heads, capacity]
+    const __half* value_scales;
 };
 
 // What one block of grid (kv_heads, at least as many tiles as all sequences have) works on.
@@ -46,7 +49,7 @@ struct Work {
     int first_position, last_position;  // of the tile's rows
     int begin, end;  // keys that any of them sees; begin is a multiple of KEYS
     int sequence, start;  // which one, and its first token
-    size_t cached;   // elements of the cache before its keys of this head
+    size_t cached;  // tokens of the cache before its keys of this head
 
     __device__ __forceinline__ int position(int row) const { return before + row / group; }
 };
@@ -71,7 +74,7 @@ __device__ __forceinline__ bool find_work(const Prefill& p, Work& work) {
     work.last_position = work.position(min(work.first + ROWS, work.rows) - 1);
     work.begin = p.window ? max(0, work.first_position - p.window + 1) / KEYS * KEYS : 0;
     work.end = work.last_position + 1;
-    work.cached = (static_cast<size_t>(p.slots[sequence]) * kv_heads + head) * p.capacity * D;
+    work.cached = (static_cast<size_t>(p.slots[sequence]) * kv_heads + head) * p.capacity;
     return true;
 }
 
@@ -83,9 +86,28 @@ __device__ __forceinline__ void see_all(const Prefill& p, Work& work) {
         work.end = p.lengths[p.slots[work.sequence]];
     } else {
         work.before = 0, work.end = work.rows / work.group;
-        work.cached = (static_cast<size_t>(blockIdx.x) * p.capacity + work.start) * D;
+        work.cached = static_cast<size_t>(blockIdx.x) * p.capacity + work.start;
     }
 }
+
+// The keys that a block works on, or their values, from a token on.
+template <int D, class CACHE>
+__device__ __forceinline__ Cached<CACHE> cached_from(const Prefill& p, const Work& work, bool values, int token) {
+    const CACHE* const data = static_cast<const CACHE*>(values ? p.values : p.keys);
+    const __half* const scales = values ? p.value_scales : p.key_scales;
+    return {data + (work.cached + token) * D, scales + work.cached + token};
+}
+
+// Sixteen codes from memory, of one token, or zeros.
+struct Codes {
+    uint4 codes;
+    __half scale;
+
+    __device__ __forceinline__ void load(const Cached<int8>& from, int chunk, int row, bool valid) {
+        codes = valid ? *reinterpret_cast<const uint4*>(from.data + chunk * 16) : make_uint4(0, 0, 0, 0);
+        scale = valid ? from.scales[row] : __float2half_rn(0.0f);
+    }
+};
 
 // 16 bytes from global to shared memory, or zeros.
 __device__ __forceinline__ void copy16(__half* target, const __half* source, bool valid) {
@@ -108,11 +130,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-__device__ __forceinline__ unsigned pack(float a, float b) {
-    const __half2 pair = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const unsigned*>(&pair);
 }
 
 // Whether some row of the tile does not see some of `count` keys from `key` on.

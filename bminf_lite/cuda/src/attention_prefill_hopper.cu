@@ -70,10 +70,10 @@ __device__ __forceinline__ int place(int row, int chunk) {
 
 // BN rows of D, contiguous in the cache; zeros from row `valid` on, because what was never written there may be NaN.
 template <int D, int BN>
-__device__ __forceinline__ void copy_tile(__half* tile, const __half* source, int valid) {
+__device__ __forceinline__ void copy_tile(__half* tile, const Cached<__half>& from, int valid) {
     constexpr int CHUNKS = D / 8, STEP = GROUP / CHUNKS;
     const int thread = threadIdx.x % GROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
-    source += thread * 8;
+    const __half* const source = from.data + thread * 8;
 #pragma unroll
     for (int i = 0; i < BN / STEP; ++i) {
         const int row = first + i * STEP;
@@ -118,13 +118,12 @@ struct Ring {
 
 // What the copying warps do. Each group of copies is announced when the next one has been started.
 template <int D, int BN, int STAGES>
-__device__ __forceinline__ void produce(const Ring<D, BN, STAGES>& ring, const Work& work, const Prefill& p) {
+__device__ __forceinline__ void produce(const Ring<D, BN, STAGES>& ring, const Work& work, const Prefill& p, __half) {
     const int tiles = (work.end - work.begin + BN - 1) / BN;
     auto copy = [&](int t, bool value) {
         const int key = work.begin + t * BN;
         ring.wait_empty(t, value);
-        const __half* const source = (value ? p.values : p.keys) + work.cached + static_cast<size_t>(key) * D;
-        copy_tile<D, BN>(ring.tile(t, value), source, work.end - key);
+        copy_tile<D, BN>(ring.tile(t, value), cached_from<D, __half>(p, work, value, key), work.end - key);
         end_copy_group();
     };
     copy(0, false);
@@ -140,6 +139,40 @@ __device__ __forceinline__ void produce(const Ring<D, BN, STAGES>& ring, const W
     }
     wait_for_older_copies<0>();
     ring.fill(tiles - 1, true);
+}
+
+// The same from codes, which become fp16 on the way. A thread has a part of its share of a tile on its way from the L2 cache to
+// its registers, and the tile after the next on its way there.
+template <int D, int BN, int STAGES>
+__device__ __forceinline__ void produce(const Ring<D, BN, STAGES>& ring, const Work& work, const Prefill& p, int8) {
+    constexpr int CHUNKS = D / 16, STEP = GROUP / CHUNKS, ROWS = BN / STEP, AHEAD = D <= 128 ? ROWS / 2 : 2;
+    const int thread = threadIdx.x % GROUP, chunk = thread % CHUNKS * 2, first = thread / CHUNKS;
+    const int tiles = (work.end - work.begin + BN - 1) / BN;
+    Codes raw[AHEAD];
+    auto load = [&](int i, int t, bool value) {
+        const int key = work.begin + t * BN, row = first + i * STEP;
+        raw[i % AHEAD].load(cached_from<D, int8>(p, work, value, key), i * GROUP + thread, row, row < work.end - key);
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) load(i, 0, false);
+    for (int n = 0; n < 2 * tiles; ++n) {
+        const int t = n / 2;
+        const bool value = n % 2;
+        if (const int key = work.begin + (t + 2) * BN; thread * 128 < (work.end - key) * D)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(cached_from<D, int8>(p, work, value, key).data + thread * 128));
+        ring.wait_empty(t, value);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            uint4 low, high;
+            dequantize16(raw[i % AHEAD].codes, raw[i % AHEAD].scale, low, high);
+            if (i + AHEAD < ROWS) load(i + AHEAD, t, value);
+            else load(i + AHEAD - ROWS, t + value, !value);
+            __half* const tile = ring.tile(t, value);
+            *reinterpret_cast<uint4*>(tile + place<BN>(first + i * STEP, chunk)) = low;
+            *reinterpret_cast<uint4*>(tile + place<BN>(first + i * STEP, chunk + 1)) = high;
+        }
+        ring.fill(t, value);
+    }
 }
 
 // s = queries @ keys.T; both tiles in columns of 64.
@@ -251,10 +284,12 @@ __device__ __forceinline__ void consume(
 }
 
 // A block has BM rows, a multiple of 64, and passes over BN keys (64 or 128) at a time; D is 64,
-// 128 or 256. Dynamic shared memory: BM + 2 * STAGES * BN rows of D, and 1024 bytes to align them.
-template <int D, int BM, int BN, int STAGES>
+// 128 or 256. Dynamic shared memory: BM + 2 * STAGES * BN rows of D, and 1024 bytes to align them. CACHE: __half or int8.
+template <int D, int BM, int BN, int STAGES, class CACHE>
 __global__ void __launch_bounds__(BM / 64 * GROUP + GROUP, 1) attend_prefill_hopper(const __grid_constant__ Prefill p) {
     constexpr int GROUPS = BM / 64;
+    // Registers of a thread that copies and of one that multiplies: of the three times 168 that were given at the launch.
+    constexpr int COPYING = !IS_INT8<CACHE> ? 40 : D <= 128 ? 72 : 56, MULTIPLYING = (504 - COPYING) / 16 * 8;
     extern __shared__ __align__(16) char shared[];
     __shared__ __align__(8) unsigned long long barriers[4 * STAGES];
     __half* const q_tile = reinterpret_cast<__half*>(shared + (1024 - shared_address(shared) % 1024) % 1024);
@@ -265,10 +300,10 @@ __global__ void __launch_bounds__(BM / 64 * GROUP + GROUP, 1) attend_prefill_hop
     if (!find_work<D, BM, BN>(p, work)) return;
     __syncthreads();
     if (threadIdx.x / GROUP == GROUPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        produce(ring, work, p);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING));
+        produce(ring, work, p, CACHE{});
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(232));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
         consume<D, BM, BN, STAGES>(ring, work, p, q_tile, threadIdx.x / GROUP * 64);
     }
 }

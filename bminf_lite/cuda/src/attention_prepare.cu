@@ -1,16 +1,18 @@
 // Before attention over many tokens: heads are normalised and rotated, queries stored, keys and values put in the cache.
-#include "heads.cuh"
+#include "int8_cache.cuh"
 
 using namespace bminf;
 
 // One block per token. q: fp16 [T, heads, pitch of a head]; keys, values: [slots, kv_heads, capacity, head_pitch], whose
-// padding beyond head_dim is written as zeros. Sequence b owns tokens starts[b] .. starts[b + 1].
-template <bool PRODUCT, int IN>
+// padding beyond head_dim is written as zeros. Sequence b owns tokens starts[b] .. starts[b + 1]. CACHE: __half, or int8 with
+// scales.
+template <bool PRODUCT, int IN, class CACHE>
 __global__ void __launch_bounds__(256) prepare(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
     const float* q_gain, const float* k_gain, const float* frequencies, float eps, float rope_scale,
     const int* starts, const int* past, const int* slots, int sequences,
-    __half* q, __half* keys, __half* values, int heads, int kv_heads, int head_dim, int head_pitch, int capacity)
+    __half* q, CACHE* keys, CACHE* values, int heads, int kv_heads, int head_dim, int head_pitch, int capacity,
+    __half* key_scales, __half* value_scales)
 {
     let_successor_start();
     wait_for_predecessor();
@@ -39,9 +41,19 @@ __global__ void __launch_bounds__(256) prepare(
         }
         if (!is_value) prepare_head(low, high, how, is_query ? q_gain : k_gain, head_dim, cosine, sine);
         const size_t stride = static_cast<size_t>(capacity) * head_pitch;
-        __half* out = is_query ? q + (static_cast<size_t>(token) * heads + head) * head_pitch
-            : is_value ? values + cached + (head - heads - kv_heads) * stride
-                       : keys + cached + (head - heads) * stride;
+        if constexpr (IS_INT8<CACHE>) if (!is_query) {
+            const int kv_head = head - heads - (is_value ? kv_heads : 0);
+            CACHE* const codes = (is_value ? values : keys) + cached + kv_head * stride;
+            const __half scale = store_codes(codes, codes, low, high, head_dim, head_pitch);
+            const size_t row = static_cast<size_t>(slots[first]) * kv_heads + kv_head;
+            if (lane == 0) (is_value ? value_scales : key_scales)[row * capacity + position] = scale;
+            continue;
+        }
+        __half* out = q + (static_cast<size_t>(token) * heads + head) * head_pitch;
+        if constexpr (!IS_INT8<CACHE>) {
+            if (is_value) out = values + cached + (head - heads - kv_heads) * stride;
+            else if (!is_query) out = keys + cached + (head - heads) * stride;
+        }
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             const int pair = i * WARP + lane;

@@ -7,8 +7,10 @@ import math
 import numpy as np
 
 from bminf_lite.backend.base import attend as attend_rows
+from bminf_lite.backend.base import cached
 from bminf_lite.backend.functions import normalise, rotate
-from bminf_lite.backend.values import Norm, RelativeBias, Rope
+from bminf_lite.backend.quantization import quantize_heads
+from bminf_lite.backend.values import LayerCache, Norm, RelativeBias, Rope
 
 from .launching import Call, model
 from .models_rows import product_values, rounded
@@ -33,18 +35,26 @@ def split(call: Call, qkv: np.ndarray, positions: np.ndarray) -> tuple[np.ndarra
     return prepared(call, q, positions, "q_gain"), prepared(call, k, positions, "k_gain"), v.astype(F16)
 
 
-def caches(call: Call, slots: np.ndarray, head_pitch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values fp16 ``[slots, kv_heads, capacity, head_pitch]``."""
-    call.require(head_pitch % 8 == 0 and head_pitch >= call.head_dim, "heads are not padded")
-    shape = int(slots.max()) + 1, call.kv_heads, call.capacity, head_pitch
-    return call.tensor("keys", shape, F16), call.tensor("values", shape, F16)
+def cache_of(call: Call, slots: np.ndarray, head_pitch: int) -> LayerCache:
+    """Keys and values ``[slots, kv_heads, capacity, head_pitch]``, fp16, or int8 with scales."""
+    call.require(head_pitch % 16 == 0 and head_pitch >= call.head_dim, "heads are not padded")
+    shape = int(slots.max()) + 1, call.kv_heads, call.capacity
+    int8 = call.template["CACHE"] == "bminf::int8"
+    keys, values = (call.tensor(n, (*shape, head_pitch), np.int8 if int8 else F16) for n in ("keys", "values"))
+    if not int8:
+        return LayerCache(keys, values)
+    return LayerCache(keys, values, *(call.tensor(name, shape, F16) for name in ("key_scales", "value_scales")))
 
 
-def store(cache: np.ndarray, slot: int, first: int, heads: np.ndarray) -> None:
+def store(cache: LayerCache, slot: int, first: int, keys: np.ndarray, values: np.ndarray) -> None:
     """New tokens' heads ``[n, kv_heads, head_dim]``, with zeros in the padding; what does not fit is left out."""
-    heads = heads[: max(0, cache.shape[2] - first)].swapaxes(0, 1)
-    place = cache[slot, :, first : first + heads.shape[1]]
-    place[..., : heads.shape[2]], place[..., heads.shape[2] :] = heads, 0
+    pairs = (cache.keys, cache.key_scales, keys), (cache.values, cache.value_scales, values)
+    for whole, scales, heads in pairs:
+        heads = heads[: max(0, cache.capacity - first)].swapaxes(0, 1)
+        tokens = slice(first, first + heads.shape[1])
+        if scales is not None:
+            heads, scales[slot, :, tokens] = quantize_heads(heads)
+        whole[slot, :, tokens, : heads.shape[2]], whole[slot, :, tokens, heads.shape[2] :] = heads, 0
 
 
 @model
@@ -61,11 +71,10 @@ def prepare(call: Call) -> None:
     q, k, v = split(call, qkv, positions)
     out = call.tensor("q", (tokens, call.heads, call.head_pitch), F16)
     out[..., : call.head_dim], out[..., call.head_dim :] = q, 0
-    keys, values = caches(call, slots, call.head_pitch)
+    cache = cache_of(call, slots, call.head_pitch)
     for b in range(call.sequences):
         rows = slice(starts[b], starts[b + 1])
-        store(keys, slots[b], past[b], k[rows])
-        store(values, slots[b], past[b], v[rows])
+        store(cache, slots[b], past[b], k[rows], v[rows])
 
 
 @model
@@ -91,13 +100,12 @@ def attend(call: Call) -> None:
     width = (call.heads + (0 if from_source else 2 * call.kv_heads)) * call.head_dim
     q, k, v = split(call, call.rows("qkv", count, call.pitch, width, F16, align=0).astype(F32), positions)
     out = call.rows("out", count, call.out_pitch, call.heads * call.head_dim, F16, align=0)
-    keys, values = caches(call, slots, call.head_pitch)
+    cache = cache_of(call, slots, call.head_pitch)
     bias = bias_of(call) if biased else None
     for b, position in enumerate(positions):
         if not from_source:
-            store(keys, slots[b], position, k[b : b + 1])
-            store(values, slots[b], position, v[b : b + 1])
-        out[b] = over_cache(call, q[b : b + 1], keys[slots[b]], values[slots[b]], int(position), call.scale, bias)
+            store(cache, slots[b], position, k[b : b + 1], v[b : b + 1])
+        out[b] = over_cache(call, q[b : b + 1], cache, slots[b], int(position), call.scale, bias)
 
 
 def bias_of(call: Call) -> RelativeBias:
@@ -106,11 +114,10 @@ def bias_of(call: Call) -> RelativeBias:
 
 
 def over_cache(
-    call: Call, q: np.ndarray, keys: np.ndarray, values: np.ndarray, past: int, scale: float,
-    bias: RelativeBias | None = None,
-) -> np.ndarray:  # fmt: skip
-    total = min(past + len(q), keys.shape[1])
-    keys, values = keys[:, :total, : call.head_dim], values[:, :total, : call.head_dim]
+    call: Call, q: np.ndarray, cache: LayerCache, slot: int, past: int, scale: float, bias: RelativeBias | None
+) -> np.ndarray:
+    keys, values = cached(cache, slot, min(past + len(q), cache.capacity), F16)
+    keys, values = keys[..., : call.head_dim], values[..., : call.head_dim]
     out = attend_rows(q, keys, values, scale, past, call.window or None, bias)
     return out.reshape(len(q), call.heads * call.head_dim)
 
@@ -141,15 +148,15 @@ def prefill(call: Call, visible: int, biased: bool) -> None:
     width = call.heads * depth
     q = call.rows("q", int(starts[-1]), call.q_pitch, width, F16, align=0).reshape(-1, call.heads, depth)
     out = call.rows("out", int(starts[-1]), call.out_pitch, call.heads * call.head_dim, F16, align=16)
-    keys, values = caches(call, slots, depth)
+    cache = cache_of(call, slots, depth)
     bias, scale = bias_of(call) if biased else None, call.scale / math.log2(math.e)
     for b in range(count):
         own, slot = slice(starts[b], starts[b + 1]), slots[b]
         mine = q[own, :, : call.head_dim]
         if visible == 0:
-            out[own] = over_cache(call, mine, keys[slot], values[slot], int(past[b]), scale, bias)
+            out[own] = over_cache(call, mine, cache, slot, int(past[b]), scale, bias)
             continue
         length = int(call.vector("lengths", slot + 1, np.int32)[slot]) if source else 0
         seen = slice(0, length) if source else own
-        k, v = (x[slot, :, seen, : call.head_dim] for x in (keys, values))
+        k, v = (x[:, seen, : call.head_dim] for x in cached(cache, slot, seen.stop, F16))
         out[own] = attend_rows(mine, k, v, scale, 0, None, bias, causal=False).reshape(len(mine), -1)
