@@ -11,11 +11,11 @@ cd "$(dirname "$0")/.." || exit 2
 
 declare -A limits=(
     [versions]=60 [doctor]=120 [tests]=600 [memcheck]=600 [racecheck]=600 [initcheck]=600 [demo]=60 [generate]=60
-    [bench_8b]=180 [bench_1b]=90 [prompt]=240 [context]=240 [batch]=240 [trace_8b]=90 [trace_1b]=60 [kernels]=180
+    [bench_8b]=180 [bench_1b]=90 [prompt]=240 [context]=240 [context_int8]=240 [batch]=240 [trace_8b]=90 [trace_1b]=60 [kernels]=180
     [stream]=120 [stream_70b]=180 [memory]=60 [loading]=120
 )
 parts="versions doctor tests memcheck racecheck initcheck demo generate
-    bench_8b bench_1b prompt context batch trace_8b trace_1b kernels stream stream_70b memory loading"
+    bench_8b bench_1b prompt context context_int8 batch trace_8b trace_1b kernels stream stream_70b memory loading"
 limit=
 while getopts p:t: option; do
     case $option in
@@ -92,6 +92,10 @@ bench_8b() { speeds llama-3-8b; }
 bench_1b() { speeds llama-3.2-1b; }
 prompt() { bench prompt --shape llama-3-8b -p 128,512,2048,8192,32768 -n 0 -r 3 --plot "$out/prompt.png"; }
 context() { bench context --shape llama-3-8b -p 0 -n 64 -d 128,512,2048,8192,32768 -r 3 --plot "$out/context.png"; }
+context_int8() {
+    bench context-int8 --shape llama-3-8b -p 0 -n 64 -d 512,8192,32768 -r 3 --kv-cache int8 &&
+        bench prompt-int8 --shape llama-3-8b -p 2048,8192 -n 0 -r 3 --kv-cache int8
+}
 batch() { bench batch --shape llama-3-8b -p 0 -n 64 -d 512 -b 1,2,4,8,16,32,64 -r 3 --plot "$out/batch.png"; }
 trace_8b() { bench trace-8b --shape llama-3-8b -d 512 --trace --plot "$out/trace-8b.png"; }
 trace_1b() { bench trace-1b --shape llama-3.2-1b -d 512 --trace --plot "$out/trace-1b.png"; }
