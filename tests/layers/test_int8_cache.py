@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from model_kit import make_model, prompt_of, request, run
 from random_values import make_step
 
 from bminf_lite.backend.base import Backend, cached
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.backend.quantization import quantize_heads
+from bminf_lite.backend.quantization import LARGEST_HEAD_SCALE, quantize_heads
 from bminf_lite.backend.values import AttentionSpec
 from bminf_lite.engine.model import Model
 from bminf_lite.layers.cache import CacheShape, KVCache
@@ -38,6 +40,28 @@ def test_it_holds_codes_and_scales_of_each_token_s_heads(ops: Backend) -> None:
     keys, values = cached(cache, 0, 5, np.float32)
     half_step = np.abs(heads[:, 1:]).max(axis=-1, keepdims=True).astype(np.float32) / 254
     assert (np.abs(np.stack([keys, values]).transpose(2, 0, 1, 3) - heads[:, 1:]) <= 1.001 * half_step).all()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.floats(-24, 16))
+def test_a_code_is_wrong_by_half_a_step_at_most_whatever_the_size_of_a_head(seed: int, width: int, size: float) -> None:
+    """From the smallest fp16 number to the largest; what a GPU reads is finite, and exact where fp16 is no finer."""
+    x = np.random.default_rng(seed).standard_normal((4, width)) * 2**size
+    x = np.clip(x, -65504, 65504).astype(np.float16)
+    codes, scales = quantize_heads(x)
+    assert codes.dtype == np.int8 and scales.dtype == np.float16 and (np.abs(codes.astype(int)) <= 127).all()
+    read = scales.astype(np.float64)[:, None] * codes
+    clipped = 127 * (scales == LARGEST_HEAD_SCALE)[:, None]  # by at most 35.5 of 65,504
+    assert (np.abs(read - x) <= scales.astype(np.float64)[:, None] / 2 * (1 + 1e-6) + clipped).all()
+    assert np.isfinite((scales[:, None] * np.int8(127)).astype(np.float16)).all()
+    tight = np.abs(x).max(axis=-1).astype(np.float64) / 127
+    assert (scales >= np.minimum(tight, 515.5)).all() and (scales <= tight * (1 + 2**-10) + 2**-24).all()
+
+
+def test_heads_of_zeros_and_heads_without_a_scale() -> None:
+    codes, scales = quantize_heads(np.array([[0, 0], [np.nan, 1], [1, -np.inf], [7e4, 0], [65504, 1]], np.float32))
+    np.testing.assert_array_equal(codes[:4], 0)
+    np.testing.assert_array_equal(scales, np.array([0, np.nan, np.nan, np.nan, 515.5], np.float16))
+    assert codes[4, 0] == 127
 
 
 def test_it_keeps_what_it_holds_when_it_grows() -> None:
