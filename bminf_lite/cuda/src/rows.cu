@@ -77,7 +77,9 @@ __device__ __forceinline__ void load_odd_half(const Values& v, int row, int colu
 // `out` is int8 codes laid out by OUT with leading dimension `out_ld`, with fp32 `scales`; or values with that pitch, which
 // may be the residual stream or, without a gate, the source itself.
 template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT>
-__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, SOURCE == PRODUCT ? 1 : resident_blocks(THREADS, VECTORS))
+__global__ void __launch_bounds__(
+    THREADS > 128 ? THREADS : 128,
+    SOURCE == PRODUCT || PREPARE == GATE_GELU ? 1 : resident_blocks(THREADS, VECTORS))  // these two need registers
 transform(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
     float* residual, long long residual_pitch, const float* gain, const float* shift, float eps,
