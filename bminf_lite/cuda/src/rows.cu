@@ -73,13 +73,16 @@ __device__ __forceinline__ void load_odd_half(const Values& v, int row, int colu
     }
 }
 
+// Blocks of `transform` on a multiprocessor: with a product to scale, or an exact GELU, a thread may have all its registers.
+constexpr int blocks_of(int source, int prepare, int threads, int vectors) {
+    return source == PRODUCT || prepare == GATE_GELU ? 1 : resident_blocks(threads, vectors);
+}
+
 // rows of k elements. `residual` fp32 (pitch residual_pitch) is read by norms, and written if there is a source to add.
 // `out` is int8 codes laid out by OUT with leading dimension `out_ld`, with fp32 `scales`; or values with that pitch, which
 // may be the residual stream or, without a gate, the source itself.
 template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT>
-__global__ void __launch_bounds__(
-    THREADS > 128 ? THREADS : 128,
-    SOURCE == PRODUCT || PREPARE == GATE_GELU ? 1 : resident_blocks(THREADS, VECTORS))  // these two need registers
+__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURCE, PREPARE, THREADS, VECTORS))
 transform(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
     float* residual, long long residual_pitch, const float* gain, const float* shift, float eps,
