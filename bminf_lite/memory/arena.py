@@ -5,7 +5,7 @@ Blocks are placed by best fit in memory that is mapped and free; only where no s
 mapped, where the fewest are needed. So a limit bounds what the device is asked for, a freed block is reusable at once
 together with its free neighbours, and the same calls always give the same addresses. A model asks for the same sizes
 layer after layer: so a freed block first waits as it is for a call of its size, and is joined with its neighbours when
-a call finds none of its size waiting.
+a call finds neither one of its size nor other room.
 
 The memory is ordered by one stream: a block may be freed, and its memory handed out again, while work that uses it is
 still in that stream. Whoever uses a block in another stream keeps it until that stream has caught up.
@@ -206,8 +206,10 @@ class Arena:
 
     def _place(self, size: int, nbytes: int) -> int:
         """Where a block goes that no waiting one is as large as; memory is mapped to it."""
-        self._join()
         start = self._ready.best_fit(size)
+        if start is None and self._waiting:
+            self._join()
+            start = self._ready.best_fit(size)
         if start is None:
             start = self._place_to_map(size)
             if start is None:
