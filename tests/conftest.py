@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ def why_no_gpu() -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests marked ``gpu`` where there is none."""
+    """Skip tests marked ``gpu`` where there is none, and those marked ``alone`` where others share it."""
+    if item.get_closest_marker("alone") and "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("measures the whole GPU: run it without -n")
     if item.get_closest_marker("gpu") and why_no_gpu():
         pytest.skip(why_no_gpu())
 

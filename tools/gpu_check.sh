@@ -46,7 +46,14 @@ versions() {
 doctor() { bminf doctor --json > "$out/doctor.json" && grep -q '"usable": true' "$out/doctor.json"; }
 
 # pytest succeeds where everything was skipped; this does not.
-gpu_tests() { "$python" -m pytest -m gpu -rs --junitxml="$out/tests.xml" "$@" && ran_some "$out/tests.xml"; }
+# With pytest-xdist, side by side; and then what measures the whole GPU.
+gpu_tests() {
+    local beside=() status=0
+    "$python" -c 'import xdist' 2> /dev/null && beside=(-n 8)
+    "$python" -m pytest -m "gpu and not alone" -rs "${beside[@]}" --junitxml="$out/tests.xml" || status=1
+    "$python" -m pytest -m "gpu and alone" -rs --junitxml="$out/tests-alone.xml" || status=1
+    ran_some "$out/tests.xml" && ran_some "$out/tests-alone.xml" && return $status
+}
 ran_some() {
     "$python" - "$1" <<'EOF'
 import sys

@@ -10,7 +10,7 @@ from bminf_lite.bench.runner import Workload, run_tests
 from bminf_lite.bench.shapes import read_shape
 from bminf_lite.bench.subject import random_subject
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

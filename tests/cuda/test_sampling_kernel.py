@@ -313,6 +313,7 @@ def microseconds(gpu: Gpu, rows: int, vocab: int, logits: np.ndarray, repeats: i
     return float(np.median(times[1:]))
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_speed(gpu: Gpu) -> None:
     """Prints how long each kind of sampling takes (pytest -s); only a result a hundred times too slow fails."""

@@ -55,6 +55,7 @@ def test_a_sequence_alone_and_among_others(model):
     assert tokens(model, PROMPTS, temperature=0) == [tokens(model, [p], temperature=0)[0] for p in PROMPTS]
 
 
+@pytest.mark.alone
 def test_the_second_start_is_quick(int8: Path):
     """From starting the interpreter to the first token's text, with kernels that an earlier start has compiled."""
     command = [sys.executable, "-c", "from bminf_lite.cli import main; main()", "generate", str(int8), PROMPTS[0]]

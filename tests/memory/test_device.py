@@ -204,6 +204,7 @@ def test_where_memory_cannot_be_mapped_the_whole_limit_is_taken(fake: FakeDriver
         WholePages(device, 2 << 30)  # type: ignore[arg-type]
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("pages_type", [MappedPages, WholePages])
 def test_the_gpu_agrees_about_what_is_reserved(pages_type: type, cuda_device: driver.Device) -> None:
@@ -241,6 +242,7 @@ def test_blocks_hold_what_is_written_to_them(cuda_device: driver.Device) -> None
     assert arena.reserved == 0
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_another_process_taking_the_memory(cuda_device: driver.Device) -> None:
     free = cuda_device.memory()[0]

@@ -107,6 +107,7 @@ class LeastFree(threading.Thread):
         self.join()
 
 
+@pytest.mark.alone
 def test_the_limit_holds_as_the_driver_sees_it() -> None:
     """During load, a prompt of the whole context, and decoding; beside the CUDA context and the kernels' code, which
     are there from a first run of the same model.
@@ -149,6 +150,7 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_the_model_usable(
             np.testing.assert_array_equal(model.logits(prompt_of(20)), expected)
 
 
+@pytest.mark.alone
 def test_a_step_takes_what_the_link_allows() -> None:
     """85 % is the mark; the link is measured in the same run."""
     link = measure_speeds(Device(0)).link
