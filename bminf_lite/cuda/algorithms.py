@@ -1,4 +1,4 @@
-"""Which cublasLt algorithm is fastest for a product, remembered between runs.
+"""Which cublasLt algorithm is fastest for a product, and whether another kernel is faster still, between runs.
 
 An :class:`AlgorithmStore` belongs to one GPU model, driver, cublasLt version and size of workspace. They are part of
 its file's name, so after an upgrade there is a new, empty store. A file that cannot be read counts as empty, and an
@@ -14,11 +14,11 @@ from pathlib import Path
 from . import cubin_cache
 from .cublaslt import Algorithm
 
-FORMAT = 1
+FORMAT = 2
 
 
 class AlgorithmStore:
-    """Algorithms by a key that describes the product, in memory and in a small JSON file.
+    """Algorithms and verdicts by a key that describes the product, in memory and in a small JSON file.
 
     ``identity`` is everything that an algorithm depends on; ``folder`` None keeps nothing on disk.
     """
@@ -31,14 +31,26 @@ class AlgorithmStore:
     def get(self, key: str) -> Algorithm | None:
         """The algorithm kept for ``key``, as a copy of its own."""
         stored = self._known.get(key)
-        return None if stored is None else Algorithm.from_buffer_copy(bytes.fromhex(stored))
+        return Algorithm.from_buffer_copy(bytes.fromhex(stored)) if isinstance(stored, str) else None
 
     def put(self, key: str, algorithm: Algorithm) -> None:
         """Keep an algorithm, here and on disk, beside what other processes have kept there meanwhile."""
-        self._known = {**self._read(), **self._known, key: bytes(algorithm).hex()}
+        self._keep(key, bytes(algorithm).hex())
+
+    def verdict(self, key: str) -> bool | None:
+        """What was decided under ``key``."""
+        stored = self._known.get(key)
+        return stored if isinstance(stored, bool) else None
+
+    def decide(self, key: str, verdict: bool) -> None:
+        """Keep a verdict as :meth:`put` does an algorithm."""
+        self._keep(key, verdict)
+
+    def _keep(self, key: str, value: str | bool) -> None:
+        self._known = {**self._read(), **self._known, key: value}
         if self._folder is not None:
             cubin_cache.write(self._folder, self._file, json.dumps(self._known, indent=1).encode())
 
-    def _read(self) -> dict[str, str]:
+    def _read(self) -> dict[str, str | bool]:
         content = None if self._folder is None else cubin_cache.read(self._folder, self._file)
         return {} if content is None else json.loads(content)

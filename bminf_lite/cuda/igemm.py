@@ -18,6 +18,7 @@ import cupy as cp
 import numpy as np
 
 from ..errors import DeviceError
+from .algorithms import AlgorithmStore
 from .driver import Device
 from .few_rows import FewRows, tiles_for
 from .kernels import Kernel, Module
@@ -157,6 +158,11 @@ class Igemm:
             warnings.warn(f"{error}; a slower kernel computes it", RuntimeWarning, stacklevel=4)
             return None
 
+    @property
+    def store(self) -> AlgorithmStore:
+        """What was measured of products on this GPU, by this process and earlier ones."""
+        return self._multiplier.store
+
     def clear_cache(self, stream: int) -> None:
         """Fill the GPU's cache with something that nobody needs."""
         self._multiplier.clear_workspace(stream)
@@ -274,8 +280,18 @@ class Plan:
         if tiles not in self._few_rows_faster:
             if capturing(stream):
                 return False
-            self._few_rows_faster[tiles] = self._igemm.trusts_few_rows and self._is_faster(w, x, rows, stream)
+            self._few_rows_faster[tiles] = self._igemm.trusts_few_rows and self._finds_faster(w, x, rows, stream)
         return self._few_rows_faster[tiles]
+
+    def _finds_faster(self, w: int, x: int, rows: int, stream: int) -> bool:
+        """Whether the kernel for a few rows is no slower: as it was found before, or by timing it."""
+        out, inner = self.shapes.padded
+        key, store = f"few rows {self._igemm.few_rows.version} {tiles_for(rows)} {out}x{inner}", self._igemm.store
+        verdict = store.verdict(key)
+        if verdict is None:
+            verdict = self._is_faster(w, x, rows, stream)
+            store.decide(key, verdict)
+        return verdict
 
     def _is_faster(self, w: int, x: int, rows: int, stream: int) -> bool:
         """Whether the kernel for a few rows is no slower, timed on the operands of a real product, read from memory."""

@@ -48,6 +48,16 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_verdicts_are_kept_beside_algorithms_and_apart_from_them(tmp_path):
+    store = AlgorithmStore("gpu", tmp_path)
+    store.put("a", algorithm(7))
+    store.decide("b", True)
+    store.decide("c", False)
+    again = AlgorithmStore("gpu", tmp_path)
+    assert [again.verdict(key) for key in "abcd"] == [None, True, False, None]
+    assert again.get("b") is None and again.get("a") is not None
+
+
 def test_a_returned_algorithm_is_a_copy():
     store = AlgorithmStore("gpu", None)
     store.put("a", algorithm(1))

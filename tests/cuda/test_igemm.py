@@ -289,6 +289,22 @@ def test_the_kernel_for_a_few_rows_is_trusted_only_when_exact(device, multiplier
             assert not broken.trusts_few_rows
 
 
+def test_which_kernel_is_faster_is_found_once_and_remembered(device, tmp_path, monkeypatch):
+    from bminf_lite.cuda.igemm import Igemm, Plan
+    from bminf_lite.cuda.matmul import Multiplier
+
+    timings, verdicts = [], []
+    measure = Plan._is_faster
+    monkeypatch.setattr(Plan, "_is_faster", lambda *args: timings.append(1) or measure(*args))
+    x, w = cp.zeros((8, 256), np.int8), cp.zeros((512, 256), np.int8)
+    for _ in range(2):
+        igemm = Igemm(device, Multiplier.open(device, cp.cuda.alloc, tmp_path), [PlanKind.PLAIN], few_rows=True)
+        plan, stream = igemm.plan(512, 256), cp.cuda.get_current_stream().ptr
+        verdicts += [plan.takes_few_rows(w.data.ptr, x.data.ptr, rows, stream) for rows in (8, 5)]
+    assert len(set(verdicts)) == 1
+    assert len(timings) == igemm.few_rows.supports(8)
+
+
 def test_the_faster_of_the_kernels_for_a_few_rows(device, multiplier):
     """Whichever it is, the result is the same, and nothing is timed while a graph is recorded."""
     from bminf_lite.cuda.igemm import Igemm
