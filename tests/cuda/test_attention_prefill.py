@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from bminf_lite.backend.base import attend
 from bminf_lite.cuda import attention, compiler
 from bminf_lite.cuda.attention import PrefillAttention, Tiling, Visible, tiling_for
+from bminf_lite.cuda.compiler import Usage
 from bminf_lite.cuda.driver import Device
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -31,13 +33,14 @@ def tilings(capability: tuple[int, int], depths: Sequence[int]) -> set[Tiling]:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiles_without_spills(capability: tuple[int, int], tmp_path: Path) -> None:
     arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
-    names: dict[str, list[str]] = {}
-    for tiling in tilings(capability, DEPTHS):
-        names.setdefault(tiling.source, []).extend(map(tiling.expression, attention.ELEMENTS))
-    for source, expressions in names.items():
-        usage = compiler.compile(source, arch, expressions, cache=tmp_path).usage
-        for name in expressions:
-            assert usage[name].spill_stores == usage[name].spill_loads == usage[name].stack == 0, name
+    names = [(t.source, t.expression(e)) for t in tilings(capability, DEPTHS) for e in attention.ELEMENTS]
+
+    def work(name: tuple[str, str]) -> Usage:
+        return compiler.compile(name[0], arch, [name[1]], cache=tmp_path).usage[name[1]]
+
+    with ThreadPoolExecutor(2) as pool:
+        for name, usage in zip(names, pool.map(work, names), strict=True):
+            assert usage.spill_stores == usage.spill_loads == usage.stack == 0, name
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
