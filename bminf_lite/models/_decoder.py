@@ -1,13 +1,16 @@
-"""What all decoders share: the loop that runs the layers."""
+"""What decoders share: the loop that runs the layers, and what most have behind the last."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..backend.base import Backend
 from ..backend.values import Array, LayerCache, Step
 from ..layers.cache import KVCache
+from ..layers.linear import Head
+from ..layers.norm import RMSNorm
 
 
 class Pieces(Protocol):
@@ -24,6 +27,17 @@ class Pieces(Protocol):
     def output(self) -> Callable[[Array], Array]:
         """The residual stream to logits."""
         ...
+
+
+@dataclass(frozen=True)
+class Output:
+    """The residual stream to logits: ``head(norm(r))``."""
+
+    norm: RMSNorm
+    head: Head
+
+    def __call__(self, residual: Array) -> Array:
+        return self.head(self.norm(residual))
 
 
 class Decoder:

@@ -21,6 +21,7 @@ from ..layers.loading import Weights
 from ..layers.mlp import GatedMLP, PlainMLP
 from ..layers.norm import RMSNorm
 from ..layers.relative_bias import load_relative_bias
+from ._decoder import Output
 from .spec import Fold, Parameter, Role, Spec
 
 
@@ -230,17 +231,6 @@ class DecoderBlock:
         residual = self.attention.add_to(residual, self.self_norm(residual), cache, step)
         residual = self.cross_attention.add_to(residual, self.cross_norm(residual), source_cache, source, step)
         return self.mlp.add_to(residual, self.mlp_norm(residual))
-
-
-@dataclass(frozen=True)
-class Output:
-    """The residual stream to logits: ``head(norm(r))``."""
-
-    norm: RMSNorm
-    head: Head
-
-    def __call__(self, residual: Array) -> Array:
-        return self.head(self.norm(residual))
 
 
 class Pieces:

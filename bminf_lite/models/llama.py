@@ -23,7 +23,7 @@ from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm, load_rms_norm
 from ..layers.position import rope_frequencies, rope_parameters
 from ._config import ConfigReader
-from ._decoder import Decoder
+from ._decoder import Decoder, Output
 from .spec import Fold, Parameter, Role, Spec
 
 DEFAULTS = {
@@ -221,17 +221,6 @@ class Block:
     def __call__(self, residual: Array, cache: LayerCache, step: Step) -> Array:
         residual = self.attention.add_to(residual, self.input_norm(residual), cache, step)
         return self.mlp.add_to(residual, self.post_norm(residual))
-
-
-@dataclass(frozen=True)
-class Output:
-    """The residual stream to logits: ``head(norm(r))``."""
-
-    norm: RMSNorm
-    head: Head
-
-    def __call__(self, residual: Array) -> Array:
-        return self.head(self.norm(residual))
 
 
 class Pieces:
