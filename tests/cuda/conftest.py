@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bminf_lite.cuda import compiler
 from bminf_lite.errors import DeviceError
 
 
@@ -27,3 +28,13 @@ def multiplier(device, tmp_path_factory):
     from bminf_lite.cuda.matmul import Multiplier
 
     return Multiplier.open(device, cupy.cuda.alloc, tmp_path_factory.mktemp("algorithms"))
+
+
+@pytest.fixture(scope="session")
+def nvrtc() -> None:
+    """Skips where kernels cannot be compiled: no NVRTC, or no CUDA headers."""
+    try:
+        compiler.nvrtc()
+        compiler._header_folder()
+    except DeviceError as error:
+        pytest.skip(str(error))

@@ -17,7 +17,8 @@ from instantiations import CAPABILITIES, Family, families, grouped, pairs, pairw
 
 from bminf_lite.cuda import compiler
 from bminf_lite.cuda.compiler import Cubin, Usage
-from bminf_lite.errors import DeviceError
+
+pytestmark = pytest.mark.usefixtures("nvrtc")
 
 EVERYTHING = bool(os.environ.get("BMINF_LITE_ALL_KERNELS"))
 SHARES = 4
@@ -29,15 +30,6 @@ OCCUPANCY_SPILL = 64
 MAY_USE = {"attend": 255}
 """Registers of a thread, in the largest blocks that are launched; 128 where nothing is said."""
 ELSEWHERE = ("attention_prefill.cu", "attention_prefill_hopper.cu", "sample.cu", "dp4a.cu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nvrtc() -> None:
-    try:
-        compiler.nvrtc()
-        compiler._header_folder()
-    except DeviceError as error:
-        pytest.skip(str(error))
 
 
 def allowed_spill(family: Family, arguments: tuple[object, ...], usage: Usage) -> float:

@@ -13,6 +13,8 @@ from bminf_lite.cuda import compiler, cubin_cache
 from bminf_lite.cuda.compiler import Usage
 from bminf_lite.errors import DeviceError
 
+pytestmark = pytest.mark.usefixtures("nvrtc")
+
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
 SOURCE = """
@@ -42,15 +44,6 @@ __global__ void __launch_bounds__(1024, 2) crowded(float* x) {
 }
 """
 NAMES = ("scale<32, true>", "scale<64, false>")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nvrtc() -> None:
-    try:
-        compiler.nvrtc()
-        compiler._header_folder()
-    except DeviceError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -13,18 +13,10 @@ from fake_gpu.sources import LETTERS, declarations
 from instantiations import families
 
 from bminf_lite.cuda import compiler
-from bminf_lite.errors import DeviceError
+
+pytestmark = pytest.mark.usefixtures("nvrtc")
 
 ARCH = "sm_90a"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nvrtc() -> None:
-    try:
-        compiler.nvrtc()
-        compiler._header_folder()
-    except DeviceError as error:
-        pytest.skip(str(error))
 
 
 def one_of_each() -> dict[str, list[tuple[str, tuple[str, ...]]]]:
