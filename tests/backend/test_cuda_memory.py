@@ -115,3 +115,21 @@ def test_a_step_gives_its_memory_back_without_the_garbage_collector(small_gpu):
             assert small_gpu.memory()["used"] == before
     finally:
         gc.enable()
+
+
+@pytest.mark.gpu
+def test_what_only_the_first_run_allocates_does_not_shape_a_recording(cuda_backend):
+    """As where a product is timed at first: then its memory must fit a recording that has none of that."""
+    empty, first = cuda_backend.arrays.empty, [True]
+
+    def work():
+        if first and first.pop():
+            empty((3000,), np.uint8)
+            return empty((1000,), np.uint8)
+        kept = empty((2000,), np.uint8)
+        empty((1000,), np.uint8)
+        return kept, empty((5000,), np.uint8)
+
+    repeated = cuda_backend.repeated(work)
+    for _ in range(5):
+        repeated()

@@ -94,13 +94,11 @@ class Problem:
 
     def quantize(self, rng: np.random.Generator) -> None:
         """Take an int8 cache, or for ``codes = None`` the same one as fp16 values; scales are NaN where no token is."""
-        slots, kv_heads, capacity, _ = self.keys.shape
-        padded = slots, kv_heads, -(-capacity // 8) * 8
         codes = rng.integers(-127, 128, (2, *self.keys.shape), np.int8)
         codes[..., self.case.head_dim :] = 0
-        scales = rng.uniform(0.005, 0.02, (2, *padded)).astype(np.float16)
-        scales[..., :capacity][np.isnan(np.stack([self.keys, self.values])[..., 0])] = np.nan
-        self.keys, self.values = scales[..., :capacity, None] * codes.astype(np.float16)
+        scales = rng.uniform(0.005, 0.02, codes.shape[:-1]).astype(np.float16)
+        scales[np.isnan(np.stack([self.keys, self.values])[..., 0])] = np.nan
+        self.keys, self.values = scales[..., None] * codes.astype(np.float16)
         self.codes = (*codes, *scales)
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:

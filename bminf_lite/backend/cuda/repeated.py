@@ -13,16 +13,24 @@ if TYPE_CHECKING:
 
 
 class Repeated:
-    """Work that is done once as it is, which shows what memory it needs, then recorded as a graph, then replayed."""
+    """Work that is done twice as it is, then recorded as a graph, then replayed.
+
+    The first time settles what is decided once, such as which kernel is fastest, with memory that is not needed again.
+    The second time shows which memory the work needs: a graph's scratch serves just the calls that were measured.
+    """
 
     def __init__(self, backend: CudaBackend, work: Callable[[], Any]):
         self.backend = backend
         self.work = work
+        self.settled = False
         self.scratch_bytes: int | None = None
         self.graph: Graph[Any] | None = None
 
     def __call__(self) -> Any:
         backend = self.backend
+        if not self.settled:
+            self.settled = True
+            return self.work()
         if self.scratch_bytes is None:
             with backend.arena.measure() as meter:
                 result = self.work()
