@@ -39,13 +39,21 @@ def test_every_architecture_is_listed() -> None:
     assert re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE) == ["model_type", *models.names()]
 
 
-PAGES = ["README.md", "docs/design.md", "docs/numerics.md", "docs/memory.md", "docs/demo_model.md"]
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (REPOSITORY / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_paths_exist(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     folder = (REPOSITORY / page).parent
-    links = [folder / link for link in re.findall(r"\]\(([^):#]+)\)", text)]
+    links = [folder / link for link in re.findall(r"\]\(([^):#]+)", text)]
     paths = [REPOSITORY / path for path in re.findall(r"`((?:bminf_lite|tests|tools|docs)/[\w./]+)`", text)]
     assert [str(path) for path in links + paths if not path.exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sections_that_a_page_refers_to_exist(page: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    sections = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= sections
