@@ -25,17 +25,22 @@ Drawing = Callable[[Any], None]
 """Draws onto matplotlib's axes."""
 
 
-def require_matplotlib() -> None:
-    """Raise ``UsageError`` with the command that helps where it is not installed."""
+def check_target(path: Path) -> None:
+    """Raise ``UsageError`` where nothing can be drawn into ``path``: before anything is measured, that is."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("--plot needs matplotlib: pip install 'bminf-lite[plot]'") from None
+    suffixes = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in suffixes:
+        raise UsageError(f"--plot {path}: its name must end in one of: {', '.join(suffixes)}")
+    if not path.resolve().parent.is_dir():
+        raise UsageError(f"--plot {path}: the folder {path.resolve().parent} does not exist; make it first")
 
 
 def save(report: Report, path: Path) -> None:
-    """Draw what ``report`` holds into ``path``, of the type that its suffix says."""
-    require_matplotlib()
+    """Draw what ``report`` holds into ``path``, of the type that its suffix says; see :func:`check_target`."""
+    check_target(path)
     from matplotlib.figure import Figure
 
     drawings = _curves(report.measurements)
@@ -48,10 +53,7 @@ def save(report: Report, path: Path) -> None:
     figure.suptitle(" · ".join(filter(None, (report.subject.name if report.subject else "", report.device))))
     for axes, draw in zip(figure.subplots(1, len(drawings), squeeze=False)[0], drawings, strict=True):
         draw(axes)
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise UsageError(f"--plot {path}: {error}") from error
+    figure.savefig(path)
 
 
 def _curves(measurements: Sequence[Measurement]) -> list[Drawing]:

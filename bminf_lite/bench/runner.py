@@ -85,9 +85,11 @@ class Measurement:
 def workloads(
     prompts: Sequence[int], generated: Sequence[int], depths: Sequence[int], batches: Sequence[int]
 ) -> list[Workload]:
-    """Every combination; 0 prompt or generated tokens leave that kind out. Raises ``UsageError`` for negative ones."""
-    if min([*prompts, *generated, *depths], default=0) < 0 or min(batches, default=1) < 1:
-        raise UsageError("-p, -n and -d take numbers from 0 on, -b from 1 on")
+    """Every combination; 0 prompt or generated tokens leave that kind out. Raises ``UsageError`` for too small ones."""
+    options = (("-p", prompts, 0), ("-n", generated, 0), ("-d", depths, 0), ("-b", batches, 1))
+    wrong = [f"{name} is {n}, but must be {least} or more" for name, ns, least in options for n in ns if n < least]
+    if wrong:
+        raise UsageError("; ".join(wrong))
     kinds = [("pp", n) for n in prompts if n] + [("tg", n) for n in generated if n]
     return [Workload(kind, n, depth, batch) for batch in batches for depth in depths for kind, n in kinds]
 

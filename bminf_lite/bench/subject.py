@@ -18,9 +18,9 @@ from ..backend.random_matrix import RandomMatrix
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.recipe import Scheme
 from ..engine.generation import Limits, Network
-from ..engine.planning import demand, demand_of_checkpoint, place
+from ..engine.planning import demand, demand_of_checkpoint, limits_of, place
 from ..layers.loading import Weights
-from ..memory.planner import CHUNK, Plan
+from ..memory.planner import Plan
 from ..models.spec import Role, Spec
 
 
@@ -56,8 +56,8 @@ def random_subject(
     Layers that do not fit the memory limit are streamed, as those of a checkpoint are.
     """
     architecture = models.find(dict(config))
-    plan = place(ops, lambda: demand(architecture, dict(config), lambda _: Scheme.W8A8, kv_cache))
     spec = architecture.spec(architecture.parse(dict(config)))
+    plan = place(ops, spec, lambda: demand(architecture, dict(config), lambda _: Scheme.W8A8, kv_cache))
     return _build(name, architecture, dict(config), RandomWeights(spec, seed), ops, plan, kv_cache)
 
 
@@ -67,7 +67,7 @@ def checkpoint_subject(path: Path, ops: Backend, kv_cache: str = "fp16") -> Subj
         architecture = models.find(checkpoint.config)
         spec = architecture.spec(architecture.parse(checkpoint.config))
         checkpoint.validate(spec)
-        plan = place(ops, lambda: demand_of_checkpoint(checkpoint, kv_cache=kv_cache))
+        plan = place(ops, spec, lambda: demand_of_checkpoint(checkpoint, kv_cache=kv_cache))
         weights = checkpoint.weights(spec, stored=True)
         return _build(path.resolve().name, architecture, checkpoint.config, weights, ops, plan, kv_cache)
 
@@ -81,14 +81,7 @@ def _build(
     counted = CountedWeights(weights)
     network = architecture.Model(parsed, counted, ops)
     int8 = kv_cache == "int8"
-    limits = Limits(
-        parsed.context_length,
-        parsed.vocab_size,
-        replace(parsed.cache_shape, int8=int8),
-        chunk=plan.chunk if plan is not None else CHUNK,
-        source_length=getattr(parsed, "source_length", 0),
-        decoder_start=getattr(parsed, "decoder_start", ()),
-    )
+    limits = limits_of(parsed, replace(parsed.cache_shape, int8=int8), plan)
     parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
     return Subject(f"{name}, int8 cache" if int8 else name, network, limits, parameters, counted.nbytes, plan)
 

@@ -50,6 +50,10 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(target, needed) from error
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
+            raise CheckpointError(
+                f"{target}: another process made it meanwhile, and it stays; name another folder, or use --force"
+            ) from error
         raise CheckpointError(f"{target}: cannot be written: {error}") from error
     finally:
         _remove(partial)

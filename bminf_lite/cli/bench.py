@@ -95,7 +95,7 @@ def bench(
     if trace and max(len(batches), len(depths)) > 1:
         raise click.UsageError("--trace shows one step: give one -b and one -d.")
     if plot is not None:
-        drawing.require_matplotlib()
+        drawing.check_target(plot)
     tests = workloads(prompts, generated, depths, batches)
     if not tests and not kernels:
         raise click.UsageError("There is nothing to run: -p and -n are both 0.")

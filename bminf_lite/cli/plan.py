@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,21 @@ if TYPE_CHECKING:
 GB = 1e9
 
 
+class Speed(click.ParamType):
+    """A speed in GB/s, in bytes per second."""
+
+    name = "speed"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
+        try:
+            speed = float(value) * GB
+        except ValueError:
+            speed = math.nan
+        if not 0 < speed < math.inf:
+            self.fail(f"{value!r} is not a speed: write a positive number of GB/s, such as 25", parameter, context)
+        return speed
+
+
 @click.command()
 @model_argument
 @memory_limit_option
@@ -25,9 +41,9 @@ GB = 1e9
 @click.option("--recipe", metavar="w8a8|w8a16|FILE",
               help="Plan as if migrated by it; by default a checkpoint as it is, a config.json as w8a8.")  # fmt: skip
 @click.option("--gpu-memory", type=Size(), metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
-@click.option("--link", type=click.FloatRange(min=0, min_open=True), metavar="GB/s",
+@click.option("--link", type=Speed(), metavar="GB/s",
               help="Speed from host memory to the GPU; without it measured on this machine's GPU.")  # fmt: skip
-@click.option("--bandwidth", type=click.FloatRange(min=0, min_open=True), metavar="GB/s",
+@click.option("--bandwidth", type=Speed(), metavar="GB/s",
               help="Speed of the GPU's memory; without it measured, if there is a GPU.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(
@@ -58,10 +74,7 @@ def plan(
     from ..memory.planner import make_plan
 
     demand = demand_of(model, recipe, kv_cache)
-    machine = machine_of(
-        memory_limit, gpu_memory, None if link is None else link * GB, None if bandwidth is None else bandwidth * GB
-    )
-    made = make_plan(demand, machine, context, batch)
+    made = make_plan(demand, machine_of(memory_limit, gpu_memory, link, bandwidth), context, batch)
     click.echo(json.dumps(facts(made), indent=2) if as_json else "\n".join(lines(made)))
 
 

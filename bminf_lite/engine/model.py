@@ -18,11 +18,10 @@ from ..backend.values import Array, Step
 from ..checkpoint.reader import open_checkpoint
 from ..errors import CheckpointError, UsageError, listed
 from ..layers.cache import KVCache, SourceCache
-from ..memory.planner import CHUNK
 from .blanks import Filling, fill_blanks
 from .chat import ChatTemplate
 from .generation import EncoderDecoder, Generation, Limits, Network, Request
-from .planning import demand_of_checkpoint, place
+from .planning import demand_of_checkpoint, limits_of, place
 from .prompts import EncodedPrompt, Message, Prompt, checked_ids, is_batch, is_conversation
 from .result import Piece, Result
 from .sampling import SamplingParams
@@ -61,21 +60,12 @@ def load(
         try:
             cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
             KVCache(ops, cache_shape, 1, 1, 1).close()  # refused now, if ever
-            plan = place(ops, lambda: demand_of_checkpoint(checkpoint, kv_cache=kv_cache), context)
+            plan = place(ops, spec, lambda: demand_of_checkpoint(checkpoint, kv_cache=kv_cache), context)
             network = architecture.Model(config, checkpoint.weights(spec, stored=True), ops)
         except BaseException:
             ops.close()
             raise
-        limits = Limits(
-            config.context_length,
-            config.vocab_size,
-            cache_shape,
-            max_batch,
-            chunk=plan.chunk if plan is not None else CHUNK,
-            cache_tokens=plan.context if plan is not None and plan.host_tables else 0,
-            source_length=getattr(config, "source_length", 0),
-            decoder_start=getattr(config, "decoder_start", ()),
-        )
+        limits = limits_of(config, cache_shape, plan, max_batch)
         return Model(network, limits, checkpoint.path, checkpoint.generation_config, eos_ids)
 
 

@@ -6,6 +6,7 @@ costs milliseconds for any size, and holds for every architecture.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,9 +20,13 @@ from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.survey import Survey
 from ..checkpoint.reader import Checkpoint, open_checkpoint, read_json
 from ..checkpoint.recipe import Recipe, Scheme, load_recipe
+from ..errors import OutOfMemory
 from ..layers.cache import CacheShape
-from ..memory.planner import Demand, Machine, Plan, make_plan
+from ..memory.machine import available_memory
+from ..memory.planner import CHUNK, Demand, Machine, Plan, make_plan
+from ..memory.sizes import format_size
 from ..models.spec import Role, Spec
+from .generation import Limits
 
 LIBRARY_BYTES = 48 << 20
 """What cublasLt's workspace and the kernels' own small arrays take on the device."""
@@ -78,17 +83,46 @@ def demand_of_checkpoint(checkpoint: Checkpoint, recipe: str | Path | None = Non
     return demand(architecture, checkpoint.config, scheme_of, kv_cache)
 
 
-def place(ops: Backend, find_demand: Callable[[], Demand], context: int | None = None) -> Plan | None:
+def place(ops: Backend, spec: Spec, find_demand: Callable[[], Demand], context: int | None = None) -> Plan | None:
     """Plan for the memory that a backend can still get, and tell it where the weights are to live.
 
-    None, and nothing to do, where its memory is the host's. Raises ``OutOfMemory``, saying what would fit.
+    None where its memory is the host's, in which all weights of ``spec`` must fit. Raises ``OutOfMemory``, saying what
+    would fit.
     """
     memory = ops.memory()
     if "available" not in memory:
+        _require_host_memory(spec)
         return None
     plan = make_plan(find_demand(), Machine(memory["available"] + memory["used"]), context)
     ops.placement = plan.placement
     return plan
+
+
+def limits_of(config: Any, cache_shape: CacheShape, plan: Plan | None, max_batch: int = Limits.max_batch) -> Limits:
+    """What bounds the runs of a model of that parsed configuration, whose weights live where ``plan`` says."""
+    return Limits(
+        config.context_length,
+        config.vocab_size,
+        cache_shape,
+        max_batch,
+        chunk=plan.chunk if plan is not None else CHUNK,
+        cache_tokens=plan.context if plan is not None and plan.host_tables else 0,
+        source_length=getattr(config, "source_length", 0),
+        decoder_start=getattr(config, "decoder_start", ()),
+    )
+
+
+def _require_host_memory(spec: Spec) -> None:
+    """Raise ``OutOfMemory`` where a CPU's weights, fp32 whatever they are stored as, are more than the host has free.
+
+    Linux would give that memory all the same, and kill a process once it is used.
+    """
+    needed, free = sum(4 * math.prod(p.shape) for p in spec.parameters.values()), available_memory()
+    if free is not None and needed > free:
+        raise OutOfMemory(
+            f"the model's weights take {format_size(needed)} on a CPU, which computes in fp32, but the host has "
+            f"{format_size(free)} free; run it on a GPU, or on a host with more memory"
+        )
 
 
 def demand(architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf, kv_cache: str = "fp16") -> Demand:

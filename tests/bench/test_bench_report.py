@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +127,6 @@ def test_drawings(report: Report, tmp_path) -> None:
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'bminf-lite\[plot\]'"):
-        plot.require_matplotlib()
+        plot.check_target(Path("x.png"))

@@ -98,7 +98,7 @@ def test_an_existing_target_is_refused(tmp_path: Path) -> None:
 
 def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    with pytest.raises(CheckpointError, match="cannot be written"), output_folder(target, False, 0):
+    with pytest.raises(CheckpointError, match="another process made it"), output_folder(target, False, 0):
         target.mkdir()
         (target / "theirs").write_text("x")
     assert names(target) == {"theirs"} and names(tmp_path) == {"out"}

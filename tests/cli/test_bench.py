@@ -66,6 +66,25 @@ def test_a_drawing(tmp_path: Path) -> None:
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", ["x.nonsense", "x", "no-such-folder/x.png"])
+def test_where_nothing_can_be_drawn_is_told_before_anything_runs(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    result = bench("--shape", "llama-tiny", "--plot", tmp_path / name)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert name.split("/")[0] in result.stderr and "tokens/s" not in result.stderr
+
+
+def test_numbers_that_are_too_small_are_all_named() -> None:
+    result = bench("--shape", "llama-tiny", "-p", "8,-3", "-b", "0")
+    assert "-p is -3, but must be 0 or more; -b is 0, but must be 1 or more" in result.stderr
+
+
+def test_a_shape_that_the_host_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bminf_lite.engine.planning.available_memory", lambda: 10 << 20)
+    result = bench("--shape", "llama-tiny")
+    assert result.exit_code == 1 and "the host has 10.0 MiB free" in result.stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

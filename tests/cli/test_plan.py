@@ -68,6 +68,13 @@ def test_a_checkpoint_as_it_is_and_migrated(tmp_path: Path) -> None:
     assert migrated["weight_bytes"] < as_stored
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e300", "fast"])
+@pytest.mark.parametrize("option", ["--link", "--bandwidth"])
+def test_a_speed_is_positive_and_finite(option: str, value: str) -> None:
+    result = run(CONFIGS / "llama-3-8b.json", *MACHINE, option, value)
+    assert result.exit_code == 2 and f"'{value}' is not a speed" in result.stderr
+
+
 def test_what_does_not_fit_says_what_would() -> None:
     result = run(CONFIGS / "llama-3-70b.json", *MACHINE, "--memory-limit", "2GiB")
     assert result.exit_code == 1
