@@ -23,6 +23,7 @@ from bminf_lite import models
 from bminf_lite.bench.shapes import read_shape
 from bminf_lite.checkpoint.tensor_file import DTYPES
 from bminf_lite.checkpoint.writer import CheckpointWriter, Declared, write_json
+from bminf_lite.errors import UsageError
 from bminf_lite.models.spec import Parameter, Role
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
@@ -77,7 +78,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--dtype", choices=("BF16", "F16", "F32"), default="BF16")
     arguments = parser.parse_args()
-    make(arguments.out, arguments.shape, arguments.layers, arguments.dtype)
+    try:
+        make(arguments.out, arguments.shape, arguments.layers, arguments.dtype)
+    except (UsageError, FileExistsError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

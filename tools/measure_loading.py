@@ -120,6 +120,13 @@ def main() -> None:
     if args.child:
         child(checkpoint, args.memory_limit, args.profile)
         return
+    from bminf_lite.cuda.doctor import require_usable  # not at the top: the child measures what importing takes
+    from bminf_lite.errors import DeviceError
+
+    try:
+        require_usable(0)
+    except DeviceError as error:
+        sys.exit(f"error: {error}")
     make_checkpoint(checkpoint, args.shape)
     try:
         size = sum(path.stat().st_size for path in checkpoint.iterdir())
@@ -129,7 +136,10 @@ def main() -> None:
         command += ["--memory-limit", args.memory_limit] if args.memory_limit else []
         runs = []
         for _ in range(args.repeat):
-            runs.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)  # its errors are for the user
+            if done.returncode:
+                sys.exit(done.returncode)
+            runs.append(json.loads(done.stdout))
             print(", ".join(f"{name} {runs[-1][name]:.2f} s" for name in ("import", "load", "tokens")), flush=True)
         load = statistics.median(run["load"] for run in runs)
         reserved = runs[-1]["reserved"] / 1e9

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import sys
 import time
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
+
+from bminf_lite.cuda.doctor import require_usable
+from bminf_lite.errors import DeviceError
 
 STAGES = ("open", "load", "prompt", "decode")
 DECODED = 64
@@ -39,9 +43,13 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3-8b")
     parser.add_argument("--memory-limit", default="4GiB", metavar="SIZE")
     args = parser.parse_args()
+    try:
+        require_usable(0)
+    except DeviceError as error:
+        sys.exit(f"error: {error}")
     spawn = multiprocessing.get_context("spawn")
     stage, peaks, counts = spawn.Value("i", 0), spawn.Array("q", len(STAGES) + 1), spawn.Array("q", len(STAGES) + 1)
-    sampler = spawn.Process(target=sample, args=(stage, peaks, counts))
+    sampler = spawn.Process(target=sample, args=(stage, peaks, counts), daemon=True)
     sampler.start()
     while counts[0] < 10:  # its own context is there, and nothing else
         time.sleep(0.01)

@@ -25,10 +25,11 @@ import numpy as np
 
 from bminf_lite import models
 from bminf_lite.checkpoint.migrate import migrate
-from bminf_lite.checkpoint.output_folder import output_folder
+from bminf_lite.checkpoint.output_folder import check_space, check_target, output_folder
+from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.checkpoint.torch_file import TorchFile
 from bminf_lite.checkpoint.writer import CheckpointWriter, Declared, write_json
-from bminf_lite.errors import BminfError, CheckpointError, listed
+from bminf_lite.errors import BminfError, CheckpointError, UsageError, listed
 
 SHARD = re.compile(r"mp_rank_(\d+)_model_states\.pt|mp_rank_(\d+)|.*\.(?:pt|bin)")
 POINTERS = ("latest_checkpointed_iteration.txt", "latest")
@@ -216,23 +217,35 @@ def parser(model: str, description: str, vocabulary: str) -> argparse.ArgumentPa
 
 
 def run(arguments: argparse.Namespace, write: Callable[[Path], None]) -> int:
-    """Have ``write`` make the merged checkpoint, migrate it to ``arguments.out``, and report; the exit code."""
+    """Have ``write`` make the merged checkpoint, migrate it to ``arguments.out``, and report; the exit code.
+
+    What can be known before the merge, which may take minutes, is checked before it.
+    """
     try:
         size = sum(path.stat().st_size for path in find_shards(arguments.source))
         if arguments.recipe == "merge":
-            with output_folder(arguments.out.resolve(), arguments.force, size) as folder:
+            with output_folder(arguments.out, arguments.force, size) as folder:
                 write(folder)
         else:
+            recipe = load_recipe(arguments.recipe)
+            if recipe.calibration is not None:
+                raise UsageError(f"recipe {recipe.name}: write the tensors with --recipe merge, and give the folder to "
+                                 "bminf-lite migrate --calibrate")  # fmt: skip
+            check_target(arguments.out, arguments.force)
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            check_space(arguments.out, size)
             merged = Path(tempfile.mkdtemp(prefix=".merged-", dir=arguments.out.parent))
             try:
                 write(merged)
-                migrate(merged, arguments.out, arguments.recipe, force=arguments.force)
+                migrate(merged, arguments.out, recipe, force=arguments.force)
             finally:
                 shutil.rmtree(merged)
-    except BminfError as error:
+    except (BminfError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     print(f"wrote {arguments.out}")
     return 0
 

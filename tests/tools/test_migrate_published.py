@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import migrate_cpm1
@@ -201,3 +202,37 @@ def test_checkpoints_of_something_else(tmp_path: Path, vocabulary: Path, capsys:
     assert "name the one" in failed(capsys, source, vocabulary)
     whole = write_shards(tmp_path / "whole", random_tensors(CPM1), 1)
     assert "does not exist" in failed(capsys, whole, tmp_path / "none", "--heads", "6")
+
+
+def test_what_is_wrong_is_told_before_anything_is_merged(
+    tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_shards(tmp_path / "source", random_tensors(CPM1), 2)
+    monkeypatch.setattr("model_parallel.CheckpointWriter", None)
+    out = tmp_path / "out"
+    arguments = [str(source), str(out), "--vocabulary", str(vocabulary), "--heads", "6"]
+    for recipe, words in [("no-such-recipe", "neither built in"), ("auto", "--calibrate")]:
+        assert migrate_cpm1.main([*arguments, "--recipe", recipe]) == 2
+        assert words in capsys.readouterr().err
+    out.mkdir()
+    assert migrate_cpm1.main(arguments) == 1
+    assert "already exists" in capsys.readouterr().err
+    out.rmdir()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
+    assert migrate_cpm1.main(arguments) == 1
+    assert "the disk is full" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"source", vocabulary.name})
+
+
+def test_a_merge_that_is_interrupted_leaves_nothing(
+    tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    source = write_shards(tmp_path / "source", random_tensors(CPM1), 2)
+    monkeypatch.setattr("model_parallel.CheckpointWriter.write", interrupt)
+    for recipe in ("merge", "w8a8"):
+        arguments = [str(source), str(tmp_path / "out"), "--vocabulary", str(vocabulary), "--heads", "6"]
+        assert migrate_cpm1.main([*arguments, "--recipe", recipe]) == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"source", vocabulary.name})
