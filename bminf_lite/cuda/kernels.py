@@ -1,7 +1,8 @@
 """Kernels loaded into a GPU and launched with as little Python as possible.
 
-A decode step launches some ten kernels a layer from Python, so a launch is two ``struct`` packings into memory that the
-kernel owns and one call of the driver. Launches may be captured into a graph.
+A prompt's step launches some ten kernels a layer from Python, so a launch is one ``struct`` packing into memory that the
+kernel owns and one call of the driver; what does not change from launch to launch is kept. Launches may be captured into
+a graph.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError
 from . import compiler, driver
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 Dimensions = int | tuple[int, ...]
 
-# CUlaunchConfig: grid, block, shared bytes, stream, attributes, how many. Native alignment is the C compiler's.
-_CONFIG = struct.Struct("@7IPPI")
+CONFIGURATIONS = 64
+"""Grids and the like for which a kernel keeps what the driver is told; those not used for longest are dropped beyond."""
 _PARAMETER_BUFFER_POINTER, _PARAMETER_BUFFER_SIZE = 1, 2
 _SHARED_WITHOUT_ASKING = 48 * 1024
 _ALL_SHARED, _AS_NEEDED = 100, -1  # percent of what L1 cache and shared memory divide between them
@@ -107,15 +108,7 @@ class Kernel:
             _PARAMETER_BUFFER_POINTER, ctypes.addressof(self._parameters),
             _PARAMETER_BUFFER_SIZE, ctypes.addressof(self._size), None,
         )  # fmt: skip
-        self._config = LaunchConfig()
-        self._config_pointer = ctypes.byref(self._config)
-        # Cluster first, dependent launch second: either alone or both are a run of this array.
-        self._attributes = (LaunchAttribute * 2)()
-        self._attributes[0].id = LaunchAttributeID.CLUSTER_DIMENSION
-        self._attributes[1].id = LaunchAttributeID.PROGRAMMATIC_STREAM_SERIALIZATION
-        self._attributes[1].value[0] = 1
-        self._cluster_attribute = ctypes.addressof(self._attributes)
-        self._dependent_attribute = self._cluster_attribute + ctypes.sizeof(LaunchAttribute)
+        self._configured = functools.lru_cache(CONFIGURATIONS)(self._configure)
 
     @functools.cached_property
     def attributes(self) -> KernelAttributes:
@@ -158,27 +151,35 @@ class Kernel:
         self, grid: Dimensions, block: Dimensions, args: Sequence[object], shared: int, stream: int, dependent: bool,
         cluster: Dimensions | None,
     ) -> None:  # fmt: skip
+        configuration = self._configured(grid, block, shared, stream, dependent, cluster)
         with self._lock:
-            if shared > self._shared_allowed:
-                self._allow_shared(shared)
-            attributes, count = 0, 0
-            if dependent and self._dependent_supported:
-                attributes, count = self._dependent_attribute, 1
-            if cluster is not None:
-                self._attributes[0].value[:3] = _three(cluster)
-                attributes, count = self._cluster_attribute, count + 1
             try:
                 self._pack_parameters(self._parameters, 0, *args)
-                _CONFIG.pack_into(
-                    self._config, 0, *_three(grid), *_three(block), shared, stream, attributes, count
-                )
-                self._launch(self._config_pointer, self._function, None, self._extra)
+                self._launch(configuration, self._function, None, self._extra)
             except struct.error as error:
                 raise TypeError(f"{self.name}: the arguments {args} do not fit the signature: {error}") from error
             except LibraryError as error:
                 raise DeviceError(
                     f"{self.name} with grid {grid}, block {block}, {shared} bytes of shared memory: {error}"
                 ) from error
+
+    def _configure(
+        self, grid: Dimensions, block: Dimensions, shared: int, stream: int, dependent: bool,
+        cluster: Dimensions | None,
+    ) -> Any:  # fmt: skip
+        """A pointer to the ``CUlaunchConfig`` of such launches, which it keeps."""
+        if shared > self._shared_allowed:
+            self._allow_shared(shared)
+        attributes, count = (LaunchAttribute * 2)(), 0
+        if cluster is not None:
+            attributes[count].id = LaunchAttributeID.CLUSTER_DIMENSION
+            attributes[count].value[:3] = _three(cluster)
+            count += 1
+        if dependent and self._dependent_supported:
+            attributes[count].id = LaunchAttributeID.PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[count].value[0] = 1
+            count += 1
+        return ctypes.byref(LaunchConfig(_three(grid), _three(block), shared, stream, attributes, count))
 
     def _attribute(self, attribute: FunctionAttribute) -> int:
         value = ctypes.c_int()
