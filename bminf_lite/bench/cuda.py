@@ -13,7 +13,7 @@ import numpy as np
 from ..backend.cuda import CudaBackend
 from ..backend.cuda.arrays import PAD
 from ..backend.cuda.launches import MATVEC_TO_HALF, ceil_div
-from ..backend.cuda.unfinished import Weight
+from ..backend.cuda.unfinished import Codes, Weight
 from ..backend.quantization import Int8Weight
 from ..backend.random_matrix import RandomMatrix
 from ..backend.values import Norm
@@ -176,9 +176,10 @@ class CudaInstruments(Instruments):
         weights = [self._weight(n, k, seed) for seed in range(ceil_div(WEIGHT_BYTES, n * k))]
         plan, fused, arrays = weights[0].plan, self.ops.fused, self.ops.arrays
         assert plan is not None
-        codes = self._random(1, plan.activation(rows).size, np.int8).reshape(-1), arrays.empty((rows,), np.float32)
+        layout, scales = plan.activation(rows), arrays.empty((rows,), np.float32)
+        codes = Codes(layout, self._random(1, layout.size, np.int8).data, scales.data)
         with arrays.current():
-            codes[1].fill(1e-2)
+            scales.fill(1e-2)
         outputs = {
             "igemm to fp16": (Output.HALF, arrays.rows(rows, n, np.float16)),
             "igemm, added to fp32": (Output.ADD, arrays.zeros((rows, round_up(n, PAD)), np.float32)[:, :n]),
@@ -198,7 +199,8 @@ class CudaInstruments(Instruments):
             residual = half.astype(np.float32)
         gain, bias = (self.ops.vector(np.full(width, v, np.float32)) for v in (1.5, 0.25))
         out, codes = arrays.rows(rows, width, np.float16), arrays.rows(rows, width, np.int8)
-        scales, layout = arrays.empty((rows,), np.float32), Layout(Order.ROW, rows, width, round_up(width, PAD))
+        layout = Layout(Order.ROW, rows, width, round_up(width, PAD))
+        coded = Codes(layout, codes.data, arrays.empty((rows,), np.float32).data)
         rms, layer = Norm(gain, 1e-5), Norm(gain, 1e-5, bias, center=True)
         size = rows * width
         yield Case("softmax", shape, in_turn(self.ops.softmax, (residual,)), 8 * size,
@@ -206,13 +208,13 @@ class CudaInstruments(Instruments):
         yield Case("softmax, in place", shape, lambda _: self.ops.softmax(residual, out=residual), 8 * size)
         with arrays.current():
             residual[...] = half
-        yield Case("rms_norm", shape, in_turn(transform, (None, out, None, None, residual, rms)), 6 * size,
+        yield Case("rms_norm", shape, in_turn(transform, (None, out, residual, rms)), 6 * size,
                    plain=in_turn(rms_norm, (cp, residual, gain)))  # fmt: skip
-        yield Case("layer_norm", shape, in_turn(transform, (None, out, None, None, residual, layer)), 6 * size,
+        yield Case("layer_norm", shape, in_turn(transform, (None, out, residual, layer)), 6 * size,
                    plain=in_turn(layer_norm, (cp, residual, gain, bias)))  # fmt: skip
-        yield Case("quantize", shape, in_turn(transform, (half, codes, scales, layout)), 3 * size,
+        yield Case("quantize", shape, in_turn(transform, (half, coded)), 3 * size,
                    plain=in_turn(quantize, (cp, half)))  # fmt: skip
-        yield Case("rms_norm and quantize", shape, in_turn(transform, (None, codes, scales, layout, residual, rms)),
+        yield Case("rms_norm and quantize", shape, in_turn(transform, (None, coded, residual, rms)),
                    5 * size, plain=in_turn(lambda *a: quantize(cp, rms_norm(*a)), (cp, residual, gain)))  # fmt: skip
         yield Case("rms_norm to fp32, in place", shape, lambda _: self.ops.norm(residual, rms, out=residual), 8 * size)
 

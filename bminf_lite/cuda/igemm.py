@@ -229,6 +229,8 @@ class Plan:
         self._few_rows = few_rows
         self._few_rows_faster: dict[int, bool] = {}
         self._prepare = functools.lru_cache(PREPARED_LIMIT)(self._prepare_uncached)
+        self._activation = functools.lru_cache(PREPARED_LIMIT)(shapes.activation)
+        self._result = functools.lru_cache(PREPARED_LIMIT)(shapes.result)
 
     @property
     def weight(self) -> Layout:
@@ -237,11 +239,11 @@ class Plan:
 
     def activation(self, rows: int) -> Layout:
         """Of activation codes int8 ``[rows, in_features]``; the padding in the buffer may hold anything."""
-        return self.shapes.activation(rows)
+        return self._activation(rows)
 
     def result(self, rows: int) -> Layout:
         """Of the sums int32 ``[rows, out_features]``."""
-        return self.shapes.result(rows)
+        return self._result(rows)
 
     def pack_weight(self, codes: cp.ndarray) -> cp.ndarray:
         """Codes int8 ``[out_features, in_features]`` -> int8 ``[weight.size]``, for :meth:`run`; once per weight.

@@ -1,8 +1,8 @@
 """Kernels loaded into a GPU and launched with as little Python as possible.
 
-A prompt's step launches some ten kernels a layer from Python, so a launch is one ``struct`` packing into memory that the
-kernel owns and one call of the driver; what does not change from launch to launch is kept. Launches may be captured into
-a graph.
+A prompt's step launches some ten kernels a layer from Python, so a launch is one ``struct`` packing into memory that
+the kernel owns and one call of the driver; what does not change from launch to launch is kept. Launches may be captured
+into a graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Dimensions = int | tuple[int, ...]
 
 CONFIGURATIONS = 64
-"""Grids and the like for which a kernel keeps what the driver is told; those not used for longest are dropped beyond."""
+"""Grids and the like for which a kernel keeps what the driver is told; beyond, those not used for longest go."""
 _PARAMETER_BUFFER_POINTER, _PARAMETER_BUFFER_SIZE = 1, 2
 _SHARED_WITHOUT_ASKING = 48 * 1024
 _ALL_SHARED, _AS_NEEDED = 100, -1  # percent of what L1 cache and shared memory divide between them

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class Layout:
         ld = cols if order is Order.ROW else GROUP * round_up(rows, TILE_ROWS[order])
         return cls(order, rows, cols, ld, itemsize)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements in the buffer, padding included."""
         return self.rows * self.ld if self.order is Order.ROW else round_up(self.cols, GROUP) // GROUP * self.ld

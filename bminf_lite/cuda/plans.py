@@ -121,7 +121,7 @@ class Shapes:
     out_features: int
     in_features: int
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether codes and results are row-major; otherwise activations and results are in COL32."""
         return self.kind not in _WEIGHT_ORDER

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cupy as cp
 import numpy as np
@@ -57,8 +58,7 @@ TRIAL = 300, 400, 272
 """Rows, rows of the weight and inner size of the product that the kernel must get right before it is trusted."""
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """An address and the elements from one row to the next, both in bytes multiples of 16."""
 
     address: int
@@ -70,8 +70,10 @@ class _Form:
     """What launches of one shape have in common; ``numbers`` are the kernel's, from ``rows`` to ``column_tiles``."""
 
     kernel: Kernel
-    tiling: Tiling
     grid: int
+    cluster: int | None
+    shared: int
+    box_channels: int
     numbers: tuple[int, ...]
 
 
@@ -133,13 +135,12 @@ class ScaledGemm:
         element = Element.FLOAT32 if output is Output.ADD else Element.FLOAT16
         maps = (
             matrix_map(x.address, Element.INT8, rows, in_features, x.pitch, ROWS),
-            matrix_map(w.address, Element.INT8, channels, in_features, w.pitch, form.tiling.width // 2),
+            matrix_map(w.address, Element.INT8, channels, in_features, w.pitch, form.box_channels),
             matrix_map(out.address, element, rows, form.numbers[1], out.pitch, BOX_ROWS),
         )
         form.kernel(
-            form.grid, THREADS, (x_scale, w_scale, bias, *form.numbers, *maps), shared=form.tiling.shared,
-            stream=stream, dependent=True, cluster=form.tiling.cluster if form.tiling.cluster > 1 else None,
-            moved=moved,
+            form.grid, THREADS, (x_scale, w_scale, bias, *form.numbers, *maps), form.shared, stream, True,
+            form.cluster, moved,
         )  # fmt: skip
 
     def _form_uncached(
@@ -155,7 +156,10 @@ class ScaledGemm:
         clusters = min(row_tiles * column_tiles, self._multiprocessors // tiling.cluster)
         numbers = (rows, columns, channels, -(-in_features // ROWS), row_tiles, column_tiles)
         arguments = f"{int(output)}, {activation}, {str(bias).lower()}, {tiling.width}, {tiling.cluster}"
-        return _Form(self._kernel(f"bminf::gemm_hopper<{arguments}>"), tiling, clusters * tiling.cluster, numbers)
+        kernel, cluster = self._kernel(f"bminf::gemm_hopper<{arguments}>"), tiling.cluster
+        return _Form(
+            kernel, clusters * cluster, cluster if cluster > 1 else None, tiling.shared, tiling.width // 2, numbers
+        )
 
     def _load(self, expression: str) -> Kernel:
         return Module(self._device, "gemm_hopper.cu", [expression]).kernel(expression, _SIGNATURE)

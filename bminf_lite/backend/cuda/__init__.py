@@ -173,7 +173,7 @@ class CudaBackend(Finishing):
         rows, k = x.shape
         layout = Layout(Order.ROW, rows, k, round_up(k, PAD))
         codes, scale = self.arrays.rows(rows, k, np.int8), self.arrays.empty((rows,), np.float32)
-        self._transform(x, codes, scale, layout)
+        self._transform(x, Codes(layout, codes.data, scale.data))
         return codes, scale
 
     def igemm(self, x: Array, w: Array) -> Array:
@@ -296,21 +296,21 @@ class CudaBackend(Finishing):
         assert weight.plan is not None
         layout = weight.plan.activation(x.shape[0])
         again = isinstance(x, Normed) and x.used
-        if again and x.codes is not None and x.codes[0] == layout:
-            return x.codes[1]
-        codes, scale = self.arrays.empty((layout.size,), np.int8), self.arrays.empty((layout.rows,), np.float32)
-        self._transform(x, codes, scale, layout)
+        if again and x.codes is not None and x.codes.layout == layout:
+            return x.codes
+        codes = Codes(layout, self.arrays.memory(layout.nbytes), self.arrays.memory(4 * layout.rows))
+        self._transform(x, codes)
         if again:
-            x.codes = layout, (codes, scale)
-        return codes, scale
+            x.codes = codes
+        return codes
 
     def _int8_product(self, codes: Codes, weight: Weight) -> Product:
-        plan, (x, scale) = weight.plan, codes
+        plan, rows = weight.plan, codes.layout.rows
         assert plan is not None
-        result = plan.result(len(scale))
+        result = plan.result(rows)
         acc = self.arrays.empty((result.size,), np.int32)
-        plan.run(acc.data.ptr, weight.matrix.data.ptr, x.data.ptr, len(scale), self.stream.ptr)
-        return Product(acc, result, scale, weight)
+        plan.run(acc.data.ptr, weight.matrix.data.ptr, codes.values.ptr, rows, self.stream.ptr)
+        return Product(acc, result, codes.scales, weight)
 
     def _float_product(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
         rows, (n, k) = x.shape[0], weight.matrix.shape

@@ -7,13 +7,12 @@ import weakref
 import cupy as cp
 import numpy as np
 
-from ...cuda.layouts import Layout
 from ..base import Backend
 from ..values import Array
 from .arrays import Arrays
 from .launches import WIDEST_NORM
 from .rows import RowLaunches
-from .unfinished import Gated, Normed, Product, Residual
+from .unfinished import Codes, Gated, Normed, Product, Residual
 
 STALE = "a norm that two operations read must be read by both before the residual stream changes"
 
@@ -25,19 +24,17 @@ class Finishing(Backend):
     launches: RowLaunches
     _streams: weakref.WeakValueDictionary[int, Residual]
 
-    def _transform(
-        self, x: Array, out: cp.ndarray, scale: cp.ndarray | None = None, layout: Layout | None = None
-    ) -> None:
+    def _transform(self, x: Array, out: cp.ndarray | Codes) -> None:
         """Write ``x``, whatever it is still waiting for, as codes or as values."""
         if isinstance(x, Normed) and x.values is None:
             assert not x.stale, STALE
             residual = x.residual
             x.used = True
             if x.shape[1] <= WIDEST_NORM:
-                self.launches.transform(residual.pending, out, scale, layout, residual.values, x.norm)
+                self.launches.transform(residual.pending, out, residual.values, x.norm)
                 residual.pending = None
                 return
-            alone = layout is None and out.dtype == np.float32
+            alone = isinstance(out, cp.ndarray) and out.dtype == np.float32
             values = out if alone else self.arrays.rows(x.shape[0], x.shape[1], np.float32)
             self.launches.norm(self._finished(residual), x.norm, values)
             if alone:
@@ -50,7 +47,7 @@ class Finishing(Backend):
         if isinstance(x, Residual):
             self._settle(x)
             x = x.values
-        self.launches.transform(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out, scale, layout)
+        self.launches.transform(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out)
 
     def _stream(self, x: Array) -> Residual:
         """``x`` as a residual stream; another one's norm, where the norm comes after the layer, becomes one.

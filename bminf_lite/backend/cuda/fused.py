@@ -25,39 +25,39 @@ class FusedProducts:
     def takes(self, codes: Codes, weight: Weight, output: Output) -> bool:
         """Whether such a kernel computes the product; it may be timed to find out."""
         assert weight.plan is not None
-        x, scale = codes
         if self._are_many(codes, weight, output):
             return True
         if output is Output.GATED and weight.out_features % (2 * GROUP):
             return False
         with self.arrays.current():
             return weight.plan.takes_few_rows(
-                weight.matrix.data.ptr, x.data.ptr, len(scale), self.arrays.stream.ptr
+                weight.matrix.data.ptr, codes.values.ptr, codes.layout.rows, self.arrays.stream.ptr
             )
 
     def multiply(
         self, codes: Codes, weight: Weight, out: cp.ndarray, output: Output, activation: int = 0
     ) -> None:
         """Put the product into ``out`` ``[rows, features]``, as ``output`` says; ``activation`` by its number."""
-        x, scale = codes
-        moved, stream = weight.nbytes + size_of(x, scale, out), self.arrays.stream.ptr
+        x, scale, rows = codes.values.ptr, codes.scales.ptr, codes.layout.rows
+        observed, stream = self.products.device.observer is not None, self.arrays.stream.ptr
+        moved = weight.nbytes + size_of(codes, out) if observed else 0
         if self._are_many(codes, weight, output):
             assert weight.scale is not None
             self.many_rows.launch(
-                Matrix(x.data.ptr, weight.pitch), scale.data.ptr,
+                Matrix(x, weight.pitch), scale,
                 Matrix(weight.matrix.data.ptr, weight.pitch), weight.scale.data.ptr, address(weight.bias),
-                Matrix(out.data.ptr, pitch_of(out)), rows=len(scale), channels=weight.out_features,
+                Matrix(out.data.ptr, pitch_of(out)), rows=rows, channels=weight.out_features,
                 in_features=weight.in_features, output=output, activation=activation, stream=stream, moved=moved,
             )  # fmt: skip
             return
         self.products.few_rows.launch(
-            x.data.ptr, scale.data.ptr, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
-            out.data.ptr, pitch_of(out), len(scale), weight.out_features, weight.pitch, stream, output, activation,
+            x, scale, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
+            out.data.ptr, pitch_of(out), rows, weight.out_features, weight.pitch, stream, output, activation,
             moved=moved,
         )  # fmt: skip
 
     def _are_many(self, codes: Codes, weight: Weight, output: Output) -> bool:
-        takes = weight.is_plain and self.many_rows.takes(len(codes[1]), weight.out_features, output)
+        takes = weight.is_plain and self.many_rows.takes(codes.layout.rows, weight.out_features, output)
         return takes and self._trusts_many
 
     @functools.cached_property

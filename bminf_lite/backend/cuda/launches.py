@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass
 
 import cupy as cp
+import numpy as np
 
 from ...cuda.attention import HALF, INT8
 from ...cuda.cublaslt import Order
@@ -18,7 +19,7 @@ from ...cuda.layouts import Layout, round_up
 from ...errors import DeviceError
 from ..values import AttentionSpec, LayerCache, Norm, Step
 from .arrays import PAD, pitch_of
-from .unfinished import Gated, Product, Weight
+from .unfinished import Codes, Gated, Product, Weight
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3}
 MATVEC_THREADS = 512
@@ -31,6 +32,9 @@ ROW_THREADS = (8, 32, 128, 256, 512, 1024)
 WIDEST_NORM = 4 * 8 * MATVEC_THREADS
 """Up to this many elements, ``matvec`` normalises its input; a thread's share of more does not fit its registers."""
 MAX_HEAD_DIM = 256
+FORMS = 1024
+"""Shapes of rows whose kernels are remembered."""
+ROW, HALF_TYPE = int(Order.ROW), np.dtype(np.float16)
 CLUSTER = 8
 DECODE_HEADS = 8
 """Query heads of one key-value head that a block of the decode kernel takes at most."""
@@ -88,6 +92,7 @@ class Launches:
         self.ring_chunks = 12 if most_shared >= AMPLE_SHARED else 8
         self.ring_bytes = MATVEC_WARPS * self.ring_chunks * CHUNK if device.compute_capability >= (9, 0) else 0
         self._kernel = functools.cache(self._load)
+        self._transform_kernel = functools.lru_cache(FORMS)(self._find_transform)
         self._spread = False  # whether the kernel launched last has one block on each multiprocessor
         self._written: set[int] | None = None  # caches that the present step has written; None before its first kernel
 
@@ -111,8 +116,20 @@ class Launches:
         if one_per_multiprocessor and not self._spread and self.clusters:
             shared = max(shared, self.half_shared)
         kernel = self._kernel(source, expression, signature, cache)
-        kernel(grid, block, args, shared, self.stream, dependent, cluster, moved)
+        self._start(kernel, grid, block, args, shared, cluster, moved, dependent)
         self._spread = one_per_multiprocessor
+
+    def _start(
+        self, kernel: Kernel, grid: Dimensions, block: int, args: tuple[object, ...], shared: int = 0,
+        cluster: int | None = None, moved: int = 0, dependent: bool = True,
+    ) -> None:  # fmt: skip
+        """Launch a kernel of which several blocks may share a multiprocessor; else as :meth:`_launch`."""
+        kernel(grid, block, args, shared, self.stream, dependent, cluster, moved)
+        self._spread = False
+
+    def _size_of(self, *values: cp.ndarray | Codes | Product | Gated | None) -> int:
+        """Bytes of what a kernel reads and writes, if anyone wants to know."""
+        return 0 if self.device.observer is None else size_of(*values)
 
     # -- one row times a weight ----------------------------------------------------------------------------------------
 
@@ -158,43 +175,50 @@ class Launches:
     def transform(
         self,
         source: cp.ndarray | Product | Gated | None,
-        out: cp.ndarray,
-        scales: cp.ndarray | None,
-        layout: Layout | None,
+        out: cp.ndarray | Codes,
         residual: cp.ndarray | None = None,
         norm: Norm | None = None,
     ) -> None:
         """Read rows, add them to the residual stream, normalise or gate them, and write codes or values.
 
-        With ``norm``, ``residual`` is normalised, after adding ``source`` to it where there is one. With ``layout`` and
-        ``scales``, ``out`` gets int8 codes; else its own type of values.
+        With ``norm``, ``residual`` is normalised, after adding ``source`` to it where there is one.
         """
-        gate = isinstance(source, Gated)
-        inner = source.source if isinstance(source, Gated) else source
         rows, k = (residual if residual is not None else source).shape  # type: ignore[union-attr]
-        data, from_kind, order = read_arguments(inner)
-        prepare = GATE + ACTIVATIONS[source.activation] if isinstance(source, Gated) else norm_kind(norm, PLAIN)
-        target = CODES if layout is not None else TO_HALF if out.dtype == cp.float16 else TO_FLOAT
-        many = rows > self.multiprocessors
-        threads, vectors = row_shape(k, 1 if not many else 2 if from_kind == PRODUCT else 4)
+        if isinstance(source, Gated):
+            assert norm is None
+            (data, from_kind, order), prepare = read_arguments(source.source), GATE + ACTIVATIONS[source.activation]
+        else:
+            (data, from_kind, order), prepare = read_arguments(source), norm_kind(norm, PLAIN)
+        if isinstance(out, Codes):
+            target, out_order = CODES, int(out.layout.order)
+            written = out.values.ptr, out.scales.ptr, out.layout.ld
+        else:
+            target, out_order = TO_HALF if out.dtype == HALF_TYPE else TO_FLOAT, ROW
+            written = out.data.ptr, 0, pitch_of(out)
+        kernel, grid, block = self._transform_kernel(rows, k, from_kind, prepare, target, order, out_order)
+        self._start(
+            kernel, grid, block,
+            (*data, *place_of(residual), *norm_arguments(norm), *written, rows, k),
+            moved=self._size_of(source, residual, out, residual if source is not None else None),
+        )  # fmt: skip
+
+    def _find_transform(
+        self, rows: int, k: int, source: int, prepare: int, target: int, order: int, out_order: int
+    ) -> tuple[Kernel, int, int]:
+        """The kernel for :meth:`transform`, how many blocks, and the threads of each."""
         if k > WIDEST_ROW:
             raise DeviceError(f"rows of {k:,} elements; the kernels take {WIDEST_ROW:,} at most")
-        out_order, out_ld = (layout.order, layout.ld) if layout is not None else (Order.ROW, pitch_of(out))
-        expression = f"transform<{from_kind}, {prepare}, {target}, {threads}, {vectors}, {order}, {int(out_order)}>"
-        assert not (gate and norm)
-        gain, shift, eps = norm_arguments(norm)
-        self._launch(
-            "rows.cu", expression, "ppppqpqppfppqii", ceil_div(rows * threads, max(threads, 128)), max(threads, 128),
-            (*data, address(residual), 0 if residual is None else pitch_of(residual), gain, shift, eps,
-             out.data.ptr, address(scales), out_ld, rows, k),
-            moved=size_of(source, residual, out, residual if source is not None else None), cache=many,
-        )  # fmt: skip
+        many = rows > self.multiprocessors
+        threads, vectors = row_shape(k, 1 if not many else 2 if source == PRODUCT else 4)
+        expression = f"transform<{source}, {prepare}, {target}, {threads}, {vectors}, {order}, {out_order}>"
+        kernel = self._kernel("rows.cu", expression, "ppppqpqppfppqii", many)
+        return kernel, ceil_div(rows * threads, max(threads, 128)), max(threads, 128)
 
     def finish(
         self,
         acc: cp.ndarray,
         layout: Layout,
-        x_scale: cp.ndarray | None,
+        x_scale: cp.cuda.MemoryPointer | None,
         weight: Weight,
         out: cp.ndarray,
         add: bool = False,
@@ -206,8 +230,8 @@ class Launches:
         expression = f"finish<{kind}, {int(layout.order)}, {'true' if add else 'false'}, {target}>"
         self._launch(
             "rows.cu", expression, "ppppqpqii", ceil_div(rows * ceil_div(n, 8), 256), 256,
-            (acc.data.ptr, address(x_scale), address(weight.scale), address(weight.bias), layout.ld,
-             out.data.ptr, pitch_of(out), rows, n),
+            (acc.data.ptr, 0 if x_scale is None else x_scale.ptr, address(weight.scale), address(weight.bias),
+             layout.ld, out.data.ptr, pitch_of(out), rows, n),
             moved=acc.nbytes + size_of(out, out if add else None), cache=rows > self.multiprocessors,
         )  # fmt: skip
 
@@ -313,13 +337,18 @@ class Split:
         return 0 if clusters == 1 else step.count * spec.heads * clusters * (2 * self.cluster + decode_depth(spec))
 
 
-def size_of(*values: cp.ndarray | Product | Gated | None) -> int:
+def size_of(*values: cp.ndarray | Codes | Product | Gated | None) -> int:
     """Bytes of what a kernel reads and writes."""
     total = 0
     for value in values:
         value = value.source if isinstance(value, Gated) else value
         total += 0 if value is None else value.acc.nbytes if isinstance(value, Product) else value.nbytes
     return total
+
+
+def place_of(x: cp.ndarray | None) -> tuple[int, int]:
+    """The address and the pitch of a padded matrix, zeros for none."""
+    return (0, 0) if x is None else (x.data.ptr, x.strides[0] // x.itemsize)
 
 
 def head_pitch_of(cache: LayerCache) -> int:
@@ -370,13 +399,13 @@ def norm_arguments(norm: Norm | None) -> tuple[int, int, float]:
 def read_arguments(source: cp.ndarray | Product | None) -> tuple[tuple[int, int, int, int, int], int, int]:
     """How a kernel reads a source: data, scales, bias and pitch; the kind; the order of its layout."""
     if source is None:
-        return (0, 0, 0, 0, 0), NONE, int(Order.ROW)
+        return (0, 0, 0, 0, 0), NONE, ROW
     if isinstance(source, Product):
         weight = source.weight
-        factors = source.x_scale.data.ptr, address(weight.scale), address(weight.bias)
+        factors = source.x_scale.ptr, address(weight.scale), address(weight.bias)
         return (source.acc.data.ptr, *factors, source.layout.ld), PRODUCT, int(source.layout.order)
-    kind = FROM_HALF if source.dtype == cp.float16 else FROM_FLOAT
-    return (source.data.ptr, 0, 0, 0, pitch_of(source)), kind, int(Order.ROW)
+    kind = FROM_HALF if source.dtype == HALF_TYPE else FROM_FLOAT
+    return (source.data.ptr, 0, 0, 0, pitch_of(source)), kind, ROW
 
 
 def bias_arguments(spec: AttentionSpec) -> tuple[int, int]:

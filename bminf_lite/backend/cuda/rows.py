@@ -20,7 +20,7 @@ class RowLaunches(Launches):
         """A norm of fp32 rows, fp32; ``out`` may be ``x``."""
         rows, k = x.shape
         if k <= WIDEST_NORM and is_padded(x) and is_padded(out):
-            self.transform(None, out, None, None, x, norm)
+            self.transform(None, out, x, norm)
             return
         gain, shift, eps = norm_arguments(norm)
         self._launch(

@@ -28,8 +28,17 @@ class Outliers:
     values: cp.ndarray
 
 
-Codes = tuple[cp.ndarray, cp.ndarray]
-"""Quantized activations, laid out by a weight's plan, and the rows' scales fp32."""
+@dataclass(eq=False, slots=True)
+class Codes:
+    """Quantized activations int8, which lie as ``layout`` says, and the rows' scales fp32."""
+
+    layout: Layout
+    values: cp.cuda.MemoryPointer
+    scales: cp.cuda.MemoryPointer
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes + 4 * self.layout.rows
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Product:
 
     acc: cp.ndarray
     layout: Layout
-    x_scale: cp.ndarray
+    x_scale: cp.cuda.MemoryPointer
     weight: Weight
 
     @property
@@ -122,7 +131,7 @@ class Normed:
     values: cp.ndarray | None = None
     used: bool = False
     stale: bool = False
-    codes: tuple[Layout, Codes] | None = None
+    codes: Codes | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
