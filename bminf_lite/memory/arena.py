@@ -135,13 +135,13 @@ class Arena:
             raise ValueError(f"a block of {nbytes} bytes")
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         with self._lock:
-            self._collect()
+            if self._freed:
+                self._collect()
             if waiting := self._waiting.get(size):
                 start = waiting.pop()
                 self._waiting_bytes -= size
             else:
                 start = self._place(size, nbytes)
-                self._ready.remove(start, start + size)
             self._serial += 1
             shadow = self._meter.allocate(nbytes) if self._meter is not None else None
             self._live[self._serial] = (start, size, shadow)
@@ -191,9 +191,8 @@ class Arena:
 
     def _join(self) -> None:
         """Let nothing wait any longer."""
-        for size, starts in self._waiting.items():
-            for start in starts:
-                self._ready.add(start, start + size)
+        pieces = sorted((start, start + size) for size, starts in self._waiting.items() for start in starts)
+        self._ready.add_all(pieces)
         self._waiting.clear()
         self._waiting_bytes = 0
 
@@ -206,15 +205,16 @@ class Arena:
 
     def _place(self, size: int, nbytes: int) -> int:
         """Where a block goes that no waiting one is as large as; memory is mapped to it."""
-        start = self._ready.best_fit(size)
+        start = self._ready.take(size)
         if start is None and self._waiting:
             self._join()
-            start = self._ready.best_fit(size)
+            start = self._ready.take(size)
         if start is None:
             start = self._place_to_map(size)
             if start is None:
                 raise OutOfMemory(self._explain(nbytes, "no free range is large enough"))
             self._map(start, size, nbytes)
+            self._ready.remove(start, start + size)
         return start
 
     def _place_to_map(self, size: int) -> int | None:

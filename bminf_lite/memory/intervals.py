@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class Intervals:
@@ -27,6 +27,17 @@ class Intervals:
         if first < last:
             start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
         self._replace(first, last, [(start, end)])
+
+    def add_all(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """Add several ``[start, end)``, none of them empty, in order of their starts."""
+        runs: list[tuple[int, int]] = []
+        for start, end in pieces:
+            if runs and start <= runs[-1][1]:
+                runs[-1] = runs[-1][0], max(end, runs[-1][1])
+            else:
+                runs.append((start, end))
+        for start, end in runs:
+            self.add(start, end)
 
     def remove(self, start: int, end: int) -> None:
         """Remove ``[start, end)``, of which nothing need be present."""
@@ -73,10 +84,23 @@ class SizedIntervals(Intervals):
         self._sizes: list[tuple[int, int]] = []  # (size, start), in order
         super().__init__(*intervals)
 
-    def best_fit(self, size: int) -> int | None:
-        """The start of the smallest interval of at least ``size``, of several the first; None where there is none."""
-        i = bisect_left(self._sizes, (size, 0))
-        return self._sizes[i][1] if i < len(self._sizes) else None
+    def take(self, size: int) -> int | None:
+        """Remove the first ``size`` integers of the smallest interval that has so many, of several the first.
+
+        Returns its start; None, with nothing removed, where no interval is large enough.
+        """
+        fit = bisect_left(self._sizes, (size, 0))
+        if fit == len(self._sizes):
+            return None
+        found, start = self._sizes.pop(fit)
+        i = bisect_left(self._starts, start)
+        if found == size:
+            del self._starts[i], self._ends[i]
+        else:
+            self._starts[i] = start + size
+            insort(self._sizes, (found - size, start + size))
+        self.total -= size
+        return start
 
     def _replace(self, first: int, last: int, intervals: list[tuple[int, int]]) -> None:
         for i in range(first, last):

@@ -29,4 +29,21 @@ def test_is_a_set_of_integers(changes: list[tuple[bool, tuple[int, int]]], query
     assert {i for start, end in intervals.missing(*query) for i in range(start, end)} == asked - integers
     for size in range(1, 42):
         fitting = [(end - start, start) for start, end in pairs if end - start >= size]
-        assert intervals.best_fit(size) == (min(fitting)[1] if fitting else None)
+        start = intervals.take(size)
+        assert start == (min(fitting)[1] if fitting else None)
+        if start is not None:
+            taken = set(range(start, start + size))
+            assert {i for low, high in intervals for i in range(low, high)} == integers - taken
+            assert intervals.total == len(integers) - size
+            intervals.add(start, start + size)
+        assert list(intervals) == pairs
+
+
+@given(st.lists(ranges, max_size=20), st.lists(ranges, max_size=20))
+def test_adding_at_once_and_one_by_one(there: list[tuple[int, int]], pieces: list[tuple[int, int]]) -> None:
+    at_once, one_by_one = SizedIntervals(*there), SizedIntervals(*there)
+    pieces = sorted((start, end) for start, end in pieces if start < end)
+    at_once.add_all(pieces)
+    for piece in pieces:
+        one_by_one.add(*piece)
+    assert list(at_once) == list(one_by_one) and at_once.total == one_by_one.total
