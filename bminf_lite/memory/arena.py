@@ -52,21 +52,27 @@ class Pages(Protocol):
         """Give back everything; twice is harmless."""
 
 
+_Place = tuple[int, int, "Block | None"]
+"""Of a block: where it starts, how much it takes, and the block of a meter that stands for it."""
+
+
 class Block:
     """``nbytes`` of an arena's memory from ``address`` on, its own until :meth:`free` or garbage collection."""
 
-    __slots__ = ("__weakref__", "_arena", "_serial", "address", "nbytes")
+    __slots__ = ("__weakref__", "_arena", "_place", "address", "nbytes")
 
-    def __init__(self, arena: Arena, serial: int, address: int, nbytes: int) -> None:
+    def __init__(self, arena: Arena, place: _Place, address: int, nbytes: int) -> None:
         self._arena = arena
-        self._serial = serial
+        self._place: _Place | None = place
         self.address = address
         self.nbytes = nbytes
 
     def free(self) -> None:
         """Give the memory back to the arena; twice is harmless."""
         # Garbage collection may call this at any moment, also inside the arena: so it takes no lock.
-        self._arena._freed.append(self._serial)
+        if self._place is not None:
+            self._arena._freed.append(self._place)
+            self._place = None
 
     __del__ = free
 
@@ -81,15 +87,15 @@ class Arena:
         self.limit = limit // pages.granularity * pages.granularity
         self.remedy = remedy
         self._pages = pages
+        self._base = pages.base
         self._lock = threading.Lock()
-        self._freed: deque[int] = deque()
-        self._live: dict[int, tuple[int, int, Block | None]] = {}
+        self._freed: deque[_Place] = deque()
         self._mapped = Intervals()
         self._ready = SizedIntervals()  # free and mapped, but for what waits
         self._waiting: dict[int, list[int]] = {}  # starts of freed blocks, by size
-        self._waiting_bytes = 0
         self._meter: Meter | None = None
-        self._serial = 0
+        self._allocations = 0
+        self._used = 0
         self._peak_used = 0
         self._peak_reserved = 0
         self._finalizer = weakref.finalize(self, pages.close)
@@ -100,7 +106,7 @@ class Arena:
         """Bytes in blocks that are not freed, each rounded up to ``ALIGNMENT``."""
         with self._lock:
             self._collect()
-            return self._used()
+            return self._used
 
     @property
     def reserved(self) -> int:
@@ -118,13 +124,13 @@ class Arena:
     @property
     def allocations(self) -> int:
         """How many blocks were ever handed out; decoding in the steady state does not change it."""
-        return self._serial
+        return self._allocations
 
     def reset_peaks(self) -> None:
         """Let the peaks start again from what is used and reserved now."""
         with self._lock:
             self._collect()
-            self._peak_used, self._peak_reserved = self._used(), self._mapped.total
+            self._peak_used, self._peak_reserved = self._used, self._mapped.total
 
     def allocate(self, nbytes: int) -> Block:
         """A block of ``nbytes``, aligned to ``ALIGNMENT`` bytes; its contents are undefined.
@@ -133,20 +139,18 @@ class Arena:
         """
         if nbytes < 0:
             raise ValueError(f"a block of {nbytes} bytes")
-        size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT
         with self._lock:
             if self._freed:
                 self._collect()
-            if waiting := self._waiting.get(size):
-                start = waiting.pop()
-                self._waiting_bytes -= size
-            else:
-                start = self._place(size, nbytes)
-            self._serial += 1
-            shadow = self._meter.allocate(nbytes) if self._meter is not None else None
-            self._live[self._serial] = (start, size, shadow)
-            self._peak_used = max(self._peak_used, self._used())
-            return Block(self, self._serial, self._pages.base + start, nbytes)
+            waiting = self._waiting.get(size)
+            start = waiting.pop() if waiting else self._place(size, nbytes)
+            self._allocations += 1
+            self._used += size
+            if self._used > self._peak_used:
+                self._peak_used = self._used
+            shadow = None if self._meter is None else self._meter.allocate(nbytes)
+            return Block(self, (start, size, shadow), self._base + start, nbytes)
 
     def trim(self) -> int:
         """Give pages that are wholly free back to the device, which it must have finished with; returns the bytes."""
@@ -182,10 +186,13 @@ class Arena:
 
     def _collect(self) -> None:
         while self._freed:
-            start, size, shadow = self._live.pop(self._freed.popleft(), (0, 0, None))
-            if size:
-                self._waiting.setdefault(size, []).append(start)
-                self._waiting_bytes += size
+            start, size, shadow = self._freed.popleft()
+            self._used -= size
+            waiting = self._waiting.get(size)
+            if waiting is None:
+                self._waiting[size] = [start]
+            else:
+                waiting.append(start)
             if shadow is not None:
                 shadow.free()
 
@@ -194,10 +201,6 @@ class Arena:
         pieces = sorted((start, start + size) for size, starts in self._waiting.items() for start in starts)
         self._ready.add_all(pieces)
         self._waiting.clear()
-        self._waiting_bytes = 0
-
-    def _used(self) -> int:
-        return self._mapped.total - self._ready.total - self._waiting_bytes
 
     def _free(self) -> Intervals:
         """What no block has: memory that is ready, and addresses without memory."""
@@ -263,7 +266,7 @@ class Arena:
         free = self._free()
         largest = max((end - start for start, end in free), default=0)
         return (
-            f"out of device memory: {format_size(nbytes)} asked for, {format_size(self._used())} in use, "
+            f"out of device memory: {format_size(nbytes)} asked for, {format_size(self._used)} in use, "
             f"{format_size(free.total)} free of which {format_size(largest)} in one piece, "
             f"{format_size(self.limit)} allowed; {reason}; {self.remedy}"
         )

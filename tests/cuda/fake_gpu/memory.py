@@ -47,7 +47,7 @@ class Memory:
         self._kept: list[mmap.mmap] = []
         self._starts: list[int] = []
         self._pieces: dict[int, Piece] = {}
-        self._of_block: dict[tuple[int, int], tuple[Piece, Piece | None]] = {}
+        self._of_block: dict[int, tuple[Piece, Piece | None]] = {}
 
     # -- host memory behind it -----------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Memory:
         return before
 
     def _block_made(self, arena: Arena, block: Block) -> None:
-        key = id(arena), block._serial
+        key = id(block)
         size = max(block.nbytes, 1)
         if isinstance(arena, Scratch):
             outer = self.piece(block.address)
@@ -154,7 +154,7 @@ class Memory:
         return not any(start <= address < start + len(room) for start, room in self.ranges.items())
 
     def _block_freed(self, block: Block) -> None:
-        outer, inner = self._of_block.pop((id(block._arena), block._serial), (None, None))
+        outer, inner = self._of_block.pop(id(block), (None, None))
         if outer is None:
             return
         if inner is None:
