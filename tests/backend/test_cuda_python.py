@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +45,33 @@ FILES = {
 MUCH_SHARED = 40 << 10
 
 
-@pytest.fixture(scope="module", params=FILES)
-def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """A profile, and what the tests asked of it, all of which passed."""
-    report = tmp_path_factory.mktemp("fake_gpu") / "report.json"
-    files = FILES[request.param]
+def run(profile: str, report: Path) -> subprocess.CompletedProcess[str]:
+    """The tests of a profile; what they asked of it goes to ``report``."""
+    files = FILES[profile]
     chosen = " or ".join(
         f"({Path(file).stem} and ({' or '.join(f'({word})' for word in words)}))" for file, words in files.items()
     )
     command = [
-        sys.executable, "-m", "pytest", f"--fake-gpu={request.param}", f"--fake-gpu-report={report}", "-m", "gpu", "-x",
+        sys.executable, "-m", "pytest", f"--fake-gpu={profile}", f"--fake-gpu-report={report}", "-m", "gpu", "-x",
         "-k", chosen, "-p", "no:cacheprovider", *(str(TESTS / file) for file in files),
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Future[Any], Path]]]:
+    """The runs of all profiles and their reports, two at a time: each computes on one core."""
+    folder = tmp_path_factory.mktemp("fake_gpu")
+    with ThreadPoolExecutor(2) as pool:
+        yield {p: (pool.submit(run, p, folder / f"{p}.json"), folder / f"{p}.json") for p in FILES}
+
+
+@pytest.fixture(scope="module", params=FILES)
+def asked(request: pytest.FixtureRequest, runs: dict[str, tuple[Future[Any], Path]]) -> tuple[str, dict[str, Any]]:
+    """A profile, and what the tests asked of it, all of which passed."""
+    future, report = runs[request.param]
+    done = future.result()
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr
     return request.param, json.loads(report.read_text())
 
