@@ -73,6 +73,29 @@ __device__ __forceinline__ void store8(float* p, const float (&x)[8]) {
     reinterpret_cast<float4*>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
+// The vectors of a warp's lanes, each at its own column of a row that ends at `end`. Two float4 at 32 bytes from lane to lane
+// would fill half a sector each, which takes an L2 cache twice as long: neighbours, whose vectors lie side by side from a
+// multiple of 16 elements on, exchange halves and write whole ones. All lanes take part.
+__device__ __forceinline__ void store_vector(__half* row, int column, int end, const float (&x)[8]) {
+    if (column < end) store8(row + column, x);
+}
+
+__device__ __forceinline__ void store_vector(float* row, int column, int end, const float (&x)[8]) {
+    const bool odd = threadIdx.x % 2;
+    float first[4], second[4];  // of the even lane's vector, and of the odd one's
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float other = __shfl_xor_sync(FULL, odd ? x[j] : x[4 + j], 1);
+        first[j] = odd ? other : x[j];
+        second[j] = odd ? x[4 + j] : other;
+    }
+    const int even = column - 8 * odd, half = 4 * odd;
+    if (even < end)
+        *reinterpret_cast<float4*>(row + even + half) = make_float4(first[0], first[1], first[2], first[3]);
+    if (even + 8 < end)
+        *reinterpret_cast<float4*>(row + even + 8 + half) = make_float4(second[0], second[1], second[2], second[3]);
+}
+
 // 16 bytes asked for here and now: left to itself, the compiler moves a load to where it is used, and a thread then waits for
 // one vector before it asks for the next. Not under a condition, for the same reason.
 __device__ __forceinline__ uint4 fetch16(const void* p) {

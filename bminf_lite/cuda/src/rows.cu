@@ -141,7 +141,7 @@ transform(
     if constexpr (NORM && SOURCE != NONE)
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
-            if (column_of(i) < written) store8(residual + row * residual_pitch + column_of(i), v[i]);
+            store_vector(residual + row * residual_pitch, column_of(i), written, v[i]);
     float top = 0;
     if constexpr (NORM) {
         top = normalise_row<THREADS, PREPARE == LAYER_NORM, TARGET == CODES>(v, gain, shift, eps, k, padded, scratch);
@@ -153,13 +153,13 @@ transform(
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int column = column_of(i);
-        if (column >= written) continue;
         if constexpr (TARGET == CODES) {
+            if (column >= written) continue;
             int8* place = static_cast<int8*>(out) + offset<static_cast<Order>(OUT)>(row, column, out_ld);
             *reinterpret_cast<uint2*>(place) = codes8(v[i], s.ratio);
         }
-        if constexpr (TARGET == TO_HALF) store8(static_cast<__half*>(out) + row * out_ld + column, v[i]);
-        if constexpr (TARGET == TO_FLOAT) store8(static_cast<float*>(out) + row * out_ld + column, v[i]);
+        if constexpr (TARGET == TO_HALF) store_vector(static_cast<__half*>(out) + row * out_ld, column, written, v[i]);
+        if constexpr (TARGET == TO_FLOAT) store_vector(static_cast<float*>(out) + row * out_ld, column, written, v[i]);
     }
 }
 

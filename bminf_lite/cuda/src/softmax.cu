@@ -150,7 +150,8 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? residen
     for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) s[i][j] = __fmul_rn(s[i][j], share);
-        store_some(out + row * out_pitch + column_of(i), written - column_of(i), WHOLE, s[i]);
+        if constexpr (WHOLE) store_vector(out + row * out_pitch, column_of(i), written, s[i]);
+        else store_some(out + row * out_pitch + column_of(i), written - column_of(i), false, s[i]);
     }
 }
 
