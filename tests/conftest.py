@@ -19,31 +19,42 @@ from bminf_lite.cuda.driver import Device
 from bminf_lite.errors import DeviceError
 
 settings.register_profile("bminf_lite", deadline=None, max_examples=30, print_blob=True)
+settings.register_profile("under a checker", settings.get_profile("bminf_lite"), max_examples=3, derandomize=True)
 settings.load_profile("bminf_lite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/cuda/fake_gpu.
 
-    ``--separate-blocks``: the GPU's blocks are allocations of their own; see tests/cuda/separate_blocks.py.
+    ``--under-checker``: for compute-sanitizer. The GPU's blocks are allocations of their own
+    (tests/cuda/separate_blocks.py), hypothesis tries few examples, and what is marked ``repeats`` is left out.
     """
     parser.addoption("--fake-gpu", metavar="PROFILE", help="run tests marked gpu on a GPU made of NumPy")
-    parser.addoption("--separate-blocks", action="store_true", help="no two blocks in one allocation, for checkers")
+    parser.addoption("--under-checker", action="store_true", help="each kernel, but little of it: a checker is slow")
     parser.addoption("--fake-gpu-report", metavar="FILE", help="write there which kernels were asked for")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put the fake GPU, or separate blocks, in place before any test module is imported."""
+    """Put the fake GPU, or what a checker wants, in place before any test module is imported."""
     if profile := config.getoption("--fake-gpu"):
         import fake_gpu
 
         config.stash[FAKE_GPU] = fake_gpu.install(profile)
-    if config.getoption("--separate-blocks"):
+    if config.getoption("--under-checker"):
+        settings.load_profile("under a checker")
         import separate_blocks
 
         from bminf_lite.backend import cuda
 
         cuda.device_arena = separate_blocks.separate_arena
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under a checker, leave out what is marked ``repeats``."""
+    if config.getoption("--under-checker"):
+        left_out = [item for item in items if item.get_closest_marker("repeats")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from checked import repeats
 from float64_operations import AttentionModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,7 +119,7 @@ class Case:
 INT8 = pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
 
 
-@settings(max_examples=8)
+@settings(max_examples=min(8, settings.default.max_examples))
 @given(SEEDS, st.data())
 @INT8
 @pytest.mark.parametrize("name", SPECS)
@@ -138,7 +139,7 @@ def test_histories_of_ragged_steps(backend, name, int8, seed, data):
 
 
 @INT8
-@pytest.mark.parametrize("tokens", [31, 32, 33, 63, 65, 127, 129, 257])
+@pytest.mark.parametrize("tokens", [31, 65, 257, *repeats(32, 33, 63, 127, 129)])
 @pytest.mark.parametrize("name", ["grouped", "window", "head of 64", "relative bias, head of 64"])
 def test_prefill_then_decode_around_tile_sizes(backend, name, tokens, int8):
     case = Case(backend, SPECS[name], np.random.default_rng(tokens), 1, tokens + 2, int8)
@@ -219,8 +220,8 @@ def test_a_head_that_holds_a_nan_is_never_plausible(backend, column, bad):
 
 @pytest.mark.gpu
 @INT8
-@pytest.mark.parametrize("window", [None, 1000])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (32, 32, 64), (28, 4, 128)])
+@pytest.mark.parametrize("window", [None, *repeats(1000)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (32, 32, 64), *repeats((28, 4, 128))])
 def test_real_sizes(cuda_backend, heads, kv_heads, head_dim, window, int8):
     frequencies = (1.0 / 500000.0 ** (np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
     check_real_sizes(

@@ -49,7 +49,7 @@ def heads_of(rng: np.random.Generator, backend: Backend, tokens: int, count: int
     return rng.standard_normal((tokens, count, head_dim)).astype(backend.activation_dtype)
 
 
-@settings(max_examples=6)
+@settings(max_examples=min(6, settings.default.max_examples))
 @given(SEEDS, COUNTS, st.sampled_from([None, 3, 16]))
 @pytest.mark.parametrize("name", SPECS)
 def test_encoder_attention(backend, name, seed, counts, reach):
@@ -74,7 +74,7 @@ def check_encoder_attention(
     assert_close(out, expected, "attention", backend.activation_dtype, magnitude)
 
 
-@settings(max_examples=6)
+@settings(max_examples=min(6, settings.default.max_examples))
 @given(SEEDS, st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=4), st.booleans())
 @pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
 @pytest.mark.parametrize("name", SPECS)

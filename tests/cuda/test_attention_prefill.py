@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checked import repeats
 
 from bminf_lite.backend.base import attend
 from bminf_lite.cuda import attention, compiler
@@ -182,20 +183,20 @@ def test_an_int8_cache_gives_exactly_what_its_values_in_fp16_give(head_dim: int,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1), (7, 1), (71, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(7, 1), *repeats((4, 4), (6, 2), (8, 1), (71, 1))])
 def test_grouped_heads(heads: int, kv_heads: int, head_dim: int, gpu: Device) -> None:
     check(Case(**RAGGED, heads=heads, kv_heads=kv_heads, head_dim=head_dim), gpu)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [48, 128])
-@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200, 100_000])
+@pytest.mark.parametrize("window", [1, 65, *repeats(2, 63, 64, 200, 100_000)])
 def test_windows(window: int, head_dim: int, gpu: Device) -> None:
     check(Case(**RAGGED, window=window, head_dim=head_dim), gpu)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [0, 1, *repeats(*range(2, 12))])
 def test_random_steps(seed: int, gpu: Device) -> None:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 9))
@@ -209,6 +210,7 @@ def test_random_steps(seed: int, gpu: Device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.repeats
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_long_prompt(head_dim: int, gpu: Device) -> None:
     check(Case((2048,), (0,), head_dim=head_dim), gpu)

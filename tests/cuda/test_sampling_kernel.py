@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checked import repeats
 
 from bminf_lite.backend import sampling as definition
 from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerState
@@ -207,7 +208,7 @@ def gpu() -> Gpu:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("kind", ["normal", *repeats(*list(LOGITS)[1:])])
 def test_draws_what_the_definition_draws(gpu: Gpu, kind: str, vocab: int) -> None:
     for seed in range(2 if vocab > 10000 else 8):
         rows = [1, 3, 33, 8, 2, 16, 5, 33][seed] if vocab <= 10000 else [1, 4][seed]
@@ -215,6 +216,7 @@ def test_draws_what_the_definition_draws(gpu: Gpu, kind: str, vocab: int) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.repeats
 def test_many_random_rows(gpu: Gpu) -> None:
     """Thousands of rows with parameters of their own."""
     rng = np.random.default_rng(5)
@@ -224,6 +226,7 @@ def test_many_random_rows(gpu: Gpu) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.repeats
 @pytest.mark.parametrize("vocab", [300, 5003])
 @pytest.mark.parametrize("spread", [0.02, 1.0, 3.0])
 def test_where_the_tail_is_cut(gpu: Gpu, vocab: int, spread: float) -> None:

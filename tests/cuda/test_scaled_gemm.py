@@ -109,7 +109,10 @@ def test_gated(gemm, shape, tiling):
     np.testing.assert_allclose(case.run(gemm, Output.GATED, tiling, SILU), expected, rtol=2**-10, atol=2**-24)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=min(20, settings.default.max_examples), deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
 @given(
     st.integers(1, 700), st.integers(1, 300), st.integers(1, 700), st.sampled_from(OUTPUTS), st.booleans(),
     st.integers(0, 1000),
