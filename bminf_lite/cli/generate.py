@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per result, when it is complete.")
 @click.option("--stats", is_flag=True, help="Report tokens, times and speeds on stderr.")
+@click.option("--check", is_flag=True, help="Name the layer where a NaN or an infinity comes up first; slow.")
 def generate(
     model: Path,
     prompt: str | None,
@@ -47,6 +48,7 @@ def generate(
     system: str | None,
     as_json: bool,
     stats: bool,
+    check: bool,
     stop: tuple[str, ...],
     **sampling: float | None,
 ) -> None:
@@ -71,7 +73,7 @@ def generate(
     wanted = read_file(prompts) if prompts is not None else [read_stdin() if prompt == "-" else Prompt(str(prompt))]
     if chat:
         wanted = [p.as_chat(system) for p in wanted]
-    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
+    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache, check=check) as loaded:
         started = time.perf_counter()
         pieces = loaded.stream(encode(loaded, wanted), **given)
         streams = prompts is None and not as_json

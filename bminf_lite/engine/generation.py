@@ -262,7 +262,7 @@ class Generation:
                 position = len(request.prompt) + len(request.tokens)
                 raise BminfError(
                     f"prompt {request.index}: no token can be chosen at position {position}, because the model's "
-                    "logits there hold a NaN or an infinity"
+                    "logits there hold a NaN or an infinity; load(..., check=True) or generate --check finds the layer"
                 )
             request.accept(int(token), float(logprob), self.limits.context_length)
 

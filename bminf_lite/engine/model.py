@@ -18,8 +18,10 @@ from ..backend.values import Array, Step
 from ..checkpoint.reader import open_checkpoint
 from ..errors import CheckpointError, UsageError, listed
 from ..layers.cache import KVCache, SourceCache
+from ..layers.loading import Weights
 from .blanks import Filling, fill_blanks
 from .chat import ChatTemplate
+from .checking import checked
 from .generation import EncoderDecoder, Generation, Limits, Network, Request
 from .planning import demand_of_checkpoint, limits_of, place
 from .prompts import EncodedPrompt, Message, Prompt, checked_ids, is_batch, is_conversation
@@ -36,6 +38,7 @@ def load(
     max_batch: int = 16,
     kv_cache: str = "fp16",
     context: int | None = None,
+    check: bool = False,
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
@@ -44,6 +47,7 @@ def load(
     as docs/memory.md says. ``context`` is how many tokens the cache is to have room for beside the weights; by default
     as many as the model takes, or fewer where memory is short. On a CPU neither matters. ``kv_cache`` is ``fp16`` (fp32
     on a CPU) or ``int8``, which takes half the memory; ``max_batch`` bounds the sequences that are decoded together.
+    With ``check`` a NaN or an infinity in an activation is an error that names the layer; on a GPU, that is slow.
     Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``, which says what would fit, or ``UsageError``.
     """
     if max_batch < 1:
@@ -61,7 +65,8 @@ def load(
             cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
             KVCache(ops, cache_shape, 1, 1, 1).close()  # refused now, if ever
             plan = place(ops, spec, lambda: demand_of_checkpoint(checkpoint, kv_cache=kv_cache), context)
-            network = architecture.Model(config, checkpoint.weights(spec, stored=True), ops)
+            weights: Weights = checkpoint.weights(spec, stored=True)
+            network = architecture.Model(config, *(checked(weights, ops) if check else (weights, ops)))
         except BaseException:
             ops.close()
             raise
