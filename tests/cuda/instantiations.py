@@ -132,7 +132,7 @@ def families(arch: str) -> Iterator[Family]:
     yield Family("bandwidth.cu", "read_all", ())
     yield Family("dp4a.cu", "igemm_dp4a", ())
     yield Family("attention_prepare.cu", "prepare", (("false", "true"), orders, attention.ELEMENTS))
-    clusters = (1, 8) if hopper else (1,)
+    clusters = (1, 2, 4, 8) if hopper else (1,)
     yield Family("attention_decode.cu", "attend", ((64, 128, 256), clusters, range(3), attention.ELEMENTS))
     yield Family("pointwise.cu", "activate_rows", (("false", "true"), orders, activations))
     yield Family("pointwise.cu", "add_positions", ())

@@ -38,9 +38,8 @@ ROW, HALF_TYPE = int(Order.ROW), np.dtype(np.float16)
 CLUSTER = 8
 DECODE_HEADS = 8
 """Query heads of one key-value head that a block of the decode kernel takes at most."""
-DECODE_TOKENS = 16
-"""Tokens that a warp of it takes at once."""
-DECODE_THREADS = 128
+DECODE_SHARE = 64
+"""Tokens of a context below which another block does not pay."""
 LONG_SPLIT = 512
 """Tokens of a context for each block, from which on several clusters, which meet in memory, are faster than one."""
 
@@ -293,10 +292,12 @@ class Launches:
     def split_context(self, spec: AttentionSpec, step: Step, reach: int) -> Split:
         """How the blocks of the decode kernel share a context of ``reach`` tokens at most."""
         reach = reach if spec.window is None else min(reach, spec.window)
-        most = max(1, 2 * self.multiprocessors // (step.count * spec.kv_heads * head_groups(spec)))
-        if self.clusters and most >= CLUSTER // 2 and reach > CLUSTER // 2 * DECODE_TOKENS:
-            return Split(CLUSTER, CLUSTER * max(1, min(ceil_div(reach, CLUSTER * LONG_SPLIT), most // CLUSTER)))
-        return Split(1, min(ceil_div(reach, 4 * DECODE_TOKENS), most))
+        most = max(1, self.multiprocessors // (step.count * spec.kv_heads * head_groups(spec)))
+        useful = min(most, ceil_div(reach, DECODE_SHARE))
+        if not self.clusters:
+            return Split(1, useful)
+        cluster = min(CLUSTER, 1 << (useful.bit_length() - 1))
+        return Split(cluster, cluster * max(1, min(ceil_div(reach, cluster * LONG_SPLIT), most // cluster)))
 
     def attend_one(
         self, qkv: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, split: Split,
@@ -308,17 +309,19 @@ class Launches:
         """
         head_pitch = head_pitch_of(cache)
         depth = decode_depth(spec)
+        warps = (8 if depth <= 128 else 4) // (1 if self.device.compute_capability >= (8, 0) else 2)
         groups = spec.kv_heads * head_groups(spec)
         kind = SOURCE if lengths is not None else BIASED if spec.bias is not None else CAUSAL
         reach = step.reach if lengths is None else cache.capacity
         expression = f"attend<{depth}, {split.cluster}, {kind}, {element_of(cache)}>"
         self._launch(
             "attention_decode.cu", expression, "pqpppffpppppppqiiiiiifpippp", (split.blocks, groups, step.count),
-            DECODE_THREADS,
+            32 * warps,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(step.past), address(step.slots),
              cache.keys.data.ptr, cache.values.data.ptr, address(parts), arrived.data.ptr, out.data.ptr, pitch_of(out),
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch, cache.capacity, spec.window or 0, spec.scale,
              *bias_arguments(spec), address(lengths), address(cache.key_scales), address(cache.value_scales)),
+            shared=warps * 2 * decode_tile(depth, cache),
             cluster=split.cluster if split.cluster > 1 else None, dependent=self._untouched(cache, kind != SOURCE),
             moved=size_of(qkv, out) + step.count * reach * spec.kv_heads * 2 * head_bytes(cache),
         )  # fmt: skip
@@ -374,6 +377,11 @@ def element_of(cache: LayerCache) -> str:
 def decode_depth(spec: AttentionSpec) -> int:
     """The head size that the decode kernel is compiled for."""
     return max(64, 1 << (spec.head_dim - 1).bit_length())
+
+
+def decode_tile(depth: int, cache: LayerCache) -> int:
+    """Bytes of the keys or the values that a warp of the decode kernel takes at once; ``Tile`` in its sources."""
+    return depth * cache.keys.itemsize * (32 if cache.key_scales is not None or depth == 64 else 16)
 
 
 def best_unit(rows: int, pitch: int) -> int:

@@ -16,6 +16,16 @@ __device__ __forceinline__ void copy16(void* target, const void* source) {
 #endif
 }
 
+// The same, or zeros where there is no `valid` source.
+__device__ __forceinline__ void copy16(void* target, const void* source, bool valid) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 ::"r"(shared_address(target)), "l"(source), "r"(valid ? 16 : 0) : "memory");
+#else
+    *static_cast<int4*>(target) = valid ? *static_cast<const int4*>(source) : int4{};
+#endif
+}
+
 __device__ __forceinline__ void end_copy_group() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");

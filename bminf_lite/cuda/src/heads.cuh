@@ -26,9 +26,10 @@ struct Preparation {
     float eps, rope_scale;
 };
 
-constexpr int PAIRS = 4;  // a lane holds elements i and i + head_dim / 2 for i = lane, lane + 32, ...: head_dim <= 256
+constexpr int PAIRS = 4;  // a lane holds elements i and i + head_dim / 2 for i = lane, lane + 32, ...: head_dim <= 64 * PAIRS
 
 // cos and sin of the angles at a position, for this lane's pairs.
+template <int PAIRS>
 __device__ __forceinline__ void angles(
     const Preparation& how, int position, int head_dim, float (&cosine)[PAIRS], float (&sine)[PAIRS])
 {
@@ -44,6 +45,7 @@ __device__ __forceinline__ void angles(
 }
 
 // RMSNorm of the head with `gain` (null: none), then the rotation.
+template <int PAIRS>
 __device__ __forceinline__ void prepare_head(
     float (&low)[PAIRS], float (&high)[PAIRS], const Preparation& how, const float* gain, int head_dim,
     const float (&cosine)[PAIRS], const float (&sine)[PAIRS])

@@ -34,6 +34,7 @@ __device__ __forceinline__ int8 head_code(float x, float scale) {
 
 // A warp's head, as heads.cuh spreads it: rounded to fp16 and quantized. Codes go to `codes` and `copy`, with zeros from
 // head_dim to head_pitch. Returns the scale.
+template <int PAIRS>
 __device__ __forceinline__ __half store_codes(
     int8* codes, int8* copy, const float (&low)[PAIRS], const float (&high)[PAIRS], int head_dim, int head_pitch)
 {

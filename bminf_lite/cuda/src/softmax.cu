@@ -1,6 +1,6 @@
 // Softmax over rows, with scale, bias and mask. A row is read once, held in the registers of a few threads, of a block or of
 // the blocks of a cluster, and written once, over itself if that is asked for. Only what fits no cluster is read twice.
-#include "attention_decode.cuh"
+#include "cluster.cuh"
 #include "unaligned.cuh"
 
 using namespace bminf;

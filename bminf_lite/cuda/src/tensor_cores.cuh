@@ -32,4 +32,11 @@ __device__ __forceinline__ unsigned pack(float a, float b) {
     return *reinterpret_cast<const unsigned*>(&pair);
 }
 
+// A thread's two elements of a column of an [8, 8] matrix, from its two elements of a row.
+__device__ __forceinline__ unsigned transposed(unsigned row) {
+    unsigned column;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
+    return column;
+}
+
 }  // namespace bminf

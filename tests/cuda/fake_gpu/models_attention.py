@@ -83,9 +83,12 @@ def attend(call: Call) -> None:
     splits, groups, count = call.launch.grid
     shared_heads = call.heads // call.kv_heads
     per_group = -(-shared_heads // DECODE_HEADS)
-    call.require(call.launch.block == 128 and call.launch.cluster == cluster, "threads or clusters")
+    warps, int8 = 8 if depth <= 128 else 4, call.template["CACHE"] == "bminf::int8"
+    call.require(call.launch.block == 32 * warps and call.launch.cluster == cluster, "threads or clusters")
     call.require(groups == call.kv_heads * per_group, "blocks are missing")
     call.require(depth >= call.head_pitch, "the instantiation is too small")
+    tile = depth * (1 if int8 else 2) * (32 if int8 or depth == 64 else 16)
+    call.require(call.launch.shared >= warps * 2 * tile, "too little shared memory")
     past, slots = call.vector("past", count, np.int32), call.vector("slots", count, np.int32)
     if splits > cluster:
         clusters = splits // cluster
