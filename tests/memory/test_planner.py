@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bminf_lite.engine.planning import demand_of
 from bminf_lite.errors import OutOfMemory, UsageError
+from bminf_lite.layers.cache import KVCache
 from bminf_lite.memory.planner import (
     CACHE_BLOCK,
     Demand,
@@ -140,6 +141,40 @@ def test_what_is_too_small_says_what_would_fit() -> None:
         make_plan(EIGHT_B, Machine(2 << 30), 8192, 2)
 
 
+def test_what_an_error_asks_for_is_enough_and_no_more() -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        make_plan(EIGHT_B, Machine(1 << 30), 8192, 2)
+    (mebibytes,) = re.findall(r"raise the memory limit to (\d+)MiB", str(caught.value))
+    assert make_plan(EIGHT_B, Machine(int(mebibytes) * MIB), 8192, 2).fits
+    with pytest.raises(OutOfMemory):
+        make_plan(EIGHT_B, Machine((int(mebibytes) - 1) * MIB), 8192, 2)
+
+
+def test_what_is_suggested_is_what_it_would_bring() -> None:
+    plan = make_plan(EIGHT_B, Machine(6 << 30), 4096, 4)
+    found = re.findall(r"a (batch|context) of ([\d,]+)(?: tokens)? would let (\d+) more layer", str(suggestions(plan)))
+    assert [(kind, size) for kind, size, _ in found] == [("batch", "2"), ("context", "2,048")]
+    for kind, _, more in found:
+        smaller = {"batch": (4096, 2), "context": (2048, 4)}[kind]
+        assert len(plan.streamed) - len(make_plan(EIGHT_B, plan.machine, *smaller).streamed) == int(more)
+    whole = replace(plan, streamed=(), host_tables=False, chunk=make_plan(EIGHT_B, Machine(1 << 40)).chunk)
+    assert suggestions(plan)[0] == f"{whole.total_bytes / (1 << 30):.1f} GiB of GPU memory would hold everything"
+
+
+def test_layers_count_on_from_the_encoder_s() -> None:
+    plan = replace(make_plan(replace(EIGHT_B, prompt_layers=(MIB,) * 4), Machine(1 << 40)), streamed_prompt=(0, 2))
+    assert plan.placement.streamed == (0, 2)
+    assert replace(plan, streamed=(1, 3)).placement.streamed == (0, 2, 5, 7)
+
+
+def test_chunks_stay_large_where_everything_fits() -> None:
+    """Scratch may then take more than the share that it has beside streamed layers."""
+    least = make_plan(EIGHT_B, Machine(1 << 40), 1024)
+    demand = replace(EIGHT_B, scratch_per_token=1 << 20)
+    plan = make_plan(demand, Machine(least.total_bytes + (least.chunk << 20)), 1024)
+    assert not plan.streamed and plan.chunk == least.chunk and plan.scratch_bytes * 16 > plan.machine.memory
+
+
 def test_the_largest_context_is_the_largest() -> None:
     plan = Plan(EIGHT_B, Machine(2 << 30), 1, 1, 32)
     context = largest_context(plan)
@@ -147,6 +182,10 @@ def test_the_largest_context_is_the_largest() -> None:
     assert make_plan(EIGHT_B, plan.machine, context).fits
     with pytest.raises(OutOfMemory):
         make_plan(EIGHT_B, plan.machine, context + CACHE_BLOCK)
+
+
+def test_the_cache_grows_in_the_blocks_that_are_planned_for() -> None:
+    assert KVCache.BLOCK == CACHE_BLOCK
 
 
 def test_arguments_out_of_range_are_told_together() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from bminf_lite import models
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.cuda import loading, streaming
+from bminf_lite.backend.cuda import HEAD_PAD, loading, streaming
 from bminf_lite.backend.cuda.loading import Loader
 from bminf_lite.backend.survey import Survey
 from bminf_lite.backend.values import Placement
@@ -158,6 +158,10 @@ def test_every_layer_fits_a_slot_of_the_size_that_it_says(golden: Golden) -> Non
         assert all(image.nbytes <= size for image, size in zip(link.images, stack, strict=True))
     assert any(isinstance(value, StreamedBlocks) for value in vars(model).values())
     backend.loader.close()
+
+
+def test_heads_are_padded_as_planned() -> None:
+    assert planning.HEAD_PAD == HEAD_PAD
 
 
 def test_a_plan_holds_what_it_promises() -> None:
