@@ -75,6 +75,14 @@ def test_a_byte_level_character_appears_with_its_last_byte():
     assert pieces[-1] == ""
 
 
+@pytest.mark.parametrize("text", ["𝄞𝄞", "ōж𝄞", "𝄞ありж"])
+def test_every_character_appears_with_its_last_byte(text):
+    ids = BYTE_LEVEL.encode(text)
+    assert len(ids) == len(text.encode()), "a token each"
+    expected = [part for c in text for part in [""] * (len(c.encode()) - 1) + [c]]
+    assert stream(BYTE_LEVEL, ids) == [*expected, ""]
+
+
 def test_text_is_not_held_back_without_need():
     ids = SENTENCEPIECE.encode("the cat")
     assert "".join(stream(SENTENCEPIECE, ids)[:-1]) == "the cat"

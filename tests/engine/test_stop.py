@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +41,21 @@ def test_any_chunking_equals_a_search_of_the_whole_text(pieces, stops):
         assert expected.startswith(emitted)
     emitted += matcher.flush()
     assert (emitted, stopped) == (expected, expected_stop)
+
+
+def words(longest):
+    return ["".join(letters) for n in range(1, longest + 1) for letters in product("ab", repeat=n)]
+
+
+@pytest.mark.parametrize(("count", "longest", "length"), [(1, 5, 8), (2, 3, 7)])
+def test_every_text_of_two_letters_letter_by_letter(count, longest, length):
+    """All stop strings up to a length, whose beginnings overlap in every way that there is."""
+    for stops in combinations(words(longest), count):
+        for text in map("".join, product("ab", repeat=length)):
+            matcher = StopMatcher(stops)
+            pieces = [matcher.push(letter) for letter in text]
+            expected, stopped = text_before(text, stops)
+            assert ("".join(piece for piece, _ in pieces) + matcher.flush(), pieces[-1][1]) == (expected, stopped)
 
 
 @given(text=texts, stops=stop_lists)
