@@ -22,6 +22,9 @@ LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0))
 """Compute capabilities whose multiprocessors have 164 KiB of shared memory or more; others from 8.6 on have 100."""
 ELEMENTS = HALF, INT8 = "__half", "bminf::int8"
 """What a cache may hold, as the kernels name it."""
+FORMS = 1024
+"""Shapes whose kernels are remembered."""
+LOG2_E = math.log2(math.e)
 _SIGNATURE = "pqpppqpppfiiiiipippp"
 
 
@@ -101,6 +104,7 @@ class PrefillAttention:
         self._device = device
         self._multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         self._kernel = functools.cache(self._load)
+        self._find = functools.lru_cache(FORMS)(self._find_uncached)
 
     def launch(
         self,
@@ -125,19 +129,25 @@ class PrefillAttention:
         Where each token sees its sequence in this step, ``keys`` and ``values`` are one slot with all tokens in order.
         ``dependent`` as in :class:`Kernel`.
         """
-        depth, rows = -(-head_dim // 16) * 16, tokens * (heads // kv_heads)
-        small = -(-rows // 128) * kv_heads < 2 * self._multiprocessors
-        tiling = tiling_for(self._device.compute_capability, depth, small, visible, bias != 0)
+        rows = tokens * (heads // kv_heads)
+        kernel, tiling = self._find(rows, kv_heads, head_dim, visible, bias != 0, key_scales != 0)
         tiles = (rows + count * (tiling.rows - 1)) // tiling.rows  # each sequence's last may be partly empty
-        self._kernel(tiling, INT8 if key_scales else HALF)(
+        kernel(
             (kv_heads, tiles), tiling.threads,
             (
                 q, q_pitch, keys, values, out, out_pitch, starts, past, slots,
-                scale * math.log2(math.e), window or 0, heads, head_dim, capacity, count,
+                scale * LOG2_E, window or 0, heads, head_dim, capacity, count,
                 bias, reach, lengths, key_scales, value_scales,
             ),
-            shared=tiling.shared, stream=stream, dependent=dependent,
+            tiling.shared, stream, dependent,
         )  # fmt: skip
+
+    def _find_uncached(
+        self, rows: int, kv_heads: int, head_dim: int, visible: Visible, biased: bool, int8: bool
+    ) -> tuple[Kernel, Tiling]:
+        small = -(-rows // 128) * kv_heads < 2 * self._multiprocessors
+        tiling = tiling_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, visible, biased)
+        return self._kernel(tiling, INT8 if int8 else HALF), tiling
 
     def _load(self, tiling: Tiling, element: str) -> Kernel:
         expression = tiling.expression(element)

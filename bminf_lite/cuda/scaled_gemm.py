@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,30 +33,52 @@ _SIGNATURE = "pppiiiiiiTTT"
 
 @dataclass(frozen=True)
 class Tiling:
-    """How blocks share a product: 128 rows by ``width`` rows of the weight at a time, in clusters of ``cluster``."""
+    """How blocks share a product: 128 rows by ``width`` rows of the weight at a time, in clusters of ``cluster``.
+
+    Or in clusters of ``parts`` blocks, each of which takes a part of the columns of one such tile.
+    """
 
     width: int
-    cluster: int
+    cluster: int = 1
+    parts: int = 1
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: the ring of stages, where results are put in order, two barriers for each stage."""
         return RING_BYTES + STAGING_BYTES + 16 * (RING_BYTES // (ROWS * (ROWS + self.width)))
 
-    def cost(self, rows: int, channels: int, multiprocessors: int) -> float:
-        """How long a product takes, up to a factor: rows of the weight that a multiprocessor passes over."""
-        tiles = -(-rows // (ROWS * self.cluster)) * -(-channels // self.width)
-        slower = (1.08 if self.width < 256 else 1) * (1.05 if self.cluster < 2 else 1)
-        return -(-tiles // (multiprocessors // self.cluster)) * self.width * slower
+    @property
+    def arguments(self) -> str:
+        """The last of the kernel's template."""
+        return f"{self.width}, {self.cluster}, {self.parts}"
+
+    @property
+    def blocks(self) -> int:
+        """Of a cluster."""
+        return self.cluster * self.parts
+
+    def serves(self, output: Output, stages: int) -> bool:
+        """Whether each part has columns to multiply, and results that fill what a warp writes at a time."""
+        written = self.width // (2 if output is Output.GATED else 1) // self.parts
+        return self.parts == 1 or (stages >= self.parts and written >= (32 if output is Output.ADD else 64))
+
+    def cost(self, rows: int, channels: int, stages: int, multiprocessors: int) -> float:
+        """How long a product takes, up to a factor: parts of the weight that a multiprocessor passes over."""
+        row_tiles, tall = -(-rows // ROWS), -(-rows // (ROWS * self.cluster))
+        slower = (1.08 if self.width < 256 else 1) * (1.05 if self.cluster < 2 else 1) * tall * self.cluster / row_tiles
+        passes = self.width * slower * stages / self.parts + (EXCHANGE if self.parts > 1 else 0)
+        return -(-tall * -(-channels // self.width) // (multiprocessors // self.blocks)) * passes
 
 
-TILINGS = tuple(Tiling(width, cluster) for width in (256, 128) for cluster in (2, 1))
-MIN_ROWS = 129
-"""From so many rows on, the kernel is faster than cublasLt and a kernel that scales."""
-FORMS = 1024
-"""Shapes whose launches are remembered."""
-TRIAL = 300, 400, 272
-"""Rows, rows of the weight and inner size of the product that the kernel must get right before it is trusted."""
+EXCHANGE = 1500
+"""What it costs that blocks exchange sums, in rows of the weight by stages of the ring."""
+TILINGS = (*(Tiling(width, cluster) for width in (256, 128) for cluster in (2, 1)), Tiling(128, parts=2))
+MIN_ROWS = 33
+"""From so many rows on, the kernel is faster than cublasLt and a kernel that scales; below, that for a few rows is."""
+FORMS, OPERANDS = 64, 256
+"""Shapes whose launches are remembered, and for each the operands."""
+TRIALS = (300, 400, 272), (100, 400, 2000)
+"""Rows, rows of the weight and inner sizes of products that the kernel must get right before it is trusted."""
 
 
 class Matrix(NamedTuple):
@@ -67,14 +90,17 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class _Form:
-    """What launches of one shape have in common; ``numbers`` are the kernel's, from ``rows`` to ``column_tiles``."""
+    """What launches of one shape have in common; ``numbers`` are the kernel's, from ``rows`` to ``column_tiles``.
+
+    ``maps`` describes the three matrices to the copy engine.
+    """
 
     kernel: Kernel
     grid: int
     cluster: int | None
     shared: int
-    box_channels: int
     numbers: tuple[int, ...]
+    maps: Callable[[Matrix, Matrix, Matrix], tuple[bytes, bytes, bytes]]
 
 
 class ScaledGemm:
@@ -94,8 +120,15 @@ class ScaledGemm:
 
     @functools.cached_property
     def trusted(self) -> bool:
-        """Whether a known product was computed bit for bit, on CuPy's current stream; if not, there is a warning."""
-        rows, channels, in_features = TRIAL
+        """Whether known products were computed bit for bit, on CuPy's current stream; if not, there is a warning."""
+        wrong = [trial for trial in TRIALS if not self._is_exact(*trial)]
+        for rows, channels, in_features in wrong[:1]:
+            reason = f"a product of {rows} x {in_features} by {channels} x {in_features} was wrong"
+            warning = f"{self._device.name}: the int8 kernel that scales its own sums is not used, {reason}"
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+        return not wrong
+
+    def _is_exact(self, rows: int, channels: int, in_features: int) -> bool:
         random = np.random.default_rng(0)
         x, w = (random.integers(-128, 128, (n, in_features), np.int8) for n in (rows, channels))
         x_scale, w_scale = (random.uniform(1e-4, 1e-2, n).astype(np.float32) for n in (rows, channels))
@@ -108,12 +141,7 @@ class ScaledGemm:
             output=Output.HALF, stream=cp.cuda.get_current_stream().ptr,
         )  # fmt: skip
         acc = (x.astype(np.int32) @ w.T.astype(np.int32)).astype(np.float32)
-        exact = np.array_equal(cp.asnumpy(out), (x_scale[:, None] * (w_scale * acc)).astype(np.float16))
-        if not exact:
-            reason = f"a product of {rows} x {in_features} by {channels} x {in_features} was wrong"
-            warning = f"{self._device.name}: the int8 kernel that scales its own sums is not used, {reason}"
-            warnings.warn(warning, RuntimeWarning, stacklevel=2)
-        return exact
+        return np.array_equal(cp.asnumpy(out), (x_scale[:, None] * (w_scale * acc)).astype(np.float16))
 
     def launch(
         self, x: Matrix, x_scale: int, w: Matrix, w_scale: int, bias: int, out: Matrix, *,
@@ -132,34 +160,38 @@ class ScaledGemm:
         ahead of it has ended, and waits for it itself.
         """
         form = self._form(rows, channels, in_features, output, activation, bias != 0, tiling)
-        element = Element.FLOAT32 if output is Output.ADD else Element.FLOAT16
-        maps = (
-            matrix_map(x.address, Element.INT8, rows, in_features, x.pitch, ROWS),
-            matrix_map(w.address, Element.INT8, channels, in_features, w.pitch, form.box_channels),
-            matrix_map(out.address, element, rows, form.numbers[1], out.pitch, BOX_ROWS),
-        )
-        form.kernel(
-            form.grid, THREADS, (x_scale, w_scale, bias, *form.numbers, *maps), form.shared, stream, True,
-            form.cluster, moved,
-        )  # fmt: skip
+        arguments = x_scale, w_scale, bias, *form.numbers, *form.maps(x, w, out)
+        form.kernel(form.grid, THREADS, arguments, form.shared, stream, True, form.cluster, moved)
 
     def _form_uncached(
         self, rows: int, channels: int, in_features: int, output: Output, activation: int, bias: bool,
         tiling: Tiling | None,
     ) -> _Form:  # fmt: skip
+        gated, stages = output is Output.GATED, -(-in_features // ROWS)
         if tiling is None:
-            tiling = min(TILINGS, key=lambda tiling: tiling.cost(rows, channels, self._multiprocessors))
-        gated = output is Output.GATED
+            tilings = [tiling for tiling in TILINGS if tiling.serves(output, stages)]
+            tiling = min(tilings, key=lambda tiling: tiling.cost(rows, channels, stages, self._multiprocessors))
         columns, width = (channels // 2, tiling.width // 2) if gated else (channels, tiling.width)
         assert columns % 2 == 0 and output in OUTPUTS, (columns, output)
         row_tiles, column_tiles = -(-rows // (ROWS * tiling.cluster)), -(-columns // width)
-        clusters = min(row_tiles * column_tiles, self._multiprocessors // tiling.cluster)
-        numbers = (rows, columns, channels, -(-in_features // ROWS), row_tiles, column_tiles)
-        arguments = f"{int(output)}, {activation}, {str(bias).lower()}, {tiling.width}, {tiling.cluster}"
-        kernel, cluster = self._kernel(f"bminf::gemm_hopper<{arguments}>"), tiling.cluster
-        return _Form(
-            kernel, clusters * cluster, cluster if cluster > 1 else None, tiling.shared, tiling.width // 2, numbers
-        )
+        clusters = row_tiles * column_tiles
+        if tiling.parts == 1:  # else each cluster computes one tile
+            clusters = min(clusters, self._multiprocessors // tiling.cluster)
+        numbers = (rows, columns, channels, stages, row_tiles, column_tiles)
+        arguments = f"{int(output)}, {activation}, {str(bias).lower()}, {tiling.arguments}"
+        kernel = self._kernel(f"bminf::gemm_hopper<{arguments}>")
+        cluster = tiling.blocks if tiling.blocks > 1 else None
+        element = Element.FLOAT32 if output is Output.ADD else Element.FLOAT16
+
+        @functools.lru_cache(OPERANDS)
+        def maps(x: Matrix, w: Matrix, out: Matrix) -> tuple[bytes, bytes, bytes]:
+            return (
+                matrix_map(x.address, Element.INT8, rows, in_features, x.pitch, ROWS),
+                matrix_map(w.address, Element.INT8, channels, in_features, w.pitch, tiling.width // 2),
+                matrix_map(out.address, element, rows, columns, out.pitch, BOX_ROWS),
+            )
+
+        return _Form(kernel, clusters * tiling.blocks, cluster, tiling.shared, numbers, maps)
 
     def _load(self, expression: str) -> Kernel:
         return Module(self._device, "gemm_hopper.cu", [expression]).kernel(expression, _SIGNATURE)

@@ -12,9 +12,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bminf_lite.cuda import attention, sampling
+from bminf_lite.cuda import attention, sampling, scaled_gemm
 from bminf_lite.cuda.attention import Visible
 from bminf_lite.cuda.compiler import SOURCES
+from bminf_lite.cuda.few_rows import Output
 
 Capability = tuple[int, int]
 CAPABILITIES: dict[str, Capability] = {
@@ -37,6 +38,7 @@ NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
 PLAIN, RMS_NORM, LAYER_NORM, GATE = range(4)
 CODES, TO_HALF, TO_FLOAT = range(3)
 GATED, ACTIVATED, SUMS = 3, 4, 5
+TILINGS_BY_ARGUMENTS, MANY = {tiling.arguments: tiling for tiling in scaled_gemm.TILINGS}, 1024
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ def _finish(kind: str, order: int, add: str, target: str) -> bool:
     return (kind == "int" or order == ROW) and (add == "false" or target == "float")
 
 
-def _gemm_hopper(output: int, activation: int, bias: str, width: int, cluster: int) -> bool:
-    return output == GATED or activation == 0
+def _gemm_hopper(output: int, activation: int, bias: str, tiling: str) -> bool:
+    serves = TILINGS_BY_ARGUMENTS[tiling].serves(Output(output), stages=MANY)
+    return serves and (output == GATED or activation == 0)
 
 
 def families(arch: str) -> Iterator[Family]:
@@ -143,7 +146,7 @@ def families(arch: str) -> Iterator[Family]:
             yield Family("few_rows.cu", "few_rows", (tiles, range(SUMS + 1), activations), ring)
     yield from (Family(sampling.SOURCE, name, (), sampling.DEFINES) for name in sampling.KERNELS)
     if arch == "sm_90a":
-        values = ((0, 2, GATED), activations, ("false", "true"), (128, 256), (1, 2))
+        values = ((0, 2, GATED), activations, ("false", "true"), tuple(TILINGS_BY_ARGUMENTS))
         yield Family("gemm_hopper.cu", "bminf::gemm_hopper", values)
     if arch != "sm_90":  # the package compiles for sm_90a there, whose instructions the kernel needs
         for depth, small, kind in itertools.product(HEAD_SIZES, (False, True), attention_kinds()):

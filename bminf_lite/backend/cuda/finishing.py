@@ -14,6 +14,7 @@ from .launches import WIDEST_NORM
 from .rows import RowLaunches
 from .unfinished import Codes, Gated, Normed, Product, Residual
 
+HALF = np.dtype(np.float16)
 STALE = "a norm that two operations read must be read by both before the residual stream changes"
 
 
@@ -66,7 +67,7 @@ class Finishing(Backend):
 
     def _half(self, x: Array) -> cp.ndarray:
         """``x`` as padded fp16 rows."""
-        if isinstance(x, cp.ndarray) and x.dtype == np.float16:
+        if isinstance(x, cp.ndarray) and x.dtype == HALF:
             return self.arrays.padded(x)
         if isinstance(x, Product):
             return self._written(x, np.float16)

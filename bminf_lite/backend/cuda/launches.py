@@ -286,7 +286,7 @@ class Launches:
              q.data.ptr, cache.keys.data.ptr, cache.values.data.ptr,
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache), cache.capacity,
              address(cache.key_scales), address(cache.value_scales)),
-            moved=size_of(qkv, q),
+            moved=self._size_of(qkv, q),
         )  # fmt: skip
 
     def split_context(self, spec: AttentionSpec, step: Step, reach: int) -> Split:

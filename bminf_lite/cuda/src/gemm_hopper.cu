@@ -5,7 +5,8 @@
 // A block stays for the whole product and computes tiles of 128 rows by WIDTH weight rows, one after another. One
 // thread starts the copies of the next 128 columns of both operands into a ring of stages; two groups of four warps
 // multiply, 64 rows each. Blocks of a cluster work on neighbouring rows with the same part of the weight: each copies
-// its share of that part to all of them, which saves reads from the cache.
+// its share of that part to all of them, which saves reads from the cache. Where rows are few and tiles therefore too, a
+// cluster works on one tile instead: each block sums over a part of the columns, and all share the scaling.
 #include "async.cuh"
 #include "common.cuh"
 #include "wgmma.cuh"
@@ -38,6 +39,25 @@ __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, unsigned ran
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
         "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+}
+
+// What a shared address is in block `rank` of the cluster.
+__device__ __forceinline__ unsigned address_in(unsigned address, unsigned rank) {
+    unsigned there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+__device__ __forceinline__ void store_sums(unsigned address, const int (&sums)[4]) {
+    asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "r"(sums[0]), "r"(sums[1]), "r"(sums[2]), "r"(sums[3]) : "memory");
+}
+
+__device__ __forceinline__ void add_sums(unsigned address, int (&sums)[4]) {
+    int v[4];
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
+    for (int i = 0; i < 4; ++i) sums[i] += v[i];
 }
 
 // ---- copies of tiles ---------------------------------------------------------------------------------------------
@@ -93,22 +113,27 @@ struct Stages {
     // A warp has read the stage before the present one: tell every block that writes there.
     __device__ __forceinline__ void release_previous() const {
         const int previous = stage == 0 ? COUNT - 1 : stage - 1;
-        if (threadIdx.x % WARP < CLUSTER) barrier_arrive_at(barriers + previous * 16 + 8, threadIdx.x % WARP);
+        const unsigned barrier = barriers + previous * 16 + 8, lane = threadIdx.x % WARP;
+        if constexpr (CLUSTER == 1) {
+            if (lane == 0) barrier_arrive(barrier);
+        } else if (lane < CLUSTER) {
+            barrier_arrive_at(barrier, lane);
+        }
     }
 };
 
 // ---- tiles of the result -----------------------------------------------------------------------------------------
 
 // The tiles that a cluster computes, of row_tiles by column_tiles, in bands of neighbouring rows that pass over the
-// weight together.
-template <int COLUMNS, int CLUSTER>
+// weight together. PARTS blocks compute each.
+template <int COLUMNS, int CLUSTER, int PARTS>
 struct Tiles {
     int row_tiles, column_tiles, index;
 
     __device__ __forceinline__ Tiles(int row_tiles, int column_tiles)
-        : row_tiles(row_tiles), column_tiles(column_tiles), index(blockIdx.x / CLUSTER) {}
+        : row_tiles(row_tiles), column_tiles(column_tiles), index(blockIdx.x / (CLUSTER * PARTS)) {}
     __device__ __forceinline__ bool valid() const { return index < row_tiles * column_tiles; }
-    __device__ __forceinline__ void next() { index += gridDim.x / CLUSTER; }
+    __device__ __forceinline__ void next() { index += gridDim.x / (CLUSTER * PARTS); }
     // The first row and column of this block's tile.
     __device__ __forceinline__ int2 place() const {
         constexpr int TALL = BAND / CLUSTER;
@@ -269,80 +294,127 @@ __device__ __forceinline__ void write_tile(
     }
 }
 
+// Adds up a tile's sums, of which each of PARTS blocks has those over a part of the columns: this block gets a part of
+// the tile, N / PARTS * 8 rows of the weight, of a gated layer half of them from either half. `buffer` is as large as
+// the tile, and was read by the products before.
+template <int PARTS, bool GATED, int N>
+__device__ __forceinline__ void exchange(const int (&c)[N][4], int (&mine)[N / PARTS][4], unsigned buffer) {
+    constexpr int OWN = N / PARTS, HALF = GATED ? OWN / 2 : OWN, PIECE = WARPS * WARP * 16;
+    const unsigned rank = rank_in_cluster(), place = buffer + threadIdx.x * 16;
+    sync_cluster<PARTS>();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        const unsigned there = address_in(place + rank * OWN * PIECE, part);
+#pragma unroll
+        for (int n = 0; n < OWN; ++n)
+            store_sums(there + n * PIECE, c[n / HALF * (N / 2) * GATED + part * HALF + n % HALF]);
+    }
+    sync_cluster<PARTS>();
+#pragma unroll
+    for (int n = 0; n < OWN; ++n) {
+        for (int i = 0; i < 4; ++i) mine[n][i] = 0;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) add_sums(place + (part * OWN + n) * PIECE, mine[n]);
+    }
+}
+
 // ---- the kernel --------------------------------------------------------------------------------------------------
 
 // `rows` by `columns` of scaled(x @ w.T) + bias; `channels` are the rows of the weight. `x_map` is the activations int8
 // [rows, in] in boxes of 128 by 128, `w_map` the weight int8 [channels, in] in boxes of WIDTH / 2 by 128, `out_map` the
 // result in boxes of 16 rows of 128 bytes; `stages` of 128 columns cover `in`. WIDTH rows of the weight make a tile, 128
-// or 256. Blocks come in clusters of CLUSTER, 1 or 2, which compute row_tiles by column_tiles tiles.
+// or 256. Blocks come in clusters of CLUSTER, 1 or 2, which compute row_tiles by column_tiles tiles; or of PARTS, for
+// CLUSTER 1, which compute one tile together. Then there is a cluster for each tile, and a stage for each part.
 // Dynamic shared memory: the ring, two boxes per multiplying warp, 16 bytes per stage.
-template <int OUTPUT, int ACTIVATION, bool BIAS, int WIDTH, int CLUSTER>
+template <int OUTPUT, int ACTIVATION, bool BIAS, int WIDTH, int CLUSTER, int PARTS>
 __global__ void __launch_bounds__(3 * GROUP, 1) gemm_hopper(
     const float* x_scale, const float* w_scale, const float* bias, int rows, int columns, int channels, int stages,
     int row_tiles, int column_tiles,
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
     const __grid_constant__ TensorMap out_map)
 {
-    constexpr int SHARE = WIDTH / 2, COLUMNS = OUTPUT == GATED ? SHARE : WIDTH;
+    static_assert(CLUSTER == 1 || PARTS == 1, "blocks of a cluster share rows or sums");
+    constexpr int SHARE = WIDTH / 2, COLUMNS = OUTPUT == GATED ? SHARE : WIDTH, OWN = WIDTH / 8 / PARTS;
     extern __shared__ __align__(1024) char shared[];
     const unsigned tiles = shared_address(shared), staging = tiles + RING_BYTES;
     Stages<WIDTH, CLUSTER> ring(tiles, staging + WARPS * 2 * BOX);
     if (threadIdx.x == 0) ring.init();
     __syncwarp();
-    sync_cluster<CLUSTER>();
+    sync_cluster<CLUSTER * PARTS>();
     let_successor_start();
-    wait_for_predecessor();
-    Tiles<COLUMNS, CLUSTER> tile(row_tiles, column_tiles);
-    const int warp = threadIdx.x / WARP;
+    Tiles<COLUMNS, CLUSTER, PARTS> tile(row_tiles, column_tiles);
+    const int warp = threadIdx.x / WARP, part = PARTS > 1 ? rank_in_cluster() : 0;
+    const int from = stages * part / PARTS, to = stages * (part + 1) / PARTS;
     if (warp >= WARPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == WARPS * WARP) {
+            const auto copy_weight = [&](const Stages<WIDTH, CLUSTER>& stage, int place, int k) {
+                barrier_expect(stage.full(), stage.BYTES);
+#pragma unroll
+                for (int i = 0; i < 2 / CLUSTER; ++i) {
+                    const int share = CLUSTER > 1 ? rank_in_cluster() : i;
+                    const int row = place + share * (OUTPUT == GATED ? columns : SHARE);
+                    const unsigned target = stage.w() + share * SHARE * DEPTH;
+                    if constexpr (CLUSTER > 1) copy_box_to_both(target, w_map, k * DEPTH, row, stage.full());
+                    else copy_box(target, w_map, k * DEPTH, row, stage.full());
+                }
+            };
+            // The weight is there before the activations are.
+            int early = tile.valid() ? min(to - from, ring.COUNT) : 0;
+            Stages<WIDTH, CLUSTER> ahead = ring;
+            for (int k = 0; k < early; ++k, ahead.next()) copy_weight(ahead, tile.place().y, from + k);
+            wait_for_predecessor();
             for (; tile.valid(); tile.next()) {
                 const int2 place = tile.place();
 #pragma unroll 1
-                for (int k = 0; k < stages; ++k, ring.next()) {
-                    barrier_wait(ring.empty(), ring.round ^ 1);
-                    barrier_expect(ring.full(), ring.BYTES);
-                    copy_box(ring.x(), x_map, k * DEPTH, place.x, ring.full());
-#pragma unroll
-                    for (int i = 0; i < 2 / CLUSTER; ++i) {
-                        const int share = CLUSTER > 1 ? rank_in_cluster() : i;
-                        const int row = place.y + share * (OUTPUT == GATED ? columns : SHARE);
-                        const unsigned target = ring.w() + share * SHARE * DEPTH;
-                        if constexpr (CLUSTER > 1) copy_box_to_both(target, w_map, k * DEPTH, row, ring.full());
-                        else copy_box(target, w_map, k * DEPTH, row, ring.full());
+                for (int k = from; k < to; ++k, ring.next()) {
+                    if (early > 0) {
+                        --early;
+                    } else {
+                        barrier_wait(ring.empty(), ring.round ^ 1);
+                        copy_weight(ring, place.y, k);
                     }
+                    copy_box(ring.x(), x_map, k * DEPTH, place.x, ring.full());
                 }
             }
         }
         __syncwarp();
+        if constexpr (PARTS > 1) sync_cluster<PARTS>(), sync_cluster<PARTS>();  // with those that exchange sums
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        wait_for_predecessor();
         const Scaling scaling = {x_scale, w_scale, bias, rows, columns, channels};
         for (; tile.valid(); tile.next()) {
             const int2 place = tile.place();
             const int row = place.x + warp * 16, mine = row + threadIdx.x % WARP / 4;
             const float scales[2] = {scaling.row(mine), scaling.row(mine + 8)};
-            Channels<Leaving<OUTPUT, WIDTH / 8>::CHANNELS, BIAS> first;
-            scaling.load<OUTPUT == GATED>(first, place.y);
+            const int column = place.y + part * (COLUMNS / PARTS);
+            Channels<Leaving<OUTPUT, OWN>::CHANNELS, BIAS> first;
+            scaling.load<OUTPUT == GATED>(first, column);
             int c[WIDTH / 8][4];
 #pragma unroll 1
-            for (int k = 0; k < stages; ++k) {
+            for (int k = from; k < to; ++k) {
                 barrier_wait(ring.full(), ring.round);
                 const unsigned long long x = operand(ring.x() + warp / 4 * 64 * DEPTH, 0), w = operand(ring.w(), 0);
                 products_begin();
 #pragma unroll
-                for (int i = 0; i < DEPTH / 32; ++i) multiply(c, x + i * 2, w + i * 2, k + i > 0);
+                for (int i = 0; i < DEPTH / 32; ++i) multiply(c, x + i * 2, w + i * 2, k + i > from);
                 products_end();
                 products_wait<1>();
-                if (k > 0) ring.release_previous();
+                if (k > from) ring.release_previous();
                 ring.next();
             }
             products_wait<0>();
             pin(c);
             ring.release_previous();
-            write_tile<OUTPUT, ACTIVATION>(
-                c, scaling, scales, first, out_map, row, place.y, staging + warp * 2 * BOX);
+            const unsigned boxes = staging + warp * 2 * BOX;
+            if constexpr (PARTS > 1) {
+                int sums[OWN][4];
+                exchange<PARTS, OUTPUT == GATED>(c, sums, tiles);
+                write_tile<OUTPUT, ACTIVATION>(sums, scaling, scales, first, out_map, row, column, boxes);
+            } else {
+                write_tile<OUTPUT, ACTIVATION>(c, scaling, scales, first, out_map, row, column, boxes);
+            }
         }
         if (threadIdx.x % WARP == 0) wait_for_boxes<0>();
         __syncwarp();

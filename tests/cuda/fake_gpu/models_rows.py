@@ -116,14 +116,16 @@ def few_rows(call: Call) -> None:
 @model
 def gemm_hopper(call: Call) -> None:
     rows, columns, channels = call.arguments["rows"], call.columns, call.channels
-    output, width, cluster = (call.number(name) for name in ("OUTPUT", "WIDTH", "CLUSTER"))
+    output, width, cluster, parts = (call.number(name) for name in ("OUTPUT", "WIDTH", "CLUSTER", "PARTS"))
     gated = output == GATED
     x, w, out = call.mapped("x_map", 128), call.mapped("w_map", width // 2), call.mapped("out_map", 16)
     call.require(x.shape == (rows, w.shape[1]) and out.shape == (rows, columns), "shapes")
     call.require(w.shape[0] == channels == columns * (1 + gated) and columns % 2 == 0, "channels")
     call.require(call.stages * 128 >= x.shape[1], "stages do not cover the weight's columns")
     covered = call.row_tiles * cluster * 128 >= rows and call.column_tiles * (width // (1 + gated)) >= columns
-    call.require(covered and call.launch.grid[0] % cluster == 0 and call.launch.cluster == cluster, "tiles are missing")
+    blocks, tiles = call.launch.grid[0], call.row_tiles * call.column_tiles
+    call.require(covered and call.launch.cluster == cluster * parts and blocks % (cluster * parts) == 0, "no tiles")
+    call.require(parts == 1 or (blocks == parts * tiles and call.stages >= parts), "each part has a stage of one tile")
     call.require((call.bias != 0) == bool(call.number("BIAS")), "a bias of its own instantiation")
     acc = (x.astype(np.float64) @ w.T.astype(np.float64)).astype(F32)
     y = call.vector("x_scale", rows, F32)[:, None] * (call.vector("w_scale", channels, F32, 8) * acc)
