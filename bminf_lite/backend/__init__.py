@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ..errors import DeviceError, UsageError
+from ..memory.sizes import parse_size
 
 if TYPE_CHECKING:
     from .base import Backend
@@ -16,10 +17,13 @@ def create(device: str = "auto", memory_limit: int | str | None = None) -> Backe
     """The backend for ``device``: ``cpu``, ``cuda``, ``cuda:N``, or ``auto``.
 
     ``auto`` takes the first GPU if one is usable, else the CPU, and says so in one line on stderr. Raises
-    ``UsageError`` for another name, ``DeviceError`` if a GPU is asked for and none can be used.
+    ``UsageError`` for another name or a limit that is no size, also where no GPU is used; ``DeviceError`` if a GPU is
+    asked for and none can be used.
     """
-    if device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", device):
+    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N")
+    if memory_limit is not None:
+        parse_size(memory_limit)
     if device == "cpu":
         return _cpu()
     try:

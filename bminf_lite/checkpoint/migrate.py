@@ -73,6 +73,8 @@ def migrate(
     Raises :class:`CheckpointError` if the source cannot be read or quantized or ``out`` cannot be written, and
     :class:`UsageError` for a recipe that makes no sense. ``out`` is untouched then, and after Ctrl-C.
     """
+    if shard_bytes < 1:
+        raise UsageError(f"shard_bytes is {shard_bytes}; it must be 1 or more")
     chosen = load_recipe(recipe)
     if chosen.calibration is not None and calibrate is None:
         raise UsageError(f"recipe {chosen.name}: needs a text to calibrate on (--calibrate FILE, calibrate=...)")

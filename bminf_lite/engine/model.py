@@ -50,8 +50,9 @@ def load(
     With ``check`` a NaN or an infinity in an activation is an error that names the layer; on a GPU, that is slow.
     Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``, which says what would fit, or ``UsageError``.
     """
-    if max_batch < 1:
-        raise UsageError(f"max_batch is {max_batch}; it must be 1 or more")
+    for name, value in {"max_batch": max_batch, "context": 1 if context is None else context}.items():
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name} is {value!r}, but must be a whole number, 1 or more")
     if kv_cache not in ("fp16", "int8"):
         raise UsageError(f"kv_cache is {kv_cache!r}, not fp16 or int8")
     with open_checkpoint(path) as checkpoint:

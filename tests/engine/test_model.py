@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -297,9 +298,21 @@ def test_a_tied_head_is_quantized_as_the_recipe_says(tmp_path):
         assert migrated.network.blocks[0].mlp.down.weight.dynamic
 
 
-def test_max_batch_out_of_range(folder):
-    with pytest.raises(UsageError, match="max_batch is 0"):
-        bminf_lite.load(folder, device="cpu", max_batch=0)
+@pytest.mark.parametrize(
+    "options",
+    [{"max_batch": 0}, {"max_batch": 2.5}, {"context": -1}, {"context": "x"}, {"memory_limit": -1},
+     {"memory_limit": "6 apples"}, {"memory_limit": []}, {"kv_cache": "fp8"}],
+)  # fmt: skip
+def test_arguments_out_of_range_whatever_the_device(folder, options):
+    (value,) = options.values()
+    with pytest.raises(UsageError, match=re.escape(repr(value))):
+        bminf_lite.load(folder, device="cpu", **options)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:-1", "cuda:", "", 0, None])
+def test_devices_that_are_none(folder, device):
+    with pytest.raises(UsageError, match=f"device {device!r} is not one of auto, cpu"):
+        bminf_lite.load(folder, device=device)
 
 
 def test_a_model_that_fails_to_load_gives_its_device_back(folder, monkeypatch):

@@ -203,6 +203,23 @@ def test_a_later_iteration_ends_the_one_before() -> None:
     assert list(early) == []
 
 
+def test_a_fresh_start_copies_after_all_compute() -> None:
+    """A step that ended early, with compute under way that nobody recorded."""
+    streamed = spread(8, 4)
+    link, blocks = stack(8, 4, 2, 1.0)
+    for block in blocks:
+        if block == streamed[1]:
+            link.compute(100.0, 1)
+            break
+    link.refuse_at = {link.calls + 1}
+    with pytest.raises(KeyboardInterrupt):
+        iter(blocks)
+    busy_until, before = link.compute_time, len(link.spans)
+    decode(link, blocks, streamed, 1.0, 0.0)
+    copies = [s for s in link.spans[before:] if s.what == "copy"]
+    assert copies[0].layer == 0 and min(s.start for s in copies) >= busy_until
+
+
 # -- the simulation finds mistakes ------------------------------------------------------------------------------------
 
 
