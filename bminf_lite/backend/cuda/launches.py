@@ -148,7 +148,7 @@ class Launches:
             "matvec.cu", expression, "pppfppppiii", grid, MATVEC_THREADS,
             (x.data.ptr, gain, shift, eps, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
              out.data.ptr, n, weight.in_features, pitch),
-            shared=self.ring_bytes + pitch + 4 * rows, one_per_multiprocessor=True,
+            shared=self.ring_bytes + round_up(pitch, CHUNK * unit) + 4 * rows, one_per_multiprocessor=True,
             moved=weight.nbytes + size_of(x, out),
         )  # fmt: skip
 

@@ -25,6 +25,19 @@ __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
     return __dp4a(a.w, b.w, acc);
 }
 
+// A thread's part of a unit times the codes from the unit's first column on. Behind the end of a row the codes are zero, so what
+// the weights are there does not matter, and all loads are under way at once.
+template <int U>
+__device__ __forceinline__ int dot_unit(const int4 (&w)[U], const int8* codes) {
+    int4 c[U];
+#pragma unroll
+    for (int i = 0; i < U; ++i) c[i] = *reinterpret_cast<const int4*>(codes + threadIdx.x % WARP * 16 + i * CHUNK);
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < U; ++i) sum += dot16(w[i], c[i], 0);
+    return sum;
+}
+
 __device__ __forceinline__ int warp_sum(int x) {
 #if __CUDA_ARCH__ >= 800
     return __reduce_add_sync(FULL, x);
@@ -34,20 +47,33 @@ __device__ __forceinline__ int warp_sum(int x) {
 #endif
 }
 
-// The input row as codes in shared memory; returns its scale. VECTORS of eight elements per thread cover the pitch.
+// The input row, VECTORS of eight elements per thread, which cover the pitch. All loads are under way at once: behind a
+// condition, one would begin when the one before has ended. Threads behind the end of the row load its last elements.
+template <class Source, int VECTORS>
+__device__ __forceinline__ void load_input(const Source* x, int k, int pitch, float (&v)[VECTORS][8]) {
+    constexpr int PARTS = sizeof(Source) / 2;
+    uint4 raw[VECTORS][PARTS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j)
+            raw[i][j] = fetch16(x + min((i * THREADS + static_cast<int>(threadIdx.x)) * 8, pitch - 8) + j * (8 / PARTS));
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        load8(reinterpret_cast<const Source*>(raw[i]), v[i]);
+        clear_past(v[i], (i * THREADS + threadIdx.x) * 8, k);
+    }
+}
+
+// The input row as codes in shared memory, with zeros up to `width`; returns its scale.
 template <int INPUT, int VECTORS>
 __device__ __forceinline__ float quantize_input(
-    const void* x, const float* gain, const float* shift, float eps, int k, int pitch, int8* codes)
+    const void* x, const float* gain, const float* shift, float eps, int k, int pitch, int width, int8* codes)
 {
     using Source = typename Choose<INPUT == HALF, __half, float>::type;
     __shared__ RowScratch<THREADS> scratch;
-    const Source* source = static_cast<const Source*>(x);
     float v[VECTORS][8];
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        const int column = (i * THREADS + threadIdx.x) * 8;
-        load_row8(source, column, k, pitch, v[i]);
-    }
+    load_input(static_cast<const Source*>(x), k, pitch, v);
     const float top = INPUT == HALF
         ? row_max<THREADS>(v, scratch)
         : normalise_row<THREADS, INPUT == LAYER_NORM, true>(v, gain, shift, eps, k, pitch, scratch);
@@ -55,7 +81,7 @@ __device__ __forceinline__ float quantize_input(
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int column = (i * THREADS + threadIdx.x) * 8;
-        if (column < pitch) *reinterpret_cast<uint2*>(codes + column) = codes8(v[i], s.ratio);
+        if (column < width) *reinterpret_cast<uint2*>(codes + column) = codes8(v[i], s.ratio);
     }
     return s.scale;
 }
@@ -179,20 +205,15 @@ struct Stream {
         }
         ahead.next();
     }
-    __device__ __forceinline__ int multiply(const int8* codes, int segment) {
+    __device__ __forceinline__ int multiply(const int8* codes) {
         barrier_wait(barriers + 8 * slot, parity);
         int4 w[U];
-        int sum = 0;
         const unsigned from = data + slot * (U * CHUNK) + lane * 16;
 #pragma unroll
         for (int i = 0; i < U; ++i)
             asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(w[i].x), "=r"(w[i].y), "=r"(w[i].z), "=r"(w[i].w) : "r"(from + i * CHUNK));
-        const int column = segment * (U * CHUNK) + lane * 16;
-#pragma unroll
-        for (int i = 0; i < U; ++i)
-            if (column + i * CHUNK < pitch)
-                sum = dot16(w[i], *reinterpret_cast<const int4*>(codes + column + i * CHUNK), sum);
+        const int sum = dot_unit<U>(w, codes);
         __syncwarp();
         start(slot);
         if (++slot == SLOTS) slot = 0, parity ^= 1;
@@ -224,25 +245,19 @@ struct Stream {
             next[i] = column + i * CHUNK < pitch ? __ldcs(reinterpret_cast<const int4*>(source + i * CHUNK)) : int4{};
         ahead.next();
     }
-    __device__ __forceinline__ int multiply(const int8* codes, int segment) {
+    __device__ __forceinline__ int multiply(const int8* codes) {
         int4 w[U];
 #pragma unroll
         for (int i = 0; i < U; ++i) w[i] = next[i];
         start();
-        const int column = segment * (U * CHUNK) + threadIdx.x % WARP * 16;
-        int sum = 0;
-#pragma unroll
-        for (int i = 0; i < U; ++i)
-            if (column + i * CHUNK < pitch)
-                sum = dot16(w[i], *reinterpret_cast<const int4*>(codes + column + i * CHUNK), sum);
-        return warp_sum(sum);
+        return warp_sum(dot_unit<U>(w, codes));
     }
 };
 #endif
 
 // x: the input row, fp16 or fp32 [k]; gain, shift: the norm's [k]. weight: int8 [n, pitch]; w_scale, bias: fp32 [n]. out:
-// [n], or [n / 2] if GATED. F is the gate's function, or the outputs'. Dynamic shared memory: the ring from 9.0 on, the codes (pitch bytes),
-// and an int32 for each row of a block's share.
+// [n], or [n / 2] if GATED. F is the gate's function, or the outputs'. Dynamic shared memory: the ring from 9.0 on, the codes
+// (pitch bytes, rounded up to whole units), and an int32 for each row of a block's share.
 template <int INPUT, int VECTORS, int OUTPUT, int F, int U>
 __global__ void __launch_bounds__(THREADS) matvec(
     const void* x, const float* gain, const float* shift, float eps,
@@ -259,15 +274,16 @@ __global__ void __launch_bounds__(THREADS) matvec(
 #else
     int8* codes = reinterpret_cast<int8*>(shared);
 #endif
-    int* acc = reinterpret_cast<int*>(codes + pitch);
+    const int width = (pitch + U * CHUNK - 1) / (U * CHUNK) * (U * CHUNK);
+    int* acc = reinterpret_cast<int*>(codes + width);
     Units_ stream(weight, share, pitch, shared, barriers);
     for (int i = threadIdx.x; i < share.rows(); i += THREADS) acc[i] = 0;
     wait_for_predecessor();
-    const float x_scale = quantize_input<INPUT, VECTORS>(x, gain, shift, eps, k, pitch, codes);
+    const float x_scale = quantize_input<INPUT, VECTORS>(x, gain, shift, eps, k, pitch, width, codes);
     const Early early = fetch_early<OUTPUT>(share, w_scale, bias, out);
     sync_threads<THREADS>();
     for (Units unit(threadIdx.x / WARP, share.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK)); unit.left > 0; unit.next()) {
-        const int sum = stream.multiply(codes, unit.segment);
+        const int sum = stream.multiply(codes + unit.segment * (U * CHUNK));
         if (threadIdx.x % WARP == 0) atomicAdd(acc + unit.row, sum);
     }
     sync_threads<THREADS>();

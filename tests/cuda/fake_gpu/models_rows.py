@@ -73,7 +73,8 @@ def matvec(call: Call) -> None:
     ring = WARPS * call.defines["RING_CHUNKS"] * CHUNK if call.machine.profile.capability >= (9, 0) else 0
     call.require(call.launch.block == THREADS, "threads")
     call.require(call.defines["RING_CHUNKS"] % call.number("U") == 0, "the ring does not hold whole units")
-    call.require(call.launch.shared >= ring + pitch + 4 * share, "too little shared memory")
+    needed = ring + up(pitch, CHUNK * call.number("U")) + 4 * share
+    call.require(call.launch.shared >= needed, "too little shared memory")
     codes, scale = quantize_rows(input_rows(call, 1, 0))
     weight = call.rows("weight", n, pitch, pitch, np.int8)
     acc = (codes.astype(np.float64) @ weight[:, :k].T.astype(np.float64)).astype(F32)
