@@ -45,8 +45,7 @@ class Placement:
 
     ``streamed`` are the numbers of the layers whose matrices stay on the host and pass through ``slots`` slots of
     device memory, each of ``slot_bytes``; they count on from one stack to the next, and each stack that is streamed has
-    slots of its own. With ``host_tables``, embedding tables stay on the host, and the device reads
-    rows from there.
+    slots of its own. With ``host_tables``, embedding tables stay on the host, and the device reads rows from there.
     """
 
     streamed: tuple[int, ...] = ()
@@ -120,9 +119,10 @@ class AttentionSpec:
 
 @dataclass
 class LayerCache:
-    """Keys and values of one layer, each ``[slots, kv_heads, capacity, head_dim]`` in the backend's activation type.
+    """Keys and values of one layer, each ``[slots, kv_heads, capacity, head_dim]``.
 
-    With scales, fp16 ``[slots, kv_heads, capacity]``, they are int8 codes, a scale per token and head.
+    In the backend's activation type; or, where there are scales fp16 ``[slots, kv_heads, capacity]``, int8 codes with a
+    scale per token and head.
     """
 
     keys: Array

@@ -47,10 +47,10 @@ class Demand:
     """What a model asks of a device, in bytes.
 
     ``layers`` are the matrices of each layer, ``prompt_layers`` those of an encoder, which runs once for a prompt and
-    not for each token; ``fixed`` all other weights and what libraries keep; of those,
-    ``tables`` are embedding tables, and ``fixed_read`` is read for each token. ``cache_per_token`` is what one token of
-    one sequence takes, ``scratch_per_token`` what a token of a prompt's chunk takes while it is processed, and
-    ``scratch_per_sequence`` what a sequence of the batch takes (its logits). ``context_length`` is in tokens.
+    not for each token. ``fixed`` is all other weights and what libraries keep; of those, ``tables`` are embedding
+    tables, and ``fixed_read`` is read for each token. ``cache_per_token`` is what one token of one sequence takes,
+    ``scratch_per_token`` what a token of a prompt's chunk takes while it is processed, and ``scratch_per_sequence``
+    what a sequence of the batch takes (its logits). ``context_length`` is in tokens.
     """
 
     layers: tuple[int, ...]
@@ -87,9 +87,8 @@ class Plan:
     """Where a model's layers live, and what follows from it.
 
     ``streamed`` are the numbers of the layers that do not stay, in order, and ``streamed_prompt`` those of an encoder's
-    layers; with ``host_tables`` the embedding tables are
-    in host memory. ``context`` is the tokens per sequence that the cache has room for, ``batch`` the sequences,
-    ``chunk`` the prompt tokens that are processed at once.
+    layers; with ``host_tables`` the embedding tables are in host memory. ``context`` is the tokens per sequence that
+    the cache has room for, ``batch`` the sequences, ``chunk`` the prompt tokens that are processed at once.
     """
 
     demand: Demand
@@ -223,9 +222,8 @@ def make_plan(
 ) -> Plan:
     """The plan that streams least. ``context`` is the tokens per sequence that the cache must have room for.
 
-    By default that is :func:`default_context`. Raises ``OutOfMemory``, saying what
-    would fit, where even the streaming of every layer leaves no room; ``UsageError`` for a context or a batch out of
-    range.
+    By default that is :func:`default_context`. Raises ``OutOfMemory``, saying what would fit, where even the streaming
+    of every layer leaves no room; ``UsageError`` for a context or a batch out of range.
     """
     _check(demand, context, batch)
     everything = Plan(demand, machine, context or CACHE_BLOCK, batch, CHUNK, slots=slots)

@@ -54,7 +54,7 @@ from .unfinished import Codes, Gated, Normed, Product, Residual, Weight
 T = TypeVar("T")
 HEAD_PAD = 16
 """Heads in the cache are padded to a multiple of so many elements, with zeros, for the tensor cores."""
-FEW_ROWS = 4
+DIRECT_FLOAT_ROWS = 4
 """Up to so many rows, float weights are multiplied row by row: cheaper than a product on the tensor cores."""
 
 
@@ -275,7 +275,7 @@ class CudaBackend(Finishing):
         """Whether the matrix-vector kernels take ``x`` as it is: few rows, fp16 or a norm of a finished residual."""
         if weight.pitch > 8 * 8 * launches.MATVEC_THREADS or not weight.is_plain or weight.outliers is not None:
             return False
-        if x.shape[0] > (FEW_ROWS if weight.plan is None else 1):
+        if x.shape[0] > (DIRECT_FLOAT_ROWS if weight.plan is None else 1):
             return False
         if isinstance(x, Normed):
             if weight.plan is not None and weight.pitch > launches.WIDEST_NORM:
