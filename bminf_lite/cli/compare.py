@@ -75,10 +75,10 @@ def compare(
             bar.update(done - bar.n)
 
         result = run(model, reference, windows, device, memory_limit, progress=progress)
-    if report is not None:
+    click.echo(json.dumps(result.to_dict()) if as_json else lines(result))
+    if report is not None:  # last: a full disk must not cost what took so long to find
         write_report(report, result, model, reference, text)
         click.echo(f"wrote {report}", err=True)
-    click.echo(json.dumps(result.to_dict()) if as_json else lines(result))
 
 
 def lines(result: Comparison) -> str:

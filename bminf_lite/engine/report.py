@@ -18,7 +18,7 @@ import jinja2
 import numpy as np
 
 from .. import __version__
-from ..errors import UsageError
+from ..errors import BminfError
 from .comparison import Comparison, LinearReport
 from .plots import Axis, count_axis, line, log_axis
 
@@ -48,12 +48,12 @@ class Row:
 
 
 def write_report(path: Path, comparison: Comparison, model: Path, reference: Path, text: Path) -> None:
-    """Write the report to ``path``. Raises ``UsageError`` if that cannot be written."""
+    """Write the report to ``path``. Raises ``BminfError`` if that cannot be written."""
     html = render(comparison, model.name, reference.name, text.name)
     try:
         path.write_text(html, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
+        raise BminfError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def render(comparison: Comparison, model: str, reference: str, text: str) -> str:

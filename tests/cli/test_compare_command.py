@@ -53,6 +53,13 @@ def test_json_has_every_layer(source: Path, int8: Path, text: Path):
     assert {"own", "accumulated", "input", "reference_input", "name", "scheme"} <= found["linears"][0].keys()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_report_that_the_disk_does_not_hold_costs_no_result(source: Path, int8: Path, text: Path):
+    result = compare(int8, source, text, "--report", "/dev/full", "--json")
+    assert result.exit_code == 1 and "/dev/full: cannot be written: No space left" in result.stderr
+    assert json.loads(result.stdout)["tokens"] > 100
+
+
 def test_the_report_is_written(source: Path, int8: Path, text: Path, tmp_path: Path):
     result = compare(int8, source, text, "--report", tmp_path / "r.html")
     assert result.exit_code == 0, result.stderr

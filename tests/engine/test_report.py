@@ -18,7 +18,7 @@ from bminf_lite.engine.divergence import Divergence, DivergenceSum
 from bminf_lite.engine.fidelity import Fidelity, InputProfile
 from bminf_lite.engine.plots import log_axis, number
 from bminf_lite.engine.report import render, rows, write_report
-from bminf_lite.errors import UsageError
+from bminf_lite.errors import BminfError
 
 EXACT = Fidelity(math.inf, 1.0)
 
@@ -128,7 +128,7 @@ def test_a_model_without_any_error():
 
 
 def test_where_it_cannot_be_written(tmp_path: Path):
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(BminfError, match="cannot be written"):
         write_report(tmp_path / "none" / "r.html", comparison(), Path("a"), Path("b"), Path("c"))
 
 
