@@ -57,6 +57,10 @@ class Output(IntEnum):
 class FewRows:
     """The kernel of ``src/few_rows.cu`` on one GPU."""
 
+    source = "few_rows.cu"
+    is_fastest = False
+    """Whether nothing else need be tried: on some shapes cublasLt and a kernel that scales are faster."""
+
     def __init__(self, device: Device) -> None:
         self._device = device
         self._kernel = functools.cache(self._load)
@@ -64,7 +68,7 @@ class FewRows:
     @functools.cached_property
     def version(self) -> str:
         """Names the kernel's source: what was measured of another version says nothing about this one."""
-        return hashlib.sha256((SOURCES / "few_rows.cu").read_bytes()).hexdigest()[:16]
+        return hashlib.sha256((SOURCES / self.source).read_bytes()).hexdigest()[:16]
 
     def supports(self, rows: int) -> bool:
         """Whether the kernel takes so many rows, and the GPU's tensor cores have the product."""
@@ -114,7 +118,7 @@ class FewRows:
         expression = f"few_rows<{tiles}, {int(output)}, {activation}>"
         ring = self._ring(tiles)
         defines = [f"RING_WARPS={ring.warps}", f"RING_SLOTS={ring.slots}", f"RING_STEPS={ring.steps}"]
-        return Module(self._device, "few_rows.cu", [expression], defines).kernel(expression, "ppppppqiii")
+        return Module(self._device, self.source, [expression], defines).kernel(expression, "ppppppqiii")
 
 
 def tiles_for(rows: int) -> int:

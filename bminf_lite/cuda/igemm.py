@@ -21,6 +21,7 @@ from ..errors import DeviceError
 from .algorithms import AlgorithmStore
 from .driver import Device
 from .few_rows import FewRows, tiles_for
+from .few_rows_hopper import FewRowsHopper
 from .kernels import Kernel, Module
 from .layouts import Layout
 from .matmul import Multiplier, NoAlgorithm, Prepared, capturing, timed
@@ -51,7 +52,7 @@ class Igemm:
         self._multiplier = multiplier
         self._kinds = tuple(kinds_for(device.compute_capability) if kinds is None else kinds)
         self._plans: dict[tuple[int, int], Plan] = {}
-        self.few_rows = FewRows(device)
+        self.few_rows = FewRowsHopper(device) if device.compute_capability == (9, 0) else FewRows(device)
         self._may_take_few_rows = few_rows
         self._prepare_batched = functools.lru_cache(PREPARED_LIMIT)(self._prepare_uncached)
 
@@ -286,7 +287,9 @@ class Plan:
         return self._few_rows_faster[tiles]
 
     def _finds_faster(self, w: int, x: int, rows: int, stream: int) -> bool:
-        """Whether the kernel for a few rows is no slower: as it was found before, or by timing it."""
+        """Whether the kernel for a few rows is no slower: as is known, or was found before, or by timing it."""
+        if self._igemm.few_rows.is_fastest:
+            return True
         out, inner = self.shapes.padded
         key, store = f"few rows {self._igemm.few_rows.version} {tiles_for(rows)} {out}x{inner}", self._igemm.store
         verdict = store.verdict(key)

@@ -16,7 +16,7 @@ NBYTES = 128
 ROW_BYTES = 128
 """What a box has of each row."""
 _ALIGNMENT = 64
-_NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_256B, _ZEROS_OUTSIDE = 0, 3, 3, 0
+_NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_128B, _PROMOTE_256B, _ZEROS_OUTSIDE = 0, 3, 2, 3, 0
 _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuTensorMapEncodeTiled": (
         c_void_p, c_int, c_uint32, c_void_p, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32), POINTER(c_uint32),
@@ -44,12 +44,15 @@ def functions() -> SimpleNamespace:
 
 
 @functools.lru_cache(4096)
-def matrix_map(address: int, element: Element, rows: int, columns: int, pitch: int, box_rows: int) -> bytes:
+def matrix_map(
+    address: int, element: Element, rows: int, columns: int, pitch: int, box_rows: int, pairs: bool = True
+) -> bytes:
     """A ``CUtensorMap`` of ``[rows, columns]`` at ``address``, with ``pitch`` elements from row to row.
 
     The address and a row's bytes are multiples of 16. A copy brings ``box_rows`` rows (256 at most) of ``ROW_BYTES``
     each, zeros where they lie outside the matrix, or takes what lies inside. In shared memory they are rows of
-    ``ROW_BYTES`` whose 16-byte pieces are exchanged by the row's lowest three bits.
+    ``ROW_BYTES`` whose 16-byte pieces are exchanged by the row's lowest three bits. With ``pairs`` the cache fetches
+    the 128 bytes beside them along: good where they are needed much later, a loss where they are asked for too.
     """
     buffer = ctypes.create_string_buffer(NBYTES + _ALIGNMENT)
     place = -ctypes.addressof(buffer) % _ALIGNMENT
@@ -57,6 +60,6 @@ def matrix_map(address: int, element: Element, rows: int, columns: int, pitch: i
     box, steps = (c_uint32 * 2)(ROW_BYTES // element.itemsize, box_rows), (c_uint32 * 2)(1, 1)
     functions().cuTensorMapEncodeTiled(
         ctypes.addressof(buffer) + place, element, 2, address, sizes, strides, box, steps,
-        _NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_256B, _ZEROS_OUTSIDE,
+        _NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_256B if pairs else _PROMOTE_128B, _ZEROS_OUTSIDE,
     )  # fmt: skip
     return buffer.raw[place : place + NBYTES]

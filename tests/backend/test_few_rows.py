@@ -12,15 +12,19 @@ pytestmark = pytest.mark.gpu
 SHAPES = [(64, 96), (4096, 256), (272, 1000), (1056, 4096)]  # in, out; gates have halves of whole groups, or not
 
 
-@pytest.fixture(params=[True, False], ids=["few rows", "any rows"])
+@pytest.fixture(params=["few rows", "few rows on any GPU", "any rows"])
 def chosen(request, cuda_backend, monkeypatch):
-    """The backend, with the kernel for a few rows taking every product that it can, or none."""
+    """The backend, with a kernel for a few rows taking what it can: the GPU's best, the common one, or none."""
+    from bminf_lite.cuda.few_rows import FewRows
     from bminf_lite.cuda.igemm import Plan
 
     def takes(plan, w, x, rows, stream):
-        return request.param and plan.shapes.is_plain and plan._igemm.few_rows.supports(rows)
+        few = request.param != "any rows"
+        return few and plan.shapes.is_plain and plan._igemm.few_rows.supports(rows)
 
     monkeypatch.setattr(Plan, "takes_few_rows", takes)
+    if request.param == "few rows on any GPU":
+        monkeypatch.setattr(cuda_backend.products, "few_rows", FewRows(cuda_backend.device))
     return cuda_backend
 
 

@@ -55,7 +55,7 @@ class Family:
         """Whether the package launches this combination."""
         rule = {
             "matvec": _matvec, "matvec_float": _matvec_float, "transform": _transform, "finish": _finish,
-            "softmax": _softmax, "few_rows": _few_rows,
+            "softmax": _softmax, "few_rows": _few_rows, "bminf::few_rows_hopper": _few_rows,
             "bminf::gemm_hopper": _gemm_hopper,
         }  # fmt: skip
         return self.name not in rule or rule[self.name](*arguments)
@@ -148,6 +148,7 @@ def families(arch: str) -> Iterator[Family]:
     if arch == "sm_90a":
         values = ((0, 2, GATED), activations, ("false", "true"), tuple(TILINGS_BY_ARGUMENTS))
         yield Family("gemm_hopper.cu", "bminf::gemm_hopper", values)
+        yield Family("few_rows_hopper.cu", "bminf::few_rows_hopper", ((1, 2, 4), range(SUMS + 1), activations))
     if arch != "sm_90":  # the package compiles for sm_90a there, whose instructions the kernel needs
         for depth, small, kind in itertools.product(HEAD_SIZES, (False, True), attention_kinds()):
             tiling = attention.tiling_for(capability, -(-depth // 16) * 16, small, *kind)

@@ -289,6 +289,7 @@ def test_the_kernel_for_a_few_rows_is_trusted_only_when_exact(device, multiplier
 
 
 def test_which_kernel_is_faster_is_found_once_and_remembered(device, tmp_path, monkeypatch):
+    from bminf_lite.cuda.few_rows import FewRows
     from bminf_lite.cuda.igemm import Igemm, Plan
     from bminf_lite.cuda.matmul import Multiplier
 
@@ -298,10 +299,21 @@ def test_which_kernel_is_faster_is_found_once_and_remembered(device, tmp_path, m
     x, w = cp.zeros((8, 256), np.int8), cp.zeros((512, 256), np.int8)
     for _ in range(2):
         igemm = Igemm(device, Multiplier.open(device, cp.cuda.alloc, tmp_path), [PlanKind.PLAIN], few_rows=True)
+        igemm.few_rows = FewRows(device)
         plan, stream = igemm.plan(512, 256), cp.cuda.get_current_stream().ptr
         verdicts += [plan.takes_few_rows(w.data.ptr, x.data.ptr, rows, stream) for rows in (8, 5)]
     assert len(set(verdicts)) == 1
     assert len(timings) == igemm.few_rows.supports(8)
+
+
+def test_the_fastest_kernel_is_not_timed(device, multiplier, monkeypatch):
+    from bminf_lite.cuda.igemm import Igemm, Plan
+
+    monkeypatch.setattr(Plan, "_is_faster", lambda *args: pytest.fail("timed"))
+    igemm = Igemm(device, multiplier, [PlanKind.PLAIN], few_rows=True)
+    if not igemm.few_rows.is_fastest:
+        pytest.skip("this GPU has none")
+    assert igemm.plan(512, 256).takes_few_rows(0, 0, 16, cp.cuda.get_current_stream().ptr)
 
 
 def test_the_faster_of_the_kernels_for_a_few_rows(device, multiplier):

@@ -64,11 +64,43 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ int load_shared(unsigned address) {
+    int x;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+
 // A copy that `barrier` expects: a multiple of 16 bytes, as are both addresses.
 __device__ __forceinline__ void bulk_copy(unsigned target, const void* source, int bytes, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
         ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// A matrix as the copy engine sees it: CUtensorMap. What a copy brings or takes lies in rows of 128 bytes, swizzled.
+struct alignas(64) TensorMap {
+    unsigned char bytes[128];
+};
+
+// Fetches the description, which otherwise the first copy waits for.
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// The box at (column, row), with zeros outside the matrix; `barrier` expects its bytes.
+__device__ __forceinline__ void copy_box(unsigned target, const TensorMap& map, int column, int row, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(target), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+
+// The same of a matrix that is read once: in the L2 cache it gives way first.
+__device__ __forceinline__ void copy_box_once(unsigned target, const TensorMap& map, int column, int row, unsigned barrier) {
+    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy makes it
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3}], [%4], %5;"
+        ::"r"(target), "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(EVICT_FIRST) : "memory");
 }
 #endif
 

@@ -33,6 +33,33 @@ __device__ __forceinline__ void wait_for_cluster() {
 #endif
 }
 
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ unsigned rank_in_cluster() {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// What a shared address is in block `rank` of the cluster.
+__device__ __forceinline__ unsigned address_in(unsigned address, unsigned rank) {
+    unsigned there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Arrive at the barrier that block `rank` of the cluster has at the same address.
+__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, unsigned rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(barrier, rank)) : "memory");
+}
+
+// Four integers to another block's shared memory, whose barrier expects their bytes; both addresses are that block's.
+__device__ __forceinline__ void send(unsigned there, const int (&x)[4], unsigned barrier) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, [%5];"
+        ::"r"(there), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier) : "memory");
+}
+#endif
+
 // A float in the shared memory of block `rank` of this cluster.
 template <int CLUSTER>
 __device__ __forceinline__ float peer(const float* own, int rank) {

@@ -104,6 +104,9 @@ __device__ __forceinline__ uint4 fetch16(const void* p) {
     return x;
 }
 
+// Brings a line of 128 bytes to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 __device__ __forceinline__ float rounded(float x) { return __half2float(__float2half_rn(x)); }
 
 // ---- reductions over the threads of a row ------------------------------------------------------------------------

@@ -10,11 +10,9 @@
 // exact in any order. The first units are under way before the kernel waits for its input.
 #include "async.cuh"
 #include "common.cuh"
+#include "few_rows.cuh"
 
 using namespace bminf;
-
-// GATED: rows n and n + N/2 are gate and up.
-enum Output { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4, SUMS = 5 };
 
 constexpr int WARPS = RING_WARPS;    // as many as the shared memory has room for
 constexpr int THREADS = WARPS * WARP;
@@ -197,25 +195,16 @@ __device__ __forceinline__ void finish(
         const int token = i / width, channel = i % width;
         if (channel >= end) continue;
         const size_t place = token * out_pitch + channel;
-        float y[Share<OUTPUT>::MATRICES];
+        int found[Share<OUTPUT>::MATRICES];
+        Channel channels[Share<OUTPUT>::MATRICES];
 #pragma unroll
         for (int m = 0; m < Share<OUTPUT>::MATRICES; ++m) {
-            const int local = m * width + channel, sum = sums[place_of<TILES>(local, token)];
-            if constexpr (OUTPUT == SUMS) {
-                static_cast<int*>(out)[first + place] = sum;
-            } else {
-                y[m] = scaled(__int2float_rn(sum), x_scale[token], w_scale[local]);
-                if (bias) y[m] = __fadd_rn(y[m], bias[local]);
-            }
+            const int local = m * width + channel;
+            found[m] = sums[place_of<TILES>(local, token)];
+            channels[m] = {w_scale[local], bias ? bias[local] : 0.0f};
         }
-        if constexpr (OUTPUT == TO_HALF) static_cast<__half*>(out)[first + place] = __float2half_rn(y[0]);
-        if constexpr (OUTPUT == TO_FLOAT) static_cast<float*>(out)[first + place] = y[0];
-        if constexpr (OUTPUT == ADD)
-            static_cast<float*>(out)[first + place] = __fadd_rn(residual.at(i, place), rounded(y[0]));
-        if constexpr (OUTPUT == ACTIVATED)
-            static_cast<__half*>(out)[first + place] = __float2half_rn(activate<F>(rounded(y[0])));
-        if constexpr (OUTPUT == GATED)
-            static_cast<__half*>(out)[first + place] = __float2half_rn(activate<F>(rounded(y[0])) * rounded(y[1]));
+        const float before = OUTPUT == ADD ? residual.at(i, place) : 0.0f;
+        put<OUTPUT, F>(out, first + place, found, x_scale[token], channels, bias != nullptr, before);
     }
 }
 

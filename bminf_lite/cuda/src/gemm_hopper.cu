@@ -8,6 +8,7 @@
 // its share of that part to all of them, which saves reads from the cache. Where rows are few and tiles therefore too, a
 // cluster works on one tile instead: each block sums over a part of the columns, and all share the scaling.
 #include "async.cuh"
+#include "cluster.cuh"
 #include "common.cuh"
 #include "wgmma.cuh"
 
@@ -19,34 +20,6 @@ constexpr int RING_BYTES = 192 << 10;
 constexpr int WARPS = 2 * GROUP / WARP;
 constexpr int BOX = 16 * 128;  // bytes of 16 rows of the result that a warp puts in order in shared memory at a time
 constexpr int BAND = 16;  // tiles of rows that share their parts of the weight while these are in the cache
-
-// ---- clusters ----------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ unsigned rank_in_cluster() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-template <int CLUSTER>
-__device__ __forceinline__ void sync_cluster() {
-    if constexpr (CLUSTER == 1) __syncthreads();
-    else asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Arrive at the barrier that block `rank` of the cluster has at the same address.
-__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, unsigned rank) {
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
-}
-
-// What a shared address is in block `rank` of the cluster.
-__device__ __forceinline__ unsigned address_in(unsigned address, unsigned rank) {
-    unsigned there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
 
 __device__ __forceinline__ void store_sums(unsigned address, const int (&sums)[4]) {
     asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};"
@@ -62,21 +35,7 @@ __device__ __forceinline__ void add_sums(unsigned address, int (&sums)[4]) {
 
 // ---- copies of tiles ---------------------------------------------------------------------------------------------
 
-// A matrix as the copy engine sees it: CUtensorMap. What a copy brings or takes lies in rows of 128 bytes, swizzled.
-struct alignas(64) TensorMap {
-    unsigned char bytes[128];
-};
-
-// The box at (column, row), with zeros outside the matrix; `barrier` expects its bytes.
-__device__ __forceinline__ void copy_box(
-    unsigned target, const TensorMap& map, int column, int row, unsigned barrier)
-{
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-        ::"r"(target), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
-
-// The same into every block of a cluster of two, each of whose barriers expects it.
+// A box into every block of a cluster of two, each of whose barriers expects it.
 __device__ __forceinline__ void copy_box_to_both(
     unsigned target, const TensorMap& map, int column, int row, unsigned barrier)
 {

@@ -73,6 +73,9 @@ __device__ __forceinline__ void load_odd_half(const Values& v, int row, int colu
     }
 }
 
+// Up to so many rows, what the kernel waits for is the memory, which the next product's weight keeps busy by then.
+constexpr int FEW = 64;
+
 // Blocks of `transform` on a multiprocessor: with a product to scale, or an exact GELU, a thread may have all its registers.
 constexpr int blocks_of(int source, int prepare, int threads, int vectors) {
     return source == PRODUCT || prepare == GATE_GELU ? 1 : resident_blocks(threads, vectors);
@@ -92,8 +95,12 @@ transform(
     constexpr Order ORDER = static_cast<Order>(IN);
     __shared__ RowScratch<THREADS> scratch;
     let_successor_start();
-    wait_for_predecessor();
     const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+    if (NORM && rows <= FEW)
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+            if ((i * THREADS + thread) * 8 < k) prefetch(gain + (i * THREADS + thread) * 8);
+    wait_for_predecessor();
     const int row = min(index, rows - 1);
     const int padded = (k + 15) / 16 * 16, written = index < rows ? padded : 0;
     const bool even = k % 8 == 0;

@@ -115,6 +115,27 @@ def few_rows(call: Call) -> None:
 
 
 @model
+def few_rows_hopper(call: Call) -> None:
+    rows, n, steps, stages = (call.arguments[name] for name in ("rows", "n", "steps", "stages"))
+    output, tiles = call.number("OUTPUT"), call.number("TILES")
+    matrices, cluster, x_box, box = 2 if output == GATED else 1, 2, 8 * tiles * 128, 64 * 128
+    x, w = call.mapped("x_map", 8 * tiles), call.mapped("w_map", 64 // matrices)
+    call.require(x.shape[0] == rows <= 8 * tiles and w.shape[0] == n and n % matrices == 0, "rows")
+    call.require(x.shape[1] == w.shape[1] <= steps * 2 * 128, "steps do not cover the columns")
+    call.require(call.arguments["tiles"] * 64 >= up(n, matrices), "tiles are missing")
+    call.require(call.launch.block == 320 and call.launch.cluster == cluster, "threads or blocks")
+    kept = 2 * x_box * (up(steps, cluster) // cluster if call.resident else stages)
+    needed = stages * (2 * box + 24) + kept + 2 * 64 * 8 * tiles * 4 + 32
+    call.require(stages >= 4 and call.launch.shared >= needed, "too little shared memory")
+    acc = x.astype(np.float64) @ w.T.astype(np.float64)
+    if output == SUMS:
+        call.rows("out", rows, call.out_pitch, n, np.int32, align=0)[...] = acc
+        return
+    y = call.vector("x_scale", rows, F32)[:, None] * (call.vector("w_scale", n, F32) * acc.astype(F32))
+    write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, call.out_pitch)
+
+
+@model
 def gemm_hopper(call: Call) -> None:
     rows, columns, channels = call.arguments["rows"], call.columns, call.channels
     output, width, cluster, parts = (call.number(name) for name in ("OUTPUT", "WIDTH", "CLUSTER", "PARTS"))
