@@ -139,6 +139,23 @@ def test_softmax_of_many_rows(cuda_backend, width, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("width", [4100, 8192, 10_000, 16384])
+def test_norms_of_many_wide_rows(cuda_backend, width, center):
+    """So many that each block takes several, one after another."""
+    rng = np.random.default_rng(width)
+    x, norm = random_rows(rng, 700, width, np.float32) + np.float32(center), random_norm(rng, width, center)
+    given_norm, residual = norm_on(cuda_backend, norm), cuda_backend.arrays.padded(cuda_backend.array(x))
+    results = []
+    for out in (*(cuda_backend.arrays.rows(*x.shape, t) for t in (np.float32, np.float16)), residual):
+        cuda_backend.launches.transform(None, out, residual, given_norm)
+        results.append(cuda_backend.host(out))
+    assert_close(results[0], model.norm(x, norm), "norm", np.float32, model.norm_terms(x, norm))
+    np.testing.assert_array_equal(results[1], results[0].astype(np.float16))
+    np.testing.assert_array_equal(results[2], results[0])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_softmax_without_clusters(cuda_backend, monkeypatch, dtype):
     monkeypatch.setattr(cuda_backend.launches, "clusters", False)

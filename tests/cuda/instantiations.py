@@ -124,6 +124,7 @@ def families(arch: str) -> Iterator[Family]:
     yield Family("softmax.cu", "softmax", (kinds, booleans, alone, (1, 2, 4, 8) if hopper else (1,)))
     yield Family("softmax.cu", "softmax_any", (kinds, booleans))
     yield Family("norm_any.cu", "norm_any", (booleans,))
+    yield Family("layer_norm_many.cu", "layer_norm_many", (booleans, kinds, (512, 1024)))
     yield from (Family("rows.cu", name, ()) for name in ("embed", "last_rows", "widen"))
     yield Family("random.cu", "fill_random", (("bminf::int8", "__half"),))
     yield from (Family("outliers.cu", name, (("__half", "float"),)) for name in ("split_columns", "add_columns"))

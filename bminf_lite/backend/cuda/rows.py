@@ -7,14 +7,52 @@ import cupy as cp
 from ..values import Norm
 from .arrays import is_padded, pitch_of
 from .launches import WIDEST_NORM, Launches, address, ceil_div, norm_arguments, row_shape, size_of
+from .unfinished import Codes, Gated, Product
 
 BLOCK_ROW = WIDEST_NORM
 """Elements of a row that one block holds in its registers."""
 MAX_CLUSTER = 8
+WIDE = 4096
+"""Elements beyond which gain and shift take the L2 cache too long if a LayerNorm reads them for each of many rows."""
+ROWS_EACH = 4
+"""Rows for each multiprocessor, from which on it pays to keep them there."""
 
 
 class RowLaunches(Launches):
     """Adds to :class:`Launches` what works on any rows: their width and alignment are free, their elements adjacent."""
+
+    def transform(
+        self,
+        source: cp.ndarray | Product | Gated | None,
+        out: cp.ndarray | Codes,
+        residual: cp.ndarray | None = None,
+        norm: Norm | None = None,
+    ) -> None:
+        if source is None and norm is not None and norm.center and not isinstance(out, Codes) and self._many(residual):
+            self._layer_norm_many(residual, norm, out)
+        else:
+            super().transform(source, out, residual, norm)
+
+    def _many(self, x: cp.ndarray) -> bool:
+        """Whether rows are so wide and many that it pays to keep gain and shift, and there is the shared memory."""
+        return (
+            WIDE < x.shape[1] <= WIDEST_NORM
+            and len(x) >= ROWS_EACH * self.multiprocessors
+            and self.half_shared > 4 * WIDEST_NORM
+        )
+
+    def _layer_norm_many(self, x: cp.ndarray, norm: Norm, out: cp.ndarray) -> None:
+        """LayerNorms of fp32 rows, padded, as fp16 or fp32; ``out`` may be ``x``."""
+        rows, k = x.shape
+        threads = 512 if k <= WIDEST_NORM // 2 else 1024
+        gain, shift, eps = norm_arguments(norm)
+        shifted, kind = "true" if shift else "false", "__half" if out.dtype == cp.float16 else "float"
+        self._launch(
+            "layer_norm_many.cu", f"layer_norm_many<{shifted}, {kind}, {threads}>", "pqppfpqii",
+            self.multiprocessors * (1024 // threads), threads,
+            (x.data.ptr, pitch_of(x), gain, shift, eps, out.data.ptr, pitch_of(out), rows, k),
+            shared=4 * 16 * threads * (2 if shift else 1), moved=self._size_of(x, out), cache=True,
+        )  # fmt: skip
 
     def norm(self, x: cp.ndarray, norm: Norm, out: cp.ndarray) -> None:
         """A norm of fp32 rows, fp32; ``out`` may be ``x``."""
