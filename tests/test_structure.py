@@ -111,6 +111,12 @@ def test_importing_needs_neither_gpu_nor_torch():
     assert python(code) == "[]"
 
 
+def test_what_there_is_to_compile_is_known_without_cupy():
+    """As in a plain test run, whose environment has the compiler and no CuPy."""
+    code = "import sys; sys.modules['cupy'] = None; sys.path.insert(0, 'tests/cuda'); import instantiations; print(1)"
+    assert python(code) == "1"
+
+
 def test_importing_is_quick():
     """The fastest of five, in an interpreter of its own; what NumPy takes is not ours."""
     code = "import time, numpy; t = time.perf_counter(); import bminf_lite; print(time.perf_counter() - t)"
