@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import cupy as cp
 
+from ...cuda.layouts import round_up
 from ..values import Norm
-from .arrays import is_padded, pitch_of
+from .arrays import PAD, is_padded, pitch_of
 from .launches import WIDEST_NORM, Launches, address, ceil_div, norm_arguments, row_shape, size_of
 from .unfinished import Codes, Gated, Product
 
@@ -51,7 +52,7 @@ class RowLaunches(Launches):
             "layer_norm_many.cu", f"layer_norm_many<{shifted}, {kind}, {threads}>", "pqppfpqii",
             self.multiprocessors * (1024 // threads), threads,
             (x.data.ptr, pitch_of(x), gain, shift, eps, out.data.ptr, pitch_of(out), rows, k),
-            shared=4 * 16 * threads * (2 if shift else 1), moved=self._size_of(x, out), cache=True,
+            shared=4 * round_up(k, PAD) * (2 if shift else 1), moved=self._size_of(x, out), cache=True,
         )  # fmt: skip
 
     def norm(self, x: cp.ndarray, norm: Norm, out: cp.ndarray) -> None:

@@ -68,13 +68,9 @@ __device__ __forceinline__ void store8(__half* p, const float (&x)[8]) {
     *reinterpret_cast<uint4*>(p) = raw;
 }
 
-__device__ __forceinline__ void store4(float* p, float a, float b, float c, float d) {
-    *reinterpret_cast<float4*>(p) = make_float4(a, b, c, d);
-}
-
 __device__ __forceinline__ void store8(float* p, const float (&x)[8]) {
-    store4(p, x[0], x[1], x[2], x[3]);
-    store4(p + 4, x[4], x[5], x[6], x[7]);
+    reinterpret_cast<float4*>(p)[0] = make_float4(x[0], x[1], x[2], x[3]);
+    reinterpret_cast<float4*>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
 // The vectors of a warp's lanes, each at its own column of a row that ends at `end`. Two float4 at 32 bytes from lane to lane
@@ -94,8 +90,10 @@ __device__ __forceinline__ void store_vector(float* row, int column, int end, co
         second[j] = odd ? x[4 + j] : other;
     }
     const int even = column - 8 * odd, half = 4 * odd;
-    if (even < end) store4(row + even + half, first[0], first[1], first[2], first[3]);
-    if (even + 8 < end) store4(row + even + 8 + half, second[0], second[1], second[2], second[3]);
+    if (even < end)
+        *reinterpret_cast<float4*>(row + even + half) = make_float4(first[0], first[1], first[2], first[3]);
+    if (even + 8 < end)
+        *reinterpret_cast<float4*>(row + even + 8 + half) = make_float4(second[0], second[1], second[2], second[3]);
 }
 
 // 16 bytes asked for here and now: left to itself, the compiler moves a load to where it is used, and a thread then waits for
@@ -203,25 +201,9 @@ __device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratc
     return top;
 }
 
-// Where `kept` holds half `half` of thread `thread`'s vector i: what a warp reads at once lies side by side.
-template <int THREADS>
-__device__ __forceinline__ int kept_place(int i, int half, int thread) { return ((2 * i + half) * THREADS + thread) * 4; }
-
-// A thread's vector i of gain or shift: of a padded vector, or KEPT for it.
-template <int THREADS, bool KEPT>
-__device__ __forceinline__ void load_parameters(const float* p, int i, int thread, int k, int pitch, float (&x)[8]) {
-    if constexpr (KEPT) {
-        const float4 a = *reinterpret_cast<const float4*>(p + kept_place<THREADS>(i, 0, thread));
-        const float4 b = *reinterpret_cast<const float4*>(p + kept_place<THREADS>(i, 1, thread));
-        x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-    } else {
-        load_row8(p, (i * THREADS + thread) * 8, k, pitch, x);
-    }
-}
-
 // RMSNorm, or with CENTER LayerNorm, of a row in place; with TOP it returns the largest magnitude of the result. In fp32 it
 // is (x - mean) * gain * inverse + shift; because rounding keeps order, the largest |x gain| gives the largest result.
-template <int THREADS, bool CENTER, bool TOP, int VECTORS, bool KEPT = false>
+template <int THREADS, bool CENTER, bool TOP, int VECTORS>
 __device__ __forceinline__ float normalise_row(
     float (&v)[VECTORS][8], const float* __restrict__ gain, const float* __restrict__ shift, float eps, int k, int pitch,
     RowScratch<THREADS>& scratch)
@@ -251,7 +233,7 @@ __device__ __forceinline__ float normalise_row(
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float part = 0, g[8];
-        load_parameters<THREADS, KEPT>(gain, i, thread, k, pitch, g);
+        load_row8(gain, (i * THREADS + thread) * 8, k, pitch, g);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             part = fmaf(v[i][j], v[i][j], part);
@@ -270,7 +252,7 @@ __device__ __forceinline__ float normalise_row(
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float g[8];
-        load_parameters<THREADS, KEPT>(shift, i, thread, k, pitch, g);
+        load_row8(shift, (i * THREADS + thread) * 8, k, pitch, g);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], g[j]);
     }

@@ -15,23 +15,18 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm_many(
 {
     extern __shared__ float4 kept[];
     __shared__ RowScratch<THREADS> scratch;
-    const int padded = (k + 15) / 16 * 16, thread = threadIdx.x;
-    const auto column_of = [thread](int vector) { return (vector * THREADS + thread) * 8; };
+    const int padded = (k + 15) / 16 * 16;
     float* const kept_gain = reinterpret_cast<float*>(kept);
-    float* const kept_shift = kept_gain + THREADS * VECTORS * 8;
-    const auto keep = [&](float* place, const float* parameters) {
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-            float x[8];
-            load_row8(parameters, column_of(i), k, padded, x);
-            store4(place + kept_place<THREADS>(i, 0, thread), x[0], x[1], x[2], x[3]);
-            store4(place + kept_place<THREADS>(i, 1, thread), x[4], x[5], x[6], x[7]);
-        }
-    };
-    keep(kept_gain, gain);
-    if constexpr (SHIFT) keep(kept_shift, shift);
+    float* const kept_shift = kept_gain + padded;
+#pragma unroll 4
+    for (int column = threadIdx.x * 4; column < padded; column += THREADS * 4) {
+        *reinterpret_cast<float4*>(kept_gain + column) = *reinterpret_cast<const float4*>(gain + column);
+        if constexpr (SHIFT)
+            *reinterpret_cast<float4*>(kept_shift + column) = *reinterpret_cast<const float4*>(shift + column);
+    }
     let_successor_start();
     wait_for_predecessor();
+    const auto column_of = [](int vector) { return static_cast<int>(vector * THREADS + threadIdx.x) * 8; };
     uint4 next[VECTORS][2];
     const auto fetch = [&](long long row) {
 #pragma unroll
@@ -43,6 +38,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm_many(
     };
     fetch(blockIdx.x);
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+        __syncthreads();  // gain and shift are there, and the row before has left its scratch
         float v[VECTORS][8];
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
@@ -51,7 +47,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm_many(
         }
         const int after = row + gridDim.x;
         fetch(after < rows ? after : row);
-        normalise_row<THREADS, true, false, VECTORS, true>(
+        normalise_row<THREADS, true, false>(
             v, kept_gain, SHIFT ? kept_shift : nullptr, eps, k, padded, scratch);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) store_vector(out + row * out_pitch, column_of(i), padded, v[i]);

@@ -260,11 +260,11 @@ def norm_any(call: Call) -> None:
 
 @model
 def layer_norm_many(call: Call) -> None:
-    rows, k, covered = call.arguments["rows"], call.k, 16 * call.number("THREADS")
-    call.require(covered >= k, "the threads do not cover a row")
+    rows, k = call.arguments["rows"], call.k
+    call.require(16 * call.number("THREADS") >= k, "the threads do not cover a row")
     call.require(call.launch.grid[0] <= rows, "there are more blocks than rows")
     call.require(bool(call.shift) == call.number("SHIFT"), "a shift is missing, or not expected")
-    call.require(call.launch.shared >= 4 * covered * (2 if call.shift else 1), "there is too little shared memory")
+    call.require(call.launch.shared >= 4 * up(k, 16) * (2 if call.shift else 1), "there is too little shared memory")
     x = call.rows("x", rows, call.pitch, up(k, 16), F32, 16)[:, :k]
     out = call.rows("out", rows, call.out_pitch, up(k, 16), F32 if call.template["T"] == "float" else F16, 16)
     out[:, :k] = normalise(x, norm_of(call, 2, k, up(k, 16)))
