@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import UsageError
+from ..errors import BminfError, UsageError
 from ._options import device_option, kv_cache_option, memory_limit_option, model_argument
 from ._sampling import given_options, sampling_options, stop_option
 
@@ -72,14 +72,21 @@ class Dialogue:
         self.turns = []
 
     def answer(self, text: str) -> None:
-        """Print an answer as it comes. Ctrl-C ends it there; what was said by then is part of the dialogue."""
+        """Print an answer as it comes. Ctrl-C ends it there; what was said by then is part of the dialogue.
+
+        What cannot be answered (too long, no memory for it) is told and forgotten, and the dialogue goes on.
+        """
         self.turns.append({"role": "user", "content": text})
         try:
-            prompt = self._fitting_prompt()
-        except UsageError as error:
+            said = self._said(self._fitting_prompt())
+        except BminfError as error:
             self.turns.pop()
             click.echo(f"error: {error}", err=True)
-            return
+        else:
+            self.turns.append({"role": "assistant", "content": said})
+
+    def _said(self, prompt: Any) -> str:
+        """The answer, printed, as far as it came."""
         said = ""
         try:
             with closing(self.model.stream(prompt, **self.options)) as pieces:
@@ -88,8 +95,9 @@ class Dialogue:
                     click.echo(piece.text, nl=False)
         except KeyboardInterrupt:
             pass
-        click.echo()
-        self.turns.append({"role": "assistant", "content": said})
+        finally:
+            click.echo()
+        return said
 
     def _fitting_prompt(self) -> Any:
         """The dialogue in tokens, without its first exchanges if the model's context cannot hold them."""

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cpm_checkpoints
 import pytest
@@ -17,6 +19,9 @@ from click.testing import CliRunner, Result
 
 import bminf_lite
 from bminf_lite.cli import main
+from bminf_lite.engine.model import Model
+from bminf_lite.engine.result import Piece
+from bminf_lite.errors import OutOfMemory
 
 pty = pytest.importorskip("pty")
 OPTIONS = ["--max-new-tokens", "6"]
@@ -72,6 +77,24 @@ def test_a_dialogue_longer_than_the_context_loses_its_start(model: Path) -> None
     result = chat(model, ["x" * 80] * 4)
     assert result.exit_code == 0
     assert "forgotten: the first 2 messages" in result.stderr and result.stdout.count("\n") >= 4
+
+
+def test_an_answer_without_memory_for_it_costs_no_dialogue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, calls = Model.stream, []
+
+    def scarce(self: Model, *arguments: Any, **options: Any) -> Iterator[Piece]:
+        calls.append(1)
+        for piece in stream(self, *arguments, **options):
+            yield piece
+            if len(calls) == 2:
+                raise OutOfMemory("no room for 9 tokens")
+
+    expected = answers(model, ["hi", "what is new?"])
+    monkeypatch.setattr(Model, "stream", scarce)
+    result = chat(model, ["hi", "tell me everything", "what is new?"])
+    assert result.exit_code == 0 and result.stderr == "error: no room for 9 tokens\n"
+    first, last = expected.splitlines(keepends=True)
+    assert result.stdout.startswith(first) and result.stdout.endswith(last) and len(calls) == 3
 
 
 def test_a_line_longer_than_the_context_is_refused_and_the_dialogue_goes_on(model: Path) -> None:
