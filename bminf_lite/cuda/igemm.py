@@ -214,7 +214,8 @@ class Igemm:
         buffer[layout.offset(np.arange(rows)[:, None], np.arange(shapes.in_features)).ravel()] = x.ravel()
         w, xs, acc = plan.pack_weight(cp.asarray(codes)), cp.asarray(buffer), cp.full(result.size, -1, np.int32)
         plan.run(acc.data.ptr, w.data.ptr, xs.data.ptr, rows, cp.cuda.get_current_stream().ptr)
-        return np.array_equal(result.unpack(cp.asnumpy(acc)), x.astype(np.int64) @ codes.astype(np.int64).T)
+        exact = x.astype(np.float64) @ codes.astype(np.float64).T  # quicker than NumPy's product of integers
+        return np.array_equal(result.unpack(cp.asnumpy(acc)), exact)
 
 
 class Plan:
@@ -275,16 +276,19 @@ class Plan:
 
         It is timed on these operands when that has to be found out, with memory from CuPy's current allocator.
         """
-        if not self.shapes.is_plain or not self._igemm.few_rows.supports(rows):
-            return False
-        if self._few_rows is not None:
-            return self._few_rows
-        tiles = tiles_for(rows)
-        if tiles not in self._few_rows_faster:
+        known = self.few_rows_verdict(rows)
+        if known is None:
             if capturing(stream):
                 return False
-            self._few_rows_faster[tiles] = self._igemm.trusts_few_rows and self._finds_faster(w, x, rows, stream)
-        return self._few_rows_faster[tiles]
+            known = self._igemm.trusts_few_rows and self._finds_faster(w, x, rows, stream)
+            self._few_rows_faster[tiles_for(rows)] = known
+        return known
+
+    def few_rows_verdict(self, rows: int) -> bool | None:
+        """What :meth:`takes_few_rows` says, None where that has to be found out."""
+        if not self.shapes.is_plain or not self._igemm.few_rows.supports(rows):
+            return False
+        return self._few_rows if self._few_rows is not None else self._few_rows_faster.get(tiles_for(rows))
 
     def _finds_faster(self, w: int, x: int, rows: int, stream: int) -> bool:
         """Whether the kernel for a few rows is no slower: as is known, or was found before, or by timing it."""

@@ -95,6 +95,7 @@ class Kernel:
     def __init__(self, module: Module, name: str, function: driver.Function, signature: str) -> None:
         self.name = name
         self._module = module  # which must outlive its kernels
+        self._device = module.device
         self._function = function
         self._launch = driver.load().cuLaunchKernelEx
         self._lock = threading.Lock()
@@ -140,28 +141,25 @@ class Kernel:
         The calling thread must have the GPU's context current. Raises ``TypeError`` for arguments that do not fit the
         signature and ``DeviceError`` where the launch is refused.
         """
-        observer = self._module.device.observer
-        if observer is None:
-            self._put(grid, block, args, shared, stream, dependent, cluster)
-        else:
-            with observer(self.name, moved, stream):
-                self._put(grid, block, args, shared, stream, dependent, cluster)
-
-    def _put(
-        self, grid: Dimensions, block: Dimensions, args: Sequence[object], shared: int, stream: int, dependent: bool,
-        cluster: Dimensions | None,
-    ) -> None:  # fmt: skip
         configuration = self._configured(grid, block, shared, stream, dependent, cluster)
+        observer = self._device.observer
+        try:
+            if observer is None:
+                self._put(configuration, args)
+            else:
+                with observer(self.name, moved, stream):
+                    self._put(configuration, args)
+        except struct.error as error:
+            raise TypeError(f"{self.name}: the arguments {args} do not fit the signature: {error}") from error
+        except LibraryError as error:
+            raise DeviceError(
+                f"{self.name} with grid {grid}, block {block}, {shared} bytes of shared memory: {error}"
+            ) from error
+
+    def _put(self, configuration: Any, args: Sequence[object]) -> None:
         with self._lock:
-            try:
-                self._pack_parameters(self._parameters, 0, *args)
-                self._launch(configuration, self._function, None, self._extra)
-            except struct.error as error:
-                raise TypeError(f"{self.name}: the arguments {args} do not fit the signature: {error}") from error
-            except LibraryError as error:
-                raise DeviceError(
-                    f"{self.name} with grid {grid}, block {block}, {shared} bytes of shared memory: {error}"
-                ) from error
+            self._pack_parameters(self._parameters, 0, *args)
+            self._launch(configuration, self._function, None, self._extra)
 
     def _configure(
         self, grid: Dimensions, block: Dimensions, shared: int, stream: int, dependent: bool,

@@ -109,13 +109,13 @@ class ScaledGemm:
         self._device = device
         self._multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         shared = device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
-        self._supported = device.compute_capability == (9, 0) and shared >= max(t.shared for t in TILINGS)
+        self.supported = device.compute_capability == (9, 0) and shared >= max(t.shared for t in TILINGS)
         self._kernel = functools.cache(self._load)
         self._form = functools.lru_cache(FORMS)(self._form_uncached)
 
     def takes(self, rows: int, channels: int, output: Output) -> bool:
         """Whether the kernel runs here, and is the fastest for ``rows`` and a weight of ``channels`` rows."""
-        return self._supported and rows >= MIN_ROWS and channels % 4 == 0 and output in OUTPUTS
+        return self.supported and rows >= MIN_ROWS and channels % 4 == 0 and output in OUTPUTS
 
     @functools.cached_property
     def trusted(self) -> bool:
@@ -141,7 +141,7 @@ class ScaledGemm:
             Matrix(out.data.ptr, channels), rows=rows, channels=channels, in_features=in_features,
             output=Output.HALF, stream=cp.cuda.get_current_stream().ptr,
         )  # fmt: skip
-        acc = (x.astype(np.int32) @ w.T.astype(np.int32)).astype(np.float32)
+        acc = (x.astype(np.float64) @ w.T.astype(np.float64)).astype(np.float32)  # exact, and quick
         return np.array_equal(cp.asnumpy(out), (x_scale[:, None] * (w_scale * acc)).astype(np.float16))
 
     def launch(

@@ -18,11 +18,11 @@ def chosen(request, cuda_backend, monkeypatch):
     from bminf_lite.cuda.few_rows import FewRows
     from bminf_lite.cuda.igemm import Plan
 
-    def takes(plan, w, x, rows, stream):
+    def verdict(plan, rows):
         few = request.param != "any rows"
         return few and plan.shapes.is_plain and plan._igemm.few_rows.supports(rows)
 
-    monkeypatch.setattr(Plan, "takes_few_rows", takes)
+    monkeypatch.setattr(Plan, "few_rows_verdict", verdict)
     if request.param == "few rows on any GPU":
         monkeypatch.setattr(cuda_backend.products, "few_rows", FewRows(cuda_backend.device))
     return cuda_backend

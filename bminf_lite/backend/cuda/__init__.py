@@ -273,9 +273,9 @@ class CudaBackend(Finishing):
 
     def _is_direct(self, x: Array, weight: Weight) -> bool:
         """Whether the matrix-vector kernels take ``x`` as it is: few rows, fp16 or a norm of a finished residual."""
-        if weight.pitch > 8 * 8 * launches.MATVEC_THREADS or not weight.is_plain or weight.outliers is not None:
-            return False
         if x.shape[0] > (DIRECT_FLOAT_ROWS if weight.plan is None else 1):
+            return False
+        if weight.pitch > 8 * 8 * launches.MATVEC_THREADS or not weight.is_plain or weight.outliers is not None:
             return False
         if isinstance(x, Normed):
             if weight.plan is not None and weight.pitch > launches.WIDEST_NORM:
@@ -298,11 +298,19 @@ class CudaBackend(Finishing):
         again = isinstance(x, Normed) and x.used
         if again and x.codes is not None and x.codes.layout == layout:
             return x.codes
-        codes = Codes(layout, self.arrays.memory(layout.nbytes), self.arrays.memory(4 * layout.rows))
+        codes = self._room_for_codes(layout)
         self._transform(x, codes)
         if again:
             x.codes = codes
         return codes
+
+    def _room_for_codes(self, layout: Layout) -> Codes:
+        """Codes in one block with their scales, unless sums that are to be scaled later would keep both."""
+        nbytes, scale_bytes = layout.nbytes, 4 * layout.rows
+        if not self.fused.many_rows.supported:
+            return Codes(layout, self.arrays.memory(nbytes), self.arrays.memory(scale_bytes))
+        memory = self.arrays.memory(nbytes + scale_bytes)
+        return Codes(layout, memory, memory + nbytes)
 
     def _int8_product(self, codes: Codes, weight: Weight) -> Product:
         plan, rows = weight.plan, codes.layout.rows

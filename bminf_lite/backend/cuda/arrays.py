@@ -57,7 +57,7 @@ class Arrays:
         """A matrix ``[rows, columns]`` with padded rows; the padding, if any, is zero."""
         pitch = round_up(columns, PAD)
         if pitch == columns:
-            return self.empty((rows, columns), dtype)
+            return cp.ndarray((rows, columns), dtype, self.memory(rows * columns * np.dtype(dtype).itemsize))
         return self.zeros((rows, pitch), dtype)[:, :columns]
 
     def vector(self, values: np.ndarray) -> cp.ndarray:

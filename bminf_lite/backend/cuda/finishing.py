@@ -103,4 +103,5 @@ class Finishing(Backend):
             elif norm is not None:
                 self._finished(norm)
         stream.norms.clear()
-        self._finished(stream)
+        if stream.pending is not None:
+            self._finished(stream)

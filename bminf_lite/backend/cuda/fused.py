@@ -29,10 +29,14 @@ class FusedProducts:
             return True
         if output is Output.GATED and weight.out_features % (2 * GROUP):
             return False
-        with self.arrays.current():
-            return weight.plan.takes_few_rows(
-                weight.matrix.data.ptr, codes.values.ptr, codes.layout.rows, self.arrays.stream.ptr
-            )
+        rows = codes.layout.rows
+        known = weight.plan.few_rows_verdict(rows)
+        if known is None:
+            with self.arrays.current():
+                known = weight.plan.takes_few_rows(
+                    weight.matrix.data.ptr, codes.values.ptr, rows, self.arrays.stream.ptr
+                )
+        return known
 
     def multiply(
         self, codes: Codes, weight: Weight, out: cp.ndarray, output: Output, activation: int = 0
