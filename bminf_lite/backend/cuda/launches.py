@@ -38,9 +38,9 @@ ROW, HALF_TYPE = int(Order.ROW), np.dtype(np.float16)
 CLUSTER = 8
 DECODE_HEADS = 8
 """Query heads of one key-value head that a block of the decode kernel takes at most."""
-DECODE_SHARE = 64
+DECODE_SHARE = 128
 """Tokens of a context below which another block does not pay."""
-LONG_SPLIT = 512
+LONG_SPLIT = 1024
 """Tokens of a context for each block, from which on several clusters, which meet in memory, are faster than one."""
 
 # The enumerations of rows.cu, matvec.cu and attention_decode.cu.

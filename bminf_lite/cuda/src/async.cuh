@@ -7,23 +7,38 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+__device__ __forceinline__ uint2 load_shared8(unsigned from) {
+    uint2 x;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_shared(unsigned target, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
 // 16 bytes from global to shared memory; done when its group is waited for, or at once before 8.0.
-__device__ __forceinline__ void copy16(void* target, const void* source) {
+__device__ __forceinline__ void copy16(unsigned target, const void* source) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 #else
-    *static_cast<int4*>(target) = *static_cast<const int4*>(source);
+    store_shared(target, *static_cast<const uint4*>(source));
 #endif
 }
 
+__device__ __forceinline__ void copy16(void* target, const void* source) { copy16(shared_address(target), source); }
+
 // The same, or zeros where there is no `valid` source.
-__device__ __forceinline__ void copy16(void* target, const void* source, bool valid) {
+__device__ __forceinline__ void copy16(unsigned target, const void* source, bool valid) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 ::"r"(shared_address(target)), "l"(source), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0) : "memory");
 #else
-    *static_cast<int4*>(target) = valid ? *static_cast<const int4*>(source) : int4{};
+    store_shared(target, valid ? *static_cast<const uint4*>(source) : uint4{});
 #endif
+}
+
+__device__ __forceinline__ void copy16(void* target, const void* source, bool valid) {
+    copy16(shared_address(target), source, valid);
 }
 
 __device__ __forceinline__ void end_copy_group() {

@@ -9,7 +9,7 @@ namespace bminf {
 constexpr int HEADS = 8;  // of a block at most: the columns of a product
 
 __device__ __forceinline__ float weight_of(float top, float new_top) {
-    return top == -INF_F ? 0.0f : exp2f(top - new_top);
+    return top == -INF_F ? 0.0f : exp2_fast(top - new_top);
 }
 
 // What a block gets from those of its cluster: of each head the elements that are its to put together.

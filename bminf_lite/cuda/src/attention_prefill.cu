@@ -7,17 +7,6 @@
 
 namespace bminf {
 
-// Four 8x8 matrices from shared memory; each thread gives the address of one row.
-__device__ __forceinline__ void load_matrices(unsigned (&x)[4], unsigned row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
-}
-
-__device__ __forceinline__ void load_transposed(unsigned (&x)[4], unsigned row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
-}
-
 // A tile of keys or values: COUNT rows of D, contiguous in the cache; zeros from row `valid` on, because what was never
 // written there may be NaN. The pitch is an odd number of 16 bytes, so eight rows lie in different banks.
 template <int D, int COUNT, int THREADS>

@@ -109,27 +109,11 @@ struct Codes {
     }
 };
 
-// 16 bytes from global to shared memory, or zeros.
-__device__ __forceinline__ void copy16(__half* target, const __half* source, bool valid) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 ::"r"(shared_address(target)), "l"(source), "r"(valid ? 16 : 0) : "memory");
-#else
-    *reinterpret_cast<uint4*>(target) = valid ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
-#endif
-}
-
 // Until this thread's copies have arrived.
 __device__ __forceinline__ void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 // Whether some row of the tile does not see some of `count` keys from `key` on.

@@ -107,6 +107,13 @@ __device__ __forceinline__ uint4 fetch16(const void* p) {
 // Brings a line of 128 bytes to the L2 cache.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
+// 2^x to 2^-22 of it, and 0 where that is subnormal.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ float rounded(float x) { return __half2float(__float2half_rn(x)); }
 
 // ---- reductions over the threads of a row ------------------------------------------------------------------------

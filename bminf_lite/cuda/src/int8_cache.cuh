@@ -60,15 +60,26 @@ __device__ __forceinline__ __half store_codes(
 
 // ---- reading -----------------------------------------------------------------------------------------------------
 
-// Four codes, each plus 128 as an unsigned byte, times the scales of the even and the odd ones: 0x64xx is 1024 + xx in
-// fp16, from which 1152 is subtracted exactly.
-__device__ __forceinline__ uint2 scaled_codes(unsigned bytes, __half2 scales) {
+// Four codes, each plus 128 as an unsigned byte, in fp16: 0x64xx is 1024 + xx, from which 1152 is subtracted exactly.
+__device__ __forceinline__ void plain_codes(unsigned bytes, __half2& low, __half2& high) {
     const unsigned bias = 0x64806480u;
-    unsigned even = __byte_perm(bytes, 0x64646464u, 0x4140), odd = __byte_perm(bytes, 0x64646464u, 0x4342);
+    unsigned first = __byte_perm(bytes, 0x64646464u, 0x4140), second = __byte_perm(bytes, 0x64646464u, 0x4342);
     const __half2 offset = *reinterpret_cast<const __half2*>(&bias);
-    const __half2 x = __hmul2(__hsub2(*reinterpret_cast<__half2*>(&even), offset), scales);
-    const __half2 y = __hmul2(__hsub2(*reinterpret_cast<__half2*>(&odd), offset), scales);
-    return make_uint2(*reinterpret_cast<const unsigned*>(&x), *reinterpret_cast<const unsigned*>(&y));
+    low = __hsub2(*reinterpret_cast<__half2*>(&first), offset), high = __hsub2(*reinterpret_cast<__half2*>(&second), offset);
+}
+
+__device__ __forceinline__ uint2 plain_codes(unsigned bytes) {
+    __half2 low, high;
+    plain_codes(bytes, low, high);
+    return make_uint2(*reinterpret_cast<const unsigned*>(&low), *reinterpret_cast<const unsigned*>(&high));
+}
+
+// The same times `scales`.
+__device__ __forceinline__ uint2 scaled_codes(unsigned bytes, __half2 scales) {
+    __half2 low, high;
+    plain_codes(bytes, low, high);
+    low = __hmul2(low, scales), high = __hmul2(high, scales);
+    return make_uint2(*reinterpret_cast<const unsigned*>(&low), *reinterpret_cast<const unsigned*>(&high));
 }
 
 __device__ __forceinline__ unsigned as_bytes(unsigned codes) { return codes ^ 0x80808080u; }

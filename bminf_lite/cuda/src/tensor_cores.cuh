@@ -32,6 +32,18 @@ __device__ __forceinline__ unsigned pack(float a, float b) {
     return *reinterpret_cast<const unsigned*>(&pair);
 }
 
+// Four [8, 8] matrices from shared memory, of which each thread gives the address of one row, lane % 8 of matrix lane / 8. It
+// gets two elements of row lane / 4 of each; transposed, of that column.
+__device__ __forceinline__ void load_matrices(unsigned (&x)[4], unsigned row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+}
+
+__device__ __forceinline__ void load_transposed(unsigned (&x)[4], unsigned row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+}
+
 // A thread's two elements of a column of an [8, 8] matrix, from its two elements of a row.
 __device__ __forceinline__ unsigned transposed(unsigned row) {
     unsigned column;
