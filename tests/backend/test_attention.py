@@ -257,3 +257,36 @@ def check_real_sizes(cuda_backend: Backend, make_spec: Callable[[Backend], Atten
         )
         assert_close(out, expected, "attention", np.float16, np.abs(qkv).max())
         past = [p + n for p, n in zip(past, counts, strict=True)]
+
+
+@pytest.mark.gpu
+@INT8
+@pytest.mark.parametrize("past", [8192, 9001])
+def test_a_long_context(cuda_backend, past, int8):
+    """Blocks of several clusters share it where a GPU has clusters."""
+    rng, reference = np.random.default_rng(past), Backend(np.float16)
+    spec, shape = AttentionSpec(8, 2, 64, 0.125), (1, 2, past + 7, 64)
+    held = {name: rng.standard_normal(shape).astype(np.float16) for name in ("keys", "values")}
+    if int8:
+        held = {name: rng.integers(-127, 128, shape).astype(np.int8) for name in held}
+        held |= {f"{name}_scales": rng.uniform(0.005, 0.02, shape[:3]).astype(np.float16) for name in ("key", "value")}
+    qkv = rng.standard_normal((1, spec.qkv_features)).astype(np.float16)
+    results = []
+    for b in (cuda_backend, reference):
+        cache = b.layer_cache(*shape, int8=int8)
+        for name, x in held.items():
+            b.assign(getattr(cache, name), x)
+        results.append(b.host(b.attention(b.array(qkv), spec, cache, make_step(b, [1], [past], [0]))))
+    assert_close(*results, "attention", np.float16, np.abs(qkv).max())
+
+
+@pytest.mark.gpu
+@given(st.integers(1, 70), st.sampled_from([(8, 1), (32, 8), (64, 64), (40, 2)]), st.integers(1, 200_000))
+def test_blocks_of_a_context(cuda_backend, count, heads, reach):
+    """Each multiprocessor has one, if there are as many sequences; a cluster is a power of two and is whole."""
+    launches, spec = cuda_backend.launches, AttentionSpec(*heads, 128, 1.0)
+    split = launches.split_context(spec, dataclasses.replace(make_step(cuda_backend, [1], [0], [0]), count=count), reach)
+    contexts = count * heads[1] * -(-heads[0] // heads[1] // 8)
+    assert split.blocks % split.cluster == 0 and split.cluster in (1, 2, 4, 8)
+    assert split.blocks == 1 or split.blocks * contexts <= launches.multiprocessors
+    assert split.blocks <= -(-reach // 128)
