@@ -285,7 +285,8 @@ def test_a_long_context(cuda_backend, past, int8):
 def test_blocks_of_a_context(cuda_backend, count, heads, reach):
     """Each multiprocessor has one, if there are as many sequences; a cluster is a power of two and is whole."""
     launches, spec = cuda_backend.launches, AttentionSpec(*heads, 128, 1.0)
-    split = launches.split_context(spec, dataclasses.replace(make_step(cuda_backend, [1], [0], [0]), count=count), reach)
+    step = make_step(cuda_backend, [1] * count, [0] * count, list(range(count)))
+    split = launches.split_context(spec, step, reach)
     contexts = count * heads[1] * -(-heads[0] // heads[1] // 8)
     assert split.blocks % split.cluster == 0 and split.cluster in (1, 2, 4, 8)
     assert split.blocks == 1 or split.blocks * contexts <= launches.multiprocessors
