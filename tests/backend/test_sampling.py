@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from bminf_lite.backend.sampling import (
     WEIGHT_BITS,
     SamplerState,
     keep,
+    largest_mask,
     penalise,
     philox4x32,
+    random_words,
     sample,
     weights,
 )
@@ -74,6 +77,14 @@ filters = st.fixed_dictionaries(
 def test_philox_gives_the_known_answers(counter, key, expected):
     counter, key, expected = (np.array([[int(w, 16) for w in v.split()]], np.uint32) for v in (counter, key, expected))
     np.testing.assert_array_equal(philox4x32(counter, key), expected)
+
+
+def test_a_seed_draws_the_same_in_every_version():
+    """The counter is step, sequence, 0, 0 and the key the seed, low word first; the first of four words is taken."""
+    seed, sequence, step = 0x0123456789ABCDEF, 5, 7
+    words = random_words(np.array([seed], np.uint64), np.array([sequence], np.int32), np.array([step], np.int32))
+    key = np.array([[seed & 0xFFFFFFFF, seed >> 32]], np.uint32)
+    assert words == philox4x32(np.array([[step, sequence, 0, 0]], np.uint32), key)[:, 0]
 
 
 # -- penalties --------------------------------------------------------------------------------------------------------
@@ -168,6 +179,14 @@ def test_kept_tokens_equal_a_slow_implementation(logits, options, temperature):
     assert set(np.flatnonzero(kept).tolist()) == expected
     assert (kept[kept > 0] == w[kept > 0]).all()
     assert kept[logits.argmax()] == 2**WEIGHT_BITS
+
+
+def test_top_k_keeps_exactly_k_tokens_and_of_equal_ones_the_first():
+    for values in product((0.0, 1.0, 2.0), repeat=5):
+        ranked = sorted(range(5), key=lambda i: (-values[i], i))
+        for k in range(1, 6):
+            mask = largest_mask(np.array(values, np.float32), k)
+            assert np.flatnonzero(mask).tolist() == sorted(ranked[:k]), (values, k)
 
 
 def test_top_p_over_a_large_vocabulary_equals_a_slow_implementation():
