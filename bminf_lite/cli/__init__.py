@@ -74,6 +74,8 @@ def _message(error: BaseException) -> str:
         return f"error: {error}"
     if isinstance(error, OSError) and error.strerror:
         return f"error: {error.strerror}" + (f": {error.filename}" if error.filename else "")
+    if isinstance(error, MemoryError):
+        return f"error: the host's memory does not suffice ({error}); take a smaller model, batch or context"
     return f"error: {type(error).__name__}: {error} (run again with --debug for the traceback)"
 
 
