@@ -166,8 +166,9 @@ class Kernel:
         cluster: Dimensions | None,
     ) -> Any:  # fmt: skip
         """A pointer to the ``CUlaunchConfig`` of such launches, which it keeps."""
-        if shared > self._shared_allowed:
-            self._allow_shared(shared)
+        with self._lock:
+            if shared > self._shared_allowed:
+                self._allow_shared(shared)
         attributes, count = (LaunchAttribute * 2)(), 0
         if cluster is not None:
             attributes[count].id = LaunchAttributeID.CLUSTER_DIMENSION

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,8 +73,8 @@ EXCHANGE = 1500
 TILINGS = (*(Tiling(width, cluster) for width in (256, 128) for cluster in (2, 1)), Tiling(128, parts=2))
 MIN_ROWS = 33
 """From so many rows on, the kernel is faster than cublasLt and a kernel that scales; below, that for a few rows is."""
-FORMS, OPERANDS = 64, 256
-"""Shapes whose launches are remembered, and for each the operands."""
+FORMS = 1024
+"""Shapes whose launches are remembered."""
 TRIALS = (300, 400, 272), (100, 400, 2000)
 """Rows, rows of the weight and inner sizes of products that the kernel must get right before it is trusted."""
 
@@ -89,17 +88,14 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class _Form:
-    """What launches of one shape have in common; ``numbers`` are the kernel's, from ``rows`` to ``column_tiles``.
-
-    ``maps`` describes the three matrices to the copy engine.
-    """
+    """What launches of one shape have in common; ``numbers`` are the kernel's, from ``rows`` to ``column_tiles``."""
 
     kernel: Kernel
     grid: int
     cluster: int | None
     shared: int
+    box_channels: int
     numbers: tuple[int, ...]
-    maps: Callable[[Matrix, Matrix, Matrix], tuple[bytes, bytes, bytes]]
 
 
 class ScaledGemm:
@@ -161,7 +157,13 @@ class ScaledGemm:
         ahead of it has ended, and waits for it itself.
         """
         form = self._form(rows, channels, in_features, output, activation, bias != 0, tiling)
-        arguments = x_scale, w_scale, bias, *form.numbers, *form.maps(x, w, out)
+        element = Element.FLOAT32 if output is Output.ADD else Element.FLOAT16
+        maps = (
+            matrix_map(x.address, Element.INT8, rows, in_features, x.pitch, ROWS),
+            matrix_map(w.address, Element.INT8, channels, in_features, w.pitch, form.box_channels),
+            matrix_map(out.address, element, rows, form.numbers[1], out.pitch, BOX_ROWS),
+        )
+        arguments = (x_scale, w_scale, bias, *form.numbers, *maps)
         form.kernel(form.grid, THREADS, arguments, form.shared, stream, True, form.cluster, moved)
 
     def _form_uncached(
@@ -182,17 +184,7 @@ class ScaledGemm:
         arguments = f"{int(output)}, {activation}, {str(bias).lower()}, {tiling.arguments}"
         kernel = self._kernel(f"bminf::gemm_hopper<{arguments}>")
         cluster = tiling.blocks if tiling.blocks > 1 else None
-        element = Element.FLOAT32 if output is Output.ADD else Element.FLOAT16
-
-        @functools.lru_cache(OPERANDS)
-        def maps(x: Matrix, w: Matrix, out: Matrix) -> tuple[bytes, bytes, bytes]:
-            return (
-                matrix_map(x.address, Element.INT8, rows, in_features, x.pitch, ROWS),
-                matrix_map(w.address, Element.INT8, channels, in_features, w.pitch, tiling.width // 2),
-                matrix_map(out.address, element, rows, columns, out.pitch, BOX_ROWS),
-            )
-
-        return _Form(kernel, clusters * tiling.blocks, cluster, tiling.shared, numbers, maps)
+        return _Form(kernel, clusters * tiling.blocks, cluster, tiling.shared, tiling.width // 2, numbers)
 
     def _load(self, expression: str) -> Kernel:
         return Module(self._device, "gemm_hopper.cu", [expression]).kernel(expression, _SIGNATURE)
