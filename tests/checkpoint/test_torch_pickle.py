@@ -74,6 +74,9 @@ def attacks(mark: str) -> dict[str, bytes]:
         "object": b"(" + encode(touch) + encode(command) + b"o.",
         "new object": b"\x80\x02" + encode(touch) + encode((command,)) + b"\x81.",
         "new object with keywords": b"\x80\x04" + encode(touch) + encode((command,)) + b"}\x92.",
+        "new object of a known name": b"\x80\x02" + encode(Name("collections", "OrderedDict")) + encode(()) + b"\x81.",
+        "a module that is no text": b"\x80\x04" + encode(1) + encode("system") + b"\x93.",
+        "a name that is no text": b"\x80\x04" + encode("os") + encode(("system",)) + b"\x93.",
         "set state": pickle.dumps(Reduces(Stateful, (), mark)),
         "a state with slots": dumps(Call(Name("collections", "OrderedDict"), (), state=(None, {"x": 1}))),
         "state of a function": dumps(Raw(encode(Name("collections", "OrderedDict")) + encode({"call": 1}) + b"b")),
@@ -171,6 +174,8 @@ def test_ignored_names_run_nothing_either(mark: Path) -> None:
         ("a storage as a function", "calls a StorageClass"),
         ("set state", "Stateful"),
         ("too many arguments", "collections.OrderedDict with 1 arguments"),
+        ("new object of a known name", "makes an object of"),
+        ("a module that is no text", "by a value that is not text"),
     ],
 )
 def test_what_is_refused_is_named(name: str, words: str) -> None:
