@@ -96,6 +96,10 @@ class Backend:
         """A NumPy array of the values. Waits for the device."""
         return np.asarray(x)
 
+    def complete(self, x: Array) -> Array:
+        """``x`` as an array of this device that others may read: nothing is left to compute. Waits for the device."""
+        return x
+
     def fetch(self, x: Array) -> Callable[[], np.ndarray]:
         """Start copying ``x`` to the host; calling the result waits for it. Later work does not change the copy."""
         copy = np.array(x)

@@ -129,7 +129,7 @@ class CudaInstruments(Instruments):
         starts = [start for _, _, start, _ in seen[1:]]
         gaps = [cp.cuda.get_elapsed_time(s[3], start) / 1e3 for s, start in zip(seen, starts, strict=False)]
         return [
-            Span(name, cp.cuda.get_elapsed_time(start, end) / 1e3, moved, gap)
+            Span(name.removeprefix("bminf::"), cp.cuda.get_elapsed_time(start, end) / 1e3, moved, gap)
             for (name, moved, start, end), gap in zip(seen, [*gaps, 0.0], strict=True)
         ]
 

@@ -316,10 +316,12 @@ class Model:
     ) -> Any:
         """Logits after each token: fp32 ``[tokens, vocab]``.
 
-        A NumPy array, or with ``device`` the backend's own array, not copied to the host (a CuPy array on a GPU, which
-        other libraries take through DLPack). ``token_ids`` may be such an array too. An encoder-decoder needs the
-        ``source`` that its encoder reads, and ``token_ids`` are then the decoder's. Raises ``UsageError`` for ids
-        outside of the vocabulary or the context.
+        A NumPy array, or with ``device`` the backend's own array, not copied to the host: on a GPU a CuPy array that is
+        complete, so other libraries may take it through DLPack and read it on any stream. Its memory is used again as
+        soon as nobody holds it, so hold it until they have read it. ``token_ids`` may be such an array too.
+
+        An encoder-decoder needs the ``source`` that its encoder reads, and ``token_ids`` are then the decoder's. Raises
+        ``UsageError`` for ids outside of the vocabulary or the context.
         """
         self._require_open()
         ids = np.array(self._checked_ids(token_ids), np.int32)
@@ -329,7 +331,7 @@ class Model:
         with closing(KVCache(self.ops, self.limits.cache_shape, 1, len(ids), self.limits.context_length)) as cache:
             self._read_source(source, cache)
             if device:
-                return self._logits(ids, 0, cache)
+                return self.ops.complete(self._logits(ids, 0, cache))
             chunks = (self._logits(ids[i : i + chunk], i, cache) for i in range(0, len(ids), chunk))
             return np.concatenate([self.ops.host(logits) for logits in chunks])
 

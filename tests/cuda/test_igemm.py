@@ -190,7 +190,7 @@ def test_a_shape_that_cublaslt_refuses_is_computed_by_the_other_kernel(device, m
         raise NoAlgorithm("refused")
 
     monkeypatch.setattr(multiplier, "prepare", refuse)
-    x, codes = random_codes(31, 65), random_codes(33, 65)
+    x, codes = random_codes(70, 65), random_codes(33, 65)
     with pytest.warns(RuntimeWarning, match="refused; a slower kernel computes it"):
         assert (run_plan(plan, x, codes) == exact(x, codes.T)).all()
     with pytest.warns(RuntimeWarning, match="refused"):
