@@ -301,39 +301,28 @@ __global__ void __launch_bounds__(3 * GROUP, 1) gemm_hopper(
     __syncwarp();
     sync_cluster<CLUSTER * PARTS>();
     let_successor_start();
+    wait_for_predecessor();
     Tiles<COLUMNS, CLUSTER, PARTS> tile(row_tiles, column_tiles);
     const int warp = threadIdx.x / WARP, part = PARTS > 1 ? rank_in_cluster() : 0;
     const int from = stages * part / PARTS, to = stages * (part + 1) / PARTS;
     if (warp >= WARPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == WARPS * WARP) {
-            const auto copy_weight = [&](const Stages<WIDTH, CLUSTER>& stage, int place, int k) {
-                barrier_expect(stage.full(), stage.BYTES);
-#pragma unroll
-                for (int i = 0; i < 2 / CLUSTER; ++i) {
-                    const int share = CLUSTER > 1 ? rank_in_cluster() : i;
-                    const int row = place + share * (OUTPUT == GATED ? columns : SHARE);
-                    const unsigned target = stage.w() + share * SHARE * DEPTH;
-                    if constexpr (CLUSTER > 1) copy_box_to_both(target, w_map, k * DEPTH, row, stage.full());
-                    else copy_box(target, w_map, k * DEPTH, row, stage.full());
-                }
-            };
-            // The weight is there before the activations are.
-            int early = tile.valid() ? min(to - from, ring.COUNT) : 0;
-            Stages<WIDTH, CLUSTER> ahead = ring;
-            for (int k = 0; k < early; ++k, ahead.next()) copy_weight(ahead, tile.place().y, from + k);
-            wait_for_predecessor();
             for (; tile.valid(); tile.next()) {
                 const int2 place = tile.place();
 #pragma unroll 1
                 for (int k = from; k < to; ++k, ring.next()) {
-                    if (early > 0) {
-                        --early;
-                    } else {
-                        barrier_wait(ring.empty(), ring.round ^ 1);
-                        copy_weight(ring, place.y, k);
-                    }
+                    barrier_wait(ring.empty(), ring.round ^ 1);
+                    barrier_expect(ring.full(), ring.BYTES);
                     copy_box(ring.x(), x_map, k * DEPTH, place.x, ring.full());
+#pragma unroll
+                    for (int i = 0; i < 2 / CLUSTER; ++i) {
+                        const int share = CLUSTER > 1 ? rank_in_cluster() : i;
+                        const int row = place.y + share * (OUTPUT == GATED ? columns : SHARE);
+                        const unsigned target = ring.w() + share * SHARE * DEPTH;
+                        if constexpr (CLUSTER > 1) copy_box_to_both(target, w_map, k * DEPTH, row, ring.full());
+                        else copy_box(target, w_map, k * DEPTH, row, ring.full());
+                    }
                 }
             }
         }
@@ -341,7 +330,6 @@ __global__ void __launch_bounds__(3 * GROUP, 1) gemm_hopper(
         if constexpr (PARTS > 1) sync_cluster<PARTS>(), sync_cluster<PARTS>();  // with those that exchange sums
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        wait_for_predecessor();
         const Scaling scaling = {x_scale, w_scale, bias, rows, columns, channels};
         for (; tile.valid(); tile.next()) {
             const int2 place = tile.place();
