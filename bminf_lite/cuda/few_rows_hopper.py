@@ -10,19 +10,17 @@ from .few_rows import MAX_ROWS, FewRows, Output, tiles_for
 from .kernels import Kernel, Module
 from .tensor_maps import ROW_BYTES, Element, matrix_map
 
-THREADS = 448
+THREADS = 320
 CLUSTER = 2
 ROWS = 64
 """Of the weight in a tile."""
 BOXES = 2
 """Of ``ROW_BYTES`` columns in a stage."""
-GROUPS = 2
-"""Of warps that multiply, each of which sends its own sums."""
 WINDOW = 4
 """Stages that are on their way at the same time; the ring has at least as many."""
 BESIDE = 3 << 10
 """Shared memory that is left to the kernel over rows which runs beside this one and waits for it."""
-_STAGE_BARRIERS, _SUMS_BARRIERS = 24, 48
+_STAGE_BARRIERS, _SUMS_BARRIERS = 24, 32
 
 
 class FewRowsHopper(FewRows):
@@ -51,7 +49,7 @@ class FewRowsHopper(FewRows):
         self._kernel(tiles, output, activation)(
             clusters * CLUSTER, THREADS,
             (x_scale, w_scale, bias, out, out_pitch, rows, out_features, x_map, w_map, weight_tiles, steps, stages,
-             int(resident)),
+             resident),
             shared=shared, stream=stream, dependent=True, cluster=CLUSTER, moved=moved,
         )  # fmt: skip
 
@@ -60,7 +58,7 @@ class FewRowsHopper(FewRows):
         weight, activations = BOXES * ROWS * ROW_BYTES, BOXES * 8 * tiles * ROW_BYTES
         room, in_all = self._shared - BESIDE, -(-steps // CLUSTER) * activations
         resident = several and in_all <= room // 2
-        sums = 2 * GROUPS * ROWS * 8 * tiles * 4 + _SUMS_BARRIERS
+        sums = 2 * ROWS * 8 * tiles * 4 + _SUMS_BARRIERS
         fixed, each = (sums + in_all, weight) if resident else (sums, weight + activations)
         stages = (room - fixed) // (each + _STAGE_BARRIERS)
         assert stages >= WINDOW
@@ -68,4 +66,4 @@ class FewRowsHopper(FewRows):
 
     def _load(self, tiles: int, output: Output, activation: int) -> Kernel:
         expression = f"bminf::few_rows_hopper<{tiles}, {int(output)}, {activation}>"
-        return Module(self._device, self.source, [expression]).kernel(expression, "ppppqiiTTiiii")
+        return Module(self._device, self.source, [expression]).kernel(expression, "ppppqiiTTiii?")

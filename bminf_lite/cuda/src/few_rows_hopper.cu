@@ -7,8 +7,8 @@
 // that half of the activations only. It then finishes its part of the tile's outputs, from the int32 sums that both of them
 // sent it: exact in any order.
 //
-// One thread copies the weight, and starts before the kernel waits for its input; another copies the activations; two groups
-// of four warps multiply; four warps finish outputs.
+// One thread copies the weight, and starts before the kernel waits for its input; another copies the activations; four warps
+// multiply; four finish outputs.
 #include "async.cuh"
 #include "cluster.cuh"
 #include "common.cuh"
@@ -24,11 +24,8 @@ constexpr int BOX = ROWS * DEPTH;
 constexpr int BOXES = 2;    // in a stage
 constexpr int STAGE = BOXES * BOX;
 constexpr int WINDOW = 4;   // stages on their way: more only make others wait longer for what they read
-constexpr int CHAINS = 2;   // products under way that do not wait for each other's sums
 constexpr int WARPS = GROUP / WARP;
-constexpr int GROUPS = 2;   // of warps that multiply, stage by stage in turn
-constexpr int SOURCES = CLUSTER * GROUPS;   // of sums
-constexpr int COPYING = (1 + GROUPS) * GROUP;  // the first thread of the two warps that copy
+constexpr int COPYING = 2 * GROUP;  // the first thread of the two warps that copy
 constexpr int THREADS = COPYING + 2 * WARP;
 constexpr int PART_ROWS = ROWS / WARPS;  // of a tile, whose sums a warp has
 constexpr int PARTS = WARPS / CLUSTER;   // that a block finishes
@@ -69,13 +66,13 @@ struct Share {
 };
 
 // Where a block has what in shared memory: the ring of stages, its part of the activations, the sums that both blocks send
-// it for one tile and for the next, and barriers: for each stage those that say that its weight is there, that it has been
-// read, and that its activations are there; for each place of sums those that say that they are there, and that they have
+// it for one tile and for the next, and barriers: for each stage those that say that its weight is there, that its
+// activations are, and that it has been read; for each place of sums those that say that they are there, and that they have
 // been read. The activations of all steps are `resident`, or those of a step come and go with its stage.
 template <int TILES>
 struct Shared {
     static constexpr int X_BOX = TILES * 8 * DEPTH, X_STAGE = BOXES * X_BOX;
-    static constexpr int SENT = PARTS * TILES * WARP * 4;  // sums that a block sends for a tile
+    static constexpr int SENT = PARTS * TILES * WARP * 4 * sizeof(int);  // bytes that a block sends for a tile
     unsigned ring, x, sums, barriers;
     int stages;
     bool resident;
@@ -84,29 +81,27 @@ struct Shared {
         : stages(stages), resident(resident)
     {
         ring = shared_address(shared), x = ring + stages * STAGE;
-        sums = x + (resident ? steps : stages) * X_STAGE, barriers = sums + 2 * SOURCES * SENT * 4;
+        sums = x + (resident ? steps : stages) * X_STAGE, barriers = sums + 2 * CLUSTER * SENT;
     }
-    __device__ __forceinline__ unsigned full(int stage) const { return barriers + 24 * stage; }
-    __device__ __forceinline__ unsigned empty(int stage) const { return full(stage) + 8; }
-    __device__ __forceinline__ unsigned has_x(int stage) const { return full(stage) + 16; }
-    __device__ __forceinline__ unsigned arrived(int place) const { return full(stages + place); }
-    __device__ __forceinline__ unsigned taken(int place) const { return empty(stages + place); }
+    __device__ __forceinline__ unsigned has_weight(int stage) const { return barriers + 24 * stage; }
+    __device__ __forceinline__ unsigned has_activations(int stage) const { return has_weight(stage) + 8; }
+    __device__ __forceinline__ unsigned read(int stage) const { return has_weight(stage) + 16; }
+    __device__ __forceinline__ unsigned has_sums(int place) const { return has_weight(stages) + 16 * place; }
+    __device__ __forceinline__ unsigned sums_read(int place) const { return has_sums(place) + 8; }
     __device__ __forceinline__ unsigned weight(int stage) const { return ring + stage * STAGE; }
     __device__ __forceinline__ unsigned activations(int step, int stage) const {
         return x + (resident ? step : stage) * X_STAGE;
     }
-    // Where this block gets the sums of a source.
-    __device__ __forceinline__ unsigned from(int place, int source) const {
-        return sums + (place * SOURCES + source) * SENT * 4;
-    }
-    __device__ __forceinline__ void expect_sums(int place) const { barrier_expect(arrived(place), SOURCES * SENT * 4); }
+    // Where this block gets the sums of block `rank`.
+    __device__ __forceinline__ unsigned sums_of(int rank, int place) const { return sums + (place * CLUSTER + rank) * SENT; }
+    __device__ __forceinline__ void expect_sums(int place) const { barrier_expect(has_sums(place), CLUSTER * SENT); }
     __device__ __forceinline__ void init() const {
         for (int i = 0; i < stages; ++i) {
-            barrier_init(full(i), 1);
-            barrier_init(empty(i), WARPS);
-            barrier_init(has_x(i), 1);
+            barrier_init(has_weight(i), 1);
+            barrier_init(has_activations(i), 1);
+            barrier_init(read(i), WARPS);
         }
-        for (int i = 0; i < 2; ++i) barrier_init(arrived(i), 1), barrier_init(taken(i), CLUSTER);
+        for (int i = 0; i < 2; ++i) barrier_init(has_sums(i), 1), barrier_init(sums_read(i), CLUSTER);
         barriers_ready();
         for (int i = 0; i < 2; ++i) expect_sums(i);
     }
@@ -133,13 +128,13 @@ struct Weight {
     const TensorMap& map;
     int outputs;
     Walk stage, landing;
-    int tile = 0, step = 0, units = 0;
+    int tile = 0, step = 0, copied = 0;
 
     __device__ __forceinline__ bool left() const { return share.steps > 0 && tile < share.tiles; }
     __device__ __forceinline__ void copy() {
-        if (units >= WINDOW) barrier_wait(shared.full(landing.place), landing.round), landing.next();
-        if (units >= shared.stages) barrier_wait(shared.empty(stage.place), stage.round ^ 1);
-        const unsigned barrier = shared.full(stage.place);
+        if (copied >= WINDOW) barrier_wait(shared.has_weight(landing.place), landing.round), landing.next();
+        if (copied >= shared.stages) barrier_wait(shared.read(stage.place), stage.round ^ 1);
+        const unsigned barrier = shared.has_weight(stage.place);
         barrier_expect(barrier, STAGE);
 #pragma unroll
         for (int b = 0; b < BOXES; ++b)
@@ -148,8 +143,8 @@ struct Weight {
                 copy_box_once(shared.weight(stage.place) + b * BOX + m * BOX / 2, map,
                               share.column + (step * BOXES + b) * DEPTH,
                               m * outputs + (share.first + tile) * (ROWS / MATRICES), barrier);
-        ++units;
         stage.next();
+        ++copied;
         if (++step == share.steps) step = 0, ++tile;
     }
 };
@@ -160,9 +155,9 @@ __device__ __forceinline__ void copy_activations(const Shared<TILES>& shared, co
     using Here = Shared<TILES>;
     Walk stage(shared.stages);
     const int all = share.steps * (shared.resident ? 1 : share.tiles);
-    for (int unit = 0, step = 0; unit < all; ++unit, stage.next()) {
-        if (unit >= shared.stages) barrier_wait(shared.empty(stage.place), stage.round ^ 1);
-        const unsigned barrier = shared.has_x(stage.place), target = shared.activations(step, stage.place);
+    for (int copied = 0, step = 0; copied < all; ++copied, stage.next()) {
+        if (copied >= shared.stages) barrier_wait(shared.read(stage.place), stage.round ^ 1);
+        const unsigned barrier = shared.has_activations(stage.place), target = shared.activations(step, stage.place);
         barrier_expect(barrier, Here::X_STAGE);
 #pragma unroll
         for (int b = 0; b < BOXES; ++b)
@@ -171,49 +166,39 @@ __device__ __forceinline__ void copy_activations(const Shared<TILES>& shared, co
     }
 }
 
-// The warps that multiply.
+// The four warps that multiply.
 template <int TILES, bool IS_GATED>
 __device__ __forceinline__ void multiply_all(const Shared<TILES>& shared, const Share& share) {
-    const int warp = threadIdx.x / WARP % WARPS, lane = threadIdx.x % WARP;
-    const int group = threadIdx.x / GROUP - 1, source = rank_in_cluster() * GROUPS + group;
+    const int warp = threadIdx.x / WARP % WARPS, lane = threadIdx.x % WARP, rank = rank_in_cluster();
     // Who finishes this warp's rows of a tile, and which of its parts they are: of gate and up, the same rows.
     const int target = IS_GATED ? warp % CLUSTER : warp / PARTS, part = IS_GATED ? warp / CLUSTER : warp % PARTS;
     Walk stage(shared.stages), place(2);
     for (int tile = 0; tile < share.tiles; ++tile, place.next()) {
-        int c[CHAINS][TILES][4] = {}, before = -1;
+        int c[TILES][4] = {}, before = 0;
         for (int step = 0; step < share.steps; ++step, stage.next()) {
-            if (step % GROUPS != group) continue;
-            barrier_wait(shared.full(stage.place), stage.round);
-            if (tile == 0 || !shared.resident) barrier_wait(shared.has_x(stage.place), stage.round);
-            const unsigned long long x = operand(shared.activations(step, stage.place), 0);
+            barrier_wait(shared.has_weight(stage.place), stage.round);
+            if (tile == 0 || !shared.resident) barrier_wait(shared.has_activations(stage.place), stage.round);
             const unsigned long long w = operand(shared.weight(stage.place), 0);
+            const unsigned long long x = operand(shared.activations(step, stage.place), 0);
             products_begin();
 #pragma unroll
             for (int b = 0; b < BOXES; ++b)
 #pragma unroll
                 for (int i = 0; i < DEPTH / 32; ++i)
-                    multiply(c[i % CHAINS], w + (b * BOX + i * 32) / 16, x + (b * shared.X_BOX + i * 32) / 16,
-                             before >= 0 || b * DEPTH / 32 + i >= CHAINS);
+                    multiply(c, w + (b * BOX + i * 32) / 16, x + (b * shared.X_BOX + i * 32) / 16, step + b + i > 0);
             products_end();
             products_wait<1>();
-            if (before >= 0 && lane == 0) barrier_arrive(shared.empty(before));
+            if (step > 0 && lane == 0) barrier_arrive(shared.read(before));
             before = stage.place;
         }
         products_wait<0>();
+        pin(c);
+        if (share.steps > 0 && lane == 0) barrier_arrive(shared.read(before));
+        if (tile >= 2) barrier_wait(shared.sums_read(place.place), place.round ^ 1);
+        const unsigned there = address_in(shared.sums_of(rank, place.place), target);
+        const unsigned barrier = address_in(shared.has_sums(place.place), target);
 #pragma unroll
-        for (int i = 0; i < CHAINS; ++i) pin(c[i]);
-        if (before >= 0 && lane == 0) barrier_arrive(shared.empty(before));
-        if (tile >= 2) barrier_wait(shared.taken(place.place), place.round ^ 1);
-        const unsigned there = address_in(shared.from(place.place, source), target);
-        const unsigned barrier = address_in(shared.arrived(place.place), target);
-#pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-#pragma unroll
-            for (int i = 1; i < CHAINS; ++i)
-#pragma unroll
-                for (int j = 0; j < 4; ++j) c[0][t][j] += c[i][t][j];
-            send(there + ((part * TILES + t) * WARP + lane) * 16, c[0][t], barrier);
-        }
+        for (int t = 0; t < TILES; ++t) send(there + ((part * TILES + t) * WARP + lane) * 16, c[t], barrier);
     }
 }
 
@@ -264,20 +249,20 @@ __device__ __forceinline__ void finish_all(const Shared<TILES>& shared, const Sh
                 const float* before = static_cast<const float*>(to.out) + row * to.pitch + channel;
                 residual[i][t] = OUTPUT == ADD && channel < to.count && row < to.rows ? __ldcg(before) : 0.0f;
             }
-        barrier_wait(shared.arrived(place.place), place.round);
+        barrier_wait(shared.has_sums(place.place), place.round);
         int sums[COUNT][TILES][MATRICES] = {};
 #pragma unroll
-        for (int from = 0; from < SOURCES; ++from)
+        for (int from = 0; from < CLUSTER; ++from)
 #pragma unroll
             for (int p = 0; p < PARTS; ++p)
 #pragma unroll
                 for (int t = 0; t < TILES; ++t)
-                    sums[p / MATRICES][t][p % MATRICES] +=
-                        load_shared(shared.from(place.place, from) + ((p * TILES + t) * WARP * 4 + place_in_part) * 4);
+                    sums[p / MATRICES][t][p % MATRICES] += load_shared(
+                        shared.sums_of(from, place.place) + ((p * TILES + t) * WARP * 4 + place_in_part) * sizeof(int));
         if (tile + 2 < share.tiles) {  // nobody waits for the last ones, and who does not may have gone
             sync_threads<GROUP>();
             if (threadIdx.x == 0) shared.expect_sums(place.place);
-            if (threadIdx.x < CLUSTER) barrier_arrive_at(shared.taken(place.place), threadIdx.x);
+            if (threadIdx.x < CLUSTER) barrier_arrive_at(shared.sums_read(place.place), threadIdx.x);
         }
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
@@ -301,34 +286,32 @@ template <int TILES, int OUTPUT, int F>
 __global__ void __launch_bounds__(THREADS, 1) few_rows_hopper(
     const float* x_scale, const float* w_scale, const float* bias, void* out, long long out_pitch, int rows, int n,
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, int tiles, int steps, int stages,
-    int resident)
+    bool resident)
 {
     constexpr bool IS_GATED = OUTPUT == GATED;
     extern __shared__ __align__(1024) char memory[];
     let_successor_start();
     const Shared<TILES> shared(memory, stages, (steps + CLUSTER - 1) / CLUSTER, resident);
     const Share share(tiles, steps);
-    const int warp = threadIdx.x / WARP, outputs = IS_GATED ? n / 2 : n;
+    const int outputs = IS_GATED ? n / 2 : n;
     Weight<TILES, IS_GATED> weight = {shared, share, w_map, outputs, Walk(stages), Walk(stages)};
     if (threadIdx.x == COPYING) {
         shared.init();
-        for (int i = 0; i < min(stages, WINDOW) && weight.left(); ++i) weight.copy();
+        for (int i = 0; i < WINDOW && weight.left(); ++i) weight.copy();
     }
     __syncwarp();
     tell_cluster<CLUSTER>();
     wait_for_cluster<CLUSTER>();
-    if (threadIdx.x >= COPYING) {
-        if (threadIdx.x == COPYING)
-            while (weight.left()) weight.copy();
-        if (threadIdx.x == COPYING + WARP) {
-            prefetch_map(x_map);
-            wait_for_predecessor();
-            copy_activations(shared, share, x_map);
-        }
-    } else if (warp >= WARPS) {
-        multiply_all<TILES, IS_GATED>(shared, share);
-    } else {
+    if (threadIdx.x == COPYING) {
+        while (weight.left()) weight.copy();
+    } else if (threadIdx.x == COPYING + WARP) {
+        prefetch_map(x_map);
+        wait_for_predecessor();
+        copy_activations(shared, share, x_map);
+    } else if (threadIdx.x < GROUP) {
         finish_all<TILES, OUTPUT, F>(shared, share, {x_scale, w_scale, bias, out, out_pitch, rows, outputs});
+    } else if (threadIdx.x < COPYING) {
+        multiply_all<TILES, IS_GATED>(shared, share);
     }
 }
 

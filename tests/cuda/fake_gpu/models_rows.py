@@ -123,9 +123,9 @@ def few_rows_hopper(call: Call) -> None:
     call.require(x.shape[0] == rows <= 8 * tiles and w.shape[0] == n and n % matrices == 0, "rows")
     call.require(x.shape[1] == w.shape[1] <= steps * 2 * 128, "steps do not cover the columns")
     call.require(call.arguments["tiles"] * 64 >= up(n, matrices), "tiles are missing")
-    call.require(call.launch.block == 448 and call.launch.cluster == cluster, "threads or blocks")
+    call.require(call.launch.block == 320 and call.launch.cluster == cluster, "threads or blocks")
     kept = 2 * x_box * (up(steps, cluster) // cluster if call.resident else stages)
-    needed = stages * (2 * box + 24) + kept + 2 * 2 * 64 * 8 * tiles * 4 + 48
+    needed = stages * (2 * box + 24) + kept + 2 * 64 * 8 * tiles * 4 + 32
     call.require(stages >= 4 and call.launch.shared >= needed, "too little shared memory")
     acc = x.astype(np.float64) @ w.T.astype(np.float64)
     if output == SUMS:
