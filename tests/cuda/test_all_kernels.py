@@ -27,8 +27,10 @@ AT_ONCE = 24
 """Instantiations in one call of the compiler; two calls run at the same time."""
 OCCUPANCY_SPILL = 64
 """Bytes that ptxas may spill on its own account: it uses fewer registers than it may, to fit another block."""
-MAY_USE = {"attend": 255}
-"""Registers of a thread, in the largest blocks that are launched; 128 where nothing is said."""
+MAY_USE = {"attend": 255, "bminf::gemm_hopper": 240}
+"""Registers of a thread, in the largest blocks that are launched or as the kernel itself hands them out; 128 where
+nothing is said.
+"""
 ELSEWHERE = ("attention_prefill.cu", "attention_prefill_hopper.cu", "sample.cu", "dp4a.cu")
 
 
