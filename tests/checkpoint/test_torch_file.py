@@ -274,6 +274,32 @@ def test_records_may_not_overlap(tmp_path: Path) -> None:
     assert "twice" in message(path)
 
 
+def test_a_record_may_not_lie_within_another(tmp_path: Path) -> None:
+    """The first storage holds a whole record of its own, with its header, to which the directory points."""
+    name = b"archive/data/1"
+    inner = struct.pack("<4s5H3I2H", b"PK\3\4", 20, 0, 0, 0, 0, 0, 16, 16, len(name), 0) + name + bytes(16)
+    path = write_zip(tmp_path / "x.bin", dumps({}), {"0": inner, "1": bytes(16)})
+    content = bytearray(path.read_bytes())
+    second = _entry(content, 1)
+    content[second + 42 : second + 46] = struct.pack("<I", content.index(inner))
+    path.write_bytes(content)
+    assert "overlaps the one before it" in message(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "words"),
+    [(8, struct.pack("<H", 1), "is encrypted"), (20, struct.pack("<2I", 1 << 30, 1 << 30), "ends after the file's")],
+)
+def test_records_that_are_not_there_to_be_read(tmp_path: Path, at: int, value: bytes, words: str) -> None:
+    """By the flags and the sizes of a directory entry."""
+    path = save(tmp_path / "x.bin", {"a": np.zeros(4, np.float32)})
+    content = bytearray(path.read_bytes())
+    first = _entry(content, 0)
+    content[first + at : first + at + len(value)] = value
+    path.write_bytes(content)
+    assert words in message(path)
+
+
 def _entry(content: bytes, key: int) -> int:
     """Where the directory entry of a storage begins."""
     return content.rindex(b"archive/data/%d" % key) - 46
