@@ -207,18 +207,25 @@ def test_a_streamed_step_takes_as_long_as_its_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "context", "milliseconds"),
+    ("shape", "context", "batch", "milliseconds"),
     [
-        ("llama-3-8b", 512, 2.417),
-        ("llama-3-8b", 2048, 2.583),
-        ("llama-3.2-1b", 512, 0.610),
-        ("llama-3.2-1b", 2048, 0.687),
+        ("llama-3-8b", 128, 1, 2.068),
+        ("llama-3-8b", 512, 1, 2.055),
+        ("llama-3-8b", 2048, 1, 2.135),
+        ("llama-3-8b", 8192, 1, 2.418),
+        ("llama-3-8b", 32768, 1, 3.138),
+        ("llama-3-8b", 512, 2, 2.074),
+        ("llama-3-8b", 512, 8, 2.191),
+        ("llama-3-8b", 512, 16, 2.416),
+        ("llama-3-8b", 512, 32, 2.742),
+        ("llama-3.2-1b", 512, 1, 0.469),
+        ("cpm-2", 256, 1, 1.760),
     ],
 )
-def test_the_prediction_meets_what_was_measured(shape: str, context: int, milliseconds: float) -> None:
+def test_the_prediction_meets_what_was_measured(shape: str, context: int, batch: int, milliseconds: float) -> None:
     """docs/measurements.md, an H200 whose memory was read at 4.42 TB/s."""
-    demand = demand_of(CONFIGS / f"{shape}.json")
-    plan = make_plan(demand, Machine(140 << 30, 55e9, 4.42e12), context)
+    demand = replace(demand_of(CONFIGS / f"{shape}.json"), context_length=1 << 15)
+    plan = make_plan(demand, Machine(140 << 30, 55e9, 4.42e12), context, batch)
     assert plan.step_seconds is not None
     assert plan.step_seconds * 1e3 == pytest.approx(milliseconds, rel=0.10)
 
