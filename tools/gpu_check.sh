@@ -21,11 +21,11 @@ while getopts p:t: option; do
     case $option in
         p) parts=$OPTARG ;;
         t) limit=$OPTARG ;;
-        *) exit 2 ;;
+        *) set -- && OPTIND=1 && break ;;
     esac
 done
 shift $((OPTIND - 1))
-[ $# -eq 1 ] || { sed -n '2,9p' "$0" >&2; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,9s/^# \?//p' "$0" >&2; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 python=${PYTHON:-python}
 bminf() { "$python" -c 'from bminf_lite.cli import main; main()' "$@"; }
