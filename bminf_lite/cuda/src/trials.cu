@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(THREADS) row_magnitudes(
     if (!(scale >= SMALLEST && scale <= LARGEST)) *misfit = 1;
 }
 
-// codes = clip(rint(w factor / scale)) with rows of `pitch`; the scales are fp16 numbers unless one of them is a misfit.
+// codes = clip(rint(w factor / scale)) with rows of `pitch`; the scales are fp16 numbers unless one of them is a misfit. They are
+// there when the kernel ends, because products read a weight before their predecessor has ended.
 template <class T>
 __global__ void __launch_bounds__(THREADS) row_codes(
     const T* w, const float* __restrict__ factors, const float* top, const int* misfit, float* scales,
@@ -59,6 +60,7 @@ __global__ void __launch_bounds__(THREADS) row_codes(
         const float ratio = __fdiv_rn(__fmul_rn(number(row[c]), factor_of(factors, c)), scale);
         codes[index * pitch + c] = static_cast<int8>(fminf(fmaxf(rintf(ratio), -127.0f), 127.0f));
     }
+    __threadfence();
 }
 
 // top[column] = max(top[column], |x| / divisor), with a divisor per row, or none. Magnitudes order as their bits do.

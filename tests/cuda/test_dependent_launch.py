@@ -1,0 +1,39 @@
+"""What kernels must do that start before their predecessor has ended, as their sources say it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bminf_lite.cuda.compiler import SOURCES
+
+ALONE = {"igemm_dp4a", "read_all"}
+"""Launched so that they start when their predecessor has ended."""
+WRITE_FIRST = {"embed", "fill_random", "row_codes"}
+"""Write weights, or begin a step: what others read before they have waited."""
+
+
+def kernels() -> dict[str, str]:
+    """The body of each kernel."""
+    bounds, kernel = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)", r"__global__ void\s+(\w+)\(.*?{\n(.*?)\n}\n"
+    texts = (re.sub(bounds, "", source.read_text()) for source in SOURCES.iterdir() if source.name.endswith(".cu"))
+    return {name: body for text in texts for name, body in re.findall(kernel, text, re.DOTALL)}
+
+
+KERNELS = kernels()
+
+
+def test_finds_them() -> None:
+    assert ALONE | WRITE_FIRST | {"transform", "attend", "few_rows_hopper"} <= KERNELS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS.keys() - ALONE))
+def test_waits(name: str) -> None:
+    """Else it could end before its predecessor has, and what waits for it would not wait for that."""
+    assert "wait_for_predecessor();" in KERNELS[name]
+
+
+@pytest.mark.parametrize("name", sorted(WRITE_FIRST))
+def test_lets_nobody_start(name: str) -> None:
+    assert "let_successor_start" not in KERNELS[name]
