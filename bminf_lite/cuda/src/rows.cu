@@ -119,7 +119,8 @@ transform(
         for (int i = 0; i < AT_ONCE; ++i) {
             const int place = column_of(first + i) < padded ? column_of(first + i) : 0;
             raw[i].template fetch<ORDER>(values, row, place);
-            if (GATE && even) second[i].template fetch<ORDER>(values, row, k + place);
+            // behind the second half there may be no memory
+            if (GATE && even) second[i].template fetch<ORDER>(values, row, k + min(place, k - 8));
             if constexpr (NORM) before[i].template fetch<Order::ROW>(stream, row, place);
         }
 #pragma unroll
