@@ -7,6 +7,9 @@ together with its free neighbours, and the same calls always give the same addre
 layer after layer: so a freed block first waits as it is for a call of its size, and is joined with its neighbours when
 a call finds neither one of its size nor other room.
 
+What is free changes at once, by one assignment: Ctrl-C, which may come at any point and which a dialogue outlives,
+leaves it as it was before or as it is after, and nothing is handed out twice.
+
 The memory is ordered by one stream: a block may be freed, and its memory handed out again, while work that uses it is
 still in that stream. Whoever uses a block in another stream keeps it until that stream has caught up.
 
@@ -69,10 +72,11 @@ class Block:
 
     def free(self) -> None:
         """Give the memory back to the arena; twice is harmless."""
-        # Garbage collection may call this at any moment, also inside the arena: so it takes no lock.
-        if self._place is not None:
-            self._arena._freed.append(self._place)
-            self._place = None
+        # Garbage collection may call this at any moment, also inside the arena: so it takes no lock. If Ctrl-C comes
+        # before the last line, the memory is lost, which is better than being free twice.
+        place, self._place = self._place, None
+        if place is not None:
+            self._arena._freed.append(place)
 
     __del__ = free
 
@@ -198,9 +202,12 @@ class Arena:
 
     def _join(self) -> None:
         """Let nothing wait any longer."""
-        pieces = sorted((start, start + size) for size, starts in self._waiting.items() for start in starts)
-        self._ready.add_all(pieces)
-        self._waiting.clear()
+        ready = self._ready.copy()
+        self._add_waiting(ready)
+        self._ready, self._waiting = ready, {}
+
+    def _add_waiting(self, ready: SizedIntervals) -> None:
+        ready.add_all(sorted((start, start + size) for size, starts in self._waiting.items() for start in starts))
 
     def _free(self) -> Intervals:
         """What no block has: memory that is ready, and addresses without memory."""
@@ -208,16 +215,20 @@ class Arena:
 
     def _place(self, size: int, nbytes: int) -> int:
         """Where a block goes that no waiting one is as large as; memory is mapped to it."""
-        start = self._ready.take(size)
+        ready = self._ready.copy()
+        start = ready.take(size)
         if start is None and self._waiting:
-            self._join()
-            start = self._ready.take(size)
+            self._add_waiting(ready)
+            start = ready.take(size)
+            self._ready, self._waiting = ready, {}
         if start is None:
             start = self._place_to_map(size)
             if start is None:
                 raise OutOfMemory(self._explain(nbytes, "no free range is large enough"))
             self._map(start, size, nbytes)
-            self._ready.remove(start, start + size)
+            ready = self._ready.copy()
+            ready.remove(start, start + size)
+        self._ready = ready
         return start
 
     def _place_to_map(self, size: int) -> int | None:
@@ -248,9 +259,11 @@ class Arena:
 
     def _map_missing(self, start: int, size: int) -> None:
         for low, high in self._mapped.missing(*self._whole_pages(start, start + size)):
+            mapped, ready = self._mapped.copy(), self._ready.copy()
+            mapped.add(low, high)
+            ready.add(low, high)
             self._pages.map(low, high - low)
-            self._mapped.add(low, high)
-            self._ready.add(low, high)
+            self._mapped, self._ready = mapped, ready
             self._peak_reserved = max(self._peak_reserved, self._mapped.total)
 
     def _trim(self) -> int:
@@ -258,8 +271,10 @@ class Arena:
         for start, end in list(self._ready):
             first, last = -(-start // granularity) * granularity, end // granularity * granularity
             for offset, nbytes in self._pages.unmap(first, last - first) if first < last else ():
-                self._mapped.remove(offset, offset + nbytes)
-                self._ready.remove(offset, offset + nbytes)
+                mapped, ready = self._mapped.copy(), self._ready.copy()
+                mapped.remove(offset, offset + nbytes)
+                ready.remove(offset, offset + nbytes)
+                self._mapped, self._ready = mapped, ready
         return before - self._mapped.total
 
     def _explain(self, nbytes: int, reason: str) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+Set = TypeVar("Set", bound="Intervals")
 
 
 class Intervals:
@@ -18,6 +21,14 @@ class Intervals:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return zip(self._starts, self._ends, strict=True)
+
+    def copy(self) -> Intervals:
+        """The same set, which changes on its own."""
+        return self._copied_to(Intervals.__new__(Intervals))
+
+    def _copied_to(self, other: Set) -> Set:
+        other._starts, other._ends, other.total = self._starts.copy(), self._ends.copy(), self.total
+        return other
 
     def add(self, start: int, end: int) -> None:
         """Add ``[start, end)``, of which nothing need be absent."""
@@ -83,6 +94,11 @@ class SizedIntervals(Intervals):
     def __init__(self, *intervals: tuple[int, int]) -> None:
         self._sizes: list[tuple[int, int]] = []  # (size, start), in order
         super().__init__(*intervals)
+
+    def copy(self) -> SizedIntervals:
+        other = self._copied_to(SizedIntervals.__new__(SizedIntervals))
+        other._sizes = self._sizes.copy()
+        return other
 
     def take(self, size: int) -> int | None:
         """Remove the first ``size`` integers of the smallest interval that has so many, of several the first.

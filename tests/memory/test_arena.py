@@ -1,8 +1,15 @@
 """The arena over pages that only keep books, under random sequences of calls and in the cases that matter."""
 
 import gc
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import count, pairwise
+from linecache import getline
+from random import Random
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +18,8 @@ from hypothesis.stateful import Bundle as RuleBundle
 from hypothesis.stateful import RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from bminf_lite.errors import OutOfMemory
+from bminf_lite.memory import arena as arena_module
+from bminf_lite.memory import intervals
 from bminf_lite.memory.arena import ALIGNMENT, Arena, Block
 
 PAGE = 4 * ALIGNMENT
@@ -360,3 +369,50 @@ def test_threads_never_share_memory() -> None:
     assert not failures
     assert arena.used == 0
     assert arena.allocations == 1200
+
+
+def _work(arena: Arena, random: Random, blocks: list[Block], calls: int) -> None:
+    for _ in range(calls):
+        choice = random.random()
+        if choice < 0.5 or not blocks:
+            with suppress(OutOfMemory):
+                blocks.append(arena.allocate(random.choice((1, 2, 3, 8, 11)) * ALIGNMENT))
+        else:
+            block = blocks.pop(random.randrange(len(blocks)))
+            if choice < 0.75:
+                block.free()
+
+
+def _interrupt(work: Callable[[], None], after: int) -> None:
+    """Ctrl-C before the line of the arena's own that ``work`` comes to ``after`` so many others."""
+    lines = count()
+
+    def local(frame: FrameType, event: str, _: object) -> Callable | None:
+        text = getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and "with " not in text and next(lines) == after:  # Python itself guards how a lock is taken
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return local
+
+    ours = arena_module.__file__, intervals.__file__
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, _: local if frame.f_code.co_filename in ours else None)
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted while garbage is collected
+def test_an_interrupt_leaves_no_memory_with_two_owners() -> None:
+    """At any line; memory may be lost by it."""
+    for after in range(0, 2000, 13):
+        random, blocks = Random(after), list[Block]()
+        arena = Arena(FakePages(), PAGES * PAGE)
+        arena.allocate(PAGES * PAGE).free()  # pages on their way when an interrupt comes are another matter
+        _interrupt(partial(_work, arena, random, blocks, 120), after)
+        _work(arena, random, blocks, 200)
+        places = sorted((b.address, b.address + b.nbytes) for b in blocks)
+        assert all(end <= start for (_, end), (start, _) in pairwise(places)), after
