@@ -83,13 +83,24 @@ class Module:
         return Kernel(self, name_expression, function, signature)
 
 
+def _struct_format(signature: str) -> str:
+    """How :mod:`struct` packs a kernel's parameters.
+
+    ptxas puts a ``T`` at a multiple of 64 bytes of the constant bank. On compute capability 9.0, whose kernels alone
+    have such parameters, the first parameter lies 16 bytes behind one.
+    """
+    found = "@"
+    for letter in signature.replace("p", "P"):
+        found += letter if letter != "T" else f"{(48 - struct.calcsize(found)) % 64}x{TENSOR_MAP_BYTES}s"
+    return found
+
+
 class Kernel:
     """One kernel, launched by calling it, from any thread.
 
     ``signature`` has a letter for each parameter: ``p`` a pointer, and the :mod:`struct` letters for the rest, of which
     ``i`` int32, ``I`` uint32, ``q`` int64, ``Q`` uint64, ``f`` fp32, ``d`` fp64 and ``?`` bool are the useful ones.
-    ``T`` is a matrix as :mod:`.tensor_maps` describes it. Such parameters must lie at multiples of 64 bytes, which from
-    compute capability 9.0 on begin 48 bytes behind the first parameter.
+    ``T`` is a matrix as :mod:`.tensor_maps` describes it.
     """
 
     def __init__(self, module: Module, name: str, function: driver.Function, signature: str) -> None:
@@ -101,7 +112,7 @@ class Kernel:
         self._lock = threading.Lock()
         self._shared_allowed = 0
         self._dependent_supported = module.device.compute_capability >= (9, 0)
-        parameters = struct.Struct("@" + signature.replace("p", "P").replace("T", f"{TENSOR_MAP_BYTES}s"))
+        parameters = struct.Struct(_struct_format(signature))
         self._pack_parameters = parameters.pack_into
         self._parameters = ctypes.create_string_buffer(max(1, parameters.size))
         self._size = ctypes.c_size_t(parameters.size)

@@ -136,6 +136,15 @@ def test_the_driver_gets_what_was_asked_for(recording: RecordingDriver) -> None:
     assert first.attributes == second.attributes == []
 
 
+def test_matrices_lie_where_the_tensor_cores_copies_find_them(recording: RecordingDriver) -> None:
+    matrix, other = bytes(range(128)), bytes(range(128, 256))
+    fake_module().kernel("k", "ppppppTTi")(1, 32, (1, 2, 3, 4, 5, 6, matrix, other, 7))
+    fake_module().kernel("k", "pfTiT")(1, 32, (1, 0.5, matrix, 7, other))
+    close, apart = (launch.parameters for launch in recording.launches)
+    assert close == struct.pack("@6P128s128si", 1, 2, 3, 4, 5, 6, matrix, other, 7)
+    assert apart == struct.pack("@Pf36x128si60x128s", 1, 0.5, matrix, 7, other)
+
+
 def test_parameters_are_aligned_as_in_c(recording: RecordingDriver) -> None:
     class Parameters(ctypes.Structure):
         _fields_ = (("a", ctypes.c_bool), ("b", ctypes.c_double), ("c", ctypes.c_int), ("d", ctypes.c_void_p))
@@ -240,7 +249,12 @@ def test_a_kernel_runs(module: Module) -> None:
         add(-(-n // 128), 128, (out.data.ptr, a.data.ptr, 2.5, n), stream=cupy.cuda.get_current_stream().ptr)
         assert (out[:n] == a + np.float32(2.5)).all() and out[n] == 0
     assert 0 < add.attributes.registers < 64 and add.attributes.max_threads == 1024
-    assert module.cubin.usage["add"].registers == add.attributes.registers
+
+
+@pytest.mark.gpu
+@pytest.mark.repeats  # and a checker keeps ptxas's report to itself
+def test_the_compiler_and_the_driver_report_the_same(module: Module) -> None:
+    assert module.cubin.usage["add"].registers == module.kernel("add", "ppfi").attributes.registers
 
 
 @pytest.mark.gpu
@@ -306,7 +320,7 @@ def test_an_impossible_launch_is_an_error_and_the_gpu_stays_usable(module: Modul
 
 
 @pytest.mark.gpu
-def test_a_launch_takes_microseconds(module: Module) -> None:
+def test_the_speed_of_a_launch(module: Module) -> None:
     import cupy
 
     follow = module.kernel("follow", "pi")
