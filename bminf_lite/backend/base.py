@@ -84,7 +84,8 @@ class Backend:
     def adopt(self, values: Any) -> Array:
         """Another library's array on this device, of the same shape and dtype, without a copy.
 
-        ``values`` offers it through DLPack, or on a GPU through ``__cuda_array_interface__``.
+        ``values`` offers it through DLPack, or on a GPU through ``__cuda_array_interface__``. Operations on it wait for
+        what its library has begun on the stream that is current there, or that the interface names.
         """
         return np.from_dlpack(values)
 

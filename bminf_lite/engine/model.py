@@ -255,7 +255,8 @@ class Model:
         return self.tokenizer.encode(self.chat(messages), add_special_tokens=False) if turns is None else turns
 
     def _checked_ids(self, token_ids: Any) -> tuple[int, ...]:
-        if hasattr(token_ids, "__dlpack__") and not isinstance(token_ids, np.ndarray):
+        offers = hasattr(token_ids, "__dlpack__") or hasattr(token_ids, "__cuda_array_interface__")
+        if offers and not isinstance(token_ids, np.ndarray):
             token_ids = self.ops.host(self.ops.adopt(token_ids))
         return checked_ids(token_ids, self.limits.vocab_size)
 

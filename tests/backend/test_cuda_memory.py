@@ -72,6 +72,34 @@ def test_device_arrays_come_and_go_without_a_copy(cuda_backend):
 
 
 @pytest.mark.gpu
+def test_what_writes_token_ids_on_another_stream_has_ended_before_they_are_read(cuda_backend):
+    import cupy as cp
+
+    class Interface:
+        """An array that only CUDA's array interface gives access to, with the stream that writes it."""
+
+        def __init__(self, array: cp.ndarray):
+            self.array = array
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, object]:
+            return self.array.__cuda_array_interface__
+
+    model = model_on(cuda_backend)
+    expected = model.logits(GOLDEN.tokens)
+    ids, right, large = cp.full(len(GOLDEN.tokens), -1), cp.asarray(GOLDEN.tokens), cp.empty(1 << 22, np.float32)
+    for offered in (ids, Interface(ids)):
+        with cp.cuda.Stream(non_blocking=True) as stream:
+            ids[...] = -1
+            for _ in range(200):
+                large[...] = 1  # some milliseconds in all
+            ids[...] = right
+            found = model.logits(offered)
+            stream.synchronize()
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.gpu
 def test_two_models_in_one_process_do_not_tread_on_each_other(small_gpu, cuda_backend):
     prompts = [[1, 2, 3], [4, 5]]
     models_ = [model_on(small_gpu), model_on(cuda_backend)]

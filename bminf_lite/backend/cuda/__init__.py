@@ -89,8 +89,10 @@ class CudaBackend(Finishing):
         return self.arrays.upload(np.asarray(values))
 
     def adopt(self, values: Any) -> Array:
+        with cp.cuda.Device(self.arrays.device):
+            self.stream.wait_event(cp.cuda.get_current_stream().record())  # what CuPy may still be doing to it there
         with self.arrays.current():
-            return cp.asarray(values) if hasattr(values, "__cuda_array_interface__") else cp.from_dlpack(values)
+            return cp.from_dlpack(values) if hasattr(values, "__dlpack__") else cp.asarray(values)
 
     def assign(self, target: Array, values: np.ndarray) -> None:
         with self.arrays.current():

@@ -414,6 +414,11 @@ def ones(shape: Any, dtype: Any = float) -> ndarray:
 def asarray(values: Any, dtype: Any = None) -> ndarray:
     if isinstance(values, ndarray):
         return values if dtype is None else values.astype(dtype, copy=False)
+    if hasattr(values, "__cuda_array_interface__"):
+        given = values.__cuda_array_interface__
+        shape, number = given["shape"], np.dtype(given["typestr"])
+        memory = UnownedMemory(given["data"][0], math.prod(shape) * number.itemsize, values, 0)
+        return asarray(ndarray(shape, number, MemoryPointer(memory, 0), given["strides"]), dtype)
     values = np.ascontiguousarray(values, dtype)
     out = empty(values.shape, values.dtype)
     if out.size:
