@@ -84,8 +84,8 @@ sanitizer() {
         echo ' "$@"'
     } > "$out/$tool.sh"
     chmod +x "$out/$tool.sh"
-    OMP_NUM_THREADS=1 "$python" -m pytest -m gpu -k "$chosen" --under-checker -p no:cacheprovider --junitxml="$out/$tool.xml" \
-        --dist worksteal --tx "$(workers)*popen//python=$out/$tool.sh" \
+    OMP_NUM_THREADS=1 "$python" -m pytest -vv --durations 10 -m gpu -k "$chosen" --under-checker -p no:cacheprovider \
+        --junitxml="$out/$tool.xml" --dist worksteal --tx "$(workers)*popen//python=$out/$tool.sh" \
         tests/backend tests/cuda tests/models/test_one_layer.py || status=1
     for log in "$out/$tool"-*.log; do
         grep -q SUMMARY "$log" || { echo "$log has no end"; status=1; }
