@@ -27,8 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/cuda/fake_gpu.
 
     ``--under-checker``: for compute-sanitizer. The GPU's blocks are allocations of their own
-    (tests/cuda/separate_blocks.py), hypothesis tries few examples, cublasLt's first proposal is taken, and what is
-    marked ``repeats`` is left out.
+    (tests/cuda/separate_blocks.py), cublasLt's results are cleared (tests/cuda/cleared_results.py), hypothesis tries
+    few examples, cublasLt's first proposal is taken, and what is marked ``repeats`` is left out.
     """
     parser.addoption("--fake-gpu", metavar="PROFILE", help="run tests marked gpu on a GPU made of NumPy")
     parser.addoption("--under-checker", action="store_true", help="each kernel, but little of it: a checker is slow")
@@ -46,10 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.load_profile("under a checker")
         matmul.PROPOSALS = 1  # each is another kernel of cublasLt's that the checker rewrites
+        import cleared_results
         import separate_blocks
 
         from bminf_lite.backend import cuda
 
+        cleared_results.install()
         cuda.device_arena = separate_blocks.separate_arena
 
 

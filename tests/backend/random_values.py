@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerState
-from bminf_lite.backend.values import Norm, Step
+from bminf_lite.backend.values import LayerCache, Norm, Step
 
 SEEDS = st.integers(0, 2**32 - 1)
 WIDTHS = st.sampled_from([1, 2, 3, 5, 7, 8, 16, 31, 32, 33, 61, 64, 96, 127, 130])
@@ -74,6 +74,18 @@ def random_sampler(rng: np.random.Generator, count: int, vocab: int, penalties: 
         step=rng.integers(0, 99, count, dtype=np.int32),
         counts=counts,
     )
+
+
+def cache_of_what_nobody_may_read(
+    backend: Backend, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False
+) -> LayerCache:
+    """A cache that holds what new memory may hold: NaN, or scales that are NaN."""
+    cache = backend.layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
+    for x in vars(cache).values():
+        if x is not None:
+            whole = x if x.base is None else x.base
+            backend.assign(whole, np.full(whole.shape, -128 if whole.dtype == np.int8 else np.nan, whole.dtype))
+    return cache
 
 
 def make_step(

@@ -12,7 +12,7 @@ from checked import repeats
 from float64_operations import AttentionModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_values import SEEDS, make_step, norm_on, random_norm
+from random_values import SEEDS, cache_of_what_nobody_may_read, make_step, norm_on, random_norm
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend, cached
@@ -61,7 +61,8 @@ class Case:
             device_spec = dataclasses.replace(device_spec, bias=RelativeBias(backend.array(values), spec.bias.reach))
         self.device_spec = device_spec
         self.models = [AttentionModel(self.spec, frequencies, backend.activation_dtype) for _ in range(slots)]
-        self.cache: LayerCache = backend.layer_cache(slots, spec.kv_heads, capacity, spec.head_dim, int8=int8)
+        shape = (slots, spec.kv_heads, capacity, spec.head_dim)
+        self.cache: LayerCache = cache_of_what_nobody_may_read(backend, *shape, int8=int8)
 
     def random_qkv(self, tokens: int) -> np.ndarray:
         return self.rng.standard_normal((tokens, self.spec.qkv_features)).astype(self.backend.activation_dtype)

@@ -160,15 +160,17 @@ class CudaBackend(Finishing):
 
     def grow(self, cache: LayerCache, capacity: int) -> None:
         slots, kv_heads, old, head_dim = cache.keys.shape
+        runtime = cp.cuda.runtime
         for name in ("keys", "values", "key_scales", "value_scales"):
             before = getattr(cache, name)
             if before is None:
                 continue
             padding = (head_pitch_of(cache),) if before.ndim == 4 else ()
-            whole = cp.ndarray((slots, kv_heads, old, *padding), before.dtype, before.data)
             larger = self.arrays.empty((slots, kv_heads, capacity, *padding), before.dtype)
-            with self.arrays.current():
-                larger[:, :, :old] = whole
+            runtime.memcpy2DAsync(
+                larger.data.ptr, larger.strides[1], before.data.ptr, before.strides[1], old * before.strides[2],
+                slots * kv_heads, runtime.memcpyDeviceToDevice, self.stream.ptr,
+            )  # fmt: skip
             setattr(cache, name, larger[..., :head_dim] if padding else larger)
 
     def trials(self) -> Trials:

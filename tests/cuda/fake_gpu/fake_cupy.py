@@ -192,6 +192,7 @@ class ndarray:
         self.data = memptr
         dense = (self.dtype.itemsize * math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
         self.strides = tuple(dense if strides is None else strides)
+        self.base: ndarray | None = None
 
     itemsize = property(lambda self: self.dtype.itemsize)
     size = property(lambda self: math.prod(self.shape))
@@ -229,7 +230,9 @@ class ndarray:
 
     def _like(self, view: np.ndarray, base: np.ndarray) -> ndarray:
         offset = view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-        return ndarray(view.shape, view.dtype, self.data + (offset if view.size else 0), view.strides)
+        found = ndarray(view.shape, view.dtype, self.data + (offset if view.size else 0), view.strides)
+        found.base = self if self.base is None else self.base
+        return found
 
     def _shadow(self) -> np.ndarray:
         """The same memory as NumPy sees it, unchecked: also to let NumPy work out shapes and strides."""
@@ -468,6 +471,14 @@ def memcpy_async(target: int, source: int, nbytes: int, kind: int, stream: int) 
     machine.put(stream, work)
 
 
+def memcpy_2d_async(
+    target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, kind: int, stream: int
+) -> None:
+    assert width <= min(target_pitch, source_pitch)
+    for row in range(height):
+        memcpy_async(target + row * target_pitch, source + row * source_pitch, width, kind, stream)
+
+
 def memset_async(target: int, value: int, nbytes: int, stream: int) -> None:
     machine = Machine.current
 
@@ -482,7 +493,7 @@ def _runtime(machine: Machine) -> types.ModuleType:
     module = _module("cupy.cuda.runtime")
     module.__dict__.update(
         CUDARuntimeError=CUDARuntimeError, memcpyHostToDevice=1, memcpyDeviceToHost=2, memcpyDeviceToDevice=3,
-        memcpyAsync=memcpy_async, memsetAsync=memset_async,
+        memcpyAsync=memcpy_async, memcpy2DAsync=memcpy_2d_async, memsetAsync=memset_async,
         streamIsCapturing=lambda stream: int(machine.stream(stream).recording is not None),
         eventCreate=lambda: next(machine.numbers), eventDestroy=lambda event: None,
         eventRecord=lambda event, stream: machine.stream(stream) and None,
