@@ -27,8 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--fake-gpu=h200``: tests marked ``gpu`` run on a GPU made of NumPy; see tests/cuda/fake_gpu.
 
     ``--under-checker``: for compute-sanitizer. The GPU's blocks are allocations of their own
-    (tests/cuda/separate_blocks.py), cublasLt's results are cleared (tests/cuda/cleared_results.py), hypothesis tries
-    few examples, cublasLt's first proposal is taken, and what is marked ``repeats`` is left out.
+    (tests/cuda/separate_blocks.py), some results are cleared (tests/cuda/cleared_results.py), hypothesis tries few
+    examples, cublasLt's first proposal is taken, and what is marked ``repeats`` is left out.
     """
     parser.addoption("--fake-gpu", metavar="PROFILE", help="run tests marked gpu on a GPU made of NumPy")
     parser.addoption("--under-checker", action="store_true", help="each kernel, but little of it: a checker is slow")

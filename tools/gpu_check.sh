@@ -82,7 +82,7 @@ sanitizer() {
     {
         echo '#!/bin/bash'
         printf ' %q' exec "$program" --tool "$tool" --target-processes application-only --report-api-errors no \
-            --show-backtrace device --max-connections 64 --log-file "$out/$tool-%p.log" "$python"
+            --show-backtrace device --print-limit 5000 --max-connections 64 --log-file "$out/$tool-%p.log" "$python"
         echo ' "$@"'
     } > "$out/$tool.sh"
     chmod +x "$out/$tool.sh"
@@ -97,10 +97,15 @@ sanitizer() {
     ran_some "$out/$tool.xml" && return $status
 }
 memcheck() { sanitizer memcheck "not speed"; }
-# Races inside cublasLt's own kernels are not ours. To have the tool pass over them by name makes them fail; tests of nothing
-# else are left out.
-racecheck() { sanitizer racecheck "not speed and not fgemm and not layouts" "Race reported between .* at nvjet"; }
-initcheck() { sanitizer initcheck "not speed"; }
+# Races inside cublasLt's own kernels are not ours. To have the tool pass over them by name makes them fail; tests of little
+# else are left out, and sizes that would take minutes.
+racecheck() {
+    local large="not real and not one_layer and not gets_alone and not 14336"
+    sanitizer racecheck "not speed and not fgemm and not igemm and not layouts and not diagnosis and $large" \
+        "Race reported between .* at (nvjet|sm90_xmma)"
+}
+# To copy what was not written is not to use it: a cache that grows is copied whole. In models' layers the checker crashes.
+initcheck() { sanitizer initcheck "not speed and not one_layer" "Host API memory access error"; }
 
 demo() { bminf demo; }
 generate() {

@@ -76,16 +76,12 @@ def random_sampler(rng: np.random.Generator, count: int, vocab: int, penalties: 
     )
 
 
-def cache_of_what_nobody_may_read(
-    backend: Backend, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False
-) -> LayerCache:
-    """A cache that holds what new memory may hold: NaN, or scales that are NaN."""
-    cache = backend.layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
+def forbid_reading(backend: Backend, cache: LayerCache, token: int = 0) -> None:
+    """Fill a cache from ``token`` on with what new memory may hold: NaN, or codes whose scales are NaN."""
     for x in vars(cache).values():
         if x is not None:
-            whole = x if x.base is None else x.base
+            whole = (x if x.base is None else x.base)[:, :, token:]  # with what pads a head
             backend.assign(whole, np.full(whole.shape, -128 if whole.dtype == np.int8 else np.nan, whole.dtype))
-    return cache
 
 
 def make_step(

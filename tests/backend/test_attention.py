@@ -12,7 +12,7 @@ from checked import repeats
 from float64_operations import AttentionModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_values import SEEDS, cache_of_what_nobody_may_read, make_step, norm_on, random_norm
+from random_values import SEEDS, forbid_reading, make_step, norm_on, random_norm
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend, cached
@@ -62,7 +62,14 @@ class Case:
         self.device_spec = device_spec
         self.models = [AttentionModel(self.spec, frequencies, backend.activation_dtype) for _ in range(slots)]
         shape = (slots, spec.kv_heads, capacity, spec.head_dim)
-        self.cache: LayerCache = cache_of_what_nobody_may_read(backend, *shape, int8=int8)
+        self.cache: LayerCache = backend.layer_cache(*shape, int8=int8)
+        forbid_reading(backend, self.cache)
+
+    def grow(self, capacity: int) -> None:
+        """The new tokens' places are like the cache at first: nobody may read them."""
+        before = self.cache.capacity
+        self.backend.grow(self.cache, capacity)
+        forbid_reading(self.backend, self.cache, before)
 
     def random_qkv(self, tokens: int) -> np.ndarray:
         return self.rng.standard_normal((tokens, self.spec.qkv_features)).astype(self.backend.activation_dtype)
@@ -134,7 +141,7 @@ def test_histories_of_ragged_steps(backend, name, int8, seed, data):
         counts = [1 if decoding else data.draw(st.integers(1, 12), label="tokens") for _ in chosen]
         longest = max(len(case.models[s].keys) + n for s, n in zip(chosen, counts, strict=True))
         if longest > case.cache.capacity:
-            backend.grow(case.cache, longest + 3)
+            case.grow(longest + 3)
         case.check(counts, chosen)
     case.check_cache()
 
@@ -155,7 +162,7 @@ def test_growing_keeps_what_is_cached(backend, name, int8):
     case = Case(backend, SPECS[name], np.random.default_rng(0), 3, 8, int8)
     case.check([8, 3, 5], [0, 1, 2])
     before = [copy.deepcopy(x) for x in vars(case.host_cache()).values() if x is not None]
-    backend.grow(case.cache, 21)
+    case.grow(21)
     assert case.cache.capacity == 21
     after = [x for x in vars(case.host_cache()).values() if x is not None]
     for old, new in zip(before, after, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from random_values import cache_of_what_nobody_may_read, make_step
+from random_values import forbid_reading, make_step
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.values import AttentionSpec, LayerCache, Step
@@ -31,7 +31,9 @@ class Chain:
         self.qkv = backend.array(np.ones((1, SPEC.qkv_features), np.float16))
 
     def cache(self) -> LayerCache:
-        return cache_of_what_nobody_may_read(self.backend, 1, SPEC.kv_heads, 16, SPEC.head_dim)
+        cache = self.backend.layer_cache(1, SPEC.kv_heads, 16, SPEC.head_dim)
+        forbid_reading(self.backend, cache)
+        return cache
 
     def step(self, past: int) -> Step:
         return make_step(self.backend, [1], [past], [0])

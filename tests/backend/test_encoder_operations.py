@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_values import SEEDS, cache_of_what_nobody_may_read, make_step, random_int8, random_rows
+from random_values import SEEDS, forbid_reading, make_step, random_int8, random_rows
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
@@ -90,7 +90,8 @@ def check_cross_attention(
 ) -> None:  # fmt: skip
     """Sources stored together in slots in any order, of a cache that holds longer ones beside them."""
     slots = rng.permutation(5)[: len(counts)].tolist()
-    cache = cache_of_what_nobody_may_read(backend, 5, spec.kv_heads, capacity, spec.head_dim, int8=int8)
+    cache = backend.layer_cache(5, spec.kv_heads, capacity, spec.head_dim, int8=int8)
+    forbid_reading(backend, cache)
     k, v = (heads_of(rng, backend, sum(counts), spec.kv_heads, spec.head_dim) for _ in range(2))
     kv = np.concatenate([x.reshape(sum(counts), -1) for x in (k, v)], axis=1)
     backend.store_source(backend.array(kv), spec, cache, make_step(backend, counts, [0] * len(counts), slots))

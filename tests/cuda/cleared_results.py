@@ -1,6 +1,6 @@
-"""For initcheck, which does not see what cublasLt's kernels store by the copy engine: memory that is cleared before.
+"""For initcheck, which does not see what kernels store by the copy engine: memory that is cleared before.
 
-So what other kernels read of a product, and cublasLt's own of its workspace, has been written.
+So what others read of a product by cublasLt or by ``gemm_hopper.cu``, and cublasLt of its workspace, has been written.
 """
 
 from __future__ import annotations
@@ -9,31 +9,45 @@ from typing import Any
 
 import pytest
 
-from bminf_lite.cuda import matmul
+from bminf_lite.cuda import matmul, scaled_gemm
 from bminf_lite.cuda.cublaslt import Order
-from bminf_lite.cuda.layouts import GROUP
+from bminf_lite.cuda.few_rows import Output
+from bminf_lite.cuda.layouts import GROUP, round_up
 
 
 def install() -> None:
     """Until the process ends."""
     patch = pytest.MonkeyPatch()
-    launch, create = matmul.Prepared._launch, matmul.Multiplier.__init__
+    product, create, scaled = matmul.Prepared._launch, matmul.Multiplier.__init__, scaled_gemm.ScaledGemm.launch
 
-    def clear_and_launch(self: matmul.Prepared, algorithm: Any, a: int, b: int, d: int, stream: int) -> None:
-        from cupy.cuda import runtime
-
+    def clear_and_multiply(self: matmul.Prepared, algorithm: Any, a: int, b: int, d: int, stream: int) -> None:
         to, size = self.product.d, self.product.d.dtype.itemsize
-        elements = {
-            Order.COL: (to.cols - 1) * to.ld + to.rows,
-            Order.ROW: (to.rows - 1) * to.ld + to.cols,
-        }.get(to.order, -(-to.cols // GROUP) * to.ld)
+        lines = {Order.COL: (to.cols, to.rows), Order.ROW: (to.rows, to.cols)}
+        count, elements = lines.get(to.order, (-(-to.cols // GROUP), to.ld))
         for i in range(to.batch):
-            runtime.memsetAsync(d + i * to.stride * size, 0, elements * size, stream)
-        launch(self, algorithm, a, b, d, stream)
+            _clear(d + i * to.stride * size, count, elements * size, to.ld * size, stream)
+        product(self, algorithm, a, b, d, stream)
 
     def create_and_clear(self: matmul.Multiplier, *arguments: Any, **named: Any) -> None:
         create(self, *arguments, **named)
         self.clear_workspace(0)
 
-    patch.setattr(matmul.Prepared, "_launch", clear_and_launch)
+    def clear_and_scale(self: scaled_gemm.ScaledGemm, *operands: Any, stream: int = 0, **named: Any) -> None:
+        out, output = operands[5], named["output"]
+        columns = named["channels"] // (2 if output is Output.GATED else 1)
+        if output is not Output.ADD:
+            _clear(out.address, named["rows"], round_up(columns * 2, 16), out.pitch * 2, stream)
+        scaled(self, *operands, stream=stream, **named)
+
+    patch.setattr(matmul.Prepared, "_launch", clear_and_multiply)
     patch.setattr(matmul.Multiplier, "__init__", create_and_clear)
+    patch.setattr(scaled_gemm.ScaledGemm, "launch", clear_and_scale)
+
+
+def _clear(address: int, lines: int, nbytes: int, pitch: int, stream: int) -> None:
+    from cupy.cuda import runtime
+
+    if nbytes == pitch:
+        lines, nbytes = 1, lines * nbytes
+    for line in range(lines):
+        runtime.memsetAsync(address + line * pitch, 0, nbytes, stream)
