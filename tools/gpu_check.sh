@@ -98,14 +98,13 @@ sanitizer() {
 }
 memcheck() { sanitizer memcheck "not speed"; }
 # Races inside cublasLt's own kernels are not ours. To have the tool pass over them by name makes them fail; tests of little
-# else are left out, and sizes that would take minutes.
+# else are left out, sizes that would take minutes, and whole models, of which the tool keeps 100 GB.
 racecheck() {
-    local large="not real and not one_layer and not gets_alone and not 14336"
+    local large="not real and not one_layer and not cuda_memory and not gets_alone and not 14336"
     sanitizer racecheck "not speed and not fgemm and not igemm and not layouts and not diagnosis and $large" \
         "Race reported between .* at (nvjet|sm90_xmma)"
 }
-# To copy what was not written is not to use it: a cache that grows is copied whole. In models' layers the checker crashes.
-initcheck() { sanitizer initcheck "not speed and not one_layer" "Host API memory access error"; }
+initcheck() { sanitizer initcheck "not speed and not one_layer"; }  # it crashes where these load their kernels
 
 demo() { bminf demo; }
 generate() {
