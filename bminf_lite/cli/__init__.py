@@ -5,15 +5,19 @@ Commands parse, call the Python API and print: results on stdout, progress and m
 click alone at its top and the rest inside its command, so that ``--help`` answers at once.
 
 Exit codes: 0; 1 for a failed job; 2 for wrong usage; 130 after Ctrl-C. An error is one message without a traceback,
-unless ``--debug`` asks for it.
+unless ``--debug`` asks for it. Output that cannot be written is a failed job; if it is because its reader has left, a
+quiet one.
 """
 
 from __future__ import annotations
 
 import errno
 import importlib
+import os
 import pkgutil
+import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -52,6 +56,16 @@ class CommandLine(click.Group):
             command.params.append(_debug_option())
         return command
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """As click has it, also where stdout or stderr cannot be written to."""
+        try:
+            return super().main(*args, **options)
+        except OSError as error:  # from help, a version or a message: what commands print is inside of invoke
+            _tell(error)
+            sys.exit(FAILED)
+        finally:
+            _give_up_unwritten()
+
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
@@ -63,8 +77,22 @@ class CommandLine(click.Group):
             if context.obj:
                 traceback.print_exception(error)
             else:
-                click.echo(_message(error), err=True)
+                _tell(error)
             context.exit(_exit_code(error))
+
+
+def _tell(error: BaseException) -> None:
+    with suppress(OSError):  # the exit code still tells
+        click.echo(_message(error), err=True)
+
+
+def _give_up_unwritten() -> None:
+    """Drop what stdout and stderr did not take: Python would try again at exit, report it and change the exit code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:  # noqa: PERF203, each may fail by itself
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _message(error: BaseException) -> str:
@@ -72,6 +100,8 @@ def _message(error: BaseException) -> str:
         return "\ninterrupted"  # below the "^C" that a terminal shows
     if isinstance(error, BminfError):
         return f"error: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.filename:
+        return f"error: the output cannot be written: {error.strerror}; make room, or write it elsewhere"
     if isinstance(error, OSError) and error.strerror:
         return f"error: {error.strerror}" + (f": {error.filename}" if error.filename else "")
     if isinstance(error, MemoryError):

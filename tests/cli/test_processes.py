@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_checkpoint
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals"
 
 ENDLESS = ["--device", "cpu", "--max-new-tokens", "1000000"]
 TIMEOUT = 60
+FULL = Path("/dev/full")
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +29,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint.write(folder, max_position_embeddings=2**20, generation_config={"eos_token_id": []})
 
 
-def start(*arguments: object, stdin: int | None = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(Path(bminf_lite.__file__).parents[1])}
+
+
+def start(*arguments: object, **streams: Any) -> subprocess.Popen[bytes]:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
         [sys.executable, "-c", "from bminf_lite.cli import main; main()", *map(str, arguments)],
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(Path(bminf_lite.__file__).parents[1])},
+        **(pipes | streams),
+        env=environment(),
         # A test runner in the background has SIGINT ignored, and its children would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
@@ -92,3 +97,41 @@ def test_migrate_ends_on_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, err) == (130, b"\ninterrupted\n")
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["doctor"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_message(arguments: list[str]) -> None:
+    with FULL.open("wb") as full:
+        process = start(*arguments, stdout=full)
+        _, err = process.communicate(timeout=TIMEOUT)
+    assert (process.returncode, err.count(b"\n")) == (1, 1)
+    assert err.startswith(b"error: the output cannot be written: No space left on device; ")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+def test_the_exit_code_is_right_where_no_message_can_be_written(tmp_path: Path) -> None:
+    with FULL.open("wb") as full:
+        for arguments, code in ((["inspect", tmp_path / "none"], 1), (["generate", tmp_path, "a", "--top-k", "-1"], 2)):
+            process = start(*arguments, stderr=full)
+            assert process.communicate(timeout=TIMEOUT)[0] == b""
+            assert process.returncode == code
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--json"]], ids=" ".join)
+def test_a_reader_that_has_left_is_no_news(arguments: list[str]) -> None:
+    process = start(*arguments)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(TIMEOUT) == 1
+
+
+@pytest.mark.parametrize("command", [["generate", "-"], ["fill-blank", "-"], ["chat"]], ids=" ".join)
+def test_a_closed_stdin_is_told(model: Path, command: list[str]) -> None:
+    code = "from bminf_lite.cli import main; main()"
+    arguments = [sys.executable, "-c", code, command[0], str(model), *command[1:], "--device", "cpu"]
+    without = ["sh", "-c", 'exec "$@" <&-', "sh", *arguments]
+    found = subprocess.run(without, capture_output=True, env=environment(), timeout=TIMEOUT)
+    assert (found.returncode, found.stdout) == (2, b"")
+    assert found.stderr == b"error: stdin is closed: connect it to a terminal, a file or a pipe\n"
