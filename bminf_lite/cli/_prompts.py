@@ -29,8 +29,18 @@ class Prompt:
 
 
 def read_stdin() -> Prompt:
-    """All of stdin as one prompt, without the newline that ends it. Raises ``UsageError`` if it is not UTF-8."""
+    """All of stdin as one prompt, without the newline that ends it.
+
+    Raises ``UsageError`` if it is not UTF-8, or closed.
+    """
+    require_stdin()
     return Prompt(_decode(sys.stdin.buffer.read(), "stdin").removesuffix("\n"))
+
+
+def require_stdin() -> None:
+    """Raise ``UsageError`` if this process was started without a stdin."""
+    if sys.stdin is None:
+        raise UsageError("stdin is closed: connect it to a terminal, a file or a pipe")
 
 
 def read_file(path: Path) -> list[Prompt]:
@@ -55,8 +65,9 @@ def read_file(path: Path) -> list[Prompt]:
 
 
 def _decode(content: bytes, source: str) -> str:
+    """The text without a byte order mark, with which some editors begin a file."""
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(f"{source}: is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}") from None
 
@@ -67,6 +78,8 @@ def _parse(line: str, number: int) -> Prompt:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("is not JSON of a prompt: it nests too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"is {type(value).__name__}, but must be an object with prompt or messages")
     unknown = sorted(set(value) - {"prompt", "messages", "id"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 
 from ..errors import BminfError, UsageError
 from ._options import device_option, kv_cache_option, memory_limit_option, model_argument
+from ._prompts import require_stdin
 from ._sampling import given_options, sampling_options, stop_option
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ def chat(
     """
     from ..engine.model import load
 
+    require_stdin()
     given = given_options(sampling, stop)
     with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
         loaded.encode([{"role": "user", "content": "?"}])  # a model that cannot is refused before the first line
@@ -118,6 +121,8 @@ class Dialogue:
 
 def talk(dialogue: Dialogue) -> None:
     """Read lines and have them answered, until the end of the input."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused as a prompt, and no more
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         with suppress(ImportError):

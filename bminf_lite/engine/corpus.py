@@ -45,8 +45,9 @@ class Window:
 def read_texts(path: Path) -> list[str]:
     """The documents of a file: all of it, or with the suffix ``.jsonl`` the ``text`` of each line's object.
 
-    Documents of white space alone are left out. Raises ``UsageError`` for a file that cannot be read, is empty, is
-    binary or not UTF-8, and for JSONL with lines that are no objects with a ``text``: all of them in one message.
+    A byte order mark at the start and documents of white space alone are left out. Raises ``UsageError`` for a file
+    that cannot be read, is empty, is binary or not UTF-8, and for JSONL with lines that are no objects with a ``text``:
+    all of them in one message.
     """
     try:
         content = path.read_bytes()
@@ -55,7 +56,7 @@ def read_texts(path: Path) -> list[str]:
     if b"\0" in content:
         raise UsageError(f"{path}: is binary: byte {content.index(0)} is zero; give UTF-8 text, or JSONL")
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path}: is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}; convert it to UTF-8"

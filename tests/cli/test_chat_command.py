@@ -103,6 +103,13 @@ def test_a_line_longer_than_the_context_is_refused_and_the_dialogue_goes_on(mode
     assert result.stdout == answers(model, ["hi"])
 
 
+def test_a_line_that_is_not_utf8_is_refused_and_the_dialogue_goes_on(model: Path) -> None:
+    arguments = ["chat", str(model), "--device", "cpu", *OPTIONS]
+    result = CliRunner().invoke(main, arguments, input=b"caf\xe9\nhi\n")
+    assert result.exit_code == 0 and "surrogate" in result.stderr
+    assert result.stdout == answers(model, ["hi"])
+
+
 def test_who_cannot_is_told_before_the_first_line(tmp_path: Path) -> None:
     result = chat(tiny_checkpoint.write(tmp_path / "model", chat_template=None), ["hi"])
     assert result.exit_code == 2 and "chat template" in result.stderr and result.stdout == ""

@@ -160,6 +160,7 @@ def test_every_bad_line_of_a_file_of_prompts_is_told(model: Path, tmp_path: Path
         '{"messages": []}',
         '{"messages": [{"content": "x"}]}',
         '{"prompt": "x", "id": [1]}',
+        "[" * 100_000,
     ]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(['{"prompt": "fine"}', *bad]))
@@ -182,6 +183,14 @@ def test_every_prompt_of_a_file_that_cannot_be_encoded_is_told(model: Path, tmp_
     assert "prompt long: " in result.stderr
     assert "201" in result.stderr
     assert "128" in result.stderr
+
+
+def test_a_byte_order_mark_is_no_text(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}', encoding="utf-8-sig")
+    options = ["--json", "--max-new-tokens", "2"]
+    assert json.loads(generate(model, "--prompts", str(prompts), *options).stdout)["prompt_tokens"] == 6
+    assert json.loads(generate(model, "-", *options, stdin="\ufeffhello".encode()).stdout)["prompt_tokens"] == 6
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])

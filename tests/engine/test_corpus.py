@@ -61,6 +61,12 @@ def test_jsonl_is_a_document_per_line(tmp_path: Path):
     assert read_texts(tmp_path / "a.jsonl") == ["one", "dos años"]
 
 
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "one"), ("a.jsonl", '{"text": "one"}')])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str, content: str):
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert read_texts(tmp_path / name) == ["one"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
