@@ -51,7 +51,7 @@ def load(
     Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``, which says what would fit, or ``UsageError``.
     """
     for name, value in {"max_batch": max_batch, "context": 1 if context is None else context}.items():
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}, but must be a whole number, 1 or more")
     if kv_cache not in ("fp16", "int8"):
         raise UsageError(f"kv_cache is {kv_cache!r}, not fp16 or int8")
@@ -136,6 +136,9 @@ class Model:
             self._closed = True
             self._template = None
             self.ops.close()
+
+    def __reduce__(self) -> str:
+        raise UsageError("a model cannot be copied, pickled or sent to another process: load its folder again there")
 
     def __enter__(self) -> Model:
         return self

@@ -35,7 +35,7 @@ Prompt = str | Sequence[int] | Sequence[Message] | EncodedPrompt
 
 def is_batch(prompt: Any) -> bool:
     """Whether ``prompt`` is a list of prompts and not one: a list of texts, of lists, of conversations, or empty."""
-    if isinstance(prompt, (str, bytes)) or not isinstance(prompt, (Sequence, np.ndarray)):
+    if isinstance(prompt, str) or not _is_list(prompt):
         return False
     return len(prompt) == 0 or not isinstance(prompt[0], (int, np.integer, dict))
 
@@ -47,9 +47,16 @@ def is_conversation(prompt: Any) -> bool:
 
 def checked_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
     """Token ids as Python integers; ``UsageError`` for what is no list of ids, or outside of the vocabulary."""
-    if isinstance(token_ids, bytes) or not isinstance(token_ids, (Sequence, np.ndarray)):
+    if not _is_list(token_ids):
         raise UsageError(f"a prompt is text, token ids or messages, but this one is {type(token_ids).__name__}")
     for position, i in enumerate(token_ids):
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < vocab_size:
             raise UsageError(f"token {position} is {i!r}, but a token id is a whole number from 0 to {vocab_size - 1}")
     return tuple(map(int, token_ids))
+
+
+def _is_list(value: Any) -> bool:
+    """Whether ``value`` is a list of anything. Bytes are none: they are text that was not decoded, not token ids."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))

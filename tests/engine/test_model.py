@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +76,8 @@ def test_special_tokens_are_optional(model):
     assert model.generate("hello", add_special_tokens=False, max_new_tokens=1).prompt_tokens == 5
 
 
-@pytest.mark.parametrize("prompt", [None, 3, b"abc", [1.5], [True], ["a", None], {"role": "user"}, [[1], [None]]])
+@pytest.mark.parametrize("prompt", [None, 3, b"abc", bytearray(b"abc"), memoryview(b"abc"), np.array(3),
+                                    [1.5], [True], ["a", None], {"role": "user"}, [[1], [None]]])  # fmt: skip
 def test_what_is_no_prompt(model, prompt):
     with pytest.raises(UsageError, match=r"a prompt is text, token ids or messages|a token id is a whole number"):
         model.generate(prompt)
@@ -300,7 +303,7 @@ def test_a_tied_head_is_quantized_as_the_recipe_says(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_batch": 0}, {"max_batch": 2.5}, {"context": -1}, {"context": "x"}, {"memory_limit": -1},
+    [{"max_batch": 0}, {"max_batch": 2.5}, {"max_batch": True}, {"context": -1}, {"context": "x"}, {"memory_limit": -1},
      {"memory_limit": "6 apples"}, {"memory_limit": []}, {"kv_cache": "fp8"}],
 )  # fmt: skip
 def test_arguments_out_of_range_whatever_the_device(folder, options):
@@ -347,6 +350,12 @@ def test_a_closed_model_says_so(folder):
     ):
         with pytest.raises(UsageError, match="the model is closed"):
             call()
+
+
+def test_a_model_is_not_copied(model):
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="cannot be copied, pickled or sent to another process: load its folder"):
+            copied(model)
 
 
 # -- results and logits -----------------------------------------------------------------------------------------------
