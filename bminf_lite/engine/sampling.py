@@ -21,15 +21,17 @@ from ..errors import CheckpointError, UsageError
 INT32_MAX = 2**31 - 1
 FP32_TINY = float(np.finfo(np.float32).tiny)
 FP32_MAX = float(np.finfo(np.float32).max)
+MAX_PENALTY = 1e24
+"""More than any use, and so little that penalised logits stay finite in fp32, whatever the count of a token."""
 
 _INTEGERS = {"max_new_tokens": (1, INT32_MAX), "top_k": (0, INT32_MAX), "seed": (0, 2**64 - 1)}
 _NUMBERS = {
     "temperature": (0.0, FP32_MAX, "a finite number, 0 or more"),
     "top_p": (FP32_TINY, 1.0, "over 0 and at most 1"),
     "min_p": (0.0, 1.0, "from 0 to 1"),
-    "repetition_penalty": (FP32_TINY, FP32_MAX, "a finite number over 0"),
-    "presence_penalty": (-FP32_MAX, FP32_MAX, "a finite number"),
-    "frequency_penalty": (-FP32_MAX, FP32_MAX, "a finite number"),
+    "repetition_penalty": (1 / MAX_PENALTY, MAX_PENALTY, f"from {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}"),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY, f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}"),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY, f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}"),
 }
 
 
@@ -42,9 +44,10 @@ class SamplingParams:
     - ``top_k``: draw from this many most likely tokens; 0 is off.
     - ``top_p``: draw from the fewest most likely tokens that have this probability together, over 0 and up to 1 (off).
     - ``min_p``: drop tokens less likely than this fraction of the most likely one, 0 (off) to 1.
-    - ``repetition_penalty``: over 0, 1 is off; divides positive and multiplies negative logits of tokens seen before.
+    - ``repetition_penalty``: 1e-24 to 1e24, 1 is off; divides positive and multiplies negative logits of tokens seen
+      before.
     - ``presence_penalty``, ``frequency_penalty``: subtracted from the logit of a generated token, once or once for each
-      time.
+      time; -1e24 to 1e24.
     - ``seed``: 0 to 2**64 - 1; the same seed gives the same tokens. ``None`` draws one at random.
     - ``stop``: texts that end the completion and are not part of it. One string counts as a tuple of one.
     - ``ignore_eos``: go on after an end-of-sequence token.
