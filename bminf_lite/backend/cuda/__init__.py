@@ -81,7 +81,7 @@ class CudaBackend(Finishing):
         self.fused = FusedProducts(self.products, self.arrays)
         self.loader = Loader(self.arena, self.arrays, self.launches, self.products)
         self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
-        self._streams = weakref.WeakValueDictionary()
+        self._residuals = weakref.WeakValueDictionary()
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -228,23 +228,23 @@ class CudaBackend(Finishing):
         return out
 
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:  # type: ignore[override]
-        stream, pending = self._stream(residual), None
+        target, pending = self._as_residual(residual), None
         if self._is_direct(x, weight):
-            self._settle(stream)
-            self._multiply_directly(x, weight, stream.values, MATVEC_ADD)
+            self._settle(target)
+            self._multiply_directly(x, weight, target.values, MATVEC_ADD)
         elif weight.plan is None or weight.outliers is not None:
             values = self.linear(x, weight, out=self._spent(x, weight))
-            self._settle(stream)
+            self._settle(target)
             with self.arrays.current():
-                stream.values += values
+                target.values += values
         else:
             codes = self._codes(x, weight)
-            self._settle(stream)
+            self._settle(target)
             if self.fused.takes(codes, weight, Output.ADD):
-                self.fused.multiply(codes, weight, stream.values, Output.ADD)
+                self.fused.multiply(codes, weight, target.values, Output.ADD)
             else:
                 pending = self._int8_product(codes, weight)
-        return Residual(stream.values, pending)
+        return Residual(target.values, pending)
 
     def _spent(self, x: Array, weight: Weight) -> cp.ndarray | None:
         """``x``, where the values that are added to the residual stream can be written over it.
@@ -363,10 +363,10 @@ class CudaBackend(Finishing):
         return Residual(out)
 
     def add_positions(self, residual: Array, table: Array, step: Step) -> Array:
-        stream = self._stream(residual)
-        self._settle(stream)
-        self.launches.add_positions(step, table, stream.values)
-        return Residual(stream.values)
+        target = self._as_residual(residual)
+        self._settle(target)
+        self.launches.add_positions(step, table, target.values)
+        return Residual(target.values)
 
     def norm(self, residual: Array, norm: Norm, out: Array = None) -> Array:
         if out is not None:
@@ -374,9 +374,9 @@ class CudaBackend(Finishing):
                 self._settle(residual)
             self.launches.norm(self._finished(residual), norm, out)
             return out
-        stream = self._stream(residual)
-        result = Normed(stream, norm)
-        stream.norms.append(weakref.ref(result))
+        source = self._as_residual(residual)
+        result = Normed(source, norm)
+        source.norms.append(weakref.ref(result))
         return result
 
     def softmax(
@@ -392,10 +392,10 @@ class CudaBackend(Finishing):
     def last_tokens(self, x: Array, step: Step) -> Array:
         if step.decoding:
             return x
-        stream = self._stream(x)
-        self._settle(stream)
+        source = self._as_residual(x)
+        self._settle(source)
         out = self.arrays.rows(step.count, x.shape[1], np.float32)
-        self.launches.last_rows(step.starts, stream.values, out)
+        self.launches.last_rows(step.starts, source.values, out)
         return Residual(out)
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> Array:

@@ -1,4 +1,8 @@
-"""Working out values that operations left unfinished (see :mod:`.unfinished`), for whoever cannot do it in passing."""
+"""Working out what operations left unfinished (see :mod:`.unfinished`), for whoever cannot do it in passing.
+
+Whoever changes the residual stream calls :meth:`Finishing._settle` first: a norm that nobody has computed yet would
+otherwise be taken of the changed values.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ class Finishing(Backend):
 
     arrays: Arrays
     launches: RowLaunches
-    _streams: weakref.WeakValueDictionary[int, Residual]
+    _residuals: weakref.WeakValueDictionary[int, Residual]
 
     def _transform(self, x: Array, out: cp.ndarray | Codes) -> None:
         """Write ``x``, whatever it is still waiting for, as codes or as values."""
@@ -35,13 +39,13 @@ class Finishing(Backend):
                 self.launches.transform(residual.pending, out, residual.values, x.norm)
                 residual.pending = None
                 return
-            alone = isinstance(out, cp.ndarray) and out.dtype == np.float32
-            values = out if alone else self.arrays.rows(x.shape[0], x.shape[1], np.float32)
+            fp32_out = isinstance(out, cp.ndarray) and out.dtype == np.float32
+            values = out if fp32_out else self.arrays.rows(x.shape[0], x.shape[1], np.float32)
             self.launches.norm(self._finished(residual), x.norm, values)
-            if alone:
+            if fp32_out:
                 return
             x = values
-        if isinstance(x, Normed):
+        elif isinstance(x, Normed):
             x = x.values
         if isinstance(x, Gated) and isinstance(x.source, cp.ndarray):
             x = Gated(self.arrays.padded(x.source), x.activation)
@@ -50,7 +54,7 @@ class Finishing(Backend):
             x = x.values
         self.launches.transform(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out)
 
-    def _stream(self, x: Array) -> Residual:
+    def _as_residual(self, x: Array) -> Residual:
         """``x`` as a residual stream; another one's norm, where the norm comes after the layer, becomes one.
 
         An array is the same stream each time, so that changing it finds the norms that were taken of it.
@@ -58,9 +62,10 @@ class Finishing(Backend):
         if isinstance(x, Residual):
             return x
         values = self.arrays.padded(self._finished(x))
-        return self._streams.setdefault(values.data.ptr, Residual(values))
+        return self._residuals.setdefault(values.data.ptr, Residual(values))
 
     def _written(self, product: Product, dtype: type) -> cp.ndarray:
+        """The product, scaled and with its bias, as padded rows of fp16 or fp32."""
         out = self.arrays.rows(product.shape[0], product.shape[1], dtype)
         self.launches.finish(product.acc, product.layout, product.x_scale, product.weight, out)
         return out
@@ -94,14 +99,13 @@ class Finishing(Backend):
             return x.values
         return self._half(x)
 
-    def _settle(self, stream: Residual) -> None:
+    def _settle(self, residual: Residual) -> None:
         """Before the residual stream changes: take the norms of its present value, and add what is pending."""
-        for reference in stream.norms:
+        for reference in residual.norms:
             norm = reference()
             if norm is not None and norm.used:
                 norm.stale = norm.values is None
             elif norm is not None:
                 self._finished(norm)
-        stream.norms.clear()
-        if stream.pending is not None:
-            self._finished(stream)
+        residual.norms.clear()
+        self._finished(residual)

@@ -12,7 +12,7 @@ from .unfinished import Outliers, Product, Weight
 
 
 class GeneralLaunches(RowLaunches):
-    """All kernels of one GPU, on one stream."""
+    """Adds to :class:`RowLaunches` what some architectures need."""
 
     def activate(self, source: cp.ndarray | Product, out: cp.ndarray, activation: int) -> None:
         """A function of each value, fp16 ``[rows, n]``. ``activation`` is one of ``launches.ACTIVATIONS``."""

@@ -1,8 +1,9 @@
-"""Values between two operations that the GPU has not finished computing, because their consumer does it in passing.
+"""What the GPU's operations exchange beside arrays: weights and codes, and values that are not finished.
 
-An operation may return one of these instead of an array: an int32 product that is still to be scaled, a norm that is
-still to be taken. The next operation's kernel then reads the unfinished value and saves a pass over memory. What it
-computes is the same, rounding included.
+An operation may return one of the latter (:class:`Product`, :class:`Gated`, :class:`Residual`, :class:`Normed`) instead
+of an array, because its consumer computes the rest in passing: an int32 product is still to be scaled, a norm is still
+to be taken. The next operation's kernel reads the unfinished value and saves a pass over memory. What it computes is
+the same, rounding included.
 """
 
 from __future__ import annotations
