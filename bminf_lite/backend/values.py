@@ -9,8 +9,11 @@ ragged prompts and a single decoded token are the same thing, and no token ever 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 Array = Any
 
@@ -32,6 +35,31 @@ class Step:
     count: int
     longest: int
     reach: int
+
+    @classmethod
+    def packed(
+        cls,
+        array: Callable[[np.ndarray], Array],
+        tokens: Sequence[Sequence[int] | np.ndarray] | np.ndarray,
+        past: Sequence[int] | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> Step:
+        """A step of one or more new ``tokens`` of each sequence: by default from their start, in slots 0, 1, ...
+
+        ``array`` brings an array to the device: a backend's method of that name.
+        """
+        counts = [len(row) for row in tokens]
+        past = [0] * len(counts) if past is None else past
+        slots = range(len(counts)) if slots is None else slots
+        return cls(
+            tokens=array(np.concatenate(tokens).astype(np.int32)),
+            starts=array(np.cumsum([0, *counts], dtype=np.int32)),
+            past=array(np.array(past, np.int32)),
+            slots=array(np.array(slots, np.int32)),
+            count=len(counts),
+            longest=max(counts),
+            reach=max(p + n for p, n in zip(past, counts, strict=True)),
+        )
 
     @property
     def decoding(self) -> bool:

@@ -90,7 +90,8 @@ class Session:
         steps = []
         for parts in chunks(self.batch, count, self.subject.limits.chunk):
             rows, firsts = [tokens[b, i:j] for b, i, j in parts], [past + i for _, i, _ in parts]
-            steps.append((self._packed(rows, firsts, [b for b, *_ in parts]), self._greedy(len(parts))))
+            step = Step.packed(self.ops.array, rows, firsts, [b for b, *_ in parts])
+            steps.append((step, self._greedy(len(parts))))
         return lambda: self._run(steps)
 
     def prepare_encode(self, count: int) -> Callable[[], None]:
@@ -103,7 +104,7 @@ class Session:
         self._poison(source, 0)
         at_once, every = max(1, self.subject.limits.chunk // count), list(range(self.batch))
         groups = [every[i : i + at_once] for i in range(0, self.batch, at_once)]
-        readings = [self._packed(list(self.tokens((len(g), count))), [0] * len(g), g) for g in groups]
+        readings = [Step.packed(self.ops.array, self.tokens((len(g), count)), slots=g) for g in groups]
         source.set_lengths(dict.fromkeys(every, count))
 
         def encode() -> None:
@@ -114,8 +115,7 @@ class Session:
 
     def start_decoding(self) -> list[np.ndarray]:
         """Run the tokens that a decoder starts with; the tokens that it chooses."""
-        start, every = np.array([self.start] * self.batch, np.int32), list(range(self.batch))
-        return self._run([(self._packed(list(start), [0] * self.batch, every), self._greedy(self.batch))])
+        return self._run([(Step.packed(self.ops.array, [self.start] * self.batch), self._greedy(self.batch))])
 
     def _run(self, steps: list[tuple[Step, SamplerState]]) -> list[np.ndarray]:
         fetched = [
@@ -127,28 +127,13 @@ class Session:
         state = sampler_state([GREEDY] * count, [()] * count, self.subject.limits.vocab_size, list(range(count)))
         return state.map(self.ops.array)
 
-    def _packed(self, tokens: list[np.ndarray], past: list[int], slots: list[int]) -> Step:
-        def array(values: list[int] | np.ndarray) -> Array:
-            return self.ops.array(np.asarray(values, np.int32))
-
-        counts = [len(t) for t in tokens]
-        return Step(
-            tokens=array(np.concatenate(tokens)),
-            starts=array(np.cumsum([0, *counts])),
-            past=array(past),
-            slots=array(slots),
-            count=len(tokens),
-            longest=max(counts),
-            reach=max(p + n for p, n in zip(past, counts, strict=True)),
-        )
-
     # -- decode -------------------------------------------------------------------------------------------------------
 
     def prepare_decode(self, past: int) -> None:
         """Random tokens at position ``past`` are the next step's input. Work that was recorded stays valid."""
         tokens = self.tokens((self.batch,))
         if self._step is None:
-            self._step = self._packed(list(tokens[:, None]), [past] * self.batch, list(range(self.batch)))
+            self._step = Step.packed(self.ops.array, tokens[:, None], [past] * self.batch)
             self._step.reach = self.cache.capacity
         self.ops.assign(self._step.tokens, tokens)
         self.ops.assign(self._step.past, np.full(self.batch, past, np.int32))

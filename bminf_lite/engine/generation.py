@@ -200,25 +200,24 @@ class Generation:
             while left and sum(len(r.source) for r in group) + len(left[0].source) <= self.limits.chunk:
                 group.append(left.popleft())
             cache.set_lengths({r.slot: len(r.source) for r in group})
-            network.read(self._packed([(r, r.source, 0) for r in group]), cache)
+            network.read(self._step([(r, r.source, 0) for r in group]), cache)
 
     def _prefill_chunk(self, requests: list[Request]) -> list[Request]:
-        """Run the next chunk of prompt tokens; returns the requests whose prompt is complete; they have a token."""
-        parts: list[tuple[Request, int]] = []
+        """Run the next chunk of prompt tokens; returns the requests whose prompt is complete: they have a token now."""
+        parts: list[tuple[Request, Sequence[int], int]] = []
         budget = self.limits.chunk
         for request in requests:
-            take = min(budget, len(request.prompt) - request.prefilled)
-            if take:
-                parts.append((request, take))
-            budget -= take
-        self._reserve(max(r.prefilled + n for r, n in parts))
-        tokens = np.concatenate([np.asarray(r.prompt[r.prefilled : r.prefilled + n], np.int32) for r, n in parts])
-        logits = self.network(self._step(tokens, parts), self.cache)
-        for request, taken in parts:
-            request.prefilled += taken
-        ready = [r for r, _ in parts if r.prefilled == len(r.prompt)]
+            tokens = request.prompt[request.prefilled : request.prefilled + budget]
+            if len(tokens):
+                parts.append((request, tokens, request.prefilled))
+            budget -= len(tokens)
+        self._reserve(max(cached + len(tokens) for _, tokens, cached in parts))
+        logits = self.network(self._step(parts), self.cache)
+        for request, tokens, _ in parts:
+            request.prefilled += len(tokens)
+        group = [r for r, _, _ in parts]
+        ready = [r for r in group if r.prefilled == len(r.prompt)]
         if ready:
-            group = [r for r, _ in parts]
             self._deliver(group, self.ops.fetch(self.ops.sample(logits, self._sampler(group)))(), ready)
         return ready
 
@@ -227,7 +226,7 @@ class Generation:
         group = list(self.active)
         if not group:
             return
-        step = self._step(np.array([r.tokens[-1] for r in group], np.int32), [(r, 1) for r in group])
+        step = self._step([(r, r.tokens[-1:], r.cached) for r in group])
         sampler = self._sampler(group)
         filled = max(r.cached for r in group)
         under_way: deque[Callable[[], np.ndarray]] = deque()
@@ -268,25 +267,10 @@ class Generation:
 
     # -- device arrays --------------------------------------------------------------------------------------------
 
-    def _step(self, tokens: np.ndarray, parts: list[tuple[Request, int]]) -> Step:
-        rows = np.split(tokens, np.cumsum([n for _, n in parts])[:-1])
-        return self._packed([(r, row, r.cached) for (r, _), row in zip(parts, rows, strict=True)])
-
-    def _packed(self, parts: list[tuple[Request, Sequence[int] | np.ndarray, int]]) -> Step:
-        """A step of requests with their new tokens, and how many are in the cache already."""
-        tokens = [np.asarray(row, np.int32) for _, row, _ in parts]
-        counts = [len(row) for row in tokens]
-        past = [cached for _, _, cached in parts]
-        array = self.ops.array
-        return Step(
-            tokens=array(np.concatenate(tokens)),
-            starts=array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
-            past=array(np.array(past, np.int32)),
-            slots=array(np.array([r.slot for r, _, _ in parts], np.int32)),
-            count=len(parts),
-            longest=max(counts),
-            reach=max(p + n for p, n in zip(past, counts, strict=True)),
-        )
+    def _step(self, parts: list[tuple[Request, Sequence[int], int]]) -> Step:
+        """A step of requests, each with its new tokens and how many it has in the cache already."""
+        requests, tokens, past = zip(*parts, strict=True)
+        return Step.packed(self.ops.array, tokens, past, [r.slot for r in requests])
 
     def _sampler(self, requests: list[Request]) -> SamplerState:
         """The device's sampler state, continuing where each request is."""

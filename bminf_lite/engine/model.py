@@ -349,19 +349,10 @@ class Model:
         if longest:
             cache.source = SourceCache(self.ops, self.limits.cache_shape, 1, len(ids), longest)
             cache.source.set_lengths({0: len(ids)})
-            cast(EncoderDecoder, self.network).read(self._step(ids, 0), cache.source)
+            cast(EncoderDecoder, self.network).read(Step.packed(self.ops.array, [ids]), cache.source)
 
     def _logits(self, ids: np.ndarray, past: int, cache: KVCache) -> Array:
-        return self.network(self._step(ids, past), cache, all_logits=True)
-
-    def _step(self, ids: np.ndarray, past: int) -> Step:
-        """New tokens of one sequence in slot 0."""
-
-        def array(*values: int) -> Array:
-            return self.ops.array(np.array(values, np.int32))
-
-        count = len(ids)
-        return Step(self.ops.array(ids), array(0, count), array(past), array(0), 1, count, past + count)
+        return self.network(Step.packed(self.ops.array, [ids], [past]), cache, all_logits=True)
 
 
 def configured_eos_ids(

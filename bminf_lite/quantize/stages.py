@@ -102,13 +102,4 @@ class Stages:
 
     def _step(self, sequences: Sequence[np.ndarray]) -> Step:
         """All sequences from their start, packed."""
-        lengths = [len(tokens) for tokens in sequences]
-        return Step(
-            tokens=self.ops.array(np.concatenate(sequences).astype(np.int32)),
-            starts=self.ops.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
-            past=self.ops.array(np.zeros(len(sequences), np.int32)),
-            slots=self.ops.array(np.arange(len(sequences), dtype=np.int32)),
-            count=len(sequences),
-            longest=max(lengths),
-            reach=max(lengths),
-        )
+        return Step.packed(self.ops.array, sequences)

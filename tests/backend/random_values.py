@@ -88,9 +88,5 @@ def make_step(
     backend: Backend, counts: list[int], past: list[int], slots: list[int], tokens: np.ndarray | None = None
 ) -> Step:
     """A step of ``counts[b]`` new tokens for each sequence."""
-    if tokens is None:
-        tokens = np.zeros(sum(counts))
-    starts = np.cumsum([0, *counts])
-    arrays = (backend.array(np.asarray(x, np.int32)) for x in (tokens, starts, past, slots))
-    reach = max(p + c for p, c in zip(past, counts, strict=True))
-    return Step(*arrays, count=len(counts), longest=max(counts), reach=reach)
+    tokens = np.zeros(sum(counts)) if tokens is None else tokens
+    return Step.packed(backend.array, np.split(tokens, np.cumsum(counts)[:-1]), past, slots)

@@ -29,8 +29,7 @@ def logits(ops: Backend, weights: RandomWeights) -> np.ndarray:
     architecture = models.find(CONFIG)
     config = architecture.parse(CONFIG)
     network = architecture.Model(config, weights, ops)
-    arrays = (TOKENS, np.array([0, 5], np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32))
-    step = Step(*map(ops.array, arrays), 1, 5, 5)
+    step = Step.packed(ops.array, [TOKENS])
     return ops.host(network(step, KVCache(ops, config.cache_shape, 1, 8, 64), all_logits=True))
 
 

@@ -162,15 +162,10 @@ class TinyModel:
     def run(self, *rows: Sequence[int], slots: Sequence[int] | None = None, all_logits: bool = True) -> np.ndarray:
         """One step with new tokens for each of some slots: logits of all tokens, packed, or of each row's last."""
         slots = list(range(len(rows))) if slots is None else list(slots)
-        counts = [len(row) for row in rows]
-        past = [self.past[s] for s in slots]
-        for slot, count in zip(slots, counts, strict=True):
-            self.past[slot] += count
-        reach = max(self.past[s] for s in slots)
-        self.cache.reserve(reach)
-        values = np.concatenate(rows), np.cumsum([0, *counts]), past, slots
-        arrays = (self.backend.array(np.asarray(x, np.int32)) for x in values)
-        step = Step(*arrays, count=len(rows), longest=max(counts), reach=reach)
+        step = Step.packed(self.backend.array, rows, [self.past[s] for s in slots], slots)
+        for slot, row in zip(slots, rows, strict=True):
+            self.past[slot] += len(row)
+        self.cache.reserve(step.reach)
         return np.array(self.backend.host(self.network(step, self.cache, all_logits)))
 
 
@@ -183,11 +178,7 @@ class TinyEncoderDecoder(TinyModel):
 
     def source_step(self, *sources: Sequence[int], slots: Sequence[int] | None = None) -> Step:
         """Whole sources as one step."""
-        slots = list(range(len(sources))) if slots is None else list(slots)
-        counts = [len(source) for source in sources]
-        values = np.concatenate(sources), np.cumsum([0, *counts]), np.zeros(len(sources)), slots
-        arrays = (self.backend.array(np.asarray(x, np.int32)) for x in values)
-        return Step(*arrays, count=len(sources), longest=max(counts), reach=max(counts))
+        return Step.packed(self.backend.array, sources, slots=slots)
 
     def encode(self, *sources: Sequence[int]) -> np.ndarray:
         """The encoder's output for all tokens, packed."""
