@@ -98,7 +98,6 @@ class Arena:
         self._ready = SizedIntervals()  # free and mapped, but for what waits
         self._waiting: dict[int, list[int]] = {}  # starts of freed blocks, by size
         self._meter: Meter | None = None
-        self._allocations = 0
         self._used = 0
         self._peak_used = 0
         self._peak_reserved = 0
@@ -125,11 +124,6 @@ class Arena:
     def peak_reserved(self) -> int:
         return self._peak_reserved
 
-    @property
-    def allocations(self) -> int:
-        """How many blocks were ever handed out; decoding in the steady state does not change it."""
-        return self._allocations
-
     def reset_peaks(self) -> None:
         """Let the peaks start again from what is used and reserved now."""
         with self._lock:
@@ -149,19 +143,11 @@ class Arena:
                 self._collect()
             waiting = self._waiting.get(size)
             start = waiting.pop() if waiting else self._place(size, nbytes)
-            self._allocations += 1
             self._used += size
             if self._used > self._peak_used:
                 self._peak_used = self._used
             shadow = None if self._meter is None else self._meter.allocate(nbytes)
             return Block(self, (start, size, shadow), self._base + start, nbytes)
-
-    def trim(self) -> int:
-        """Give pages that are wholly free back to the device, which it must have finished with; returns the bytes."""
-        with self._lock:
-            self._collect()
-            self._join()
-            return self._trim()
 
     def scratch(self, nbytes: int) -> Scratch:
         """An arena within one block of ``nbytes`` of this one; raises ``OutOfMemory`` as :meth:`allocate` does."""
@@ -199,12 +185,6 @@ class Arena:
                 waiting.append(start)
             if shadow is not None:
                 shadow.free()
-
-    def _join(self) -> None:
-        """Let nothing wait any longer."""
-        ready = self._ready.copy()
-        self._add_waiting(ready)
-        self._ready, self._waiting = ready, {}
 
     def _add_waiting(self, ready: SizedIntervals) -> None:
         ready.add_all(sorted((start, start + size) for size, starts in self._waiting.items() for start in starts))
@@ -267,6 +247,11 @@ class Arena:
             self._peak_reserved = max(self._peak_reserved, self._mapped.total)
 
     def _trim(self) -> int:
+        """Give pages that are wholly free back to the device, which it must have finished with; returns the bytes."""
+        self._collect()
+        joined = self._ready.copy()
+        self._add_waiting(joined)
+        self._ready, self._waiting = joined, {}
         granularity, before = self._pages.granularity, self._mapped.total
         for start, end in list(self._ready):
             first, last = -(-start // granularity) * granularity, end // granularity * granularity

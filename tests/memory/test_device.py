@@ -134,13 +134,13 @@ def test_an_arena_takes_what_it_needs_and_gives_back_what_is_free(fake: FakeDriv
     assert (1 << 30) - fake.free == arena.reserved == 302 * MIB
     assert fake.accessible == set(fake.mapped)
     first.free()
-    assert arena.trim() == 200 * MIB and device.synchronized == 1
+    assert arena._trim() == 200 * MIB and device.synchronized == 1
     assert (1 << 30) - fake.free == arena.reserved == 102 * MIB
     again = arena.allocate(200 * MIB)
     assert again.address == fake.base
     second.free()
     again.free()
-    arena.trim()
+    arena._trim()
     arena.close()
     assert fake.free == 1 << 30 and not fake.handles and not fake.reserved
 
@@ -196,7 +196,7 @@ def test_where_memory_cannot_be_mapped_the_whole_limit_is_taken(fake: FakeDriver
         arena.allocate(1)
     for block in blocks:
         block.free()
-    assert arena.trim() == 0
+    assert arena._trim() == 0
     arena.close()
     pages.close()
     assert fake.free == 1 << 30
@@ -213,7 +213,7 @@ def test_the_gpu_agrees_about_what_is_reserved(pages_type: type, cuda_device: dr
     blocks = [arena.allocate(nbytes) for nbytes in (3 * MIB, 300 * MIB, 1, 200 * MIB + 7)]
     assert before - cuda_device.memory()[0] == arena.reserved
     blocks[1].free()
-    arena.trim()
+    arena._trim()
     assert before - cuda_device.memory()[0] == arena.reserved
     blocks.append(arena.allocate(400 * MIB))
     assert before - cuda_device.memory()[0] == arena.reserved
@@ -238,7 +238,7 @@ def test_blocks_hold_what_is_written_to_them(cuda_device: driver.Device) -> None
         assert (array == i + 1).all()
     del blocks, array
     assert arena.used == 0, "a CuPy array keeps its block and lets go of it"
-    arena.trim()
+    arena._trim()
     assert arena.reserved == 0
 
 
