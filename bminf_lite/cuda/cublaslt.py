@@ -40,9 +40,7 @@ class ComputeType(IntEnum):
     """``cublasComputeType_t``: what a product multiplies and accumulates in."""
 
     COMPUTE_32F = 68
-    COMPUTE_32F_PEDANTIC = 69
     COMPUTE_32I = 72
-    COMPUTE_32I_PEDANTIC = 73
 
 
 class DataType(IntEnum):

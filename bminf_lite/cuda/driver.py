@@ -47,14 +47,12 @@ class Status(IntEnum):
     """``CUresult``: those that are told apart."""
 
     OUT_OF_MEMORY = 2
-    NO_DEVICE = 100
 
 
 class DeviceAttribute(IntEnum):
     """``CUdevice_attribute``."""
 
     MULTIPROCESSOR_COUNT = 16
-    L2_CACHE_SIZE = 38
     COMPUTE_CAPABILITY_MAJOR = 75
     COMPUTE_CAPABILITY_MINOR = 76
     MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
@@ -70,15 +68,12 @@ class FunctionAttribute(IntEnum):
     NUM_REGS = 4
     MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
     PREFERRED_SHARED_MEMORY_CARVEOUT = 9
-    NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 
 
 class CaptureMode(IntEnum):
     """``CUstreamCaptureMode``."""
 
-    GLOBAL = 0
     THREAD_LOCAL = 1
-    RELAXED = 2
 
 
 class LaunchAttributeID(IntEnum):

@@ -61,7 +61,6 @@ class FakeDriver:
         profile = self.machine.profile
         values = {
             DeviceAttribute.MULTIPROCESSOR_COUNT: profile.multiprocessors,
-            DeviceAttribute.L2_CACHE_SIZE: 32 << 20,
             DeviceAttribute.COMPUTE_CAPABILITY_MAJOR: profile.capability[0],
             DeviceAttribute.COMPUTE_CAPABILITY_MINOR: profile.capability[1],
             DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: profile.shared,
