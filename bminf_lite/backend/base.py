@@ -174,7 +174,7 @@ class Backend:
         """Enlarge a layer's cache in place to ``capacity`` tokens per slot, keeping its contents."""
         slots, kv_heads, old, head_dim = cache.keys.shape
         int8 = cache.key_scales is not None
-        larger = self.layer_cache(slots, kv_heads, capacity, head_dim, **({"int8": True} if int8 else {}))
+        larger = self.layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
         for name in ("keys", "values", "key_scales", "value_scales") if int8 else ("keys", "values"):
             getattr(larger, name)[:, :, :old] = getattr(cache, name)
             setattr(cache, name, getattr(larger, name))

@@ -44,8 +44,8 @@ class KVCache:
         self.source: SourceCache | None = None
         try:
             for _ in range(shape.layers):
-                sizes = slots, shape.kv_heads, self.capacity, shape.head_dim
-                self.layers.append(ops.layer_cache(*sizes, int8=True) if shape.int8 else ops.layer_cache(*sizes))
+                layer = ops.layer_cache(slots, shape.kv_heads, self.capacity, shape.head_dim, int8=shape.int8)
+                self.layers.append(layer)
         except BaseException:
             self.close()
             raise
@@ -58,15 +58,14 @@ class KVCache:
         if self.source is not None:
             self.source.close()
 
-    def reserve(self, tokens: int) -> bool:
-        """Make room for ``tokens`` per slot; returns whether the cache moved. Grows by half at least, by layer."""
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` per slot. Grows by half at least, layer by layer, and then lies elsewhere."""
         if tokens <= self.capacity:
-            return False
+            return
         capacity = self._rounded(max(tokens, min(self.limit, self.capacity * 3 // 2)))
         for layer in self.layers:
             self.ops.grow(layer, capacity)
         self.capacity = capacity
-        return True
 
     def _rounded(self, tokens: int) -> int:
         return min(-(-max(tokens, 1) // self.BLOCK) * self.BLOCK, max(self.limit, tokens))

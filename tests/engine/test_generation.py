@@ -253,10 +253,10 @@ class FullBackend(WatchedBackend):
         super().__init__(lookahead=1)
         self.most = most
 
-    def layer_cache(self, slots, kv_heads, capacity, head_dim):
+    def layer_cache(self, slots, kv_heads, capacity, head_dim, *, int8=False):
         if slots * capacity > self.most and len(self.arrays) % 4:
             raise OutOfMemory("64 bytes asked for, none left")
-        return super().layer_cache(slots, kv_heads, capacity, head_dim)
+        return super().layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
 
 
 def test_out_of_memory_while_decoding_leaves_a_usable_model():
@@ -281,7 +281,7 @@ def test_out_of_memory_at_the_start_leaves_a_usable_model():
 
 def test_numpy_s_memory_error_is_ours():
     class NoMemory(Backend):
-        def layer_cache(self, *_):
+        def layer_cache(self, *_, **__):
             raise MemoryError("Unable to allocate 8 TiB")
 
     with pytest.raises(OutOfMemory, match="8 TiB"):
