@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MAX_LISTED = 40
+
 
 def listed(title: object, problems: Sequence[str]) -> str:
-    """All ``problems`` under ``title`` (a path, mostly): one on the same line, several on a line of their own each."""
+    """The ``problems`` under ``title`` (a path, mostly): one on the same line, several on a line of their own each.
+
+    Of more than :data:`MAX_LISTED` those in the middle are left out: a checkpoint that does not fit its configuration
+    has thousands, and they would push the title off the screen.
+    """
     if len(problems) == 1:
         return f"{title}: {problems[0]}"
-    return f"{title}: {len(problems)} problems\n" + "\n".join(f"  - {problem}" for problem in problems)
+    lines = [f"  - {problem}" for problem in problems]
+    if len(lines) > MAX_LISTED:
+        half = MAX_LISTED // 2
+        lines[half:-half] = [f"  ... {len(lines) - 2 * half:,} more ..."]
+    return "\n".join([f"{title}: {len(problems):,} problems", *lines])
 
 
 class BminfError(Exception):
@@ -22,7 +32,7 @@ class BminfError(Exception):
 
 
 class CheckpointError(BminfError):
-    """A checkpoint, or a file of it, cannot be used. Lists every problem found, not only the first."""
+    """A checkpoint, or a file of it, cannot be used. Lists the problems found, not only the first."""
 
 
 class UsageError(BminfError, ValueError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import UsageError, listed
 
 Messages = list[dict[str, Any]]
 
@@ -46,7 +46,8 @@ def require_stdin() -> None:
 def read_file(path: Path) -> list[Prompt]:
     """The prompts of a JSONL file: an object per line with ``prompt`` or ``messages``, and perhaps ``id``.
 
-    Without an ``id``, the line's number is one. Empty lines are skipped. Raises ``UsageError`` with every bad line.
+    Without an ``id``, the line's number is one. Empty lines are skipped. Raises ``UsageError``, which lists the bad
+    lines.
     """
     prompts: list[Prompt] = []
     problems: list[str] = []
@@ -58,7 +59,7 @@ def read_file(path: Path) -> list[Prompt]:
         except ValueError as error:
             problems.append(f"line {number}: {error}")
     if problems:
-        raise UsageError(f"{path}: " + "\n  ".join(["", *problems] if len(problems) > 1 else problems))
+        raise UsageError(listed(path, problems))
     if not prompts:
         raise UsageError(f'{path}: holds no prompts; each line is an object such as {{"prompt": "Once"}}')
     return prompts

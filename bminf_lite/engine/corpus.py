@@ -20,7 +20,6 @@ from ..errors import UsageError, listed
 from .tokenizer import Tokenizer
 
 DEFAULT_WINDOW = 1024
-MAX_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def read_texts(path: Path) -> list[str]:
 
     A byte order mark at the start and documents of white space alone are left out. Raises ``UsageError`` for a file
     that cannot be read, is empty, is binary or not UTF-8, and for JSONL with lines that are no objects with a ``text``:
-    all of them in one message.
+    in one message.
     """
     try:
         content = path.read_bytes()
@@ -85,8 +84,6 @@ def _parse_jsonl(path: Path, content: str) -> list[str]:
             problems.append(f'line {number}: {found}; each line is an object such as {{"text": "Once upon a time"}}')
         else:
             texts.append(value["text"])
-    if len(problems) > MAX_LISTED:
-        problems = [*problems[:MAX_LISTED], f"and {len(problems) - MAX_LISTED} lines more"]
     if problems:
         raise UsageError(listed(path, problems))
     return texts

@@ -90,6 +90,12 @@ def test_a_tied_head_in_the_file_that_is_no_copy_is_refused(make_checkpoint: Mak
         checkpoint.validate(spec_of(checkpoint.config))
 
 
+def test_of_very_many_problems_the_first_and_the_last_are_listed(make_checkpoint: MakeCheckpoint) -> None:
+    text = message(make_checkpoint(tensors=random_tensors(CONFIG), num_hidden_layers=1000))
+    assert len(text.splitlines()) == 43 and text.endswith("export the model again")
+    assert "more ..." in text and "missing tensor 'model.layers.999." in text
+
+
 def test_wrong_tensors_are_listed_together(make_checkpoint: MakeCheckpoint) -> None:
     tensors = random_tensors(CONFIG)
     del tensors["model.norm.weight"]
