@@ -20,8 +20,7 @@ def create(device: str = "auto", memory_limit: int | str | None = None) -> Backe
     ``UsageError`` for another name or a limit that is no size, also where no GPU is used; ``DeviceError`` if a GPU is
     asked for and none can be used.
     """
-    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        raise UsageError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N")
+    check_device(device)
     if memory_limit is not None:
         parse_size(memory_limit)
     if device == "cpu":
@@ -33,6 +32,12 @@ def create(device: str = "auto", memory_limit: int | str | None = None) -> Backe
             raise
         print(f"bminf-lite: no usable GPU ({error}); using the CPU", file=sys.stderr)
         return _cpu()
+
+
+def check_device(device: str) -> None:
+    """Raise ``UsageError`` for what is no name of a device."""
+    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise UsageError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N")
 
 
 def _cpu() -> Backend:

@@ -68,6 +68,7 @@ def migrate(
     is said before any work. ``out`` is untouched then, and after Ctrl-C.
     """
     recipe = load_recipe(recipe)
+    backend.check_device(device)
     check_limit(max_divergence, calibrate is not None)
     if calibrate is None:
         return migrate_checkpoint(source, out, recipe, progress=progress, **options)

@@ -96,6 +96,8 @@ def test_other_mistakes_are_told_before_any_work(
     monkeypatch.setattr(migration.calibration, "observe", None)
     with pytest.raises(UsageError, match="recipe auto: needs a text"):
         bminf_lite.migrate(source, tmp_path / "out", "auto")
+    with pytest.raises(UsageError, match="device 'gpu' is not one of"):
+        bminf_lite.migrate(source, tmp_path / "out", device="gpu")
     with pytest.raises(UsageError, match="samples is 0"):
         bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=text, samples=0)
     with pytest.raises(UsageError, match="token"):
