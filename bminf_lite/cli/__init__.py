@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import pkgutil
 import sys
@@ -57,7 +58,10 @@ class CommandLine(click.Group):
         return command
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """As click has it, also where stdout or stderr cannot be written to."""
+        """As click has it, also where stdout or stderr cannot be written to, or their encoding lacks a character."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
             return super().main(*args, **options)
         except OSError as error:  # from help, a version or a message: what commands print is inside of invoke

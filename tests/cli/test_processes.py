@@ -33,12 +33,11 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(Path(bminf_lite.__file__).parents[1])}
 
 
-def start(*arguments: object, **streams: Any) -> subprocess.Popen[bytes]:
+def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
         [sys.executable, "-c", "from bminf_lite.cli import main; main()", *map(str, arguments)],
-        **(pipes | streams),
-        env=environment(),
+        **({"env": environment()} | pipes | options),
         # A test runner in the background has SIGINT ignored, and its children would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
@@ -116,6 +115,14 @@ def test_the_exit_code_is_right_where_no_message_can_be_written(tmp_path: Path) 
             process = start(*arguments, stderr=full)
             assert process.communicate(timeout=TIMEOUT)[0] == b""
             assert process.returncode == code
+
+
+def test_characters_that_the_encoding_of_stdout_lacks_are_escaped(tmp_path: Path) -> None:
+    source = tiny_checkpoint.write(tmp_path / "source")
+    process = start("migrate", source, tmp_path / "é⇒", env=environment() | {"PYTHONIOENCODING": "latin-1"})
+    out, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0
+    assert b"\xe9\\u21d2, recipe w8a8" in out
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--json"]], ids=" ".join)
