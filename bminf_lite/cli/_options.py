@@ -41,8 +41,9 @@ class Size(click.ParamType):
 
 
 memory_limit_option = click.option(
-    "--memory-limit", type=Size(), metavar="SIZE", help="The most GPU memory to use, for example 6GiB or 800MiB."
-)
+    "--memory-limit", type=Size(), metavar="SIZE",
+    help="The most GPU memory to use, for example 6GiB or 800MiB; by default almost all that is free.",
+)  # fmt: skip
 
 kv_cache_option = click.option(
     "--kv-cache", type=click.Choice(["fp16", "int8"]), default="fp16", show_default=True,

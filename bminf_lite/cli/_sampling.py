@@ -10,16 +10,23 @@ import click
 Command = TypeVar("Command", bound=Callable[..., None])
 
 _OPTIONS = (
-    click.option("--max-new-tokens", type=int, metavar="N", help="The most tokens to generate."),
-    click.option("--temperature", type=float, metavar="T", help="0 takes the most likely token, more is more random."),
-    click.option("--top-k", type=int, metavar="K", help="Draw from the K most likely tokens; 0 is off."),
-    click.option("--top-p", type=float, metavar="P", help="Draw from the likeliest tokens of this total probability."),
-    click.option("--min-p", type=float, metavar="P", help="Drop tokens below this fraction of the most likely one."),
-    click.option("--repetition-penalty", type=float, metavar="R", help="Over 1 discourages tokens seen before."),
-    click.option("--frequency-penalty", type=float, metavar="F", help="Lowers a token for each time it was generated."),
-    click.option("--presence-penalty", type=float, metavar="F", help="Lowers a token once it was generated."),
-    click.option("--seed", type=int, metavar="S", help="The same seed gives the same tokens on the same device."),
-)
+    click.option("--max-new-tokens", type=int, metavar="N", help="The most tokens to generate. [128]"),
+    click.option("--temperature", type=float, metavar="T",
+                 help="0 takes the most likely token, more is more random. [0]"),
+    click.option("--top-k", type=int, metavar="K", help="Draw from the K most likely tokens; 0 is off. [0]"),
+    click.option("--top-p", type=float, metavar="P",
+                 help="Draw from the likeliest tokens that have this probability together, over 0; 1 is off. [1]"),
+    click.option("--min-p", type=float, metavar="P",
+                 help="Drop tokens less likely than this fraction of the most likely one, 0 to 1; 0 is off. [0]"),
+    click.option("--repetition-penalty", type=float, metavar="R",
+                 help="Over 1 discourages tokens seen before, in the prompt too; 1 is off. [1]"),
+    click.option("--frequency-penalty", type=float, metavar="F",
+                 help="Subtracted from a token's logit for each time it was generated. [0]"),
+    click.option("--presence-penalty", type=float, metavar="F",
+                 help="Subtracted from a token's logit once it was generated. [0]"),
+    click.option("--seed", type=int, metavar="S",
+                 help="The same seed gives the same tokens on the same device. [random]"),
+)  # fmt: skip
 
 stop_option = click.option(
     "--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times."

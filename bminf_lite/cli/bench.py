@@ -32,8 +32,8 @@ class Numbers(click.ParamType):
 
 @click.command()
 @click.argument("model", metavar="[MODEL]", required=False, type=click.Path(path_type=Path))
-@click.option("--shape", metavar="NAME", help="Random int8 weights of a shape that comes with the package, or of a "
-              "config.json, instead of a model.")  # fmt: skip
+@click.option("--shape", metavar="NAME", help="Random int8 weights, instead of a model, of a shape that comes with "
+              "the package (\"bench\" alone lists them) or of a config.json.")  # fmt: skip
 @click.option("-p", "prompts", type=Numbers(), default=(512,), metavar="N,...",
               help="Lengths of prompts, or of an encoder's sources; 0 for none. [512]")  # fmt: skip
 @click.option("-n", "generated", type=Numbers(), default=(128,), metavar="N,...",

@@ -43,7 +43,8 @@ def chat(
 
     Each line is answered by the model in the folder MODEL, which must have a chat template or be EVA; what was said
     before is remembered as far as the model's context reaches. Ctrl-C stops an answer, /clear forgets everything but
-    the system message, and Ctrl-D ends.
+    the system message, and Ctrl-D ends. Options of sampling that are not given come from the model's
+    generation_config.json, and else are as in brackets.
 
     \b
     Example:
@@ -55,10 +56,11 @@ def chat(
     require_stdin()
     given = given_options(sampling, stop)
     with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
-        loaded.encode([{"role": "user", "content": "?"}])  # a model that cannot is refused before the first line
+        dialogue = Dialogue(loaded, system, given)
+        loaded.encode([*dialogue.start, {"role": "user", "content": "?"}])  # refused before the first line, if ever
         if sys.stdin.isatty():
             click.echo(f"{loaded.describe()}. Ctrl-C stops an answer, {CLEAR} starts anew, Ctrl-D ends.", err=True)
-        talk(Dialogue(loaded, system, given))
+        talk(dialogue)
 
 
 class Dialogue:

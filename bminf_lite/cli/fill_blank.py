@@ -33,7 +33,8 @@ def fill_blank(
     """Fill the blanks of a text.
 
     Prints TEXT with each <span> in it replaced by what the model in the folder MODEL finds to belong there: CPM-2, T5
-    or their kin. With - the text is read from stdin.
+    or their kin. With - the text is read from stdin. Options of sampling that are not given come from
+    the model's generation_config.json, and else are as in brackets.
 
     \b
     Example:

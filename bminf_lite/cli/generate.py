@@ -55,7 +55,8 @@ def generate(
     """Generate text with a model.
 
     Continues PROMPT with the model in the folder MODEL, and prints the text as it comes; with - the prompt is read
-    from stdin. Options that are not given come from the model's generation_config.json.
+    from stdin. Options of sampling that are not given come from the model's generation_config.json, and else are as in
+    brackets.
 
     \b
     Example:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import device_option, size_text
+from ._options import size_text
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|w8a8-smooth|auto|FILE",
-              help="int8 weights with int8 or float activations; what a calibration finds best; or a TOML file that "
-                   "says it per tensor.")  # fmt: skip
+              help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 with outliers moved into the "
+                   "weights; what a calibration finds best for each product; or a TOML file.")  # fmt: skip
 @click.option("--calibrate", type=click.Path(path_type=Path), metavar="FILE",
               help='Text to calibrate on, or JSONL with a "text" per line; w8a8-smooth and auto need it.')  # fmt: skip
 @click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True,
               help="How many pieces of that text, of up to 512 tokens each.")  # fmt: skip
 @click.option("--max-divergence", type=float, metavar="NATS",
-              help="Fail, and write nothing, if predictions on a held-out part of that text diverge more.")  # fmt: skip
-@device_option
+              help="Fail, and write nothing, if predictions on a held-out part of that text diverge more, in "
+              "the mean per token.")  # fmt: skip
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N",
+              help="Where to calibrate: auto takes a GPU if one can be used, and else the CPU.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check the source and list what would become of each tensor.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is a migrated checkpoint.")
 def migrate(

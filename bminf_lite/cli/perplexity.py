@@ -72,4 +72,5 @@ def perplexity(
         return
     click.echo(f"perplexity {result}")
     read = sum(len(w.tokens) for w in windows)
-    click.echo(f"{len(windows)} windows on {device}, {read / seconds:,.0f} tokens per second", err=True)
+    plural = "s" * (len(windows) > 1)
+    click.echo(f"{len(windows)} window{plural} on {device}, {read / seconds:,.0f} tokens per second", err=True)

@@ -35,7 +35,8 @@ class Speed(click.ParamType):
 @click.command()
 @model_argument
 @memory_limit_option
-@click.option("--context", type=int, metavar="N", help="Tokens per sequence that the cache must have room for.")
+@click.option("--context", type=int, metavar="N", help="Tokens per sequence that the cache must have "
+              "room for; by default the model's context, or fewer where memory is short.")  # fmt: skip
 @click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Sequences decoded together.")
 @kv_cache_option
 @click.option("--recipe", metavar="w8a8|w8a16|FILE",

@@ -116,6 +116,11 @@ def test_who_cannot_is_told_before_the_first_line(tmp_path: Path) -> None:
     assert chat(tmp_path / "none", ["hi"], "--top-p", "0").exit_code == 2
 
 
+def test_a_system_message_that_does_not_fit_is_told_before_the_first_line(model: Path) -> None:
+    result = chat(model, ["hi"], "--system", "x" * 400)
+    assert result.exit_code == 2 and "shorten the prompt" in result.stderr and result.stdout == ""
+
+
 def test_eva_talks(tmp_path: Path) -> None:
     pytest.importorskip("jieba")
     model = cpm_checkpoints.write(tmp_path / "eva", "eva")
