@@ -67,7 +67,7 @@ class ChatTemplate:
         messages that are malformed or that the template refuses, ``CheckpointError`` for a template that fails or
         exceeds a limit.
         """
-        _check(messages)
+        check_messages(messages)
         variables = {"tools": None, "documents": None, **self._tokens, **variables}
         variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
@@ -148,7 +148,8 @@ def _end(process: subprocess.Popen) -> None:
         process.stdin.close()
 
 
-def _check(messages: Sequence[dict[str, Any]]) -> None:
+def check_messages(messages: Sequence[dict[str, Any]]) -> None:
+    """Raise ``UsageError`` for what is no conversation, with the number of every message that is none."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise UsageError('messages must be a list of {"role": ..., "content": ...} objects, one at least')
     wrong = [i for i, m in enumerate(messages) if not (isinstance(m, dict) and isinstance(m.get("role"), str))]

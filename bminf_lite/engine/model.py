@@ -20,7 +20,7 @@ from ..errors import CheckpointError, UsageError, listed
 from ..layers.cache import KVCache, SourceCache
 from ..layers.loading import Weights
 from .blanks import Filling, fill_blanks
-from .chat import ChatTemplate
+from .chat import ChatTemplate, check_messages
 from .checking import checked
 from .generation import EncoderDecoder, Generation, Limits, Network, Request
 from .planning import demand_of_checkpoint, limits_of, place
@@ -239,21 +239,23 @@ class Model:
         messages = [{"role": role, "content": turn} for role, turn in zip(roles, reversed(context), strict=False)]
         return self.generate(messages[::-1], **options)
 
-    def chat(self, messages: Sequence[Message], **variables: Any) -> str:
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation by the checkpoint's chat template, special tokens included.
 
-        ``variables`` are passed to the template (``tools``, ``enable_thinking``, ...). Encode the text without
-        ``add_special_tokens``. Raises ``UsageError`` if there is no template, or for messages that it refuses.
+        It ends where an answer begins, or without ``add_generation_prompt`` with the last message. ``variables`` are
+        passed to the template (``tools``, ``enable_thinking``, ...). Encode the text without ``add_special_tokens``.
+        Raises ``UsageError`` if there is no template, or for messages that it refuses.
         """
         if self._template is None:
             tokenizer = self.tokenizer
             if tokenizer.chat_template is None:
                 raise UsageError("this checkpoint has no chat template: give a plain prompt instead of messages")
             self._template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-        return self._template.render(messages, add_generation_prompt=True, **variables)
+        return self._template.render(messages, add_generation_prompt, **variables)
 
     def _encode_conversation(self, messages: Sequence[Message]) -> list[int]:
         """A conversation in tokens, by a tokenizer that knows how or by the chat template."""
+        check_messages(messages)
         turns = self.tokenizer.encode_turns([m.get("content", "") for m in messages], self.limits.source_length)
         return self.tokenizer.encode(self.chat(messages), add_special_tokens=False) if turns is None else turns
 

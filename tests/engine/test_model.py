@@ -185,6 +185,7 @@ def test_a_completion_keeps_the_space_before_its_first_word_and_an_answer_does_n
 def test_messages_are_a_prompt(model):
     text = model.chat(MESSAGES)
     assert text == "[user]hi\n[assistant]"
+    assert model.chat(MESSAGES, add_generation_prompt=False) == "[user]hi\n"
     expected = model.generate(text, add_special_tokens=False, max_new_tokens=6)
     assert model.generate(MESSAGES, max_new_tokens=6).token_ids == expected.token_ids
     assert [r.token_ids for r in model.generate([MESSAGES, text], add_special_tokens=False, max_new_tokens=6)] == [
@@ -201,6 +202,12 @@ def test_the_template_is_made_once_and_takes_variables(tmp_path, monkeypatch):
         assert model.chat(MESSAGES, mood="!") == "!hi"
         assert model.chat(MESSAGES) == "hi"
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("other", ["hi", None, {}, {"role": 1}])
+def test_a_message_that_is_none_is_told_by_its_number(model, other):
+    with pytest.raises(UsageError, match="each message must be an object whose role is text; not so: 1"):
+        model.generate([*MESSAGES, other])
 
 
 def test_without_a_chat_template(tmp_path):
