@@ -32,6 +32,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+WORDS = "the quick brown fox jumps over the lazy dog and runs away "
 
 
 def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:

@@ -145,15 +145,10 @@ def one_window(window: Window) -> Batch:
 @pytest.mark.parametrize("family", [*FAMILIES, *GPTS])
 def test_every_decoder_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_path: Path):
     golden = next(goldens(family))
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(golden.config))
-    weights = RandomWeights(golden.config, golden.seed)
-    save_file(weights.tensors, source / "model.safetensors")
+    weights, spec = RandomWeights(golden.config, golden.seed), golden.spec
+    source = golden.save(tmp_path / "source", weights.tensors)
     bminf_lite.migrate(source, tmp_path / "int8")
     with open_checkpoint(tmp_path / "int8") as checkpoint:
-        architecture = models.find(golden.config)
-        spec = architecture.spec(architecture.parse(golden.config))
         networks = [TinyModel(CpuBackend(), golden.config, w) for w in (weights, checkpoint.weights(spec))]
         logits = [network.run(golden.tokens)[:-1] for network in networks]
     total = DivergenceSum()
@@ -178,19 +173,14 @@ def test_every_encoder_decoder_runs_layer_by_layer_as_it_does_at_once(family: st
     """The encoder reads the first half of a window, and the decoder continues with the second."""
     golden = next(goldens(family)) if family in ENCODER_DECODERS else untold(family)
     start = models.find(golden.config).parse(golden.config).decoder_start
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(golden.config))
-    weights = RandomWeights(golden.config, golden.seed)
-    save_file(weights.tensors, source / "model.safetensors")
+    weights, spec = RandomWeights(golden.config, golden.seed), golden.spec
+    source = golden.save(tmp_path / "source", weights.tensors)
     bminf_lite.migrate(source, tmp_path / "int8")
     random = np.random.default_rng(0)
     texts = [random.integers(0, golden.config["vocab_size"], n).astype(np.int32) for n in (13, 8, 2)]
     given = [Window(text, len(text) - 1).divided(start) for text in texts]
     total = DivergenceSum()
     with open_checkpoint(tmp_path / "int8") as checkpoint:
-        architecture = models.find(golden.config)
-        spec = architecture.spec(architecture.parse(golden.config))
         for window in given:
             assert window.source is not None
             logits = []

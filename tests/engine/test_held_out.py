@@ -20,20 +20,6 @@ from bminf_lite.engine.corpus import Window
 from bminf_lite.engine.held_out import HELD_OUT, cost, split
 from bminf_lite.errors import CheckpointError, UsageError
 
-WORDS = "the quick brown fox jumps over the lazy dog and runs away "
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return tiny_checkpoint.write(tmp_path / "source")
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(WORDS * 40)
-    return path
-
 
 @given(st.integers(2, 300), st.integers(1, 200))
 def test_what_is_held_out_is_not_calibrated_on(count, samples):

@@ -7,26 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_checkpoint
+from tiny_checkpoint import WORDS
 
 import bminf_lite
 from bminf_lite.checkpoint.migrate import migrate as migrate_checkpoint
 from bminf_lite.engine import migration
 from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
-
-WORDS = "the quick brown fox jumps over the lazy dog and runs away "
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return tiny_checkpoint.write(tmp_path / "source")
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(WORDS * 40)
-    return path
 
 
 def test_public_name() -> None:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import HostWeight, quantize_weight
 from bminf_lite.backend.values import Step
 from bminf_lite.layers.cache import KVCache, SourceCache
+from bminf_lite.models.spec import Spec
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -87,6 +89,19 @@ class Golden:
 
     def __str__(self) -> str:
         return f"{self.config['model_type']}: {self.name}"
+
+    @property
+    def spec(self) -> Spec:
+        """The tensors of its checkpoint."""
+        architecture = models.find(self.config)
+        return architecture.spec(architecture.parse(self.config))
+
+    def save(self, folder: Path, tensors: Mapping[str, np.ndarray]) -> Path:
+        """Make ``folder`` a checkpoint of this configuration."""
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(self.config))
+        save_file(dict(tensors), folder / "model.safetensors")
+        return folder
 
 
 def goldens(family: str) -> Iterator[Golden]:

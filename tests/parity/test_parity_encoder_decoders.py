@@ -94,10 +94,8 @@ def test_absent_keys_mean_the_defaults_of_the_class(family):
 @pytest.mark.parametrize("golden", CASES, ids=str)
 def test_the_checkpoint_s_tensors_are_those_of_transformers(golden):
     hf = make_goldens.build(golden.config, golden.seed)
-    architecture = models.find(golden.config)
-    spec = architecture.spec(architecture.parse(golden.config))
     theirs = {name: tuple(p.shape) for name, p in hf.named_parameters()}
-    assert {name: p.shape for name, p in spec.parameters.items() if name not in spec.tied} == theirs
+    assert {name: p.shape for name, p in golden.spec.parameters.items() if name not in golden.spec.tied} == theirs
 
 
 @pytest.mark.parametrize("golden", SOME, ids=str)

@@ -31,8 +31,7 @@ UNTIED = [g for g in CASES if not models.find(g.config).parse(g.config).tied_hea
 def twin(golden: Golden, dynamic: bool) -> Any:
     """transformers' model that computes with this project's codes."""
     hf = make_goldens.build(golden.config, golden.seed)
-    architecture = models.find(golden.config)
-    parameters = architecture.spec(architecture.parse(golden.config)).parameters
+    parameters = golden.spec.parameters
     with torch.no_grad():
         for name, values in make_goldens.parameters_of(hf).items():
             if parameters[name].role in (Role.LINEAR, Role.HEAD):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from outliers import multiplied, width
-from safetensors.numpy import save_file
 from tiny_models import (
     CPM,
     ENCODER_DECODERS,
@@ -24,29 +22,25 @@ from tiny_models import (
 )
 
 import bminf_lite
-from bminf_lite import models
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.layers.loading import Weights
-from bminf_lite.models.spec import Role, Spec
+from bminf_lite.models.spec import Role
 from bminf_lite.quantize.smoothing import folded
 
 CASES = [next(goldens(family)) for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS)]
 CASES += [untold(model_type) for model_type in CPM]
 
 
-def write(folder: Path, golden: Golden, spec: Spec) -> Path:
+def write(folder: Path, golden: Golden) -> Path:
     """The model as a checkpoint, with two large channels in everything that smoothing can reach."""
-    tensors = RandomWeights(golden.config, golden.seed).tensors
+    tensors, spec = RandomWeights(golden.config, golden.seed).tensors, golden.spec
     for fold in spec.foldable:
         factors = np.ones(width(spec, fold), np.float32)
         factors[[3, 5]] = 1 / 64
         for name, treatment in folded(spec, fold, factors).items():
             tensors[name] = multiplied(tensors[name], treatment)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(golden.config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return golden.save(folder, tensors)
 
 
 def logits(golden: Golden, weights: Weights) -> np.ndarray:
@@ -57,31 +51,29 @@ def logits(golden: Golden, weights: Weights) -> np.ndarray:
     return model.run(golden.tokens)
 
 
-def migrated_error(golden: Golden, spec: Spec, out: Path) -> float:
+def migrated_error(golden: Golden, out: Path) -> float:
     """How far the logits of the checkpoint in ``out`` are from the float model's, relative to those."""
     with open_checkpoint(out) as checkpoint:
-        checkpoint.validate(spec)
-        got = logits(golden, checkpoint.weights(spec))
+        checkpoint.validate(golden.spec)
+        got = logits(golden, checkpoint.weights(golden.spec))
     expected = logits(golden, RandomWeights(golden.config, golden.seed))
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("golden", CASES, ids=lambda golden: golden.config["model_type"])
 def test_calibrated_recipes(golden: Golden, tmp_path: Path) -> None:
-    architecture = models.find(golden.config)
-    spec = architecture.spec(architecture.parse(golden.config))
-    source = write(tmp_path / "source", golden, spec)
+    source = write(tmp_path / "source", golden)
     ids = random_tokens(7, 600, golden.config["vocab_size"])
     bminf_lite.migrate(source, tmp_path / "plain")
-    error = {"plain": migrated_error(golden, spec, tmp_path / "plain")}
+    error = {"plain": migrated_error(golden, tmp_path / "plain")}
     for recipe in ("w8a8-smooth", "auto"):
         report = bminf_lite.migrate(source, tmp_path / recipe, recipe, calibrate=ids, device="cpu")
         decided = [name for product in report.calibration["products"] for name in product["tensors"]]
         assert len(decided) == len(set(decided))
-        matrices = {name for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
+        matrices = {name for name, p in golden.spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
         assert set(decided) == matrices
         assert 0 < report.cost["kl"] < 0.01
-        error[recipe] = migrated_error(golden, spec, tmp_path / recipe)
+        error[recipe] = migrated_error(golden, tmp_path / recipe)
     assert error["w8a8-smooth"] < 0.5 * error["plain"] and error["w8a8-smooth"] < 0.05
     assert error["auto"] < 1.05 * error["w8a8-smooth"]
 
@@ -89,9 +81,7 @@ def test_calibrated_recipes(golden: Golden, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("golden", CASES, ids=lambda golden: golden.config["model_type"])
 def test_a_gpu_calibrates_every_architecture(golden: Golden, tmp_path: Path) -> None:
-    architecture = models.find(golden.config)
-    spec = architecture.spec(architecture.parse(golden.config))
-    source = write(tmp_path / "source", golden, spec)
+    source = write(tmp_path / "source", golden)
     ids = random_tokens(7, 600, golden.config["vocab_size"])
     reports = [
         bminf_lite.migrate(source, tmp_path / device, "w8a8-smooth", calibrate=ids, device=device)
@@ -101,4 +91,4 @@ def test_a_gpu_calibrates_every_architecture(golden: Golden, tmp_path: Path) -> 
     for one, other in zip(*decided, strict=True):
         assert one["tensors"] == other["tensors"] and one["error"] == pytest.approx(other["error"], rel=0.25)
     assert reports[1].cost["kl"] == pytest.approx(reports[0].cost["kl"], rel=0.3)
-    assert migrated_error(golden, spec, tmp_path / "cuda") < 0.05
+    assert migrated_error(golden, tmp_path / "cuda") < 0.05

@@ -18,18 +18,12 @@ from tiny_models import (
     untold,
 )
 
-from bminf_lite import models
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.models.spec import Fold, Role, Spec
+from bminf_lite.models.spec import Fold, Role
 from bminf_lite.quantize.smoothing import folded, gather, spread
 
 CASES = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden in goldens(family)]
 CASES += [untold(model_type) for model_type in CPM]
-
-
-def spec_of(golden: Golden) -> Spec:
-    architecture = models.find(golden.config)
-    return architecture.spec(architecture.parse(golden.config))
 
 
 def logits(golden: Golden, weights: RandomWeights) -> np.ndarray:
@@ -42,7 +36,7 @@ def logits(golden: Golden, weights: RandomWeights) -> np.ndarray:
 
 @pytest.mark.parametrize("golden", CASES, ids=str)
 def test_powers_of_two_in_every_fold_change_nothing(golden: Golden) -> None:
-    spec, random = spec_of(golden), np.random.default_rng(0)
+    spec, random = golden.spec, np.random.default_rng(0)
     weights = RandomWeights(golden.config, golden.seed)
     expected = logits(golden, weights)
     for fold in spec.foldable:
@@ -54,7 +48,7 @@ def test_powers_of_two_in_every_fold_change_nothing(golden: Golden) -> None:
 
 @pytest.mark.parametrize("golden", CASES, ids=str)
 def test_folds_fit_their_tensors(golden: Golden) -> None:
-    spec = spec_of(golden)
+    spec = golden.spec
     consumers = [name for fold in spec.foldable for name in fold.consumers]
     assert len(consumers) == len(set(consumers))
     for fold in spec.foldable:
@@ -75,7 +69,7 @@ def test_gathering_undoes_spreading() -> None:
 def test_most_matrices_can_be_smoothed() -> None:
     """All of a LLaMA's but a tied head."""
     golden = next(goldens("llama"))
-    spec = spec_of(golden)
+    spec = golden.spec
     consumers = {name for fold in spec.foldable for name in fold.consumers}
     matrices = {name for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
     assert matrices - consumers <= spec.tied.keys()
