@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from pathlib import Path
 
@@ -54,6 +53,7 @@ def perplexity(
     import numpy as np
     from tqdm import tqdm
 
+    from ..engine.comparison import finite
     from ..engine.corpus import read_texts, windows_for
     from ..engine.evaluate import Perplexity, window_losses
     from ..engine.model import load
@@ -66,9 +66,9 @@ def perplexity(
         seconds = time.perf_counter() - started
         device = loaded.device
     if as_json:
-        error = None if math.isnan(result.standard_error) else result.standard_error
-        found = {"perplexity": result.value, "standard_error": error, "tokens": result.tokens}
-        click.echo(json.dumps(found | {"windows": len(windows), "device": device, "seconds": round(seconds, 3)}))
+        found = {"perplexity": result.value, "standard_error": result.standard_error, "tokens": result.tokens}
+        how = {"windows": len(windows), "device": device, "seconds": round(seconds, 3)}
+        click.echo(json.dumps(finite(found | how)))
         return
     click.echo(f"perplexity {result}")
     read = sum(len(w.tokens) for w in windows)

@@ -60,7 +60,7 @@ class Comparison:
         blocks = [{"layer": b.layer, "own": asdict(b.own), "accumulated": asdict(b.accumulated)} for b in self.blocks]
         linears = [{"name": linear.name, **asdict(linear)} for linear in self.linears]
         found = {"device": self.device, **self.divergence.to_dict(), "blocks": blocks, "linears": linears}
-        return _finite(found)
+        return finite(found)
 
 
 def joined(names: Sequence[str], separators: str = "._") -> str:
@@ -73,10 +73,10 @@ def joined(names: Sequence[str], separators: str = "._") -> str:
     return separators[0].join(joined(parts, separators[1:]) for parts in zip(*cut, strict=True))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """``value`` with None for numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

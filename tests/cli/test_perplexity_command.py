@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
 
 import bminf_lite
 from bminf_lite.cli import main
@@ -53,6 +54,14 @@ def test_int8_and_jsonl(model: Path, tmp_path: Path):
         for folder in (model, tmp_path / "int8")
     ]
     np.testing.assert_allclose(*values, rtol=0.1)
+
+
+def test_what_is_not_finite_is_null_in_json(tmp_path: Path, text: Path):
+    tensors = tiny_checkpoint.tensors(tiny_checkpoint.CONFIG)
+    tensors["model.norm.weight"] *= np.float32(1e6)
+    save_file(tensors, str(tiny_checkpoint.write(tmp_path / "hot") / "model.safetensors"), {"format": "pt"})
+    found = json.loads(perplexity(tmp_path / "hot", text, "--json").stdout, parse_constant=pytest.fail)
+    assert found["perplexity"] is None and found["standard_error"] is None and found["tokens"] > 2
 
 
 def test_one_token_has_no_error(model: Path, tmp_path: Path):
