@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import warnings
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -79,11 +78,8 @@ TRIALS = (300, 400, 272), (100, 400, 2000)
 """Rows, rows of the weight and inner sizes of products that the kernel must get right before it is trusted."""
 
 
-class Matrix(NamedTuple):
-    """An address and the elements from one row to the next, both in bytes multiples of 16."""
-
-    address: int
-    pitch: int
+Matrix = tuple[int, int]
+"""An address and the elements from one row to the next, both in bytes multiples of 16."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +129,8 @@ class ScaledGemm:
         out = cp.full((rows, channels), np.nan, np.float16)
         codes, scales, weight, weight_scales = (v.data.ptr for v in operands)
         self.launch(
-            Matrix(codes, in_features), scales, Matrix(weight, in_features), weight_scales, 0,
-            Matrix(out.data.ptr, channels), rows=rows, channels=channels, in_features=in_features,
+            (codes, in_features), scales, (weight, in_features), weight_scales, 0,
+            (out.data.ptr, channels), rows=rows, channels=channels, in_features=in_features,
             output=Output.HALF, stream=cp.cuda.get_current_stream().ptr,
         )  # fmt: skip
         acc = (x.astype(np.float64) @ w.T.astype(np.float64)).astype(np.float32)  # exact, and quick
@@ -158,12 +154,12 @@ class ScaledGemm:
         """
         form = self._form(rows, channels, in_features, output, activation, bias != 0, tiling)
         element = Element.FLOAT32 if output is Output.ADD else Element.FLOAT16
-        maps = (
-            matrix_map(x.address, Element.INT8, rows, in_features, x.pitch, ROWS),
-            matrix_map(w.address, Element.INT8, channels, in_features, w.pitch, form.box_channels),
-            matrix_map(out.address, element, rows, form.numbers[1], out.pitch, BOX_ROWS),
-        )
-        arguments = (x_scale, w_scale, bias, *form.numbers, *maps)
+        arguments = (
+            x_scale, w_scale, bias, *form.numbers,
+            matrix_map(x[0], Element.INT8, rows, in_features, x[1], ROWS),
+            matrix_map(w[0], Element.INT8, channels, in_features, w[1], form.box_channels),
+            matrix_map(out[0], element, rows, form.numbers[1], out[1], BOX_ROWS),
+        )  # fmt: skip
         form.kernel(form.grid, THREADS, arguments, form.shared, stream, True, form.cluster, moved)
 
     def _form_uncached(

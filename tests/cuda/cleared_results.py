@@ -33,10 +33,10 @@ def install() -> None:
         self.clear_workspace(0)
 
     def clear_and_scale(self: scaled_gemm.ScaledGemm, *operands: Any, stream: int = 0, **named: Any) -> None:
-        out, output = operands[5], named["output"]
+        (out, pitch), output = operands[5], named["output"]
         columns = named["channels"] // (2 if output is Output.GATED else 1)
         if output is not Output.ADD:
-            _clear(out.address, named["rows"], round_up(columns * 2, 16), out.pitch * 2, stream)
+            _clear(out, named["rows"], round_up(columns * 2, 16), pitch * 2, stream)
         scaled(self, *operands, stream=stream, **named)
 
     patch.setattr(matmul.Prepared, "_launch", clear_and_multiply)

@@ -8,7 +8,7 @@ import cupy as cp
 
 from ...cuda.few_rows import GROUP, Output
 from ...cuda.igemm import Igemm
-from ...cuda.scaled_gemm import Matrix, ScaledGemm
+from ...cuda.scaled_gemm import MIN_ROWS, ScaledGemm
 from .arrays import Arrays, pitch_of
 from .launches import address, size_of
 from .unfinished import Codes, Weight
@@ -25,11 +25,11 @@ class FusedProducts:
     def takes(self, codes: Codes, weight: Weight, output: Output) -> bool:
         """Whether such a kernel computes the product; it may be timed to find out."""
         assert weight.plan is not None
-        if self._are_many(codes, weight, output):
+        rows = codes.layout.rows
+        if weight.is_plain and self.many_rows.takes(rows, weight.out_features, output) and self._trusts_many:
             return True
         if output is Output.GATED and weight.out_features % (2 * GROUP):
             return False
-        rows = codes.layout.rows
         known = weight.plan.few_rows_verdict(rows)
         if known is None:
             with self.arrays.current():
@@ -41,16 +41,19 @@ class FusedProducts:
     def multiply(
         self, codes: Codes, weight: Weight, out: cp.ndarray, output: Output, activation: int = 0
     ) -> None:
-        """Put the product into ``out`` ``[rows, features]``, as ``output`` says; ``activation`` by its number."""
+        """Put the product into ``out`` ``[rows, features]``, as ``output`` says; ``activation`` by its number.
+
+        The product must be one that :meth:`takes`.
+        """
         x, scale, rows = codes.values.ptr, codes.scales.ptr, codes.layout.rows
         observed, stream = self.products.device.observer is not None, self.arrays.stream.ptr
         moved = weight.nbytes + size_of(codes, out) if observed else 0
-        if self._are_many(codes, weight, output):
+        if rows >= MIN_ROWS:  # more than the other kernel takes
             assert weight.scale is not None
             self.many_rows.launch(
-                Matrix(x, weight.pitch), scale,
-                Matrix(weight.matrix.data.ptr, weight.pitch), weight.scale.data.ptr, address(weight.bias),
-                Matrix(out.data.ptr, pitch_of(out)), rows=rows, channels=weight.out_features,
+                (x, weight.pitch), scale,
+                (weight.matrix.data.ptr, weight.pitch), weight.scale.data.ptr, address(weight.bias),
+                (out.data.ptr, pitch_of(out)), rows=rows, channels=weight.out_features,
                 in_features=weight.in_features, output=output, activation=activation, stream=stream, moved=moved,
             )  # fmt: skip
             return
@@ -59,10 +62,6 @@ class FusedProducts:
             out.data.ptr, pitch_of(out), rows, weight.out_features, weight.pitch, stream, output, activation,
             moved=moved,
         )  # fmt: skip
-
-    def _are_many(self, codes: Codes, weight: Weight, output: Output) -> bool:
-        takes = weight.is_plain and self.many_rows.takes(codes.layout.rows, weight.out_features, output)
-        return takes and self._trusts_many
 
     @functools.cached_property
     def _trusts_many(self) -> bool:
