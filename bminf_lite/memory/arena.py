@@ -5,7 +5,8 @@ Blocks are placed by best fit in memory that is mapped and free; only where no s
 mapped, where the fewest are needed. So a limit bounds what the device is asked for, a freed block is reusable at once
 together with its free neighbours, and the same calls always give the same addresses. A model asks for the same sizes
 layer after layer: so a freed block first waits as it is for a call of its size, and is joined with its neighbours when
-a call finds neither one of its size nor other room.
+a call finds neither one of its size nor other room. Joining them at every layer would take a fifth of a short prompt's
+time: so an arena may have some ``slack``, and maps memory while no more than that waits.
 
 What is free changes at once, by one assignment: Ctrl-C, which may come at any point and which a dialogue outlives,
 leaves it as it was before or as it is after, and nothing is handed out twice.
@@ -84,12 +85,14 @@ class Block:
 class Arena:
     """Blocks of ``pages``, never more than ``limit`` bytes (rounded down to whole pages). Safe to use from any thread.
 
-    ``remedy`` is what the error says to do when the limit is reached.
+    ``remedy`` is what the error says to do when the limit is reached. ``slack`` is how many bytes of freed blocks may
+    wait while more memory is mapped, as long as the limit and the device allow it.
     """
 
-    def __init__(self, pages: Pages, limit: int, remedy: str = REMEDY) -> None:
+    def __init__(self, pages: Pages, limit: int, remedy: str = REMEDY, slack: int = 0) -> None:
         self.limit = limit // pages.granularity * pages.granularity
         self.remedy = remedy
+        self._slack = slack
         self._pages = pages
         self._base = pages.base
         self._lock = threading.Lock()
@@ -197,7 +200,10 @@ class Arena:
         """Where a block goes that no waiting one is as large as; memory is mapped to it."""
         ready = self._ready.copy()
         start = ready.take(size)
-        if start is None and self._waiting:
+        if start is None and self._waiting and self._extended(size):
+            ready = self._ready.copy()
+            start = ready.take(size)
+        elif start is None and self._waiting:
             self._add_waiting(ready)
             start = ready.take(size)
             self._ready, self._waiting = ready, {}
@@ -210,6 +216,20 @@ class Arena:
             ready.remove(start, start + size)
         self._ready = ready
         return start
+
+    def _extended(self, size: int) -> bool:
+        """Whether memory was mapped for a block so that what waits, no more than the slack, can go on waiting."""
+        if self._mapped.total - self._used - self._ready.total > self._slack:
+            return False
+        start = self._place_to_map(size)
+        if start is None:
+            return False
+        try:
+            self._map_missing(start, size)
+        except OutOfMemory:
+            self._slack = 0  # asking in vain each time would take longer than joining
+            return False
+        return True
 
     def _place_to_map(self, size: int) -> int | None:
         """The start of the free range that is large enough and needs the fewest bytes mapped."""

@@ -69,12 +69,13 @@ class FakePages:
 
 
 class ArenaMachine(RuleBasedStateMachine):
+    slack = 0
     blocks = RuleBundle("blocks")
 
     def __init__(self) -> None:
         super().__init__()
         self.pages = FakePages()
-        self.arena = Arena(self.pages, PAGES * PAGE + PAGE // 2)
+        self.arena = Arena(self.pages, PAGES * PAGE + PAGE // 2, slack=self.slack)
         self.live: dict[int, Block] = {}
         self.peak = 0
 
@@ -88,7 +89,8 @@ class ArenaMachine(RuleBasedStateMachine):
             assert not fits_in_mapped
             assert self.longest_run() < size or self.pages.mapped + size > self.pages.available - PAGE
             return multiple()
-        assert (self.pages.chunks == chunks) == fits_in_mapped
+        mapped = self.pages.chunks != chunks
+        assert mapped != fits_in_mapped or (mapped and self.slack)
         assert block.nbytes == nbytes
         self.live[id(block)] = block
         self.peak = max(self.peak, self.expected_used())
@@ -161,6 +163,14 @@ ArenaMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=
 TestArenaMachine = ArenaMachine.TestCase
 
 
+class SlackMachine(ArenaMachine):
+    slack = 6 * PAGE
+
+
+SlackMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSlackMachine = SlackMachine.TestCase
+
+
 def test_maps_only_what_is_needed_and_reuses_it() -> None:
     pages = FakePages()
     arena = Arena(pages, PAGES * PAGE)
@@ -203,6 +213,50 @@ def test_best_fit_keeps_the_large_range() -> None:
     small.free()
     assert arena.allocate(2 * ALIGNMENT).address == place
     assert last.address > place > wall.address
+
+
+def layer(arena: Arena) -> int:
+    """Blocks of several sizes, each freed once the next is there; returns the bytes reserved by then."""
+    before = arena.allocate(0)
+    for size in (6, 4, 4, 1, 1, 14, 7):
+        block = arena.allocate(size * ALIGNMENT)
+        before.free()
+        before = block
+    before.free()
+    return arena.reserved
+
+
+def count_joins(monkeypatch: pytest.MonkeyPatch) -> list[Arena]:
+    """Grows by one each time that freed blocks are joined."""
+    joined: list[Arena] = []
+    add = Arena._add_waiting
+    monkeypatch.setattr(Arena, "_add_waiting", lambda arena, ready: (joined.append(arena), add(arena, ready))[1])
+    return joined
+
+
+def test_with_slack_each_layer_finds_what_the_one_before_it_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = count_joins(monkeypatch)
+    arena = Arena(FakePages(), PAGES * PAGE, slack=12 * PAGE)
+    assert len({layer(arena) for _ in range(5)}) == 1
+    assert not joined
+
+
+def test_slack_is_a_bound() -> None:
+    arena = Arena(FakePages(), PAGES * PAGE, slack=2 * PAGE)
+    most = max(layer(arena) for _ in range(8))
+    assert most <= arena.peak_used + 3 * PAGE, "the slack, and what is left of the last page"
+
+
+@pytest.mark.parametrize("pages, limit", [(FakePages(), 6 * PAGE), (FakePages(available=6 * PAGE), PAGES * PAGE)])
+def test_slack_gives_way_to_the_limit_and_to_the_device(
+    monkeypatch: pytest.MonkeyPatch, pages: FakePages, limit: int
+) -> None:
+    joined = count_joins(monkeypatch)
+    arena = Arena(pages, limit, slack=12 * PAGE)
+    for _ in range(3):
+        layer(arena)
+    assert joined and arena.reserved <= 6 * PAGE
+    arena.allocate(6 * PAGE)
 
 
 def test_garbage_collection_frees() -> None:
