@@ -95,9 +95,9 @@ def test_the_cache_takes_the_room_that_was_planned_for_it(folder: Path, monkeypa
     asked: list[tuple[int, int]] = []
     layer_cache = device.layer_cache
 
-    def watch(slots: int, kv_heads: int, capacity: int, head_dim: int) -> Any:
+    def watch(slots: int, kv_heads: int, capacity: int, head_dim: int, **kind: bool) -> Any:
         asked.append((slots, capacity))
-        return layer_cache(slots, kv_heads, capacity, head_dim)
+        return layer_cache(slots, kv_heads, capacity, head_dim, **kind)
 
     with bminf_lite.load(folder, context=CONTEXT) as model:
         monkeypatch.setattr(device, "layer_cache", watch)
