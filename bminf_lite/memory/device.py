@@ -23,7 +23,8 @@ MARGIN = 256 << 20
 """What is left free by default: for the display, for the libraries' own needs and for kernels' local memory."""
 SLACK = 32 << 20
 """Freed blocks that may wait for calls of their sizes: those of a layer of an 8B model, for a prompt that is so short
-(400 tokens) that the GPU would wait for the host to join them."""
+(400 tokens) that the GPU would wait for the host to join them. At most a thousandth of the limit: what lies between
+them in pieces is lost to larger blocks."""
 
 _ON_DEVICE, _PINNED, _READ_AND_WRITE, _MINIMUM_GRANULARITY = 1, 1, 3, 0
 
@@ -48,7 +49,7 @@ def device_arena(device: Device, memory_limit: int | str | None = None) -> Arena
     if limit > total:
         raise UsageError(f"the memory limit is {format_size(limit)}, but the GPU has {format_size(total)}")
     pages = device_pages(device, limit)
-    return Arena(pages, limit, slack=SLACK)
+    return Arena(pages, limit, slack=min(SLACK, limit // 1024))
 
 
 def device_pages(device: Device, nbytes: int) -> Pages:

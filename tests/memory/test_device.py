@@ -170,6 +170,13 @@ def test_a_gpu_that_refuses_leaves_nothing_mapped(fail: str, fake: FakeDriver) -
     assert block.nbytes == MIB
 
 
+def test_what_waits_between_blocks_is_at_most_a_thousandth_of_the_limit(fake: FakeDriver) -> None:
+    arena = device_arena(FakeDevice(fake), 1 << 30)  # type: ignore[arg-type]
+    for size in range(1, 200):
+        arena.allocate(size << 16).free()
+    assert arena.reserved <= arena.peak_used + MIB + 4 * MIB, "a page is 2 MiB"
+
+
 def test_a_limit_larger_than_the_gpu_is_refused(fake: FakeDriver) -> None:
     with pytest.raises(UsageError, match=r"memory limit is 4\.0 GiB, but the GPU has 1\.0 GiB"):
         device_arena(FakeDevice(fake), "4GiB")  # type: ignore[arg-type]
