@@ -13,11 +13,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine.migration import migrate
-    from .engine.model import Model, load
-    from .engine.result import Piece, Result
-    from .engine.sampling import SamplingParams
+    from .api import Model, load
+    from .engine.outputs import Piece, Result
+    from .engine.sampling_params import SamplingParams
     from .errors import BminfError, CheckpointError, DeviceError, OutOfMemory, UsageError
+    from .migration.migrate import migrate
 
 __version__ = "0.1.0"
 
@@ -37,12 +37,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "load": "engine.model",
-    "Model": "engine.model",
-    "Piece": "engine.result",
-    "Result": "engine.result",
-    "SamplingParams": "engine.sampling",
-    "migrate": "engine.migration",
+    "load": "api",
+    "Model": "api",
+    "Piece": "engine.outputs",
+    "Result": "engine.outputs",
+    "SamplingParams": "engine.sampling_params",
+    "migrate": "migration.migrate",
     "BminfError": "errors",
     "CheckpointError": "errors",
     "DeviceError": "errors",

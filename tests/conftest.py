@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.cuda.driver import Device
+from bminf_lite.cuda.runtime.driver import Device
 from bminf_lite.errors import DeviceError
 
 settings.register_profile("bminf_lite", deadline=None, max_examples=30, print_blob=True)
@@ -42,14 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.stash[FAKE_GPU] = fake_gpu.install(profile)
     if config.getoption("--under-checker"):
-        from bminf_lite.cuda import matmul
+        from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul
 
         settings.load_profile("under a checker")
         matmul.PROPOSALS = 1  # each is another kernel of cublasLt's that the checker rewrites
         import cleared_results
         import separate_blocks
 
-        from bminf_lite.backend import cuda
+        from bminf_lite.backend.cuda import backend as cuda
 
         cleared_results.install()
         cuda.device_arena = separate_blocks.separate_arena
@@ -103,7 +103,7 @@ def cuda_device() -> Device:
 def open_cuda_backend() -> Backend:
     """A backend on GPU 0; skips the test that asks for it where there is no usable one."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from bminf_lite.backend.cuda import CudaBackend
+    from bminf_lite.backend.cuda.backend import CudaBackend
 
     try:
         return CudaBackend(device=0, memory_limit=None)

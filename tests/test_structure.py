@@ -16,10 +16,18 @@ PACKAGE = Path(bminf_lite.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 
 MAY_IMPORT = {
-    "": {"engine", "models", "layers", "backend", "checkpoint", "memory", "errors"},
-    "cli": {"", "bench", "engine", "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors"},
-    "bench": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
-    "engine": {"quantize", "models", "layers", "backend", "checkpoint", "memory", "errors"},
+    "": {"api", "migration", "engine", "errors"},
+    "cli": {
+        "", "api", "bench", "migration", "evaluation", "placement", "engine", "text", "models", "backend", "checkpoint",
+        "memory", "cuda", "demo_model", "errors",
+    },
+    "bench": {"placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
+    "api": {"placement", "engine", "text", "models", "layers", "backend", "checkpoint", "memory", "errors"},
+    "migration": {"evaluation", "quantize", "text", "models", "backend", "checkpoint", "errors"},
+    "evaluation": {"quantize", "text", "models", "layers", "backend", "checkpoint", "errors", "api"},
+    "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "errors"},
+    "text": {"errors"},
+    "engine": {"layers", "backend", "errors"},
     "quantize": {"models", "layers", "backend", "checkpoint", "errors"},
     "checkpoint": {"models", "backend", "errors"},
     "models": {"layers", "backend", "errors"},
@@ -29,7 +37,7 @@ MAY_IMPORT = {
     "cuda": {"errors"},
     "demo_model": set(),
     "errors": set(),
-}
+}  # fmt: skip
 """By part of the package: what it may import beside itself. ``""`` is ``bminf_lite/__init__.py``, the public API."""
 
 VOCABULARY = {"bminf_lite.__version__", "bminf_lite.backend.values"}

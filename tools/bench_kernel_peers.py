@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from bminf_lite import backend
+from bminf_lite.bench.cases import Case
 from bminf_lite.bench.instruments import Instruments, instruments_for
-from bminf_lite.bench.plain import Case
 from bminf_lite.bench.report import markdown_table
 
 RUNS = 10

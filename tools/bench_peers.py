@@ -26,10 +26,10 @@ import transformers
 import bminf_lite
 from bminf_lite import backend
 from bminf_lite.bench.instruments import instruments_for
+from bminf_lite.bench.model import random_subject
 from bminf_lite.bench.report import markdown_table
 from bminf_lite.bench.runner import Workload, run_tests
 from bminf_lite.bench.shapes import read_shape
-from bminf_lite.bench.subject import random_subject
 
 ENGINE = "bminf-lite int8"
 

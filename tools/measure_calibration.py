@@ -21,7 +21,7 @@ from pathlib import Path
 import bminf_lite
 from bminf_lite import backend
 from bminf_lite.backend.base import Backend
-from bminf_lite.engine.migration import SAMPLE_TOKENS, migrate
+from bminf_lite.migration.migrate import SAMPLE_TOKENS, migrate
 
 DEMO_TEXT = Path(bminf_lite.__file__).parent / "demo_model" / "heldout.txt"
 BYTES_PER_TOKEN = 6

@@ -87,7 +87,7 @@ def read_all(folder: Path) -> float:
 def child(folder: Path, memory_limit: str | None, profile: bool) -> None:
     """Load once: prints seconds, and the peak of this process's memory in bytes."""
     start = time.perf_counter()
-    from bminf_lite.engine.model import load
+    from bminf_lite.api import load
 
     imported = time.perf_counter()
     profiler = cProfile.Profile()

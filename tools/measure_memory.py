@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 def sample(stage: Synchronized[int], peaks: Any, counts: Any) -> None:
     """Until the stage is negative: the most bytes in use, and how often that was asked, by stage."""
-    from bminf_lite.cuda.driver import Device
+    from bminf_lite.cuda.runtime.driver import Device
 
     device = Device(0)
     while (now := stage.value) >= 0:
@@ -63,9 +63,9 @@ def main() -> None:
         stage.value = number
 
     from bminf_lite import backend
+    from bminf_lite.bench.model import random_subject
     from bminf_lite.bench.session import Session
     from bminf_lite.bench.shapes import read_shape
-    from bminf_lite.bench.subject import random_subject
 
     stage.value = 1
     ops: Any = backend.create("cuda", args.memory_limit)

@@ -15,7 +15,7 @@ from pathlib import Path
 import outliers
 
 import bminf_lite
-from bminf_lite.engine.evaluate import perplexity
+from bminf_lite.evaluation.perplexity import perplexity
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 CALIBRATION_TOKENS = 8192

@@ -50,6 +50,6 @@ def _cuda(index: int, memory_limit: int | str | None) -> Backend:
     from ..cuda.doctor import require_usable
 
     require_usable(index)
-    from .cuda import CudaBackend
+    from .cuda.backend import CudaBackend
 
     return CudaBackend(index, memory_limit)

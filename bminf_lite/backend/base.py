@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from .calibration import Trials
 from .functions import ACTIVATIONS, normalise, rotate, softmax, stored
 from .quantization import (
     HostWeight,
@@ -29,7 +30,6 @@ from .quantization import (
 )
 from .sampling import SamplerState
 from .sampling import sample as sample_tokens
-from .trials import Trials
 from .values import Array, AttentionSpec, LayerCache, Norm, Placement, RelativeBias, Step
 
 T = TypeVar("T")

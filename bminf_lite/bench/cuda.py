@@ -10,21 +10,21 @@ from typing import Any, cast
 import cupy as cp
 import numpy as np
 
-from ..backend.cuda import CudaBackend
 from ..backend.cuda.arrays import PAD
+from ..backend.cuda.backend import CudaBackend
+from ..backend.cuda.deferred import Codes, Weight
 from ..backend.cuda.launches import MATVEC_TO_HALF, ceil_div
-from ..backend.cuda.unfinished import Codes, Weight
 from ..backend.quantization import Int8Weight
 from ..backend.random_matrix import RandomMatrix
 from ..backend.values import Norm
-from ..cuda import libraries
-from ..cuda.cublaslt import Order
-from ..cuda.few_rows import Output
-from ..cuda.kernels import Kernel, Module
-from ..cuda.layouts import Layout, round_up
+from ..cuda.kernels.gemm.layouts import Layout, round_up
+from ..cuda.kernels.gemm.skinny_gemm import Output
+from ..cuda.runtime import libraries
+from ..cuda.runtime.cublaslt import Order
+from ..cuda.runtime.kernel import Kernel, Module
 from ..memory.device import measure_speeds
+from .cases import MATRICES, PRODUCT_ROWS, WIDTHS, Case, in_turn, layer_norm, matvec, quantize, rms_norm, softmax
 from .instruments import Ceilings, Instruments, Span
-from .plain import MATRICES, PRODUCT_ROWS, WIDTHS, Case, in_turn, layer_norm, matvec, quantize, rms_norm, softmax
 
 RUNS_AT_ONCE = 10
 """Runs of a kernel in one recording."""
@@ -89,7 +89,7 @@ class CudaInstruments(Instruments):
         return Ceilings(data.nbytes / read_seconds, 2 * data.nbytes / copy_seconds, 2 * size**3 / product_seconds, link)
 
     def _reader(self, data: cp.ndarray) -> Callable[[], None]:
-        kernel: Kernel = Module(self.ops.device, "bandwidth.cu", ["read_all"]).kernel("read_all", "pqp")
+        kernel: Kernel = Module(self.ops.device, "rowwise/bandwidth.cu", ["read_all"]).kernel("read_all", "pqp")
         out, grid = self.ops.arrays.zeros((1,), np.int32), 4 * self.ops.launches.multiprocessors
 
         def read() -> None:

@@ -19,8 +19,8 @@ import numpy as np
 
 from .. import __version__
 from ..backend.base import Backend
-from .plain import Case, plain_cases
-from .watching import Call, describe, moved_bytes, watching
+from .calls import Call, describe, moved_bytes, watching
+from .cases import Case, plain_cases
 
 
 @dataclass(frozen=True)

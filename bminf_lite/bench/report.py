@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .instruments import Ceilings, Span
+from .model import Subject
 from .runner import Measurement, Workload
-from .subject import Subject
 
 Row = Mapping[str, Any]
 UNKNOWN = Ceilings(math.nan, math.nan, math.nan)

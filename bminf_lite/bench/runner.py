@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import UsageError
+from .calls import ProductCosts, watching
 from .instruments import Instruments
+from .model import Subject
 from .session import Session, check
-from .subject import Subject
-from .watching import ProductCosts, watching
 
 T = TypeVar("T")
 WARM_UP_STEPS = 3

@@ -10,11 +10,11 @@ import numpy as np
 
 from ..backend.sampling import SamplerState
 from ..backend.values import Array, Step
-from ..engine.generation import EncoderDecoder
-from ..engine.sampling import SamplingParams, sampler_state
+from ..engine.sampling_params import SamplingParams, sampler_state
+from ..engine.scheduler import EncoderDecoder
 from ..errors import BminfError
 from ..layers.cache import KVCache, SourceCache
-from .subject import Subject
+from .model import Subject
 
 GREEDY = SamplingParams(seed=0, ignore_eos=True)
 UNWRITTEN = -2

@@ -25,7 +25,7 @@ from .manifest import TensorReport
 from .reader import Checkpoint
 from .recipe import Scheme
 from .tensor_file import DTYPES, TensorInfo
-from .treatment import UNTREATED, Treatment
+from .weight_rewrite import UNTREATED, Treatment
 from .writer import CheckpointWriter, Declared
 
 Progress = Callable[[int, int, str], None]

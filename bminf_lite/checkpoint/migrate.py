@@ -35,7 +35,7 @@ from .manifest import MANIFEST_FILE, MigrationReport, SourceFile, TensorReport
 from .output_folder import check_target, output_folder
 from .reader import Checkpoint, open_checkpoint
 from .recipe import Recipe, Scheme, load_recipe
-from .treatment import UNTREATED, Calibrate, Calibrated, Treatment, Verify
+from .weight_rewrite import UNTREATED, Calibrate, Calibrated, Treatment, Verify
 from .writer import SHARD_BYTES, CheckpointWriter, Declared, write_json
 
 MAX_IN_FEATURES = 131_071

@@ -34,7 +34,7 @@ stop_option = click.option(
 
 
 def sampling_options(command: Command) -> Command:
-    """The options of :class:`~bminf_lite.engine.sampling.SamplingParams` that are numbers; None if not given."""
+    """The options of :class:`~bminf_lite.engine.sampling_params.SamplingParams` that are numbers; None if not given."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -42,7 +42,7 @@ def sampling_options(command: Command) -> Command:
 
 def given_options(sampling: dict[str, float | None], stop: tuple[str, ...] = ()) -> dict[str, Any]:
     """Those that were given. Raises ``UsageError`` for what is out of range, which needs no model to be told."""
-    from ..engine.sampling import SamplingParams
+    from ..engine.sampling_params import SamplingParams
 
     given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     if stop:

@@ -120,11 +120,11 @@ def run(
 ) -> Report:
     """Everything that was asked for. The limits of the device come last, when the model's memory is free again."""
     from .. import backend
-    from ..bench.inside import kernel_times, trace_step
     from ..bench.instruments import instruments_for
+    from ..bench.model import checkpoint_subject, random_subject
     from ..bench.report import Report
     from ..bench.runner import run_tests
-    from ..bench.subject import checkpoint_subject, random_subject
+    from ..bench.trace import kernel_times, trace_step
 
     ops = backend.create(device, memory_limit)
     try:

@@ -16,7 +16,7 @@ from ._prompts import require_stdin
 from ._sampling import given_options, sampling_options, stop_option
 
 if TYPE_CHECKING:
-    from ..engine.model import Model
+    from ..api import Model
 
 PROMPT = "> "
 CLEAR = "/clear"
@@ -51,7 +51,7 @@ def chat(
       bminf-lite chat Llama-3.2-1B-Instruct-int8 --temperature 0.7
       bminf-lite chat EVA-2-int8 --top-k 10 --temperature 0.85 --repetition-penalty 1.2
     """
-    from ..engine.model import load
+    from ..api import load
 
     require_stdin()
     given = given_options(sampling, stop)

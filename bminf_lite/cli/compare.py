@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ._options import device_option, memory_limit_option, model_argument, stride_option, text_argument, window_option
 
 if TYPE_CHECKING:
-    from ..engine.comparison import Comparison, LinearReport
+    from ..evaluation.comparison import Comparison, LinearReport
 
 SHOWN = 5
 
@@ -55,10 +55,10 @@ def compare(
     """
     from tqdm import tqdm
 
-    from ..engine.compare import check_pair
-    from ..engine.compare import compare as run
-    from ..engine.corpus import first_tokens, read_texts, windows_for
-    from ..engine.report import write_report
+    from ..evaluation.compare import check_pair
+    from ..evaluation.compare import compare as run
+    from ..evaluation.corpus import first_tokens, read_texts, windows_for
+    from ..evaluation.report import write_report
 
     if report is not None and not report.resolve().parent.is_dir():
         raise UsageError(f"{report}: the folder {report.resolve().parent} does not exist; make it first")

@@ -13,7 +13,7 @@ import click
 from ._options import size_text
 
 if TYPE_CHECKING:
-    from ..engine.model import Model
+    from ..api import Model
 
 PROMPT = "If the file"
 NEW_TOKENS = 96
@@ -33,7 +33,7 @@ def demo() -> None:
     Example:
       bminf-lite demo
     """
-    from ..engine.model import load
+    from ..api import load
 
     with (
         resources.as_file(resources.files("bminf_lite").joinpath("demo_model")) as source,
@@ -78,7 +78,7 @@ def show_completion(model: Model) -> None:
 
 def show_perplexity(name: str, model: Model, ids: list[int]) -> float:
     """Print the perplexity of ``ids`` and return it."""
-    from ..engine.evaluate import perplexity
+    from ..evaluation.perplexity import perplexity
 
     started = time.perf_counter()
     value = perplexity(model, ids, WINDOW).value

@@ -41,8 +41,8 @@ def fill_blank(
       bminf-lite fill-blank CPM-2-int8 "今天天气<span>，我们去<span>吧。"
       bminf-lite fill-blank CPM-2-int8 - --json < text.txt
     """
-    from ..engine.blanks import filled
-    from ..engine.model import load
+    from ..api import load
+    from ..text.infilling import filled
 
     given = given_options(sampling)
     if text == "-":

@@ -17,9 +17,9 @@ from ._prompts import Prompt, read_file, read_stdin
 from ._sampling import given_options, sampling_options, stop_option
 
 if TYPE_CHECKING:
-    from ..engine.model import Model
-    from ..engine.prompts import EncodedPrompt
-    from ..engine.result import Piece, Result
+    from ..api import Model
+    from ..engine.outputs import Piece, Result
+    from ..text.prompts import EncodedPrompt
 
 
 @click.command()
@@ -64,7 +64,7 @@ def generate(
       bminf-lite generate MODEL --chat "Why is the sky blue?" --stats
       bminf-lite generate MODEL --prompts questions.jsonl --json > answers.jsonl
     """
-    from ..engine.model import load
+    from ..api import load
 
     if (prompt is None) == (prompts is None):
         raise click.UsageError("Give either PROMPT (or - for stdin) or --prompts.")

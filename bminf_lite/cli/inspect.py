@@ -26,7 +26,7 @@ def inspect(model: Path, as_json: bool) -> None:
       bminf-lite inspect MODEL --json | jq .parameters
     """
     from ..checkpoint.inspect import inspect as describe
-    from ..engine.comparison import finite
+    from ..evaluation.comparison import finite
 
     found = describe(model)
     click.echo(json.dumps(finite(found), indent=2, ensure_ascii=False) if as_json else "\n".join(lines(found)))

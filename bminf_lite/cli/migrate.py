@@ -58,7 +58,7 @@ def migrate(
     """
     from tqdm import tqdm
 
-    from ..engine.migration import migrate as run
+    from ..migration.migrate import migrate as run
 
     with (
         tqdm(unit=" steps", desc="calibrating", disable=None if calibrate else True, leave=False) as calibration,

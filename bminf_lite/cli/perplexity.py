@@ -53,10 +53,10 @@ def perplexity(
     import numpy as np
     from tqdm import tqdm
 
-    from ..engine.comparison import finite
-    from ..engine.corpus import read_texts, windows_for
-    from ..engine.evaluate import Perplexity, window_losses
-    from ..engine.model import load
+    from ..api import load
+    from ..evaluation.comparison import finite
+    from ..evaluation.corpus import read_texts, windows_for
+    from ..evaluation.perplexity import Perplexity, window_losses
 
     windows = windows_for(model, read_texts(text), window, stride)
     with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:

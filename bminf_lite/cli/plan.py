@@ -70,9 +70,9 @@ def plan(
       bminf-lite plan configs/llama-3-8b.json --gpu-memory 6GiB --link 25 --bandwidth 360
       bminf-lite plan MODEL --batch 8 --context 4096 --json | jq .tokens_per_second
     """
-    from ..engine.planning import demand_of
     from ..memory.machine import machine_of
     from ..memory.planner import make_plan
+    from ..placement import demand_of
 
     demand = demand_of(model, recipe, kv_cache)
     made = make_plan(demand, machine_of(memory_limit, gpu_memory, link, bandwidth), context, batch)

@@ -16,9 +16,9 @@ from importlib import metadata
 from typing import Any
 
 from ..errors import DeviceError
-from . import driver, libraries
-from .driver import DeviceAttribute
-from .libraries import Headers, Library, Version, install_command, text
+from .runtime import driver, libraries
+from .runtime.driver import DeviceAttribute
+from .runtime.libraries import Headers, Library, Version, install_command, text
 
 CUPY_DISTRIBUTIONS = {"cupy-cuda13x": 13, "cupy-cuda12x": 12, "cupy": None}
 """CuPy's wheels and the CUDA major version each is for; ``cupy`` alone is built from source for any."""
@@ -154,10 +154,10 @@ def _find_cupy() -> dict[str, str]:
 def _measure_plans() -> list[PlanReport]:
     import cupy
 
-    from .driver import Device
-    from .igemm import Igemm
-    from .matmul import Multiplier
-    from .plans import PlanKind
+    from .kernels.gemm.cublaslt_matmul import Multiplier
+    from .kernels.gemm.igemm import Igemm
+    from .kernels.gemm.plans import PlanKind
+    from .runtime.driver import Device
 
     device = Device(0)
     igemm = Igemm(device, Multiplier.open(device, cupy.cuda.alloc))

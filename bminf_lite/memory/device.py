@@ -10,9 +10,9 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..cuda import driver
-from ..cuda.bindings import LibraryError
-from ..cuda.driver import AccessDescription, AllocationProperties, Device, DeviceAttribute, Location, Status
+from ..cuda.runtime import driver
+from ..cuda.runtime.bindings import LibraryError
+from ..cuda.runtime.driver import AccessDescription, AllocationProperties, Device, DeviceAttribute, Location, Status
 from ..errors import OutOfMemory, UsageError
 from .arena import Arena, Pages
 from .sizes import format_size, parse_size

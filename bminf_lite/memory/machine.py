@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ..cuda.doctor import require_usable
-from ..cuda.driver import Device
+from ..cuda.runtime.driver import Device
 from ..errors import DeviceError, UsageError
 from .device import device_limit, measure_speeds
 from .planner import Machine

@@ -19,7 +19,7 @@ from ..backend.quantization import Int8Weight
 from ..backend.values import Array
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recipe import Calibration, Recipe, Scheme
-from ..checkpoint.treatment import UNTREATED, Calibrated, Treatment
+from ..checkpoint.weight_rewrite import UNTREATED, Calibrated, Treatment
 from ..errors import CheckpointError
 from ..models.spec import Fold, Role, Spec
 from .calibration import Observation, spread_rows

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..checkpoint.recipe import Scheme
-from ..checkpoint.treatment import Treatment
+from ..checkpoint.weight_rewrite import Treatment
 from ..models.spec import Fold, Parameter, Spec
 from .errors import Judge, Version
 

@@ -55,7 +55,7 @@ SHARED: set[str] = {"blocks"}
 def test_the_gpu_overrides_every_operation_that_computes():
     """Inherited NumPy code would run on the GPU's arrays, slowly or wrongly, and say nothing."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from bminf_lite.backend.cuda import CudaBackend
+    from bminf_lite.backend.cuda.backend import CudaBackend
 
     operations = {name for name, value in public(Backend).items() if inspect.isfunction(value)}
     assert operations - SHARED - set(public(CudaBackend)) == set()

@@ -9,9 +9,9 @@ import pytest
 from tiny_models import RandomWeights, goldens
 
 from bminf_lite import models
+from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
-from bminf_lite.engine.generation import Limits
-from bminf_lite.engine.model import Model
+from bminf_lite.engine.scheduler import Limits
 from bminf_lite.errors import OutOfMemory
 from bminf_lite.memory.arena import Arena, Block
 
@@ -31,7 +31,7 @@ def model_on(ops: Backend, context: int = 4096) -> Model:
 def small_gpu():
     """A backend of its own with little memory."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from bminf_lite.backend.cuda import CudaBackend
+    from bminf_lite.backend.cuda.backend import CudaBackend
 
     backend = CudaBackend(0, "48MiB")
     yield backend

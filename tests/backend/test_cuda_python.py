@@ -20,7 +20,7 @@ from fake_gpu import PROFILES
 from fake_gpu.launching import MODELS
 from fake_gpu.sources import split_expression
 
-from bminf_lite.cuda import compiler
+from bminf_lite.cuda.runtime import compiler
 from bminf_lite.errors import DeviceError
 
 TESTS = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ FILES = {
         "models/test_goldens.py": ("gives and qwen2", "gives and grouped", "repeated and llama"),
         "backend/test_sample.py": ("not real",),
         "backend/test_encoder_operations.py": ("cuda",),
-        "engine/test_compare.py": ("gpu",),
+        "evaluation/test_compare.py": ("gpu",),
     },
     "sm_120": {"models/test_goldens.py": ("gives and grouped", "repeated and qwen3")},
 }

@@ -9,7 +9,7 @@ import pytest
 
 from bminf_lite.backend.quantization import quantize_weight
 from bminf_lite.backend.values import Norm
-from bminf_lite.cuda.few_rows import Output
+from bminf_lite.cuda.kernels.gemm.skinny_gemm import Output
 
 pytestmark = pytest.mark.gpu
 

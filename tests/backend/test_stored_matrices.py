@@ -48,7 +48,7 @@ def placed(backend: Backend, request: pytest.FixtureRequest) -> Iterator[Backend
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tables(placed: Backend, shape: tuple[int, int], dtype: np.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if placed.name != "cpu":
-        from bminf_lite.backend.cuda import loading
+        from bminf_lite.backend.cuda import weight_loader as loading
 
         monkeypatch.setattr(loading, "TABLE_BLOCK", 7 * 2 * shape[1])
     values = random(shape, dtype)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bminf_lite.bench import inside
+from bminf_lite.bench import trace as inside
+from bminf_lite.bench.model import random_subject
 from bminf_lite.bench.runner import Workload, run_tests
 from bminf_lite.bench.shapes import read_shape
-from bminf_lite.bench.subject import random_subject
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -54,7 +54,7 @@ def test_speeds_and_peaks(subject, instruments) -> None:
 
 def test_streamed_bytes_are_those_of_the_plan() -> None:
     """A token copies each streamed layer once, and a prompt does for each of its chunks."""
-    from bminf_lite.backend.cuda import CudaBackend
+    from bminf_lite.backend.cuda.backend import CudaBackend
     from bminf_lite.bench.cuda import CudaInstruments
 
     config = read_shape("llama-tiny") | {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 1536}
@@ -132,7 +132,7 @@ def test_plain_formulas_give_what_the_kernels_give(instruments, cuda_backend) ->
     import cupy as cp
 
     from bminf_lite.backend.values import Norm
-    from bminf_lite.bench.plain import quantize, rms_norm
+    from bminf_lite.bench.cases import quantize, rms_norm
 
     random = np.random.default_rng(0).standard_normal((33, 1024), np.float32)
     residual = cuda_backend.array(random)

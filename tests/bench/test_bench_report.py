@@ -14,9 +14,9 @@ import pytest
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.bench import plot
 from bminf_lite.bench.instruments import Ceilings, Span
+from bminf_lite.bench.model import random_subject
 from bminf_lite.bench.report import KernelTime, Report, Trace, markdown_table
 from bminf_lite.bench.runner import Measurement, Workload
-from bminf_lite.bench.subject import random_subject
 from bminf_lite.errors import UsageError
 from bminf_lite.memory.planner import Demand, Machine, Plan
 

@@ -15,15 +15,16 @@ from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.functions import normalise, softmax
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.values import Norm
-from bminf_lite.bench import inside, plain
+from bminf_lite.bench import cases as plain
+from bminf_lite.bench import trace as inside
+from bminf_lite.bench.calls import ProductCosts, watching
 from bminf_lite.bench.instruments import Instruments
+from bminf_lite.bench.model import Subject, random_subject
 from bminf_lite.bench.runner import Workload, run_tests, workloads
 from bminf_lite.bench.session import UNWRITTEN, Session, check, chunks
 from bminf_lite.bench.shapes import read_shape, shape_names
-from bminf_lite.bench.subject import Subject, random_subject
-from bminf_lite.bench.watching import ProductCosts, watching
-from bminf_lite.engine.generation import Generation, Request
-from bminf_lite.engine.sampling import SamplingParams
+from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.engine.scheduler import Generation, Request
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
 
 SHAPE = {

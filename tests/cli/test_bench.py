@@ -80,7 +80,7 @@ def test_numbers_that_are_too_small_are_all_named() -> None:
 
 
 def test_a_shape_that_the_host_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bminf_lite.engine.planning.available_memory", lambda: 10 << 20)
+    monkeypatch.setattr("bminf_lite.placement.available_memory", lambda: 10 << 20)
     result = bench("--shape", "llama-tiny")
     assert result.exit_code == 1 and "the host has 10.0 MiB free" in result.stderr
 

@@ -18,9 +18,9 @@ import tiny_checkpoint
 from click.testing import CliRunner, Result
 
 import bminf_lite
+from bminf_lite.api import Model
 from bminf_lite.cli import main
-from bminf_lite.engine.model import Model
-from bminf_lite.engine.result import Piece
+from bminf_lite.engine.outputs import Piece
 from bminf_lite.errors import OutOfMemory
 
 pty = pytest.importorskip("pty")

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 import bminf_lite
 from bminf_lite.cli import main
-from bminf_lite.engine.blanks import filled
+from bminf_lite.text.infilling import filled
 
 pytest.importorskip("jieba")
 TEXT = "今天<span>不错，我们去<span>。"

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import bminf_lite
 from bminf_lite.cli import main
-from bminf_lite.engine.evaluate import perplexity as measure
+from bminf_lite.evaluation.perplexity import perplexity as measure
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from bminf_lite.cuda import matmul, scaled_gemm
-from bminf_lite.cuda.cublaslt import Order
-from bminf_lite.cuda.few_rows import Output
-from bminf_lite.cuda.layouts import GROUP, round_up
+from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul
+from bminf_lite.cuda.kernels.gemm import gemm_hopper as scaled_gemm
+from bminf_lite.cuda.kernels.gemm.layouts import GROUP, round_up
+from bminf_lite.cuda.kernels.gemm.skinny_gemm import Output
+from bminf_lite.cuda.runtime.cublaslt import Order
 
 
 def install() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bminf_lite.cuda import compiler
+from bminf_lite.cuda.runtime import compiler
 from bminf_lite.errors import DeviceError
 
 
@@ -12,7 +12,7 @@ from bminf_lite.errors import DeviceError
 def device():
     """GPU 0 as the driver sees it; skips where CuPy or a usable GPU is missing."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from bminf_lite.cuda.driver import Device
+    from bminf_lite.cuda.runtime.driver import Device
 
     try:
         return Device(0)
@@ -25,7 +25,7 @@ def multiplier(device, tmp_path_factory):
     """cublasLt on GPU 0, with a store of algorithms of its own."""
     import cupy
 
-    from bminf_lite.cuda.matmul import Multiplier
+    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import Multiplier
 
     return Multiplier.open(device, cupy.cuda.alloc, tmp_path_factory.mktemp("algorithms"))
 

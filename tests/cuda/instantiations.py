@@ -1,7 +1,8 @@
-"""Every instantiation of the kernels in ``cuda/src`` that the package can launch on a GPU of some compute capability.
+"""Every instantiation of the kernels in ``cuda/kernels`` that the package can launch on some compute capability.
 
-The rules are those of ``backend/cuda/launches.py``, ``cuda/attention.py``, ``cuda/few_rows.py`` and
-``cuda/sampling.py``, written down a second time as sets of values, so that they can be enumerated without a GPU.
+The rules are those of ``backend/cuda/launches.py`` and of ``attention/prefill.py``, ``gemm/skinny_gemm.py`` and
+``sampling/sampler.py`` in ``cuda/kernels``, written down a second time as sets of values, so that they can be
+enumerated without a GPU.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bminf_lite.cuda import attention, sampling, scaled_gemm
-from bminf_lite.cuda.attention import Visible
-from bminf_lite.cuda.compiler import SOURCES
-from bminf_lite.cuda.few_rows import Output
+from bminf_lite.cuda.kernels.attention import prefill as attention
+from bminf_lite.cuda.kernels.attention.prefill import Visible
+from bminf_lite.cuda.kernels.gemm import gemm_hopper as scaled_gemm
+from bminf_lite.cuda.kernels.gemm.skinny_gemm import Output
+from bminf_lite.cuda.kernels.sampling import sampler as sampling
+from bminf_lite.cuda.runtime.compiler import SOURCES
 
 Capability = tuple[int, int]
 CAPABILITIES: dict[str, Capability] = {
@@ -33,7 +36,8 @@ ROW_SHAPES = {
 }
 """Threads of a row and vectors of a thread, by whether ``transform`` reads an int32 product."""
 
-ACTIVATIONS = len(re.findall("=", re.findall(r"enum Activation \{.*?\}", (SOURCES / "common.cuh").read_text())[0]))
+_COMMON = (SOURCES / "common/common.cuh").read_text()
+ACTIVATIONS = len(re.findall("=", re.findall(r"enum Activation \{.*?\}", _COMMON)[0]))
 NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
 PLAIN, RMS_NORM, LAYER_NORM, GATE = range(4)
 CODES, TO_HALF, TO_FLOAT = range(3)
@@ -115,41 +119,43 @@ def families(arch: str) -> Iterator[Family]:
     ring = (f"RING_CHUNKS={12 if arch in AMPLE_SHARED else 8}",)
     sizes = tuple(Pair(s) for s in sorted(ROW_SHAPES[True] | ROW_SHAPES[False]))
     prepare = range(GATE + ACTIVATIONS)
-    yield Family("matvec.cu", "matvec", (sources, vectors, outputs, activations, (1, 2, 4)), ring)
-    yield Family("matvec_float.cu", "matvec_float", (sources, vectors, ("bminf::int8", "__half"), outputs, activations))
-    yield Family("rows.cu", "transform", (range(4), prepare, range(3), sizes, orders, orders))
-    yield Family("rows.cu", "finish", (("int", "float"), orders, ("false", "true"), ("float", "__half")))
+    yield Family("gemv/gemv.cu", "matvec", (sources, vectors, outputs, activations, (1, 2, 4)), ring)
+    weights = ("bminf::int8", "__half")
+    yield Family("gemv/gemv_float.cu", "matvec_float", (sources, vectors, weights, outputs, activations))
+    yield Family("rowwise/rows.cu", "transform", (range(4), prepare, range(3), sizes, orders, orders))
+    yield Family("rowwise/rows.cu", "finish", (("int", "float"), orders, ("false", "true"), ("float", "__half")))
     alone = tuple(s for s in sizes if s in ROW_SHAPES[False] and s[1] <= 4)
     kinds, booleans = ("float", "__half"), ("true", "false")
-    yield Family("softmax.cu", "softmax", (kinds, booleans, alone, (1, 2, 4, 8) if hopper else (1,)))
-    yield Family("softmax.cu", "softmax_any", (kinds, booleans))
-    yield Family("norm_any.cu", "norm_any", (booleans,))
-    yield Family("layer_norm_many.cu", "layer_norm_many", (booleans, kinds, (512, 1024)))
-    yield from (Family("rows.cu", name, ()) for name in ("embed", "last_rows", "widen"))
-    yield Family("random.cu", "fill_random", (("bminf::int8", "__half"),))
-    yield from (Family("outliers.cu", name, (("__half", "float"),)) for name in ("split_columns", "add_columns"))
+    yield Family("rowwise/softmax.cu", "softmax", (kinds, booleans, alone, (1, 2, 4, 8) if hopper else (1,)))
+    yield Family("rowwise/softmax.cu", "softmax_any", (kinds, booleans))
+    yield Family("rowwise/norm_unaligned.cu", "norm_any", (booleans,))
+    yield Family("rowwise/layer_norm_many_rows.cu", "layer_norm_many", (booleans, kinds, (512, 1024)))
+    yield from (Family("rowwise/rows.cu", name, ()) for name in ("embed", "last_rows", "widen"))
+    yield Family("rowwise/random.cu", "fill_random", (("bminf::int8", "__half"),))
+    for name in ("split_columns", "add_columns"):
+        yield Family("rowwise/outliers.cu", name, (("__half", "float"),))
     floats = ("__half", "bf16", "float")
     for name in ("row_magnitudes", "row_codes", "column_magnitudes", "take_columns", "to_half"):
-        yield Family("trials.cu", name, (floats,))
-    yield Family("trials.cu", "take_rows", (("__half", "float"),))
-    yield from (Family("trials.cu", name, ()) for name in ("divide_rows", "row_squares"))
-    yield Family("bandwidth.cu", "read_all", ())
-    yield Family("dp4a.cu", "igemm_dp4a", ())
-    yield Family("attention_prepare.cu", "prepare", (("false", "true"), orders, attention.ELEMENTS))
+        yield Family("rowwise/calibration.cu", name, (floats,))
+    yield Family("rowwise/calibration.cu", "take_rows", (("__half", "float"),))
+    yield from (Family("rowwise/calibration.cu", name, ()) for name in ("divide_rows", "row_squares"))
+    yield Family("rowwise/bandwidth.cu", "read_all", ())
+    yield Family("gemm/dp4a.cu", "igemm_dp4a", ())
+    yield Family("attention/prepare_heads.cu", "prepare", (("false", "true"), orders, attention.ELEMENTS))
     clusters = (1, 2, 4, 8) if hopper else (1,)
-    yield Family("attention_decode.cu", "attend", ((64, 128, 256), clusters, range(3), attention.ELEMENTS))
-    yield Family("pointwise.cu", "activate_rows", (("false", "true"), orders, activations))
-    yield Family("pointwise.cu", "add_positions", ())
+    yield Family("attention/decode.cu", "attend", ((64, 128, 256), clusters, range(3), attention.ELEMENTS))
+    yield Family("rowwise/pointwise.cu", "activate_rows", (("false", "true"), orders, activations))
+    yield Family("rowwise/pointwise.cu", "add_positions", ())
     if capability >= (8, 0):
         much = arch in (*AMPLE_SHARED, "sm_80")
         for tiles, warps, steps in (((1, 2), 16 if much else 8, 4), ((4,), 8 if much else 4, 8)):
             ring = (f"RING_WARPS={warps}", "RING_SLOTS=2", f"RING_STEPS={steps}")
-            yield Family("few_rows.cu", "few_rows", (tiles, range(SUMS + 1), activations), ring)
+            yield Family("gemm/skinny_gemm.cu", "few_rows", (tiles, range(SUMS + 1), activations), ring)
     yield from (Family(sampling.SOURCE, name, (), sampling.DEFINES) for name in sampling.KERNELS)
     if arch == "sm_90a":
         values = ((0, 2, GATED), activations, ("false", "true"), tuple(TILINGS_BY_ARGUMENTS))
-        yield Family("gemm_hopper.cu", "bminf::gemm_hopper", values)
-        yield Family("few_rows_hopper.cu", "bminf::few_rows_hopper", ((1, 2, 4), range(SUMS + 1), activations))
+        yield Family("gemm/gemm_hopper.cu", "bminf::gemm_hopper", values)
+        yield Family("gemm/skinny_gemm_hopper.cu", "bminf::few_rows_hopper", ((1, 2, 4), range(SUMS + 1), activations))
     if arch != "sm_90":  # the package compiles for sm_90a there, whose instructions the kernel needs
         for depth, small, kind in itertools.product(HEAD_SIZES, (False, True), attention_kinds()):
             tiling = attention.tiling_for(capability, -(-depth // 16) * 16, small, *kind)

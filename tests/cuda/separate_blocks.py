@@ -10,7 +10,7 @@ import weakref
 
 import cupy as cp
 
-from bminf_lite.cuda.driver import Device
+from bminf_lite.cuda.runtime.driver import Device
 from bminf_lite.memory.arena import ALIGNMENT, Arena, Block
 from bminf_lite.memory.device import device_limit
 

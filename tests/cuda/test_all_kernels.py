@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from instantiations import CAPABILITIES, Family, families, grouped, pairs, pairwise
 
-from bminf_lite.cuda import compiler
-from bminf_lite.cuda.compiler import Cubin, Usage
+from bminf_lite.cuda.runtime import compiler
+from bminf_lite.cuda.runtime.compiler import Cubin, Usage
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
@@ -31,7 +32,7 @@ MAY_USE = {"attend": 255, "bminf::gemm_hopper": 240}
 """Registers of a thread, in the largest blocks that are launched or as the kernel itself hands them out; 128 where
 nothing is said.
 """
-ELSEWHERE = ("attention_prefill.cu", "attention_prefill_hopper.cu", "sample.cu", "dp4a.cu")
+ELSEWHERE = ("attention/prefill.cu", "attention/prefill_hopper.cu", "sampling/sample.cu", "gemm/dp4a.cu")
 
 
 def allowed_spill(family: Family, arguments: tuple[object, ...], usage: Usage) -> float:
@@ -88,7 +89,7 @@ def test_compiles_without_spills(arch: str) -> None:
 
 def test_every_kernel_is_among_them() -> None:
     """A kernel that somebody adds must be added to tests/cuda/instantiations.py too."""
-    sources = {file.name: file.read_text() for file in compiler.SOURCES.iterdir() if file.name.endswith(".cu")}
+    sources = {f"{f.parent.name}/{f.name}": f.read_text() for f in Path(str(compiler.SOURCES)).rglob("*.cu")}
     kernels = {
         (name, kernel)
         for name, text in sources.items()

@@ -12,10 +12,11 @@ import pytest
 from checked import repeats
 
 from bminf_lite.backend.base import attend
-from bminf_lite.cuda import attention, compiler
-from bminf_lite.cuda.attention import PrefillAttention, Tiling, Visible, tiling_for
-from bminf_lite.cuda.compiler import Usage
-from bminf_lite.cuda.driver import Device
+from bminf_lite.cuda.kernels.attention import prefill as attention
+from bminf_lite.cuda.kernels.attention.prefill import PrefillAttention, Tiling, Visible, tiling_for
+from bminf_lite.cuda.runtime import compiler
+from bminf_lite.cuda.runtime.compiler import Usage
+from bminf_lite.cuda.runtime.driver import Device
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bminf_lite.cuda import compiler, cubin_cache
-from bminf_lite.cuda.compiler import Usage
+from bminf_lite.cuda.runtime import compiler, cubin_cache
+from bminf_lite.cuda.runtime.compiler import Usage
 from bminf_lite.errors import DeviceError
 
 pytestmark = pytest.mark.usefixtures("nvrtc")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bminf_lite.cuda import cubin_cache
+from bminf_lite.cuda.runtime import cubin_cache
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

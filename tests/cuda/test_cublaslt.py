@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bminf_lite.cuda import cublaslt, libraries
-from bminf_lite.cuda.bindings import LibraryError
-from bminf_lite.cuda.cublaslt import (
+from bminf_lite.cuda.runtime import cublaslt, libraries
+from bminf_lite.cuda.runtime.bindings import LibraryError
+from bminf_lite.cuda.runtime.cublaslt import (
     ComputeType,
     CublasLt,
     DataType,

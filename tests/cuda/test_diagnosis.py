@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bminf_lite.cuda.doctor import Gpu, PlanReport, Probes, diagnose, require_usable
-from bminf_lite.cuda.libraries import Headers, Library, Version
+from bminf_lite.cuda.runtime.libraries import Headers, Library, Version
 from bminf_lite.errors import DeviceError
 
 GPU = Gpu(0, "NVIDIA Example", (9, 0), 80 << 30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bminf_lite.cuda import compiler
+from bminf_lite.cuda.runtime import compiler
 from bminf_lite.errors import DeviceError
 
 
@@ -16,6 +16,6 @@ def test_it_compiles(arch, tmp_path):
         pytest.skip(str(error))
     if int(arch[3:].rstrip("a")) not in known:
         pytest.skip(f"this NVRTC cannot compile for {arch}")
-    usage = compiler.compile("dp4a.cu", arch, ["igemm_dp4a"], cache=tmp_path).usage["igemm_dp4a"]
+    usage = compiler.compile("gemm/dp4a.cu", arch, ["igemm_dp4a"], cache=tmp_path).usage["igemm_dp4a"]
     assert usage.spill_stores == usage.spill_loads == usage.stack == 0
     assert usage.registers <= 128

@@ -26,8 +26,8 @@ def place(machine: Machine, values: np.ndarray) -> int:
 
 def widen(machine: Machine, codes: int, out: int, count: int, blocks: int = 1) -> None:
     """A launch of the kernel ``widen``."""
-    kernel = FakeKernel("rows.cu", "widen", ())
-    machine.requested["rows.cu", "widen", ()] = Requested("sm_90a")
+    kernel = FakeKernel("rowwise/rows.cu", "widen", ())
+    machine.requested["rowwise/rows.cu", "widen", ()] = Requested("sm_90a")
     parameters = np.array([codes, out, count], np.uint64).tobytes()
     launch = Launch(kernel, (blocks, 1, 1), 256, 0, 1, parameters)
     check(machine, launch)
@@ -88,6 +88,6 @@ def test_recorded_work_runs_when_it_is_replayed(machine: Machine):
 def test_declarations_and_expressions_are_read():
     assert split_expression("bminf::attend_prefill<64, 128>") == ("attend_prefill", ("64", "128"))
     assert expand("p2i3f") == "piifff"
-    declared = declarations("rows.cu")["embed"]
+    declared = declarations("rowwise/rows.cu")["embed"]
     assert declared.signature == "ppqpqi"
     assert [p.name for p in declared.parameters] == ["tokens", "table", "pitch", "out", "out_pitch", "k"]

@@ -14,7 +14,7 @@ DTYPES = [("float16", "float16"), ("float16", "float32"), ("float32", "float32")
 
 @pytest.fixture(scope="module")
 def fgemm(multiplier):
-    from bminf_lite.cuda.fgemm import Fgemm
+    from bminf_lite.cuda.kernels.gemm.fgemm import Fgemm
 
     return Fgemm(multiplier)
 

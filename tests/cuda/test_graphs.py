@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bminf_lite.cuda import driver
-from bminf_lite.cuda.bindings import LibraryError
-from bminf_lite.cuda.graphs import Graph
-from bminf_lite.cuda.kernels import Module
+from bminf_lite.cuda.runtime import driver
+from bminf_lite.cuda.runtime.bindings import LibraryError
+from bminf_lite.cuda.runtime.graphs import Graph
+from bminf_lite.cuda.runtime.kernel import Module
 from bminf_lite.memory.arena import Arena, Block
 from bminf_lite.memory.device import device_arena
 

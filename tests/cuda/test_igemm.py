@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checked import repeats
 
-from bminf_lite.cuda.plans import PlanKind
+from bminf_lite.cuda.kernels.gemm.plans import PlanKind
 from bminf_lite.errors import DeviceError
 
 pytestmark = pytest.mark.gpu
@@ -29,13 +29,13 @@ SHAPES = [  # rows, out_features, in_features
 
 @pytest.fixture(scope="module")
 def igemm(device, multiplier):
-    from bminf_lite.cuda.igemm import Igemm
+    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
 
     return Igemm(device, multiplier)
 
 
 def igemm_of(device, multiplier, *kinds):
-    from bminf_lite.cuda.igemm import Igemm
+    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
 
     return Igemm(device, multiplier, kinds)
 
@@ -170,8 +170,8 @@ def test_a_plain_weight_without_padding_is_not_copied(igemm):
 
 @pytest.mark.parametrize("kind", list(PlanKind))
 def test_a_weight_is_laid_out_as_the_plan_says(igemm, kind):
-    from bminf_lite.cuda.igemm import Plan
-    from bminf_lite.cuda.plans import Shapes
+    from bminf_lite.cuda.kernels.gemm.igemm import Plan
+    from bminf_lite.cuda.kernels.gemm.plans import Shapes
 
     plan = Plan(igemm, Shapes(kind, 45, 71))
     codes = random_codes(45, 71)
@@ -181,7 +181,7 @@ def test_a_weight_is_laid_out_as_the_plan_says(igemm, kind):
 
 
 def test_a_shape_that_cublaslt_refuses_is_computed_by_the_other_kernel(device, multiplier, monkeypatch):
-    from bminf_lite.cuda.matmul import NoAlgorithm
+    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import NoAlgorithm
 
     chosen = igemm_of(device, multiplier, PlanKind.PLAIN)
     plan = chosen.plan(33, 65)
@@ -200,7 +200,7 @@ def test_a_shape_that_cublaslt_refuses_is_computed_by_the_other_kernel(device, m
 @pytest.mark.parametrize("seen", [True, False], ids=["seen", "unseen"])
 @pytest.mark.parametrize("kind", [PlanKind.PLAIN, PlanKind.DP4A])
 def test_products_are_captured_into_a_graph(device, multiplier, seen, kind):
-    from bminf_lite.cuda.graphs import Graph
+    from bminf_lite.cuda.runtime.graphs import Graph
 
     rows, out, inner = 40 + seen, 256, 512
     plan = igemm_of(device, multiplier, kind).plan(out, inner)
@@ -229,8 +229,8 @@ def test_products_are_captured_into_a_graph(device, multiplier, seen, kind):
 
 
 def test_algorithms_are_timed_once_and_remembered(device, tmp_path, monkeypatch):
-    from bminf_lite.cuda import matmul
-    from bminf_lite.cuda.igemm import Igemm
+    from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul
+    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
 
     timings = []
     measure = matmul.timed
@@ -247,10 +247,10 @@ def test_algorithms_are_timed_once_and_remembered(device, tmp_path, monkeypatch)
 
 
 def test_a_poisoned_store_costs_no_result(device, tmp_path):
-    from bminf_lite.cuda.cublaslt import Algorithm
-    from bminf_lite.cuda.igemm import Igemm
-    from bminf_lite.cuda.matmul import Multiplier
-    from bminf_lite.cuda.plans import bucket
+    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import Multiplier
+    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
+    from bminf_lite.cuda.kernels.gemm.plans import bucket
+    from bminf_lite.cuda.runtime.cublaslt import Algorithm
 
     multiplier = Multiplier.open(device, cp.cuda.alloc, tmp_path)
     multiplier.store.put(f"int8 plain {bucket(50)}x64x64", Algorithm((0xDEADBEEF,) * 8))
@@ -267,8 +267,8 @@ def test_a_poisoned_store_costs_no_result(device, tmp_path):
 )
 def test_a_few_rows(igemm, rows, out_features, in_features):
     """By the kernel of their own, whether it is faster or not."""
-    from bminf_lite.cuda.igemm import Plan
-    from bminf_lite.cuda.plans import Shapes
+    from bminf_lite.cuda.kernels.gemm.igemm import Plan
+    from bminf_lite.cuda.kernels.gemm.plans import Shapes
 
     if not igemm.few_rows.supports(rows):
         pytest.skip("the kernel needs compute capability 8.0")
@@ -278,7 +278,7 @@ def test_a_few_rows(igemm, rows, out_features, in_features):
 
 
 def test_the_kernel_for_a_few_rows_is_trusted_only_when_exact(device, multiplier, monkeypatch):
-    from bminf_lite.cuda.igemm import Igemm
+    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
 
     igemm, broken = (Igemm(device, multiplier, [PlanKind.PLAIN], few_rows=True) for _ in range(2))
     assert igemm.trusts_few_rows
@@ -289,9 +289,9 @@ def test_the_kernel_for_a_few_rows_is_trusted_only_when_exact(device, multiplier
 
 
 def test_which_kernel_is_faster_is_found_once_and_remembered(device, tmp_path, monkeypatch):
-    from bminf_lite.cuda.few_rows import FewRows
-    from bminf_lite.cuda.igemm import Igemm, Plan
-    from bminf_lite.cuda.matmul import Multiplier
+    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import Multiplier
+    from bminf_lite.cuda.kernels.gemm.igemm import Igemm, Plan
+    from bminf_lite.cuda.kernels.gemm.skinny_gemm import FewRows
 
     timings, verdicts = [], []
     measure = Plan._is_faster
@@ -307,7 +307,7 @@ def test_which_kernel_is_faster_is_found_once_and_remembered(device, tmp_path, m
 
 
 def test_the_fastest_kernel_is_not_timed(device, multiplier, monkeypatch):
-    from bminf_lite.cuda.igemm import Igemm, Plan
+    from bminf_lite.cuda.kernels.gemm.igemm import Igemm, Plan
 
     monkeypatch.setattr(Plan, "_is_faster", lambda *args: pytest.fail("timed"))
     igemm = Igemm(device, multiplier, [PlanKind.PLAIN], few_rows=True)
@@ -318,7 +318,7 @@ def test_the_fastest_kernel_is_not_timed(device, multiplier, monkeypatch):
 
 def test_the_faster_of_the_kernels_for_a_few_rows(device, multiplier):
     """Whichever it is, the result is the same, and nothing is timed while a graph is recorded."""
-    from bminf_lite.cuda.igemm import Igemm
+    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
 
     plan = Igemm(device, multiplier, [PlanKind.PLAIN], few_rows=True).plan(4096, 4096)
     for rows in (2, 16, 32):

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bminf_lite.cuda import compiler, driver
-from bminf_lite.cuda.bindings import LibraryError
-from bminf_lite.cuda.driver import FunctionAttribute, LaunchAttribute, LaunchAttributeID, LaunchConfig
-from bminf_lite.cuda.kernels import Module
+from bminf_lite.cuda.runtime import compiler, driver
+from bminf_lite.cuda.runtime.bindings import LibraryError
+from bminf_lite.cuda.runtime.driver import FunctionAttribute, LaunchAttribute, LaunchAttributeID, LaunchConfig
+from bminf_lite.cuda.runtime.kernel import Module
 from bminf_lite.errors import DeviceError
 
 SOURCE = """

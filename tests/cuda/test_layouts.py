@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bminf_lite.cuda
-from bminf_lite.cuda.cublaslt import Order
-from bminf_lite.cuda.layouts import TILE_ROWS, Layout
+from bminf_lite.cuda.kernels.gemm.layouts import TILE_ROWS, Layout
+from bminf_lite.cuda.runtime.cublaslt import Order
 
-SOURCES = Path(bminf_lite.cuda.__file__).parent / "src"
+SOURCES = Path(bminf_lite.cuda.__file__).parent / "kernels"
 ORDERS = sorted(TILE_ROWS)
 SIZES = st.one_of(st.sampled_from([1, 2, 7, 8, 31, 32, 33, 64, 97]), st.integers(1, 130))
 
@@ -115,7 +115,7 @@ HOST_PROGRAM = """
 #define __host__
 #define __device__
 #define __forceinline__ inline
-#include "layout.cuh"
+#include "common/layout.cuh"
 template <Order order> void fill(unsigned rows, unsigned cols, size_t ld, size_t* out) {
     for (unsigned r = 0; r < rows; ++r)
         for (unsigned c = 0; c < cols; ++c) out[size_t(r) * cols + c] = offset<order>(r, c, ld);

@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from bminf_lite.cuda.cublaslt import DataType, LayoutAttribute, MatrixLayout, Order, TransformDesc
-from bminf_lite.cuda.layouts import Layout
+from bminf_lite.cuda.kernels.gemm.layouts import Layout
+from bminf_lite.cuda.runtime.cublaslt import DataType, LayoutAttribute, MatrixLayout, Order, TransformDesc
 
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")

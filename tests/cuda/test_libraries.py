@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from bminf_lite.cuda import libraries
+from bminf_lite.cuda.runtime import libraries
 from bminf_lite.errors import DeviceError
 
 

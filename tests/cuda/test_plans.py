@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.cuda.cublaslt import ComputeType, DataType, Order
-from bminf_lite.cuda.layouts import Layout
-from bminf_lite.cuda.plans import Matrix, PlanKind, Product, Shapes, bucket, kinds_for, row_major_product
+from bminf_lite.cuda.kernels.gemm.layouts import Layout
+from bminf_lite.cuda.kernels.gemm.plans import (
+    Matrix,
+    PlanKind,
+    Product,
+    Shapes,
+    bucket,
+    kinds_for,
+    row_major_product,
+)
+from bminf_lite.cuda.runtime.cublaslt import ComputeType, DataType, Order
 
 DTYPES = {DataType.R_8I: np.int8, DataType.R_32I: np.int32, DataType.R_32F: np.float32}
 SIZES = st.one_of(st.sampled_from([1, 2, 31, 32, 33, 64]), st.integers(1, 80))

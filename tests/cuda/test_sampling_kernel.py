@@ -13,7 +13,8 @@ from checked import repeats
 
 from bminf_lite.backend import sampling as definition
 from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerState
-from bminf_lite.cuda import compiler, sampling
+from bminf_lite.cuda.kernels.sampling import sampler as sampling
+from bminf_lite.cuda.runtime import compiler
 from bminf_lite.errors import DeviceError
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_120", "sm_120a")
@@ -43,7 +44,7 @@ def test_compiles_without_spills(arch: str) -> None:
 
 
 def test_the_constants_are_the_definitions() -> None:
-    source = (compiler.SOURCES / "sample.cuh").read_text()
+    source = (compiler.SOURCES / "sampling/sample.cuh").read_text()
 
     def values(name: str) -> list[float]:
         match = re.search(rf"{name}\S* = ([^;]+);", source)
@@ -124,7 +125,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-        from bminf_lite.cuda.driver import Device
+        from bminf_lite.cuda.runtime.driver import Device
 
         try:
             self.device = Device(0)

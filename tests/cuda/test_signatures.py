@@ -6,13 +6,14 @@ The other half, that each launch's signature is the declaration's, is checked wh
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import pytest
 from cubin_info import kernel_info, offsets_and_sizes
 from fake_gpu.sources import LETTERS, declarations
 from instantiations import families
 
-from bminf_lite.cuda import compiler
+from bminf_lite.cuda.runtime import compiler
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
@@ -33,7 +34,7 @@ CASES = one_of_each()
 
 
 def test_every_kernel_is_here():
-    for source in (file.name for file in compiler.SOURCES.iterdir() if file.name.endswith(".cu")):
+    for source in (f"{file.parent.name}/{file.name}" for file in Path(str(compiler.SOURCES)).rglob("*.cu")):
         assert len(CASES[source]) == len(declarations(source)), source
 
 

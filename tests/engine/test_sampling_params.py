@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.backend.sampling import PROMPT_FLAG
-from bminf_lite.engine.sampling import SamplingParams, sampler_state
+from bminf_lite.engine.sampling_params import SamplingParams, sampler_state
 from bminf_lite.errors import CheckpointError, UsageError
 
 NAN, INF = float("nan"), float("inf")

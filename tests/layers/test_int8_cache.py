@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from model_kit import make_model, prompt_of, request, run
 from random_values import make_step
 
+from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend, cached
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.quantization import LARGEST_HEAD_SCALE, quantize_heads
 from bminf_lite.backend.values import AttentionSpec
-from bminf_lite.engine.model import Model
 from bminf_lite.layers.cache import CacheShape, KVCache
 
 

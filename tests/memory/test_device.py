@@ -8,19 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bminf_lite.cuda import driver
-from bminf_lite.cuda.bindings import LibraryError
+from bminf_lite.cuda.runtime import driver
+from bminf_lite.cuda.runtime.bindings import LibraryError
 from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.memory.arena import Arena
-from bminf_lite.memory.device import (
-    CHUNK,
-    MARGIN,
-    MappedPages,
-    WholePages,
-    device_arena,
-    device_limit,
-    device_pages,
-)
+from bminf_lite.memory.device import CHUNK, MARGIN, MappedPages, WholePages, device_arena, device_limit, device_pages
 
 MIB = 1 << 20
 

@@ -16,9 +16,9 @@ from simulated import SimulatedDevice
 
 import bminf_lite
 from bminf_lite import backend
+from bminf_lite import placement as planning
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.checkpoint.tensor_file import TensorFile
-from bminf_lite.engine import planning
 from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
 from bminf_lite.memory.planner import Machine, make_plan
 

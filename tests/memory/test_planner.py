@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.engine.planning import demand_of
 from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.layers.cache import KVCache
 from bminf_lite.memory.planner import (
@@ -24,6 +23,7 @@ from bminf_lite.memory.planner import (
     step_time,
     suggestions,
 )
+from bminf_lite.placement import demand_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MIB = 1 << 20

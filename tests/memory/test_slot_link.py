@@ -15,8 +15,8 @@ from fake_cupy import FakeStream, HostPages, replace_cupy
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from bminf_lite.backend.cuda import streaming
-from bminf_lite.backend.cuda.loading import Loader
+from bminf_lite.backend.cuda import streamed_weights as streaming
+from bminf_lite.backend.cuda.weight_loader import Loader
 from bminf_lite.backend.values import Placement
 from bminf_lite.errors import OutOfMemory
 from bminf_lite.memory.arena import ALIGNMENT, Arena

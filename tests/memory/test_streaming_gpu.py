@@ -18,13 +18,13 @@ from model_kit import CONFIG, make_model, prompt_of, request, run
 from tiny_models import RandomWeights
 
 from bminf_lite import models
+from bminf_lite.api import Model, load
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.survey import Survey
+from bminf_lite.backend.meta import Survey
 from bminf_lite.backend.values import Placement
-from bminf_lite.bench.subject import random_subject
+from bminf_lite.bench.model import random_subject
 from bminf_lite.checkpoint.migrate import migrate
-from bminf_lite.cuda.driver import Device
-from bminf_lite.engine.model import Model, load
+from bminf_lite.cuda.runtime.driver import Device
 from bminf_lite.errors import CheckpointError
 from bminf_lite.memory.device import measure_speeds
 from bminf_lite.memory.planner import Plan, spread
@@ -40,7 +40,7 @@ WIDE = {
 
 
 def open_backend(memory_limit: int | str | None = None) -> Any:
-    from bminf_lite.backend.cuda import CudaBackend
+    from bminf_lite.backend.cuda.backend import CudaBackend
 
     return CudaBackend(0, memory_limit)
 
@@ -169,7 +169,7 @@ def test_a_step_takes_what_the_link_allows() -> None:
 @pytest.mark.parametrize("how", ["cut short", "written to"])
 def test_a_file_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path, how: str) -> None:
     """And no crash: nothing is mapped. The same process then loads another."""
-    from bminf_lite.backend.cuda import CudaBackend
+    from bminf_lite.backend.cuda.backend import CudaBackend
 
     sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96}
     migrate(tiny_checkpoint.write(tmp_path / "source", **sizes), tmp_path / "int8")

@@ -11,7 +11,7 @@ from fake_gpu.real_shapes import configs
 from random_values import make_step
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.bench.subject import Subject, random_subject
+from bminf_lite.bench.model import Subject, random_subject
 from bminf_lite.layers.cache import KVCache, SourceCache
 
 VOCABULARY = 1000

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from bminf_lite.backend.functions import silu
-from bminf_lite.checkpoint.treatment import Treatment
+from bminf_lite.checkpoint.weight_rewrite import Treatment
 from bminf_lite.models.spec import Fold, Parameter, Spec
 
 Tensors = dict[str, np.ndarray]

@@ -11,7 +11,7 @@ import outliers
 import pytest
 
 import bminf_lite
-from bminf_lite.engine.evaluate import perplexity
+from bminf_lite.evaluation.perplexity import perplexity
 
 DEMO = Path(str(resources.files("bminf_lite.demo_model")))
 TOKENS = 4096

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bminf_lite.bench import instruments, plain
+from bminf_lite.bench import cases as plain
+from bminf_lite.bench import instruments
 
 pytestmark = pytest.mark.parity
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import cupy as cp
 import numpy as np
 
-from ...cuda.layouts import round_up
+from ...cuda.kernels.gemm.layouts import round_up
 
 PAD = 32
 """Elements that rows and vectors are padded to: COL32 results come in groups of 32 columns."""

@@ -6,12 +6,12 @@ import functools
 
 import cupy as cp
 
-from ...cuda.few_rows import GROUP, Output
-from ...cuda.igemm import Igemm
-from ...cuda.scaled_gemm import MIN_ROWS, ScaledGemm
+from ...cuda.kernels.gemm.gemm_hopper import MIN_ROWS, ScaledGemm
+from ...cuda.kernels.gemm.igemm import Igemm
+from ...cuda.kernels.gemm.skinny_gemm import GROUP, Output
 from .arrays import Arrays, pitch_of
+from .deferred import Codes, Weight
 from .launches import address, size_of
-from .unfinished import Codes, Weight
 
 
 class FusedProducts:

@@ -6,9 +6,9 @@ import cupy as cp
 
 from ..values import Step
 from .arrays import pitch_of
+from .deferred import Outliers, Product, Weight
 from .launches import PRODUCT, address, ceil_div, read_arguments, size_of
 from .rows import RowLaunches
-from .unfinished import Outliers, Product, Weight
 
 
 class GeneralLaunches(RowLaunches):
@@ -20,14 +20,14 @@ class GeneralLaunches(RowLaunches):
         expression = f"activate_rows<{'true' if kind == PRODUCT else 'false'}, {order}, {activation}>"
         rows, n = source.shape
         self._launch(
-            "pointwise.cu", expression, "ppppqpqii", ceil_div(rows * n, 256), 256,
+            "rowwise/pointwise.cu", expression, "ppppqpqii", ceil_div(rows * n, 256), 256,
             (*data, out.data.ptr, pitch_of(out), rows, n), moved=size_of(source, out),
         )  # fmt: skip
 
     def add_positions(self, step: Step, table: cp.ndarray, residual: cp.ndarray) -> None:
         """Add to each token's row, fp32, the row of an fp16 table at its position."""
         self._launch(
-            "pointwise.cu", "add_positions", "ppipqpqi", len(residual), 256,
+            "rowwise/pointwise.cu", "add_positions", "ppipqpqi", len(residual), 256,
             (address(step.starts), address(step.past), step.count, table.data.ptr, pitch_of(table),
              residual.data.ptr, pitch_of(residual), residual.shape[1]),
             moved=2 * size_of(residual),
@@ -37,7 +37,7 @@ class GeneralLaunches(RowLaunches):
         """Rows of ``x`` to ``rest`` with zeros in some columns, and those to ``kept``, fp16 ``[rows, n]``, dense."""
         kind = "__half" if x.dtype == cp.float16 else "float"
         self._launch(
-            "outliers.cu", f"split_columns<{kind}>", "pqpipqpi", len(x), 256,
+            "rowwise/outliers.cu", f"split_columns<{kind}>", "pqpipqpi", len(x), 256,
             (x.data.ptr, pitch_of(x), outliers.index.data.ptr, kept.shape[1], rest.data.ptr, pitch_of(rest),
              kept.data.ptr, x.shape[1]),
             moved=size_of(x, rest, kept),
@@ -49,7 +49,7 @@ class GeneralLaunches(RowLaunches):
         assert outliers is not None
         kind, (rows, n), columns = "__half" if out.dtype == cp.float16 else "float", out.shape, kept.shape[1]
         self._launch(
-            "outliers.cu", f"add_columns<{kind}>", "pqpipqppqi", (rows, ceil_div(n, 256)), 256,
+            "rowwise/outliers.cu", f"add_columns<{kind}>", "pqpipqppqi", (rows, ceil_div(n, 256)), 256,
             (sums.data.ptr, pitch_of(sums), kept.data.ptr, columns, outliers.values.data.ptr,
              pitch_of(outliers.values), address(weight.bias), out.data.ptr, pitch_of(out), n),
             shared=4 * columns, moved=size_of(sums, kept, outliers.values, out),

@@ -1,4 +1,4 @@
-"""Launches of the kernels in ``cuda/src``: which instantiation serves a shape, with what grid and shared memory.
+"""Launches of the kernels in ``cuda/kernels``: which instantiation serves a shape, with what grid and shared memory.
 
 Every method puts work on one stream and returns; arrays are padded as :mod:`.arrays` says.
 """
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import cupy as cp
 import numpy as np
 
-from ...cuda.attention import HALF, INT8
-from ...cuda.cublaslt import Order
-from ...cuda.driver import Device, DeviceAttribute
-from ...cuda.kernels import Dimensions, Kernel, Module
-from ...cuda.layouts import Layout, round_up
+from ...cuda.kernels.attention.prefill import HALF, INT8
+from ...cuda.kernels.gemm.layouts import Layout, round_up
+from ...cuda.runtime.cublaslt import Order
+from ...cuda.runtime.driver import Device, DeviceAttribute
+from ...cuda.runtime.kernel import Dimensions, Kernel, Module
 from ...errors import DeviceError
 from ..values import AttentionSpec, LayerCache, Norm, Step
 from .arrays import PAD, pitch_of
-from .unfinished import Codes, Gated, Product, Weight
+from .deferred import Codes, Gated, Product, Weight
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3}
 MATVEC_THREADS = 512
@@ -96,7 +96,7 @@ class Launches:
         self._written: set[int] | None = None  # caches that the present step has written; None before its first kernel
 
     def _load(self, source: str, expression: str, signature: str, cache: bool) -> Kernel:
-        defines = [f"RING_CHUNKS={self.ring_chunks}"] if source == "matvec.cu" else []
+        defines = [f"RING_CHUNKS={self.ring_chunks}"] if source == "gemv/gemv.cu" else []
         return Module(self.device, source, [expression], defines).kernel(expression, signature, cache)
 
     def _launch(
@@ -145,7 +145,7 @@ class Launches:
         expression = f"matvec<{norm_kind(norm, 0)}, {vectors}, {output}, {activation}, {unit}>"
         gain, shift, eps = norm_arguments(norm)
         self._launch(
-            "matvec.cu", expression, "pppfppppiii", grid, MATVEC_THREADS,
+            "gemv/gemv.cu", expression, "pppfppppiii", grid, MATVEC_THREADS,
             (x.data.ptr, gain, shift, eps, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
              out.data.ptr, n, weight.in_features, pitch),
             shared=self.ring_bytes + round_up(pitch, CHUNK * unit) + 4 * rows, one_per_multiprocessor=True,
@@ -163,7 +163,7 @@ class Launches:
         gain, shift, eps = norm_arguments(norm)
         grid = min(2 * self.multiprocessors, ceil_div(outputs, MATVEC_WARPS))
         self._launch(
-            "matvec_float.cu", expression, "pqppfppppqiii", (grid, x.shape[0]), MATVEC_THREADS,
+            "gemv/gemv_float.cu", expression, "pqppfppppqiii", (grid, x.shape[0]), MATVEC_THREADS,
             (x.data.ptr, pitch_of(x), gain, shift, eps, weight.matrix.data.ptr, address(weight.scale),
              address(weight.bias), out.data.ptr, pitch_of(out), weight.out_features, weight.in_features, weight.pitch),
             shared=2 * weight.pitch, moved=x.shape[0] * weight.nbytes + size_of(x, out),
@@ -210,7 +210,7 @@ class Launches:
         many = rows > self.multiprocessors
         threads, vectors = row_shape(k, 1 if not many else 2 if source == PRODUCT else 4)
         expression = f"transform<{source}, {prepare}, {target}, {threads}, {vectors}, {order}, {out_order}>"
-        kernel = self._kernel("rows.cu", expression, "ppppqpqppfppqii", many)
+        kernel = self._kernel("rowwise/rows.cu", expression, "ppppqpqppfppqii", many)
         return kernel, ceil_div(rows * threads, max(threads, 128)), max(threads, 128)
 
     def finish(
@@ -228,7 +228,7 @@ class Launches:
         target = "__half" if out.dtype == cp.float16 else "float"
         expression = f"finish<{kind}, {int(layout.order)}, {'true' if add else 'false'}, {target}>"
         self._launch(
-            "rows.cu", expression, "ppppqpqii", ceil_div(rows * ceil_div(n, 8), 256), 256,
+            "rowwise/rows.cu", expression, "ppppqpqii", ceil_div(rows * ceil_div(n, 8), 256), 256,
             (acc.data.ptr, 0 if x_scale is None else x_scale.ptr, address(weight.scale), address(weight.bias),
              layout.ld, out.data.ptr, pitch_of(out), rows, n),
             moved=acc.nbytes + size_of(out, out if add else None), cache=rows > self.multiprocessors,
@@ -238,25 +238,25 @@ class Launches:
         """Rows of an fp16 table into fp32: what a step begins with."""
         self._written = set()
         arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1])
-        self._launch("rows.cu", "embed", "ppqpqi", len(out), 256, arguments, moved=2 * size_of(out))
+        self._launch("rowwise/rows.cu", "embed", "ppqpqi", len(out), 256, arguments, moved=2 * size_of(out))
 
     def last_rows(self, starts: cp.ndarray, x: cp.ndarray, out: cp.ndarray) -> None:
         """The last row of each sequence, fp32."""
         arguments = (starts.data.ptr, x.data.ptr, pitch_of(x), out.data.ptr, pitch_of(out), x.shape[1])
-        self._launch("rows.cu", "last_rows", "ppqpqi", len(out), 256, arguments, moved=2 * size_of(out))
+        self._launch("rowwise/rows.cu", "last_rows", "ppqpqi", len(out), 256, arguments, moved=2 * size_of(out))
 
     def widen(self, codes: cp.ndarray, out: cp.ndarray) -> None:
         """int8 codes as fp16 numbers, a multiple of 16 of them."""
         grid = ceil_div(codes.size, 16 * 256)
         arguments = (codes.data.ptr, out.data.ptr, codes.size)
-        self._launch("rows.cu", "widen", "ppq", grid, 256, arguments, moved=size_of(codes, out), cache=True)
+        self._launch("rowwise/rows.cu", "widen", "ppq", grid, 256, arguments, moved=size_of(codes, out), cache=True)
 
     def fill_random(self, out: cp.ndarray, seed: int) -> None:
         """The rows and columns of a ``RandomMatrix`` with that seed, int8 or fp16."""
         (rows, columns), kind = out.shape, "bminf::int8" if out.dtype == cp.int8 else "__half"
         arguments = (out.data.ptr, pitch_of(out), rows, columns, seed)
         grid = ceil_div(rows * ceil_div(columns, 8), 256)
-        self._launch("random.cu", f"fill_random<{kind}>", "pqiiQ", grid, 256, arguments, moved=size_of(out))
+        self._launch("rowwise/random.cu", f"fill_random<{kind}>", "pqiiQ", grid, 256, arguments, moved=size_of(out))
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Launches:
         expression = f"prepare<{'true' if kind == PRODUCT else 'false'}, {order}, {element_of(cache)}>"
         self._untouched(cache, written=True)
         self._launch(
-            "attention_prepare.cu", expression, "ppppqpppffpppipppiiiiipp", q.shape[0], 256,
+            "attention/prepare_heads.cu", expression, "ppppqpppffpppipppiiiiipp", q.shape[0], 256,
             (*data, *head_arguments(spec), address(step.starts), address(step.past), address(step.slots), step.count,
              q.data.ptr, cache.keys.data.ptr, cache.values.data.ptr,
              spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache), cache.capacity,
@@ -315,7 +315,7 @@ class Launches:
         reach = step.reach if lengths is None else cache.capacity
         expression = f"attend<{depth}, {split.cluster}, {kind}, {element_of(cache)}>"
         self._launch(
-            "attention_decode.cu", expression, "pqpppffpppppppqiiiiiifpippp", (split.blocks, groups, step.count),
+            "attention/decode.cu", expression, "pqpppffpppppppqiiiiiifpippp", (split.blocks, groups, step.count),
             32 * warps,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(step.past), address(step.slots),
              cache.keys.data.ptr, cache.values.data.ptr, address(parts), arrived.data.ptr, out.data.ptr, pitch_of(out),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import cupy as cp
 
-from ...cuda.layouts import round_up
+from ...cuda.kernels.gemm.layouts import round_up
 from ..values import Norm
 from .arrays import PAD, is_padded, pitch_of
+from .deferred import Codes, Gated, Product
 from .launches import WIDEST_NORM, Launches, address, ceil_div, norm_arguments, row_shape, size_of
-from .unfinished import Codes, Gated, Product
 
 BLOCK_ROW = WIDEST_NORM
 """Elements of a row that one block holds in its registers."""
@@ -49,7 +49,7 @@ class RowLaunches(Launches):
         gain, shift, eps = norm_arguments(norm)
         shifted, kind = "true" if shift else "false", "__half" if out.dtype == cp.float16 else "float"
         self._launch(
-            "layer_norm_many.cu", f"layer_norm_many<{shifted}, {kind}, {threads}>", "pqppfpqii",
+            "rowwise/layer_norm_many_rows.cu", f"layer_norm_many<{shifted}, {kind}, {threads}>", "pqppfpqii",
             self.multiprocessors * (1024 // threads), threads,
             (x.data.ptr, pitch_of(x), gain, shift, eps, out.data.ptr, pitch_of(out), rows, k),
             shared=4 * round_up(k, PAD) * (2 if shift else 1), moved=self._size_of(x, out), cache=True,
@@ -63,7 +63,7 @@ class RowLaunches(Launches):
             return
         gain, shift, eps = norm_arguments(norm)
         self._launch(
-            "norm_any.cu", f"norm_any<{'true' if norm.center else 'false'}>", "pqppfpqi?", rows, 512,
+            "rowwise/norm_unaligned.cu", f"norm_any<{'true' if norm.center else 'false'}>", "pqppfpqi?", rows, 512,
             (x.data.ptr, pitch_of(x), gain, shift, eps, out.data.ptr, pitch_of(out), k, in_vectors(x, out)),
             moved=size_of(x, out), cache=rows > self.multiprocessors,
         )  # fmt: skip
@@ -87,14 +87,14 @@ class RowLaunches(Launches):
         cluster = 1 << (ceil_div(k, BLOCK_ROW) - 1).bit_length()
         if cluster > (MAX_CLUSTER if self.clusters else 1):
             self._launch(
-                "softmax.cu", f"softmax_any<{template}>", "pqfpqpqpqi", rows, 512, (*arguments, k),
+                "rowwise/softmax.cu", f"softmax_any<{template}>", "pqfpqpqpqi", rows, 512, (*arguments, k),
                 moved=size_of(*arrays), cache=many,
             )  # fmt: skip
             return
         threads, vectors = row_shape(k, 4 if many else 1) if cluster == 1 else (512, 4)
         grid = cluster * ceil_div(rows * threads, max(threads, 128))
         self._launch(
-            "softmax.cu", f"softmax<{template}, {threads}, {vectors}, {cluster}>", "pqfpqpqpqii", grid,
+            "rowwise/softmax.cu", f"softmax<{template}, {threads}, {vectors}, {cluster}>", "pqfpqpqpqii", grid,
             max(threads, 128), (*arguments, rows, k), cluster=cluster if cluster > 1 else None,
             moved=size_of(*arrays), cache=many,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 ``install`` puts a CuPy, a CUDA driver and a cublasLt in place whose memory is host memory. The package's own Python
 then runs as it is, down to the bytes of a launch. Every launch is checked against the kernel's declaration in
-``cuda/src``, the limits of the GPU, and the memory that is in use: freed blocks are filled with NaNs, and a pointer
+``cuda/kernels``, the limits of the GPU, and the memory that is in use: freed blocks are filled with NaNs, and a pointer
 into one is an error at the launch. Models in NumPy compute what the kernels would (``models_*.py``).
 
 It tells nothing about the kernels themselves, about time, or about work on several streams at once: work runs when it
@@ -20,9 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bminf_lite.cuda import compiler, doctor, driver, kernels, libraries, tensor_maps
-from bminf_lite.cuda.compiler import Cubin
-from bminf_lite.cuda.libraries import Library
+from bminf_lite.cuda import doctor
+from bminf_lite.cuda.runtime import compiler, driver, libraries, tensor_maps
+from bminf_lite.cuda.runtime import kernel as kernels
+from bminf_lite.cuda.runtime.compiler import Cubin
+from bminf_lite.cuda.runtime.libraries import Library
 
 from . import (  # noqa: F401 - models register themselves
     fake_cupy,

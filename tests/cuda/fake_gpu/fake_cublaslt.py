@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from bminf_lite.cuda import cublaslt
-from bminf_lite.cuda.cublaslt import (
+from bminf_lite.cuda.kernels.gemm.layouts import Layout
+from bminf_lite.cuda.runtime import cublaslt
+from bminf_lite.cuda.runtime.cublaslt import (
     ComputeType,
     DataType,
     LayoutAttribute,
@@ -18,7 +19,6 @@ from bminf_lite.cuda.cublaslt import (
     PreferenceAttribute,
     Status,
 )
-from bminf_lite.cuda.layouts import Layout
 
 from .fake_library import FakeLibrary, set_number
 from .machine import Machine
@@ -40,7 +40,7 @@ class Object:
 
 
 class FakeCublasLt:
-    """Methods named and typed as in ``bminf_lite.cuda.cublaslt``."""
+    """Methods named and typed as in ``bminf_lite.cuda.runtime.cublaslt``."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

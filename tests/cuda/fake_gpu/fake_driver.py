@@ -6,8 +6,8 @@ import ctypes
 import struct
 from typing import Any
 
-from bminf_lite.cuda import driver, tensor_maps
-from bminf_lite.cuda.driver import DeviceAttribute, FunctionAttribute, LaunchAttributeID, LaunchConfig
+from bminf_lite.cuda.runtime import driver, tensor_maps
+from bminf_lite.cuda.runtime.driver import DeviceAttribute, FunctionAttribute, LaunchAttributeID, LaunchConfig
 
 from . import launching
 from .fake_library import FAILED, FakeLibrary, set_number
@@ -20,7 +20,7 @@ _SHARED_WITHOUT_ASKING = 48 << 10
 
 
 class FakeDriver:
-    """Methods named and typed as in ``bminf_lite.cuda.driver``."""
+    """Methods named and typed as in ``bminf_lite.cuda.runtime.driver``."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

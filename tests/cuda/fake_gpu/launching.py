@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bminf_lite.cuda.tensor_maps import Element
+from bminf_lite.cuda.runtime.tensor_maps import Element
 
 from .machine import TENSOR_MAP, Launch, Machine
 from .memory import FakeGpuError

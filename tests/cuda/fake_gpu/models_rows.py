@@ -9,8 +9,8 @@ from bminf_lite.backend.functions import softmax as softmax_of
 from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.random_matrix import RandomMatrix
 from bminf_lite.backend.values import Norm
-from bminf_lite.cuda.cublaslt import Order
-from bminf_lite.cuda.layouts import Layout
+from bminf_lite.cuda.kernels.gemm.layouts import Layout
+from bminf_lite.cuda.runtime.cublaslt import Order
 
 from .launching import Call, model
 

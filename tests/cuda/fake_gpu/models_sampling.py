@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bminf_lite.backend.sampling import SamplerState, penalise, sample
-from bminf_lite.cuda.sampling import PART_BYTES, ROW_BYTES
+from bminf_lite.cuda.kernels.sampling.sampler import PART_BYTES, ROW_BYTES
 
 from .launching import Call, model
 

@@ -70,8 +70,8 @@ def step_of(ops: Backend, count: int, new: int, past: int) -> Step:
 
 def run(name: str, config: dict[str, Any]) -> None:
     """All steps of one model."""
-    from bminf_lite.backend.cuda import CudaBackend
-    from bminf_lite.bench.subject import random_subject
+    from bminf_lite.backend.cuda.backend import CudaBackend
+    from bminf_lite.bench.model import random_subject
 
     ops = CudaBackend(0, "5GiB")
     subject = random_subject(name, config, ops)
@@ -94,7 +94,7 @@ def main(profile: str) -> None:
     Memory.poison = lambda self, address, nbytes: None  # type: ignore[method-assign]
     launching.run = lambda machine, launch: None
     fake_cublaslt.multiply = lambda *_: None
-    from bminf_lite.cuda.igemm import Igemm
+    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
 
     Igemm.check = lambda self, kind: None  # type: ignore[method-assign]
     for name, config in configs():

@@ -1,4 +1,4 @@
-"""What the sources in ``cuda/src`` say of each kernel: the parameters of its template, and its own with their types."""
+"""What the sources in ``cuda/kernels`` say of each kernel: its template's parameters, and its own with their types."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import struct
 from dataclasses import dataclass
 
-from bminf_lite.cuda import compiler
+from bminf_lite.cuda.runtime import compiler
 
 LETTERS = {
     "int": "i", "long long": "q", "float": "f", "u64": "Q", "unsigned long long": "Q", "unsigned": "I", "double": "d",

@@ -1,0 +1,488 @@
+"""One NVIDIA GPU: the operations of :mod:`bminf_lite.backend.base`, each overridden by kernels that must equal it.
+
+Work goes to one stream and memory comes from one arena. A single token per step takes the matrix-vector kernels, which
+normalise and quantize their input themselves; a few rows, or many where the GPU has a kernel for these, take one that
+finishes its outputs itself; others take cublasLt's int8 products, and what lies between two products is one kernel that
+reads the int32 sums of the first and writes the codes for the second. To make that possible an operation may return an
+unfinished value (see :mod:`.deferred`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import cupy as cp
+import numpy as np
+
+from ...cuda.kernels.attention.prefill import PrefillAttention, Visible
+from ...cuda.kernels.gemm.cublaslt_matmul import Multiplier
+from ...cuda.kernels.gemm.fgemm import Fgemm
+from ...cuda.kernels.gemm.igemm import Igemm
+from ...cuda.kernels.gemm.layouts import Layout, round_up
+from ...cuda.kernels.gemm.plans import kinds_for, plain_first
+from ...cuda.kernels.gemm.skinny_gemm import Output
+from ...cuda.kernels.sampling.sampler import STATE_ARRAYS, Sampler
+from ...cuda.runtime.cublaslt import Order
+from ...cuda.runtime.driver import Device
+from ...errors import DeviceError
+from ...memory.device import MARGIN, device_arena
+from ..calibration import Trials
+from ..quantization import HostWeight
+from ..sampling import SamplerState
+from ..values import Array, AttentionSpec, LayerCache, Norm, Step
+from . import launches
+from .arrays import PAD, Arrays, is_padded, pitch_of
+from .calibration import CudaTrials, TrialLaunches
+from .deferred import Codes, Gated, Normed, Product, Residual, Weight
+from .fused import FusedProducts
+from .graph_capture import Repeated
+from .launches import (
+    MATVEC_ACTIVATED,
+    MATVEC_ADD,
+    MATVEC_GATED,
+    MATVEC_TO_FLOAT,
+    MATVEC_TO_HALF,
+    MAX_HEAD_DIM,
+    head_pitch_of,
+)
+from .materialize import STALE, Finishing
+from .weight_loader import Loader
+
+T = TypeVar("T")
+HEAD_PAD = 16
+"""Heads in the cache are padded to a multiple of so many elements, with zeros, for the tensor cores."""
+DIRECT_FLOAT_ROWS = 4
+"""Up to so many rows, float weights are multiplied row by row: cheaper than a product on the tensor cores."""
+
+
+class CudaBackend(Finishing):
+    """The operations on GPU ``device`` in ``memory_limit`` of it: bytes, ``"6GiB"``, or None for what is free."""
+
+    lookahead = 1
+
+    def __init__(self, device: int = 0, memory_limit: int | str | None = None):
+        super().__init__(np.float16)
+        self.name = f"cuda:{device}"
+        self.device = Device(device)
+        with cp.cuda.Device(device):
+            self.stream = cp.cuda.Stream(non_blocking=True)
+        self.arena = device_arena(self.device, memory_limit)
+        self.arrays = Arrays(self.arena, self.stream, device)
+        self.launches: TrialLaunches = TrialLaunches(self.device, self.stream)
+        self.prefill_attention = PrefillAttention(self.device)
+        self.sampler = Sampler(self.device)
+        with self.arrays.current():
+            multiplier = Multiplier.open(self.device, self.arrays.memory)
+            self.products = Igemm(self.device, multiplier, plain_first(kinds_for(self.device.compute_capability)))
+            self.float_products = Fgemm(multiplier)
+        self.fused = FusedProducts(self.products, self.arrays)
+        self.loader = Loader(self.arena, self.arrays, self.launches, self.products)
+        self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
+        self._residuals = weakref.WeakValueDictionary()
+
+    # -- arrays --------------------------------------------------------------------------------------------------------
+
+    def array(self, values: np.ndarray) -> Array:
+        return self.arrays.upload(np.asarray(values))
+
+    def adopt(self, values: Any) -> Array:
+        with cp.cuda.Device(self.arrays.device):
+            self.stream.wait_event(cp.cuda.get_current_stream().record())  # what CuPy may still be doing to it there
+        with self.arrays.current():
+            return cp.from_dlpack(values) if hasattr(values, "__dlpack__") else cp.asarray(values)
+
+    def assign(self, target: Array, values: np.ndarray) -> None:
+        with self.arrays.current():
+            target[...] = cp.asarray(values, target.dtype)
+
+    def host(self, x: Array) -> np.ndarray:
+        values = self._finished(x)
+        with self.arrays.current():
+            return cp.asnumpy(values, stream=self.stream)
+
+    def complete(self, x: Array) -> cp.ndarray:
+        values = self._finished(x)
+        self.stream.synchronize()
+        return values
+
+    def fetch(self, x: Array) -> Callable[[], np.ndarray]:
+        values = self._finished(x)
+        with self.arrays.current():
+            return self.arrays.download(cp.ascontiguousarray(values))
+
+    def repeated(self, work: Callable[[], T]) -> Callable[[], T]:
+        if self.loader.streams_steps:
+            return work  # which waits for copies rather than for launches; a graph could not copy for the next step
+        return Repeated(self, work)
+
+    def describe(self) -> str:
+        major, minor = self.device.compute_capability
+        return f"{self.device.name} (compute capability {major}.{minor})"
+
+    def memory(self) -> dict[str, int]:
+        names = ("used", "peak_used", "reserved", "peak_reserved", "limit")
+        numbers = {name: getattr(self.arena, name) for name in names}
+        numbers["available"] = min(self.arena.limit - self.arena.used, max(0, self.device.memory()[0] - MARGIN))
+        return numbers
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        self.loader.close()
+        self._zeroed.clear()
+        self.arena.close()
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:  # type: ignore[override]
+        return self.loader.weight(parts, biases)
+
+    def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
+        return self.loader.blocks(build, count, self.placement)
+
+    def table(self, values: np.ndarray) -> Array:
+        return self.loader.table(values, self.placement.host_tables)
+
+    def vector(self, values: np.ndarray) -> Array:
+        return self.arrays.vector(np.asarray(values))
+
+    def layer_cache(
+        self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False
+    ) -> LayerCache:
+        if head_dim > MAX_HEAD_DIM or head_dim % 2:
+            raise DeviceError(f"heads of {head_dim} elements; attention kernels take even sizes up to {MAX_HEAD_DIM}")
+        shape, padded = (slots, kv_heads, capacity), round_up(head_dim, HEAD_PAD)
+        keys, values = (self.arrays.empty((*shape, padded), np.int8 if int8 else np.float16) for _ in range(2))
+        scales = (self.arrays.empty(shape, np.float16) for _ in range(2 if int8 else 0))
+        return LayerCache(keys[..., :head_dim], values[..., :head_dim], *scales)
+
+    def grow(self, cache: LayerCache, capacity: int) -> None:
+        slots, kv_heads, old, head_dim = cache.keys.shape
+        runtime = cp.cuda.runtime
+        for name in ("keys", "values", "key_scales", "value_scales"):
+            before = getattr(cache, name)
+            if before is None:
+                continue
+            padding = (head_pitch_of(cache),) if before.ndim == 4 else ()
+            larger = self.arrays.empty((slots, kv_heads, capacity, *padding), before.dtype)
+            runtime.memcpy2DAsync(
+                larger.data.ptr, larger.strides[1], before.data.ptr, before.strides[1], old * before.strides[2],
+                slots * kv_heads, runtime.memcpyDeviceToDevice, self.stream.ptr,
+            )  # fmt: skip
+            setattr(cache, name, larger[..., :head_dim] if padding else larger)
+
+    def trials(self) -> Trials:
+        return CudaTrials(self)
+
+    # -- quantization and products -------------------------------------------------------------------------------------
+
+    def quantize(self, x: Array) -> tuple[Array, Array]:
+        rows, k = x.shape
+        layout = Layout(Order.ROW, rows, k, round_up(k, PAD))
+        codes, scale = self.arrays.rows(rows, k, np.int8), self.arrays.empty((rows,), np.float32)
+        self._transform(x, Codes(layout, codes.data, scale.data))
+        return codes, scale
+
+    def igemm(self, x: Array, w: Array) -> Array:
+        with self.arrays.current():
+            return self.products.matmul(x, w, transpose_b=True)
+
+    def linear(self, x: Array, weight: Weight, fp32: bool = False, out: Array = None) -> Array:  # type: ignore[override]
+        if out is not None:
+            return self._linear_into(x, weight, out)
+        if weight.outliers is not None:
+            return self._with_outliers(x, weight, np.float32 if fp32 else np.float16)
+        if self._is_direct(x, weight):
+            out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
+            self._multiply_directly(x, weight, out, MATVEC_TO_FLOAT if fp32 else MATVEC_TO_HALF)
+            return out
+        if weight.plan is None:
+            out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
+            return self._float_product(x, weight, out)
+        codes = self._codes(x, weight)
+        output = Output.FLOAT if fp32 else Output.HALF
+        if self.fused.takes(codes, weight, output):
+            out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
+            self.fused.multiply(codes, weight, out, output)
+            return out
+        product = self._int8_product(codes, weight)
+        return self._written(product, np.float32) if fp32 else product
+
+    def _linear_into(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
+        """``linear`` into an array that is there, which may be ``x``: its codes or its product are there by then."""
+        assert out.shape == (x.shape[0], weight.out_features)
+        if self._is_direct(x, weight) or weight.outliers is not None or not is_padded(out):
+            with self.arrays.current():
+                out[...] = self._finished(self.linear(x, weight, fp32=out.dtype == np.float32))
+        elif weight.plan is None:
+            self._float_product(x, weight, out)
+        else:
+            codes, output = self._codes(x, weight), Output.FLOAT if out.dtype == np.float32 else Output.HALF
+            if self.fused.takes(codes, weight, output):
+                self.fused.multiply(codes, weight, out, output)
+            else:
+                product = self._int8_product(codes, weight)
+                self.launches.finish(product.acc, product.layout, product.x_scale, weight, out)
+        return out
+
+    def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:  # type: ignore[override]
+        target, pending = self._as_residual(residual), None
+        if self._is_direct(x, weight):
+            self._settle(target)
+            self._multiply_directly(x, weight, target.values, MATVEC_ADD)
+        elif weight.plan is None or weight.outliers is not None:
+            values = self.linear(x, weight, out=self._spent(x, weight))
+            self._settle(target)
+            with self.arrays.current():
+                target.values += values
+        else:
+            codes = self._codes(x, weight)
+            self._settle(target)
+            if self.fused.takes(codes, weight, Output.ADD):
+                self.fused.multiply(codes, weight, target.values, Output.ADD)
+            else:
+                pending = self._int8_product(codes, weight)
+        return Residual(target.values, pending)
+
+    def _spent(self, x: Array, weight: Weight) -> cp.ndarray | None:
+        """``x``, where the values that are added to the residual stream can be written over it.
+
+        An int8 product adds them itself, or leaves int32 sums to the next norm, which are larger than its input.
+        """
+        finished = weight.plan is None and weight.outliers is None and x.shape[1] == weight.out_features
+        return x if finished and isinstance(x, cp.ndarray) and x.dtype == np.float16 else None
+
+    def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
+        if self._is_direct(x, weight):
+            out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
+            self._multiply_directly(x, weight, out, MATVEC_GATED, launches.ACTIVATIONS[activation])
+            return out
+        if weight.plan is None or weight.outliers is not None:
+            return Gated(self.linear(x, weight), activation)
+        codes = self._codes(x, weight)
+        if self.fused.takes(codes, weight, Output.GATED):
+            out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
+            self.fused.multiply(codes, weight, out, Output.GATED, launches.ACTIVATIONS[activation])
+            return out
+        return Gated(self._int8_product(codes, weight), activation)
+
+    def activated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
+        out = self.arrays.rows(x.shape[0], weight.out_features, np.float16)
+        if self._is_direct(x, weight):
+            self._multiply_directly(x, weight, out, MATVEC_ACTIVATED, launches.ACTIVATIONS[activation])
+        elif weight.plan is None or weight.outliers is not None:
+            self.launches.activate(self.linear(x, weight), out, launches.ACTIVATIONS[activation])
+        elif self.fused.takes(codes := self._codes(x, weight), weight, Output.ACTIVATED):
+            self.fused.multiply(codes, weight, out, Output.ACTIVATED, launches.ACTIVATIONS[activation])
+        else:
+            self.launches.activate(self._int8_product(codes, weight), out, launches.ACTIVATIONS[activation])
+        return out
+
+    def _is_direct(self, x: Array, weight: Weight) -> bool:
+        """Whether the matrix-vector kernels take ``x`` as it is: few rows, fp16 or a norm of a finished residual."""
+        if x.shape[0] > (DIRECT_FLOAT_ROWS if weight.plan is None else 1):
+            return False
+        if weight.pitch > 8 * 8 * launches.MATVEC_THREADS or not weight.is_plain or weight.outliers is not None:
+            return False
+        if isinstance(x, Normed):
+            if weight.plan is not None and weight.pitch > launches.WIDEST_NORM:
+                return False
+            return x.values is None and x.residual.pending is None
+        return isinstance(x, cp.ndarray) and x.dtype == np.float16
+
+    def _multiply_directly(self, x: Array, weight: Weight, out: cp.ndarray, output: int, activation: int = 0) -> None:
+        norm = None
+        if isinstance(x, Normed):
+            assert not x.stale, STALE
+            x.used, norm, x = True, x.norm, x.residual.values
+        launch = self.launches.matvec if weight.plan is not None else self.launches.matvec_float
+        launch(self.arrays.padded(x), norm, weight, out, output, activation)
+
+    def _codes(self, x: Array, weight: Weight) -> Codes:
+        """``x`` quantized, as the weight's plan lays activations out."""
+        assert weight.plan is not None
+        layout = weight.plan.activation(x.shape[0])
+        again = isinstance(x, Normed) and x.used
+        if again and x.codes is not None and x.codes.layout == layout:
+            return x.codes
+        codes = self._room_for_codes(layout)
+        self._transform(x, codes)
+        if again:
+            x.codes = codes
+        return codes
+
+    def _room_for_codes(self, layout: Layout) -> Codes:
+        """Codes in one block with their scales, unless sums that are to be scaled later would keep both."""
+        nbytes, scale_bytes = layout.nbytes, 4 * layout.rows
+        if not self.fused.many_rows.supported:
+            return Codes(layout, self.arrays.memory(nbytes), self.arrays.memory(scale_bytes))
+        memory = self.arrays.memory(nbytes + scale_bytes)
+        return Codes(layout, memory, memory + nbytes)
+
+    def _int8_product(self, codes: Codes, weight: Weight) -> Product:
+        plan, rows = weight.plan, codes.layout.rows
+        assert plan is not None
+        result = plan.result(rows)
+        acc = self.arrays.empty((result.size,), np.int32)
+        plan.run(acc.data.ptr, weight.matrix.data.ptr, codes.values.ptr, rows, self.stream.ptr)
+        return Product(acc, result, codes.scales, weight)
+
+    def _float_product(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
+        rows, (n, k) = x.shape[0], weight.matrix.shape
+        values = self._half(x)
+        data = weight.matrix
+        if data.dtype == np.int8:
+            data = self.arrays.empty((n, k), np.float16)
+            self.launches.widen(weight.matrix, data)
+        acc = self.arrays.empty((rows, n), np.float32)
+        self.float_products.linear(
+            acc.data.ptr, data.data.ptr, values.data.ptr, rows, n, k, self.stream.ptr, out_dtype=np.float32
+        )
+        self.launches.finish(acc, Layout(Order.ROW, rows, n, n, 4), None, weight, out)
+        return out
+
+    def _with_outliers(self, x: Array, weight: Weight, dtype: type) -> cp.ndarray:
+        """The product of the other columns as any, in fp32, and then what the outlier columns add."""
+        assert weight.outliers is not None
+        values, count = self.arrays.padded(self._finished(x)), len(weight.outliers.index)
+        rest = self.arrays.rows(values.shape[0], values.shape[1], values.dtype)
+        kept = self.arrays.empty((values.shape[0], count), np.float16)
+        self.launches.split_columns(values, weight.outliers, rest, kept)
+        sums = self._finished(self.linear(rest, replace(weight, bias=None, outliers=None), fp32=True))
+        out = self.arrays.rows(values.shape[0], weight.out_features, dtype)
+        self.launches.add_columns(sums, kept, weight, out)
+        return out
+
+    # -- around the products -------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Array, table: Array) -> Array:
+        out = self.arrays.rows(len(tokens), table.shape[1], np.float32)
+        self.launches.embed(tokens, table, out)
+        return Residual(out)
+
+    def add_positions(self, residual: Array, table: Array, step: Step) -> Array:
+        target = self._as_residual(residual)
+        self._settle(target)
+        self.launches.add_positions(step, table, target.values)
+        return Residual(target.values)
+
+    def norm(self, residual: Array, norm: Norm, out: Array = None) -> Array:
+        if out is not None:
+            if isinstance(residual, Residual):
+                self._settle(residual)
+            self.launches.norm(self._finished(residual), norm, out)
+            return out
+        source = self._as_residual(residual)
+        result = Normed(source, norm)
+        source.norms.append(weakref.ref(result))
+        return result
+
+    def softmax(
+        self, x: Array, scale: float = 1.0, bias: Array = None, visible: Array = None, out: Array = None
+    ) -> Array:
+        values = self._finished(x)
+        if out is None:
+            rows, columns = values.shape
+            out = self.arrays.rows(rows, columns, values.dtype)
+        self.launches.softmax(values, scale, bias, visible, out)
+        return out
+
+    def last_tokens(self, x: Array, step: Step) -> Array:
+        if step.decoding:
+            return x
+        source = self._as_residual(x)
+        self._settle(source)
+        out = self.arrays.rows(step.count, x.shape[1], np.float32)
+        self.launches.last_rows(step.starts, source.values, out)
+        return Residual(out)
+
+    def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> Array:
+        out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
+        if step.decoding:
+            self._attend_one(self._half(qkv), spec, cache, step, out)
+            return out
+        self._attend(self._prepared_heads(qkv, spec, cache, step), spec, cache, step, out)
+        return out
+
+    def encoder_attention(self, qkv: Array, spec: AttentionSpec, step: Step) -> Array:
+        out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
+        packed = self.layer_cache(1, spec.kv_heads, qkv.shape[0], spec.head_dim)
+        in_order = replace(step, past=step.starts, slots=self._zeros("first slot", step.count, np.int32))
+        q = self._prepared_heads(qkv, spec, packed, in_order)
+        self._attend(q, spec, packed, step, out, Visible.WITHIN)
+        return out
+
+    def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, step: Step) -> None:
+        self._prepared_heads(kv, replace(spec, heads=0), source, step)
+
+    def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, lengths: Array, step: Step) -> Array:
+        out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)
+        if step.decoding:
+            self._attend_one(self._half(q), spec, source, step, out, lengths)
+            return out
+        heads = self._half(q).reshape(-1, spec.heads, spec.head_dim)
+        if spec.head_dim % HEAD_PAD:
+            padded = self.arrays.zeros((*heads.shape[:2], head_pitch_of(source)), np.float16)
+            with self.arrays.current():
+                padded[..., : spec.head_dim] = heads
+            heads = padded
+        self._attend(heads, spec, source, step, out, Visible.SOURCE, lengths)
+        return out
+
+    def _attend(
+        self, q: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, out: cp.ndarray,
+        visible: Visible = Visible.CAUSAL, lengths: cp.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Attention of a step's tokens; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch."""
+        bias, reach = launches.bias_arguments(spec)
+        self.prefill_attention.launch(
+            q.data.ptr, pitch_of(q), cache.keys.data.ptr, cache.values.data.ptr,
+            out.data.ptr, pitch_of(out), step.starts.data.ptr, step.past.data.ptr, step.slots.data.ptr,
+            heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity=cache.capacity,
+            scale=spec.scale, window=spec.window, tokens=q.shape[0], count=step.count,
+            visible=visible, bias=bias, reach=reach, lengths=launches.address(lengths),
+            key_scales=launches.address(cache.key_scales), value_scales=launches.address(cache.value_scales),
+            stream=self.stream.ptr, dependent=True,
+        )  # fmt: skip
+
+    def _attend_one(
+        self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, out: cp.ndarray,
+        lengths: cp.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Attention of one token per sequence: over its own, or over a source where ``lengths`` are given."""
+        split = self.launches.split_context(spec, step, step.reach if lengths is None else cache.capacity)
+        elements = split.part_elements(spec, step)
+        parts = self.arrays.empty((elements,), np.float32) if elements else None
+        arrived = self._zeros("arrived", step.count * spec.heads * split.cluster, np.int32)
+        self.launches.attend_one(x, spec, cache, step, split, parts, arrived, out, lengths)
+
+    def _prepared_heads(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> cp.ndarray:
+        """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache."""
+        heads = qkv if isinstance(qkv, Product) else self._half(qkv)
+        q = self.arrays.empty((qkv.shape[0], spec.heads, head_pitch_of(cache)), np.float16)
+        self.launches.prepare_heads(heads, spec, cache, step, q)
+        return q
+
+    def sample(self, logits: Array, sampler: SamplerState, step: Step | None = None) -> Array:
+        logits = self.arrays.padded(logits)
+        rows, vocab = logits.shape
+        state = [launches.address(getattr(sampler, name)) for name in STATE_ARRAYS]
+        scratch = self._zeros(f"sample {rows} {vocab} {sampler.greedy}", Sampler.scratch_bytes(rows, vocab), np.uint8)
+        result = self.arrays.empty((2, rows), np.int32)
+        tokens, past = (step.tokens.data.ptr, step.past.data.ptr) if step is not None else (0, 0)
+        self.sampler.launch(
+            logits.data.ptr, pitch_of(logits), rows, vocab, state, result.data.ptr,
+            tokens, past, scratch.data.ptr, self.stream.ptr, greedy=sampler.greedy,
+        )  # fmt: skip
+        self.launches.end_step()
+        return result
+
+    def _zeros(self, purpose: str, count: int, dtype: Any) -> cp.ndarray:
+        """``count`` zeros that kernels leave as zeros, kept for ``purpose`` because graphs hold their address."""
+        found = self._zeroed.get((purpose, count))
+        if found is None:
+            with self.arrays.within(self.arena):
+                found = self._zeroed[purpose, count] = self.arrays.zeros((count,), dtype)
+        return found

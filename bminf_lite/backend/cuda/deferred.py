@@ -1,0 +1,139 @@
+"""What the GPU's operations exchange beside arrays: weights and codes, and values that are not finished.
+
+An operation may return one of the latter (:class:`Product`, :class:`Gated`, :class:`Residual`, :class:`Normed`) instead
+of an array, because its consumer computes the rest in passing: an int32 product is still to be scaled, a norm is still
+to be taken. The next operation's kernel reads the unfinished value and saves a pass over memory. What it computes is
+the same, rounding included.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import cupy as cp
+
+from ...cuda.kernels.gemm.igemm import Plan
+from ...cuda.kernels.gemm.layouts import Layout
+from ..values import Norm
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Input columns of an int8 weight that stay fp16: ``index`` int32 ``[n]``, and ``values`` fp16 ``[n, out]``.
+
+    Rows of ``values`` are padded as all are; the codes of these columns are zero.
+    """
+
+    index: cp.ndarray
+    values: cp.ndarray
+
+
+@dataclass(eq=False, slots=True)
+class Codes:
+    """Quantized activations int8, which lie as ``layout`` says, and the rows' scales fp32."""
+
+    layout: Layout
+    values: cp.cuda.MemoryPointer
+    scales: cp.cuda.MemoryPointer
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes + 4 * self.layout.rows
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight matrix on the GPU, ``[out_features, in_features]``.
+
+    ``matrix`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
+    ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token. ``outliers`` are columns beside
+    an int8 weight.
+    """
+
+    matrix: cp.ndarray
+    scale: cp.ndarray | None
+    bias: cp.ndarray | None
+    out_features: int
+    in_features: int
+    pitch: int
+    plan: Plan | None = None
+    outliers: Outliers | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads of it."""
+        kept = 0 if self.outliers is None else self.outliers.values.nbytes
+        return kept + sum(x.nbytes for x in (self.matrix, self.scale, self.bias) if x is not None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows of ``pitch`` numbers follow each other."""
+        return self.plan is None or self.plan.shapes.is_plain
+
+
+@dataclass(frozen=True)
+class Product:
+    """``x @ weight.T`` before scaling: int32 sums ``acc``, laid out as ``layout`` says, and the rows' scales."""
+
+    acc: cp.ndarray
+    layout: Layout
+    x_scale: cp.cuda.MemoryPointer
+    weight: Weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.layout.rows, self.weight.out_features
+
+
+@dataclass(frozen=True)
+class Gated:
+    """``activation(gate) * up`` of a source whose columns are gate and up, side by side."""
+
+    source: Product | cp.ndarray
+    activation: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.source.shape[0], self.source.shape[1] // 2
+
+
+@dataclass
+class Residual:
+    """The residual stream fp32 ``[T, features]``, and a product that is still to be added to it.
+
+    ``norms`` are the norms of its present value that have not been taken yet. They must be before it changes, if anyone
+    still has them; held strongly they and it would keep each other, and their memory, until the garbage collector runs.
+    """
+
+    values: cp.ndarray
+    pending: Product | None = None
+    norms: list[weakref.ref[Normed]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape
+
+
+@dataclass(eq=False)
+class Normed:
+    """A norm of the residual stream, unrounded. ``values`` once it had to be computed on its own, fp32.
+
+    One that was ``used`` is not computed again for others: once the residual stream changes it is ``stale``. Where many
+    products read one, as all layers of a decoder do the encoder's output, its ``codes`` are kept from the second on.
+    """
+
+    residual: Residual
+    norm: Norm
+    values: cp.ndarray | None = None
+    used: bool = False
+    stale: bool = False
+    codes: Codes | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.residual.shape

@@ -1,0 +1,95 @@
+"""What a model's weights take on a GPU, found by building the model without its weights and without a GPU.
+
+The survey is a backend whose arrays are numbers of bytes, so every architecture is measured by the code that loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..cuda.kernels.gemm.layouts import GROUP, round_up
+from ..memory.arena import ALIGNMENT
+from .base import Backend
+from .quantization import HostWeight, int8_parts, stack_outliers
+from .values import Array
+
+T = TypeVar("T")
+PAD = GROUP
+"""Rows, columns and vectors are padded to a multiple of so many elements; where plain rows are taken, to half of it."""
+
+
+class Survey(Backend):
+    """A backend that computes nothing. After a model was built with it:
+
+    ``stacks`` are the bytes of each layer's matrices, stack by stack, ``outside`` those of all other arrays, of which
+    ``tables`` are embedding tables. ``token_bytes`` bounds what a token of a prompt's chunk takes on its way through a
+    layer.
+    """
+
+    name = "survey"
+
+    def __init__(self) -> None:
+        super().__init__(np.float16)
+        self.stacks: list[list[int]] = []
+        self.outside = 0
+        self.tables = 0
+        self._in_layer = False
+        self._widest = 0
+        self._deepest = 0
+        self._stream = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """The widest product's sums, the codes of its input and of the next one's, and the residual stream thrice:
+        itself, what is to be added to it, and its norm or a copy of it.
+        """
+        return self._widest + self._deepest + 3 * self._stream
+
+    def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
+        built = []
+        self.stacks.append([])
+        for index in range(count):
+            self.stacks[-1].append(0)
+            self._in_layer = True
+            built.append(build(index))
+            self._in_layer = False
+        return built
+
+    def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Any:
+        n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
+        quantized = int8_parts(parts)
+        rows, pitch = round_up(n, PAD), round_up(k, PAD)
+        matrix = aligned(rows * pitch * (1 if quantized else 2))
+        if self._in_layer:
+            self.stacks[-1][-1] += matrix
+            sums, codes = (4, 1) if quantized and quantized[0].dynamic else (6, 2)
+            self._widest = max(self._widest, rows * sums + pitch * codes)
+            self._deepest = max(self._deepest, pitch * codes)
+        else:
+            self.outside += matrix
+        if quantized and (outliers := stack_outliers(quantized)) is not None:
+            self.outside += aligned(len(outliers.index) * rows * 2) + aligned(len(outliers.index) * 4)
+        self.outside += aligned(rows * 4) * (bool(quantized) + any(bias is not None for bias in biases))
+        return None
+
+    def table(self, values: np.ndarray) -> Array:
+        rows, columns = values.shape
+        pitch = round_up(columns, PAD)
+        table = aligned(rows * pitch * 2)
+        self.tables += table
+        self.outside += table
+        self._stream = max(self._stream, pitch * 4)
+
+    def vector(self, values: np.ndarray) -> Array:
+        self.outside += aligned(round_up(len(values), PAD) * 4)
+
+    def array(self, values: np.ndarray) -> Array:
+        self.outside += aligned(values.nbytes)
+
+
+def aligned(nbytes: int) -> int:
+    """What a block of ``nbytes`` takes of an arena."""
+    return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT

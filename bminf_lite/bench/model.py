@@ -1,0 +1,130 @@
+"""What is measured: a network on its device, from a checkpoint or of random weights, and how large it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+
+from .. import models
+from ..backend.base import Backend
+from ..backend.quantization import HostWeight, Int8Weight
+from ..backend.random_matrix import RandomMatrix
+from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.recipe import Scheme
+from ..engine.scheduler import Limits, Network
+from ..layers.loading import Weights
+from ..memory.planner import Plan
+from ..models.spec import Role, Spec
+from ..placement import demand, demand_of_checkpoint, limits_of, place
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is ready to run. ``parameters`` counts elements, tied ones once; ``nbytes`` is what was loaded.
+
+    ``plan`` says where its weights live; None on a CPU.
+    """
+
+    name: str
+    network: Network
+    limits: Limits
+    parameters: int
+    nbytes: int
+    plan: Plan | None = None
+
+    @property
+    def ops(self) -> Backend:
+        """The backend."""
+        return self.network.ops
+
+    def cache_bytes(self, tokens: float) -> float:
+        """Bytes of the keys and values of ``tokens`` tokens of one sequence."""
+        return tokens * self.limits.cache_shape.bytes_per_token(self.ops.activation_dtype.itemsize)
+
+
+def random_subject(
+    name: str, config: Mapping[str, Any], ops: Backend, kv_cache: str = "fp16", seed: int = 0
+) -> Subject:
+    """A model of the shape ``config`` with random int8 weights, made on the device; ``kv_cache`` as ``load`` takes it.
+
+    Layers that do not fit the memory limit are streamed, as those of a checkpoint are.
+    """
+    architecture = models.find(dict(config))
+    spec = architecture.spec(architecture.parse(dict(config)))
+    plan = place(ops, spec, lambda: demand(architecture, dict(config), lambda _: Scheme.W8A8, kv_cache))
+    return _build(name, architecture, dict(config), RandomWeights(spec, seed), ops, plan, kv_cache)
+
+
+def checkpoint_subject(path: Path, ops: Backend, kv_cache: str = "fp16") -> Subject:
+    """The model in the folder ``path``. Raises ``CheckpointError``, ``OutOfMemory``."""
+    with open_checkpoint(path) as checkpoint:
+        architecture = models.find(checkpoint.config)
+        spec = architecture.spec(architecture.parse(checkpoint.config))
+        checkpoint.validate(spec)
+        plan = place(ops, spec, lambda: demand_of_checkpoint(checkpoint, kv_cache=kv_cache))
+        weights = checkpoint.weights(spec, stored=True)
+        return _build(path.resolve().name, architecture, checkpoint.config, weights, ops, plan, kv_cache)
+
+
+def _build(
+    name: str, architecture: ModuleType, config: dict[str, Any], weights: Weights, ops: Backend, plan: Plan | None,
+    kv_cache: str,
+) -> Subject:  # fmt: skip
+    parsed = architecture.parse(config)
+    spec = architecture.spec(parsed)
+    counted = CountedWeights(weights)
+    network = architecture.Model(parsed, counted, ops)
+    int8 = kv_cache == "int8"
+    limits = limits_of(parsed, replace(parsed.cache_shape, int8=int8), plan)
+    parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
+    return Subject(f"{name}, int8 cache" if int8 else name, network, limits, parameters, counted.nbytes, plan)
+
+
+class CountedWeights:
+    """Passes ``weights`` on and counts their bytes."""
+
+    def __init__(self, weights: Weights):
+        self._weights = weights
+        self.nbytes = 0
+
+    def weight(self, name: str) -> HostWeight:
+        found = self._weights.weight(name)
+        elements = math.prod(found.shape)
+        self.nbytes += elements + found.scale.nbytes if isinstance(found, Int8Weight) else found.nbytes
+        return found
+
+    def vector(self, name: str) -> np.ndarray:
+        found = self._weights.vector(name)
+        self.nbytes += math.prod(found.shape) * np.dtype(found.dtype).itemsize
+        return found
+
+
+class RandomWeights:
+    """Random w8a8 weights for ``spec``, of sizes that keep activations about as large as they come in."""
+
+    def __init__(self, spec: Spec, seed: int = 0):
+        self._spec = spec
+        self._seeds = {name: seed * 1_000_003 + i for i, name in enumerate(spec.parameters)}
+
+    def weight(self, name: str) -> HostWeight:
+        parameter = self._spec.parameters[name]
+        rows, columns = parameter.shape[::-1] if parameter.transposed else parameter.shape
+        codes = RandomMatrix((rows, columns), np.int8, self._seeds[name])
+        spread = np.random.default_rng(self._seeds[name]).uniform(0.5, 1.5, rows)
+        return Int8Weight(cast(np.ndarray, codes), (spread / (73.3 * columns**0.5)).astype(np.float32))
+
+    def vector(self, name: str) -> np.ndarray:
+        parameter = self._spec.parameters[name]
+        if parameter.role is Role.EMBEDDING:
+            rows, columns = parameter.shape
+            return cast(np.ndarray, RandomMatrix((rows, columns), np.float16, self._seeds[name]))
+        random = np.random.default_rng(self._seeds[name])
+        if name.endswith(".bias"):
+            return random.uniform(-0.1, 0.1, parameter.shape).astype(np.float32)
+        return random.uniform(0.5, 1.5, parameter.shape).astype(np.float32)

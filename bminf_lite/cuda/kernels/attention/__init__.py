@@ -1,0 +1,1 @@
+"""Attention over the key-value cache: decode, prefill, and what prepares their heads."""

@@ -1,0 +1,103 @@
+// How the blocks that share a context in decode attention put their parts together: those of a cluster by writing into each
+// other's shared memory; where there are several clusters (or none, before Hopper), the last one to finish does the rest
+// through global memory.
+#pragma once
+#include "common/cluster.cuh"
+
+namespace bminf {
+
+constexpr int HEADS = 8;  // of a block at most: the columns of a product
+
+__device__ __forceinline__ float weight_of(float top, float new_top) {
+    return top == -INF_F ? 0.0f : exp2_fast(top - new_top);
+}
+
+// What a block gets from those of its cluster: of each head the elements that are its to put together.
+template <int D, int CLUSTER>
+struct Inbox {
+    static constexpr int SLICE = D / CLUSTER;
+    alignas(16) float outs[CLUSTER][HEADS][SLICE];  // weighted sums of values
+    alignas(16) float tops[CLUSTER][HEADS][2];  // the largest score, to the base 2, and the sum of weights relative to it
+
+    // Four elements from d on of what block `from` found for head h.
+    __device__ __forceinline__ void send_part(int from, int h, int d, const float (&value)[4], float top, float sum) {
+        const float both[2] = {top, sum};
+        send<CLUSTER>(&outs[from][h][d % SLICE], d / SLICE, value);
+        if (d % SLICE == 0) send<CLUSTER>(tops[from][h], d / SLICE, both);
+    }
+};
+
+// Grid: (splits, groups of heads, sequences) in clusters of CLUSTER splits. parts: fp32 [B, heads, splits / CLUSTER, CLUSTER,
+// 2 + D / CLUSTER] and arrived: int32 [B, gridDim.y, CLUSTER], zero before and after; both are used only by several clusters.
+// out: fp16 [B, out_pitch]. A block has `count` heads from first_head on.
+struct Meeting {
+    float* parts;
+    int* arrived;
+    __half* out;
+    long long out_pitch;
+    int heads, head_dim, first_head, count;
+};
+
+// Of what all blocks have sent.
+template <int THREADS, int D, int CLUSTER>
+__device__ __forceinline__ void put_together(const Meeting& m, const Inbox<D, CLUSTER>& inbox) {
+    constexpr int SLICE = D / CLUSTER, RECORD = 2 + SLICE;
+    __shared__ bool is_last;
+    const int rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, b = blockIdx.z;
+    sync_cluster<CLUSTER>();
+    const auto write = [&](int h, int d, float value, float s) {
+        if (d < m.head_dim) m.out[b * m.out_pitch + (m.first_head + h) * m.head_dim + d] = __float2half_rn(__fdiv_rn(value, s));
+    };
+    const auto record_of = [&](int h, int of) {
+        return m.parts + (((static_cast<size_t>(b) * m.heads + m.first_head + h) * clusters + of) * CLUSTER + rank) * RECORD;
+    };
+#pragma unroll 1
+    for (int i = threadIdx.x; i < m.count * SLICE; i += THREADS) {
+        const int h = i / SLICE, d = i % SLICE;
+        float t = -INF_F, s = 0, value = 0;
+#pragma unroll
+        for (int c = 0; c < CLUSTER; ++c) t = fmaxf(t, inbox.tops[c][h][0]);
+#pragma unroll
+        for (int c = 0; c < CLUSTER; ++c) {
+            const float weight = weight_of(inbox.tops[c][h][0], t);
+            s += inbox.tops[c][h][1] * weight, value += inbox.outs[c][h][d] * weight;
+        }
+        if (clusters == 1) {
+            write(h, rank * SLICE + d, value, s);
+        } else {
+            float* const record = record_of(h, cluster);
+            record[2 + d] = value;
+            if (d == 0) record[0] = t, record[1] = s;
+        }
+    }
+    if (clusters == 1) return;
+
+    // The last of the blocks with this slice reads what all of them wrote, in order.
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int* counter = m.arrived + (b * gridDim.y + blockIdx.y) * CLUSTER + rank;
+        is_last = atomicAdd(counter, 1) == clusters - 1;
+        if (is_last) *counter = 0;
+    }
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < m.count * SLICE; i += THREADS) {
+        const int h = i / SLICE, d = i % SLICE;
+        const float* const first = record_of(h, 0);
+        float t = -INF_F, s = 0, value = 0;
+#pragma unroll 4
+        for (int c = 0; c < clusters; ++c) t = fmaxf(t, __ldcg(first + c * CLUSTER * RECORD));
+#pragma unroll 4
+        for (int c = 0; c < clusters; ++c) {
+            const float* const record = first + c * CLUSTER * RECORD;
+            const float weight = weight_of(__ldcg(record), t);
+            s += __ldcg(record + 1) * weight, value += __ldcg(record + 2 + d) * weight;
+        }
+        write(h, rank * SLICE + d, value, s);
+    }
+}
+
+}  // namespace bminf

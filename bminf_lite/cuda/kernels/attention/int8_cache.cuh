@@ -1,0 +1,95 @@
+// The key-value cache in int8: codes with an fp16 scale for each token and head, [slots, kv_heads, capacity].
+// What attention reads is fp16(scale * code), so a multiplication in fp16 is all there is to it.
+#pragma once
+#include "attention/heads.cuh"
+
+namespace bminf {
+
+template <class CACHE>
+constexpr bool IS_INT8 = sizeof(CACHE) == 1;
+
+// Keys or values of one head from a token on, and with codes the scales of these tokens.
+template <class CACHE>
+struct Cached {
+    const CACHE* data;
+    const __half* scales;
+
+    __device__ __forceinline__ Cached from(int token, int pitch) const {
+        return {data + static_cast<size_t>(token) * pitch, scales + token};
+    }
+};
+
+// ---- writing -----------------------------------------------------------------------------------------------------
+
+// From the largest magnitude of a head: a / 127 rounded up, so that no code exceeds 127, and at most 515.5, so that 127
+// times it is finite; NaN for a NaN or an infinity.
+__device__ __forceinline__ __half head_scale(float a) {
+    if (!(a < INF_F)) return __float2half_rn(NAN_F);
+    return __float2half_rn(fminf(__half2float(__float2half_ru(__fdiv_rn(a, 127.0f))), 515.5f));
+}
+
+__device__ __forceinline__ int8 head_code(float x, float scale) {
+    return scale > 0.0f ? max(-127, min(127, __float2int_rn(__fdiv_rn(x, scale)))) : 0;
+}
+
+// A warp's head, as heads.cuh spreads it: rounded to fp16 and quantized. Codes go to `codes` and `copy`, with zeros from
+// head_dim to head_pitch. Returns the scale.
+template <int PAIRS>
+__device__ __forceinline__ __half store_codes(
+    int8* codes, int8* copy, const float (&low)[PAIRS], const float (&high)[PAIRS], int head_dim, int head_pitch)
+{
+    const int lane = threadIdx.x % WARP, half = head_dim / 2;
+    double none = 0;
+    float top = 0;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i)
+        if (i * WARP + lane < half) top = larger(larger(top, rounded(low[i])), rounded(high[i]));
+    lanes_sum_max<false, true, WARP>(none, top);
+    const __half stored = head_scale(top);
+    const float scale = __half2float(stored);
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+        const int pair = i * WARP + lane;
+        if (pair >= half) continue;
+        codes[pair] = copy[pair] = head_code(rounded(low[i]), scale);
+        codes[half + pair] = copy[half + pair] = head_code(rounded(high[i]), scale);
+    }
+    if (lane < head_pitch - head_dim) codes[head_dim + lane] = copy[head_dim + lane] = 0;
+    return stored;
+}
+
+// ---- reading -----------------------------------------------------------------------------------------------------
+
+// Four codes, each plus 128 as an unsigned byte, in fp16: 0x64xx is 1024 + xx, from which 1152 is subtracted exactly.
+__device__ __forceinline__ void plain_codes(unsigned bytes, __half2& low, __half2& high) {
+    const unsigned bias = 0x64806480u;
+    unsigned first = __byte_perm(bytes, 0x64646464u, 0x4140), second = __byte_perm(bytes, 0x64646464u, 0x4342);
+    const __half2 offset = *reinterpret_cast<const __half2*>(&bias);
+    low = __hsub2(*reinterpret_cast<__half2*>(&first), offset), high = __hsub2(*reinterpret_cast<__half2*>(&second), offset);
+}
+
+__device__ __forceinline__ uint2 plain_codes(unsigned bytes) {
+    __half2 low, high;
+    plain_codes(bytes, low, high);
+    return make_uint2(*reinterpret_cast<const unsigned*>(&low), *reinterpret_cast<const unsigned*>(&high));
+}
+
+// The same times `scales`.
+__device__ __forceinline__ uint2 scaled_codes(unsigned bytes, __half2 scales) {
+    __half2 low, high;
+    plain_codes(bytes, low, high);
+    low = __hmul2(low, scales), high = __hmul2(high, scales);
+    return make_uint2(*reinterpret_cast<const unsigned*>(&low), *reinterpret_cast<const unsigned*>(&high));
+}
+
+__device__ __forceinline__ unsigned as_bytes(unsigned codes) { return codes ^ 0x80808080u; }
+
+// Sixteen codes of one token as fp16, in two vectors of eight.
+__device__ __forceinline__ void dequantize16(uint4 codes, __half scale, uint4& first, uint4& second) {
+    const __half2 scales = __half2half2(scale);
+    const uint2 a = scaled_codes(as_bytes(codes.x), scales), b = scaled_codes(as_bytes(codes.y), scales);
+    const uint2 c = scaled_codes(as_bytes(codes.z), scales), d = scaled_codes(as_bytes(codes.w), scales);
+    first = make_uint4(a.x, a.y, b.x, b.y), second = make_uint4(c.x, c.y, d.x, d.y);
+}
+
+}  // namespace bminf

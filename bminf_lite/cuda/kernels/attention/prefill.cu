@@ -1,0 +1,191 @@
+// Prefill attention on the tensor cores of any GPU from compute capability 7.5 on, with a running softmax
+// (https://arxiv.org/abs/2205.14135, https://arxiv.org/abs/2307.08691): no scores in memory.
+//
+// Keys and values pass through shared memory a tile at a time. The next keys arrive while values are multiplied, and
+// values while keys are.
+#include "attention/prefill.cuh"
+
+namespace bminf {
+
+// A tile of keys or values: COUNT rows of D, contiguous in the cache; zeros from row `valid` on, because what was never
+// written there may be NaN. The pitch is an odd number of 16 bytes, so eight rows lie in different banks.
+template <int D, int COUNT, int THREADS>
+__device__ __forceinline__ void copy_tile(__half* tile, const Cached<__half>& source, int valid) {
+    constexpr int CHUNKS = D / 8;
+#pragma unroll
+    for (int i = 0; i < (COUNT * CHUNKS + THREADS - 1) / THREADS; ++i) {
+        const int chunk = i * THREADS + threadIdx.x, row = chunk / CHUNKS;
+        if (COUNT * CHUNKS % THREADS == 0 || row < COUNT) {
+            const bool here = row < valid;
+            copy16(tile + (chunk + row) * 8, here ? source.data + chunk * 8 : source.data, here);
+        }
+    }
+}
+
+template <int D, int COUNT, int THREADS>
+__device__ __forceinline__ void copy_tile(__half* tile, const Cached<int8>& source, int valid) {
+    constexpr int CHUNKS = D / 16;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < COUNT * CHUNKS; i += THREADS) {
+        const int row = i / CHUNKS;
+        uint4* const target = reinterpret_cast<uint4*>(tile + row * (D + 8) + i % CHUNKS * 16);
+        Codes raw;
+        raw.load(source, i, row, row < valid);
+        dequantize16(raw.codes, raw.scale, target[0], target[1]);
+    }
+}
+
+// A warp's queries, MT pieces of 16 rows: kept in registers where there is room, else read again for each tile of keys.
+template <int MT, int D>
+struct Queries {
+    static constexpr bool KEPT = MT * D <= 64;
+    unsigned rows;  // the shared address of this thread's row of the first piece
+    unsigned kept[KEPT ? D / 16 : 1][MT][4];
+
+    __device__ __forceinline__ void read(unsigned (&a)[MT][4], int k) const {
+#pragma unroll
+        for (int m = 0; m < MT; ++m) load_matrices(a[m], rows + (m * 16 * (D + 8) + k * 16) * 2);
+    }
+    __device__ __forceinline__ void keep() {
+        if constexpr (KEPT) {
+#pragma unroll
+            for (int k = 0; k < D / 16; ++k) read(kept[k], k);
+        }
+    }
+    __device__ __forceinline__ void get(unsigned (&a)[MT][4], int k) const {
+        if constexpr (KEPT) {
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) a[m][j] = kept[k][m][j];
+        } else {
+            read(a, k);
+        }
+    }
+};
+
+// s += queries @ keys.T
+template <int MT, int D, int N>
+__device__ __forceinline__ void score(float (&s)[MT][N][4], const Queries<MT, D>& queries, unsigned k_rows) {
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+        unsigned a[MT][4];
+        queries.get(a, k);
+#pragma unroll
+        for (int n = 0; n < N / 2; ++n) {
+            unsigned b[4];
+            load_matrices(b, k_rows + (n * 16 * (D + 8) + k * 16) * 2);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                multiply_add(s[m][2 * n], a[m], b[0], b[1]);
+                multiply_add(s[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// o += weights @ values
+template <int MT, int D, int N>
+__device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], const float (&s)[MT][N][4], unsigned v_rows) {
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) {
+        unsigned a[MT][4];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) weights(a[m], s[m], k);
+#pragma unroll
+        for (int n = 0; n < D / 16; ++n) {
+            unsigned b[4];
+            load_transposed(b, v_rows + (k * 16 * (D + 8) + n * 16) * 2);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                multiply_add(o[m][2 * n], a[m], b[0], b[1]);
+                multiply_add(o[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// A block has BM rows and passes over BN keys at a time; BM is a multiple of 16 * WARPS, BN of 16. BLOCKS per
+// multiprocessor get registers. VISIBLE is what a query sees; BIASED, that scores get a bias; CACHE, __half or int8. Dynamic
+// shared memory: BM + 2 * BN rows of D + 8.
+template <int D, int BM, int BN, int WARPS, int BLOCKS, int VISIBLE, bool BIASED, class CACHE>
+__global__ void __launch_bounds__(WARPS * WARP, BLOCKS) attend_prefill(const __grid_constant__ Prefill p) {
+    constexpr int THREADS = WARPS * WARP, PITCH = D + 8, CHUNKS = D / 8, MT = BM / (16 * WARPS);
+    extern __shared__ __align__(16) __half shared[];
+    __half* const q_tile = shared;
+    __half* const k_tile = q_tile + BM * PITCH;
+    __half* const v_tile = k_tile + BN * PITCH;
+    const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * MT * 16;
+
+    wait_for_predecessor();
+    Work work;
+    if (!find_work<D, BM, BN>(p, work)) return;
+    if constexpr (VISIBLE != CAUSAL) see_all<D, VISIBLE>(p, work);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < BM * CHUNKS; i += THREADS) {
+        const int row = i / CHUNKS, column = i % CHUNKS * 8;
+        copy_query<D>(q_tile + row * PITCH + column, work, p, work.first + row, column);
+    }
+    auto copy_keys = [&](int key) {
+        copy_tile<D, BN, THREADS>(k_tile, cached_from<D, CACHE>(p, work, false, key), work.end - key);
+    };
+    copy_keys(work.begin);
+
+    Queries<MT, D> queries = {shared_address(q_tile + (warp_row + lane % 16) * PITCH + lane / 16 * 8)};
+    const unsigned k_rows = shared_address(k_tile + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8);
+    const unsigned v_rows = shared_address(v_tile + lane % 16 * PITCH + lane / 16 * 8);
+    Rows rows[MT];
+#pragma unroll
+    for (int m = 0; m < MT; ++m) rows[m] = start_rows(work, work.first + warp_row + m * 16);
+    float o[MT][CHUNKS][4] = {};
+    for (int key = work.begin; key < work.end; key += BN) {
+        wait_for_copies();
+        __syncthreads();
+        copy_tile<D, BN, THREADS>(v_tile, cached_from<D, CACHE>(p, work, true, key), work.end - key);
+        if (key == work.begin) queries.keep();
+        float s[MT][BN / 8][4] = {};
+        score(s, queries, k_rows);
+        wait_for_copies();
+        __syncthreads();
+        if (key + BN < work.end) copy_keys(key + BN);
+        if constexpr (BIASED) {
+#pragma unroll
+            for (int m = 0; m < MT; ++m) add_bias(s[m], work, p, rows[m], work.first + warp_row + m * 16, key);
+        }
+        if (VISIBLE == CAUSAL ? any_hidden(work, key, BN) : key + BN > work.end) {
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                if constexpr (VISIBLE == CAUSAL) hide(s[m], rows[m], key, work.window);
+                else hide_from(s[m], work.end - key);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            float shrink[2];
+            soften(rows[m], s[m], shrink, BIASED ? 1.0f : p.scale);
+            multiply_rows(o[m], shrink);
+        }
+        add_values<MT, D>(o, s, v_rows);
+    }
+    let_successor_start();
+
+    // Through the warp's own rows of the query tile, so that memory is written a row at a time.
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+        normalise(o[m], rows[m]);
+        __half* const row = q_tile + (warp_row + m * 16 + lane / 4) * PITCH + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < CHUNKS; ++n)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                *reinterpret_cast<unsigned*>(row + h * 8 * PITCH + n * 8) = pack(o[m][n][2 * h], o[m][n][2 * h + 1]);
+    }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = lane; i < MT * 16 * CHUNKS; i += WARP) {
+        const int row = warp_row + i / CHUNKS, column = i % CHUNKS * 8;
+        write8(work, p, work.first + row, column, q_tile + row * PITCH + column);
+    }
+}
+
+}  // namespace bminf

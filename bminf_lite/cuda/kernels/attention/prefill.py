@@ -1,0 +1,154 @@
+"""Attention for steps with several new tokens per sequence: over the key-value cache, a source, or each other.
+
+The kernels multiply on the tensor cores, tile by tile, and keep no scores in memory; ``attention/prefill.cu`` and
+``attention/prefill_hopper.cu`` say how. They are templates over the size of a head and of their tiles, compiled
+when a model first needs them. Scores with a bias, and queries that see every key, take the kernel for any GPU on
+compute capability 9.0 too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ...runtime.driver import Device, DeviceAttribute
+from ...runtime.kernel import Kernel, Module
+
+WARP = 32
+MAX_HEAD_DIM = 256
+LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0))
+"""Compute capabilities whose multiprocessors have 164 KiB of shared memory or more; others from 8.6 on have 100."""
+ELEMENTS = HALF, INT8 = "__half", "bminf::int8"
+"""What a cache may hold, as the kernels name it."""
+FORMS = 1024
+"""Shapes whose kernels are remembered."""
+LOG2_E = math.log2(math.e)
+_SIGNATURE = "pqpppqpppfiiiiipippp"
+
+
+class Visible(IntEnum):
+    """What a query sees; see ``attention/prefill.cuh``."""
+
+    CAUSAL = 0
+    SOURCE = 1
+    WITHIN = 2
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One kernel, but for its last argument, the cache's element: blocks of ``threads`` with ``shared`` bytes each.
+
+    A block works on ``rows`` of queries. A row is a query token under one of the heads that share a key-value head.
+    """
+
+    source: str
+    kernel: str
+    rows: int
+    threads: int
+    shared: int
+
+    def expression(self, element: str) -> str:
+        """As CUDA C++ names the instantiation for a cache of ``HALF`` or ``INT8``."""
+        return f"{self.kernel}, {element}>"
+
+
+def synchronous(depth: int, rows: int, keys: int, blocks: int, visible: Visible, biased: bool) -> Tiling:
+    """For any GPU: four warps a block, registers for ``blocks`` a multiprocessor, ``keys`` at a time."""
+    kind = f"{int(visible)}, {'true' if biased else 'false'}"
+    return Tiling(
+        source="attention/prefill.cu",
+        kernel=f"bminf::attend_prefill<{depth}, {rows}, {keys}, 4, {blocks}, {kind}",
+        rows=rows,
+        threads=4 * WARP,
+        shared=(rows + 2 * keys) * (depth + 8) * 2,
+    )
+
+
+def hopper(depth: int, rows: int, keys: int, stages: int = 2) -> Tiling:
+    """For compute capability 9.0: four warps for each 64 rows and four more, ``keys`` at a time, ``stages`` ahead."""
+    return Tiling(
+        source="attention/prefill_hopper.cu",
+        kernel=f"bminf::attend_prefill_hopper<{depth}, {rows}, {keys}, {stages}",
+        rows=rows,
+        threads=(rows // 64 + 1) * 4 * WARP,
+        shared=(rows + 2 * stages * keys) * depth * 2 + 1024,
+    )
+
+
+def tiling_for(
+    compute_capability: tuple[int, int],
+    depth: int,
+    small: bool,
+    visible: Visible = Visible.CAUSAL,
+    biased: bool = False,
+) -> Tiling:
+    """The tiling for heads padded to ``depth`` columns; ``small`` where 128 rows a block would leave the GPU idle."""
+    if compute_capability == (9, 0) and depth in (64, 128, 256) and visible is Visible.CAUSAL and not biased:
+        return hopper(depth, rows=128, keys=64 if depth == 256 else 128)
+    tile = functools.partial(synchronous, depth, visible=visible, biased=biased)
+    if depth > 128:  # the output alone takes half of a thread's registers
+        return tile(rows=64, keys=48 if compute_capability >= (8, 0) else 16, blocks=1)
+    if depth > 64 and compute_capability >= (8, 0) and compute_capability not in LARGE_SHARED:
+        return tile(rows=64, keys=48, blocks=2)
+    if small or biased:  # the biases of 128 rows would not fit the registers
+        return tile(rows=64, keys=64, blocks=2)
+    return tile(rows=128, keys=64 if depth <= 64 else 32, blocks=2)
+
+
+class PrefillAttention:
+    """Attention of new tokens over keys and values that are in a cache already, theirs included, on one GPU."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
+        self._kernel = functools.cache(self._load)
+        self._find = functools.lru_cache(FORMS)(self._find_uncached)
+
+    def launch(
+        self,
+        q: int, q_pitch: int, keys: int, values: int, out: int, out_pitch: int, starts: int, past: int, slots: int,
+        *,
+        heads: int, kv_heads: int, head_dim: int, capacity: int, scale: float, window: int | None,
+        tokens: int, count: int, visible: Visible = Visible.CAUSAL, bias: int = 0, reach: int = 0, lengths: int = 0,
+        key_scales: int = 0, value_scales: int = 0, stream: int = 0, dependent: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch on ``stream``. Addresses are of the GPU; with ``D = head_dim`` padded to a multiple of 16:
+
+        - ``q`` fp16 ``[T, heads, D]`` with ``q_pitch`` elements from token to token, normalised and rotated already;
+        - ``keys``, ``values`` fp16 ``[slots, kv_heads, capacity, D]``, with the new tokens' in place, zero in padding;
+          or int8 codes with ``key_scales``, ``value_scales`` fp16 ``[slots, kv_heads, capacity]``;
+        - ``out`` fp16 ``[T, heads * head_dim]`` with ``out_pitch`` elements from token to token;
+        - ``bias`` fp32 ``[heads, 2 * reach + 1]``, by distance; 0 for none;
+        - ``lengths`` int32 ``[slots]``, of the sources, where these are ``visible``;
+        - ``starts`` int32 ``[count + 1]``, ``past`` and ``slots`` int32 ``[count]``: see ``backend.values.Step``.
+
+        Addresses are multiples of 16 bytes, pitches of 8 elements. ``tokens`` is ``T``, ``scale`` is positive,
+        ``heads`` a multiple of ``kv_heads``, ``window`` at least 1 or None, and ``head_dim`` at most ``MAX_HEAD_DIM``.
+        Where each token sees its sequence in this step, ``keys`` and ``values`` are one slot with all tokens in order.
+        ``dependent`` as in :class:`Kernel`.
+        """
+        rows = tokens * (heads // kv_heads)
+        kernel, tiling = self._find(rows, kv_heads, head_dim, visible, bias != 0, key_scales != 0)
+        tiles = (rows + count * (tiling.rows - 1)) // tiling.rows  # each sequence's last may be partly empty
+        kernel(
+            (kv_heads, tiles), tiling.threads,
+            (
+                q, q_pitch, keys, values, out, out_pitch, starts, past, slots,
+                scale * LOG2_E, window or 0, heads, head_dim, capacity, count,
+                bias, reach, lengths, key_scales, value_scales,
+            ),
+            tiling.shared, stream, dependent,
+        )  # fmt: skip
+
+    def _find_uncached(
+        self, rows: int, kv_heads: int, head_dim: int, visible: Visible, biased: bool, int8: bool
+    ) -> tuple[Kernel, Tiling]:
+        small = -(-rows // 128) * kv_heads < 2 * self._multiprocessors
+        tiling = tiling_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, visible, biased)
+        return self._kernel(tiling, INT8 if int8 else HALF), tiling
+
+    def _load(self, tiling: Tiling, element: str) -> Kernel:
+        expression = tiling.expression(element)
+        return Module(self._device, tiling.source, [expression]).kernel(expression, _SIGNATURE)

@@ -1,0 +1,23 @@
+// Where element (row, col) of a matrix lies, for every layout that a product reads or writes.
+// The definition is bminf_lite/cuda/kernels/gemm/layouts.py, and a test compares the two.
+#pragma once
+
+enum class Order : int { ROW = 1, COL32 = 2, COL4_4R2_8C = 3, COL32_2R_4R4 = 4 };  // values of cublasLtOrder_t
+
+// The offset of (row, col) in elements. `ld` is the distance in elements between rows (ROW), or between groups of 32
+// columns (all others). Four columns from a multiple of 4 on are contiguous in every layout, so they can be read or
+// written at once.
+template <Order order>
+__host__ __device__ __forceinline__ size_t offset(unsigned row, unsigned col, size_t ld) {
+    const size_t group = (col / 32) * ld;
+    const unsigned c = col % 32;
+    if constexpr (order == Order::ROW) {
+        return row * ld + col;
+    } else if constexpr (order == Order::COL32) {
+        return group + size_t(row) * 32 + c;
+    } else if constexpr (order == Order::COL4_4R2_8C) {
+        return group + size_t(row / 8) * 256 + (row % 2) * 128 + (c / 4) * 16 + (row % 8 / 2) * 4 + c % 4;
+    } else {
+        return group + size_t(row / 32) * 1024 + ((row % 8 / 2 * 4 + row % 32 / 8) * 2 + row % 2) * 32 + c;
+    }
+}

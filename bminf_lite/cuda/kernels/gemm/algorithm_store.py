@@ -1,0 +1,56 @@
+"""Which cublasLt algorithm is fastest for a product, and whether another kernel is faster still, between runs.
+
+An :class:`AlgorithmStore` belongs to one GPU model, driver, cublasLt version and size of workspace. They are part of
+its file's name, so after an upgrade there is a new, empty store. A file that cannot be read counts as empty, and an
+algorithm taken from it is checked by cublasLt before its use, so the file can cost time but never a result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from ...runtime import cubin_cache
+from ...runtime.cublaslt import Algorithm
+
+FORMAT = 2
+
+
+class AlgorithmStore:
+    """Algorithms and verdicts by a key that describes the product, in memory and in a small JSON file.
+
+    ``identity`` is everything that an algorithm depends on; ``folder`` None keeps nothing on disk.
+    """
+
+    def __init__(self, identity: str, folder: Path | None) -> None:
+        self._folder = folder
+        self._file = f"matmul-{hashlib.sha256(f'{FORMAT} {identity}'.encode()).hexdigest()[:32]}.json"
+        self._known = self._read()
+
+    def get(self, key: str) -> Algorithm | None:
+        """The algorithm kept for ``key``, as a copy of its own."""
+        stored = self._known.get(key)
+        return Algorithm.from_buffer_copy(bytes.fromhex(stored)) if isinstance(stored, str) else None
+
+    def put(self, key: str, algorithm: Algorithm) -> None:
+        """Keep an algorithm, here and on disk, beside what other processes have kept there meanwhile."""
+        self._keep(key, bytes(algorithm).hex())
+
+    def verdict(self, key: str) -> bool | None:
+        """What was decided under ``key``."""
+        stored = self._known.get(key)
+        return stored if isinstance(stored, bool) else None
+
+    def decide(self, key: str, verdict: bool) -> None:
+        """Keep a verdict as :meth:`put` does an algorithm."""
+        self._keep(key, verdict)
+
+    def _keep(self, key: str, value: str | bool) -> None:
+        self._known = {**self._read(), **self._known, key: value}
+        if self._folder is not None:
+            cubin_cache.write(self._folder, self._file, json.dumps(self._known, indent=1).encode())
+
+    def _read(self) -> dict[str, str | bool]:
+        content = None if self._folder is None else cubin_cache.read(self._folder, self._file)
+        return {} if content is None else json.loads(content)

@@ -1,0 +1,219 @@
+"""Products on one GPU by cublasLt: descriptors made once, algorithms chosen once, then one C call each.
+
+A :class:`Multiplier` owns the library's handle, the workspace and what was learnt about algorithms. It makes a
+:class:`Prepared` product for each shape, which is then run on any stream with three addresses. The first run outside a
+graph capture may time the algorithms that cublasLt's heuristic proposes, by computing this very product with each of
+them; inside a capture nothing is timed, allocated or waited for. All products of one ``Multiplier`` share one
+workspace, so they must not run at the same time on several streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ....errors import DeviceError
+from ...runtime import cubin_cache, libraries
+from ...runtime.bindings import LibraryError
+from ...runtime.cublaslt import (
+    Algorithm,
+    CublasLt,
+    DataType,
+    HeuristicResult,
+    LayoutAttribute,
+    MatmulDesc,
+    MatrixLayout,
+    Operation,
+    Preference,
+    Status,
+)
+from ...runtime.driver import Device
+from .algorithm_store import AlgorithmStore
+from .plans import Matrix, Product
+
+WORKSPACE_BYTES = 32 << 20
+"""What NVIDIA recommends for GPUs from compute capability 9.0 on."""
+PROPOSALS = 8
+TIMED_RUNS = 3
+
+
+class NoAlgorithm(DeviceError):
+    """cublasLt has no algorithm for a product on this GPU."""
+
+
+class Multiplier:
+    """Runs products on the current GPU; see the module's docstring.
+
+    ``allocate(nbytes)`` gives the workspace: an object with an address ``ptr``, which is kept. ``store`` remembers
+    algorithms; without one, each process times anew. The observer of ``device``, if it has one, is told of products.
+    """
+
+    def __init__(
+        self, lt: CublasLt, allocate: Callable[[int], Any], store: AlgorithmStore | None = None,
+        device: Device | None = None,
+    ) -> None:  # fmt: skip
+        self.lt = lt
+        self.device = device
+        self.store = store or AlgorithmStore("", None)
+        self.workspace = allocate(WORKSPACE_BYTES)
+        lt.handle  # noqa: B018 - created now rather than inside a graph capture, because that allocates
+
+    @classmethod
+    def open(cls, device: Device, allocate: Callable[[int], Any], folder: Path | None = None) -> Multiplier:
+        """On ``device``, with algorithms kept in ``folder`` (by default where compiled kernels are kept).
+
+        Raises ``DeviceError`` with the command that installs cublasLt where it is missing.
+        """
+        lt = CublasLt(libraries.load("cublasLt").dll)
+        identity = f"{device.name} {libraries.driver_release()} {lt.version} {WORKSPACE_BYTES}"
+        folder = cubin_cache.default_folder() if folder is None else folder
+        return cls(lt, allocate, AlgorithmStore(identity, folder), device)
+
+    def clear_workspace(self, stream: int) -> None:
+        """Write zeros to the workspace; what the GPU's cache held is then gone, or most of it."""
+        from cupy.cuda import runtime
+
+        runtime.memsetAsync(self.workspace.ptr, 0, WORKSPACE_BYTES, stream)
+
+    def prepare(self, product: Product, alignment: int = 256, key: str | None = None) -> Prepared:
+        """Make the descriptors of ``product`` and choose an algorithm; raises :class:`NoAlgorithm`.
+
+        ``alignment`` in bytes (a power of two) is what all three addresses will have at least. With a ``key``, the
+        proposed algorithms are timed at the first run and the best is remembered under that key, which may stand for
+        several similar shapes. Without, the heuristic's first proposal is used, which is the same in every run.
+        """
+        return Prepared(self, product, alignment, key)
+
+
+class Prepared:
+    """One product of fixed shape, ready to run."""
+
+    def __init__(self, multiplier: Multiplier, product: Product, alignment: int, key: str | None) -> None:
+        self._multiplier, lt = multiplier, multiplier.lt
+        self.product = product
+        self._desc = MatmulDesc(
+            lt, product.compute, product.scale_type, Operation(product.transpose_a), Operation(product.transpose_b)
+        )
+        self._layouts = [_matrix_layout(lt, matrix) for matrix in (product.a, product.b, product.d)]
+        number = ctypes.c_int32 if product.scale_type is DataType.R_32I else ctypes.c_float
+        self._one, self._zero = number(1), number(0)
+        self._preference = Preference(lt, WORKSPACE_BYTES, alignment)
+        self._key = key
+        known = multiplier.store.get(key) if key else None
+        if known is not None and not self._is_usable(known):
+            known = None
+        self._untimed = key is not None and known is None
+        self._algorithm = known or self._proposals()[0]
+
+    def run(self, a: int, b: int, d: int, stream: int) -> None:
+        """Compute ``d`` on ``stream``; all four are addresses, ``stream`` that of a ``cudaStream_t``."""
+        if self._untimed and not capturing(stream):
+            self._choose(a, b, d, stream)
+        device = self._multiplier.device
+        if device is None or device.observer is None:
+            self._launch(self._algorithm, a, b, d, stream)
+            return
+        with device.observer(f"cublasLt {self.product}", self.product.nbytes, stream):
+            self._launch(self._algorithm, a, b, d, stream)
+
+    def _launch(self, algorithm: Algorithm, a: int, b: int, d: int, stream: int) -> None:
+        lt, (layout_a, layout_b, layout_d) = self._multiplier.lt, self._layouts
+        lt.functions.cublasLtMatmul(
+            lt.handle, self._desc.handle, ctypes.addressof(self._one), a, layout_a.handle, b, layout_b.handle,
+            ctypes.addressof(self._zero), d, layout_d.handle, d, layout_d.handle,
+            algorithm, self._multiplier.workspace.ptr, WORKSPACE_BYTES, stream,
+        )  # fmt: skip
+
+    def _proposals(self) -> list[Algorithm]:
+        """What the heuristic proposes, the best by its estimate first."""
+        lt, (a, b, d) = self._multiplier.lt, (layout.handle for layout in self._layouts)
+        results, count = (HeuristicResult * PROPOSALS)(), ctypes.c_int()
+        try:
+            lt.functions.cublasLtMatmulAlgoGetHeuristic(
+                lt.handle, self._desc.handle, a, b, d, d, self._preference.handle, PROPOSALS, results, count
+            )
+        except LibraryError as error:
+            raise NoAlgorithm(f"cublasLt has no algorithm for {self.product}: {error}") from error
+        usable = [r.algorithm for r in results[: count.value] if r.state == Status.SUCCESS]
+        if not usable:
+            raise NoAlgorithm(f"cublasLt has no algorithm for {self.product}")
+        return usable
+
+    def _is_usable(self, algorithm: Algorithm) -> bool:
+        lt, (a, b, d) = self._multiplier.lt, (layout.handle for layout in self._layouts)
+        result = HeuristicResult()
+        try:
+            lt.functions.cublasLtMatmulAlgoCheck(lt.handle, self._desc.handle, a, b, d, d, algorithm, result)
+        except LibraryError:
+            return False
+        return result.state == Status.SUCCESS and result.workspace_bytes <= WORKSPACE_BYTES
+
+    def _choose(self, a: int, b: int, d: int, stream: int) -> None:
+        """Time every proposal on the real operands, and keep the fastest."""
+        proposals = self._proposals()
+        seconds = [self._time(algorithm, a, b, d, stream) for algorithm in proposals]
+        if min(seconds) == math.inf:
+            raise NoAlgorithm(f"none of cublasLt's {len(proposals)} algorithms can run {self.product}")
+        self._algorithm = proposals[seconds.index(min(seconds))]
+        self._untimed = False
+        assert self._key is not None
+        self._multiplier.store.put(self._key, self._algorithm)
+
+    def _time(self, algorithm: Algorithm, a: int, b: int, d: int, stream: int) -> float:
+        """Seconds that the product takes with ``algorithm``; infinity if it cannot run after all."""
+        try:
+            self._launch(algorithm, a, b, d, stream)  # the first run loads the kernel
+            return timed(lambda: self._launch(algorithm, a, b, d, stream), stream)
+        except LibraryError:
+            return math.inf
+
+
+def _matrix_layout(lt: CublasLt, matrix: Matrix) -> MatrixLayout:
+    layout = MatrixLayout(lt, matrix.dtype, matrix.order, matrix.rows, matrix.cols, matrix.ld)
+    if matrix.batch > 1:
+        layout[LayoutAttribute.BATCH_COUNT] = matrix.batch
+        layout[LayoutAttribute.STRIDED_BATCH_OFFSET] = matrix.stride
+    return layout
+
+
+def common_alignment(*addresses: int) -> int:
+    """The largest power of two, up to 256, that divides every address."""
+    bits = 256
+    for address in addresses:
+        bits |= address
+    return bits & -bits
+
+
+def capturing(stream: int) -> bool:
+    """Whether work on ``stream`` is being recorded into a graph."""
+    import cupy
+
+    return cupy.cuda.runtime.streamIsCapturing(stream) != 0
+
+
+@contextmanager
+def _event() -> Iterator[int]:
+    from cupy.cuda import runtime
+
+    event = runtime.eventCreate()
+    try:
+        yield event
+    finally:
+        runtime.eventDestroy(event)
+
+
+def timed(launch: Callable[[], None], stream: int, runs: int = TIMED_RUNS) -> float:
+    """Seconds that one ``launch()`` takes on ``stream``, the mean over ``runs``; waits for the stream."""
+    from cupy.cuda import runtime
+
+    with _event() as start, _event() as end:
+        runtime.eventRecord(start, stream)
+        for _ in range(runs):
+            launch()
+        runtime.eventRecord(end, stream)
+        runtime.eventSynchronize(end)
+        return runtime.eventElapsedTime(start, end) / 1000 / runs

@@ -1,0 +1,113 @@
+"""Float products on the GPU, summed in fp32: fp16 or bf16 operands into either width, fp32 operands into fp32.
+
+The algorithm is always the first that cublasLt's heuristic proposes. Timing could gain a little, but which algorithm
+wins a race differs between runs, and so would the last bits of the results. fp32 products are computed in fp32, not in
+TF32, and a sum that is split between blocks is put together in fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from ...runtime.cublaslt import ComputeType, DataType, Order
+from .cublaslt_matmul import Multiplier, Prepared, common_alignment
+from .plans import Matrix, Product, row_major_product
+
+PREPARED_LIMIT = 1024
+"""Shapes for which descriptors are kept; those not used for longest are dropped beyond."""
+
+_DATA_TYPES = {"float16": DataType.R_16F, "bfloat16": DataType.R_16BF, "float32": DataType.R_32F}
+
+
+class Fgemm:
+    """Float products on one GPU. After the first run of a shape, a run allocates nothing but its result."""
+
+    def __init__(self, multiplier: Multiplier) -> None:
+        self._multiplier = multiplier
+        self._prepare = functools.lru_cache(PREPARED_LIMIT)(self._prepare_uncached)
+
+    def linear(
+        self, out: int, w: int, x: int, rows: int, out_features: int, in_features: int, stream: int,
+        dtype: np.dtype | type = np.float16, out_dtype: np.dtype | type = np.float16,
+    ) -> None:  # fmt: skip
+        """``out = x @ w.T`` on ``stream``, from addresses of dense row-major matrices.
+
+        ``x`` ``[rows, in_features]`` and ``w`` ``[out_features, in_features]`` have ``dtype``, ``out``
+        ``[rows, out_features]`` has ``out_dtype``; see :meth:`matmul` for the combinations.
+        """
+        key = (rows, out_features, in_features, np.dtype(dtype).name, np.dtype(out_dtype).name)
+        self._run((*key, 1, 0, 0, False, True), out, w, x, stream)
+
+    def matmul(
+        self,
+        x: cp.ndarray,
+        w: cp.ndarray,
+        transpose_x: bool = False,
+        transpose_w: bool = False,
+        out_dtype: np.dtype | type | None = None,
+    ) -> cp.ndarray:
+        """``op(x) @ op(w)`` on CuPy's current stream, where op transposes the last two axes or does nothing.
+
+        ``op(x)`` is ``[..., m, k]``, ``op(w)`` ``[..., k, n]``, the axes before them broadcast, and the result is a new
+        array ``[..., m, n]`` of ``out_dtype`` (by default the operands'). Operands are both fp16, both bf16, or both
+        fp32; the result is the same or fp32. Raises ``ValueError`` for other shapes and dtypes.
+        """
+        out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
+        self._check(x, w, out_dtype, transpose_x, transpose_w)
+        m, k = x.shape[-2:][::-1] if transpose_x else x.shape[-2:]
+        n = w.shape[-2] if transpose_w else w.shape[-1]
+        batch = np.broadcast_shapes(x.shape[:-2], w.shape[:-2])
+        count = math.prod(batch)
+        out = cp.empty((*batch, m, n), out_dtype)
+        if out.size == 0 or k == 0:
+            out.fill(0)
+            return out
+        xs, ws = _operand(x, batch), _operand(w, batch)
+        strides = [v.shape[-1] * v.shape[-2] if len(v) > 1 else 0 for v in (xs, ws)]
+        key = (m, n, k, x.dtype.name, out_dtype.name, count, *strides, transpose_x, transpose_w)
+        self._run(key, out.data.ptr, ws.data.ptr, xs.data.ptr, cp.cuda.get_current_stream().ptr)
+        return out
+
+    def _run(self, key: tuple, out: int, w: int, x: int, stream: int) -> None:
+        self._prepare(common_alignment(out, w, x), *key).run(w, x, out, stream)
+
+    def _prepare_uncached(self, alignment: int, *key: Any) -> Prepared:
+        return self._multiplier.prepare(_product(*key), alignment)
+
+    @staticmethod
+    def _check(x: cp.ndarray, w: cp.ndarray, out_dtype: np.dtype, transpose_x: bool, transpose_w: bool) -> None:
+        known = x.dtype == w.dtype and x.dtype.name in _DATA_TYPES and out_dtype.name in (x.dtype.name, "float32")
+        fits = x.ndim > 1 and w.ndim > 1 and x.shape[-2 if transpose_x else -1] == w.shape[-1 if transpose_w else -2]
+        if not (known and fits):
+            raise ValueError(
+                f"matmul of {x.dtype} {list(x.shape)} and {w.dtype} {list(w.shape)} into {out_dtype}: both must be "
+                f"fp16, bf16 or fp32 matrices whose inner sizes agree, the result of that type or fp32"
+            )
+
+
+def _product(
+    m: int, n: int, k: int, dtype: str, out_dtype: str, batch: int, x_stride: int, w_stride: int,
+    transpose_x: bool, transpose_w: bool,
+) -> Product:  # fmt: skip
+    operand, result = _DATA_TYPES[dtype], _DATA_TYPES[out_dtype]
+    x_shape, w_shape = (k, m) if transpose_x else (m, k), (n, k) if transpose_w else (k, n)
+    return row_major_product(
+        Matrix(operand, Order.ROW, *x_shape, x_shape[1], batch, x_stride),
+        Matrix(operand, Order.ROW, *w_shape, w_shape[1], batch, w_stride),
+        Matrix(result, Order.ROW, m, n, n, batch, m * n),
+        ComputeType.COMPUTE_32F,
+        transpose_x,
+        transpose_w,
+    )
+
+
+def _operand(x: cp.ndarray, batch: tuple[int, ...]) -> cp.ndarray:
+    """``x`` as contiguous ``[entries, rows, cols]``; 1 entry where all are the same."""
+    if math.prod(x.shape[:-2]) == 1:
+        return cp.ascontiguousarray(x).reshape(1, *x.shape[-2:])
+    return cp.ascontiguousarray(cp.broadcast_to(x, (*batch, *x.shape[-2:]))).reshape(-1, *x.shape[-2:])

@@ -1,0 +1,131 @@
+"""Exact int8 products of 2 to 32 rows on the tensor cores, bound by reading the weight: decoding of small batches.
+
+The kernel finishes its outputs itself: it scales the sums, adds the bias, and writes them, adds them to the residual
+stream or gates them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ...runtime.compiler import SOURCES
+from ...runtime.driver import Device, DeviceAttribute
+from ...runtime.kernel import Kernel, Module
+
+MAX_ROWS = 32
+GROUP = 16
+"""Rows of the weight in one product of the tensor cores."""
+STEP = 64
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The weights under way in a block: warps, units of each, and steps of ``STEP`` columns in a unit."""
+
+    warps: int
+    slots: int
+    steps: int
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory that it takes; rows of a unit are padded by a step."""
+        return self.warps * self.slots * GROUP * (self.steps + 1) * STEP
+
+
+RINGS = (Ring(16, 2, 4), Ring(8, 2, 4))
+"""For much shared memory and for little."""
+WIDE_RINGS = (Ring(8, 2, 8), Ring(4, 2, 8))
+"""The same for more than 16 rows, whose activations take more registers than 16 warps have."""
+ROOM = 18 << 10
+"""Shared memory for the sums, scales and biases of a block's share, at least."""
+
+
+class Output(IntEnum):
+    """What is made of the int32 sums; all but the last as in ``matvec.cu``."""
+
+    HALF = 0
+    FLOAT = 1
+    ADD = 2
+    GATED = 3
+    ACTIVATED = 4
+    SUMS = 5
+
+
+class FewRows:
+    """The kernel of ``gemm/skinny_gemm.cu`` on one GPU."""
+
+    source = "gemm/skinny_gemm.cu"
+    is_fastest = False
+    """Whether nothing else need be tried: on some shapes cublasLt and a kernel that scales are faster."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._kernel = functools.cache(self._load)
+
+    @functools.cached_property
+    def version(self) -> str:
+        """Names the kernel's source: what was measured of another version says nothing about this one."""
+        return hashlib.sha256((SOURCES / self.source).read_bytes()).hexdigest()[:16]
+
+    def supports(self, rows: int) -> bool:
+        """Whether the kernel takes so many rows, and the GPU's tensor cores have the product."""
+        return 1 < rows <= MAX_ROWS and self._device.compute_capability >= (8, 0)
+
+    def launch(
+        self, x: int, x_scale: int, w: int, w_scale: int, bias: int, out: int, out_pitch: int,
+        rows: int, out_features: int, pitch: int, stream: int, output: Output = Output.SUMS, activation: int = 0,
+        moved: int = 0,
+    ) -> None:  # fmt: skip
+        """``out = x @ w.T`` on ``stream``, finished as ``output`` says; the first six are addresses.
+
+        ``x`` is int8 ``[rows, pitch]`` with ``x_scale`` fp32 ``[rows]``, ``w`` int8 ``[out_features, pitch]``, its rows
+        padded to whole groups, ``w_scale`` and ``bias`` (or 0) fp32 ``[out_features]``. ``out`` has rows of
+        ``out_pitch`` elements: ``[rows, out_features]`` in fp16 (or activated), fp32 or int32, or gated fp16 ``[rows,
+        out_features / 2]``, where half of the features must be whole groups. ``pitch`` is a multiple of 16, ``x`` and
+        ``w`` are aligned to 16 bytes. Sums need no scales. ``moved`` is for the device's observer.
+        """
+        matrices = 2 if output is Output.GATED else 1
+        assert self.supports(rows) and pitch % 16 == 0 and (matrices == 1 or out_features % (2 * GROUP) == 0)
+        tiles = tiles_for(rows)
+        groups, each = -(-out_features // (GROUP * matrices)), matrices * group_bytes(tiles)
+        ring = self._ring(tiles)
+        most = (self._shared - ring.nbytes) // each
+        waves = -(-groups // (self._multiprocessors * most))
+        grid = min(groups, self._multiprocessors * waves)
+        self._kernel(tiles, output, activation)(
+            grid, 32 * ring.warps, (x, x_scale, w, w_scale, bias, out, out_pitch, rows, out_features, pitch),
+            shared=ring.nbytes + -(-groups // grid) * each, stream=stream, dependent=True, moved=moved,
+        )  # fmt: skip
+
+    def _ring(self, tiles: int) -> Ring:
+        """The largest that leaves room."""
+        rings = WIDE_RINGS if tiles > 2 else RINGS
+        return next(ring for ring in rings if ring.nbytes + ROOM <= self._shared)
+
+    @functools.cached_property
+    def _shared(self) -> int:
+        """What a block may have, less what the kernel always takes."""
+        return self._device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) - 512
+
+    @functools.cached_property
+    def _multiprocessors(self) -> int:
+        return self._device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
+
+    def _load(self, tiles: int, output: Output, activation: int) -> Kernel:
+        expression = f"few_rows<{tiles}, {int(output)}, {activation}>"
+        ring = self._ring(tiles)
+        defines = [f"RING_WARPS={ring.warps}", f"RING_SLOTS={ring.slots}", f"RING_STEPS={ring.steps}"]
+        return Module(self._device, self.source, [expression], defines).kernel(expression, "ppppppqiii")
+
+
+def tiles_for(rows: int) -> int:
+    """Tiles of 8 rows, of which the kernel is compiled for 1, 2 and 4."""
+    return 1 if rows <= 8 else 2 if rows <= 16 else 4
+
+
+def group_bytes(tiles: int) -> int:
+    """Shared memory for the sums, scales and biases of a group of the weight's rows."""
+    return GROUP * (8 * tiles + 2) * 4

@@ -1,0 +1,187 @@
+// Softmax over rows, with scale, bias and mask. A row is read once, held in the registers of a few threads, of a block or of
+// the blocks of a cluster, and written once, over itself if that is asked for. Only what fits no cluster is read twice.
+#include "common/cluster.cuh"
+#include "rowwise/unaligned.cuh"
+
+using namespace bminf;
+
+// Rows of k elements of T. bias fp32 and visible (bytes, 0 or 1) have rows of their own, or one for all (pitch 0), or are null.
+template <class T>
+struct Scores {
+    const T* x;
+    long long pitch;
+    float scale;
+    const float* bias;
+    long long bias_pitch;
+    const unsigned char* visible;
+    long long visible_pitch;
+    int k;
+
+    // N vectors of eight, -inf where nothing is. WHOLE: k is a multiple of 8, and every vector is aligned.
+    template <bool WHOLE, int N, class Columns>
+    __device__ __forceinline__ void read(long long row, Columns column_of, float (&s)[N][8]) const {
+        const auto place_of = [&](int i) { return column_of(i) < k ? column_of(i) : 0; };
+        if constexpr (WHOLE) {
+            constexpr int PARTS = sizeof(T) / 2;
+            uint4 raw[N][PARTS];
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part)
+                    raw[i][part] = fetch16(x + row * pitch + place_of(i) + part * (16 / sizeof(T)));
+#pragma unroll
+            for (int i = 0; i < N; ++i) load8(reinterpret_cast<const T*>(raw[i]), s[i]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) load_some(x + row * pitch + column_of(i), k - column_of(i), false, s[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) s[i][j] = __fmul_rn(s[i][j], scale);
+        if (bias)
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                float b[8];
+                if (WHOLE) load8(bias + row * bias_pitch + place_of(i), b);
+                else load_some(bias + row * bias_pitch + column_of(i), k - column_of(i), false, b);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) s[i][j] = __fadd_rn(s[i][j], b[j]);
+            }
+        if (visible)
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const unsigned char* seen = visible + row * visible_pitch + place_of(i);
+                unsigned char byte[8];
+                if (WHOLE) *reinterpret_cast<uint2*>(byte) = *reinterpret_cast<const uint2*>(seen);
+#pragma unroll
+                for (int j = 0; j < 8; ++j)
+                    if (!(WHOLE ? byte[j] : column_of(i) + j < k && seen[j])) s[i][j] = -INF_F;
+            }
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) if (column_of(i) + (WHOLE ? 0 : j) >= k) s[i][j] = -INF_F;
+    }
+};
+
+// The largest of some scores, and the sum of their exponentials relative to it. A NaN shows in the sum.
+struct Part {
+    float top, sum;
+
+    __device__ __forceinline__ float factor(float larger_top) const {
+        return top == -INF_F ? 0.0f : expf(top - larger_top);
+    }
+};
+
+// `s` becomes exp(s - top), with 0 for a top of -inf.
+__device__ __forceinline__ float exponentials(float (&s)[8], float top) {
+    const float base = top == -INF_F ? 0.0f : top;
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += s[j] = expf(s[j] - base);
+    return sum;
+}
+
+// One part from those of LANES neighbouring lanes.
+template <int LANES>
+__device__ __forceinline__ Part joined(Part own) {
+    float top = own.top;
+#pragma unroll
+    for (int d = LANES / 2; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, d));
+    float sum = own.sum * own.factor(top);
+#pragma unroll
+    for (int d = LANES / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
+    return {top, sum};
+}
+
+template <int THREADS>
+__device__ __forceinline__ Part joined_in_block(Part own) {
+    own = joined<(THREADS < WARP ? THREADS : WARP)>(own);
+    if constexpr (THREADS > WARP) {
+        constexpr int WARPS = THREADS / WARP;
+        __shared__ Part parts[WARPS];
+        if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = own;
+        sync_threads<THREADS>();
+        own = joined<WARPS>(parts[threadIdx.x % WARPS]);
+    }
+    return own;
+}
+
+template <int CLUSTER>
+__device__ __forceinline__ Part joined_in_cluster(Part own) {
+    if constexpr (CLUSTER > 1) {
+        __shared__ float top, sum;
+        if (threadIdx.x == 0) top = own.top, sum = own.sum;
+        sync_cluster<CLUSTER>();
+        const int rank = threadIdx.x % CLUSTER;
+        own = joined<CLUSTER>({peer<CLUSTER>(&top, rank), peer<CLUSTER>(&sum, rank)});
+        sync_cluster<CLUSTER>();  // nobody may leave while its part is being read
+    }
+    return own;
+}
+
+// THREADS, each with VECTORS of eight, in each of CLUSTER blocks hold a row of k <= 8 VECTORS THREADS CLUSTER. out may be x.
+template <class T, bool WHOLE, int THREADS, int VECTORS, int CLUSTER>
+__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1) softmax(
+    const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* visible,
+    long long visible_pitch, T* out, long long out_pitch, int rows, int k)
+{
+    let_successor_start();
+    wait_for_predecessor();
+    const int index = blockIdx.x / CLUSTER * (blockDim.x / THREADS) + threadIdx.x / THREADS;
+    const int part = blockIdx.x % CLUSTER * THREADS + threadIdx.x % THREADS;
+    const long long row = min(index, rows - 1);
+    const int written = index < rows ? k : 0;
+    const auto column_of = [part](int i) { return (i * CLUSTER * THREADS + part) * 8; };
+    float s[VECTORS][8];
+    Scores<T>{x, pitch, scale, bias, bias_pitch, visible, visible_pitch, k}.template read<WHOLE>(row, column_of, s);
+    float top = -INF_F;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) top = fmaxf(top, s[i][j]);
+    Part own = {top, 0.0f};
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) own.sum += exponentials(s[i], top);
+    const Part whole = joined_in_cluster<CLUSTER>(joined_in_block<THREADS>(own));
+    const float share = whole.sum == 0 ? 0.0f : __fdiv_rn(own.factor(whole.top), whole.sum);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) s[i][j] = __fmul_rn(s[i][j], share);
+        if constexpr (WHOLE) store_vector(out + row * out_pitch, column_of(i), written, s[i]);
+        else store_some(out + row * out_pitch + column_of(i), written - column_of(i), false, s[i]);
+    }
+}
+
+// A block for each row of any width, which is read twice.
+template <class T, bool WHOLE>
+__global__ void __launch_bounds__(512) softmax_any(
+    const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* visible,
+    long long visible_pitch, T* out, long long out_pitch, int k)
+{
+    let_successor_start();
+    wait_for_predecessor();
+    const long long row = blockIdx.x;
+    const Scores<T> scores = {x, pitch, scale, bias, bias_pitch, visible, visible_pitch, k};
+    Part own = {-INF_F, 0.0f};
+    float s[1][8];
+    for (int column = threadIdx.x * 8; column < k; column += 512 * 8) {
+        scores.template read<WHOLE>(row, [column](int) { return column; }, s);
+        float top = own.top;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) top = fmaxf(top, s[0][j]);
+        own.sum = own.sum * own.factor(top) + exponentials(s[0], top);
+        own.top = top;
+    }
+    const Part whole = joined_in_block<512>(own);
+    const float share = whole.sum == 0 ? 0.0f : __fdiv_rn(1.0f, whole.sum);
+    for (int column = threadIdx.x * 8; column < k; column += 512 * 8) {
+        scores.template read<WHOLE>(row, [column](int) { return column; }, s);
+        exponentials(s[0], whole.top);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) s[0][j] = __fmul_rn(s[0][j], share);
+        store_some(out + row * out_pitch + column, k - column, WHOLE, s[0]);
+    }
+}

@@ -1,0 +1,378 @@
+// Choosing the next token of each row of fp32 logits: the same tokens as bminf_lite/backend/sampling.py, which defines
+// them. Every fp32 operation is rounded on its own there, hence the intrinsics here, which are never fused.
+//
+// Four kernels, each with a block for every CHUNK ids of every row. The block of a row that ends last does what needs
+// the whole row, so nothing waits for a block that may not run. Weights are integers: their sums do not depend on the
+// order in which atomics add them up.
+//
+//   best_token   maximum and log-sum-exp; chooses the token of rows of temperature 0
+//   histogram    weight and number of tokens by bucket of likelihood: in which buckets top-k and top-p end
+//   cut_tail     the tokens of just those buckets: the exact token with which they end
+//   draw_token   the weight of each chunk, then of each token in the chunk that is drawn
+//
+// The scratch must be zero before the first launch; a launch leaves what it counts in at zero again.
+#include "sampling/sample.cuh"
+
+// ---- the most likely token ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float rescale(float from, float to) { return from == to ? 1.0f : __expf(from - to); }
+
+__device__ __forceinline__ Best merge(const Best& a, const Best& b) {
+    const float top = fmaxf(a.top, b.top);
+    return {min(a.key, b.key), top, a.sum * rescale(a.top, top) + b.sum * rescale(b.top, top)};
+}
+
+template <int LANES>
+__device__ __forceinline__ Best merge_lanes(Best best) {
+#pragma unroll
+    for (int d = LANES / 2; d; d /= 2) {
+        const Best other = {__shfl_xor_sync(FULL, best.key, d), __shfl_xor_sync(FULL, best.top, d),
+                            __shfl_xor_sync(FULL, best.sum, d)};
+        best = merge(best, other);
+    }
+    return best;
+}
+
+// In a fixed order; the result is thread 0's.
+__device__ __forceinline__ Best merge_block(Best best) {
+    __shared__ Best of_warp[WARPS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    best = merge_lanes<WARP>(best);
+    if (lane == 0) of_warp[warp] = best;
+    __syncthreads();
+    if (warp == 0) best = merge_lanes<WARPS>(of_warp[lane % WARPS]);
+    return best;
+}
+
+__global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
+    wait_for_predecessor();
+    let_successor_start();
+    const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
+    const Own own = load_own(a, first);
+    const float temperature = a.temperature[blockIdx.y];
+    Best best = {EVERYTHING, -INF_F, 0.0f};
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        if (first + i < a.vocab) best.key = min(best.key, rank_key(own.x[i], first + i));
+        best.top = fmaxf(best.top, own.given[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (first + i < a.vocab) best.sum += rescale(own.given[i], best.top);
+    best = merge_block(best);
+    if (threadIdx.x == 0) a.parts()[blockIdx.x] = best;
+    if (!is_last_block(a)) return;
+
+    best = {EVERYTHING, -INF_F, 0.0f};
+    for (int i = threadIdx.x; i < a.chunks; i += THREADS) best = merge(best, a.parts()[i]);
+    best = merge_block(best);
+    if (threadIdx.x != 0) return;
+    Row& row = a.row();
+    const float largest = value_of(best.key), log_sum = logf(best.sum);
+    const bool valid = fabsf(largest) < INF_F;
+    const bool drawing = valid && temperature > 0.0f;
+    row.cut = EVERYTHING;
+    row.largest = largest, row.top = best.top, row.log_sum = log_sum;
+    row.drawing = drawing, row.cutting = false;
+    if (!drawing) finish_row(a, valid ? static_cast<int>(best.key) : -1, best.top, log_sum);
+}
+
+// ---- in which buckets top-k and top-p end ------------------------------------------------------------------------
+
+// Numbers and 64-bit weights by bin, in 32-bit words, because shared memory adds no longer ones at once.
+template <int BINS>
+struct Tally {
+    unsigned number[BINS], low[BINS], high[BINS];
+
+    // By a whole block; the caller synchronizes.
+    __device__ void clear() {
+        for (int i = threadIdx.x; i < BINS; i += THREADS) number[i] = low[i] = high[i] = 0;
+    }
+    __device__ u64 weight(int bin) const { return static_cast<u64>(high[bin]) << 32 | low[bin]; }
+    __device__ void add_one(int bin, unsigned n, u64 w) {
+        atomicAdd(&number[bin], n);
+        const unsigned word = static_cast<unsigned>(w), carry = atomicAdd(&low[bin], word) > ~word;
+        const unsigned rest = static_cast<unsigned>(w >> 32) + carry;
+        if (rest) atomicAdd(&high[bin], rest);
+    }
+    // By a whole warp; bin -1 adds nothing. Many equal logits fall into one bin, whose atomics would go one by one.
+    __device__ void add(int bin, u64 w) {
+        int same;
+        __match_all_sync(FULL, bin, &same);
+        if (!same) {
+            if (bin >= 0) add_one(bin, 1, w);
+            return;
+        }
+        if (bin < 0) return;
+#pragma unroll
+        for (int d = WARP / 2; d; d /= 2) w += __shfl_xor_sync(FULL, w, d);
+        if (threadIdx.x % WARP == 0) add_one(bin, WARP, w);
+    }
+};
+
+// The weight of a token without weight is never drawn, and all such rank behind those with weight: they have none.
+__device__ __forceinline__ int bucket_of(const Weighed& w) {
+    return w.weight ? min(BUCKETS - 1, static_cast<int>(-w.log2 * BUCKETS_PER_OCTAVE)) : -1;
+}
+
+// Running totals over the buckets: before[b] of all buckets before b.
+struct Totals {
+    u64 number[BUCKETS + 1], weight[BUCKETS + 1];
+};
+
+// The first bucket with which the running total reaches `target`, by a whole warp; 1 <= target <= before[BUCKETS].
+__device__ __forceinline__ int first_reaching(const u64* before, u64 target) {
+    static_assert(BUCKETS == WARP * WARP, "two steps of a warp");
+    const int lane = threadIdx.x % WARP;
+    const int coarse = WARP * __popc(__ballot_sync(FULL, before[WARP * (lane + 1)] < target));
+    return coarse + __popc(__ballot_sync(FULL, before[coarse + lane + 1] < target));
+}
+
+// By a whole warp: which tokens cut_tail needs, and what comes before them.
+__device__ __forceinline__ void plan_cuts(const Arguments& a, const Totals& totals) {
+    const u64 tokens = totals.number[BUCKETS], total = totals.weight[BUCKETS];
+    const int k = a.top_k[blockIdx.y];
+    const float p = a.top_p[blockIdx.y];
+    const bool by_k = 0 < k && k < tokens, by_p = p < 1.0f;
+    const int k_bucket = by_k ? first_reaching(totals.number, k) : -1;
+    // How much top-k keeps of its bucket is not known yet, so top-p may end in any of some buckets.
+    int first = k_bucket, last = k_bucket;
+    if (by_p) {
+        first = first_reaching(totals.weight, top_p_bound(p, by_k ? totals.weight[k_bucket] : total));
+        last = first_reaching(totals.weight, top_p_bound(p, by_k ? totals.weight[k_bucket + 1] : total));
+    }
+    if (threadIdx.x != 0) return;
+    Row& row = a.row();
+    row.cutting = by_k || by_p;
+    row.total_weight = total;
+    row.first = first, row.last = last, row.k_bucket = k_bucket;
+    if (!row.cutting) return;
+    row.weight_before = totals.weight[first];
+    if (!by_k) return;
+    const int gap = min(last + 1, k_bucket);  // from here to top-k's bucket nothing is listed
+    row.k_rank = k - static_cast<int>(totals.number[k_bucket] - totals.number[gap] + totals.number[first]);
+    row.k_weight_before = totals.weight[k_bucket] - totals.weight[gap] + totals.weight[first];
+}
+
+__global__ void __launch_bounds__(THREADS, 3) histogram(const Arguments a) {
+    __shared__ Tally<BUCKETS> tally;
+    __shared__ Totals totals;
+    wait_for_predecessor();
+    let_successor_start();
+    const Own own = load_own(a, blockIdx.x * CHUNK + threadIdx.x * EACH);
+    const Row row = a.row();
+    const int k = a.top_k[blockIdx.y];
+    if (!row.drawing || !((0 < k && k < a.vocab) || a.top_p[blockIdx.y] < 1.0f)) return;
+    tally.clear();
+    __syncthreads();
+    const float temperature = a.temperature[blockIdx.y];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const Weighed w = weigh(own.x[i], row.largest, temperature);
+        tally.add(bucket_of(w), w.weight);
+    }
+    __syncthreads();
+    u64* const weights = a.weights();
+    unsigned* const numbers = a.numbers();
+    for (int i = threadIdx.x; i < BUCKETS; i += THREADS)
+        if (tally.number[i]) {
+            atomicAdd(&weights[i], tally.weight(i));
+            atomicAdd(&numbers[i], tally.number[i]);
+        }
+    if (!is_last_block(a)) return;
+
+    constexpr int SHARE = BUCKETS / THREADS;
+    const int begin = threadIdx.x * SHARE;
+    u64 number = 0, weight = 0;
+    for (int i = begin; i < begin + SHARE; ++i) number += numbers[i], weight += weights[i];
+    u64 number_before = sum_over_block(number).before, weight_before = sum_over_block(weight).before;
+    if (threadIdx.x == 0) totals.number[0] = totals.weight[0] = 0;
+    for (int i = begin; i < begin + SHARE; ++i) {
+        totals.number[i + 1] = number_before += numbers[i];
+        totals.weight[i + 1] = weight_before += weights[i];
+        numbers[i] = 0, weights[i] = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP) plan_cuts(a, totals);
+}
+
+// ---- the exact end of top-k and top-p ----------------------------------------------------------------------------
+
+constexpr int DIGIT = 8;       // bits decided at a time
+constexpr int CACHED = CHUNK;  // candidates held in shared memory: at least what one block may find
+
+struct Prefix {
+    u64 key, weight;  // the last key of a prefix of the ranking, and the weight of its listed tokens
+};
+
+// The highest bit in which any two keys differ, 0 if none do; by a whole block.
+__device__ __forceinline__ int highest_difference(const u64* keys, int n) {
+    __shared__ unsigned low, high;
+    u64 differ = 0;
+    for (int i = threadIdx.x; i < n; i += THREADS) differ |= keys[i] ^ keys[0];
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) differ |= __shfl_xor_sync(FULL, differ, d);
+    if (threadIdx.x == 0) low = high = 0;
+    __syncthreads();
+    if (threadIdx.x % WARP == 0) {
+        atomicOr(&low, static_cast<unsigned>(differ));
+        atomicOr(&high, static_cast<unsigned>(differ >> 32));
+    }
+    __syncthreads();
+    return max(0, 63 - __clzll(static_cast<long long>(static_cast<u64>(high) << 32 | low)));
+}
+
+// The shortest prefix, by rank, of the n listed keys that reaches `target` in weight or in number. Digit by digit from
+// the highest that differs, until one key is left. By a whole block.
+__device__ Prefix shortest_prefix(
+    const u64* keys, int n, bool by_weight, u64 target, float largest, float temperature, Tally<1 << DIGIT>& tally) {
+    __shared__ u64 next_cut, next_target, next_weight, last_key;
+    __shared__ unsigned next_number;
+    int shift = max(0, highest_difference(keys, n) + 1 - DIGIT);
+    u64 cut = keys[0] >> shift >> DIGIT << DIGIT << shift, weight_before = 0;
+    while (true) {
+        tally.clear();
+        __syncthreads();
+        for (int base = 0; base < n; base += THREADS) {
+            int digit = -1;
+            u64 w = 0;
+            if (base + threadIdx.x < n) {
+                // The last digit may overlap the one before: a key that differs there gets a bin behind all that agree.
+                const u64 key = keys[base + threadIdx.x], above = (key ^ cut) >> shift;
+                if (above < 1 << DIGIT) {
+                    digit = static_cast<int>(above);
+                    w = weigh(value_of(key), largest, temperature).weight;
+                }
+            }
+            tally.add(digit, w);
+        }
+        __syncthreads();
+        const int bin = threadIdx.x;
+        const unsigned number = bin < 1 << DIGIT ? tally.number[bin] : 0;
+        const u64 weight = bin < 1 << DIGIT ? tally.weight(bin) : 0;
+        const u64 lighter = sum_over_block(weight).before, fewer = sum_over_block(number).before;
+        const u64 before = by_weight ? lighter : fewer;
+        if (before < target && target <= before + (by_weight ? weight : number)) {
+            next_cut = cut | static_cast<u64>(bin) << shift;
+            next_target = target - before;
+            next_weight = weight_before + lighter + (number == 1 ? weight : 0);
+            next_number = number;
+        }
+        __syncthreads();
+        cut = next_cut, target = next_target, weight_before = next_weight;
+        if (next_number == 1) break;
+        shift = max(0, shift - DIGIT);
+    }
+    for (int i = threadIdx.x; i < n; i += THREADS)
+        if ((keys[i] ^ cut) >> shift == 0) last_key = keys[i];
+    __syncthreads();
+    return {last_key, weight_before};
+}
+
+__global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
+    __shared__ u64 cache[CACHED];
+    __shared__ Tally<1 << DIGIT> tally;
+    __shared__ unsigned found, place;
+    wait_for_predecessor();
+    let_successor_start();
+    const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
+    const Own own = load_own(a, first);
+    const Row row = a.row();
+    if (!row.cutting) return;
+    if (threadIdx.x == 0) found = 0;
+    __syncthreads();
+    const float temperature = a.temperature[blockIdx.y];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int bucket = bucket_of(weigh(own.x[i], row.largest, temperature));
+        if (bucket >= 0 && ((row.first <= bucket && bucket <= row.last) || bucket == row.k_bucket))
+            cache[atomicAdd(&found, 1u)] = rank_key(own.x[i], first + i);
+    }
+    __syncthreads();
+    u64* const list = a.list();
+    if (found) {
+        if (threadIdx.x == 0) place = atomicAdd(&a.row().listed, found);
+        __syncthreads();
+        for (unsigned i = threadIdx.x; i < found; i += THREADS) list[place + i] = cache[i];
+    }
+    if (!is_last_block(a)) return;
+
+    const int n = a.row().listed;
+    const u64* keys = list;
+    if (n <= CACHED) {
+        for (int i = threadIdx.x; i < n; i += THREADS) cache[i] = list[i];
+        keys = cache;
+        __syncthreads();
+    }
+    Prefix kept = {EVERYTHING, row.total_weight};
+    if (row.k_bucket >= 0) {
+        kept = shortest_prefix(keys, n, false, row.k_rank, row.largest, temperature, tally);
+        kept.weight += row.k_weight_before;
+    }
+    const float p = a.top_p[blockIdx.y];
+    if (p < 1.0f) {
+        const u64 target = top_p_bound(p, kept.weight) - row.weight_before;
+        kept = shortest_prefix(keys, n, true, target, row.largest, temperature, tally);
+    }
+    if (threadIdx.x == 0) a.row().cut = kept.key, a.row().listed = 0;
+}
+
+// ---- the draw ----------------------------------------------------------------------------------------------------
+
+struct Weights {
+    u64 of[EACH], sum;
+};
+
+// Of a thread's ids from `first` on, 0 for those that are not kept.
+__device__ __forceinline__ Weights kept_weights(const Arguments& a, const Row& row, const Own& own, int first) {
+    const float temperature = a.temperature[blockIdx.y];
+    const u64 least = static_cast<u64>(ceil(static_cast<double>(a.min_p[blockIdx.y]) * (1ull << WEIGHT_BITS)));
+    Weights weights = {};
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const u64 w = weigh(own.x[i], row.largest, temperature).weight;
+        if (w >= least && rank_key(own.x[i], first + i) <= row.cut) weights.of[i] = w;
+        weights.sum += weights.of[i];
+    }
+    return weights;
+}
+
+__global__ void __launch_bounds__(THREADS, 3) draw_token(const Arguments a) {
+    wait_for_predecessor();
+    let_successor_start();
+    int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
+    const Own own = load_own(a, first);
+    const Row row = a.row();
+    if (!row.drawing) return;
+    u64* const sums = reinterpret_cast<u64*>(a.parts());  // [chunks]
+    const u64 sum = sum_over_block(kept_weights(a, row, own, first).sum).total;
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+    if (!is_last_block(a)) return;
+
+    __shared__ int drawn_chunk;
+    __shared__ u64 drawn_position;
+    const int share = (a.chunks + THREADS - 1) / THREADS;
+    const int begin = threadIdx.x * share, end = min(begin + share, a.chunks);
+    u64 weight = 0;
+    for (int i = begin; i < end; ++i) weight += sums[i];
+    const Sum over_row = sum_over_block(weight);
+    unsigned rest;
+    const unsigned word = random_word(a.seed[blockIdx.y], a.sequence[blockIdx.y], a.step[blockIdx.y]);
+    u64 position = scaled_down(word, over_row.total, rest);
+    if (over_row.before <= position && position < over_row.before + weight) {
+        int chunk = begin;
+        for (position -= over_row.before; position >= sums[chunk]; ++chunk) position -= sums[chunk];
+        drawn_chunk = chunk;
+        drawn_position = position;
+    }
+    __syncthreads();
+    first = drawn_chunk * CHUNK + threadIdx.x * EACH;
+    position = drawn_position;
+    const Weights kept = kept_weights(a, row, load_own(a, first), first);
+    u64 before = sum_over_block(kept.sum).before;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        if (before <= position && position < before + kept.of[i]) finish_row(a, first + i, row.top, row.log_sum);
+        before += kept.of[i];
+    }
+}

@@ -1,0 +1,88 @@
+"""Choosing tokens on the GPU: the same tokens as :mod:`bminf_lite.backend.sampling`, without waiting for the host.
+
+One launch where every row takes its most likely token, two where tokens are drawn, four where top-k or top-p may cut
+the tail off. All rows at once, in any mixture; the launches may be captured into a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from ...runtime.driver import Device
+from ...runtime.kernel import Kernel, Module
+
+SOURCE = "sampling/sample.cu"
+KERNELS = ("best_token", "histogram", "cut_tail", "draw_token")
+CHUNK, BLOCK = 2048, 512
+"""Token ids and threads of a block."""
+ROW_BYTES = 128
+"""Scratch of a row beside the arrays that :meth:`Sampler.scratch_bytes` counts."""
+PART_BYTES = 16
+BUCKETS = 1024
+"""Of likelihood, ``BUCKETS_PER_OCTAVE`` to a factor of two, so that all tokens of any weight (42 octaves) have one."""
+BUCKETS_PER_OCTAVE = 24
+DEFINES = (
+    f"CHUNK={CHUNK}", f"BLOCK={BLOCK}", f"ROW_BYTES={ROW_BYTES}",
+    f"BUCKETS={BUCKETS}", f"BUCKETS_PER_OCTAVE={BUCKETS_PER_OCTAVE}",
+)  # fmt: skip
+MAX_VOCAB = 2**23 - 1
+"""The weights of so many tokens add up within 64 bits."""
+
+STATE_ARRAYS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "sequence", "step", "counts",
+)  # fmt: skip
+"""Fields of ``SamplerState`` that the kernels take, in this order."""
+
+_SIGNATURE = "p" * (len(STATE_ARRAYS) + 5) + "4i"
+
+
+class Sampler:
+    """The sampling kernels of one GPU. They are compiled at the first launch, which must not be captured."""
+
+    def __init__(self, device: Device) -> None:
+        self._module = Module(device, SOURCE, KERNELS, DEFINES)
+
+    @functools.cached_property
+    def _kernels(self) -> tuple[Kernel, ...]:
+        return tuple(self._module.kernel(name, _SIGNATURE) for name in KERNELS)
+
+    @staticmethod
+    def scratch_bytes(rows: int, vocab: int, filtered: bool = True) -> int:
+        """Bytes of scratch for :meth:`launch`, at an address that is a multiple of 16.
+
+        They must be zero before the first launch, and each launch leaves them ready for the next one with the same
+        ``rows``, ``vocab`` and ``filtered``.
+        """
+        parts = ROW_BYTES + _chunks(vocab) * PART_BYTES
+        return rows * (parts + (BUCKETS * 12 + vocab * 8 if filtered else 0))
+
+    def launch(
+        self, logits: int, pitch: int, rows: int, vocab: int, state: Sequence[int], result: int,
+        tokens: int, past: int, scratch: int, stream: int, greedy: bool = False, filtered: bool = True,
+    ) -> None:  # fmt: skip
+        """Choose the next token of each row and advance the state; every array is given by its address on the GPU.
+
+        ``logits`` is fp32 ``[rows, vocab]`` with rows ``pitch`` elements apart, a multiple of 4, the first at a
+        multiple of 16 bytes; ``rows`` up to 65,535, ``vocab`` up to :data:`MAX_VOCAB`. ``state`` holds the
+        :data:`STATE_ARRAYS` of a ``SamplerState``, 0 for ``counts`` without penalties. ``result`` int32 ``[2, rows]``
+        gets the tokens, -1 where none can be chosen, and the bits of their fp32 log-probabilities. Unless they are 0,
+        ``tokens`` int32 ``[rows]`` gets the tokens too, with 0 for -1, and ``past`` int32 ``[rows]`` grows by one.
+
+        ``greedy`` promises that every temperature is 0, and not ``filtered`` that no row has a ``top_k`` from 1 to
+        ``vocab - 1`` or a ``top_p`` below 1; each saves launches.
+        """
+        assert len(state) == len(STATE_ARRAYS) and pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (len(state), pitch, vocab)
+        chunks = _chunks(vocab)
+        arguments = (logits, *state, result, tokens, past, scratch, rows, vocab, pitch, chunks)
+        best_token, histogram, cut_tail, draw_token = self._kernels
+        kernels = [best_token]
+        if not greedy:
+            kernels += [histogram, cut_tail, draw_token] if filtered else [draw_token]
+        for kernel in kernels:
+            kernel((chunks, rows), BLOCK, arguments, stream=stream, dependent=True, moved=4 * rows * vocab)
+
+
+def _chunks(vocab: int) -> int:
+    return -(-vocab // CHUNK)

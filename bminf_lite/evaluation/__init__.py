@@ -1,0 +1,1 @@
+"""What a model predicts, and how far its int8 form is from the original: corpora, perplexity, comparisons, reports."""

@@ -1,0 +1,111 @@
+"""How far the predictions of a model are from those of a reference, token by token.
+
+Perplexities are compared in pairs: the two models find the same tokens hard, so the difference of their losses has a
+far smaller error than either. The Kullback-Leibler divergence asks more than perplexity, which only looks at the token
+that came: it is zero where all probabilities are equal, and errors cannot cancel.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from .perplexity import Perplexity, mean_and_error
+
+BLOCK_ELEMENTS = 1 << 17
+"""1 MiB of fp64: what is computed of it stays in a core's cache."""
+MAX_THREADS = 16
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Predictions of a model compared with a reference's on the same tokens.
+
+    ``ratio`` is the model's perplexity over the reference's, ``ratio_error`` its standard error. ``kl`` is the mean
+    over tokens of the divergence ``sum p log(p / q)`` of the model's probabilities ``q`` from the reference's ``p``, in
+    nats, and ``kl_error`` its standard error; ``kl_median`` and ``kl_p999`` (99.9th percentile) are of the same values,
+    which are all in ``divergences``, fp64 ``[tokens]``. ``agreement`` is the share of tokens where both find the same
+    one most likely.
+    """
+
+    perplexity: Perplexity
+    reference: Perplexity
+    ratio: float
+    ratio_error: float
+    kl: float
+    kl_error: float
+    kl_median: float
+    kl_p999: float
+    agreement: float
+    agreement_error: float
+    tokens: int
+    divergences: np.ndarray = field(repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers but those per token, as JSON values; None for what is not a number."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.type in ("float", "int")}
+        found |= {"perplexity": self.perplexity.value, "reference_perplexity": self.reference.value}
+        return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+    def summary(self) -> str:
+        """In two lines."""
+        return (
+            f"perplexity {self.perplexity.value:.4f}, reference {self.reference.value:.4f}: "
+            f"ratio {self.ratio:.5f} ± {self.ratio_error:.5f} over {self.tokens:,} tokens\n"
+            f"divergence mean {self.kl:.6f} ± {self.kl_error:.6f}, median {self.kl_median:.6f}, "
+            f"99.9th percentile {self.kl_p999:.5f}; same most likely token {self.agreement:.2%}"
+        )
+
+
+class DivergenceSum:
+    """Collects logits of the two models, in the order of the text."""
+
+    def __init__(self) -> None:
+        self._losses: list[np.ndarray] = []
+        self._kl: list[np.ndarray] = []
+        self._same: list[np.ndarray] = []
+
+    def add(self, reference: np.ndarray, model: np.ndarray, targets: np.ndarray) -> None:
+        """Logits fp32 ``[n, vocab]`` of both, and the tokens ``[n]`` that came."""
+        rows = max(1, BLOCK_ELEMENTS // reference.shape[1])
+        parts = [slice(first, first + rows) for first in range(0, len(targets), rows)]
+        with ThreadPoolExecutor(min(len(parts), MAX_THREADS) or 1) as pool:
+            found = list(pool.map(lambda part: _compared(reference[part], model[part], targets[part]), parts))
+        for losses, kl, same in found:
+            self._losses.append(losses)
+            self._kl.append(kl)
+            self._same.append(same)
+
+    def result(self) -> Divergence:
+        """Of everything that was added."""
+        theirs, ours = np.concatenate(self._losses, axis=1)
+        kl, same = np.concatenate(self._kl), np.concatenate(self._same).astype(np.float64)
+        log_ratio, log_error = mean_and_error(ours - theirs)
+        with np.errstate(over="ignore", invalid="ignore"):
+            ratio = float(np.exp(log_ratio))
+        return Divergence(
+            Perplexity.of(ours), Perplexity.of(theirs), ratio, ratio * log_error, *mean_and_error(kl),
+            float(np.median(kl)), float(np.quantile(kl, 0.999)), *mean_and_error(same), len(kl), kl,
+        )  # fmt: skip
+
+
+def _compared(
+    reference: np.ndarray, model: np.ndarray, targets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each token: both losses ``[2, n]``, the divergence ``[n]``, and whether the likeliest token is the same."""
+    p, q = log_softmax(reference), log_softmax(model)
+    chosen = np.arange(len(p)), targets
+    kl = np.maximum(np.einsum("ij,ij->i", np.exp(p), p - q), 0)
+    return -np.stack([p[chosen], q[chosen]]), kl, p.argmax(axis=1) == q.argmax(axis=1)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """fp32 ``[n, vocab]`` -> fp64 ``[n, vocab]``."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return shifted

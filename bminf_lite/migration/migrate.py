@@ -1,0 +1,112 @@
+"""Migration with a calibration: text in, int8 model out.
+
+Without a text this is :func:`bminf_lite.checkpoint.migrate.migrate`, one pass over the source in little memory. With
+one, the float model runs over samples of it first, and what it shows decides what the recipe leaves open (see
+:mod:`bminf_lite.quantize`); and what the result lost is measured on a part of the text that was held out, before the
+result appears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import backend
+from ..checkpoint.conversion import Progress
+from ..checkpoint.manifest import MigrationReport
+from ..checkpoint.migrate import migrate as migrate_checkpoint
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.recipe import Recipe, load_recipe
+from ..checkpoint.weight_rewrite import Calibrated
+from ..errors import OutOfMemory, UsageError
+from ..evaluation.corpus import config_of, cut, encode_texts, read_texts
+from ..models.spec import Spec
+from ..quantize import calibration
+from ..quantize.decisions import Decider
+from ..text.prompts import checked_ids
+from ..text.tokenizer import Tokenizer
+from .held_out import CalibrationText, check_limit, cost, split
+
+SAMPLE_TOKENS = 512
+MIN_TOKENS = 512
+"""With less, the largest activations of a channel are anybody's guess."""
+
+Text = str | Path | Sequence[int]
+"""What to calibrate on: a file (text, or JSONL with a ``text`` per line), or token ids."""
+
+
+def migrate(
+    source: str | Path,
+    out: str | Path,
+    recipe: str | Path | Recipe = "w8a8",
+    *,
+    calibrate: Text | None = None,
+    samples: int = 128,
+    device: str = "auto",
+    max_divergence: float | None = None,
+    calibration_progress: calibration.Progress | None = None,
+    cost_progress: Progress | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> MigrationReport:
+    """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
+
+    ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. One with a calibration needs
+    ``calibrate``: a file of text or JSONL, or token ids. Of it, ``samples`` of up to 512 tokens each, spread over all
+    of it, run through the float model on ``device``. Some others are held out, also from a recipe without a
+    calibration, and the report's ``cost`` says how far the result is from the source there; with a mean divergence of
+    more than ``max_divergence`` nats per token the migration fails. ``calibration_progress`` is called with the steps
+    that are done, all of them, and a layer's name, ``cost_progress`` likewise with layers. The other ``options`` are
+    those of :func:`bminf_lite.checkpoint.migrate.migrate`: ``force``, ``dry_run``, ``shard_bytes``.
+
+    Raises :class:`UsageError` for a text that is unfit or a recipe that makes no sense, :class:`CheckpointError` if the
+    source cannot be read or quantized or ``out`` cannot be written, and ``DeviceError``. All that can be known before
+    is said before any work. ``out`` is untouched then, and after Ctrl-C.
+    """
+    recipe = load_recipe(recipe)
+    backend.check_device(device)
+    check_limit(max_divergence, calibrate is not None)
+    if calibrate is None:
+        return migrate_checkpoint(source, out, recipe, progress=progress, **options)
+    tokens = calibration_text(source, calibrate, samples)
+
+    def decide(checkpoint: Checkpoint, spec: Spec, recipe: Recipe) -> Calibrated:
+        with closing(backend.create(device)) as ops:
+            beside = next(folder for folder in Path(out).absolute().parents if folder.is_dir())
+            decider = Decider(checkpoint, spec, recipe, ops, beside)
+            try:
+                calibration.observe(checkpoint, spec, tokens.samples, ops, decider, calibration_progress)
+            except MemoryError as error:
+                raise OutOfMemory(
+                    f"no room to calibrate on {len(tokens.samples)} samples at once: {error}. Use fewer (--samples)"
+                ) from error
+            return decider.result()
+
+    def verify(folder: Path) -> dict[str, Any]:
+        return cost(folder, Path(source), tokens.held_out, device, max_divergence, cost_progress)
+
+    return migrate_checkpoint(source, out, recipe, progress=progress, calibrate=decide, verify=verify, **options)
+
+
+def calibration_text(source: str | Path, text: Text, samples: int) -> CalibrationText:
+    """``samples`` pieces of ``text`` for the model in the folder ``source``, and those that are held out.
+
+    Raises :class:`UsageError` for an unfit text, see :func:`.corpus.read_texts`, and for one that is too short.
+    """
+    if samples < 1:
+        raise UsageError(f"samples is {samples}; it must be 1 or more")
+    config = config_of(source)
+    if isinstance(text, (str, Path)):
+        texts = read_texts(Path(text))
+        documents = encode_texts(texts, Tokenizer.load(Path(source), config.vocab_size))
+    else:
+        documents = [np.array(checked_ids(text, config.vocab_size), np.int32)]
+    total = sum(map(len, documents))
+    if total < MIN_TOKENS:
+        raise UsageError(f"the calibration text is too short: {total:,} tokens; give {MIN_TOKENS} or more")
+    pieces = [window.tokens for window in cut(documents, min(SAMPLE_TOKENS, config.context_length))]
+    return split(pieces, samples)

@@ -1,0 +1,157 @@
+"""Conversations to prompts, by the chat template that a checkpoint brings along.
+
+A template is a program in Jinja, written by whoever published the checkpoint. It renders as in Hugging Face
+transformers, in jinja2's immutable sandbox. That keeps it from the file system and the interpreter, but not from
+looping for ever or building gigabytes: a single multiplication, filter or string method can do so without returning to
+Python, out of reach of any check in the same process. So templates render in a process of their own
+(``chat_template_worker.py``), which is killed when its time is up, and whose memory the operating system limits (where it can
+limit an address space; macOS and Windows cannot, and there the time bounds it all). The process starts with the first
+conversation, in about a tenth of a second, and serves those that follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import BminfError, CheckpointError, UsageError
+
+WORKER = Path(__file__).with_name("chat_template_worker.py")
+START_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class ChatLimits:
+    """What a template may use: characters of source and of output, seconds per conversation, bytes of memory."""
+
+    source: int = 1 << 20
+    output: int = 1 << 24
+    seconds: float = 2.0
+    memory: int = 1 << 29
+
+
+class ChatTemplate:
+    """A checkpoint's chat template: its ``source`` and the texts of the special tokens that it may name.
+
+    Raises ``CheckpointError`` if the source is too large; whatever else is wrong with it is found when it renders.
+    Several threads may share one.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        limits: ChatLimits = ChatLimits(),
+    ):
+        if len(source) > limits.source:
+            raise CheckpointError(f"the chat template has {len(source):,} characters; {limits.source:,} are allowed")
+        self._source = source
+        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._limits = limits
+        self._worker: _Worker | None = None
+        self._lock = threading.Lock()
+
+    def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt for a conversation: messages with a ``role`` and, as a rule, a ``content``.
+
+        ``variables`` are passed to the template (``tools``, ``enable_thinking``, ...). Raises ``UsageError`` for
+        messages that are malformed or that the template refuses, ``CheckpointError`` for a template that fails or
+        exceeds a limit.
+        """
+        check_messages(messages)
+        variables = {"tools": None, "documents": None, **self._tokens, **variables}
+        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        try:
+            request = json.dumps(variables)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise UsageError(f"messages and variables of a chat template must be JSON values: {e}") from None
+        with self._lock:
+            reply = self._ask(request)
+        if "text" in reply:
+            return reply["text"]
+        if "refused" in reply:
+            raise UsageError(f"the chat template refuses these messages: {reply['refused']}")
+        raise CheckpointError(f"the chat template {reply['failed']}; give a plain prompt, or correct the template")
+
+    def _ask(self, request: str) -> dict[str, str]:
+        if self._worker is None or not self._worker.alive:
+            self._worker = _Worker(self._source, self._limits)
+        return self._worker.ask(request, self._limits.seconds)
+
+
+class _Worker:
+    """The process that renders one template. Requests and replies are lines of JSON."""
+
+    def __init__(self, source: str, limits: ChatLimits):
+        # isolated, and without site: it imports from where this process does, whatever its surroundings say
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="ascii",
+        )
+        self._end = weakref.finalize(self, _end, self._process)
+        setup = {"path": [str(p) for p in sys.path], "source": source, "output": limits.output, "memory": limits.memory}
+        if self.ask(json.dumps(setup), START_SECONDS) != {}:
+            raise BminfError(f"the process that renders chat templates does not start: {sys.executable} {WORKER}")
+
+    @property
+    def alive(self) -> bool:
+        return self._end.alive and self._process.poll() is None
+
+    def ask(self, request: str, seconds: float) -> dict[str, str]:
+        """The reply to one request. The process ends if it does not reply in time, or the wait is interrupted."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Event()
+
+        def expire() -> None:  # must not refer to self, which would live until the timer's thread has ended
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, expire)
+        timer.start()
+        reply = ""
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            reply = process.stdout.readline()
+        except OSError:
+            pass  # the process has ended, and the reply is missing
+        finally:
+            timer.cancel()
+            if late.is_set() or not reply.endswith("\n"):
+                self._end()
+        if late.is_set():
+            return {"failed": f"takes longer than {seconds:g} s"}
+        if not reply.endswith("\n"):
+            return {"failed": "ends the process that renders it"}
+        return json.loads(reply)
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdout.close()
+    with contextlib.suppress(OSError):  # what was left to write has no reader any more
+        process.stdin.close()
+
+
+def check_messages(messages: Sequence[dict[str, Any]]) -> None:
+    """Raise ``UsageError`` for what is no conversation, with the number of every message that is none."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise UsageError('messages must be a list of {"role": ..., "content": ...} objects, one at least')
+    wrong = [i for i, m in enumerate(messages) if not (isinstance(m, dict) and isinstance(m.get("role"), str))]
+    if wrong:
+        raise UsageError(f"each message must be an object whose role is text; not so: {', '.join(map(str, wrong))}")

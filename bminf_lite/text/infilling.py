@@ -1,0 +1,91 @@
+"""Filling blanks: a text with parts missing in, what belongs there out.
+
+T5, CPM-2 and their kin were trained on it. Each missing part is a sentinel token in the source, and the decoder writes
+``sentinel 0, what belongs there, sentinel 1, ...``. It is started with the first sentinel, and ends at the one that
+would begin a part more than there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from .prompts import EncodedPrompt
+from .tokenizer import Tokenizer
+
+SPAN = "<span>"
+"""What stands for a missing part in a text."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What belongs in a blank. ``position`` is that of its ``<span>``, in characters from the start of the text."""
+
+    position: int
+    text: str
+
+
+@dataclass(frozen=True)
+class BlankedText:
+    """A text with blanks as a model reads it: the ``prompt``, and what :meth:`fillings` needs to read the answer."""
+
+    prompt: EncodedPrompt
+    parts: tuple[str, ...]
+    sentinels: tuple[int, ...]
+
+    def fillings(self, tokenizer: Tokenizer, tokens: Iterable[int], eos_ids: frozenset[int]) -> list[Filling]:
+        """What the decoder's ``tokens`` say belongs in each blank."""
+        pieces = _split(tokens, self.sentinels, eos_ids | self.prompt.stop_ids)
+        positions = _positions(self.parts)
+        return [Filling(position, tokenizer.decode(piece)) for position, piece in zip(positions, pieces, strict=True)]
+
+
+def encode_blanks(tokenizer: Tokenizer, text: str) -> BlankedText:
+    """A text with ``<span>`` for each blank, for an encoder-decoder.
+
+    Raises ``UsageError`` for what is no text, for a vocabulary without sentinels, and for a text without blanks or with
+    more than there are sentinels for.
+    """
+    if not isinstance(text, str):
+        raise UsageError(f"a text with blanks must be text, but is {type(text).__name__}")
+    sentinels = tokenizer.sentinels
+    if len(sentinels) < 2:
+        raise UsageError(NO_BLANKS)
+    parts = text.split(SPAN)
+    count = len(parts) - 1
+    if not 0 < count < len(sentinels):
+        raise UsageError(f"the text has {count} {SPAN}; give 1 to {len(sentinels) - 1} of them")
+    stop = frozenset([sentinels[count]])
+    prompt = EncodedPrompt(tuple(tokenizer.encode_spans(parts)), False, (sentinels[0],), stop)
+    return BlankedText(prompt, tuple(parts), tuple(sentinels[1:count]))
+
+
+NO_BLANKS = "this model fills no blanks: that takes an encoder-decoder whose vocabulary has sentinels"
+
+
+def filled(text: str, fillings: Sequence[Filling]) -> str:
+    """``text`` with its blanks filled."""
+    parts = text.split(SPAN)
+    return parts[0] + "".join(f.text + part for f, part in zip(fillings, parts[1:], strict=True))
+
+
+def _split(tokens: Iterable[int], sentinels: Sequence[int], ends: frozenset[int]) -> list[list[int]]:
+    """The tokens of each part; empty for parts that were not reached. Sentinels out of their turn are passed over."""
+    pieces: list[list[int]] = [[] for _ in range(len(sentinels) + 1)]
+    reached = 0
+    for token in tokens:
+        if token in ends:
+            break
+        if reached < len(sentinels) and token == sentinels[reached]:
+            reached += 1
+        else:
+            pieces[reached].append(token)
+    return pieces
+
+
+def _positions(parts: Sequence[str]) -> list[int]:
+    positions = [len(parts[0])]
+    for part in parts[1:-1]:
+        positions.append(positions[-1] + len(SPAN) + len(part))
+    return positions

@@ -1,0 +1,178 @@
+"""What CPM-1, CPM-2 and EVA do with text: go on with it, fill its blanks, answer in a dialogue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cpm_checkpoints
+import pytest
+
+import bminf_lite
+from bminf_lite.api import Model
+from bminf_lite.errors import UsageError
+from bminf_lite.text.infilling import SPAN, Filling, filled
+from bminf_lite.text.prompts import EncodedPrompt
+
+pytest.importorskip("jieba")
+IDS = {word: i for i, word in enumerate(cpm_checkpoints.WORDS)}
+TEXT = f"今天{SPAN}不错，我们去{SPAN}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cpm")
+    for model_type in ("cpm2", "eva"):
+        cpm_checkpoints.write(folder / model_type, model_type)
+    return folder
+
+
+@pytest.fixture
+def cpm2(folder: Path) -> Model:
+    return bminf_lite.load(folder / "cpm2", device="cpu")
+
+
+@pytest.fixture
+def eva(folder: Path) -> Model:
+    return bminf_lite.load(folder / "eva", device="cpu")
+
+
+def says(model: Model, monkeypatch: pytest.MonkeyPatch, *tokens: str) -> list[EncodedPrompt]:
+    """Have the model write ``tokens``, and return the prompts that it is given."""
+    prompts: list[EncodedPrompt] = []
+    ids = [IDS[token] for token in tokens]
+    original = model.generate
+
+    def generate(prompt: EncodedPrompt, **options: Any) -> Any:
+        prompts.append(prompt)
+        result = original(prompt, **{**options, "max_new_tokens": 1})
+        result.token_ids[:] = ids
+        return result
+
+    monkeypatch.setattr(model, "generate", generate)
+    return prompts
+
+
+def test_each_blank_gets_what_follows_its_sentinel(cpm2: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = says(cpm2, monkeypatch, "天气", "▂", "不错", "<s_1>", "北京", "大学", "<s_2>")
+    fillings = cpm2.fill_blank(TEXT)
+    assert fillings == [Filling(2, "天气 不错"), Filling(TEXT.rindex(SPAN), "北京大学")]
+    assert [TEXT[f.position :].startswith(SPAN) for f in fillings] == [True, True]
+    assert filled(TEXT, fillings) == "今天天气 不错不错，我们去北京大学"
+    (prompt,) = prompts
+    assert prompt.target == (IDS["<s_0>"],) and prompt.stop_ids == {IDS["<s_2>"]}
+    sentinels = [IDS[f"<s_{i}>"] for i in range(4)]
+    assert [i for i in prompt.token_ids if i in sentinels] == sentinels[:2]
+    assert prompt.token_ids[-1] == IDS["<s_1>"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (["天气", "<eod>"], ["天气", ""]),
+        (["天气"], ["天气", ""]),
+        (["<s_1>", "北京", "<s_2>"], ["", "北京"]),
+        (["天气", "<s_3>", "<s_1>", "北京", "<s_0>"], ["天气", "北京"]),
+    ],
+)
+def test_blanks_that_the_model_does_not_reach_are_empty(
+    cpm2: Model, monkeypatch: pytest.MonkeyPatch, tokens: list[str], expected: list[str]
+) -> None:
+    says(cpm2, monkeypatch, *tokens)
+    assert [f.text for f in cpm2.fill_blank(TEXT)] == expected
+
+
+def test_filling_blanks_is_generation_with_sentinels(cpm2: Model) -> None:
+    """A random model: the tokens are those of ``generate``, and sampling is as it is there."""
+    options = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4, "frequency_penalty": 0.5, "presence_penalty": 0.1}
+    source = cpm2.tokenizer.encode_spans(TEXT.split(SPAN))
+    prompt = EncodedPrompt(tuple(source), False, (IDS["<s_0>"],), frozenset([IDS["<s_2>"]]))
+    tokens = cpm2.generate(prompt, **options).token_ids
+    assert IDS["<s_1>"] not in tokens
+    assert [f.text for f in cpm2.fill_blank(TEXT, **options)] == [cpm2.tokenizer.decode(tokens), ""]
+
+
+def test_the_sentinel_after_the_last_blank_ends_it(cpm2: Model) -> None:
+    source = tuple(cpm2.tokenizer.encode("今天天气不错"))
+    free = cpm2.generate(EncodedPrompt(source, False, (IDS["<s_0>"],)), max_new_tokens=8, ignore_eos=True).token_ids
+    prompt = EncodedPrompt(source, False, (IDS["<s_0>"],), frozenset([free[3]]))
+    result = cpm2.generate(prompt, max_new_tokens=8)
+    assert result.token_ids == free[: free.index(free[3]) + 1] and result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("text", ["no blank", SPAN * 4, "", 5])
+def test_texts_that_have_no_blanks_or_too_many(cpm2: Model, text: Any) -> None:
+    with pytest.raises(UsageError):
+        cpm2.fill_blank(text)
+    with pytest.raises(UsageError, match="stop"):
+        cpm2.fill_blank(TEXT, stop="。")
+
+
+def test_going_on_with_a_text(cpm2: Model) -> None:
+    """The last sentinel ends the source and begins what the decoder writes."""
+    prompt = cpm2.encode("今天天气")
+    assert prompt.token_ids == (IDS["今天"], IDS["天气"], IDS["<s_3>"])
+    assert prompt.target == (IDS["<s_3>"],) and not prompt.continues
+    framed = cpm2.generate("今天天气", max_new_tokens=9)
+    assert cpm2.generate(prompt, max_new_tokens=9).token_ids == framed.token_ids
+    assert framed.text == cpm2.tokenizer.decode(framed.token_ids)
+    assert "".join(piece.text for piece in cpm2.stream("今天天气", max_new_tokens=9)) == framed.text
+
+
+def test_stop_texts_end_a_text(cpm2: Model) -> None:
+    options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 8, "ignore_eos": True}
+    text = cpm2.generate("今天", **options).text
+    stop = text[len(text) // 2]
+    stopped = cpm2.generate("今天", **options, stop=stop)
+    assert stopped.text == text[: text.index(stop)] and stopped.finish_reason == "stop"
+
+
+def test_a_dialogue(eva: Model) -> None:
+    turns = ["今天天气不错。", "我们去北京大学看看", "你好"]
+    separator = IDS["<sep>"]
+    expected = [i for turn in turns for i in [*eva.tokenizer.encode(turn, add_special_tokens=False), separator]]
+    result = eva.dialogue(turns, max_new_tokens=9)
+    assert eva.generate([*expected, IDS["<s_0>"]], max_new_tokens=9).token_ids == result.token_ids
+    roles = ["user", "assistant", "user"]
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
+    assert eva.generate(messages, max_new_tokens=9).token_ids == result.token_ids
+    assert eva.generate(turns[0], max_new_tokens=9).token_ids == eva.dialogue(turns[:1], max_new_tokens=9).token_ids
+
+
+def test_a_long_dialogue_loses_its_start(eva: Model) -> None:
+    turns = ["今天天气不错"] * 40
+    prompt = eva.encode([{"role": "user", "content": turn} for turn in turns])
+    assert 56 < len(prompt.token_ids) <= 64
+    with pytest.raises(UsageError, match="64 at most"):
+        eva.dialogue(["今天" * 100])
+
+
+@pytest.mark.parametrize("context", ["你好", [], [5], [None, "x"]])
+def test_what_is_no_dialogue(eva: Model, context: Any) -> None:
+    with pytest.raises(UsageError):
+        eva.dialogue(context)
+
+
+def test_who_cannot(cpm2: Model, eva: Model, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="chat template"):
+        cpm2.dialogue(["你好"])
+    with pytest.raises(UsageError, match="must be text"):
+        eva.generate([{"role": "user", "content": [{"type": "text", "text": "x"}]}])
+
+
+def test_cpm1_generates(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    folder = cpm_checkpoints.write_cpm1(tmp_path / "cpm1")
+    with bminf_lite.load(folder, device="cpu") as model:
+        result = model.generate("今天天气不错", max_new_tokens=8)
+        assert result.text == "".join(piece.text for piece in model.stream("今天天气不错", max_new_tokens=8))
+        assert model.eos_ids == model.tokenizer.eos_ids
+        with pytest.raises(UsageError, match="encoder-decoder"):
+            model.fill_blank(TEXT)
+
+
+def test_migrated_models_keep_their_vocabulary(folder: Path, tmp_path: Path) -> None:
+    for model_type in ("cpm2", "eva"):
+        bminf_lite.migrate(folder / model_type, tmp_path / model_type)
+        with bminf_lite.load(tmp_path / model_type, device="cpu") as model:
+            assert isinstance(model.generate("你好", max_new_tokens=4).text, str)

@@ -1,0 +1,399 @@
+"""A loaded model: prompts of every kind in, text and tokens out, and errors that say what to do."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+import tokenizer_kit
+from model_kit import WatchedBackend, make_model, prompt_of
+
+import bminf_lite
+from bminf_lite.api import Model, configured_eos_ids
+from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.text.chat_template import ChatTemplate
+from bminf_lite.text.prompts import EncodedPrompt
+from bminf_lite.text.tokenizer import Tokenizer
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint.write(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[Model]:
+    with bminf_lite.load(folder, device="cpu") as model:
+        yield model
+
+
+def load(path: Path) -> Model:
+    return bminf_lite.load(path, device="cpu")
+
+
+def without(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).unlink()
+    return folder
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_gives_a_result_and_a_list_gives_a_list(model):
+    result = model.generate("hello", max_new_tokens=5)
+    assert (result.prompt_tokens, len(result.token_ids), str(result)) == (6, 5, result.text)
+    many = model.generate(["a longer one", "hello", model.tokenizer.encode("hello")], max_new_tokens=5)
+    assert [r.prompt_tokens for r in many] == [13, 6, 6]
+    assert many[1].token_ids == many[2].token_ids == result.token_ids
+    assert model.generate([]) == []
+    assert list(model.stream([])) == []
+
+
+def test_every_kind_of_prompt_means_the_same(model):
+    ids = model.tokenizer.encode("hello")
+    spellings: list[Any] = ["hello", ids, tuple(ids), np.array(ids), model.encode("hello"), EncodedPrompt(tuple(ids))]
+    expected = model.generate(spellings[0], max_new_tokens=6)
+    for one in (model.generate(s, max_new_tokens=6) for s in spellings):
+        assert (one.token_ids, one.text) == (expected.token_ids, expected.text)
+    batch = model.generate(np.array([ids, ids]), max_new_tokens=6)
+    assert [r.token_ids for r in batch] == [expected.token_ids] * 2
+
+
+def test_special_tokens_are_optional(model):
+    assert model.encode("hello").token_ids == (256, *model.encode("hello", add_special_tokens=False).token_ids)
+    assert model.generate("hello", add_special_tokens=False, max_new_tokens=1).prompt_tokens == 5
+
+
+@pytest.mark.parametrize("prompt", [None, 3, b"abc", bytearray(b"abc"), memoryview(b"abc"), np.array(3),
+                                    [1.5], [True], ["a", None], {"role": "user"}, [[1], [None]]])  # fmt: skip
+def test_what_is_no_prompt(model, prompt):
+    with pytest.raises(UsageError, match=r"a prompt is text, token ids or messages|a token id is a whole number"):
+        model.generate(prompt)
+
+
+@pytest.mark.parametrize("bad", [-1, 260, 2**40])
+def test_ids_outside_of_the_vocabulary(model, bad):
+    with pytest.raises(UsageError, match=rf"token 1 is {bad}, but a token id is a whole number from 0 to 259"):
+        model.generate([5, bad])
+
+
+def test_a_prompt_longer_than_the_context_is_told_both_counts(model):
+    with pytest.raises(UsageError, match=r"has 140 tokens, but the model's context is 128 .* shorten the prompt by 13"):
+        model.generate([1] * 140)
+    assert len(model.generate([1] * (CONTEXT - 1), ignore_eos=True).token_ids) == 1
+
+
+def test_all_wrong_prompts_are_told_at_once(model):
+    with pytest.raises(UsageError) as error:
+        model.generate(["fine", [1] * 500, [], [999]])
+    for words in ("prompt 1: the prompt has 500", "prompt 2: the prompt is empty", "prompt 3: token 0 is 999"):
+        assert words in str(error.value)
+
+
+def test_arguments_are_checked_before_the_first_piece(model):
+    for prompt, options, words in (
+        (["ok", [-1]], {}, "prompt 1"),
+        ("ok", {"temperature": -1}, "temperature"),
+        ("ok", {"temprature": 1}, "temprature"),
+        ([], {"top_p": 2}, "top_p"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            model.stream(prompt, **options)
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_pieces_together_are_the_result(model):
+    for options in ({}, {"temperature": 1.0, "seed": 3}, {"stop": ["e", "\ufffd"], "temperature": 1.0, "seed": 4}):
+        pieces = list(model.stream(["one", "and two"], max_new_tokens=20, **options))
+        for index in (0, 1):
+            mine = [p for p in pieces if p.index == index]
+            assert [p.result is None for p in mine] == [True] * (len(mine) - 1) + [False]
+            assert "".join(p.text for p in mine) == mine[-1].result.text
+            assert [t for p in mine for t in p.token_ids] == mine[-1].result.token_ids
+
+
+def test_a_stop_text_ends_the_completion(model):
+    full = model.generate("hello", temperature=1.0, seed=1, max_new_tokens=60, ignore_eos=True)
+    stop = full.text[10:12]
+    cut = model.generate("hello", temperature=1.0, seed=1, max_new_tokens=60, ignore_eos=True, stop=stop)
+    assert cut.text == full.text[: full.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == full.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) < 60
+
+
+def test_the_end_token_is_reported_but_has_no_text(folder, tmp_path):
+    """Also where the vocabulary does not call it special."""
+    with load(folder) as model:
+        plain = model.generate("hello", max_new_tokens=12)
+    end = plain.token_ids[6]
+    first = plain.token_ids.index(end)
+    (tmp_path / "m").mkdir()
+    copy = tiny_checkpoint.write(tmp_path / "m", generation_config={"eos_token_id": [257, end]})
+    with load(copy) as model:
+        ended = model.generate("hello", max_new_tokens=12)
+        ignored = model.generate("hello", max_new_tokens=12, ignore_eos=True)
+        assert ended.text == model.tokenizer.decode(plain.token_ids[:first])
+    assert (ended.token_ids, ended.finish_reason) == (plain.token_ids[: first + 1], "stop")
+    assert (ignored.token_ids, ignored.finish_reason, ignored.text) == (plain.token_ids, "length", plain.text)
+
+
+def write_sentencepiece(folder: Path) -> Path:
+    """A checkpoint whose tokenizer puts the space into the word, and drops it at the start of a text."""
+    backend = tokenizer_kit.sentencepiece_like()
+    tiny_checkpoint.write(folder, vocab_size=backend.get_vocab_size(), bos_token_id=1, eos_token_id=2)
+    (folder / "generation_config.json").write_text("{}")
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_completion_keeps_the_space_before_its_first_word_and_an_answer_does_not(tmp_path):
+    with load(write_sentencepiece(tmp_path / "m")) as model:
+        word = next(i for i in range(len(model.tokenizer)) if model.tokenizer.id_to_piece(i) == "▁the")
+        head = model.network.output.head.weight
+        head.values[word] = 0
+        bias = np.zeros(len(head.values), np.float32)
+        bias[word] = 1e4
+        object.__setattr__(head, "bias", bias)  # the model says "the" whatever it is asked
+        ids = model.tokenizer.encode("cat")
+        options = {"max_new_tokens": 2}
+        assert model.generate("cat", **options).text == " the the"
+        assert model.generate(ids, **options).text == " the the"
+        assert model.generate("cat", add_special_tokens=False, **options).text == " the the"
+        assert model.generate(MESSAGES, **options).text == "the the"
+        assert model.generate(model.encode(MESSAGES), **options).text == "the the"
+        assert [r.text for r in model.generate(["cat", MESSAGES], **options)] == [" the the", "the the"]
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+
+def test_messages_are_a_prompt(model):
+    text = model.chat(MESSAGES)
+    assert text == "[user]hi\n[assistant]"
+    assert model.chat(MESSAGES, add_generation_prompt=False) == "[user]hi\n"
+    expected = model.generate(text, add_special_tokens=False, max_new_tokens=6)
+    assert model.generate(MESSAGES, max_new_tokens=6).token_ids == expected.token_ids
+    assert [r.token_ids for r in model.generate([MESSAGES, text], add_special_tokens=False, max_new_tokens=6)] == [
+        expected.token_ids
+    ] * 2
+    assert not model.encode(MESSAGES).continues
+
+
+def test_the_template_is_made_once_and_takes_variables(tmp_path, monkeypatch):
+    made = []
+    original = ChatTemplate.__init__
+    monkeypatch.setattr(ChatTemplate, "__init__", lambda self, *a: made.append(self) or original(self, *a))
+    with load(tiny_checkpoint.write(tmp_path / "m", chat_template="{{ mood }}{{ messages[0].content }}")) as model:
+        assert model.chat(MESSAGES, mood="!") == "!hi"
+        assert model.chat(MESSAGES) == "hi"
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("other", ["hi", None, {}, {"role": 1}])
+def test_a_message_that_is_none_is_told_by_its_number(model, other):
+    with pytest.raises(UsageError, match="each message must be an object whose role is text; not so: 1"):
+        model.generate([*MESSAGES, other])
+
+
+def test_without_a_chat_template(tmp_path):
+    with load(tiny_checkpoint.write(tmp_path / "m", chat_template=None)) as model:
+        for call in (model.chat, model.generate):
+            with pytest.raises(UsageError, match="no chat template"):
+                call(MESSAGES)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_token_ids_need_no_tokenizer(folder, tmp_path):
+    bare = without(tiny_checkpoint.write(tmp_path / "m"), "tokenizer.json", "tokenizer_config.json")
+    with load(folder) as complete, load(bare) as model:
+        ids = complete.tokenizer.encode("hello")
+        result = model.generate(ids, max_new_tokens=8)
+        assert result.token_ids == complete.generate(ids, max_new_tokens=8).token_ids
+        assert result.text == ""
+        for call in (
+            lambda: model.generate("hello"),
+            lambda: model.generate(ids, stop="x"),
+            lambda: model.chat(MESSAGES),
+            lambda: model.tokenizer,
+        ):
+            with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*token ids work without"):
+                call()
+        assert model.generate(ids, max_new_tokens=8).token_ids == result.token_ids
+
+
+def test_the_tokenizer_is_read_when_it_is_needed(folder, monkeypatch):
+    reads = []
+    original = Tokenizer.load.__func__
+    monkeypatch.setattr(Tokenizer, "load", classmethod(lambda cls, *a: reads.append(a) or original(cls, *a)))
+    with load(folder) as model:
+        model.logits([1, 2])
+        assert not reads
+        model.generate(["a", "b"], max_new_tokens=1)
+        model.chat(MESSAGES)
+        assert len(reads) == 1
+
+
+def test_a_wrong_tokenizer_file_is_told_when_it_is_needed(tmp_path):
+    folder = tiny_checkpoint.write(tmp_path / "m")
+    (folder / "tokenizer.json").write_text("{}")
+    with load(folder) as model, pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        model.generate("hello")
+
+
+def test_a_model_made_without_a_checkpoint_takes_ids():
+    model = make_model()
+    assert len(model.generate(prompt_of(3), max_new_tokens=2).token_ids) == 2
+    with pytest.raises(UsageError, match="token ids"):
+        model.generate("hello")
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "config", "expected"),
+    [
+        ({"eos_token_id": 3}, {"eos_token_id": 4}, {3}),
+        ({"eos_token_id": [3, 5]}, {}, {3, 5}),
+        ({"eos_token_id": None}, {"eos_token_id": 4}, {4}),
+        ({}, {"eos_token_id": [4]}, {4}),
+        ({"eos_token_id": []}, {"eos_token_id": 4}, set()),
+        ({}, {}, None),
+    ],
+)
+def test_where_end_tokens_are_configured(generation_config, config, expected):
+    assert configured_eos_ids(generation_config, config, 9) == expected
+
+
+@pytest.mark.parametrize("value", ["</s>", 9, -1, [1, 9], [True], 1.0, {"id": 1}])
+def test_end_tokens_outside_of_the_vocabulary(value):
+    with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id is .* from 0 to 8"):
+        configured_eos_ids({}, {"eos_token_id": value}, 9)
+
+
+def test_the_tokenizer_s_end_token_is_the_last_resort(tmp_path):
+    folder = tiny_checkpoint.write(tmp_path / "m", eos_token_id=None)
+    (folder / "generation_config.json").write_text("{}")
+    with load(folder) as model:
+        assert model.eos_ids == {257}
+    without(folder, "tokenizer.json")
+    with load(folder) as model:
+        assert model.eos_ids == set()
+
+
+def test_a_tied_head_is_quantized_as_the_recipe_says(tmp_path):
+    source = tiny_checkpoint.write(tmp_path / "source", tie_word_embeddings=True)
+    bminf_lite.migrate(source, tmp_path / "int8")
+    manifest = json.loads((tmp_path / "int8" / "bminf_lite.json").read_text())
+    with load(source) as plain, load(tmp_path / "int8") as migrated:
+        assert plain.network.output.head.weight.scale is None
+        assert (manifest["tied_head"], migrated.network.output.head.weight.dynamic) == ("w8a8", True)
+    (tmp_path / "int8" / "bminf_lite.json").write_text(json.dumps(manifest | {"tied_head": None}))
+    with load(tmp_path / "int8") as migrated:
+        assert migrated.network.output.head.weight.scale is None
+        assert migrated.network.blocks[0].mlp.down.weight.dynamic
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_batch": 0}, {"max_batch": 2.5}, {"max_batch": True}, {"context": -1}, {"context": "x"}, {"memory_limit": -1},
+     {"memory_limit": "6 apples"}, {"memory_limit": []}, {"kv_cache": "fp8"}],
+)  # fmt: skip
+def test_arguments_out_of_range_whatever_the_device(folder, options):
+    (value,) = options.values()
+    with pytest.raises(UsageError, match=re.escape(repr(value))):
+        bminf_lite.load(folder, device="cpu", **options)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:-1", "cuda:", "", 0, None])
+def test_devices_that_are_none(folder, device):
+    with pytest.raises(UsageError, match=f"device {device!r} is not one of auto, cpu"):
+        bminf_lite.load(folder, device=device)
+
+
+def test_a_model_that_fails_to_load_gives_its_device_back(folder, monkeypatch):
+    from bminf_lite import backend
+
+    closed = []
+    ops = WatchedBackend()
+    monkeypatch.setattr(ops, "close", lambda: closed.append(True))
+    monkeypatch.setattr(backend, "create", lambda *_: ops)
+    monkeypatch.setattr(ops, "table", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bminf_lite.load(folder)
+    assert closed == [True]
+
+
+# -- a closed model ---------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_model_says_so(folder):
+    model = load(folder)
+    stream = model.stream("hello", ignore_eos=True)
+    unused = model.stream("hello")
+    next(stream)
+    model.close()
+    model.close()
+    for call in (
+        lambda: next(stream),
+        lambda: next(unused),
+        lambda: model.generate("x"),
+        lambda: model.stream("x"),
+        lambda: model.logits([1]),
+    ):
+        with pytest.raises(UsageError, match="the model is closed"):
+            call()
+
+
+def test_a_model_is_not_copied(model):
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="cannot be copied, pickled or sent to another process: load its folder"):
+            copied(model)
+
+
+# -- results and logits -----------------------------------------------------------------------------------------------
+
+
+def test_results_are_timed_and_serialisable(model):
+    result = model.generate("hello", max_new_tokens=5, ignore_eos=True, logprobs=True)
+    t = result.timings
+    assert (t.prompt_tokens, t.new_tokens) == (6, 5)
+    assert 0 < t.prompt_seconds < t.total_seconds == t.prompt_seconds + t.decode_seconds
+    assert t.prompt_tokens_per_second == 6 / t.prompt_seconds
+    assert t.decode_tokens_per_second == 4 / t.decode_seconds
+    value = json.loads(json.dumps(result.to_dict()))
+    assert value["token_ids"] == result.token_ids
+    assert value["logprobs"] == result.logprobs
+    one = model.generate("hello", max_new_tokens=1)
+    assert one.timings.decode_tokens_per_second == 0
+    assert one.logprobs is None
+    assert "logprobs" not in one.to_dict()
+
+
+def test_logits_do_not_depend_on_the_chunk():
+    whole = make_model().logits(prompt_of(40))
+    assert whole.shape == (40, 61) and whole.dtype == np.float32
+    np.testing.assert_allclose(make_model(chunk=7).logits(prompt_of(40)), whole, atol=1e-5)
+    np.testing.assert_allclose(make_model(chunk=7).logits(prompt_of(40), device=True), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("ids", [[], [61], [-1], [1] * 97, [1.5], [[1, 2]], "text", None])
+def test_logits_of_what_is_no_sequence(ids):
+    ops = WatchedBackend()
+    with pytest.raises(UsageError):
+        make_model(ops).logits(ids)
+    assert not ops.arrays

@@ -1,0 +1,121 @@
+"""The products of a few rows that finish their outputs themselves equal the definition's arithmetic, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from checked import repeats
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.gpu
+cp = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from bminf_lite.cuda.kernels.gemm.skinny_gemm import GROUP, FewRows, Output  # noqa: E402
+from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import FewRowsHopper  # noqa: E402
+
+RELU = 2
+SHAPES = [
+    (2, 32, 16),
+    (16, 4096, 4096),
+    (9, 96, 14336),  # fewer tiles than blocks
+    (5, 6144, 272),  # clusters with one tile and with two
+    (16, 13312, 528),  # with three and more, whose sums take turns in shared memory
+    *repeats((32, 4352, 7424), (31, 13344, 400), (24, 4256, 1000)),  # activations that do not stay in shared memory
+]
+
+
+@pytest.fixture(scope="module", params=[FewRows, FewRowsHopper])
+def kernel(request, device):
+    if request.param is FewRowsHopper and device.compute_capability != (9, 0):
+        pytest.skip("this GPU lacks the instructions")
+    made = request.param(device)
+    if not made.supports(2):
+        pytest.skip("the kernel needs compute capability 8.0")
+    return made
+
+
+class Case:
+    """Random operands, and what the definition makes of them."""
+
+    def __init__(self, rows: int, outputs: int, in_features: int, output: Output, bias: bool, seed: int = 0):
+        random = np.random.default_rng(seed)
+        self.rows, self.outputs, self.output = rows, outputs, output
+        self.channels = outputs * (2 if output is Output.GATED else 1)
+        self.pitch = -(-in_features // 16) * 16
+        self.x, self.w = (np.zeros((n, self.pitch), np.int8) for n in (rows, -(-self.channels // GROUP) * GROUP))
+        for matrix, n in ((self.x, rows), (self.w, self.channels)):
+            matrix[:n, :in_features] = random.integers(-128, 128, (n, in_features), np.int8)
+        self.x_scale, self.w_scale = (
+            random.uniform(1e-4, 1e-2, n).astype(np.float32) for n in (rows, self.channels)
+        )
+        self.bias = random.normal(size=self.channels).astype(np.float32) if bias else None
+        self.before = random.normal(size=(rows, outputs)).astype(np.float32)
+
+    def expected(self) -> np.ndarray:
+        acc = self.x.astype(np.float64) @ self.w[: self.channels].T.astype(np.float64)
+        if self.output is Output.SUMS:
+            return acc.astype(np.int32)
+        y = self.x_scale[:, None] * (self.w_scale * acc.astype(np.float32))
+        y = y if self.bias is None else y + self.bias
+        if self.output is Output.FLOAT:
+            return y
+        y = y.astype(np.float16)
+        if self.output is Output.ADD:
+            return self.before + y
+        if self.output is Output.ACTIVATED:
+            return np.maximum(y, 0)
+        if self.output is Output.GATED:
+            gate, up = np.split(y.astype(np.float32), 2, axis=1)
+            return (np.maximum(gate, 0) * up).astype(np.float16)
+        return y
+
+    def run(self, kernel: FewRows) -> np.ndarray:
+        """What the kernel writes; nothing beside its result may change."""
+        dtype = {Output.SUMS: np.int32, Output.FLOAT: np.float32, Output.ADD: np.float32}.get(self.output, np.float16)
+        whole = np.full((self.rows + 1, self.outputs + 8), 85, dtype)
+        if self.output is Output.ADD:
+            whole[: self.rows, : self.outputs] = self.before
+        out, x, w = cp.asarray(whole), cp.asarray(self.x), cp.asarray(self.w)
+        scales = [cp.asarray(v) for v in (self.x_scale, self.w_scale)]
+        bias = None if self.bias is None else cp.asarray(self.bias)
+        kernel.launch(
+            x.data.ptr, scales[0].data.ptr, w.data.ptr, scales[1].data.ptr, 0 if bias is None else bias.data.ptr,
+            out.data.ptr, self.outputs + 8, self.rows, self.channels, self.pitch, cp.cuda.get_current_stream().ptr,
+            self.output, RELU if self.output in (Output.GATED, Output.ACTIVATED) else 0,
+        )  # fmt: skip
+        found = cp.asnumpy(out)
+        assert (found[self.rows] == 85).all() and (found[:, self.outputs :] == 85).all()
+        return found[: self.rows, : self.outputs]
+
+
+@pytest.mark.parametrize("output", Output)
+@pytest.mark.parametrize(("rows", "outputs", "in_features"), SHAPES)
+def test_outputs_are_the_definition_s(kernel, rows, outputs, in_features, output):
+    case = Case(rows, outputs, in_features, output, bias=output is not Output.SUMS)
+    np.testing.assert_array_equal(case.run(kernel), case.expected())
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(2, 32), st.integers(1, 40), st.integers(1, 700), st.sampled_from(Output), st.booleans(), st.data())
+def test_any_shape(kernel, rows, groups, in_features, output, bias, data):
+    missing = 0 if output is Output.GATED else data.draw(st.integers(0, GROUP - 1))
+    case = Case(rows, groups * GROUP - missing, in_features, output, bias and output is not Output.SUMS, seed=groups)
+    np.testing.assert_array_equal(case.run(kernel), case.expected())
+
+
+@pytest.mark.parametrize("output", [Output.HALF, Output.GATED])
+def test_a_scale_that_is_no_number_stays_in_its_row(kernel, output):
+    case = Case(16, 256, 256, output, bias=False)
+    case.x_scale[7] = np.nan
+    found = case.run(kernel)
+    others = np.arange(16) != 7
+    np.testing.assert_array_equal(found[others], case.expected()[others])
+    if output is Output.HALF:
+        assert np.isnan(found[7]).all()
+
+
+def test_the_largest_sums_are_exact(kernel):
+    case = Case(8, 64, 131056, Output.SUMS, bias=False)
+    case.x[:], case.w[:] = -128, -128
+    assert (case.run(kernel) == 131056 * 2**14).all()

@@ -1,0 +1,333 @@
+"""The decoding loop: how requests are grouped, chunked or run ahead of never shows in what they get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import zip_longest
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_kit import WatchedBackend, make_model, prompt_of, request, run
+
+from bminf_lite.api import Model
+from bminf_lite.backend.base import Backend
+from bminf_lite.engine.scheduler import Generation, Request
+from bminf_lite.errors import BminfError, OutOfMemory
+from bminf_lite.layers.cache import KVCache
+
+CONTEXT = 96
+EOS = frozenset([11, 23])
+EXACT = make_model(quantized=True)
+FLOAT = make_model()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """Caches that start small and often grow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCache, "BLOCK", 8)
+        yield
+
+
+def outcome(r: Request) -> tuple[list[int], str | None, list[float]]:
+    return r.tokens, r.finish_reason, r.logprobs
+
+
+def greedy_by_hand(model: Model, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model.logits(tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+SAMPLERS = st.sampled_from(
+    [
+        {},
+        {"temperature": 0.9},
+        {"temperature": 1.5, "top_k": 9, "top_p": 0.8},
+        {"repetition_penalty": 1.4},
+        {"temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.3},
+    ]
+)
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, CONTEXT - 1), st.integers(1, 40), SAMPLERS, st.booleans()), min_size=1, max_size=7
+)
+
+
+def make_requests(drawn: list) -> list[Request]:
+    return [
+        request(i, prompt_of(length, i), EOS, max_new_tokens=new, ignore_eos=ignore, **sampler)
+        for i, (length, new, sampler, ignore) in enumerate(drawn)
+    ]
+
+
+# -- invariants -------------------------------------------------------------------------------------------------------
+
+
+@given(REQUESTS, st.integers(1, 7), st.integers(0, 3))
+@settings(max_examples=20)
+def test_together_or_alone_is_the_same(drawn, max_batch, lookahead):
+    """Ragged prompts, more of them than slots, regrouping, growth, penalties, draws: bit for bit."""
+    ops = WatchedBackend(lookahead)
+    together = run(make_model(ops, quantized=True, max_batch=max_batch), make_requests(drawn))
+    alone = [run(EXACT, [r])[0] for r in make_requests(drawn)]
+    assert [outcome(r) for r in together] == [outcome(r) for r in alone]
+    assert ops.memory_is_free
+
+
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=5), st.integers(1, 40), st.integers(0, 2))
+@settings(max_examples=15)
+def test_chunks_of_prompts_are_the_same_as_whole_prompts(lengths, chunk, lookahead):
+    def tokens(model: Model) -> list[list[int]]:
+        requests = [request(i, prompt_of(n, i), max_new_tokens=6) for i, n in enumerate(lengths)]
+        return [r.tokens for r in run(model, requests)]
+
+    assert tokens(make_model(WatchedBackend(lookahead), chunk=chunk, max_batch=3)) == tokens(FLOAT)
+
+
+def test_greedy_takes_the_largest_logit_each_time():
+    for length in (1, 9, 40):
+        prompt = prompt_of(length)
+        result = FLOAT.generate(prompt, max_new_tokens=12, logprobs=True)
+        assert result.token_ids == greedy_by_hand(FLOAT, prompt, 12)
+        logits = FLOAT.logits(prompt + result.token_ids)[length - 1 : -1].astype(np.float64)
+        expected = logits.max(axis=1) - np.log(np.exp(logits).sum(axis=1))
+        np.testing.assert_allclose(result.logprobs, expected, atol=1e-5)
+
+
+def test_streams_interleave():
+    model = make_model(WatchedBackend(1), quantized=True)
+    options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 5}
+    prompts = [prompt_of(20, 1), [prompt_of(3, 2), prompt_of(50, 3)]]
+    streams = [model.stream(p, **options) for p in prompts]
+    ends = [p.result for pair in zip_longest(*streams) for p in pair if p is not None and p.result is not None]
+    expected = [model.generate(prompts[0], **options), *model.generate(prompts[1], **options)]
+    assert sorted(r.token_ids for r in ends) == sorted(r.token_ids for r in expected)
+
+
+def test_a_seed_repeats_and_no_seed_does_not():
+    model = make_model(temperature=1.0)
+    first, second = (model.generate(prompt_of(5), max_new_tokens=20, temperature=1.5, seed=8) for _ in range(2))
+    assert first.token_ids == second.token_ids
+    free = {tuple(model.generate(prompt_of(5), max_new_tokens=20, temperature=1.5).token_ids) for _ in range(4)}
+    assert len(free) == 4
+
+
+def test_prompts_of_one_call_draw_differently():
+    results = EXACT.generate([prompt_of(5)] * 4, max_new_tokens=20, temperature=1.5, seed=8)
+    assert len({tuple(r.token_ids) for r in results}) == 4
+
+
+# -- how a request ends -----------------------------------------------------------------------------------------------
+
+
+def test_the_end_token_ends_unless_it_is_ignored():
+    tokens = greedy_by_hand(FLOAT, prompt_of(5), 20)
+    eos = tokens[7]
+    first = tokens.index(eos)
+    (r,) = run(FLOAT, [request(0, prompt_of(5), frozenset([eos]), max_new_tokens=20)])
+    assert (r.tokens, r.finish_reason, r.ended_by_eos) == (tokens[: first + 1], "stop", True)
+    (r,) = run(FLOAT, [request(0, prompt_of(5), frozenset([eos]), max_new_tokens=20, ignore_eos=True)])
+    assert (r.tokens, r.finish_reason, r.ended_by_eos) == (tokens, "length", False)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_no_step_is_wasted_on_a_request_that_is_alone(lookahead, new):
+    ops = WatchedBackend(lookahead)
+    result = make_model(ops).generate(prompt_of(4), max_new_tokens=new)
+    assert (len(result.token_ids), result.finish_reason, ops.samples) == (new, "length", new)
+
+
+def test_the_end_by_context():
+    for length in (CONTEXT - 1, CONTEXT - 5):
+        (r,) = run(FLOAT, [request(0, prompt_of(length), max_new_tokens=1000)])
+        assert (len(r.tokens), r.finish_reason) == (CONTEXT - length, "length")
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
+def test_a_row_at_the_end_of_the_context_idles_without_overrunning_it(lookahead):
+    """Seven rows go on long after the first has ended: the group is formed anew instead."""
+    lengths = [CONTEXT - 2, *range(2, 9)]
+    ops = WatchedBackend(lookahead)
+    together, alone = (
+        [request(i, prompt_of(n, i), max_new_tokens=60) for i, n in enumerate(lengths)] for _ in range(2)
+    )
+    run(make_model(ops, quantized=True), together)
+    for r in alone:
+        run(EXACT, [r])
+    assert [outcome(r) for r in together] == [outcome(r) for r in alone]
+    assert ops.largest == CONTEXT
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_cache_does_not_grow_for_a_row_that_has_ended(lookahead):
+    ops = WatchedBackend(lookahead)
+    requests = [request(0, prompt_of(20), max_new_tokens=4)]
+    requests += [request(i, prompt_of(2, i), max_new_tokens=20) for i in range(1, 8)]
+    run(make_model(ops), requests)
+    assert ops.grown == 0
+
+
+def test_a_waiting_prompt_starts_when_a_slot_is_free(monkeypatch):
+    monkeypatch.setattr(KVCache, "BLOCK", CONTEXT)  # no growth, for which the group would be formed anew too
+    lengths = [30, 30, 3, 30, 30, 30, 30, 30, 4, 4]
+    requests = [request(i, prompt_of(5, i), max_new_tokens=n) for i, n in enumerate(lengths)]
+    run(make_model(WatchedBackend(1), max_batch=8), requests)
+    assert [r.slot for r in requests] == [*range(8), 2, 2]
+    assert all(r.last_token < requests[0].last_token for r in requests[8:])
+
+
+def test_ending_a_request_from_outside():
+    requests = [request(i, prompt_of(6, i), max_new_tokens=30) for i in range(3)]
+    with closing(Generation(FLOAT.network, requests, FLOAT.limits)) as generation:
+        for r in generation:
+            if r.index == 1 and len(r.tokens) == 4:
+                r.finish_reason = "stop"
+    assert [len(r.tokens) for r in requests] == [30, 4, 30]
+
+
+def test_every_token_is_reported_once_and_in_order():
+    seen: dict[int, list[int]] = {}
+    prompts = [prompt_of(n) for n in (30, 2, 11)]
+    for piece in make_model(WatchedBackend(2), chunk=16, max_batch=2).stream(prompts, max_new_tokens=9):
+        seen.setdefault(piece.index, []).extend(piece.token_ids)
+        if piece.result is not None:
+            assert piece.result.token_ids == seen[piece.index]
+            assert piece.finish_reason == piece.result.finish_reason == "length"
+    assert [len(tokens) for tokens in seen.values()] == [9] * 3
+
+
+# -- what a backend relies on -----------------------------------------------------------------------------------------
+
+
+class RecordingBackend(WatchedBackend):
+    """Checks that repeated work reads and writes the arrays that it did when it was recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(lookahead=1)
+        self.recordings = 0
+        self.touched: list[int] = []
+
+    def attention(self, qkv, spec, cache, step):
+        self.touched += [id(cache.keys), id(cache.values), id(step.tokens), id(step.past), cache.capacity, step.reach]
+        return super().attention(qkv, spec, cache, step)
+
+    def repeated(self, work):
+        self.recordings += 1
+        first: list[list[int]] = []
+
+        def checked():
+            self.touched = []
+            result = work()
+            first.append(self.touched)
+            assert self.touched == first[0]
+            assert self.touched[-1] <= self.touched[-2]
+            return result
+
+        return checked
+
+
+def test_repeated_work_repeats():
+    ops = RecordingBackend()
+    run(make_model(ops), [request(i, prompt_of(3 + i, i), max_new_tokens=40) for i in range(3)])
+    assert 1 < ops.recordings <= 1 + ops.grown // 2 + 3
+
+
+def test_a_chunk_that_completes_no_prompt_chooses_no_token():
+    ops = WatchedBackend()
+    run(make_model(ops, chunk=8), [request(0, prompt_of(40), max_new_tokens=1)])
+    assert ops.samples == 1
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+class FullBackend(WatchedBackend):
+    """Refuses to let a layer's cache grow past some tokens, after having enlarged another layer."""
+
+    def __init__(self, most: int):
+        super().__init__(lookahead=1)
+        self.most = most
+
+    def layer_cache(self, slots, kv_heads, capacity, head_dim, *, int8=False):
+        if slots * capacity > self.most and len(self.arrays) % 4:
+            raise OutOfMemory("64 bytes asked for, none left")
+        return super().layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
+
+
+def test_out_of_memory_while_decoding_leaves_a_usable_model():
+    ops = FullBackend(40)
+    model = make_model(ops)
+    pieces = []
+    with pytest.raises(OutOfMemory, match=r"no room for .* tokens of 1 sequences.*64 bytes") as failure:
+        pieces.extend(model.stream(prompt_of(8), max_new_tokens=80))
+    assert 8 < len(pieces) < 80
+    assert ops.memory_is_free  # although the failure's traceback is alive
+    assert failure and len(model.generate(prompt_of(8), max_new_tokens=8).token_ids) == 8
+
+
+def test_out_of_memory_at_the_start_leaves_a_usable_model():
+    ops = FullBackend(40)
+    model = make_model(ops)
+    with pytest.raises(OutOfMemory, match="max_batch"):
+        model.generate([prompt_of(20, i) for i in range(8)], max_new_tokens=4)
+    assert ops.memory_is_free
+    assert len(model.generate(prompt_of(20), max_new_tokens=4).token_ids) == 4
+
+
+def test_numpy_s_memory_error_is_ours():
+    class NoMemory(Backend):
+        def layer_cache(self, *_, **__):
+            raise MemoryError("Unable to allocate 8 TiB")
+
+    with pytest.raises(OutOfMemory, match="8 TiB"):
+        make_model(NoMemory()).generate([1])
+
+
+@pytest.mark.parametrize("when", [1, 2, 7])
+def test_an_interrupt_at_any_time_gives_memory_back(when):
+    ops = WatchedBackend(lookahead=1)
+    model = make_model(ops)
+    expected = model.generate(prompt_of(5), max_new_tokens=12).token_ids
+    ops.samples = 0
+
+    def interrupt() -> None:
+        if ops.samples == when:
+            raise KeyboardInterrupt
+
+    ops.interrupt = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt_of(5), max_new_tokens=12)
+    assert ops.memory_is_free
+    assert model.generate(prompt_of(5), max_new_tokens=12).token_ids == expected
+
+
+def test_closing_a_stream_early_gives_memory_back():
+    ops = WatchedBackend(lookahead=2)
+    model = make_model(ops)
+    unused = model.stream(prompt_of(5))
+    assert not ops.arrays
+    unused.close()
+    stream = model.stream([prompt_of(5), prompt_of(9)], max_new_tokens=12)
+    for _ in range(7):
+        next(stream)
+    assert not ops.memory_is_free
+    stream.close()
+    assert ops.memory_is_free
+    assert list(stream) == []
+    assert len(model.generate(prompt_of(5), max_new_tokens=12).token_ids) == 12
+
+
+def test_logits_that_are_no_numbers_are_an_error_that_names_the_place():
+    class Broken(WatchedBackend):
+        def sample(self, logits, sampler, step=None):
+            return super().sample(logits if self.samples < 3 else logits * np.nan, sampler, step)
+
+    ops = Broken()
+    with pytest.raises(BminfError, match="prompt 0: no token can be chosen at position 8"):
+        make_model(ops).generate(prompt_of(5), max_new_tokens=12)
+    assert ops.memory_is_free

@@ -1,0 +1,346 @@
+"""Comparing models: what equals what, where an error is put, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import weakref
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+from safetensors.numpy import load_file, save_file
+from tiny_models import (
+    ENCODER_DECODERS,
+    FAMILIES,
+    GPTS,
+    RandomWeights,
+    TinyEncoderDecoder,
+    TinyModel,
+    goldens,
+    untold,
+)
+
+import bminf_lite
+from bminf_lite import models
+from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.quantization import OutlierColumns, quantize_weight
+from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.recipe import Recipe, Scheme
+from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.evaluation.blockwise import Batch, scheme_of
+from bminf_lite.evaluation.compare import check_pair, compare
+from bminf_lite.evaluation.comparison import joined
+from bminf_lite.evaluation.corpus import Window, first_tokens, read_texts, windows_for
+from bminf_lite.evaluation.divergence import DivergenceSum, log_softmax
+from bminf_lite.models.spec import Role, Spec
+
+TEXT = ["The quick brown fox jumps over the lazy dog. " * 6, "Pack my box with five dozen liquor jugs."]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint.write(tmp_path_factory.mktemp("compare") / "source")
+
+
+@pytest.fixture(scope="module")
+def int8(source: Path) -> Path:
+    out = source.parent / "int8"
+    bminf_lite.migrate(source, out)
+    return out
+
+
+def windows(folder: Path) -> list[Window]:
+    return windows_for(folder, TEXT, 64, 32)
+
+
+def test_a_model_equals_itself(source: Path):
+    found = compare(source, source, windows(source), "cpu")
+    assert (found.divergence.ratio, found.divergence.kl, found.divergence.agreement) == (1, 0, 1)
+    fidelities = [f for x in (*found.blocks, *found.linears) for f in (x.own, x.accumulated)]
+    assert all(math.isinf(f.snr_db) for f in fidelities)
+    np.testing.assert_allclose([f.cosine for f in fidelities], 1)
+    assert found.to_dict()["linears"][0]["own"]["snr_db"] is None
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_predictions_are_those_of_the_whole_models(source: Path, int8: Path):
+    """Layer by layer, in batches, gives what the models give at once."""
+    total = DivergenceSum()
+    with bminf_lite.load(source, device="cpu") as float_model, bminf_lite.load(int8, device="cpu") as int8_model:
+        for w in windows(source):
+            rows = slice(-w.scored - 1, -1)
+            logits = [m.logits(w.tokens)[rows] for m in (float_model, int8_model)]
+            total.add(*logits, w.tokens[-w.scored :])
+    expected = total.result()
+    for layers in (True, False):
+        found = compare(int8, source, windows(source), "cpu", layers=layers).divergence
+        np.testing.assert_allclose(found.divergences, expected.divergences, rtol=1e-3, atol=1e-7)
+        assert found.to_dict() == pytest.approx(expected.to_dict(), rel=1e-4)
+    assert 0 < found.kl < 0.1 and found.tokens == sum(w.scored for w in windows(source))
+
+
+def test_every_product_is_there_under_its_name(source: Path, int8: Path):
+    found = compare(int8, source, windows(source), "cpu")
+    names = [linear.name for linear in found.linears]
+    block = ["self_attn.{q,k,v}_proj", "self_attn.o_proj", "mlp.{gate,up}_proj", "mlp.down_proj"]
+    assert names == [*(f"model.layers.{i}.{name}" for i in range(2) for name in block), "lm_head"]
+    assert {linear.scheme for linear in found.linears} == {"w8a8"}
+    for linear in found.linears:
+        assert 15 < linear.own.snr_db < 60 and 0.98 < linear.own.cosine < 1
+        assert linear.input.largest == linear.input.channels[0][1] >= 1
+        assert linear.input.spread >= 1
+
+
+def test_one_quantized_product_is_found(source: Path, tmp_path: Path):
+    """Everything else has no error of its own, and what comes behind it has an accumulated one."""
+    name = "model.layers.1.self_attn.o_proj"
+    recipe = Recipe("one", Scheme.FLOAT, Scheme.FLOAT, {f"{name}.weight": Scheme.W8A16})
+    bminf_lite.migrate(source, tmp_path / "one", recipe)
+    found = compare(tmp_path / "one", source, windows(source), "cpu")
+    own = {linear.name: linear.own.snr_db for linear in found.linears}
+    assert {key for key, value in own.items() if math.isfinite(value)} == {name}
+    accumulated = [math.isfinite(linear.accumulated.snr_db) for linear in found.linears]
+    place = [linear.name for linear in found.linears].index(name)
+    assert accumulated == [i >= place for i in range(len(accumulated))]
+    assert [math.isfinite(b.own.snr_db) for b in found.blocks] == [False, True]
+    assert found.linears[place].scheme == "w8a16" and found.linears[0].scheme == "float"
+
+
+def test_an_outlier_is_seen_in_the_profile(tmp_path: Path):
+    """A norm's gain times 64 in one channel, divided out of the columns that read it: the same model, worse in int8."""
+    source = tiny_checkpoint.write(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.post_attention_layernorm.weight"][7] *= 64
+    for x in ("gate", "up"):
+        tensors[f"model.layers.0.mlp.{x}_proj.weight"][:, 7] /= 64
+    harder = tiny_checkpoint.write(tmp_path / "harder")
+    save_file(tensors, harder / "model.safetensors", {"format": "pt"})
+    same = compare(harder, source, windows(source), "cpu")
+    assert same.divergence.kl < 1e-9
+    assert min(linear.own.snr_db for linear in same.linears) > 100  # factors that were moved are no error
+    assert same.linears[2].input.largest > 1.5 * same.linears[2].reference_input.largest
+    bminf_lite.migrate(harder, tmp_path / "int8")
+    found = compare(tmp_path / "int8", source, windows(source), "cpu")
+    assert min(found.linears, key=lambda linear: linear.own.snr_db).name == "model.layers.0.mlp.{gate,up}_proj"
+    assert found.linears[2].input.channels[0][0] == 7
+
+
+def test_batches_do_not_matter(source: Path, int8: Path, monkeypatch: pytest.MonkeyPatch):
+    expected = compare(int8, source, windows(source), "cpu").divergence.to_dict()
+    monkeypatch.setattr("bminf_lite.evaluation.compare.LOGIT_ROWS", 5)
+    monkeypatch.setattr("bminf_lite.evaluation.compare.batches", lambda w: [*map(one_window, w)])
+    assert compare(int8, source, windows(source), "cpu").divergence.to_dict() == pytest.approx(expected, rel=1e-4)
+
+
+def one_window(window: Window) -> Batch:
+    return Batch((window,))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *GPTS])
+def test_every_decoder_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_path: Path):
+    golden = next(goldens(family))
+    weights, spec = RandomWeights(golden.config, golden.seed), golden.spec
+    source = golden.save(tmp_path / "source", weights.tensors)
+    bminf_lite.migrate(source, tmp_path / "int8")
+    with open_checkpoint(tmp_path / "int8") as checkpoint:
+        networks = [TinyModel(CpuBackend(), golden.config, w) for w in (weights, checkpoint.weights(spec))]
+        logits = [network.run(golden.tokens)[:-1] for network in networks]
+    total = DivergenceSum()
+    total.add(*logits, golden.tokens[1:])
+    found = compare(tmp_path / "int8", source, [Window(golden.tokens, len(golden.tokens) - 1)], "cpu")
+    np.testing.assert_allclose(found.divergence.divergences, total.result().divergences, rtol=1e-3, atol=1e-7)
+    assert all(5 < linear.own.snr_db < 70 for linear in found.linears)
+    seen = sorted(name for linear in found.linears for name in linear.tensors)
+    assert seen == sorted(name for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD))
+
+
+def test_schemes_are_named():
+    weight = np.ones((4, 8), np.float32)
+    outliers = OutlierColumns(np.array([1, 5], np.int32), np.zeros((4, 2), np.float16))
+    int8 = quantize_weight(weight)
+    found = [weight, int8, quantize_weight(weight, dynamic=False), replace(int8, outliers=outliers)]
+    assert [scheme_of(w) for w in found] == ["float", "w8a8", "w8a16", "w8a8+2"]
+
+
+@pytest.mark.parametrize("family", [*ENCODER_DECODERS, "cpm2", "eva"])
+def test_every_encoder_decoder_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_path: Path):
+    """The encoder reads the first half of a window, and the decoder continues with the second."""
+    golden = next(goldens(family)) if family in ENCODER_DECODERS else untold(family)
+    start = models.find(golden.config).parse(golden.config).decoder_start
+    weights, spec = RandomWeights(golden.config, golden.seed), golden.spec
+    source = golden.save(tmp_path / "source", weights.tensors)
+    bminf_lite.migrate(source, tmp_path / "int8")
+    random = np.random.default_rng(0)
+    texts = [random.integers(0, golden.config["vocab_size"], n).astype(np.int32) for n in (13, 8, 2)]
+    given = [Window(text, len(text) - 1).divided(start) for text in texts]
+    total = DivergenceSum()
+    with open_checkpoint(tmp_path / "int8") as checkpoint:
+        for window in given:
+            assert window.source is not None
+            logits = []
+            for w in (weights, checkpoint.weights(spec)):
+                model = TinyEncoderDecoder(CpuBackend(), golden.config, w)
+                model.read(window.source)
+                logits.append(model.run(window.tokens)[-window.scored - 1 : -1])
+            total.add(*logits, window.tokens[-window.scored :])
+    found = compare(tmp_path / "int8", source, given, "cpu")
+    np.testing.assert_allclose(found.divergence.divergences, total.result().divergences, rtol=1e-3, atol=1e-7)
+    assert len(found.blocks) == found.blocks[-1].layer + 1 == len(spec_layers(spec))
+    assert all(5 < linear.own.snr_db < 70 for linear in found.linears)
+    seen = sorted(name for linear in found.linears for name in linear.tensors)
+    assert seen == sorted(name for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD))
+
+
+def spec_layers(spec: Spec) -> set[str]:
+    """The prefixes of layers, of both stacks."""
+    found = (re.match(r"(encoder|decoder)\.\w+\.\d+\.", name) for name in spec.parameters)
+    return {match.group() for match in found if match}
+
+
+class CountingBackend(CpuBackend):
+    """Knows how many bytes of weights and tables live, and how many did at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.living: list[tuple[weakref.ref, int]] = []
+        self.most = 0
+
+    def _count(self, thing: Any, size: int) -> None:
+        self.living = [(ref, n) for ref, n in self.living if ref() is not None] + [(weakref.ref(thing), size)]
+        self.most = max(self.most, sum(n for _, n in self.living))
+
+    def weight(self, *args: Any, **kwargs: Any) -> Any:
+        weight = super().weight(*args, **kwargs)
+        self._count(weight, weight.values.nbytes)
+        return weight
+
+    def table(self, values: np.ndarray) -> Any:
+        table = np.array(super().table(values))
+        self._count(table, table.nbytes)
+        return table
+
+
+def test_one_layer_of_each_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tiny_checkpoint.write(tmp_path / "source", num_hidden_layers=6, intermediate_size=200)
+    ops = CountingBackend()
+    monkeypatch.setattr("bminf_lite.backend.create", lambda *args: ops)
+    tensors = load_file(source / "model.safetensors")
+    layer = sum(t.nbytes for name, t in tensors.items() if ".0." in name and t.ndim == 2)
+    for layers in (True, False):
+        ops.most = 0
+        compare(source, source, windows(source), layers=layers)
+        assert layer <= ops.most <= 2 * layer
+
+
+def test_the_bundled_model_s_weak_spot_is_found(tmp_path: Path):
+    """Its down projections have inputs of 50 times their rms, as those of large models have."""
+    demo = Path(str(resources.files("bminf_lite.demo_model")))
+    bminf_lite.migrate(demo, tmp_path / "int8")
+    text = read_texts(demo / "heldout.txt")
+    found = compare(tmp_path / "int8", demo, first_tokens(windows_for(demo, text, 128, 64), 500), "cpu")
+    worst = sorted(found.linears, key=lambda linear: linear.own.snr_db)[:4]
+    assert {linear.name.rpartition(".")[2] for linear in worst} == {"down_proj"}
+    assert min(linear.input.largest for linear in worst) > 20
+    assert abs(found.divergence.ratio - 1) < 0.02 and 0.001 < found.divergence.kl < 0.004
+    assert found.divergence.agreement > 0.95
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_what_a_cpu_finds(source: Path, int8: Path):
+    cpu, gpu = (compare(int8, source, windows(source), device) for device in ("cpu", "cuda"))
+    np.testing.assert_allclose(gpu.divergence.kl, cpu.divergence.kl, rtol=0.3)
+    np.testing.assert_allclose(gpu.divergence.reference.value, cpu.divergence.reference.value, rtol=1e-3)
+    for a, b in zip(cpu.linears, gpu.linears, strict=True):
+        assert (a.tensors, a.scheme) == (b.tensors, b.scheme)
+        assert abs(a.own.snr_db - b.own.snr_db) < 1.5
+        np.testing.assert_allclose(a.input.largest, b.input.largest, rtol=0.02)
+
+
+def test_progress_comes_to_its_end(source: Path):
+    seen: list[tuple[int, int, str]] = []
+    compare(source, source, windows(source)[:1], "cpu", progress=lambda *args: seen.append(args))
+    assert seen == [(0, 3, "layer 0"), (1, 3, "layer 1"), (2, 3, "output head"), (3, 3, "done")]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"vocab_size": 300}, "vocabulary's size is 260, but the reference's is 300"),
+        ({"hidden_size": 48}, "hidden_size is 32, but the reference's is 48"),
+        ({"num_hidden_layers": 3, "hidden_size": 48}, "2 problems"),
+        ({"model_type": "qwen2"}, "model_type is 'llama', but the reference's is 'qwen2'"),
+    ],
+)
+def test_models_of_other_shapes_are_refused(source: Path, tmp_path: Path, config: dict, message: str):
+    other = tiny_checkpoint.write(tmp_path / "other", **config)
+    with pytest.raises(UsageError, match=message):
+        check_pair(source, other, TEXT)
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(source: Path, tmp_path: Path):
+    other = tiny_checkpoint.write(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["q"], vocab["r"] = vocab["r"], vocab["q"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    check_pair(source, source, TEXT)
+    with pytest.raises(UsageError, match="read the text differently"):
+        check_pair(source, other, TEXT)
+
+
+def test_a_reference_that_is_no_checkpoint(source: Path, tmp_path: Path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        check_pair(source, tmp_path / "none", TEXT)
+
+
+def test_divergence_by_its_definition():
+    rng = np.random.default_rng(0)
+    p, q = rng.standard_normal((2, 40, 9)).astype(np.float32) * 3
+    targets = rng.integers(0, 9, 40)
+    total = DivergenceSum()
+    for part in (slice(0, 13), slice(13, 40)):
+        total.add(p[part], q[part], targets[part])
+    found = total.result()
+    a, b = (np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum(axis=1, keepdims=True) for x in (p, q))
+    kl = (a * np.log(a / b)).sum(axis=1)
+    np.testing.assert_allclose(found.divergences, kl, rtol=1e-9)
+    np.testing.assert_allclose([found.kl, found.kl_median], [kl.mean(), np.median(kl)])
+    assert found.agreement == (a.argmax(1) == b.argmax(1)).mean()
+    rows = np.arange(40)
+    np.testing.assert_allclose(found.ratio, np.exp(np.mean(np.log(a[rows, targets] / b[rows, targets]))))
+    assert found.kl_p999 == pytest.approx(kl.max(), rel=0.05)
+
+
+def test_logits_far_from_zero():
+    logits = np.array([[3e4, 0, -3e4], [0, 0, 0]], np.float32)
+    np.testing.assert_allclose(log_softmax(logits), [[0, -3e4, -6e4], np.log([1 / 3] * 3)], atol=1e-12)
+
+
+def test_what_is_not_a_number_stays_visible():
+    total = DivergenceSum()
+    logits = np.zeros((4, 5), np.float32)
+    broken = logits.copy()
+    broken[1] = np.nan
+    total.add(logits, broken, np.zeros(4, int))
+    found = total.result()
+    assert math.isnan(found.kl) and math.isnan(found.ratio)
+    assert found.to_dict()["kl"] is None
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a.b"], "a.b"),
+        (["m.0.q_proj", "m.0.k_proj"], "m.0.{q,k}_proj"),
+        (["m.query", "m.key"], "m.{query,key}"),
+        (["m.gate_up", "m.up"], "m.{gate_up,up}"),
+    ],
+)
+def test_names_of_stacked_matrices(names: list[str], expected: str):
+    assert joined(names) == expected

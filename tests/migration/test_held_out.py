@@ -1,0 +1,103 @@
+"""What a migration cost: text that is held out, the limit that leaves no bad model, and what the manifest says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bminf_lite
+from bminf_lite.cli import main
+from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.evaluation.compare import compare
+from bminf_lite.evaluation.corpus import Window
+from bminf_lite.migration.held_out import HELD_OUT, cost, split
+
+
+@given(st.integers(2, 300), st.integers(1, 200))
+def test_what_is_held_out_is_not_calibrated_on(count, samples):
+    found = split([np.array([i, i]) for i in range(count)], samples)
+    used, held = ({int(piece[0]) for piece in part} for part in (found.samples, found.held_out))
+    assert not used & held
+    assert len(found.held_out) == len(held) == min(HELD_OUT, max(count // 8, 1))
+    assert len(found.samples) == len(used) == min(samples, count - len(held))
+
+
+def test_a_single_piece_is_cut():
+    found = split([np.arange(512)], 128)
+    np.testing.assert_array_equal(np.concatenate([*found.samples, *found.held_out]), np.arange(512))
+    assert len(found.held_out[0]) == 64
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a16", "auto"])
+def test_the_manifest_says_what_it_cost(source: Path, text: Path, tmp_path: Path, recipe: str):
+    report = bminf_lite.migrate(source, tmp_path / "out", recipe, calibrate=text, device="cpu", max_divergence=0.1)
+    manifest = json.loads((tmp_path / "out" / "bminf_lite.json").read_text())
+    assert manifest["cost"] == report.cost
+    assert ("calibration" in manifest) == (recipe == "auto")
+    assert 0 < report.cost["kl"] < 0.01 and report.cost["tokens"] > 100
+    ids = [256, *tiny_ids(text)]
+    pieces = split([np.array(ids[i : i + 128]) for i in range(0, len(ids), 128)], 128).held_out
+    windows = [Window(piece.astype(np.int32), len(piece) - 1) for piece in pieces]
+    again = compare(tmp_path / "out", source, windows, "cpu", layers=False).divergence
+    assert again.to_dict() == report.cost
+
+
+def tiny_ids(text: Path) -> list[int]:
+    return tiny_checkpoint.byte_tokenizer().encode(text.read_text(), add_special_tokens=False).ids
+
+
+def test_a_bad_model_is_not_written(source: Path, text: Path, tmp_path: Path):
+    with pytest.raises(CheckpointError, match="1e-09 are allowed: it was not written"):
+        bminf_lite.migrate(source, tmp_path / "out", calibrate=text, device="cpu", max_divergence=1e-9)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "text.txt"]
+
+
+def test_an_earlier_result_stays_where_the_new_one_is_bad(source: Path, text: Path, tmp_path: Path):
+    bminf_lite.migrate(source, tmp_path / "out", "w8a16")
+    with pytest.raises(CheckpointError, match="not written"):
+        bminf_lite.migrate(source, tmp_path / "out", calibrate=text, device="cpu", max_divergence=1e-9, force=True)
+    assert json.loads((tmp_path / "out" / "bminf_lite.json").read_text())["recipe"]["name"] == "w8a16"
+
+
+def test_what_is_no_number_is_more_than_any_limit(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(*args: object, **kwargs: object) -> object:
+        found = compare(source, source, [Window(np.arange(9, dtype=np.int32), 8)], "cpu", layers=False)
+        object.__setattr__(found.divergence, "kl", math.nan)
+        return found
+
+    monkeypatch.setattr("bminf_lite.migration.held_out.compare", broken)
+    with pytest.raises(CheckpointError, match="nan nats"):
+        cost(source, source, [np.arange(9)], "cpu", 1e9)
+
+
+@pytest.mark.parametrize("limit", [0, -1, math.nan])
+def test_a_limit_that_makes_no_sense(source: Path, text: Path, tmp_path: Path, limit: float):
+    with pytest.raises(UsageError, match="must be more than 0"):
+        bminf_lite.migrate(source, tmp_path / "out", calibrate=text, max_divergence=limit)
+
+
+def test_a_limit_needs_a_text(source: Path, tmp_path: Path):
+    with pytest.raises(UsageError, match="needs a text"):
+        bminf_lite.migrate(source, tmp_path / "out", max_divergence=0.1)
+
+
+def test_a_dry_run_measures_nothing(source: Path, text: Path, tmp_path: Path):
+    report = bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=text, device="cpu", dry_run=True)
+    assert not report.cost and not (tmp_path / "out").exists()
+
+
+def test_the_command_ends_with_the_cost(source: Path, text: Path, tmp_path: Path):
+    arguments = ["migrate", str(source), str(tmp_path / "out"), "--calibrate", str(text), "--device", "cpu"]
+    failed = CliRunner().invoke(main, [*arguments, "--max-divergence", "1e-9"])
+    assert failed.exit_code == 1 and "not written" in failed.stderr and not (tmp_path / "out").exists()
+    result = CliRunner().invoke(main, [*arguments, "--max-divergence", "0.5"])
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("cost on ")

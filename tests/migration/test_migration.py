@@ -1,0 +1,109 @@
+"""Migration with a calibration, through the public API: what it decides, and what it refuses before any work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_checkpoint import WORDS
+
+import bminf_lite
+from bminf_lite.checkpoint.migrate import migrate as migrate_checkpoint
+from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
+from bminf_lite.migration import migrate as migration
+
+
+def test_public_name() -> None:
+    assert bminf_lite.migrate is migration.migrate
+
+
+def test_without_a_calibration_it_is_the_checkpoint_s_migration(source: Path, tmp_path: Path) -> None:
+    bminf_lite.migrate(source, tmp_path / "a")
+    migrate_checkpoint(source, tmp_path / "b")
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+    assert "calibration" not in json.loads((tmp_path / "a" / "bminf_lite.json").read_text())
+
+
+def test_a_calibrated_checkpoint_runs_and_its_manifest_says_what_was_decided(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
+    done: list[tuple[int, int, str]] = []
+    report = bminf_lite.migrate(
+        source, tmp_path / "out", "w8a8-smooth", calibrate=text, samples=4, device="cpu",
+        calibration_progress=lambda *args: done.append(args),
+    )  # fmt: skip
+    assert [d[:2] for d in done] == [(i, 3) for i in range(1, 4)]
+    manifest = json.loads((tmp_path / "out" / "bminf_lite.json").read_text())
+    assert manifest["calibration"] == json.loads(json.dumps(report.calibration))
+    products = manifest["calibration"]["products"]
+    assert len(products) == 9 and products[-1]["tensors"] == ["lm_head.weight"]
+    assert all(p["error"] <= p["error_before"] * 1.01 for p in products)
+    with bminf_lite.load(source, "cpu") as before, bminf_lite.load(tmp_path / "out", "cpu") as after:
+        ids = list(WORDS.encode())
+        expected = before.logits(ids)
+        error = after.logits(ids) - expected
+    assert 0 < np.linalg.norm(error) < 0.05 * np.linalg.norm(expected)
+
+
+def test_token_ids_instead_of_a_file(source: Path, text: Path, tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 256, 600)
+    report = bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=ids, device="cpu", dry_run=True)
+    assert len(report.calibration["products"]) == 9 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.txt", b"", "holds no text"),
+        ("a.txt", b" \n\t\n", "holds no text"),
+        ("a.txt", b"a few words", "too short"),
+        ("a.txt", b"abc\0def" * 1000, "is binary"),
+        ("a.txt", b"\xff\xfe" * 1000, "not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"title": "b"}\n[]\n', r"(?s)2 problems.*line 2: has no text.*line 3: is list"),
+        ("missing.txt", None, "cannot be read"),
+    ],
+)
+def test_unfit_texts_are_refused_before_any_work(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes | None, message: str
+) -> None:
+    monkeypatch.setattr(migration.calibration, "observe", None)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=tmp_path / name)
+
+
+def test_other_mistakes_are_told_before_any_work(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migration.calibration, "observe", None)
+    with pytest.raises(UsageError, match="recipe auto: needs a text"):
+        bminf_lite.migrate(source, tmp_path / "out", "auto")
+    with pytest.raises(UsageError, match="device 'gpu' is not one of"):
+        bminf_lite.migrate(source, tmp_path / "out", device="gpu")
+    with pytest.raises(UsageError, match="samples is 0"):
+        bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=text, samples=0)
+    with pytest.raises(UsageError, match="token"):
+        bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=[5, 260])
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('linear = "w8a8"\nhead = "w8a8"\n[rules]\n"model.layers.7.*" = "float"\n[calibration]\n')
+    with pytest.raises(UsageError, match=r"matches 'model.layers.7.\*'"):
+        bminf_lite.migrate(source, tmp_path / "out", recipe, calibrate=text)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(CheckpointError, match="already exists"):
+        bminf_lite.migrate(source, tmp_path / "taken", "auto", calibrate=text)
+
+
+def test_too_little_memory_says_what_to_change(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def observe(*_: object) -> None:
+        raise MemoryError("5 GiB are too many")
+
+    monkeypatch.setattr(migration.calibration, "observe", observe)
+    with pytest.raises(OutOfMemory, match=r"5 GiB are too many\. Use fewer \(--samples\)"):
+        bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=text, device="cpu")
+    assert not (tmp_path / "out").exists()

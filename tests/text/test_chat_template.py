@@ -1,0 +1,250 @@
+"""Chat templates: they render as in transformers, and a hostile one ends in an error, soon and without harm."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import psutil
+import pytest
+
+from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.text.chat_template import ChatLimits, ChatTemplate
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi <é> 🙂"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye"},
+]
+
+CHATML = """{%- for message in messages %}
+    {%- if loop.first and message['role'] != 'system' %}
+        {{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}
+"""
+INSTRUCT = """{% set ns = namespace(system='') %}
+{% if messages[0]['role'] == 'system' %}
+    {% set ns.system = messages[0]['content'] + '\\n\\n' %}
+    {% set messages = messages[1:] %}
+{% endif %}
+{{ bos_token }}{% for m in messages %}
+    {% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {% endif %}
+    {% if m['role'] == 'user' %}[INST] {{ ns.system if loop.first }}{{ m['content'] }} [/INST]{% else %}
+{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}{% endif %}
+{% endfor %}"""
+FEATURES = """{%- macro show(x, n=1) -%}<{{ x }}{{ '!' * n }}>{%- endmacro -%}
+{%- for m in messages if m.role != 'system' -%}
+  {%- if loop.index > 2 -%}{% break %}{%- endif -%}
+  {%- if m.missing is defined -%}{% continue %}{%- endif -%}
+  {{ show(m.content, n=loop.index) }}{{ m | tojson }}{{ m | tojson(indent=2) }}
+{%- endfor -%}
+{{ tools is none }}{{ documents }}{{ dict(a=1).items() | list }}{{ strftime_now('%Y') | length }}{{ flag }}"""
+TEMPLATES = {"chatml": CHATML, "instruct": INSTRUCT, "features": FEATURES}
+
+
+def render(source, messages=MESSAGES, **options):
+    return ChatTemplate(source, "<s>", "</s>").render(messages, **options)
+
+
+def test_a_conversation_becomes_a_prompt():
+    assert render(CHATML, MESSAGES[1:2]) == (
+        "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nHi <é> 🙂<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert render(INSTRUCT, MESSAGES[:3]) == "<s>[INST] Be brief.\n\nHi <é> 🙂 [/INST]Hello.</s>"
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_templates_render_as_in_transformers(name, prompt):
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    expected, _ = utils.render_jinja_template(
+        [MESSAGES],
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=prompt,
+        bos_token="<s>",
+        eos_token="</s>",
+        flag=[1, {"a": None}],
+    )
+    assert render(TEMPLATES[name], add_generation_prompt=prompt, flag=[1, {"a": None}]) == expected[0]
+
+
+def test_special_tokens_that_do_not_exist_are_empty():
+    assert ChatTemplate("[{{ bos_token }}{{ eos_token }}]").render(MESSAGES) == "[]"
+
+
+def test_one_template_renders_many_conversations_from_several_threads():
+    template = ChatTemplate("{{ messages[0].content }}")
+    texts = {}
+
+    def work(name):
+        texts[name] = [template.render([{"role": "user", "content": f"{name} {i}"}]) for i in range(50)]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {n: [f"{n} {i}" for i in range(50)] for n in range(4)}
+
+
+def test_long_conversations_fit():
+    message = {"role": "user", "content": "x" * 1_000_000}
+    assert render("{% for m in messages %}{{ m.content }}{% endfor %}", [message] * 3) == "x" * 3_000_000
+
+
+# -- errors of a template and of messages -----------------------------------------------------------------------------
+
+
+def test_what_the_template_refuses_is_the_callers_to_mend():
+    with pytest.raises(UsageError, match="roles must alternate"):
+        render(INSTRUCT, MESSAGES[2:])
+
+
+@pytest.mark.parametrize(
+    "messages", [[], "text", {"role": "user"}, None, ["text"], [{"content": ""}], [{"role": 3}], [MESSAGES[0], 1]]
+)
+def test_malformed_messages_are_refused(messages):
+    with pytest.raises(UsageError, match="message"):
+        render(CHATML, messages)
+
+
+def test_what_json_cannot_hold_is_refused():
+    with pytest.raises(UsageError, match="JSON"):
+        render(CHATML, [{"role": "user", "content": {1, 2}}])
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ messages[0].no.thing }}", "UndefinedError"),
+        ("{% include '/etc/hostname' %}", "loader"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ raise_exception.__globals__.sys }}", "SecurityError"),
+        ("{{ namespace(__class__=1) }}", "SecurityError"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "SecurityError"),
+        ("{{ range(10**9) | list }}", "Range too big"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    ],
+)
+def test_a_faulty_or_forbidden_template_is_refused(source, word):
+    with pytest.raises(CheckpointError, match=word):
+        render(source)
+
+
+# -- hostile templates ------------------------------------------------------------------------------------------------
+
+GROWING = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}{{ END }}"
+
+
+def growing(start, step, end):
+    return GROWING.replace("START", start).replace("STEP", step).replace("END", end)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+        growing("[1]", "[ns.x, ns.x]", "ns.x"),
+        growing("[1]", "[ns.x, ns.x]", "ns.x | tojson"),
+        growing("'a'", "ns.x ~ ns.x", "ns.x | length"),
+        growing("9", "ns.x * ns.x", "ns.x"),
+        "{{ 10 ** (10 ** 9) }}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ '%09999999999d' % 5 }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ 'a' | center(10 ** 10) }}",
+        "{{ [1] | batch(10 ** 9, 1) | list | length }}",
+        "{{ lipsum(n=10 ** 6) }}",
+        "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
+        "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+        "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
+        "{{ " + "-" * 100_000 + "1 }}",
+    ],
+    ids=lambda s: s[:30],
+)
+def test_a_hostile_template_ends_in_an_error_soon(source):
+    template = ChatTemplate(source, limits=ChatLimits(seconds=0.4, memory=1 << 28))
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match=r"template (takes longer|needs more|nests|fails|ends)"):
+        template.render(MESSAGES)
+    # the limit, and starting a process on a busy machine
+    assert time.perf_counter() - start < 5
+
+
+def test_a_template_that_was_too_slow_may_render_again():
+    template = ChatTemplate(
+        "{% for i in range(messages[0].content) %}{% for i in range(99999) %}{% endfor %}{% endfor %}done",
+        limits=ChatLimits(seconds=0.5),
+    )
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"longer than 0\.5 s"):
+            template.render([{"role": "user", "content": 99999}])
+        assert template.render([{"role": "user", "content": 0}]) == "done"
+
+
+def test_the_source_and_the_output_are_limited():
+    with pytest.raises(CheckpointError, match="11 characters; 10 are"):
+        ChatTemplate("x" * 11, limits=ChatLimits(source=10))
+    template = ChatTemplate("{{ messages[0].content }}", limits=ChatLimits(output=10))
+    assert template.render([{"role": "user", "content": "x" * 10}]) == "x" * 10
+    with pytest.raises(CheckpointError, match="more than 10 characters"):
+        template.render([{"role": "user", "content": "x" * 11}])
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+
+def children():
+    return [p for p in psutil.Process().children() if any("chat_worker" in part for part in p.cmdline())]
+
+
+def test_the_process_starts_once_and_ends_with_its_template():
+    gc.collect()
+    before = len(children())
+    template = ChatTemplate("{{ messages | length }}")
+    assert len(children()) == before
+    for _ in range(3):
+        template.render(MESSAGES)
+    assert len(children()) == before + 1
+    del template
+    gc.collect()
+    assert len(children()) == before
+
+
+def test_a_process_that_was_killed_is_replaced():
+    template = ChatTemplate("{{ messages | length }}")
+    template.render(MESSAGES)
+    for process in children():
+        process.kill()
+        process.wait(5)
+    assert template.render(MESSAGES) == "4"
+
+
+def test_an_interrupted_wait_leaves_no_reply_behind(monkeypatch):
+    template = ChatTemplate("{{ messages[0].content }}")
+    template.render(MESSAGES)
+    worker = template._worker
+
+    class Interrupted:
+        close = worker._process.stdout.close
+
+        def readline(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker._process, "stdout", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        template.render([{"role": "user", "content": "lost"}])
+    assert template.render([{"role": "user", "content": "next"}]) == "next"

@@ -1,0 +1,85 @@
+"""Stop strings against a search of the whole text, for any way to cut it into pieces."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bminf_lite.text.stop_strings import StopMatcher
+
+texts = st.text("abc", max_size=60)
+stop_lists = st.lists(st.text("abc", min_size=1, max_size=6), max_size=4)
+
+
+def text_before(text, stops):
+    """The definition: the first end of any stop string, and of those that end there the longest."""
+    for end in range(1, len(text) + 1):
+        lengths = [len(s) for s in stops if text[:end].endswith(s)]
+        if lengths:
+            return text[: end - max(lengths)], True
+    return text, False
+
+
+@st.composite
+def chunked(draw):
+    text = draw(texts)
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@given(pieces=chunked(), stops=stop_lists)
+def test_any_chunking_equals_a_search_of_the_whole_text(pieces, stops):
+    matcher = StopMatcher(stops)
+    expected, expected_stop = text_before("".join(pieces), stops)
+    emitted, stopped = "", False
+    for piece in pieces:
+        text, stopped = matcher.push(piece)
+        emitted += text
+        assert expected.startswith(emitted)
+    emitted += matcher.flush()
+    assert (emitted, stopped) == (expected, expected_stop)
+
+
+def words(longest):
+    return ["".join(letters) for n in range(1, longest + 1) for letters in product("ab", repeat=n)]
+
+
+@pytest.mark.parametrize(("count", "longest", "length"), [(1, 5, 8), (2, 3, 7)])
+def test_every_text_of_two_letters_letter_by_letter(count, longest, length):
+    """All stop strings up to a length, whose beginnings overlap in every way that there is."""
+    for stops in combinations(words(longest), count):
+        for text in map("".join, product("ab", repeat=length)):
+            matcher = StopMatcher(stops)
+            pieces = [matcher.push(letter) for letter in text]
+            expected, stopped = text_before(text, stops)
+            assert ("".join(piece for piece, _ in pieces) + matcher.flush(), pieces[-1][1]) == (expected, stopped)
+
+
+@given(text=texts, stops=stop_lists)
+def test_text_is_held_back_only_if_it_may_begin_a_stop_string(text, stops):
+    matcher = StopMatcher(stops)
+    emitted, stopped = matcher.push(text)
+    if not stopped:
+        held = text[len(emitted) :]
+        assert not held or any(s.startswith(held) and s != held for s in stops)
+
+
+def test_nothing_follows_a_stop_string():
+    matcher = StopMatcher(["END"])
+    assert matcher.push("a EN") == ("a ", False)
+    assert matcher.push("D b") == ("", True)
+    assert matcher.push("c") == ("", True)
+    assert matcher.flush() == ""
+
+
+def test_a_start_that_comes_to_nothing_is_emitted():
+    matcher = StopMatcher(["END"])
+    assert matcher.push("EN") == ("", False)
+    assert matcher.push("EM") == ("ENEM", False)
+
+
+def test_without_stop_strings_text_passes():
+    assert StopMatcher().push("text") == ("text", False)

@@ -1,0 +1,203 @@
+"""Tokenizers read from a checkpoint's folder, and what is said when they cannot be."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tokenizer_kit
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.text.tokenizer import JsonTokenizer, Tokenizer
+
+CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "chat_template": "from the config"}
+
+
+def write(folder, backend=None, config=None, special=None):
+    (folder / "tokenizer.json").write_text((backend or tokenizer_kit.byte_level()).to_str(), encoding="utf-8")
+    for name, value in (("tokenizer_config.json", config), ("special_tokens_map.json", special)):
+        if value is not None:
+            (folder / name).write_text(json.dumps(value), encoding="utf-8")
+    return folder
+
+
+def test_a_folder_gives_text_and_special_tokens(tmp_path):
+    tokenizer = Tokenizer.load(write(tmp_path, config=CONFIG), 1000)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template) == ("<s>", "</s>", "from the config")
+    assert tokenizer.id_to_piece(tokenizer.bos_id) == "<s>"
+    assert [tokenizer.id_to_piece(i) for i in tokenizer.eos_ids] == ["</s>"]
+    assert tokenizer.id_to_piece(len(tokenizer)) is None
+    ids = tokenizer.encode("hello 🙂")
+    assert tokenizer.decode([tokenizer.bos_id, *ids, *tokenizer.eos_ids]) == "hello 🙂"
+    assert not tokenizer.byte_fallback
+
+
+def test_tokenizer_json_alone_is_enough(tmp_path):
+    tokenizer = Tokenizer.load(write(tmp_path), 1000)
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.chat_template) == (None, frozenset(), None)
+
+
+def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path):
+    tokenizer = Tokenizer.load(write(tmp_path, config={}, special={"eos_token": "</s>"}), 1000)
+    assert tokenizer.eos_token == "</s>"
+
+
+@given(st.text(max_size=50))
+def test_text_survives_byte_level_tokens(text):
+    tokenizer = JsonTokenizer(tokenizer_kit.byte_level())
+    for special in tokenizer_kit.SPECIAL:
+        text = text.replace(special, "")
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_post_processor_frames_a_prompt(tmp_path):
+    backend = tokenizer_kit.sentencepiece_like()
+    tokenizer = Tokenizer.load(write(tmp_path, backend, {**CONFIG, "add_bos_token": True}), 1000)
+    assert tokenizer.encode("the")[0] == tokenizer.bos_id
+    assert tokenizer.encode("the").count(tokenizer.bos_id) == 1
+    assert tokenizer.bos_id not in tokenizer.encode("the", add_special_tokens=False)
+    assert tokenizer.byte_fallback
+
+
+@pytest.mark.parametrize("add", [True, False, None])
+def test_without_a_post_processor_the_configuration_decides(tmp_path, add):
+    tokenizer = Tokenizer.load(write(tmp_path, config={**CONFIG, "add_bos_token": add}), 1000)
+    assert (tokenizer.encode("a")[0] == tokenizer.bos_id) is (add is True)
+    assert tokenizer.bos_id not in tokenizer.encode("a", add_special_tokens=False)
+
+
+def test_settings_of_training_do_not_cut_or_pad_a_prompt(tmp_path):
+    backend = tokenizer_kit.byte_level()
+    whole = backend.encode("hello there").ids
+    backend.enable_truncation(2)
+    backend.enable_padding(length=64)
+    assert Tokenizer.load(write(tmp_path, backend), 1000).encode("hello there") == whole
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", [tokenizer_kit.byte_level, tokenizer_kit.sentencepiece_like, tokenizer_kit.metaspace])
+def test_ids_and_text_are_those_of_transformers(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    config = {**CONFIG, "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    expected = transformers.AutoTokenizer.from_pretrained(write(tmp_path, kind(), config))
+    tokenizer = Tokenizer.load(tmp_path, 1000)
+    for text in ("", "the cat", " hé\n🙂 ", "</s>the<s>", "<0x41>", "你"):
+        for special in (True, False):
+            ids = tokenizer.encode(text, special)
+            assert ids == expected.encode(text, add_special_tokens=special)
+            assert tokenizer.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+
+
+# -- the chat template ------------------------------------------------------------------------------------------------
+
+
+def test_a_template_file_goes_before_the_configuration(tmp_path):
+    write(tmp_path, config=CONFIG)
+    (tmp_path / "chat_template.jinja").write_text("from the file é", encoding="utf-8")
+    assert Tokenizer.load(tmp_path, 1000).chat_template == "from the file é"
+
+
+@pytest.mark.parametrize(
+    ("value", "template"),
+    [
+        ([{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}], "b"),
+        ([{"name": "tool_use", "template": "a"}], None),
+        (None, None),
+    ],
+)
+def test_of_several_templates_the_default_counts(tmp_path, value, template):
+    assert Tokenizer.load(write(tmp_path, config={"chat_template": value}), 1000).chat_template == template
+
+
+@pytest.mark.parametrize("value", [3, {"default": "a"}, ["a"], [{"name": "default", "template": 1}]])
+def test_a_template_that_is_no_text_is_refused(tmp_path, value):
+    with pytest.raises(CheckpointError, match="chat_template"):
+        Tokenizer.load(write(tmp_path, config={"chat_template": value}), 1000)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*token ids work"):
+        Tokenizer.load(tmp_path, 1000)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_another_format_comes_with_the_way_to_convert_it(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=rf"{name}.*AutoTokenizer"):
+        Tokenizer.load(tmp_path, 1000)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"null"])
+def test_a_malformed_tokenizer_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path, 1000)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100000, b'{"eos_token": 7}', b'{"eos_token": {'])
+def test_a_malformed_configuration_is_named(tmp_path, name, content):
+    write(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config|special_tokens_map|eos_token"):
+        Tokenizer.load(tmp_path, 1000)
+
+
+def test_a_vocabulary_must_fit_the_embedding(tmp_path):
+    size = len(Tokenizer.load(write(tmp_path), 1000))
+    Tokenizer.load(tmp_path, size)
+    with pytest.raises(CheckpointError, match=rf"{size - 1}\b.*\b{size - 1} rows"):
+        Tokenizer.load(tmp_path, size - 1)
+
+
+def test_all_problems_of_a_vocabulary_are_listed(tmp_path):
+    write(tmp_path, config={"bos_token": "<one>", "eos_token": "<two>"})
+    with pytest.raises(CheckpointError, match=r"<one>.*<two>.*rows"):
+        Tokenizer.load(tmp_path, 3)
+
+
+@pytest.mark.parametrize("text", ["ab\ud800c", "ab\udfff"])
+def test_half_a_surrogate_pair_is_refused_with_its_position(text):
+    with pytest.raises(UsageError, match=r"character 2 is '\\ud"):
+        JsonTokenizer(tokenizer_kit.byte_level()).encode(text)
+
+
+@pytest.mark.parametrize("text", [b"bytes", None, 3, ["a"]])
+def test_only_text_is_encoded(text):
+    with pytest.raises(UsageError, match=type(text).__name__):
+        JsonTokenizer(tokenizer_kit.byte_level()).encode(text)
+
+
+def test_text_that_the_vocabulary_cannot_express_is_refused(tmp_path):
+    backend = json.loads(tokenizer_kit.metaspace().to_str())
+    backend["model"]["unk_id"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path, 1000).encode("ü")
+
+
+def test_ids_may_be_unknown_but_not_out_of_range():
+    tokenizer = JsonTokenizer(tokenizer_kit.byte_level())
+    assert tokenizer.decode([]) == tokenizer.decode([10**6, 2**32 - 1]) == ""
+    for wrong in (-1, 2**32):
+        with pytest.raises(UsageError, match=str(wrong)):
+            tokenizer.decode([5, wrong])
+
+
+def test_sentinels_stand_for_missing_parts() -> None:
+    """T5's are ``<extra_id_0>``, ``<extra_id_1>``, ...; they need not be in order, nor have ids in order."""
+    backend = tokenizer_kit.metaspace()
+    assert JsonTokenizer(backend).sentinels == []
+    backend.add_special_tokens(["<extra_id_2>", "<extra_id_1>", "<extra_id_0>", "<extra_id_9>"])
+    tokenizer = JsonTokenizer(backend)
+    ids = [backend.token_to_id(f"<extra_id_{i}>") for i in range(3)]
+    assert tokenizer.sentinels == ids
+    spans = tokenizer.encode_spans(["the ", " cats", ""])
+    assert [i for i in spans if i in ids] == ids[:2]
+    assert spans == tokenizer.encode("the <extra_id_0> cats<extra_id_1>")
+    assert tokenizer.encode_turns(["the cat"], 10) is None and tokenizer.target_ids == ()
