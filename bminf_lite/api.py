@@ -168,9 +168,7 @@ class Model:
         ordered = [results[i] for i in range(len(results))]
         return ordered if is_batch(prompt) else ordered[0]
 
-    def stream(
-        self, prompt: Any, *, add_special_tokens: bool = True, **options: Any
-    ) -> Generator[Piece, None, None]:
+    def stream(self, prompt: Any, *, add_special_tokens: bool = True, **options: Any) -> Generator[Piece, None, None]:
         """Like :meth:`generate`, piece by piece as the text appears. Arguments are checked before the first piece.
 
         Closing the stream ends generation and gives its memory back.
@@ -379,9 +377,7 @@ def next_piece(request: Request, stream: TextStream) -> Piece:
         decode_seconds=request.last_token - request.first_token,
     )
     logprobs = list(request.logprobs) if request.params.logprobs else None
-    result = Result(
-        stream.text, list(request.tokens), request.finish_reason, len(request.given), timings, logprobs
-    )
+    result = Result(stream.text, list(request.tokens), request.finish_reason, len(request.given), timings, logprobs)
     return Piece(request.index, text, new, request.finish_reason, result)
 
 

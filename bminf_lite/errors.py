@@ -4,7 +4,6 @@ Each message says what was wrong, the value, the bound and the remedy. The comma
 (exit code 1, or 2 for :class:`UsageError`) and shows a traceback only with ``--debug``.
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -218,7 +218,5 @@ def _runs(paragraph: str) -> set[tuple[str, ...]]:
 
 def _without_shared_text(training: list[Document], reserved: list[Document]) -> list[Document]:
     taken = set().union(*(_runs(p) for d in reserved for p in d.paragraphs))
-    kept = (
-        Document(d.subject, tuple(p for p in d.paragraphs if not _runs(p) & taken), d.supporting) for d in training
-    )
+    kept = (Document(d.subject, tuple(p for p in d.paragraphs if not _runs(p) & taken), d.supporting) for d in training)
     return [d for d in kept if d.paragraphs]

@@ -160,9 +160,7 @@ class Backend:
         """
         return [build(index) for index in range(count)]
 
-    def layer_cache(
-        self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False
-    ) -> LayerCache:
+    def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False) -> LayerCache:
         """An empty key-value cache of one layer, in the activation type or in int8 with a scale per token and head."""
         shape = (slots, kv_heads, capacity, head_dim)
         if int8:

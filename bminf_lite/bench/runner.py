@@ -116,8 +116,12 @@ def run_tests(
         per_token = test.batch if test.kind == "tg" else tokens
         measurements.append(
             Measurement(
-                test, tuple(runs.seconds), runs.costs.nbytes / per_token + cache_bytes_per_token(subject, test),
-                runs.costs.operations / per_token, *peaks, runs.streamed_bytes / tokens / repetitions,
+                test,
+                tuple(runs.seconds),
+                runs.costs.nbytes / per_token + cache_bytes_per_token(subject, test),
+                runs.costs.operations / per_token,
+                *peaks,
+                runs.streamed_bytes / tokens / repetitions,
             )
         )
         done(measurements[-1])

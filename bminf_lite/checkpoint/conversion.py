@@ -32,7 +32,6 @@ Progress = Callable[[int, int, str], None]
 """Called with the bytes of the source that are done, all of them, and the name of the tensor at work."""
 
 
-
 @dataclass(frozen=True)
 class Planned:
     """A tensor of the source and what becomes of it."""

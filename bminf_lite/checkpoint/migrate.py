@@ -175,9 +175,7 @@ def _schemes(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) ->
     return {name: Scheme.FLOAT if name in late else scheme for name, scheme in chosen.items()}
 
 
-def _plan(
-    checkpoint: Checkpoint, spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]
-) -> list[Planned]:
+def _plan(checkpoint: Checkpoint, spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> list[Planned]:
     """Every tensor that the output will have, in the order in which the source stores them."""
     schemes, chosen = _schemes(spec, recipe, treatments), _chosen(spec, recipe, treatments)
     if all(scheme is Scheme.FLOAT for name, scheme in chosen.items() if name not in spec.tied):

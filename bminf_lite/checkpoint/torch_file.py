@@ -206,4 +206,3 @@ def _chosen(content: Any, entry: str | None) -> Mapping[Any, Any]:
     if not isinstance(chosen, dict):
         raise PickleRefused(f"it holds {describe(chosen)} instead of a dictionary of tensors")
     return chosen
-

@@ -107,9 +107,7 @@ class CheckpointWriter:
     A tensor larger than that has a shard for itself. ``late`` names those of ``tensors`` that ``finish`` brings.
     """
 
-    def __init__(
-        self, folder: Path, tensors: Mapping[str, Declared], late: set[str], shard_bytes: int = SHARD_BYTES
-    ):
+    def __init__(self, folder: Path, tensors: Mapping[str, Declared], late: set[str], shard_bytes: int = SHARD_BYTES):
         self.folder = folder
         shards = _shards(tensors, shard_bytes)
         count = len(shards)

@@ -94,9 +94,7 @@ class MappedPages:
 
     def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         end = offset + nbytes
-        inside = [
-            (start, size) for start, (size, _) in self._chunks.items() if offset <= start and start + size <= end
-        ]
+        inside = [(start, size) for start, (size, _) in self._chunks.items() if offset <= start and start + size <= end]
         if inside:
             self._device.synchronize()
             for start, _ in inside:

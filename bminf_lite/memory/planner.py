@@ -218,9 +218,7 @@ def spread(layers: int, streamed: int) -> tuple[int, ...]:
     return tuple(i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers)
 
 
-def make_plan(
-    demand: Demand, machine: Machine, context: int | None = None, batch: int = 1, slots: int = SLOTS
-) -> Plan:
+def make_plan(demand: Demand, machine: Machine, context: int | None = None, batch: int = 1, slots: int = SLOTS) -> Plan:
     """The plan that streams least. ``context`` is the tokens per sequence that the cache must have room for.
 
     By default that is :func:`default_context`. Raises ``OutOfMemory``, saying what would fit, where even the streaming

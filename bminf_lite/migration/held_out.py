@@ -36,9 +36,7 @@ def split(pieces: Sequence[np.ndarray], samples: int) -> CalibrationText:
     held = min(HELD_OUT, max(len(pieces) // 8, 1))
     chosen = spread(len(pieces), min(samples, len(pieces) - held))
     rest = sorted(set(range(len(pieces))) - set(chosen))
-    return CalibrationText(
-        tuple(pieces[i] for i in chosen), tuple(pieces[rest[i]] for i in spread(len(rest), held))
-    )
+    return CalibrationText(tuple(pieces[i] for i in chosen), tuple(pieces[rest[i]] for i in spread(len(rest), held)))
 
 
 def spread(count: int, wanted: int) -> list[int]:

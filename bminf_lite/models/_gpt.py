@@ -288,9 +288,7 @@ class Pieces:
         positions = None
         if names.positions:
             positions = LearnedPositions(self.ops, self.weights, names.positions, config.first_position)
-        return Input(
-            Embedding(self.ops, self.weights, names.embedding), self._projection(names.project_in), positions
-        )
+        return Input(Embedding(self.ops, self.weights, names.embedding), self._projection(names.project_in), positions)
 
     def block(self, layer: int) -> Block:
         """The layer of that number, from 0 on."""

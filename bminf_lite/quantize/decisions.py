@@ -58,9 +58,7 @@ class Decider:
     Codes that were computed here wait in files in ``scratch``, the system's place for such files by default.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, spec: Spec, recipe: Recipe, ops: Backend, scratch: Path | None = None
-    ):
+    def __init__(self, checkpoint: Checkpoint, spec: Spec, recipe: Recipe, ops: Backend, scratch: Path | None = None):
         assert recipe.calibration is not None
         self.settings: Calibration = recipe.calibration
         self.recipe = recipe

@@ -215,8 +215,8 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             )
         raise CheckpointError(
             f"{folder} has {other} but no tokenizer.json, which text needs (token ids work without). Convert it where "
-            "transformers and sentencepiece are installed: python -c \"from transformers import AutoTokenizer; "
-            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})\""
+            'transformers and sentencepiece are installed: python -c "from transformers import AutoTokenizer; '
+            f'AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"'
         )
     with _library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
         return tokenizers.Tokenizer.from_file(str(path))

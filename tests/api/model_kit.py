@@ -40,9 +40,7 @@ class WatchedBackend(Backend):
         self.grown = 0
         self.interrupt: Callable[[], None] = lambda: None
 
-    def layer_cache(
-        self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False
-    ) -> LayerCache:
+    def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False) -> LayerCache:
         self.largest = max(self.largest, capacity)
         cache = super().layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
         self.arrays += [weakref.ref(cache.keys), weakref.ref(cache.values)]

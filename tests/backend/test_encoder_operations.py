@@ -111,7 +111,6 @@ def check_cross_attention(
     assert_close(out, expected, "attention", backend.activation_dtype, magnitude)
 
 
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", [[256], [300, 1, 64, 129]])
 def test_encoder_attention_of_cpm2(cuda_backend, counts):

@@ -46,9 +46,7 @@ def check_softmax(backend, x: np.ndarray, scale: float, bias, visible) -> None:
 def test_softmax(backend, seed, rows, width, dtype, bias, visible):
     rng = np.random.default_rng(seed)
     x, scale = random_rows(rng, rows, width, dtype), float(np.float32(rng.uniform(0.1, 2)))
-    check_softmax(
-        backend, x, scale, extra(rng, bias, rows, width, np.float32), extra(rng, visible, rows, width, bool)
-    )
+    check_softmax(backend, x, scale, extra(rng, bias, rows, width, np.float32), extra(rng, visible, rows, width, bool))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -120,9 +118,7 @@ def test_a_square_projection_over_its_input(backend, seed, rows, width, kind, wi
     np.testing.assert_array_equal(backend.host(place), expected)
     wide = backend.array(np.zeros(x.shape, np.float32))
     backend.linear(backend.array(x), weight, fp32=True, out=wide)
-    np.testing.assert_array_equal(
-        backend.host(wide), backend.host(backend.linear(backend.array(x), weight, fp32=True))
-    )
+    np.testing.assert_array_equal(backend.host(wide), backend.host(backend.linear(backend.array(x), weight, fp32=True)))
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

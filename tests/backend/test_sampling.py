@@ -101,9 +101,7 @@ def test_penalties_equal_their_formulas(logits, data, repetition, presence, freq
     times = data.draw(st.lists(st.integers(0, 3), min_size=logits.size, max_size=logits.size))
     prompt = data.draw(st.lists(st.booleans(), min_size=logits.size, max_size=logits.size))
     counts = np.array([n | PROMPT_FLAG * p for n, p in zip(times, prompt, strict=True)], np.int32)[None]
-    state = make_state(
-        1, counts, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency
-    )
+    state = make_state(1, counts, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
     expected = []
     for x, n, p in zip(logits.astype(np.float64), times, prompt, strict=True):
         if n or p:

@@ -44,9 +44,7 @@ def layer(ops: Any, activation: str, bias: bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "gelu"])
-def test_a_layer_is_the_same_without_it(
-    ops: Any, activation: str, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_is_the_same_without_it(ops: Any, activation: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = layer(ops, activation, bias)
     monkeypatch.setattr(ops.fused.many_rows, "takes", lambda rows, channels, output: False)
     for a, b in zip(found, layer(ops, activation, bias), strict=True):

@@ -258,7 +258,6 @@ def test_the_plain_formulas_are_what_the_backend_computes():
     np.testing.assert_allclose(plain.matvec(np, x[:1].astype(np.float16), weight.codes, weight.scale), exact, atol=2e-2)
 
 
-
 def test_counting_keeps_no_arrays(subject: Subject):
     """The peak of memory is that of the model, not of what was counted on the way."""
     results = []

@@ -58,9 +58,7 @@ def test_weights_of_every_maximum() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("block", [1, 7, 1 << 18])
 @given(st.integers(0, 2**32), array_shapes(min_dims=2, max_dims=2, max_side=9))
-def test_blocks_give_the_formula_bit_for_bit(
-    dtype: type, block: int, seed: int, shape: tuple[int, int]
-) -> None:
+def test_blocks_give_the_formula_bit_for_bit(dtype: type, block: int, seed: int, shape: tuple[int, int]) -> None:
     random = np.random.default_rng(seed)
     weight = (random.standard_normal(shape) * 10.0 ** random.uniform(-6, 4, (shape[0], 1))).astype(dtype)
     weight[random.random(shape[0]) < 0.2] = 0

@@ -110,9 +110,7 @@ def test_gated(gemm, shape, tiling):
     needs(tiling, Output.GATED, shape[2])
     case = Case(*shape, bias=False)
     gate, up = np.split(case.values(), 2, axis=1)
-    assert np.array_equal(
-        case.run(gemm, Output.GATED, tiling, RELU), (np.maximum(gate, 0) * up).astype(np.float16)
-    )
+    assert np.array_equal(case.run(gemm, Output.GATED, tiling, RELU), (np.maximum(gate, 0) * up).astype(np.float16))
     with np.errstate(over="ignore"):
         expected = gate / (1 + np.exp(-gate)) * up
     # fp16 keeps 11 bits, and a few units of fp32 may move a number over the middle between two of them
@@ -124,7 +122,11 @@ def test_gated(gemm, shape, tiling):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(
-    st.integers(1, 700), st.integers(1, 300), st.integers(1, 2500), st.sampled_from(OUTPUTS), st.booleans(),
+    st.integers(1, 700),
+    st.integers(1, 300),
+    st.integers(1, 2500),
+    st.sampled_from(OUTPUTS),
+    st.booleans(),
     st.integers(0, 1000),
 )
 def test_any_shape(gemm, rows, quarter, in_features, output, bias, seed):

@@ -96,9 +96,7 @@ class RecordingDriver(SimpleNamespace):
 
     def _launch(self, config: int, function: int, parameters: int | None, extra: int) -> int:
         c = LaunchConfig.from_address(config)
-        attributes = [
-            (a.id, tuple(a.value[:3])) for a in (c.attributes[i] for i in range(c.attribute_count))
-        ]
+        attributes = [(a.id, tuple(a.value[:3])) for a in (c.attributes[i] for i in range(c.attribute_count))]
         words = (ctypes.c_void_p * 5).from_address(extra)
         assert (words[0], words[2], words[4], parameters, function) == (1, 2, None, None, 1234)
         size = ctypes.c_size_t.from_address(words[3]).value

@@ -46,9 +46,7 @@ class Case:
         self.x, self.w = (np.zeros((n, self.pitch), np.int8) for n in (rows, -(-self.channels // GROUP) * GROUP))
         for matrix, n in ((self.x, rows), (self.w, self.channels)):
             matrix[:n, :in_features] = random.integers(-128, 128, (n, in_features), np.int8)
-        self.x_scale, self.w_scale = (
-            random.uniform(1e-4, 1e-2, n).astype(np.float32) for n in (rows, self.channels)
-        )
+        self.x_scale, self.w_scale = (random.uniform(1e-4, 1e-2, n).astype(np.float32) for n in (rows, self.channels))
         self.bias = random.normal(size=self.channels).astype(np.float32) if bias else None
         self.before = random.normal(size=(rows, outputs)).astype(np.float32)
 

@@ -98,8 +98,12 @@ def replace_cupy(streaming: Any, eager: bool, monkeypatch: pytest.MonkeyPatch) -
         Event=FakeEvent,
     )
     runtime = SimpleNamespace(
-        memcpyAsync=memcpy, memcpyDeviceToHost=2, memcpyHostToDevice=1, CUDARuntimeError=MemoryError,
-        hostRegister=pin, hostUnregister=lambda address: None,
+        memcpyAsync=memcpy,
+        memcpyDeviceToHost=2,
+        memcpyHostToDevice=1,
+        CUDARuntimeError=MemoryError,
+        hostRegister=pin,
+        hostUnregister=lambda address: None,
     )
     monkeypatch.setattr(streaming, "available_memory", lambda: None)
     monkeypatch.setattr(streaming, "cp", SimpleNamespace(cuda=cuda))

@@ -94,9 +94,11 @@ def test_no_plan_with_more_layers_resident_fits(demand: Demand, machine: Machine
         plan = make_plan(demand, machine, min(512, demand.context_length))
     except OutOfMemory:
         return
-    fewer = range(plan.slots + 1, len(plan.streamed)) if plan.chunk * demand.scratch_per_token * 16 > (
-        machine.memory
-    ) else range(0)
+    fewer = (
+        range(plan.slots + 1, len(plan.streamed))
+        if plan.chunk * demand.scratch_per_token * 16 > (machine.memory)
+        else range(0)
+    )
     for count in fewer:
         other = replace(plan, streamed=spread(len(demand.layers), count))
         assert not other.fits

@@ -51,9 +51,7 @@ def test_a_step_takes_what_the_plan_says(shape: tuple[int, int, int], copy: floa
 
 
 @given(shapes, st.floats(0.01, 10), st.floats(0, 2))
-def test_a_link_about_as_fast_as_compute_loses_little(
-    shape: tuple[int, int, int], copy: float, head: float
-) -> None:
+def test_a_link_about_as_fast_as_compute_loses_little(shape: tuple[int, int, int], copy: float, head: float) -> None:
     """Where neither is always the slower one, two slots cannot hide every unevenness."""
     assert measured(shape, copy, head) <= 1.25 * predicted(shape, copy, head)
 
@@ -245,5 +243,3 @@ def check_mistake(make: Callable[[SimulatedDevice], None]) -> None:
     ids = prompt_of(9)
     with np.errstate(all="ignore"):
         assert not np.array_equal(model.logits(ids), make_model(num_hidden_layers=LAYERS).logits(ids))
-
-

@@ -112,9 +112,7 @@ def goldens(family: str) -> Iterator[Golden]:
             tokens = np.array(case["tokens"], np.int32)
             source = np.array(case["source"], np.int32) if "source" in case else None
             encoded = arrays.get(f"{name}, encoded")
-            yield Golden(
-                name, case["config"], case["seed"], case["weights"], tokens, arrays[name], source, encoded
-            )
+            yield Golden(name, case["config"], case["seed"], case["weights"], tokens, arrays[name], source, encoded)
 
 
 CPM_ENCODER_DECODER = {

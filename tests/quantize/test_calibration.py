@@ -73,9 +73,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("group_tokens", [1, 1000])
-def test_inputs_are_those_of_the_whole_model(
-    source: Path, group_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_are_those_of_the_whole_model(source: Path, group_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sample run by itself through the model as it is loaded."""
     monkeypatch.setattr(calibration, "GROUP_TOKENS", group_tokens)
     expected: dict[tuple[str, ...], list[np.ndarray]] = {}

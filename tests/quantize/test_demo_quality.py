@@ -41,9 +41,7 @@ def demo() -> Demo:
     return Demo()
 
 
-@pytest.mark.parametrize(
-    "recipe, bound", [("w8a16", 0.001), ("w8a8", 0.005), ("w8a8-smooth", 0.002), ("auto", 0.002)]
-)
+@pytest.mark.parametrize("recipe, bound", [("w8a16", 0.001), ("w8a8", 0.005), ("w8a8-smooth", 0.002), ("auto", 0.002)])
 def test_perplexity_of_int8(demo: Demo, tmp_path: Path, recipe: str, bound: float) -> None:
     assert abs(demo.cost(DEMO, tmp_path / "out", recipe)) < bound
 

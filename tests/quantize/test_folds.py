@@ -73,5 +73,3 @@ def test_most_matrices_can_be_smoothed() -> None:
     consumers = {name for fold in spec.foldable for name in fold.consumers}
     matrices = {name for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
     assert matrices - consumers <= spec.tied.keys()
-
-

@@ -90,8 +90,8 @@ def test_the_longest_entry_goes_first() -> None:
 def test_full_width_becomes_half_width() -> None:
     """CPM-2 keeps Chinese punctuation and turns the rest; EVA turns punctuation and keeps the rest."""
     text = "ＡＢｃ　１，。！（）？、；：＋＂“”…．"
-    assert CPM2.normalize(text) == "ABc 1，。！（）？、；：+\"“”…."
-    assert EVA.normalize(text) == "ＡＢｃ　１,。!()?、;:+\"\"\"...．"
+    assert CPM2.normalize(text) == 'ABc 1，。！（）？、；：+"“”….'
+    assert EVA.normalize(text) == 'ＡＢｃ　１,。!()?、;:+"""...．'
 
 
 def test_frames() -> None:

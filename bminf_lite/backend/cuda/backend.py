@@ -148,9 +148,7 @@ class CudaBackend(Finishing):
     def vector(self, values: np.ndarray) -> Array:
         return self.arrays.vector(np.asarray(values))
 
-    def layer_cache(
-        self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False
-    ) -> LayerCache:
+    def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False) -> LayerCache:
         if head_dim > MAX_HEAD_DIM or head_dim % 2:
             raise DeviceError(f"heads of {head_dim} elements; attention kernels take even sizes up to {MAX_HEAD_DIM}")
         shape, padded = (slots, kv_heads, capacity), round_up(head_dim, HEAD_PAD)

@@ -38,9 +38,7 @@ class FusedProducts:
                 )
         return known
 
-    def multiply(
-        self, codes: Codes, weight: Weight, out: cp.ndarray, output: Output, activation: int = 0
-    ) -> None:
+    def multiply(self, codes: Codes, weight: Weight, out: cp.ndarray, output: Output, activation: int = 0) -> None:
         """Put the product into ``out`` ``[rows, features]``, as ``output`` says; ``activation`` by its number.
 
         The product must be one that :meth:`takes`.

@@ -134,9 +134,7 @@ class SlotLink:
         """Copy what was made in :meth:`next_slot` to the host, as the next layer's image."""
         image = HostMemory(matrices.peak_reserved)
         slot = self.slots[len(self.images) % len(self.slots)]
-        runtime.memcpyAsync(
-            image.address, slot.address, image.nbytes, runtime.memcpyDeviceToHost, self.compute.ptr
-        )
+        runtime.memcpyAsync(image.address, slot.address, image.nbytes, runtime.memcpyDeviceToHost, self.compute.ptr)
         self.images.append(image)
 
     def copy(self, layer: int, slot: int) -> None:

@@ -203,9 +203,7 @@ class Kernel:
             self._shared_allowed = without_asking
             return
         try:
-            driver.load().cuFuncSetAttribute(
-                self._function, FunctionAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared
-            )
+            driver.load().cuFuncSetAttribute(self._function, FunctionAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
         except LibraryError as error:
             raise DeviceError(f"{self.name}: {shared} bytes of dynamic shared memory a block: {error}") from error
         self._shared_allowed = shared

@@ -201,9 +201,7 @@ def multiply(a: Matrix, b: Matrix, d: Matrix, transpose_a: bool, transpose_b: bo
     """``d = op(a) op(b)``, exactly for integers and in fp32 for the rest."""
     wide = np.float64 if a.dtype == np.int8 else np.float32
     for i in range(d.batch):
-        left, right = (
-            x.values(i if x.batch > 1 else 0).astype(wide) for x in (a, b)
-        )
+        left, right = (x.values(i if x.batch > 1 else 0).astype(wide) for x in (a, b))
         left, right = left.T if transpose_a else left, right.T if transpose_b else right
         with np.errstate(all="ignore"):
             product = left @ right

@@ -268,9 +268,7 @@ class ndarray:
     def transpose(self, *axes: Any) -> ndarray:
         axes = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
         axes = axes or tuple(range(self.ndim))[::-1]
-        return ndarray(
-            [self.shape[a] for a in axes], self.dtype, self.data, [self.strides[a] for a in axes]
-        )
+        return ndarray([self.shape[a] for a in axes], self.dtype, self.data, [self.strides[a] for a in axes])
 
     def swapaxes(self, a: int, b: int) -> ndarray:
         base = self._shadow()

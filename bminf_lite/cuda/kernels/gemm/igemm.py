@@ -348,4 +348,3 @@ def _operand(x: cp.ndarray, batch: tuple[int, ...], rows: int, inner: int) -> cp
     padded = cp.zeros((len(x), rows, inner), np.int8)
     padded[:, : x.shape[1], : x.shape[2]] = x
     return padded
-
