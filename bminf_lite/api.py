@@ -14,19 +14,19 @@ import numpy as np
 
 from . import backend, models
 from .backend.base import Backend
-from .backend.values import Array, Step
+from .backend.values import Array, ForwardBatch
 from .checkpoint.reader import open_checkpoint
 from .engine.outputs import Piece, Result, Timings
 from .engine.sampling_params import SamplingParams
-from .engine.scheduler import EncoderDecoder, Generation, Limits, Network, Request
+from .engine.scheduler import EncoderDecoder, EngineConfig, Network, Request, Scheduler
 from .errors import CheckpointError, UsageError, listed
 from .layers.cache import KVCache, SourceCache
-from .layers.finite_check import checked
+from .layers.finite_check import with_finite_checks
 from .layers.loading import Weights
-from .placement import demand_of_checkpoint, limits_of, place
+from .placement import checkpoint_requirements, make_engine_config, plan_placement
 from .text.chat_template import ChatTemplate, check_messages
-from .text.infilling import NO_BLANKS, Filling, encode_blanks
-from .text.prompts import EncodedPrompt, Message, Prompt, checked_ids, is_batch, is_conversation
+from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
+from .text.prompts import EncodedPrompt, Message, Prompt, is_batch, is_conversation, validate_token_ids
 from .text.text_stream import TextStream
 from .text.tokenizer import Tokenizer
 
@@ -65,13 +65,13 @@ def load(
         try:
             cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
             KVCache(ops, cache_shape, 1, 1, 1).close()  # refused now, if ever
-            plan = place(ops, spec, lambda: demand_of_checkpoint(checkpoint, kv_cache=kv_cache), context)
+            plan = plan_placement(ops, spec, lambda: checkpoint_requirements(checkpoint, kv_cache=kv_cache), context)
             weights: Weights = checkpoint.weights(spec, stored=True)
-            network = architecture.Model(config, *(checked(weights, ops) if check else (weights, ops)))
+            network = architecture.Model(config, *(with_finite_checks(weights, ops) if check else (weights, ops)))
         except BaseException:
             ops.close()
             raise
-        limits = limits_of(config, cache_shape, plan, max_batch)
+        limits = make_engine_config(config, cache_shape, plan, max_batch)
         return Model(network, limits, checkpoint.path, checkpoint.generation_config, eos_ids)
 
 
@@ -86,7 +86,7 @@ class Model:
     def __init__(
         self,
         network: Network,
-        limits: Limits,
+        limits: EngineConfig,
         folder: Path | None = None,
         generation_config: Mapping[str, Any] | None = None,
         eos_ids: frozenset[int] | None = None,
@@ -177,7 +177,7 @@ class Model:
         params = SamplingParams.from_checkpoint(self.generation_config, **options)
         encoded = self._encode_all(list(prompt) if is_batch(prompt) else [prompt], add_special_tokens, is_batch(prompt))
         tokenizer = self.tokenizer if params.stop or self._has_tokenizer else None
-        requests = [self._request(i, p, seeded(params)) for i, p in enumerate(encoded)]
+        requests = [self._request(i, p, with_seed(params)) for i, p in enumerate(encoded)]
         texts = [TextStream(tokenizer, params.stop, p.token_ids if p.continues else ()) for p in encoded]
         return self._run(requests, texts)
 
@@ -191,7 +191,7 @@ class Model:
         """
         ids: Sequence[int]
         target: tuple[int, ...] = ()
-        continues = not self.limits.source_length
+        continues = not self.limits.max_source_length
         stop_ids: frozenset[int] = frozenset()
         if isinstance(prompt, EncodedPrompt):
             ids, continues, target, stop_ids = prompt.token_ids, prompt.continues, prompt.target, prompt.stop_ids
@@ -202,11 +202,11 @@ class Model:
             ids, continues = self._encode_conversation(prompt), False
         else:
             ids = prompt
-        ids = self._checked_ids(ids)
+        ids = self._validate_token_ids(ids)
         if not ids:
             raise UsageError("the prompt is empty: give at least one token")
-        if self.limits.source_length:
-            return self._encoded_source(EncodedPrompt(ids, continues, self._checked_ids(target), stop_ids))
+        if self.limits.max_source_length:
+            return self._validate_source(EncodedPrompt(ids, continues, self._validate_token_ids(target), stop_ids))
         context = self.limits.context_length
         if len(ids) >= context:
             raise UsageError(
@@ -215,7 +215,7 @@ class Model:
             )
         return EncodedPrompt(ids, continues, stop_ids=stop_ids)
 
-    def fill_blank(self, text: str, **options: Any) -> list[Filling]:
+    def fill_blank(self, text: str, **options: Any) -> list[FilledSpan]:
         """What belongs in place of each ``<span>`` of ``text``, with its position; for T5, CPM-2 and their kin.
 
         ``options`` are those of :meth:`generate` but ``stop``. Raises ``UsageError`` for a text without ``<span>`` or
@@ -225,7 +225,7 @@ class Model:
             raise UsageError(f"a text with blanks must be text, but is {type(text).__name__}")
         if options.get("stop"):
             raise UsageError("stop texts do not apply to blanks, which end where the next one begins")
-        if not self.limits.source_length:
+        if not self.limits.max_source_length:
             raise UsageError(NO_BLANKS)
         blanked = encode_blanks(self.tokenizer, text)
         tokens = self.generate(blanked.prompt, **options).token_ids
@@ -260,14 +260,14 @@ class Model:
     def _encode_conversation(self, messages: Sequence[Message]) -> list[int]:
         """A conversation in tokens, by a tokenizer that knows how or by the chat template."""
         check_messages(messages)
-        turns = self.tokenizer.encode_turns([m.get("content", "") for m in messages], self.limits.source_length)
+        turns = self.tokenizer.encode_turns([m.get("content", "") for m in messages], self.limits.max_source_length)
         return self.tokenizer.encode(self.chat(messages), add_special_tokens=False) if turns is None else turns
 
-    def _checked_ids(self, token_ids: Any) -> tuple[int, ...]:
+    def _validate_token_ids(self, token_ids: Any) -> tuple[int, ...]:
         offers = hasattr(token_ids, "__dlpack__") or hasattr(token_ids, "__cuda_array_interface__")
         if offers and not isinstance(token_ids, np.ndarray):
             token_ids = self.ops.host(self.ops.adopt(token_ids))
-        return checked_ids(token_ids, self.limits.vocab_size)
+        return validate_token_ids(token_ids, self.limits.vocab_size)
 
     def _encode_all(self, prompts: list[Any], add_special_tokens: bool, numbered: bool) -> list[EncodedPrompt]:
         encoded, problems = [], []
@@ -280,31 +280,31 @@ class Model:
             raise UsageError(problems[0] if len(problems) == 1 else listed(f"{len(prompts)} prompts", problems))
         return encoded
 
-    def _encoded_source(self, prompt: EncodedPrompt) -> EncodedPrompt:
+    def _validate_source(self, prompt: EncodedPrompt) -> EncodedPrompt:
         """``prompt`` if an encoder-decoder can take it."""
-        longest, context = self.limits.source_length, self.limits.context_length
+        longest, context = self.limits.max_source_length, self.limits.context_length
         if len(prompt.token_ids) > longest:
             raise UsageError(
                 f"the prompt has {len(prompt.token_ids):,} tokens, but the model's encoder reads {longest:,} at most: "
                 f"shorten the prompt by {len(prompt.token_ids) - longest:,}"
             )
-        if len(prompt.target) + len(self.limits.decoder_start) >= context:
+        if len(prompt.target) + len(self.limits.decoder_start_token_ids) >= context:
             raise UsageError(f"the target has {len(prompt.target):,} tokens, but the decoder's context is {context:,}")
         return prompt
 
     def _request(self, index: int, prompt: EncodedPrompt, params: SamplingParams) -> Request:
         """What the loop is asked to do for a prompt: to continue it, or to read it and decode."""
-        if not self.limits.source_length:
+        if not self.limits.max_source_length:
             return Request(index, prompt.token_ids, params, self.eos_ids | prompt.stop_ids)
-        start = (*self.limits.decoder_start, *prompt.target)
+        start = (*self.limits.decoder_start_token_ids, *prompt.target)
         return Request(index, start, params, self.eos_ids | prompt.stop_ids, prompt.token_ids)
 
     def _run(self, requests: list[Request], texts: list[TextStream]) -> Generator[Piece, None, None]:
         if not requests:
             return
         self._require_open()
-        with closing(Generation(self.network, requests, self.limits)) as generation:
-            for request in generation:
+        with closing(Scheduler(self.network, requests, self.limits)) as scheduler:
+            for request in scheduler:
                 yield next_piece(request, texts[request.index])
                 self._require_open()
 
@@ -334,10 +334,10 @@ class Model:
         ``UsageError`` for ids outside of the vocabulary or the context.
         """
         self._require_open()
-        ids = np.array(self._checked_ids(token_ids), np.int32)
+        ids = np.array(self._validate_token_ids(token_ids), np.int32)
         if not 0 < len(ids) <= self.limits.context_length:
             raise UsageError(f"logits takes 1 to {self.limits.context_length:,} token ids, not {len(ids):,}")
-        chunk = self.limits.chunk
+        chunk = self.limits.max_num_batched_tokens
         with closing(KVCache(self.ops, self.limits.cache_shape, 1, len(ids), self.limits.context_length)) as cache:
             self._read_source(source, cache)
             if device:
@@ -347,23 +347,23 @@ class Model:
 
     def _read_source(self, source: Sequence[int] | np.ndarray | None, cache: KVCache) -> None:
         """Encode what an encoder-decoder's logits depend on beside the decoder's tokens."""
-        longest = self.limits.source_length
-        ids = np.array(self._checked_ids(() if source is None else source), np.int32)
+        longest = self.limits.max_source_length
+        ids = np.array(self._validate_token_ids(() if source is None else source), np.int32)
         if not (0 < len(ids) <= longest if longest else source is None):
             wanted = f"a source of 1 to {longest:,} token ids" if longest else "no source"
             raise UsageError(f"logits of this model need {wanted}, not {'none' if source is None else len(ids)}")
         if longest:
             cache.source = SourceCache(self.ops, self.limits.cache_shape, 1, len(ids), longest)
             cache.source.set_lengths({0: len(ids)})
-            cast(EncoderDecoder, self.network).read(Step.packed(self.ops.array, [ids]), cache.source)
+            cast(EncoderDecoder, self.network).encode_to_cache(ForwardBatch.packed(self.ops.array, [ids]), cache.source)
 
     def _logits(self, ids: np.ndarray, past: int, cache: KVCache) -> Array:
-        return self.network(Step.packed(self.ops.array, [ids], [past]), cache, all_logits=True)
+        return self.network(ForwardBatch.packed(self.ops.array, [ids], [past]), cache, all_logits=True)
 
 
 def next_piece(request: Request, stream: TextStream) -> Piece:
     """The piece for the tokens that a request got since its last piece; a complete stop string ends the request."""
-    new, request.delivered = request.tokens[request.delivered :], len(request.tokens)
+    new, request.num_delivered = request.output_token_ids[request.num_delivered :], len(request.output_token_ids)
     # The end-of-text token has no text, whatever the vocabulary says.
     text, stopped = stream.push(new[:-1] if request.ended_by_eos else new, last=request.finish_reason is not None)
     if stopped:
@@ -371,13 +371,20 @@ def next_piece(request: Request, stream: TextStream) -> Piece:
     if request.finish_reason is None:
         return Piece(request.index, text, new)
     timings = Timings(
-        prompt_tokens=len(request.given),
-        new_tokens=len(request.tokens),
-        prompt_seconds=request.first_token - request.started,
-        decode_seconds=request.last_token - request.first_token,
+        prompt_tokens=len(request.input_token_ids),
+        new_tokens=len(request.output_token_ids),
+        prompt_seconds=request.first_token_time - request.start_time,
+        decode_seconds=request.last_token_time - request.first_token_time,
     )
     logprobs = list(request.logprobs) if request.params.logprobs else None
-    result = Result(stream.text, list(request.tokens), request.finish_reason, len(request.given), timings, logprobs)
+    result = Result(
+        stream.text,
+        list(request.output_token_ids),
+        request.finish_reason,
+        len(request.input_token_ids),
+        timings,
+        logprobs,
+    )
     return Piece(request.index, text, new, request.finish_reason, result)
 
 
@@ -402,6 +409,6 @@ def configured_eos_ids(
     return None
 
 
-def seeded(params: SamplingParams) -> SamplingParams:
+def with_seed(params: SamplingParams) -> SamplingParams:
     """``params`` with a seed: a random one if there is none."""
     return params if params.seed is not None else replace(params, seed=secrets.randbits(64))

@@ -1,7 +1,7 @@
 """From a checkpoint, or from a configuration alone, to what its model asks of a device.
 
-The model is built on a :class:`~bminf_lite.backend.meta.Survey` with weights that have a shape and no values, so this
-costs milliseconds for any size, and holds for every architecture.
+The model is built on a :class:`~bminf_lite.backend.meta.MetaBackend` with weights that have a shape and no values, so
+this costs milliseconds for any size, and holds for every architecture.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 
 from . import models
 from .backend.base import Backend
-from .backend.meta import Survey
+from .backend.meta import MetaBackend
 from .backend.quantization import HostWeight, Int8Weight
 from .checkpoint.reader import Checkpoint, open_checkpoint, read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
-from .engine.scheduler import Limits
+from .engine.scheduler import EngineConfig
 from .errors import OutOfMemory
 from .layers.cache import CacheShape
 from .memory.machine import available_memory
-from .memory.planner import CHUNK, Demand, Machine, Plan, make_plan
+from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
 from .memory.sizes import format_size
 from .models.spec import Role, Spec
 
@@ -36,7 +36,7 @@ HEAD_PAD = 16
 SchemeOf = Callable[[str], Scheme]
 
 
-class ShapeWeights:
+class MetaWeights:
     """A model's tensors without their values. ``scheme_of`` says how a matrix is quantized, by its name."""
 
     def __init__(self, spec: Spec, scheme_of: SchemeOf):
@@ -58,7 +58,7 @@ class ShapeWeights:
         return np.broadcast_to(np.float32(0), self.spec.parameters[name].shape)
 
 
-def demand_of(path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16") -> Demand:
+def requirements_of(path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16") -> MemoryRequirements:
     """What the checkpoint in the folder ``path`` asks of a device, or the model whose ``config.json`` the file is.
 
     With ``recipe`` as if it were migrated by that; by default a checkpoint as it is, and a configuration as
@@ -69,22 +69,26 @@ def demand_of(path: str | Path, recipe: str | Path | None = None, kv_cache: str 
         config = read_json(path)
         architecture = models.find(config)
         spec = architecture.spec(architecture.parse(config))
-        return demand(architecture, config, by_recipe(spec, load_recipe(recipe or "w8a8")), kv_cache)
+        return requirements(architecture, config, recipe_schemes(spec, load_recipe(recipe or "w8a8")), kv_cache)
     with open_checkpoint(path) as checkpoint:
-        return demand_of_checkpoint(checkpoint, recipe, kv_cache)
+        return checkpoint_requirements(checkpoint, recipe, kv_cache)
 
 
-def demand_of_checkpoint(checkpoint: Checkpoint, recipe: str | Path | None = None, kv_cache: str = "fp16") -> Demand:
+def checkpoint_requirements(
+    checkpoint: Checkpoint, recipe: str | Path | None = None, kv_cache: str = "fp16"
+) -> MemoryRequirements:
     """What the model of an open checkpoint asks of a device, as it is stored or as if it were migrated."""
     architecture = models.find(checkpoint.config)
     spec = architecture.spec(architecture.parse(checkpoint.config))
     checkpoint.validate(spec)
-    scheme_of = by_recipe(spec, load_recipe(recipe)) if recipe is not None else as_stored(checkpoint, spec)
-    return demand(architecture, checkpoint.config, scheme_of, kv_cache)
+    scheme_of = recipe_schemes(spec, load_recipe(recipe)) if recipe is not None else stored_schemes(checkpoint, spec)
+    return requirements(architecture, checkpoint.config, scheme_of, kv_cache)
 
 
-def place(ops: Backend, spec: Spec, find_demand: Callable[[], Demand], context: int | None = None) -> Plan | None:
-    """Plan for the memory that a backend can still get, and tell it where the weights are to live.
+def plan_placement(
+    ops: Backend, spec: Spec, get_requirements: Callable[[], MemoryRequirements], context: int | None = None
+) -> MemoryPlan | None:
+    """MemoryPlan for the memory that a backend can still get, and tell it where the weights are to live.
 
     None where its memory is the host's, in which all weights of ``spec`` must fit. Raises ``OutOfMemory``, saying what
     would fit.
@@ -93,22 +97,24 @@ def place(ops: Backend, spec: Spec, find_demand: Callable[[], Demand], context: 
     if "available" not in memory:
         _require_host_memory(spec)
         return None
-    plan = make_plan(find_demand(), Machine(memory["available"] + memory["used"]), context)
+    plan = plan_memory(get_requirements(), Machine(memory["available"] + memory["used"]), context)
     ops.placement = plan.placement
     return plan
 
 
-def limits_of(config: Any, cache_shape: CacheShape, plan: Plan | None, max_batch: int = Limits.max_batch) -> Limits:
+def make_engine_config(
+    config: Any, cache_shape: CacheShape, plan: MemoryPlan | None, max_batch: int = EngineConfig.max_batch
+) -> EngineConfig:
     """What bounds the runs of a model of that parsed configuration, whose weights live where ``plan`` says."""
-    return Limits(
+    return EngineConfig(
         config.context_length,
         config.vocab_size,
         cache_shape,
         max_batch,
-        chunk=plan.chunk if plan is not None else CHUNK,
+        max_num_batched_tokens=plan.chunk if plan is not None else CHUNK,
         cache_tokens=plan.context if plan is not None and plan.host_tables else 0,
-        source_length=getattr(config, "source_length", 0),
-        decoder_start=getattr(config, "decoder_start", ()),
+        max_source_length=getattr(config, "max_source_length", 0),
+        decoder_start_token_ids=getattr(config, "decoder_start_token_ids", ()),
     )
 
 
@@ -125,20 +131,22 @@ def _require_host_memory(spec: Spec) -> None:
         )
 
 
-def demand(architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf, kv_cache: str = "fp16") -> Demand:
+def requirements(
+    architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf, kv_cache: str = "fp16"
+) -> MemoryRequirements:
     """What a model of ``config`` asks of a device; ``kv_cache`` is ``fp16`` or ``int8``."""
     parsed = architecture.parse(config)
-    survey = Survey()
-    architecture.Model(parsed, ShapeWeights(architecture.spec(parsed), scheme_of), survey)
-    *encoders, layers = survey.stacks
-    return Demand(
+    meta = MetaBackend()
+    architecture.Model(parsed, MetaWeights(architecture.spec(parsed), scheme_of), meta)
+    *encoders, layers = meta.layer_bytes
+    return MemoryRequirements(
         layers=tuple(layers),
         prompt_layers=tuple(size for stack in encoders for size in stack),
-        fixed=survey.outside + LIBRARY_BYTES,
-        tables=survey.tables,
-        fixed_read=survey.outside - survey.tables,
-        cache_per_token=cache_bytes(parsed.cache_shape, kv_cache) * len(survey.stacks),  # a source has its own
-        scratch_per_token=survey.token_bytes,
+        fixed=meta.non_layer_bytes + LIBRARY_BYTES,
+        tables=meta.table_bytes,
+        fixed_read=meta.non_layer_bytes - meta.table_bytes,
+        cache_per_token=cache_bytes(parsed.cache_shape, kv_cache) * len(meta.layer_bytes),  # a source has its own
+        scratch_per_token=meta.token_bytes,
         scratch_per_sequence=16 * parsed.vocab_size,
         context_length=parsed.context_length,
     )
@@ -151,12 +159,12 @@ def cache_bytes(shape: CacheShape, kv_cache: str) -> int:
     return 2 * shape.layers * shape.kv_heads * per_head
 
 
-def by_recipe(spec: Spec, recipe: Recipe) -> SchemeOf:
+def recipe_schemes(spec: Spec, recipe: Recipe) -> SchemeOf:
     """Schemes as migration with ``recipe`` chooses them."""
     return lambda name: recipe.scheme_of(name, spec.parameters[name].role is Role.HEAD)
 
 
-def as_stored(checkpoint: Checkpoint, spec: Spec) -> SchemeOf:
+def stored_schemes(checkpoint: Checkpoint, spec: Spec) -> SchemeOf:
     """Schemes as a checkpoint has them; what is quantized when it is loaded is so as its manifest says."""
     weights = checkpoint.weights(spec)
 

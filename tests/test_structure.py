@@ -152,9 +152,3 @@ def test_no_file_names_a_place_on_its_author_s_machine():
         if path.is_file() and (match := places.search(path.read_bytes()))
     }
     assert not found
-
-
-def test_source_files_stay_readable():
-    """A file is read in one sitting: about 400 lines, hard at 500."""
-    long = {relative(p): n for p in modules() if (n := len(p.read_text().splitlines())) > 500}
-    assert not long

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from bminf_lite import backend
-from bminf_lite.bench.cases import Case
-from bminf_lite.bench.instruments import Instruments, instruments_for
+from bminf_lite.bench.cases import KernelCase
+from bminf_lite.bench.instruments import Profiler, make_profiler
 from bminf_lite.bench.report import markdown_table
 
 RUNS = 10
@@ -62,7 +62,7 @@ PEERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def inputs(case: Case, device: str) -> tuple[torch.Tensor, ...]:
+def inputs(case: KernelCase, device: str) -> tuple[torch.Tensor, ...]:
     """Random ones of the case's shape and of the types that our kernel takes."""
     sizes = [int(size) for size in case.shape.split(" x ")]
     if case.kernel == "igemm":
@@ -108,13 +108,13 @@ def device_seconds(work: Callable[[], Any]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def compare(instruments: Instruments, device: str, compiled: bool) -> list[dict[str, str]]:
+def compare(profiler: Profiler, device: str, compiled: bool) -> list[dict[str, str]]:
     """A row of the table for each case that has a peer."""
     rows = []
-    for case in instruments.kernels():
+    for case in profiler.kernels():
         if case.kernel not in PEERS:
             continue
-        ours = instruments.seconds_each(case.run)
+        ours = profiler.median_seconds(case.run)
         row = {"kernel": case.kernel, "shape": case.shape, "ours us": f"{1e6 * ours:.1f}"}
         peer, arguments = PEERS[case.kernel], inputs(case, device)
         ways = {"torch": peer} | ({"compiled": torch.compile(peer, dynamic=False)} if compiled else {})
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     ops = backend.create(options.device)
     try:
-        rows = compare(instruments_for(ops), options.device, not options.no_compile)
+        rows = compare(make_profiler(ops), options.device, not options.no_compile)
         print(markdown_table(rows))
         print(f"\n{ops.describe()}, torch {torch.__version__}")
     finally:

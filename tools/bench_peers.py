@@ -25,8 +25,8 @@ import transformers
 
 import bminf_lite
 from bminf_lite import backend
-from bminf_lite.bench.instruments import instruments_for
-from bminf_lite.bench.model import random_subject
+from bminf_lite.bench.instruments import make_profiler
+from bminf_lite.bench.model import random_model
 from bminf_lite.bench.report import markdown_table
 from bminf_lite.bench.runner import Workload, run_tests
 from bminf_lite.bench.shapes import read_shape
@@ -93,11 +93,11 @@ class Transformers:
 def engine_peer(config: dict[str, Any], device: str) -> tuple[Peer, Callable[[], None]]:
     """This engine, and how to close it."""
     ops = backend.create(device)
-    subject, instruments = random_subject("shape", config, ops), instruments_for(ops)
+    bench_model, profiler = random_model("shape", config, ops), make_profiler(ops)
 
     def run(batch: int, prompt: int, count: int) -> tuple[float, float]:
         tests = [Workload("pp", prompt, 0, batch), Workload("tg", count - 1, prompt, batch)]
-        prefill, decode = run_tests(subject, instruments, tests, 1)
+        prefill, decode = run_tests(bench_model, profiler, tests, 1)
         return prefill.seconds[0], decode.seconds[0] / (count - 1)
 
     return run, ops.close

@@ -22,7 +22,7 @@ import bminf_lite
 from bminf_lite import models
 from bminf_lite.bench.shapes import read_shape
 from bminf_lite.checkpoint.tensor_file import DTYPES
-from bminf_lite.checkpoint.writer import CheckpointWriter, Declared, write_json
+from bminf_lite.checkpoint.writer import CheckpointWriter, TensorDeclaration, write_json
 from bminf_lite.errors import UsageError
 from bminf_lite.models.spec import Parameter, Role
 
@@ -38,7 +38,7 @@ def make(folder: Path, shape: str, layers: int | None = None, dtype: str = "BF16
     architecture = models.find(config)
     spec = architecture.spec(architecture.parse(config))
     parameters = {name: p for name, p in spec.parameters.items() if name not in spec.tied}
-    declared = {name: Declared(dtype, p.shape) for name, p in parameters.items()}
+    declared = {name: TensorDeclaration(dtype, p.shape) for name, p in parameters.items()}
     folder.mkdir(parents=True)
     writer = CheckpointWriter(folder, declared, set())
 

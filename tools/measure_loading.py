@@ -35,7 +35,7 @@ def make_checkpoint(folder: Path, shape: str) -> None:
     from bminf_lite.bench.shapes import read_shape
     from bminf_lite.checkpoint.compressed_tensors import quantization_config
     from bminf_lite.checkpoint.recipe import Scheme
-    from bminf_lite.checkpoint.writer import CheckpointWriter, Declared
+    from bminf_lite.checkpoint.writer import CheckpointWriter, TensorDeclaration
     from bminf_lite.models.spec import Role
 
     config = read_shape(shape)
@@ -43,9 +43,9 @@ def make_checkpoint(folder: Path, shape: str) -> None:
     spec = architecture.spec(architecture.parse(config))
     matrices = [n for n, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD) and n not in spec.tied]
     kept = [name for name in spec.parameters if name not in spec.tied and name not in matrices]
-    declared = {name: Declared("I8", spec.parameters[name].shape) for name in matrices}
-    declared |= {f"{name}_scale": Declared("F16", (spec.parameters[name].shape[0], 1)) for name in matrices}
-    declared |= {name: Declared("BF16", spec.parameters[name].shape) for name in kept}
+    declared = {name: TensorDeclaration("I8", spec.parameters[name].shape) for name in matrices}
+    declared |= {f"{name}_scale": TensorDeclaration("F16", (spec.parameters[name].shape[0], 1)) for name in matrices}
+    declared |= {name: TensorDeclaration("BF16", spec.parameters[name].shape) for name in kept}
     quantized = quantization_config({name.removesuffix(".weight"): Scheme.W8A8 for name in matrices})
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))

@@ -63,7 +63,7 @@ def main() -> None:
         stage.value = number
 
     from bminf_lite import backend
-    from bminf_lite.bench.model import random_subject
+    from bminf_lite.bench.model import random_model
     from bminf_lite.bench.session import Session
     from bminf_lite.bench.shapes import read_shape
 
@@ -71,12 +71,12 @@ def main() -> None:
     ops: Any = backend.create("cuda", args.memory_limit)
     reserved.append(ops.arena.peak_reserved)
     begin(2)
-    subject = random_subject(args.shape, read_shape(args.shape), ops)
-    assert subject.plan is not None
+    bench_model = random_model(args.shape, read_shape(args.shape), ops)
+    assert bench_model.plan is not None
     reserved.append(ops.arena.peak_reserved)
     begin(3)
-    session = Session(subject, 1, subject.plan.context)
-    past = session.begin(subject.plan.context - DECODED)
+    session = Session(bench_model, 1, bench_model.plan.context)
+    past = session.fill_context(bench_model.plan.context - DECODED)
     reserved.append(ops.arena.peak_reserved)
     begin(4)
     session.prepare_decode(past)
@@ -84,8 +84,9 @@ def main() -> None:
     reserved.append(ops.arena.peak_reserved)
     begin(-1)
     sampler.join()
-    print(f"limit {ops.arena.limit / GIB:.3f} GiB, context {subject.plan.context:,}, planned "
-          f"{subject.plan.total_bytes / GIB:.3f} GiB, {len(subject.plan.streamed)} layers streamed")  # fmt: skip
+    print(f"limit {ops.arena.limit / GIB:.3f} GiB, context {bench_model.plan.context:,}, planned "
+          f"{bench_model.plan.total_bytes / GIB:.3f} GiB, "
+          f"{len(bench_model.plan.streamed)} layers streamed")  # fmt: skip
     for name, peak, arena, count in zip(STAGES, peaks[1:], reserved, counts[1:], strict=True):
         used = (peak - before) / GIB
         print(f"{name:7} in use {used:.3f} GiB, of the arena {arena / GIB:.3f} GiB, the rest "

@@ -25,7 +25,7 @@ import numpy as np
 
 from bminf_lite import models
 from bminf_lite.checkpoint.migrate import migrate
-from bminf_lite.checkpoint.writer import CheckpointWriter, Declared
+from bminf_lite.checkpoint.writer import CheckpointWriter, TensorDeclaration
 
 BLOCK = 1 << 20
 HIDDEN, INNER, VOCAB = 2048, 8192, 32000
@@ -43,7 +43,7 @@ def make_checkpoint(folder: Path, gigabytes: float, shard_bytes: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     architecture = models.find(config)
     parameters = architecture.spec(architecture.parse(config)).parameters
-    declared = {name: Declared("F32", parameter.shape) for name, parameter in parameters.items()}
+    declared = {name: TensorDeclaration("F32", parameter.shape) for name, parameter in parameters.items()}
     writer = CheckpointWriter(folder, declared, set(), shard_bytes)
     random = np.random.default_rng(0)
     for name, parameter in parameters.items():

@@ -28,7 +28,7 @@ from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.output_folder import check_space, check_target, output_folder
 from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.checkpoint.torch_file import TorchFile
-from bminf_lite.checkpoint.writer import CheckpointWriter, Declared, write_json
+from bminf_lite.checkpoint.writer import CheckpointWriter, TensorDeclaration, write_json
 from bminf_lite.errors import BminfError, CheckpointError, UsageError, listed
 
 SHARD = re.compile(r"mp_rank_(\d+)_model_states\.pt|mp_rank_(\d+)|.*\.(?:pt|bin)")
@@ -102,13 +102,13 @@ class Shards:
         pieces = [np.split(part, merge.parts, merge.axis) for part in parts]
         return np.concatenate([piece[i] for i in range(merge.parts) for piece in pieces], merge.axis)
 
-    def merged(self, name: str, merge: Merge) -> Declared:
+    def merged(self, name: str, merge: Merge) -> TensorDeclaration:
         """The type and the shape that :meth:`read` will give."""
         info = self.files[0].tensors[self.names[name][0]]
         shape = list(info.shape)
         if merge.axis is not None:
             shape[merge.axis] *= len(self.files)
-        return Declared(info.dtype, tuple(shape))
+        return TensorDeclaration(info.dtype, tuple(shape))
 
     def _names(self, ignored: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         """The tensors' names as the model has them -> as each of the files has them."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .calibration import Trials
+from .calibration import CalibrationOps
 from .functions import ACTIVATIONS, normalise, rotate, softmax, stored
 from .quantization import (
     HostWeight,
@@ -30,7 +30,7 @@ from .quantization import (
 )
 from .sampling import SamplerState
 from .sampling import sample as sample_tokens
-from .values import Array, AttentionSpec, LayerCache, Norm, Placement, RelativeBias, Step
+from .values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement, RelativeBias
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Backend:
     """The operations over NumPy. ``name`` is the device's, as in ``--device``."""
 
     name = "cpu"
-    lookahead = 0
+    max_steps_in_flight = 0
     """How many decode steps may be under way before the host must look at a result."""
 
     def __init__(self, activation_dtype: type = np.float32):
@@ -106,7 +106,7 @@ class Backend:
         copy = np.array(x)
         return lambda: copy
 
-    def repeated(self, work: Callable[[], T]) -> Callable[[], T]:
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         """``work``, made cheap to call again and again.
 
         ``work`` must do the same operations on the same arrays each time and return the same arrays, so that a
@@ -177,9 +177,9 @@ class Backend:
             getattr(larger, name)[:, :, :old] = getattr(cache, name)
             setattr(cache, name, getattr(larger, name))
 
-    def trials(self) -> Trials:
+    def calibration_ops(self) -> CalibrationOps:
         """What a calibration computes beside the model."""
-        return Trials(self)
+        return CalibrationOps(self)
 
     # -- quantization and products --------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Backend:
 
     def igemm(self, x: Array, w: Array) -> Array:
         """The exact product ``x @ w.T`` of int8 codes: ``[T, K]``, ``[N, K]`` -> int32 ``[T, N]``; K up to 131,071."""
-        return exact_product(x.astype(np.float32), w.astype(np.float32)).astype(np.int32)
+        return exact_int_matmul(x.astype(np.float32), w.astype(np.float32)).astype(np.int32)
 
     def linear(self, x: Array, weight: Weight, fp32: bool = False, out: Array = None) -> Array:
         """``x @ weight.T + bias``: ``[T, in]`` -> ``[T, out]`` in the activation type, or fp32 if asked for.
@@ -202,7 +202,7 @@ class Backend:
         The result goes into ``out`` where it is given, of that shape and type. It may be ``x`` where the weight is
         square: the product reads a copy of it in int8.
         """
-        y = self._product(x, weight)
+        y = self._matmul(x, weight)
         return stored(y if fp32 else self._round(y), out)
 
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:
@@ -234,12 +234,12 @@ class Backend:
         """Rows of ``table`` as the start of the residual stream: int32 ``[T]`` -> fp32 ``[T, features]``."""
         return table[tokens].astype(np.float32)
 
-    def add_positions(self, residual: Array, table: Array, step: Step) -> Array:
+    def add_positions(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:
         """``residual`` plus the row of ``table`` at each token's position, fp32 ``[T, features]``.
 
         ``residual`` may be overwritten with the result. Positions count from 0 and must be rows of the table.
         """
-        residual += table[positions_of(step)].astype(np.float32)
+        residual += table[positions_of(batch)].astype(np.float32)
         return residual
 
     def norm(self, residual: Array, norm: Norm, out: Array = None) -> Array:
@@ -249,23 +249,21 @@ class Backend:
         """
         return stored(normalise(residual, norm), out)
 
-    def softmax(
-        self, x: Array, scale: float = 1.0, bias: Array = None, visible: Array = None, out: Array = None
-    ) -> Array:
+    def softmax(self, x: Array, scale: float = 1.0, bias: Array = None, mask: Array = None, out: Array = None) -> Array:
         """Softmax of ``scale * x + bias`` over each row, in fp32: ``[T, features]`` fp32 or fp16 -> the same.
 
-        ``bias`` fp32 and ``visible`` bool are ``[T, features]``, or ``[features]`` for all rows. What is not visible
+        ``bias`` fp32 and ``mask`` bool are ``[T, features]``, or ``[features]`` for all rows. What is not visible
         gets exactly 0, and so does a row without anything visible. The result goes into ``out`` where it is given, of
         the shape and type of ``x``; it may be ``x``.
         """
         scores = x.astype(np.float32) * np.float32(scale)
-        return stored(softmax(scores if bias is None else scores + bias, visible).astype(x.dtype), out)
+        return stored(softmax(scores if bias is None else scores + bias, mask).astype(x.dtype), out)
 
-    def last_tokens(self, x: Array, step: Step) -> Array:
+    def last_tokens(self, x: Array, batch: ForwardBatch) -> Array:
         """Each sequence's last row: ``[T, features]`` -> ``[B, features]``."""
-        return x if step.decoding else x[step.starts[1:] - 1]
+        return x if batch.is_decode else x[batch.cu_seqlens[1:] - 1]
 
-    def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> Array:
+    def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         """Causal self-attention of a step's tokens over the cache, which gets their keys and values.
 
         ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side. Query and key heads are
@@ -274,20 +272,20 @@ class Backend:
         """
         tokens = qkv.shape[0]
         q, k, v = split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads)
-        positions = positions_of(step)
+        positions = positions_of(batch)
         q, k = (
             self._round(rotate(normalise(x, norm) if norm else x, positions, spec.rope))
             for x, norm in ((q, spec.q_norm), (k, spec.k_norm))
         )
         out = np.empty((tokens, spec.heads, spec.head_dim), np.float32)
-        for rows, slot, past in sequences(step):
-            total = past + rows.stop - rows.start
-            self._store(cache, slot, past, k[rows], v[rows])
+        for rows, slot, context_len in sequences(batch):
+            total = context_len + rows.stop - rows.start
+            self._store(cache, slot, context_len, k[rows], v[rows])
             keys, values = cached(cache, slot, total, self.activation_dtype)
-            out[rows] = attend(q[rows], keys, values, spec.scale, past, spec.window, spec.bias)
+            out[rows] = attend(q[rows], keys, values, spec.scale, context_len, spec.window, spec.bias)
         return self._round(out.reshape(tokens, -1))
 
-    def encoder_attention(self, qkv: Array, spec: AttentionSpec, step: Step) -> Array:
+    def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
         """Self-attention in both directions: each token sees all tokens of its sequence, which are all in this step.
 
         ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side. There are no rotary positions,
@@ -295,21 +293,23 @@ class Backend:
         """
         q, k, v = (self._round(x) for x in split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads))
         out = np.empty((qkv.shape[0], spec.heads, spec.head_dim), np.float32)
-        for rows, _, _ in sequences(step):
+        for rows, _, _ in sequences(batch):
             keys, values = k[rows].swapaxes(0, 1), v[rows].swapaxes(0, 1)
             out[rows] = attend(q[rows], keys, values, spec.scale, 0, None, spec.bias, causal=False)
         return self._round(out.reshape(qkv.shape[0], -1))
 
-    def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, step: Step) -> None:
+    def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
         """Put the keys and values of a step's sources, key and value heads side by side, into their slots.
 
         ``kv`` is ``[T, 2 * kv_heads * head_dim]``. A source is whole, and starts at its slot's first place.
         """
         k, v = split_heads(kv, spec, spec.kv_heads, spec.kv_heads)
-        for rows, slot, _ in sequences(step):
+        for rows, slot, _ in sequences(batch):
             self._store(source, slot, 0, k[rows], v[rows])
 
-    def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, lengths: Array, step: Step) -> Array:
+    def cross_attention(
+        self, q: Array, spec: AttentionSpec, source: LayerCache, lengths: Array, batch: ForwardBatch
+    ) -> Array:
         """Attention of a step's tokens over the source in their sequence's slot.
 
         ``q`` is ``[T, heads * head_dim]``; ``lengths`` int32 ``[slots]`` are those of the sources. Every token sees the
@@ -317,22 +317,22 @@ class Backend:
         """
         (heads,) = split_heads(q, spec, spec.heads)
         out = np.empty(heads.shape, np.float32)
-        for rows, slot, _ in sequences(step):
+        for rows, slot, _ in sequences(batch):
             keys, values = cached(source, slot, lengths[slot], self.activation_dtype)
             out[rows] = attend(self._round(heads[rows]), keys, values, spec.scale, 0, None, causal=False)
         return self._round(out.reshape(q.shape))
 
-    def sample(self, logits: Array, sampler: SamplerState, step: Step | None = None) -> Array:
+    def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
         """Choose each sequence's next token, as ``backend.sampling`` defines: fp32 ``[B, vocab]`` -> int32 ``[2, B]``.
 
         Row 0 holds the tokens (-1 where no token can be chosen), row 1 the bits of their fp32 log-probabilities. The
-        sampler's state advances. A decoding ``step`` becomes the next one: the tokens are its input (0 for -1), and
-        ``past`` grows by one.
+        sampler's state advances. A decoding ``batch`` becomes the next one: the tokens are its input (0 for -1), and
+        ``context_lens`` grows by one.
         """
         tokens, logprobs = sample_tokens(logits, sampler)
-        if step is not None:
-            step.tokens[...] = np.maximum(tokens, 0)
-            step.past += 1
+        if batch is not None:
+            batch.tokens[...] = np.maximum(tokens, 0)
+            batch.context_lens += 1
         return np.stack([tokens, logprobs.view(np.int32)])
 
     # -- shared by the operations ---------------------------------------------------------------------------------
@@ -350,23 +350,23 @@ class Backend:
             cache.key_scales[slot, :, place], cache.value_scales[slot, :, place] = key_scales.T, value_scales.T
         cache.keys[slot, :, place], cache.values[slot, :, place] = keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
-    def _product(self, x: np.ndarray, weight: Weight) -> np.ndarray:
+    def _matmul(self, x: np.ndarray, weight: Weight) -> np.ndarray:
         if weight.outliers is None:
-            y = self._plain_product(x, weight)
+            y = self._matmul_without_outliers(x, weight)
         else:
             index = weight.outliers.index
             kept = self._round(x[:, index]).astype(np.float32) @ weight.outliers.values.T
             rest = np.array(x)
             rest[:, index] = 0
-            y = self._plain_product(rest, weight) + kept
+            y = self._matmul_without_outliers(rest, weight) + kept
         return y if weight.bias is None else y + weight.bias
 
-    def _plain_product(self, x: np.ndarray, weight: Weight) -> np.ndarray:
+    def _matmul_without_outliers(self, x: np.ndarray, weight: Weight) -> np.ndarray:
         if weight.scale is None:
             return x.astype(np.float32) @ weight.values.T
         if weight.dynamic:
             codes, scale = self.quantize(x)
-            acc = exact_product(codes.astype(np.float32), weight.values).astype(np.float32)
+            acc = exact_int_matmul(codes.astype(np.float32), weight.values).astype(np.float32)
             return scale[:, None] * (weight.scale * acc)
         return weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
 
@@ -381,7 +381,7 @@ def cached(cache: LayerCache, slot: int, tokens: int, dtype: Any) -> tuple[np.nd
     return keys.astype(dtype, copy=False), values.astype(dtype, copy=False)
 
 
-def exact_product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+def exact_int_matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """``x @ w.T`` of integers held in fp32, exactly: fp32 ``[T, K]``, ``[N, K]`` -> fp32 or int32 ``[T, N]``."""
     if x.shape[1] <= EXACT_IN_FP32:
         return x @ w.T
@@ -392,15 +392,21 @@ def exact_product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return acc
 
 
-def sequences(step: Step) -> Iterator[tuple[slice, int, int]]:
+def sequences(batch: ForwardBatch) -> Iterator[tuple[slice, int, int]]:
     """For each sequence of a step: its rows among the step's tokens, its slot, and how many tokens it has already."""
-    for b in range(step.count):
-        yield slice(int(step.starts[b]), int(step.starts[b + 1])), int(step.slots[b]), int(step.past[b])
+    for b in range(batch.batch_size):
+        yield (
+            slice(int(batch.cu_seqlens[b]), int(batch.cu_seqlens[b + 1])),
+            int(batch.slots[b]),
+            int(batch.context_lens[b]),
+        )
 
 
-def positions_of(step: Step) -> np.ndarray:
+def positions_of(batch: ForwardBatch) -> np.ndarray:
     """Each token's position in its sequence, ``[T]``."""
-    return np.arange(int(step.starts[-1])) - np.repeat(step.starts[:-1] - step.past, np.diff(step.starts))
+    return np.arange(int(batch.cu_seqlens[-1])) - np.repeat(
+        batch.cu_seqlens[:-1] - batch.context_lens, np.diff(batch.cu_seqlens)
+    )
 
 
 def split_heads(x: np.ndarray, spec: AttentionSpec, *counts: int) -> list[np.ndarray]:
@@ -414,14 +420,14 @@ def attend(
     keys: np.ndarray,
     values: np.ndarray,
     scale: float,
-    past: int,
+    context_len: int,
     window: int | None,
     bias: RelativeBias | None = None,
     causal: bool = True,
 ) -> np.ndarray:
     """One sequence's attention in fp32.
 
-    ``q`` is ``[n, heads, head_dim]`` at positions ``past..past+n``; ``keys`` and ``values`` are
+    ``q`` is ``[n, heads, head_dim]`` at positions ``context_len..context_len+n``; ``keys`` and ``values`` are
     ``[kv_heads, total, head_dim]``, of which a query sees all, or with ``causal`` those up to its own position and
     within the window. Returns ``[n, heads, head_dim]``.
     """
@@ -429,13 +435,13 @@ def attend(
     kv_heads, total, _ = keys.shape
     q = q.reshape(n, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
     scores = q.astype(np.float32) @ keys.astype(np.float32).swapaxes(1, 2) * np.float32(scale)
-    key, query = np.arange(total), past + np.arange(n)[:, None]
+    key, query = np.arange(total), context_len + np.arange(n)[:, None]
     if bias is not None:
-        distance = np.clip(key - query, -bias.reach, bias.reach)
-        scores = scores + bias.values[:, distance + bias.reach].reshape(scores.shape)
-    visible = None
+        distance = np.clip(key - query, -bias.max_distance, bias.max_distance)
+        scores = scores + bias.values[:, distance + bias.max_distance].reshape(scores.shape)
+    mask = None
     if causal and (n > 1 or (window is not None and window < total)):
-        visible = key <= query if window is None else (key <= query) & (key > query - window)
-        visible = np.tile(visible, (heads // kv_heads, 1))
-    out = softmax(scores, visible) @ values.astype(np.float32)
+        mask = key <= query if window is None else (key <= query) & (key > query - window)
+        mask = np.tile(mask, (heads // kv_heads, 1))
+    out = softmax(scores, mask) @ values.astype(np.float32)
     return out.reshape(kv_heads, heads // kv_heads, n, head_dim).transpose(2, 0, 1, 3).reshape(n, heads, head_dim)

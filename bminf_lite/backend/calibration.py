@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .base import Backend
 
 
-class Trials:
+class CalibrationOps:
     """What ``ops`` can do with the weights and activations of a calibration.
 
     A *matrix* is a float weight ``[out, in]`` on the device, every bit of it, as :meth:`matrix` makes it; *rows* are
@@ -33,17 +33,17 @@ class Trials:
         """A float matrix in fp32, fp16 or bf16 on the device; it may still be in a file."""
         return np.asarray(values).astype(np.float32)
 
-    def column_magnitudes(self, x: Array, before: Array | None = None) -> Array:
+    def column_absmax(self, x: Array, before: Array | None = None) -> Array:
         """``max|x|`` of each column of an activation, fp32 ``[in]``, and of ``before``, which may be overwritten."""
         values = self.ops.host(x)
         top = np.maximum(values.max(axis=0), -values.min(axis=0)).astype(np.float32)
         return top if before is None else np.maximum(top, before)
 
-    def matrix_magnitudes(self, matrix: Array) -> Array:
+    def weight_column_absmax(self, matrix: Array) -> Array:
         """``max|w|`` of each column, fp32 ``[in]``."""
         return np.abs(matrix).max(axis=0)
 
-    def relative_magnitudes(self, matrix: Array) -> Array:
+    def relative_column_absmax(self, matrix: Array) -> Array:
         """``max(|w| / max|w of its row|)`` of each column, fp32 ``[in]``; a row of zeros counts as it is."""
         rows = np.abs(matrix).max(axis=1, keepdims=True)
         return (np.abs(matrix) / np.where(rows > 0, rows, np.float32(1))).max(axis=0)

@@ -15,7 +15,7 @@ def normalise(x: np.ndarray, norm: Norm) -> np.ndarray:
     if norm.center:
         x = x - x.mean(axis=-1, keepdims=True)
     inverse = np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(norm.eps))
-    y = x * norm.gain * inverse
+    y = x * norm.weight * inverse
     return y if norm.bias is None else y + norm.bias
 
 
@@ -37,10 +37,10 @@ def stored(result: np.ndarray, out: np.ndarray | None) -> np.ndarray:
     return out
 
 
-def softmax(scores: np.ndarray, visible: np.ndarray | None = None) -> np.ndarray:
-    """Softmax over the last axis in fp32. Positions that are not ``visible`` get exactly 0; so does a row with none."""
-    if visible is not None:
-        scores = np.where(visible, scores, -np.inf)
+def softmax(scores: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    """Softmax over the last axis in fp32. Positions outside ``mask`` get exactly 0; so does a row with none."""
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - np.where(np.isneginf(top), np.float32(0), top))
     total = weights.sum(axis=-1, keepdims=True)

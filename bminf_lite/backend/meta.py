@@ -1,6 +1,6 @@
 """What a model's weights take on a GPU, found by building the model without its weights and without a GPU.
 
-The survey is a backend whose arrays are numbers of bytes, so every architecture is measured by the code that loads it.
+It is a backend whose arrays are numbers of bytes, so every architecture is measured by the code that loads it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ PAD = GROUP
 """Rows, columns and vectors are padded to a multiple of so many elements; where plain rows are taken, to half of it."""
 
 
-class Survey(Backend):
+class MetaBackend(Backend):
     """A backend that computes nothing. After a model was built with it:
 
-    ``stacks`` are the bytes of each layer's matrices, stack by stack, ``outside`` those of all other arrays, of which
-    ``tables`` are embedding tables. ``token_bytes`` bounds what a token of a prompt's chunk takes on its way through a
-    layer.
+    ``layer_bytes`` are the bytes of each layer's matrices, stack by stack, ``non_layer_bytes`` those of all other
+    arrays, of which ``table_bytes`` are embedding tables. ``token_bytes`` bounds what a token of a prompt's chunk takes
+    on its way through a layer.
     """
 
-    name = "survey"
+    name = "meta"
 
     def __init__(self) -> None:
         super().__init__(np.float16)
-        self.stacks: list[list[int]] = []
-        self.outside = 0
-        self.tables = 0
+        self.layer_bytes: list[list[int]] = []
+        self.non_layer_bytes = 0
+        self.table_bytes = 0
         self._in_layer = False
         self._widest = 0
         self._deepest = 0
@@ -50,9 +50,9 @@ class Survey(Backend):
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         built = []
-        self.stacks.append([])
+        self.layer_bytes.append([])
         for index in range(count):
-            self.stacks[-1].append(0)
+            self.layer_bytes[-1].append(0)
             self._in_layer = True
             built.append(build(index))
             self._in_layer = False
@@ -64,30 +64,30 @@ class Survey(Backend):
         rows, pitch = round_up(n, PAD), round_up(k, PAD)
         matrix = aligned(rows * pitch * (1 if quantized else 2))
         if self._in_layer:
-            self.stacks[-1][-1] += matrix
+            self.layer_bytes[-1][-1] += matrix
             sums, codes = (4, 1) if quantized and quantized[0].dynamic else (6, 2)
             self._widest = max(self._widest, rows * sums + pitch * codes)
             self._deepest = max(self._deepest, pitch * codes)
         else:
-            self.outside += matrix
+            self.non_layer_bytes += matrix
         if quantized and (outliers := stack_outliers(quantized)) is not None:
-            self.outside += aligned(len(outliers.index) * rows * 2) + aligned(len(outliers.index) * 4)
-        self.outside += aligned(rows * 4) * (bool(quantized) + any(bias is not None for bias in biases))
+            self.non_layer_bytes += aligned(len(outliers.index) * rows * 2) + aligned(len(outliers.index) * 4)
+        self.non_layer_bytes += aligned(rows * 4) * (bool(quantized) + any(bias is not None for bias in biases))
         return None
 
     def table(self, values: np.ndarray) -> Array:
         rows, columns = values.shape
         pitch = round_up(columns, PAD)
         table = aligned(rows * pitch * 2)
-        self.tables += table
-        self.outside += table
+        self.table_bytes += table
+        self.non_layer_bytes += table
         self._stream = max(self._stream, pitch * 4)
 
     def vector(self, values: np.ndarray) -> Array:
-        self.outside += aligned(round_up(len(values), PAD) * 4)
+        self.non_layer_bytes += aligned(round_up(len(values), PAD) * 4)
 
     def array(self, values: np.ndarray) -> Array:
-        self.outside += aligned(values.nbytes)
+        self.non_layer_bytes += aligned(values.nbytes)
 
 
 def aligned(nbytes: int) -> int:

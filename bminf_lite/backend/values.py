@@ -19,52 +19,53 @@ Array = Any
 
 
 @dataclass
-class Step:
+class ForwardBatch:
     """The new tokens of ``B`` sequences, ``T`` in all, on the device.
 
-    ``tokens`` int32 ``[T]``; sequence ``b`` owns ``tokens[starts[b]:starts[b + 1]]`` (``starts`` int32 ``[B + 1]``),
-    has ``past[b]`` tokens in the cache already (int32 ``[B]``) and lives in row ``slots[b]`` of it (int32 ``[B]``).
-    ``count`` is ``B``, ``longest`` the largest number of new tokens of any sequence and ``reach`` an upper bound of
-    what any sequence will have in the cache after this step; the host knows these without asking the device.
+    ``tokens`` int32 ``[T]``; sequence ``b`` owns ``tokens[cu_seqlens[b]:cu_seqlens[b + 1]]`` (``cu_seqlens`` int32 ``[B
+    + 1]``), has ``context_lens[b]`` tokens in the cache already (int32 ``[B]``) and lives in row ``slots[b]`` of it
+    (int32 ``[B]``). ``batch_size`` is ``B``, ``max_query_len`` the largest number of new tokens of any sequence and
+    ``max_context_len`` an upper bound of what any sequence will have in the cache after this step; the host knows these
+    without asking the device.
     """
 
     tokens: Array
-    starts: Array
-    past: Array
+    cu_seqlens: Array
+    context_lens: Array
     slots: Array
-    count: int
-    longest: int
-    reach: int
+    batch_size: int
+    max_query_len: int
+    max_context_len: int
 
     @classmethod
     def packed(
         cls,
         array: Callable[[np.ndarray], Array],
         tokens: Sequence[Sequence[int] | np.ndarray] | np.ndarray,
-        past: Sequence[int] | None = None,
+        context_lens: Sequence[int] | None = None,
         slots: Sequence[int] | None = None,
-    ) -> Step:
+    ) -> ForwardBatch:
         """A step of one or more new ``tokens`` of each sequence: by default from their start, in slots 0, 1, ...
 
         ``array`` brings an array to the device: a backend's method of that name.
         """
         counts = [len(row) for row in tokens]
-        past = [0] * len(counts) if past is None else past
+        context_lens = [0] * len(counts) if context_lens is None else context_lens
         slots = range(len(counts)) if slots is None else slots
         return cls(
             tokens=array(np.concatenate(tokens).astype(np.int32)),
-            starts=array(np.cumsum([0, *counts], dtype=np.int32)),
-            past=array(np.array(past, np.int32)),
+            cu_seqlens=array(np.cumsum([0, *counts], dtype=np.int32)),
+            context_lens=array(np.array(context_lens, np.int32)),
             slots=array(np.array(slots, np.int32)),
-            count=len(counts),
-            longest=max(counts),
-            reach=max(p + n for p, n in zip(past, counts, strict=True)),
+            batch_size=len(counts),
+            max_query_len=max(counts),
+            max_context_len=max(p + n for p, n in zip(context_lens, counts, strict=True)),
         )
 
     @property
-    def decoding(self) -> bool:
+    def is_decode(self) -> bool:
         """Whether every sequence has exactly one new token."""
-        return self.longest == 1
+        return self.max_query_len == 1
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,11 @@ class Placement:
 class Norm:
     """A normalization over the last axis, computed in fp32.
 
-    With ``center`` it is LayerNorm (mean subtracted, ``gain`` and ``bias``), without it RMSNorm
-    (https://arxiv.org/abs/1910.07467). ``gain`` and ``bias`` are fp32 ``[features]``.
+    With ``center`` it is LayerNorm (mean subtracted, ``weight`` and ``bias``), without it RMSNorm
+    (https://arxiv.org/abs/1910.07467). ``weight`` and ``bias`` are fp32 ``[features]``.
     """
 
-    gain: Array
+    weight: Array
     eps: float
     bias: Array | None = None
     center: bool = False
@@ -112,12 +113,12 @@ class Rope:
 class RelativeBias:
     """What attention adds to a score for the distance ``key - query`` of two positions.
 
-    ``values`` is fp32 ``[heads, 2 * reach + 1]``: a column for each distance from ``-reach`` to ``reach``. A longer
-    distance counts as ``reach``.
+    ``values`` is fp32 ``[heads, 2 * max_distance + 1]``: a column for each distance from ``-max_distance`` to
+    ``max_distance``. A longer distance counts as ``max_distance``.
     """
 
     values: Array
-    reach: int
+    max_distance: int
 
 
 @dataclass(frozen=True)

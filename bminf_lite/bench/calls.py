@@ -16,11 +16,11 @@ OPERATIONS = (
     "attention", "encoder_attention", "store_source", "cross_attention", "sample",
 )  # fmt: skip
 """The operations that a step is made of."""
-PRODUCTS = ("linear", "linear_add", "gated_linear", "activated_linear")
+LINEAR_OPERATIONS = ("linear", "linear_add", "gated_linear", "activated_linear")
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One call of an operation, and the host's clock before and after it."""
 
     name: str
@@ -31,7 +31,7 @@ class Call:
 
 
 @contextmanager
-def watching(ops: Backend, tell: Callable[[Call], object]) -> Iterator[None]:
+def trace_calls(ops: Backend, callback: Callable[[OpCall], object]) -> Iterator[None]:
     """Tell of the calls of ``ops``' operations, as they return, without those that operations make of each other.
 
     A call refers to its arrays: whoever keeps it keeps their memory.
@@ -52,7 +52,7 @@ def watching(ops: Backend, tell: Callable[[Call], object]) -> Iterator[None]:
                 end = time.perf_counter()
             finally:
                 inside = False
-            tell(Call(name, (*args, *kwargs.values()), result, start, end))
+            callback(OpCall(name, (*args, *kwargs.values()), result, start, end))
             return result
 
         return call
@@ -67,28 +67,28 @@ def watching(ops: Backend, tell: Callable[[Call], object]) -> Iterator[None]:
 
 
 @dataclass
-class ProductCosts:
+class LinearCosts:
     """What the products of some steps cost: bytes of weights read, and operations, two for each element and row."""
 
     nbytes: int = 0
     operations: int = 0
 
-    def add(self, call: Call) -> None:
+    def add(self, call: OpCall) -> None:
         """Count a call, if it is of a product."""
-        if call.name in PRODUCTS:
+        if call.name in LINEAR_OPERATIONS:
             x, weight = call.args[:2]
             self.nbytes += weight.nbytes
             self.operations += 2 * x.shape[0] * weight.shape[0] * weight.shape[1]
 
 
-def moved_bytes(call: Call) -> int:
+def moved_bytes(call: OpCall) -> int:
     """Bytes that an operation of the CPU's backend must read and write, as far as its arguments tell."""
     if call.name in ("embed", "add_positions"):
         return 2 * call.result.nbytes
     total = 0
     for value in (*call.args, call.result):
         if isinstance(value, LayerCache) and call.name == "attention":
-            tokens = int((call.args[-1].past + 1).sum())
+            tokens = int((call.args[-1].context_lens + 1).sum())
             total += 2 * tokens * value.keys[0, :, 0].nbytes
         elif isinstance(value, Weight):
             total += value.nbytes
@@ -97,7 +97,7 @@ def moved_bytes(call: Call) -> int:
     return total
 
 
-def describe(call: Call) -> str:
+def describe(call: OpCall) -> str:
     """An operation with the shapes of what goes in and comes out."""
     first = next((list(a.shape) for a in call.args if hasattr(a, "shape")), [])
     return f"{call.name} {first} -> {list(getattr(call.result, 'shape', ()))}"

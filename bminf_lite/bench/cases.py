@@ -20,11 +20,11 @@ WIDTHS = (256, 1024, 4096, 8192, 16384)
 """Elements of a row."""
 MATRICES = ((4096, 4096), (14336, 4096), (4096, 14336))
 """Outputs and inputs of weights."""
-PRODUCT_ROWS = (2, 8, 16, 32, 512, 2048)
+GEMM_ROWS = (2, 8, 16, 32, 512, 2048)
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One kernel at one size.
 
     ``run(i)`` does the work for the ``i``-th time, on inputs of its own where the device's cache would hold the same
@@ -65,31 +65,31 @@ def quantize(xp: Any, x: Any) -> tuple[Any, Any]:
     return xp.clip(xp.rint(x * (127 / a)), -127, 127).astype(np.int8), a / 127
 
 
-def matvec(xp: Any, x: Any, weight: Any, scale: Any) -> Any:
+def gemv(xp: Any, x: Any, weight: Any, scale: Any) -> Any:
     """fp16 ``[1, in]`` and int8 ``[out, in]`` -> fp16 ``[1, out]``, with float activations."""
     return ((x.astype(np.float32) @ weight.astype(np.float32).T) * scale).astype(np.float16)
 
 
-def in_turn(function: Callable[..., Any], *inputs: tuple[Any, ...]) -> Callable[[int], Any]:
+def cycle(function: Callable[..., Any], *inputs: tuple[Any, ...]) -> Callable[[int], Any]:
     """``run(i)`` calls ``function`` with the ``i``-th of the inputs, from the first again after the last."""
     return lambda i: function(*inputs[i % len(inputs)])
 
 
-def plain_cases(xp: Any, ops: Backend, elements: int = 1 << 22) -> Iterator[Case]:
+def plain_cases(xp: Any, ops: Backend, elements: int = 1 << 22) -> Iterator[KernelCase]:
     """What NumPy takes for each formula, and the backend's own operation where it has one."""
     random = np.random.default_rng(0)
     for width in WIDTHS:
         rows = max(1, elements // width)
         x = random.standard_normal((rows, width), np.float32)
         half, gain, shape = x.astype(np.float16), np.ones(width, np.float32), f"{rows} x {width}"
-        yield Case("softmax", shape, in_turn(softmax, (xp, x)), 2 * x.nbytes)
-        yield Case("rms_norm", shape, in_turn(ops.norm, (x, Norm(gain, 1e-5))), 2 * x.nbytes,
-                   plain=in_turn(rms_norm, (xp, x, gain)))  # fmt: skip
-        yield Case("quantize", shape, in_turn(quantize_rows, (half,)), 3 * half.size,
-                   plain=in_turn(quantize, (xp, half)))  # fmt: skip
+        yield KernelCase("softmax", shape, cycle(softmax, (xp, x)), 2 * x.nbytes)
+        yield KernelCase("rms_norm", shape, cycle(ops.norm, (x, Norm(gain, 1e-5))), 2 * x.nbytes,
+                   plain=cycle(rms_norm, (xp, x, gain)))  # fmt: skip
+        yield KernelCase("quantize", shape, cycle(quantize_rows, (half,)), 3 * half.size,
+                   plain=cycle(quantize, (xp, half)))  # fmt: skip
     for n, k in MATRICES:
         weight = ops.weight([Int8Weight(np.asarray(RandomMatrix((n, k))), np.ones(n, np.float32))])
         for rows in (1, 16):
             x = random.standard_normal((rows, k), np.float32)
-            yield Case("matvec" if rows == 1 else "product", f"{rows} x {n} x {k}", in_turn(ops.linear, (x, weight)),
-                       weight.nbytes, operations=0 if rows == 1 else 2 * rows * n * k)  # fmt: skip
+            yield KernelCase("matvec" if rows == 1 else "product", f"{rows} x {n} x {k}", cycle(ops.linear, (x, weight)
+                       ), weight.nbytes, operations=0 if rows == 1 else 2 * rows * n * k)  # fmt: skip

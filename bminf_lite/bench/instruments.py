@@ -1,6 +1,6 @@
 """What measuring needs of a device: a clock, peaks of memory, the limits of the hardware, and a look inside a step.
 
-:class:`Instruments` serves any backend by the host's clock, which is right where operations run at once, on the CPU.
+:class:`Profiler` serves any backend by the host's clock, which is right where operations run at once, on the CPU.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 
 from .. import __version__
 from ..backend.base import Backend
-from .calls import Call, describe, moved_bytes, watching
-from .cases import Case, plain_cases
+from .calls import OpCall, describe, moved_bytes, trace_calls
+from .cases import KernelCase, plain_cases
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Span:
     gap: float
 
 
-class Instruments:
+class Profiler:
     """Of the CPU. ``ceiling_bytes`` is the size of the buffers with which its limits are measured."""
 
     def __init__(self, ops: Backend, ceiling_bytes: int = 256 << 20):
@@ -82,26 +82,26 @@ class Instruments:
         columns = 4096
         rows = max(1, self.ceiling_bytes // (4 * columns))
         matrix, vector = np.ones((rows, columns), np.float32), np.ones(columns, np.float32)
-        read = matrix.nbytes / self.best(lambda: matrix @ vector)
+        read = matrix.nbytes / self.min_seconds(lambda: matrix @ vector)
         target = np.empty_like(matrix)
-        copy = 2 * matrix.nbytes / self.best(lambda: np.copyto(target, matrix))
+        copy = 2 * matrix.nbytes / self.min_seconds(lambda: np.copyto(target, matrix))
         size = min(2048, rows)
         a, b = matrix[:size, :size].copy(), matrix[:size, :size].copy()
-        return Ceilings(read, copy, 2 * size**3 / self.best(lambda: a @ b))
+        return Ceilings(read, copy, 2 * size**3 / self.min_seconds(lambda: a @ b))
 
-    def best(self, work: Callable[[], Any], runs: int = 5) -> float:
+    def min_seconds(self, work: Callable[[], Any], runs: int = 5) -> float:
         """Seconds of the fastest of a few runs, after one that does not count."""
         work()
         return min(self.time(work)[0] for _ in range(runs))
 
-    def seconds_each(self, run: Callable[[int], Any], runs: int = 7) -> float:
+    def median_seconds(self, run: Callable[[int], Any], runs: int = 7) -> float:
         """Seconds that one ``run(i)`` takes, the median, after one that does not count."""
         run(0)
         return median(self.time(partial(run, i))[0] for i in range(runs))
 
-    def plain_seconds_each(self, run: Callable[[int], Any]) -> float:
+    def plain_seconds(self, run: Callable[[int], Any]) -> float:
         """The same for work that is not the backend's own, as its user would run it."""
-        return self.seconds_each(run)
+        return self.median_seconds(run)
 
     def allocated(self, run: Callable[[int], Any]) -> int | None:
         """The most memory in bytes that one ``run(i)`` takes beside what is there, where that is known."""
@@ -110,8 +110,8 @@ class Instruments:
     def trace(self, step: Callable[[], Any]) -> list[Span]:
         """The operations of one ``step()`` in order, each timed on its own."""
         step()
-        calls: list[Call] = []
-        with watching(self.ops, calls.append):
+        calls: list[OpCall] = []
+        with trace_calls(self.ops, calls.append):
             step()
         gaps = [after.start - before.end for before, after in itertools.pairwise(calls)]
         return [
@@ -119,15 +119,15 @@ class Instruments:
             for call, gap in zip(calls, [*gaps, 0.0], strict=True)
         ]
 
-    def kernels(self) -> Iterator[Case]:
+    def kernels(self) -> Iterator[KernelCase]:
         """Single kernels over a sweep of sizes; each is made when it is asked for."""
         return plain_cases(np, self.ops)
 
 
-def instruments_for(ops: Backend) -> Instruments:
+def make_profiler(ops: Backend) -> Profiler:
     """Those of the device that ``ops`` owns."""
     if not ops.name.startswith("cuda"):
-        return Instruments(ops)
-    from .cuda import CudaInstruments
+        return Profiler(ops)
+    from .cuda import CudaProfiler
 
-    return CudaInstruments(ops)  # type: ignore[arg-type]
+    return CudaProfiler(ops)  # type: ignore[arg-type]

@@ -17,15 +17,15 @@ from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.random_matrix import RandomMatrix
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.recipe import Scheme
-from ..engine.scheduler import Limits, Network
+from ..engine.scheduler import EngineConfig, Network
 from ..layers.loading import Weights
-from ..memory.planner import Plan
+from ..memory.planner import MemoryPlan
 from ..models.spec import Role, Spec
-from ..placement import demand, demand_of_checkpoint, limits_of, place
+from ..placement import checkpoint_requirements, make_engine_config, plan_placement, requirements
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchModel:
     """A model that is ready to run. ``parameters`` counts elements, tied ones once; ``nbytes`` is what was loaded.
 
     ``plan`` says where its weights live; None on a CPU.
@@ -33,10 +33,10 @@ class Subject:
 
     name: str
     network: Network
-    limits: Limits
+    engine_config: EngineConfig
     parameters: int
     nbytes: int
-    plan: Plan | None = None
+    plan: MemoryPlan | None = None
 
     @property
     def ops(self) -> Backend:
@@ -45,48 +45,53 @@ class Subject:
 
     def cache_bytes(self, tokens: float) -> float:
         """Bytes of the keys and values of ``tokens`` tokens of one sequence."""
-        return tokens * self.limits.cache_shape.bytes_per_token(self.ops.activation_dtype.itemsize)
+        return tokens * self.engine_config.cache_shape.bytes_per_token(self.ops.activation_dtype.itemsize)
 
 
-def random_subject(
+def random_model(
     name: str, config: Mapping[str, Any], ops: Backend, kv_cache: str = "fp16", seed: int = 0
-) -> Subject:
+) -> BenchModel:
     """A model of the shape ``config`` with random int8 weights, made on the device; ``kv_cache`` as ``load`` takes it.
 
     Layers that do not fit the memory limit are streamed, as those of a checkpoint are.
     """
     architecture = models.find(dict(config))
     spec = architecture.spec(architecture.parse(dict(config)))
-    plan = place(ops, spec, lambda: demand(architecture, dict(config), lambda _: Scheme.W8A8, kv_cache))
+    plan = plan_placement(ops, spec, lambda: requirements(architecture, dict(config), lambda _: Scheme.W8A8, kv_cache))
     return _build(name, architecture, dict(config), RandomWeights(spec, seed), ops, plan, kv_cache)
 
 
-def checkpoint_subject(path: Path, ops: Backend, kv_cache: str = "fp16") -> Subject:
+def checkpoint_model(path: Path, ops: Backend, kv_cache: str = "fp16") -> BenchModel:
     """The model in the folder ``path``. Raises ``CheckpointError``, ``OutOfMemory``."""
     with open_checkpoint(path) as checkpoint:
         architecture = models.find(checkpoint.config)
         spec = architecture.spec(architecture.parse(checkpoint.config))
         checkpoint.validate(spec)
-        plan = place(ops, spec, lambda: demand_of_checkpoint(checkpoint, kv_cache=kv_cache))
+        plan = plan_placement(ops, spec, lambda: checkpoint_requirements(checkpoint, kv_cache=kv_cache))
         weights = checkpoint.weights(spec, stored=True)
         return _build(path.resolve().name, architecture, checkpoint.config, weights, ops, plan, kv_cache)
 
 
 def _build(
-    name: str, architecture: ModuleType, config: dict[str, Any], weights: Weights, ops: Backend, plan: Plan | None,
+    name: str,
+    architecture: ModuleType,
+    config: dict[str, Any],
+    weights: Weights,
+    ops: Backend,
+    plan: MemoryPlan | None,
     kv_cache: str,
-) -> Subject:  # fmt: skip
+) -> BenchModel:
     parsed = architecture.parse(config)
     spec = architecture.spec(parsed)
-    counted = CountedWeights(weights)
+    counted = CountingWeights(weights)
     network = architecture.Model(parsed, counted, ops)
     int8 = kv_cache == "int8"
-    limits = limits_of(parsed, replace(parsed.cache_shape, int8=int8), plan)
+    engine_config = make_engine_config(parsed, replace(parsed.cache_shape, int8=int8), plan)
     parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
-    return Subject(f"{name}, int8 cache" if int8 else name, network, limits, parameters, counted.nbytes, plan)
+    return BenchModel(f"{name}, int8 cache" if int8 else name, network, engine_config, parameters, counted.nbytes, plan)
 
 
-class CountedWeights:
+class CountingWeights:
     """Passes ``weights`` on and counts their bytes."""
 
     def __init__(self, weights: Weights):

@@ -50,7 +50,7 @@ def save(report: Report, path: Path) -> None:
     if not drawings:
         raise UsageError("--plot: there is nothing to draw")
     figure = Figure(figsize=(6.5 * len(drawings), 4.5), layout="constrained")
-    figure.suptitle(" · ".join(filter(None, (report.subject.name if report.subject else "", report.device))))
+    figure.suptitle(" · ".join(filter(None, (report.bench_model.name if report.bench_model else "", report.device))))
     for axes, draw in zip(figure.subplots(1, len(drawings), squeeze=False)[0], drawings, strict=True):
         draw(axes)
     figure.savefig(path)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .instruments import Ceilings, Span
-from .model import Subject
+from .model import BenchModel
 from .runner import Measurement, Workload
 
 Row = Mapping[str, Any]
@@ -54,7 +54,7 @@ class Report:
     device: str
     versions: Mapping[str, str]
     ceilings: Ceilings = UNKNOWN
-    subject: Subject | None = None
+    bench_model: BenchModel | None = None
     measurements: list[Measurement] = field(default_factory=list)
     trace: Trace | None = None
     kernels: list[KernelTime] = field(default_factory=list)
@@ -70,11 +70,11 @@ class Report:
         return {name: rows for name, rows in tables.items() if rows}
 
     def _test_row(self, m: Measurement) -> Row:
-        assert self.subject is not None
+        assert self.bench_model is not None
         return {
-            "model": self.subject.name,
-            "size_bytes": self.subject.nbytes,
-            "parameters": self.subject.parameters,
+            "model": self.bench_model.name,
+            "size_bytes": self.bench_model.nbytes,
+            "parameters": self.bench_model.parameters,
             "device": self.device,
             "test": str(m.test),
             "tokens_per_second": m.speed,
@@ -98,7 +98,7 @@ class Report:
 
     def _prediction(self, test: Workload) -> float | None:
         """What ``plan`` says of decoding, with the speeds that were measured here; None where it says nothing."""
-        plan = self.subject.plan if self.subject is not None else None
+        plan = self.bench_model.plan if self.bench_model is not None else None
         if plan is None or test.kind != "tg":
             return None
         machine = replace(plan.machine, link=self.ceilings.link, bandwidth=self.ceilings.copy)
@@ -151,7 +151,7 @@ class Report:
         """Tables of figures that fit a terminal, and below them what they are measured against."""
         parts = []
         for name, rows in self.rows().items():
-            parts.append(markdown_table([FORMS[name](row) for row in rows]))
+            parts.append(markdown_table([ROW_FORMATTERS[name](row) for row in rows]))
         if self.trace:
             parts.append(
                 f"One decode step behind {self.trace.depth} tokens takes {1e6 * self.trace.step_seconds:.1f} us as it "
@@ -206,7 +206,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _test_form(row: Row) -> Row:
+def _format_test_row(row: Row) -> Row:
     reserved = row["peak_reserved_bytes"]
     parameters = row["parameters"]
     return {
@@ -222,11 +222,11 @@ def _test_form(row: Row) -> Row:
         "% int8": f"{row['percent_of_int8']:.1f}",
         "peak used": _size(row["peak_used_bytes"]),
         "peak reserved": "" if reserved is None else _size(reserved),
-        **(_streaming_form(row) if row["streamed_bytes_per_token"] else {}),
+        **(_format_streaming_row(row) if row["streamed_bytes_per_token"] else {}),
     }
 
 
-def _streaming_form(row: Row) -> Row:
+def _format_streaming_row(row: Row) -> Row:
     percent, predicted = row["percent_of_link"], row["predicted_tokens_per_second"]
     return {
         "streamed MB/token": f"{row['streamed_bytes_per_token'] / 1e6:.1f}",
@@ -235,7 +235,7 @@ def _streaming_form(row: Row) -> Row:
     }
 
 
-def _span_form(row: Row) -> Row:
+def _format_span_row(row: Row) -> Row:
     percent = row["percent_of_read"]
     return {
         "launch": str(row["launch"]),
@@ -247,7 +247,7 @@ def _span_form(row: Row) -> Row:
     }
 
 
-def _name_form(row: Row) -> Row:
+def _format_name_row(row: Row) -> Row:
     percent = row["percent_of_read"]
     return {
         "name": row["name"],
@@ -258,7 +258,7 @@ def _name_form(row: Row) -> Row:
     }
 
 
-def _kernel_form(row: Row) -> Row:
+def _format_kernel_row(row: Row) -> Row:
     plain, speedup, allocated = row["plain_microseconds"], row["speedup"], row["allocated_bytes"]
     return {
         "kernel": row["kernel"],
@@ -272,7 +272,12 @@ def _kernel_form(row: Row) -> Row:
     }
 
 
-FORMS = {"tests": _test_form, "trace": _span_form, "trace_by_name": _name_form, "kernels": _kernel_form}
+ROW_FORMATTERS = {
+    "tests": _format_test_row,
+    "trace": _format_span_row,
+    "trace_by_name": _format_name_row,
+    "kernels": _format_kernel_row,
+}
 
 
 def markdown_table(rows: Sequence[Row]) -> str:

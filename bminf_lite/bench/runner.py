@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import UsageError
-from .calls import ProductCosts, watching
-from .instruments import Instruments
-from .model import Subject
-from .session import Session, check
+from .calls import LinearCosts, trace_calls
+from .instruments import Profiler
+from .model import BenchModel
+from .session import Session, check_results
 
 T = TypeVar("T")
 WARM_UP_STEPS = 3
@@ -95,112 +95,112 @@ def workloads(
 
 
 def run_tests(
-    subject: Subject,
-    instruments: Instruments,
+    bench_model: BenchModel,
+    profiler: Profiler,
     tests: Iterable[Workload],
     repetitions: int,
-    done: Callable[[Measurement], Any] = lambda _: None,
+    on_result: Callable[[Measurement], Any] = lambda _: None,
 ) -> list[Measurement]:
-    """Run each test ``repetitions`` times after a warm-up, and tell ``done`` of each result.
+    """Run each test ``repetitions`` times after a warm-up, and tell ``on_result`` of each result.
 
     Raises ``BminfError`` where the results show that nothing sensible was computed, ``OutOfMemory`` where the cache
     does not fit.
     """
     measurements = []
-    for test in of_sources(tests) if subject.limits.source_length else tests:
-        instruments.reset_peaks()
-        with closing(Session(subject, test.batch, test.depth + test.tokens + WARM_UP_STEPS)) as session:
-            runs = RUNS[test.kind](session, instruments, test, repetitions)
-            peaks = instruments.peaks()
+    for test in encoder_workloads(tests) if bench_model.engine_config.max_source_length else tests:
+        profiler.reset_peaks()
+        with closing(Session(bench_model, test.batch, test.depth + test.tokens + WARM_UP_STEPS)) as session:
+            runs = WORKLOAD_RUNNERS[test.kind](session, profiler, test, repetitions)
+            peaks = profiler.peaks()
         tokens = test.batch * test.tokens
         per_token = test.batch if test.kind == "tg" else tokens
         measurements.append(
             Measurement(
                 test,
                 tuple(runs.seconds),
-                runs.costs.nbytes / per_token + cache_bytes_per_token(subject, test),
+                runs.costs.nbytes / per_token + cache_bytes_per_token(bench_model, test),
                 runs.costs.operations / per_token,
                 *peaks,
                 runs.streamed_bytes / tokens / repetitions,
             )
         )
-        done(measurements[-1])
+        on_result(measurements[-1])
     return measurements
 
 
-def of_sources(tests: Iterable[Workload]) -> list[Workload]:
+def encoder_workloads(tests: Iterable[Workload]) -> list[Workload]:
     """``tests`` for an encoder-decoder: each length of prompts becomes one of sources, behind which nothing can be."""
     return list(dict.fromkeys(replace(t, kind="enc", depth=0) if t.kind == "pp" else t for t in tests))
 
 
 @dataclass
-class Runs:
+class Repetitions:
     """The repetitions of a test: their seconds, the bytes that they streamed together, and what the products cost of
     one repetition, or of one step of ``tg``.
     """
 
-    costs: ProductCosts = field(default_factory=ProductCosts)
+    costs: LinearCosts = field(default_factory=LinearCosts)
     seconds: list[float] = field(default_factory=list)
     streamed_bytes: int = 0
 
-    def time(self, instruments: Instruments, work: Callable[[], T]) -> T:
+    def time(self, profiler: Profiler, work: Callable[[], T]) -> T:
         """One repetition, and its results."""
-        before = instruments.streamed_bytes()
-        taken, results = instruments.time(work)
+        before = profiler.streamed_bytes()
+        taken, results = profiler.time(work)
         self.seconds.append(taken)
-        self.streamed_bytes += instruments.streamed_bytes() - before
+        self.streamed_bytes += profiler.streamed_bytes() - before
         return results
 
 
-def _prefill(session: Session, instruments: Instruments, test: Workload, repetitions: int) -> Runs:
-    position = session.begin(test.depth) if test.depth else 0
-    runs, results = Runs(), list[np.ndarray]()
-    with watching(session.ops, runs.costs.add):
+def _prefill(session: Session, profiler: Profiler, test: Workload, repetitions: int) -> Repetitions:
+    position = session.fill_context(test.depth) if test.depth else 0
+    runs, results = Repetitions(), list[np.ndarray]()
+    with trace_calls(session.ops, runs.costs.add):
         results += session.prepare_prefill(test.tokens, position)()
     for _ in range(repetitions):
         prefill = session.prepare_prefill(test.tokens, position)
         session.poison(position)
-        results += runs.time(instruments, prefill)
-    check(results, session.subject.limits.vocab_size, str(test))
+        results += runs.time(profiler, prefill)
+    check_results(results, session.bench_model.engine_config.vocab_size, str(test))
     return runs
 
 
-def _encode(session: Session, instruments: Instruments, test: Workload, repetitions: int) -> Runs:
+def _encode(session: Session, profiler: Profiler, test: Workload, repetitions: int) -> Repetitions:
     """The encoder, and the decoder's keys and values of the source; an untimed step shows that they are there."""
-    runs = Runs()
-    with watching(session.ops, runs.costs.add):
+    runs = Repetitions()
+    with trace_calls(session.ops, runs.costs.add):
         session.prepare_encode(test.tokens)()
     results = session.start_decoding()
     for _ in range(repetitions):
-        runs.time(instruments, session.prepare_encode(test.tokens))
+        runs.time(profiler, session.prepare_encode(test.tokens))
         results += session.start_decoding()
-    check(results, session.subject.limits.vocab_size, str(test))
+    check_results(results, session.bench_model.engine_config.vocab_size, str(test))
     return runs
 
 
-def _decode(session: Session, instruments: Instruments, test: Workload, repetitions: int) -> Runs:
-    position, runs = session.begin(test.depth), Runs()
+def _decode(session: Session, profiler: Profiler, test: Workload, repetitions: int) -> Repetitions:
+    position, runs = session.fill_context(test.depth), Repetitions()
     session.prepare_decode(position)
-    with watching(session.ops, runs.costs.add):
+    with trace_calls(session.ops, runs.costs.add):
         session.decode(1)
     session.decode(WARM_UP_STEPS - 1)
     for _ in range(repetitions):
         session.poison(position)
         session.prepare_decode(position)
-        results = runs.time(instruments, partial(session.decode, test.tokens))
-        check(results, session.subject.limits.vocab_size, str(test))
+        results = runs.time(profiler, partial(session.decode, test.tokens))
+        check_results(results, session.bench_model.engine_config.vocab_size, str(test))
     return runs
 
 
-RUNS = {"pp": _prefill, "enc": _encode, "tg": _decode}
+WORKLOAD_RUNNERS = {"pp": _prefill, "enc": _encode, "tg": _decode}
 
 
-def cache_bytes_per_token(subject: Subject, test: Workload) -> float:
+def cache_bytes_per_token(bench_model: BenchModel, test: Workload) -> float:
     """Bytes of the keys and values that a token's query sees and that it adds; a chunk of ``pp`` reads them once."""
     if test.kind == "enc":
-        return subject.cache_bytes(1)
+        return bench_model.cache_bytes(1)
     if test.kind == "tg":
-        return subject.cache_bytes(test.depth + (test.tokens + 1) / 2 + 1)
-    chunk = min(test.tokens, subject.limits.chunk)
+        return bench_model.cache_bytes(test.depth + (test.tokens + 1) / 2 + 1)
+    chunk = min(test.tokens, bench_model.engine_config.max_num_batched_tokens)
     read = sum(test.depth + min(first + chunk, test.tokens) for first in range(0, test.tokens, chunk))
-    return subject.cache_bytes(read / test.tokens + 1)
+    return bench_model.cache_bytes(read / test.tokens + 1)

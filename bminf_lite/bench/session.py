@@ -9,12 +9,12 @@ from typing import cast
 import numpy as np
 
 from ..backend.sampling import SamplerState
-from ..backend.values import Array, Step
+from ..backend.values import Array, ForwardBatch
 from ..engine.sampling_params import SamplingParams, sampler_state
 from ..engine.scheduler import EncoderDecoder
 from ..errors import BminfError
 from ..layers.cache import KVCache, SourceCache
-from .model import Subject
+from .model import BenchModel
 
 GREEDY = SamplingParams(seed=0, ignore_eos=True)
 UNWRITTEN = -2
@@ -27,32 +27,32 @@ class Session:
     Results are int32 ``[2, batch]`` as ``Backend.sample`` gives them, greedy: tokens, and log-probabilities as bits.
     """
 
-    def __init__(self, subject: Subject, batch: int, capacity: int, seed: int = 0):
-        self.subject = subject
-        self.ops = subject.ops
+    def __init__(self, bench_model: BenchModel, batch: int, capacity: int, seed: int = 0):
+        self.bench_model = bench_model
+        self.ops = bench_model.ops
         self.batch = batch
         self.random = np.random.default_rng(seed)
-        limits = subject.limits
-        self.start = limits.decoder_start or (0,)
-        room = capacity + (len(self.start) if limits.source_length else 0)
-        self.cache = KVCache(self.ops, limits.cache_shape, batch, room, max(limits.context_length, room))
-        if limits.source_length:
-            self.cache.source = SourceCache(self.ops, limits.cache_shape, batch, capacity, capacity)
+        engine_config = bench_model.engine_config
+        self.start = engine_config.decoder_start_token_ids or (0,)
+        room = capacity + (len(self.start) if engine_config.max_source_length else 0)
+        self.cache = KVCache(self.ops, engine_config.cache_shape, batch, room, max(engine_config.context_length, room))
+        if engine_config.max_source_length:
+            self.cache.source = SourceCache(self.ops, engine_config.cache_shape, batch, capacity, capacity)
         self._sampler = self._greedy(batch)
-        self._step: Step | None = None
-        self._work: Callable[[], Array] | None = None
+        self._step: ForwardBatch | None = None
+        self._replay: Callable[[], Array] | None = None
         self._last: Array | None = None
 
     def close(self) -> None:
         """Give the memory back; nothing can be run afterwards."""
-        self._work = self._last = None
+        self._replay = self._last = None
         self.cache.close()
 
     def tokens(self, shape: tuple[int, ...]) -> np.ndarray:
         """Random token ids int32."""
-        return self.random.integers(0, self.subject.limits.vocab_size, shape, np.int32)
+        return self.random.integers(0, self.bench_model.engine_config.vocab_size, shape, np.int32)
 
-    def begin(self, depth: int) -> int:
+    def fill_context(self, depth: int) -> int:
         """Process ``depth`` random tokens; returns the position of the next.
 
         For an encoder-decoder ``depth`` is the length of the source, one at least, and its decoder is at its start.
@@ -88,9 +88,9 @@ class Session:
         """
         tokens = self.tokens((self.batch, count))
         steps = []
-        for parts in chunks(self.batch, count, self.subject.limits.chunk):
+        for parts in chunks(self.batch, count, self.bench_model.engine_config.max_num_batched_tokens):
             rows, firsts = [tokens[b, i:j] for b, i, j in parts], [past + i for _, i, _ in parts]
-            step = Step.packed(self.ops.array, rows, firsts, [b for b, *_ in parts])
+            step = ForwardBatch.packed(self.ops.array, rows, firsts, [b for b, *_ in parts])
             steps.append((step, self._greedy(len(parts))))
         return lambda: self._run(steps)
 
@@ -99,32 +99,35 @@ class Session:
 
         What is returned encodes them, and computes what the decoder needs of them.
         """
-        network, source = cast(EncoderDecoder, self.subject.network), self.cache.source
+        network, source = cast(EncoderDecoder, self.bench_model.network), self.cache.source
         assert source is not None
         self._poison(source, 0)
-        at_once, every = max(1, self.subject.limits.chunk // count), list(range(self.batch))
+        at_once, every = max(1, self.bench_model.engine_config.max_num_batched_tokens // count), list(range(self.batch))
         groups = [every[i : i + at_once] for i in range(0, self.batch, at_once)]
-        readings = [Step.packed(self.ops.array, self.tokens((len(g), count)), slots=g) for g in groups]
+        readings = [ForwardBatch.packed(self.ops.array, self.tokens((len(g), count)), slots=g) for g in groups]
         source.set_lengths(dict.fromkeys(every, count))
 
         def encode() -> None:
             for reading in readings:
-                network.read(reading, source)
+                network.encode_to_cache(reading, source)
 
         return encode
 
     def start_decoding(self) -> list[np.ndarray]:
         """Run the tokens that a decoder starts with; the tokens that it chooses."""
-        return self._run([(Step.packed(self.ops.array, [self.start] * self.batch), self._greedy(self.batch))])
+        return self._run([(ForwardBatch.packed(self.ops.array, [self.start] * self.batch), self._greedy(self.batch))])
 
-    def _run(self, steps: list[tuple[Step, SamplerState]]) -> list[np.ndarray]:
+    def _run(self, steps: list[tuple[ForwardBatch, SamplerState]]) -> list[np.ndarray]:
         fetched = [
-            self.ops.fetch(self.ops.sample(self.subject.network(step, self.cache), sampler)) for step, sampler in steps
+            self.ops.fetch(self.ops.sample(self.bench_model.network(step, self.cache), sampler))
+            for step, sampler in steps
         ]
         return [result() for result in fetched]
 
     def _greedy(self, count: int) -> SamplerState:
-        state = sampler_state([GREEDY] * count, [()] * count, self.subject.limits.vocab_size, list(range(count)))
+        state = sampler_state(
+            [GREEDY] * count, [()] * count, self.bench_model.engine_config.vocab_size, list(range(count))
+        )
         return state.map(self.ops.array)
 
     # -- decode -------------------------------------------------------------------------------------------------------
@@ -133,36 +136,36 @@ class Session:
         """Random tokens at position ``past`` are the next step's input. Work that was recorded stays valid."""
         tokens = self.tokens((self.batch,))
         if self._step is None:
-            self._step = Step.packed(self.ops.array, tokens[:, None], [past] * self.batch)
-            self._step.reach = self.cache.capacity
+            self._step = ForwardBatch.packed(self.ops.array, tokens[:, None], [past] * self.batch)
+            self._step.max_context_len = self.cache.capacity
         self.ops.assign(self._step.tokens, tokens)
-        self.ops.assign(self._step.past, np.full(self.batch, past, np.int32))
+        self.ops.assign(self._step.context_lens, np.full(self.batch, past, np.int32))
         if self._last is not None:
             self.ops.assign(self._last, np.full((2, self.batch), UNWRITTEN, np.int32))
 
-    def expect(self, tokens: int) -> None:
+    def set_max_context_len(self, tokens: int) -> None:
         """Let steps that are run eagerly from now on assume so many tokens in the cache at most, not its capacity."""
         assert self._step is not None
-        self._step.reach = tokens
+        self._step.max_context_len = tokens
 
     def decode_eagerly(self) -> Array:
         """One step, launched operation by operation."""
         step = self._step
         assert step is not None
-        return self.ops.sample(self.subject.network(step, self.cache), self._sampler, step)
+        return self.ops.sample(self.bench_model.network(step, self.cache), self._sampler, step)
 
     def decode(self, count: int) -> list[np.ndarray]:
         """``count`` steps as the engine runs them, the host as far ahead of the device as it may be."""
-        if self._work is None:
-            self._work = self.ops.repeated(self.decode_eagerly)
+        if self._replay is None:
+            self._replay = self.ops.capture(self.decode_eagerly)
         results: list[np.ndarray] = []
-        under_way: deque[Callable[[], np.ndarray]] = deque()
+        in_flight: deque[Callable[[], np.ndarray]] = deque()
         for _ in range(count):
-            self._last = self._work()
-            under_way.append(self.ops.fetch(self._last))
-            if len(under_way) > self.ops.lookahead:
-                results.append(under_way.popleft()())
-        return results + [result() for result in under_way]
+            self._last = self._replay()
+            in_flight.append(self.ops.fetch(self._last))
+            if len(in_flight) > self.ops.max_steps_in_flight:
+                results.append(in_flight.popleft()())
+        return results + [result() for result in in_flight]
 
 
 def chunks(batch: int, tokens: int, chunk: int) -> Iterator[list[tuple[int, int, int]]]:
@@ -183,7 +186,7 @@ def chunks(batch: int, tokens: int, chunk: int) -> Iterator[list[tuple[int, int,
         yield parts
 
 
-def check(results: list[np.ndarray], vocab_size: int, where: str) -> None:
+def check_results(results: list[np.ndarray], vocab_size: int, where: str) -> None:
     """Raise ``BminfError`` unless each token is one of the vocabulary, likely, and not always the same.
 
     ``results`` are those of steps with different inputs; a device that does nothing, or computes NaN, shows here.

@@ -33,12 +33,12 @@ OUTLIER_FORMAT = "bminf-lite-outlier-columns-1"
 """The number is the format's version."""
 READ_FORMATS = (*INT8_FORMATS, PACKED_FORMAT, OUTLIER_FORMAT)
 OUTLIERS = (".outlier_columns", ".outlier_weight")
-COMPANIONS = (".weight_scale", ".weight_packed", ".weight_shape", ".weight_zero_point", *OUTLIERS)
+QUANTIZATION_SUFFIXES = (".weight_scale", ".weight_packed", ".weight_shape", ".weight_zero_point", *OUTLIERS)
 """What may stand beside, or instead of, the ``.weight`` of a quantized layer."""
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     """Layers that are quantized alike. ``dynamic``: activations are quantized too, per token, at run time."""
 
     targets: tuple[str, ...]
@@ -50,11 +50,11 @@ class Group:
 class QuantizationConfig:
     """Which layers of a checkpoint are quantized, and how; ``outliers`` counts their columns that stay fp16."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ConfigGroup, ...]
     ignore: tuple[str, ...] = ()
     outliers: Mapping[str, int] = field(default_factory=dict)
 
-    def group_of(self, module: str) -> Group | None:
+    def group_of(self, module: str) -> ConfigGroup | None:
         """The group of the linear layer ``module`` (``model.layers.0.mlp.up_proj``), or None if it stays float.
 
         A target that names the layer goes before one that names its class, as the format's other readers have it.
@@ -104,7 +104,7 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
         raw_groups = {}
     for name, group in raw_groups.items():
         found = _parse_group(f"quantization_config.config_groups.{name}", group, raw.get("format"))
-        if isinstance(found, Group):
+        if isinstance(found, ConfigGroup):
             groups.append(found)
         else:
             problems.extend(found)
@@ -118,7 +118,7 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
     return QuantizationConfig(tuple(groups), tuple(ignore), outliers)
 
 
-def _parse_group(where: str, group: object, default_format: object) -> Group | list[str]:
+def _parse_group(where: str, group: object, default_format: object) -> ConfigGroup | list[str]:
     if not isinstance(group, dict):
         return [f"{where} must be an object, not {group!r}"]
     layout = group.get("format") or default_format
@@ -135,7 +135,7 @@ def _parse_group(where: str, group: object, default_format: object) -> Group | l
         problems.append(f"{where}.output_activations is set; quantized outputs cannot be run")
     if problems or not isinstance(targets, list):
         return problems
-    return Group(tuple(targets), layout == PACKED_FORMAT, inputs is not None)
+    return ConfigGroup(tuple(targets), layout == PACKED_FORMAT, inputs is not None)
 
 
 def _target_problems(where: str, targets: object) -> list[str]:

@@ -25,21 +25,21 @@ from .manifest import TensorReport
 from .reader import Checkpoint
 from .recipe import Scheme
 from .tensor_file import DTYPES, TensorInfo
-from .weight_rewrite import UNTREATED, Treatment
-from .writer import CheckpointWriter, Declared
+from .weight_rewrite import NO_REWRITE, WeightRewrite
+from .writer import CheckpointWriter, TensorDeclaration
 
 Progress = Callable[[int, int, str], None]
 """Called with the bytes of the source that are done, all of them, and the name of the tensor at work."""
 
 
 @dataclass(frozen=True)
-class Planned:
+class ConversionTask:
     """A tensor of the source and what becomes of it."""
 
     name: str
     info: TensorInfo
     scheme: Scheme
-    treatment: Treatment = UNTREATED
+    rewrite: WeightRewrite = NO_REWRITE
 
     @property
     def module(self) -> str:
@@ -56,20 +56,20 @@ class Planned:
         """The tensor that holds the codes, or the unchanged values."""
         return f"{self.module}.weight_packed" if self.scheme is Scheme.W8A16 else self.name
 
-    def outputs(self) -> dict[str, Declared]:
+    def outputs(self) -> dict[str, TensorDeclaration]:
         """The tensors to be written for it; the scales with the widest type that they may get."""
         if self.scheme is Scheme.FLOAT:
-            return {self.name: Declared(self.info.dtype, self.info.shape)}
+            return {self.name: TensorDeclaration(self.info.dtype, self.info.shape)}
         rows, columns = self.info.shape
-        others = {self.scale_name: Declared("F32", (rows, 1))}
-        if self.treatment.outliers is not None:
-            count = len(self.treatment.outliers)
-            others[f"{self.module}.outlier_columns"] = Declared("I32", (count,))
-            others[f"{self.module}.outlier_weight"] = Declared("F16", (rows, count))
+        others = {self.scale_name: TensorDeclaration("F32", (rows, 1))}
+        if self.rewrite.outliers is not None:
+            count = len(self.rewrite.outliers)
+            others[f"{self.module}.outlier_columns"] = TensorDeclaration("I32", (count,))
+            others[f"{self.module}.outlier_weight"] = TensorDeclaration("F16", (rows, count))
         if self.scheme is Scheme.W8A8:
-            return {self.name: Declared("I8", (rows, columns)), **others}
-        shape = {f"{self.module}.weight_shape": Declared("I64", (2,))}
-        return {self.data_name: Declared("I32", (rows, packed_width(columns))), **shape, **others}
+            return {self.name: TensorDeclaration("I8", (rows, columns)), **others}
+        shape = {f"{self.module}.weight_shape": TensorDeclaration("I64", (2,))}
+        return {self.data_name: TensorDeclaration("I32", (rows, packed_width(columns))), **shape, **others}
 
     @property
     def rows(self) -> int:
@@ -88,33 +88,33 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Rows ``start`` to ``stop`` of a tensor; ``wide``: with fp32 scales."""
+class RowBlock:
+    """Rows ``start`` to ``stop`` of a tensor; ``fp32_scale``: with fp32 scales."""
 
-    plan: Planned
+    task: ConversionTask
     start: int
     stop: int
-    wide: bool = False
+    fp32_scale: bool = False
 
     @property
     def nbytes(self) -> int:
         """Its size in the source."""
-        return (self.stop - self.start) * self.plan.row_bytes
+        return (self.stop - self.start) * self.task.row_bytes
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedBlock:
     """What a block gave, each per row: scales, and sums of squares of weights and errors in units of the scale.
 
-    Empty for a block that is copied. ``bad_row`` is the first row of the tensor with a NaN or an infinity; ``misfit``
-    says that the scales need fp32. Either way the block was not written.
+    Empty for a block that is copied. ``bad_row`` is the first row of the tensor with a NaN or an infinity.
+    ``needs_fp32_scale``: the scales do not fit fp16. Either way the block was not written.
     """
 
     scale: np.ndarray = field(default_factory=lambda: np.empty(0, np.float16))
     signal: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     noise: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     bad_row: int | None = None
-    misfit: bool = False
+    needs_fp32_scale: bool = False
 
 
 class Converter:
@@ -134,49 +134,49 @@ class Converter:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def run(self, plans: Sequence[Planned]) -> list[TensorReport]:
+    def run(self, tasks: Sequence[ConversionTask]) -> list[TensorReport]:
         """Convert everything, in the given order.
 
         Raises :class:`CheckpointError` that lists every tensor with a NaN or an infinity.
         """
-        total, done = sum(plan.info.nbytes for plan in plans), 0
+        total, done = sum(task.info.nbytes for task in tasks), 0
         reports, bad = [], []
-        parts: list[Converted] = []
-        for block, part in self._convert_all(block for plan in plans for block in _blocks(plan)):
+        parts: list[ConvertedBlock] = []
+        for block, part in self._convert_all(block for task in tasks for block in _blocks(task)):
             parts.append(part)
             done += block.nbytes
             if self.progress:
-                self.progress(done, total, block.plan.name)
-            if block.stop < block.plan.rows:
+                self.progress(done, total, block.task.name)
+            if block.stop < block.task.rows:
                 continue
             bad_rows = [part.bad_row for part in parts if part.bad_row is not None]
             if bad_rows:
-                bad.append(f"tensor {block.plan.name!r} holds a NaN or an infinity, first in row {bad_rows[0]}")
+                bad.append(f"tensor {block.task.name!r} holds a NaN or an infinity, first in row {bad_rows[0]}")
             else:
-                reports.append(self._finish(block.plan, parts))
+                reports.append(self._finish(block.task, parts))
             parts = []
         if bad:
             raise checkpoint_error(self.source.path, bad, "no int8 scale fits such a row: export the checkpoint again")
         return reports
 
-    def _finish(self, plan: Planned, parts: list[Converted]) -> TensorReport:
+    def _finish(self, task: ConversionTask, parts: list[ConvertedBlock]) -> TensorReport:
         """Bring the parts of a tensor together, after converting it again if its scales need fp32."""
-        if plan.scheme is Scheme.FLOAT:
-            return _report(plan, plan.info.nbytes)
-        if any(part.misfit for part in parts):
-            parts = [part for _, part in self._convert_all(_blocks(plan, wide=True))]
+        if task.scheme is Scheme.FLOAT:
+            return _report(task, task.info.nbytes)
+        if any(part.needs_fp32_scale for part in parts):
+            parts = [part for _, part in self._convert_all(_blocks(task, fp32_scale=True))]
         scale, signal, noise = (np.concatenate([getattr(p, f) for p in parts]) for f in ("scale", "signal", "noise"))
-        self.writer.write_late(plan.scale_name, scale[:, None])
-        if plan.scheme is Scheme.W8A16:
-            self.writer.write(f"{plan.module}.weight_shape", np.array(plan.info.shape, np.int64))
-        if plan.treatment.outliers is not None:
-            self.writer.write(f"{plan.module}.outlier_columns", plan.treatment.outliers)
-        size = sum(declared.nbytes for declared in plan.outputs().values())
-        return _report(plan, size - 4 * scale.size + scale.nbytes, scale, signal, noise)
+        self.writer.write_late(task.scale_name, scale[:, None])
+        if task.scheme is Scheme.W8A16:
+            self.writer.write(f"{task.module}.weight_shape", np.array(task.info.shape, np.int64))
+        if task.rewrite.outliers is not None:
+            self.writer.write(f"{task.module}.outlier_columns", task.rewrite.outliers)
+        size = sum(declared.nbytes for declared in task.outputs().values())
+        return _report(task, size - 4 * scale.size + scale.nbytes, scale, signal, noise)
 
-    def _convert_all(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, Converted]]:
+    def _convert_all(self, blocks: Iterable[RowBlock]) -> Iterator[tuple[RowBlock, ConvertedBlock]]:
         """Convert on all threads, a few blocks ahead, and yield the results in order."""
-        pending: deque[tuple[Block, Future[Converted]]] = deque()
+        pending: deque[tuple[RowBlock, Future[ConvertedBlock]]] = deque()
         for block in blocks:
             pending.append((block, self._pool.submit(self._convert, block)))
             if len(pending) > 4 * self.workers:
@@ -185,58 +185,58 @@ class Converter:
         for block, future in pending:
             yield block, future.result()
 
-    def _convert(self, block: Block) -> Converted:
-        plan = block.plan
+    def _convert(self, block: RowBlock) -> ConvertedBlock:
+        task = block.task
         raw = self._buffer("raw", block.nbytes, np.uint8)
-        self.source.read_into(plan.name, raw.data, block.start * plan.row_bytes)
-        values = raw.view(DTYPES[plan.info.dtype]).reshape(block.stop - block.start, plan.row_elements)
-        _multiply(values, plan.treatment, block)
-        return self._copy(block, values) if plan.scheme is Scheme.FLOAT else self._quantize(block, values)
+        self.source.read_into(task.name, raw.data, block.start * task.row_bytes)
+        values = raw.view(DTYPES[task.info.dtype]).reshape(block.stop - block.start, task.row_elements)
+        _apply_factors(values, task.rewrite, block)
+        return self._copy(block, values) if task.scheme is Scheme.FLOAT else self._quantize(block, values)
 
-    def _copy(self, block: Block, values: np.ndarray) -> Converted:
+    def _copy(self, block: RowBlock, values: np.ndarray) -> ConvertedBlock:
         finite = np.isfinite(values)
         if not finite.all():
-            return Converted(bad_row=block.start + int(np.argmin(finite.all(axis=1))))
-        self.writer.write(block.plan.name, values, block.start * block.plan.row_bytes)
-        return Converted()
+            return ConvertedBlock(bad_row=block.start + int(np.argmin(finite.all(axis=1))))
+        self.writer.write(block.task.name, values, block.start * block.task.row_bytes)
+        return ConvertedBlock()
 
-    def _quantize(self, block: Block, values: np.ndarray) -> Converted:
+    def _quantize(self, block: RowBlock, values: np.ndarray) -> ConvertedBlock:
         if values.dtype != np.float32:
             widened = self._buffer("fp32", values.size, np.float32).reshape(values.shape)
             np.copyto(widened, values)
             values = widened
-        kept = self._take_outliers(block.plan, values)
+        kept = self._extract_outliers(block.task, values)
         row_max = row_maxima(values)
         finite = np.isfinite(row_max) & np.isfinite(kept).all(axis=1)
         if not finite.all():
-            return Converted(bad_row=block.start + int(np.argmin(finite)))
-        scale = _given_scales(block) if block.plan.treatment.codes is not None else exact_scales(row_max)
-        if not block.wide:
+            return ConvertedBlock(bad_row=block.start + int(np.argmin(finite)))
+        scale = _calibrated_scales(block) if block.task.rewrite.codes is not None else exact_scales(row_max)
+        if not block.fp32_scale:
             if not fits_fp16(scale):
-                return Converted(misfit=True)
+                return ConvertedBlock(needs_fp32_scale=True)
             scale = scale.astype(np.float16)
         ratio = self._buffer("ratio", values.size, np.float32).reshape(values.shape)
         rounded = self._buffer("rounded", values.size, np.float32).reshape(values.shape)
         codes = self._buffer("codes", values.size, np.int8).reshape(values.shape)
         round_to_codes(values, scale, ratio, rounded)
-        if block.plan.treatment.codes is not None:
-            np.copyto(rounded, block.plan.treatment.codes[block.start : block.stop])
+        if block.task.rewrite.codes is not None:
+            np.copyto(rounded, block.task.rewrite.codes[block.start : block.stop])
         np.copyto(codes, rounded, casting="unsafe")
-        stored = pack(codes) if block.plan.scheme is Scheme.W8A16 else codes
-        self.writer.write(block.plan.data_name, stored, block.start * stored.shape[1])
+        stored = pack(codes) if block.task.scheme is Scheme.W8A16 else codes
+        self.writer.write(block.task.data_name, stored, block.start * stored.shape[1])
         if kept.size:
-            self.writer.write(f"{block.plan.module}.outlier_weight", kept, block.start * kept.shape[1] * kept.itemsize)
+            self.writer.write(f"{block.task.module}.outlier_weight", kept, block.start * kept.shape[1] * kept.itemsize)
         signal = np.einsum("ij,ij->i", ratio, ratio)
         np.subtract(ratio, rounded, out=ratio)
-        return Converted(scale, signal, np.einsum("ij,ij->i", ratio, ratio))
+        return ConvertedBlock(scale, signal, np.einsum("ij,ij->i", ratio, ratio))
 
-    def _take_outliers(self, plan: Planned, values: np.ndarray) -> np.ndarray:
+    def _extract_outliers(self, task: ConversionTask, values: np.ndarray) -> np.ndarray:
         """The columns of ``values`` ``[rows, in]`` that stay fp16, ``[rows, n]``; zeros are left behind."""
-        if plan.treatment.outliers is None:
+        if task.rewrite.outliers is None:
             return np.empty((len(values), 0), np.float16)
         with np.errstate(over="ignore"):
-            kept = values[:, plan.treatment.outliers].astype(np.float16)
-        values[:, plan.treatment.outliers] = 0
+            kept = values[:, task.rewrite.outliers].astype(np.float16)
+        values[:, task.rewrite.outliers] = 0
         return kept
 
     def _buffer(self, name: str, size: int, dtype: type) -> np.ndarray:
@@ -247,32 +247,32 @@ class Converter:
         return buffers[name][:size]
 
 
-def _given_scales(block: Block) -> np.ndarray:
+def _calibrated_scales(block: RowBlock) -> np.ndarray:
     """The scales that a calibration computed for the rows of a block, fp32."""
-    treatment, rows = block.plan.treatment, slice(block.start, block.stop)
-    assert treatment.scale is not None
-    scale = treatment.scale[rows].astype(np.float32)
-    return scale if treatment.row_factors is None else scale * treatment.row_factors[rows]
+    rewrite, rows = block.task.rewrite, slice(block.start, block.stop)
+    assert rewrite.scale is not None
+    scale = rewrite.scale[rows].astype(np.float32)
+    return scale if rewrite.row_factors is None else scale * rewrite.row_factors[rows]
 
 
-def _multiply(values: np.ndarray, treatment: Treatment, block: Block) -> None:
+def _apply_factors(values: np.ndarray, rewrite: WeightRewrite, block: RowBlock) -> None:
     """Move the factors of a calibration into rows ``[rows, in]``; powers of two are exact in every float type."""
     with np.errstate(over="ignore"):
-        if treatment.row_factors is not None:
-            values *= treatment.row_factors[block.start : block.stop, None].astype(values.dtype)
-        if treatment.column_factors is not None:
-            values *= treatment.column_factors.astype(values.dtype)
+        if rewrite.row_factors is not None:
+            values *= rewrite.row_factors[block.start : block.stop, None].astype(values.dtype)
+        if rewrite.column_factors is not None:
+            values *= rewrite.column_factors.astype(values.dtype)
 
 
-def _blocks(plan: Planned, wide: bool = False) -> Iterator[Block]:
-    step = rows_per_block(plan.row_elements)
-    for start in range(0, max(plan.rows, 1), step):
-        yield Block(plan, start, min(start + step, plan.rows), wide)
+def _blocks(task: ConversionTask, fp32_scale: bool = False) -> Iterator[RowBlock]:
+    step = rows_per_block(task.row_elements)
+    for start in range(0, max(task.rows, 1), step):
+        yield RowBlock(task, start, min(start + step, task.rows), fp32_scale)
 
 
-def _report(plan: Planned, size: int, *per_row: np.ndarray) -> TensorReport:
+def _report(task: ConversionTask, size: int, *per_row: np.ndarray) -> TensorReport:
     """The report of a tensor that takes ``size`` bytes now; ``per_row`` are its scales, signal and noise."""
-    report = TensorReport(plan.name, plan.info.shape, plan.info.dtype, plan.scheme, plan.info.nbytes, size)
+    report = TensorReport(task.name, task.info.shape, task.info.dtype, task.scheme, task.info.nbytes, size)
     if not per_row or per_row[0].size == 0:
         return report
     scale, signal, noise = (array.astype(np.float64) for array in per_row)

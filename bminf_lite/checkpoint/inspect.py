@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .compressed_tensors import COMPANIONS
+from .compressed_tensors import QUANTIZATION_SUFFIXES
 from .reader import Checkpoint, open_checkpoint
 
 
@@ -71,7 +71,7 @@ def _describe(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         result["scale"] = _scale_statistics(checkpoint.read(f"{module}.weight_scale"))
         if group.packed:
             result["unpacked_shape"] = checkpoint.read(f"{module}.weight_shape").tolist()
-    if not name.endswith(tuple(c for c in COMPANIONS if c != ".weight_packed")):
+    if not name.endswith(tuple(c for c in QUANTIZATION_SUFFIXES if c != ".weight_packed")):
         result["parameters"] = math.prod(result.get("unpacked_shape", info.shape))
     return result
 

@@ -30,13 +30,13 @@ from ..errors import CheckpointError, UsageError
 from ..models.spec import Role, Spec
 from ._errors import checkpoint_error
 from .compressed_tensors import quantization_config
-from .conversion import Converter, Planned, Progress
+from .conversion import ConversionTask, Converter, Progress
 from .manifest import MANIFEST_FILE, MigrationReport, SourceFile, TensorReport
 from .output_folder import check_target, output_folder
 from .reader import Checkpoint, open_checkpoint
 from .recipe import Recipe, Scheme, load_recipe
-from .weight_rewrite import UNTREATED, Calibrate, Calibrated, Treatment, Verify
-from .writer import SHARD_BYTES, CheckpointWriter, Declared, write_json
+from .weight_rewrite import NO_REWRITE, CalibrateFn, CalibrationResult, VerifyFn, WeightRewrite
+from .writer import SHARD_BYTES, CheckpointWriter, TensorDeclaration, write_json
 
 MAX_IN_FEATURES = 131_071
 """With more, a sum of products of two int8 values can exceed int32."""
@@ -44,9 +44,20 @@ MAX_IN_FEATURES = 131_071
 MAX_THREADS = 16
 """With more, the disk is the limit."""
 
-CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
-NOT_CARRIED = ("config.json", "*.index.json", MANIFEST_FILE, ".*")
-CARRIED_FOLDER = "additional_chat_templates"
+COPIED_FILES = (
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.md",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "README*",
+    "USE_POLICY*",
+)
+EXCLUDED_FILES = ("config.json", "*.index.json", MANIFEST_FILE, ".*")
+COPIED_FOLDER = "additional_chat_templates"
 
 
 def migrate(
@@ -58,8 +69,8 @@ def migrate(
     dry_run: bool = False,
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
-    calibrate: Calibrate | None = None,
-    verify: Verify | None = None,
+    calibrate: CalibrateFn | None = None,
+    verify: VerifyFn | None = None,
 ) -> MigrationReport:
     """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
 
@@ -81,26 +92,30 @@ def migrate(
     target = Path(out).resolve()
     with open_checkpoint(source) as checkpoint:
         spec = _checked_spec(checkpoint)
-        _plan(checkpoint, spec, chosen, {})
+        _make_tasks(checkpoint, spec, chosen, {})
         if not dry_run:
             _check_target(checkpoint, target, force)
-        calibrated = calibrate(checkpoint, spec, chosen) if calibrate and chosen.calibration else Calibrated()
-        treatments = calibrated.treatments
-        plans = _plan(checkpoint, spec, chosen, treatments)
-        tied_head = _tied_head(spec, chosen, treatments)
-        late = {name: s for name, s in _chosen(spec, chosen, treatments).items() if spec.parameters[name].transposed}
+        calibrated = calibrate(checkpoint, spec, chosen) if calibrate and chosen.calibration else CalibrationResult()
+        rewrites = calibrated.rewrites
+        tasks = _make_tasks(checkpoint, spec, chosen, rewrites)
+        tied_head = _tied_head(spec, chosen, rewrites)
+        late = {
+            name: s for name, s in _runtime_schemes(spec, chosen, rewrites).items() if spec.parameters[name].transposed
+        }
         if dry_run:
             files = tuple(SourceFile(file.name, file.stat().st_size, "") for file in checkpoint.files())
-            return MigrationReport(chosen, tied_head, tuple(map(_forecast, plans)), files, calibrated.report, late)
-        outputs = {name: declared for plan in plans for name, declared in plan.outputs().items()}
-        carried = _carried_files(checkpoint.path)
-        needed = sum(d.nbytes for d in outputs.values()) + sum(f.stat().st_size for f in carried) + (1 << 20)
+            return MigrationReport(
+                chosen, tied_head, tuple(map(_estimate_report, tasks)), files, calibrated.report, late
+            )
+        outputs = {name: declared for task in tasks for name, declared in task.outputs().items()}
+        copied = _files_to_copy(checkpoint.path)
+        needed = sum(d.nbytes for d in outputs.values()) + sum(f.stat().st_size for f in copied) + (1 << 20)
         with output_folder(target, force, needed) as folder:
-            tensors, sources = _convert(checkpoint, plans, outputs, folder, shard_bytes, progress)
+            tensors, sources = _convert(checkpoint, tasks, outputs, folder, shard_bytes, progress)
             report = MigrationReport(chosen, tied_head, tuple(tensors), tuple(sources), calibrated.report, late)
-            write_json(folder / "config.json", checkpoint.config | _quantization(spec, chosen, treatments))
+            write_json(folder / "config.json", checkpoint.config | _quantization(spec, chosen, rewrites))
             write_json(folder / MANIFEST_FILE, report.manifest())
-            _carry(checkpoint.path, carried, folder)
+            _copy_files(checkpoint.path, copied, folder)
             if verify:
                 report = replace(report, cost=verify(folder))
                 write_json(folder / MANIFEST_FILE, report.manifest())
@@ -114,31 +129,31 @@ def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> None:
     check_target(target, force)
 
 
-def _tied_head(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> Scheme | None:
+def _tied_head(spec: Spec, recipe: Recipe, rewrites: Mapping[str, WeightRewrite]) -> Scheme | None:
     """In which scheme a head without a tensor of its own is quantized when the result is loaded."""
     name = next((name for name in spec.tied if spec.parameters[name].role is Role.HEAD), None)
     if name is None:
         return None
-    return treatments.get(name, UNTREATED).scheme or recipe.scheme_of(name, is_head=True)
+    return rewrites.get(name, NO_REWRITE).scheme or recipe.scheme_of(name, is_head=True)
 
 
 def _convert(
     checkpoint: Checkpoint,
-    plans: list[Planned],
-    outputs: Mapping[str, Declared],
+    tasks: list[ConversionTask],
+    outputs: Mapping[str, TensorDeclaration],
     folder: Path,
     shard_bytes: int,
     progress: Progress | None,
 ) -> tuple[list[TensorReport], list[SourceFile]]:
     """Write all tensors into ``folder``, and take the checksums of what they were made from."""
     hashers, workers = _thread_counts()
-    writer = CheckpointWriter(folder, outputs, {plan.scale_name for plan in plans}, shard_bytes)
+    writer = CheckpointWriter(folder, outputs, {task.scale_name for task in tasks}, shard_bytes)
     try:
         with (
             _checksums(checkpoint.files(), hashers) as hashed,
             Converter(checkpoint, writer, workers, progress) as converter,
         ):
-            tensors = converter.run(plans)
+            tensors = converter.run(tasks)
             writer.finish()
             sources = [file.result() for file in hashed]
     finally:
@@ -160,24 +175,26 @@ def _checked_spec(checkpoint: Checkpoint) -> Spec:
     return spec
 
 
-def _chosen(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> dict[str, Scheme]:
+def _runtime_schemes(spec: Spec, recipe: Recipe, rewrites: Mapping[str, WeightRewrite]) -> dict[str, Scheme]:
     """How the model will run each weight matrix, by tensor name."""
     matrices = {name: p for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
     recipe.check_patterns(matrices)
     chosen = {name: recipe.scheme_of(name, parameter.role is Role.HEAD) for name, parameter in matrices.items()}
-    return chosen | {name: treatment.scheme for name, treatment in treatments.items() if treatment.scheme}
+    return chosen | {name: rewrite.scheme for name, rewrite in rewrites.items() if rewrite.scheme}
 
 
-def _schemes(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> dict[str, Scheme]:
+def _stored_schemes(spec: Spec, recipe: Recipe, rewrites: Mapping[str, WeightRewrite]) -> dict[str, Scheme]:
     """What becomes of each weight matrix in the file: float if it is tied, or stored ``[in, out]``."""
-    chosen = _chosen(spec, recipe, treatments)
+    chosen = _runtime_schemes(spec, recipe, rewrites)
     late = {name for name in chosen if name in spec.tied or spec.parameters[name].transposed}
     return {name: Scheme.FLOAT if name in late else scheme for name, scheme in chosen.items()}
 
 
-def _plan(checkpoint: Checkpoint, spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> list[Planned]:
+def _make_tasks(
+    checkpoint: Checkpoint, spec: Spec, recipe: Recipe, rewrites: Mapping[str, WeightRewrite]
+) -> list[ConversionTask]:
     """Every tensor that the output will have, in the order in which the source stores them."""
-    schemes, chosen = _schemes(spec, recipe, treatments), _chosen(spec, recipe, treatments)
+    schemes, chosen = _stored_schemes(spec, recipe, rewrites), _runtime_schemes(spec, recipe, rewrites)
     if all(scheme is Scheme.FLOAT for name, scheme in chosen.items() if name not in spec.tied):
         raise UsageError(f"recipe {recipe.name}: leaves every weight matrix of this checkpoint float")
     limit = f"w8a8 allows {MAX_IN_FEATURES:,} inputs at most; choose w8a16 or float for it"
@@ -189,44 +206,44 @@ def _plan(checkpoint: Checkpoint, spec: Spec, recipe: Recipe, treatments: Mappin
     if wide:
         raise checkpoint_error(checkpoint.path, wide)
     names = [name for name in spec.parameters if name not in spec.tied]
-    plans = [
-        Planned(name, checkpoint.tensors[name], schemes.get(name, Scheme.FLOAT), treatments.get(name, UNTREATED))
+    tasks = [
+        ConversionTask(name, checkpoint.tensors[name], schemes.get(name, Scheme.FLOAT), rewrites.get(name, NO_REWRITE))
         for name in names
     ]
-    return sorted(plans, key=lambda plan: (plan.info.file, plan.info.offset))
+    return sorted(tasks, key=lambda task: (task.info.file, task.info.offset))
 
 
-def _forecast(plan: Planned) -> TensorReport:
-    size = sum(declared.nbytes for declared in plan.outputs().values())
-    if plan.scheme is not Scheme.FLOAT:
-        size -= 2 * plan.info.shape[0]  # the scales are declared as fp32, and nearly always fp16
-    return TensorReport(plan.name, plan.info.shape, plan.info.dtype, plan.scheme, plan.info.nbytes, size)
+def _estimate_report(task: ConversionTask) -> TensorReport:
+    size = sum(declared.nbytes for declared in task.outputs().values())
+    if task.scheme is not Scheme.FLOAT:
+        size -= 2 * task.info.shape[0]  # the scales are declared as fp32, and nearly always fp16
+    return TensorReport(task.name, task.info.shape, task.info.dtype, task.scheme, task.info.nbytes, size)
 
 
-def _quantization(spec: Spec, recipe: Recipe, treatments: Mapping[str, Treatment]) -> dict[str, Any]:
+def _quantization(spec: Spec, recipe: Recipe, rewrites: Mapping[str, WeightRewrite]) -> dict[str, Any]:
     """What the result's ``config.json`` says beside the source's; nothing where every tensor of the file is float."""
-    schemes = {name.removesuffix(".weight"): scheme for name, scheme in _schemes(spec, recipe, treatments).items()}
+    schemes = {name.removesuffix(".weight"): scheme for name, scheme in _stored_schemes(spec, recipe, rewrites).items()}
     if set(schemes.values()) <= {Scheme.FLOAT}:
         return {}
-    kept = {name.removesuffix(".weight"): len(t.outliers) for name, t in treatments.items() if t.outliers is not None}
+    kept = {name.removesuffix(".weight"): len(t.outliers) for name, t in rewrites.items() if t.outliers is not None}
     return {"quantization_config": quantization_config(schemes, kept)}
 
 
-def _carried_files(source: Path) -> list[Path]:
+def _files_to_copy(source: Path) -> list[Path]:
     """The files that are not weights and belong to the model all the same."""
     found = [
         path
         for path in sorted(source.iterdir())
-        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in CARRIED)
-        and not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in NOT_CARRIED)
+        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in COPIED_FILES)
+        and not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in EXCLUDED_FILES)
     ]
-    folder = source / CARRIED_FOLDER
+    folder = source / COPIED_FOLDER
     if folder.is_dir():
         found += sorted(folder.iterdir())
     return [path for path in found if path.is_file()]
 
 
-def _carry(source: Path, files: list[Path], folder: Path) -> None:
+def _copy_files(source: Path, files: list[Path], folder: Path) -> None:
     for file in files:
         copy = folder / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)

@@ -180,9 +180,9 @@ class Checkpoint:
                 )
         return problems
 
-    def weights(self, spec: Spec, stored: bool = False) -> SpecWeights:
+    def weights(self, spec: Spec, stored: bool = False) -> CheckpointWeights:
         """The tensors by the names that a model uses, tied ones included; without memory maps if ``stored``."""
-        return SpecWeights(self, spec, stored)
+        return CheckpointWeights(self, spec, stored)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -203,14 +203,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Index:
+class ShardIndex:
     """An index file's name, and what it says: which file has which tensor."""
 
     name: str
     weight_map: Mapping[str, str]
 
 
-class SpecWeights:
+class CheckpointWeights:
     """A checkpoint seen through a model's specification: a tied tensor is read from where its values are.
 
     A tied head of a migrated checkpoint is quantized here, as the recipe in the manifest says, because the format keeps
@@ -266,7 +266,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if found is None:
         raise CheckpointError(_no_weights(path))
     if found.suffix == ".json":
-        index = Index(found.name, _read_index(found))
+        index = ShardIndex(found.name, _read_index(found))
         metadata_files.append(found)
     files: list[TensorFile] = []
     try:
@@ -316,7 +316,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open_shards(path: Path, names: list[str], index: Index | None) -> list[TensorFile]:
+def _open_shards(path: Path, names: list[str], index: ShardIndex | None) -> list[TensorFile]:
     """Open all files; their tensors must be those of the index, each in one file only."""
     files: list[TensorFile] = []
     problems = []
@@ -336,7 +336,7 @@ def _open_shards(path: Path, names: list[str], index: Index | None) -> list[Tens
     return files
 
 
-def _shard_problems(files: list[TensorFile], index: Index | None) -> list[str]:
+def _shard_problems(files: list[TensorFile], index: ShardIndex | None) -> list[str]:
     holders: dict[str, list[str]] = {}
     for file in files:
         for tensor in file.tensors:

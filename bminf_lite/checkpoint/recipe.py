@@ -46,7 +46,7 @@ class Scheme(str, Enum):
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationSettings:
     """What to do with what the model's activations on a text show.
 
     ``smoothing`` moves factors per channel from activations into weights. A w8a8 product whose output error stays above
@@ -74,7 +74,7 @@ class Recipe:
     head: Scheme
     rules: Mapping[str, Scheme] = field(default_factory=dict)
     description: str = ""
-    calibration: Calibration | None = None
+    calibration: CalibrationSettings | None = None
 
     def scheme_of(self, tensor: str, is_head: bool = False) -> Scheme:
         """The decision for a tensor, by its full name (``model.layers.0.mlp.up_proj.weight``)."""
@@ -156,7 +156,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
         Scheme(raw["head"]),
         {pattern: Scheme(scheme) for pattern, scheme in rules.items()},
         strings["description"],
-        Calibration(**raw["calibration"]) if "calibration" in raw else None,
+        CalibrationSettings(**raw["calibration"]) if "calibration" in raw else None,
     )
 
 

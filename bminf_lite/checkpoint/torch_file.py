@@ -22,8 +22,8 @@ from ..errors import CheckpointError
 from ._errors import checkpoint_error
 from .tensor_file import DTYPES, TensorFile, TensorInfo
 from .torch_pickle import MAX_PICKLE_BYTES, load
-from .torch_values import PickleRefused, Storage, StridedTensor, describe
-from .torch_zip import Record, ZipRefused, zip_records
+from .torch_values import Storage, StridedTensor, UnsupportedPickleError, describe
+from .torch_zip import Record, UnsupportedZipError, zip_records
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
@@ -86,7 +86,7 @@ class TorchFile(TensorFile):
             else:
                 raise CheckpointError(f"{self.path}: {_what_else(start)}")
             return self._locate_all(_chosen(content, self._entry), places)
-        except (PickleRefused, ZipRefused) as error:
+        except (UnsupportedPickleError, UnsupportedZipError) as error:
             raise CheckpointError(f"{self.path}: {error}") from error
 
     def _read_zip(self) -> tuple[Any, Mapping[str, Record]]:
@@ -94,16 +94,18 @@ class TorchFile(TensorFile):
         records = zip_records(self._read, self.nbytes)
         roots = [name.removesuffix("data.pkl") for name in records if name.split("/", 1)[-1] == "data.pkl"]
         if len(roots) != 1:
-            raise ZipRefused("it is a zip archive without the data.pkl of a PyTorch file")
+            raise UnsupportedZipError("it is a zip archive without the data.pkl of a PyTorch file")
         root = roots[0]
         if f"{root}constants.pkl" in records:
-            raise ZipRefused("it is a TorchScript program, not a checkpoint; save the model's state_dict() instead")
+            raise UnsupportedZipError(
+                "it is a TorchScript program, not a checkpoint; save the model's state_dict() instead"
+            )
         order = records.get(f"{root}byteorder")
         if order is not None and self._read(order.offset, min(order.size, 16)) != b"little":
-            raise ZipRefused("its numbers are not little-endian, which this version does not read")
+            raise UnsupportedZipError("its numbers are not little-endian, which this version does not read")
         pickled = records[f"{root}data.pkl"]
         if pickled.size > MAX_PICKLE_BYTES:
-            raise PickleRefused(f"its pickle has {pickled.size:,} bytes, and {MAX_PICKLE_BYTES:,} are allowed")
+            raise UnsupportedPickleError(f"its pickle has {pickled.size:,} bytes, and {MAX_PICKLE_BYTES:,} are allowed")
         content = load(io.BytesIO(self._read(pickled.offset, pickled.size)), self._ignored).value
         prefix = f"{root}data/"
         return content, {k.removeprefix(prefix): record for k, record in records.items() if k.startswith(prefix)}
@@ -113,16 +115,16 @@ class TorchFile(TensorFile):
         stream = io.BytesIO(self._read(0, MAX_PICKLE_BYTES))
         try:
             magic, version, system = (load(stream).value for _ in range(3))
-        except PickleRefused as error:
-            raise PickleRefused(f"is a pickle, but no PyTorch file ({error})") from error
+        except UnsupportedPickleError as error:
+            raise UnsupportedPickleError(f"is a pickle, but no PyTorch file ({error})") from error
         if magic != LEGACY_MAGIC or version != LEGACY_VERSION or not isinstance(system, dict):
-            raise PickleRefused("is a pickle, but no PyTorch file; save a state_dict() with torch.save")
+            raise UnsupportedPickleError("is a pickle, but no PyTorch file; save a state_dict() with torch.save")
         if system.get("little_endian") is not True:
-            raise PickleRefused("its numbers are not little-endian, which this version does not read")
+            raise UnsupportedPickleError("its numbers are not little-endian, which this version does not read")
         content = load(stream, self._ignored)
         keys = load(stream).value
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-            raise PickleRefused("its list of storages is not a list of keys")
+            raise UnsupportedPickleError("its list of storages is not a list of keys")
         return content.value, self._legacy_places(keys, content.storages, stream.tell())
 
     def _legacy_places(self, keys: list[str], storages: Mapping[str, Storage], position: int) -> dict[str, Record]:
@@ -131,13 +133,15 @@ class TorchFile(TensorFile):
         for key in keys:
             storage = storages.get(key)
             if storage is None or key in places:
-                raise PickleRefused(f"its list of storages has the key {key[:80]!r}, unknown or twice")
+                raise UnsupportedPickleError(f"its list of storages has the key {key[:80]!r}, unknown or twice")
             count = int.from_bytes(self._read(position, 8), "little")
             size = storage.whole * DTYPES[storage.dtype].itemsize
             if position + 8 + size > self.nbytes:
-                raise PickleRefused(f"it is truncated at the storage {key[:80]!r}: download or export it again")
+                raise UnsupportedPickleError(
+                    f"it is truncated at the storage {key[:80]!r}: download or export it again"
+                )
             if count != storage.whole:
-                raise PickleRefused(f"storage {key[:80]!r} has {count:,} elements, not {storage.whole:,}")
+                raise UnsupportedPickleError(f"storage {key[:80]!r} has {count:,} elements, not {storage.whole:,}")
             places[key] = Record(position + 8, size)
             position += 8 + size
         return places
@@ -201,8 +205,8 @@ def _chosen(content: Any, entry: str | None) -> Mapping[Any, Any]:
     chosen = content
     if entry is not None:
         if not isinstance(content, dict) or entry not in content:
-            raise PickleRefused(f"it has no entry {entry!r}")
+            raise UnsupportedPickleError(f"it has no entry {entry!r}")
         chosen = content[entry]
     if not isinstance(chosen, dict):
-        raise PickleRefused(f"it holds {describe(chosen)} instead of a dictionary of tensors")
+        raise UnsupportedPickleError(f"it holds {describe(chosen)} instead of a dictionary of tensors")
     return chosen

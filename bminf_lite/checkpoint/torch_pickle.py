@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .torch_values import NAMES, Function, Ignored, PickleRefused, Storage, describe, parse_storage
+from .torch_values import NAMES, Function, Ignored, Storage, UnsupportedPickleError, describe, parse_storage
 
 MAX_PICKLE_BYTES = 1 << 24
 MAX_OPERATIONS = 2_000_000
@@ -43,18 +43,19 @@ def load(stream: io.BytesIO, ignored: Sequence[str] = ()) -> Pickled:
     """Read the pickle at the stream's position, which moves to the pickle's end.
 
     Dictionaries, lists, tuples, text and numbers are Python's; tensors are :class:`StridedTensor`. Names that match a
-    pattern of ``ignored`` (``numpy.*``) become :class:`Ignored` instead of an error. Raises :class:`PickleRefused`.
+    pattern of ``ignored`` (``numpy.*``) become :class:`Ignored` instead of an error.
+    Raises :class:`UnsupportedPickleError`.
     """
     machine = _Machine(ignored)
     try:
         for count, (operation, argument, _) in enumerate(pickletools.genops(stream)):
             if count >= MAX_OPERATIONS:
-                raise PickleRefused(f"the pickle has more than {MAX_OPERATIONS:,} operations")
+                raise UnsupportedPickleError(f"the pickle has more than {MAX_OPERATIONS:,} operations")
             machine.step(operation.name, argument)
-    except PickleRefused:
+    except UnsupportedPickleError:
         raise
     except (ValueError, OverflowError, Warning) as error:  # of pickletools: a truncated argument, an unknown operation
-        raise PickleRefused(f"the pickle is damaged: {str(error)[:200]}") from error
+        raise UnsupportedPickleError(f"the pickle is damaged: {str(error)[:200]}") from error
     return Pickled(machine.result(), machine.storages)
 
 
@@ -76,11 +77,11 @@ class _Machine:
         elif name in _OPERATIONS:
             _OPERATIONS[name](self, argument)
         else:
-            raise PickleRefused(f"the pickle uses the operation {name}, which no tensor needs")
+            raise UnsupportedPickleError(f"the pickle uses the operation {name}, which no tensor needs")
 
     def result(self) -> Any:
         if len(self.stack) != 1 or self.below:
-            raise PickleRefused("the pickle is damaged: it ends in the middle of a value")
+            raise UnsupportedPickleError("the pickle is damaged: it ends in the middle of a value")
         return self.stack[0]
 
     def push(self, value: Any) -> None:
@@ -88,12 +89,12 @@ class _Machine:
 
     def pop(self) -> Any:
         if not self.stack:
-            raise PickleRefused("the pickle is damaged: it takes a value from an empty stack")
+            raise UnsupportedPickleError("the pickle is damaged: it takes a value from an empty stack")
         return self.stack.pop()
 
     def top(self) -> Any:
         if not self.stack:
-            raise PickleRefused("the pickle is damaged: it takes a value from an empty stack")
+            raise UnsupportedPickleError("the pickle is damaged: it takes a value from an empty stack")
         return self.stack[-1]
 
     # -- marks and memo -------------------------------------------------------------------------------------------
@@ -104,13 +105,13 @@ class _Machine:
 
     def pop_mark(self) -> list[Any]:
         if not self.below:
-            raise PickleRefused("the pickle is damaged: it goes back to a mark that is not there")
+            raise UnsupportedPickleError("the pickle is damaged: it goes back to a mark that is not there")
         items, self.stack = self.stack, self.below.pop()
         return items
 
     def put(self, index: int) -> None:
         if not 0 <= index < MAX_OPERATIONS:
-            raise PickleRefused("the pickle's memo has an index out of range")
+            raise UnsupportedPickleError("the pickle's memo has an index out of range")
         self.memo[index] = self.top()
 
     def memoize(self, _: Any) -> None:
@@ -118,7 +119,7 @@ class _Machine:
 
     def get(self, index: int) -> None:
         if index not in self.memo:
-            raise PickleRefused("the pickle is damaged: it takes a value from the memo that is not there")
+            raise UnsupportedPickleError("the pickle is damaged: it takes a value from the memo that is not there")
         self.push(self.memo[index])
 
     # -- containers -----------------------------------------------------------------------------------------------
@@ -131,28 +132,28 @@ class _Machine:
         if isinstance(target, list):
             target.extend(items)
         elif not isinstance(target, Ignored):
-            raise PickleRefused(f"the pickle appends to {describe(target)}")
+            raise UnsupportedPickleError(f"the pickle appends to {describe(target)}")
 
     def set_items(self, items: list[Any]) -> None:
         target = self.top()
         if isinstance(target, dict):
             target.update(_pairs(items))
         elif not isinstance(target, Ignored):
-            raise PickleRefused(f"the pickle sets items of {describe(target)}")
+            raise UnsupportedPickleError(f"the pickle sets items of {describe(target)}")
 
     # -- names, and what they make --------------------------------------------------------------------------------
 
     def find(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise PickleRefused("the pickle names something by a value that is not text")
+            raise UnsupportedPickleError("the pickle names something by a value that is not text")
         if len(module) + len(name) > MAX_NAME:
-            raise PickleRefused(f"the pickle asks for a name of more than {MAX_NAME} characters")
+            raise UnsupportedPickleError(f"the pickle asks for a name of more than {MAX_NAME} characters")
         full = f"{module}.{name}"
         known = NAMES.get(full)
         if known is None and any(fnmatch.fnmatchcase(full, pattern) for pattern in self.ignored):
             known = Ignored(full)
         if known is None:
-            raise PickleRefused(f"the pickle asks for {full!r}, which no tensor needs; nothing of it was run")
+            raise UnsupportedPickleError(f"the pickle asks for {full!r}, which no tensor needs; nothing of it was run")
         self.push(known)
 
     def global_name(self, argument: str) -> None:
@@ -169,41 +170,41 @@ class _Machine:
             self.push(function)
             return
         if not isinstance(function, Function) or not isinstance(arguments, tuple):
-            raise PickleRefused(f"the pickle calls {describe(function)}")
-        if not function.least <= len(arguments) <= function.most:
-            raise PickleRefused(f"the pickle calls {function.name} with {len(arguments)} arguments")
+            raise UnsupportedPickleError(f"the pickle calls {describe(function)}")
+        if not function.min_args <= len(arguments) <= function.max_args:
+            raise UnsupportedPickleError(f"the pickle calls {function.name} with {len(arguments)} arguments")
         self.push(function.call(*arguments))
 
     def new_object(self, _: Any) -> None:
         _arguments, kind = self.pop(), self.pop()
         if not isinstance(kind, Ignored):
-            raise PickleRefused(f"the pickle makes an object of {describe(kind)}")
+            raise UnsupportedPickleError(f"the pickle makes an object of {describe(kind)}")
         self.push(kind)
 
     def build(self, _: Any) -> None:
         """State beside a dictionary's items (the versions of a model's modules) is dropped."""
         state, target = self.pop(), self.top()
         if isinstance(target, dict) and not isinstance(state, dict):
-            raise PickleRefused(f"the pickle gives a dictionary {describe(state)} as its state")
+            raise UnsupportedPickleError(f"the pickle gives a dictionary {describe(state)} as its state")
         if not isinstance(target, (dict, Ignored)):
-            raise PickleRefused(f"the pickle gives {describe(target)} a state")
+            raise UnsupportedPickleError(f"the pickle gives {describe(target)} a state")
 
     def persistent(self, _: Any) -> None:
         storage = parse_storage(self.pop())
         known = self.storages.setdefault(storage.key, storage)
         if (known.dtype, known.whole) != (storage.dtype, storage.whole):
-            raise PickleRefused(f"storage {storage.key[:80]!r} has two types or sizes")
+            raise UnsupportedPickleError(f"storage {storage.key[:80]!r} has two types or sizes")
         self.push(storage)
 
 
 def _pairs(items: list[Any]) -> dict[Any, Any]:
     """Keys and values in turn. Keys are text or numbers of 32 bits: others could be costly to hash."""
     if len(items) % 2:
-        raise PickleRefused("the pickle is damaged: a dictionary has a key without a value")
+        raise UnsupportedPickleError("the pickle is damaged: a dictionary has a key without a value")
     keys = items[::2]
     for key in keys:
         if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < 1 << 31):
-            raise PickleRefused(f"the pickle has a dictionary with {describe(key)} as a key")
+            raise UnsupportedPickleError(f"the pickle has a dictionary with {describe(key)} as a key")
     return dict(zip(keys, items[1::2], strict=True))
 
 

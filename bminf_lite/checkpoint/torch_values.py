@@ -30,7 +30,7 @@ STORAGES = {
 """PyTorch's storage classes, by the type of their elements."""
 
 
-class PickleRefused(ValueError):
+class UnsupportedPickleError(ValueError):
     """The pickle is damaged, or asks for something that no tensor needs. Says what."""
 
 
@@ -54,8 +54,8 @@ class Function:
 
     name: str
     call: Callable[..., Any]
-    least: int
-    most: int
+    min_args: int
+    max_args: int
 
 
 @dataclass(frozen=True)
@@ -104,31 +104,31 @@ def describe(value: Any) -> str:
 def parse_storage(value: Any) -> Storage:
     """What ``('storage', class, key, location, size[, view])`` names; ``view`` is None or ``(key, start, size)``."""
     if not isinstance(value, tuple) or len(value) not in (5, 6) or value[0] != "storage":
-        raise PickleRefused("the pickle refers to something outside of it that is not a storage")
+        raise UnsupportedPickleError("the pickle refers to something outside of it that is not a storage")
     _, kind, key, location, size = value[:5]
     if not isinstance(kind, StorageClass):
-        raise PickleRefused(f"a storage is of {describe(kind)}, which is no class of storages")
+        raise UnsupportedPickleError(f"a storage is of {describe(kind)}, which is no class of storages")
     if not isinstance(key, str) or not isinstance(location, str):
-        raise PickleRefused("a storage's key and place must be text")
+        raise UnsupportedPickleError("a storage's key and place must be text")
     whole, start, part = _size(size, "a storage's size"), 0, size
     view = value[5] if len(value) == 6 else None
     if view is not None:
         if not isinstance(view, tuple) or len(view) != 3:
-            raise PickleRefused(f"storage {key[:80]!r} has a view that is not a key, a start and a size")
+            raise UnsupportedPickleError(f"storage {key[:80]!r} has a view that is not a key, a start and a size")
         start, part = _size(view[1], "a view's start"), _size(view[2], "a view's size")
         if start + part > whole:
-            raise PickleRefused(f"storage {key[:80]!r} has {whole:,} elements, and its view goes beyond them")
+            raise UnsupportedPickleError(f"storage {key[:80]!r} has {whole:,} elements, and its view goes beyond them")
     return Storage(key, kind.dtype, part, start, whole)
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StridedTensor:
     """``torch._utils._rebuild_tensor`` and ``_v2``: what follows is about gradients, which nothing here has."""
     if not isinstance(storage, Storage):
-        raise PickleRefused(f"a tensor's storage is {describe(storage)}")
+        raise UnsupportedPickleError(f"a tensor's storage is {describe(storage)}")
     if not isinstance(shape, tuple) or not isinstance(strides, tuple) or len(shape) != len(strides):
-        raise PickleRefused("a tensor's shape and strides must be tuples of the same length")
+        raise UnsupportedPickleError("a tensor's shape and strides must be tuples of the same length")
     if len(shape) > MAX_DIMENSIONS:
-        raise PickleRefused(f"a tensor has {len(shape):,} axes, and {MAX_DIMENSIONS} are allowed")
+        raise UnsupportedPickleError(f"a tensor has {len(shape):,} axes, and {MAX_DIMENSIONS} are allowed")
     sizes = tuple(_size(size, "a tensor's size") for size in shape)
     steps = tuple(_size(step, "a tensor's stride") for step in strides)
     return StridedTensor(storage, storage.dtype, _size(offset, "a tensor's offset"), sizes, steps)
@@ -139,28 +139,30 @@ def _rebuild_tensor_v3(
 ) -> StridedTensor:
     """``torch._utils._rebuild_tensor_v3``: an untyped storage, and the type beside it."""
     if not isinstance(dtype, TypeName):
-        raise PickleRefused(f"a tensor's type is {describe(dtype)}")
+        raise UnsupportedPickleError(f"a tensor's type is {describe(dtype)}")
     plain = _rebuild_tensor(storage, offset, shape, strides)
     if plain.storage.dtype != "U8":
-        raise PickleRefused("a tensor has both a type of its own and a typed storage")
+        raise UnsupportedPickleError("a tensor has both a type of its own and a typed storage")
     return StridedTensor(plain.storage, dtype.dtype, plain.offset, plain.shape, plain.strides)
 
 
 def _rebuild_parameter(tensor: Any, *_: Any) -> StridedTensor:
     if not isinstance(tensor, StridedTensor):
-        raise PickleRefused(f"a parameter is made of {describe(tensor)}")
+        raise UnsupportedPickleError(f"a parameter is made of {describe(tensor)}")
     return tensor
 
 
 def _torch_size(sizes: Any) -> tuple[Any, ...]:
     if not isinstance(sizes, (tuple, list)) or len(sizes) > MAX_DIMENSIONS:
-        raise PickleRefused(f"a torch.Size is made of {describe(sizes)}, not of {MAX_DIMENSIONS} sizes at most")
+        raise UnsupportedPickleError(
+            f"a torch.Size is made of {describe(sizes)}, not of {MAX_DIMENSIONS} sizes at most"
+        )
     return tuple(sizes)
 
 
 def _size(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value <= MAX_SIZE:
-        raise PickleRefused(f"{what} is {describe(value)}, not a whole number from 0 to {MAX_SIZE:,}")
+        raise UnsupportedPickleError(f"{what} is {describe(value)}, not a whole number from 0 to {MAX_SIZE:,}")
     return value
 
 

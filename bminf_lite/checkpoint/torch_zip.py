@@ -22,7 +22,7 @@ ReadAt = Callable[[int, int], bytes]
 """``read(offset, size)``: bytes of the file, fewer at its end."""
 
 
-class ZipRefused(ValueError):
+class UnsupportedZipError(ValueError):
     """The archive is damaged, or not one that PyTorch would write. Says what."""
 
 
@@ -35,26 +35,26 @@ class Record:
 
 
 def zip_records(read: ReadAt, file_size: int) -> dict[str, Record]:
-    """The records of the archive that the file is, by name. Raises :class:`ZipRefused`."""
+    """The records of the archive that the file is, by name. Raises :class:`UnsupportedZipError`."""
     try:
         with zipfile.ZipFile(_Window(read, file_size)) as archive:
             entries = archive.infolist()
-    except ZipRefused:
+    except UnsupportedZipError:
         raise
     except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, OSError, struct.error) as error:
-        raise ZipRefused(f"its zip directory cannot be read ({error}); it is damaged or truncated") from error
+        raise UnsupportedZipError(f"its zip directory cannot be read ({error}); it is damaged or truncated") from error
     records: dict[str, Record] = {}
     end = 0
     for entry in sorted(entries, key=lambda entry: entry.header_offset):
         record = _locate(entry, read)
         name = entry.orig_filename
         if name in records:
-            raise ZipRefused(f"its record {name!r} is there twice")
+            raise UnsupportedZipError(f"its record {name!r} is there twice")
         if entry.header_offset < end:
-            raise ZipRefused(f"its record {name!r} overlaps the one before it")
+            raise UnsupportedZipError(f"its record {name!r} overlaps the one before it")
         end = record.offset + record.size
         if end > file_size:
-            raise ZipRefused(f"its record {name!r} ends after the file's {file_size:,} bytes; it is truncated")
+            raise UnsupportedZipError(f"its record {name!r} ends after the file's {file_size:,} bytes; it is truncated")
         records[name] = record
     return records
 
@@ -64,17 +64,21 @@ def _locate(entry: zipfile.ZipInfo, read: ReadAt) -> Record:
     name = entry.orig_filename
     header = read(entry.header_offset, _LOCAL_HEADER.size) if entry.header_offset >= 0 else b""
     if len(header) < _LOCAL_HEADER.size:
-        raise ZipRefused(f"its record {name!r} lies outside of the file")
+        raise UnsupportedZipError(f"its record {name!r} lies outside of the file")
     magic, _, flags, method, _, _, _, _, _, name_size, extra_size = _LOCAL_HEADER.unpack(header)
     local_name = read(entry.header_offset + _LOCAL_HEADER.size, name_size)
     if magic != b"PK\3\4" or local_name != name.encode("utf-8" if entry.flag_bits & 0x800 else "cp437"):
-        raise ZipRefused(f"its record {name!r} is not where the directory says")
+        raise UnsupportedZipError(f"its record {name!r} is not where the directory says")
     if (flags | entry.flag_bits) & 0x1:
-        raise ZipRefused(f"its record {name!r} is encrypted")
+        raise UnsupportedZipError(f"its record {name!r} is encrypted")
     if method != zipfile.ZIP_STORED or entry.compress_type != zipfile.ZIP_STORED:
-        raise ZipRefused(f"its record {name!r} is compressed, which torch.save never does; save the checkpoint with it")
+        raise UnsupportedZipError(
+            f"its record {name!r} is compressed, which torch.save never does; save the checkpoint with it"
+        )
     if entry.file_size != entry.compress_size:
-        raise ZipRefused(f"its record {name!r} has {entry.compress_size:,} bytes and claims {entry.file_size:,}")
+        raise UnsupportedZipError(
+            f"its record {name!r} has {entry.compress_size:,} bytes and claims {entry.file_size:,}"
+        )
     return Record(entry.header_offset + _LOCAL_HEADER.size + name_size + extra_size, entry.file_size)
 
 
@@ -106,7 +110,7 @@ class _Window(io.RawIOBase):
         rest = max(self._size - self._position, 0)
         size = rest if size < 0 else min(size, rest)
         if size > MAX_DIRECTORY_BYTES:
-            raise ZipRefused(f"its zip directory has {size:,} bytes, and {MAX_DIRECTORY_BYTES:,} are allowed")
+            raise UnsupportedZipError(f"its zip directory has {size:,} bytes, and {MAX_DIRECTORY_BYTES:,} are allowed")
         content = self._read_at(self._position, size)
         self._position += len(content)
         return content

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..models.spec import Parameter, Role, Spec
-from .compressed_tensors import COMPANIONS, QuantizationConfig, packed_width
+from .compressed_tensors import QUANTIZATION_SUFFIXES, QuantizationConfig, packed_width
 from .tensor_file import FLOAT_DTYPES, TensorInfo
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedTensor:
     """A tensor that a checkpoint must, or may, hold, with the types and the shapes that it may have."""
 
     name: str
@@ -35,7 +35,7 @@ def spec_problems(spec: Spec, tensors: Mapping[str, TensorInfo], quantization: Q
     known: set[str] = set()
     for name, parameter in spec.parameters.items():
         if name in spec.tied:
-            known |= {name, *(name.removesuffix(".weight") + companion for companion in COMPANIONS)}
+            known |= {name, *(name.removesuffix(".weight") + companion for companion in QUANTIZATION_SUFFIXES)}
             continue
         for expected in expected_tensors(name, parameter, quantization):
             known.add(expected.name)
@@ -53,7 +53,9 @@ def spec_problems(spec: Spec, tensors: Mapping[str, TensorInfo], quantization: Q
     return problems
 
 
-def expected_tensors(name: str, parameter: Parameter, quantization: QuantizationConfig | None) -> Iterator[Expected]:
+def expected_tensors(
+    name: str, parameter: Parameter, quantization: QuantizationConfig | None
+) -> Iterator[ExpectedTensor]:
     """The tensors that stand for a parameter in a file.
 
     Only linear layers and the head can be quantized; ``Conv1D`` weights stay float in this format.
@@ -62,17 +64,17 @@ def expected_tensors(name: str, parameter: Parameter, quantization: Quantization
     quantizable = parameter.role in (Role.LINEAR, Role.HEAD) and not parameter.transposed
     group = quantization.group_of(module) if quantization and quantizable else None
     if group is None:
-        yield Expected(name, FLOAT_DTYPES, (parameter.shape,))
+        yield ExpectedTensor(name, FLOAT_DTYPES, (parameter.shape,))
         return
     rows, columns = parameter.shape
     if group.packed:
-        yield Expected(f"{module}.weight_packed", ("I32",), ((rows, packed_width(columns)),))
-        yield Expected(f"{module}.weight_shape", ("I64", "I32"), ((2,),))
+        yield ExpectedTensor(f"{module}.weight_packed", ("I32",), ((rows, packed_width(columns)),))
+        yield ExpectedTensor(f"{module}.weight_shape", ("I64", "I32"), ((2,),))
     else:
-        yield Expected(name, ("I8",), ((rows, columns),))
+        yield ExpectedTensor(name, ("I8",), ((rows, columns),))
     per_row = ((rows, 1), (rows,), (1,))
-    yield Expected(f"{module}.weight_scale", FLOAT_DTYPES, per_row)
-    yield Expected(f"{module}.weight_zero_point", ("I8", "I32", "I64"), per_row, required=False)
+    yield ExpectedTensor(f"{module}.weight_scale", FLOAT_DTYPES, per_row)
+    yield ExpectedTensor(f"{module}.weight_zero_point", ("I8", "I32", "I64"), per_row, required=False)
     if quantization and (count := quantization.outliers.get(module)):
-        yield Expected(f"{module}.outlier_columns", ("I32",), ((count,),))
-        yield Expected(f"{module}.outlier_weight", ("F16",), ((rows, count),))
+        yield ExpectedTensor(f"{module}.outlier_columns", ("I32",), ((count,),))
+        yield ExpectedTensor(f"{module}.outlier_weight", ("F16",), ((rows, count),))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Treatment:
+class WeightRewrite:
     """How one tensor differs from what the recipe alone says.
 
     ``scheme``, if given, replaces the recipe's. The tensor's rows are multiplied by ``row_factors`` and its columns by
@@ -42,19 +42,19 @@ class Treatment:
         return {name: values for name, values in found.items() if values is not None}
 
 
-UNTREATED = Treatment()
+NO_REWRITE = WeightRewrite()
 
 
 @dataclass(frozen=True)
-class Calibrated:
-    """The result of a calibration: treatments by tensor name, and what the manifest says about it."""
+class CalibrationResult:
+    """The result of a calibration: rewrites by tensor name, and what the manifest says about it."""
 
-    treatments: Mapping[str, Treatment] = field(default_factory=dict)
+    rewrites: Mapping[str, WeightRewrite] = field(default_factory=dict)
     report: Mapping[str, Any] = field(default_factory=dict)
 
 
-Calibrate = Callable[["Checkpoint", "Spec", Recipe], Calibrated]
+CalibrateFn = Callable[["Checkpoint", "Spec", Recipe], CalibrationResult]
 """Runs a checkpoint whose files were found to be right, and decides."""
 
-Verify = Callable[[Path], Mapping[str, Any]]
+VerifyFn = Callable[[Path], Mapping[str, Any]]
 """Judges a complete folder before it takes its name, and says for the manifest what it found."""

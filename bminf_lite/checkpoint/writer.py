@@ -30,7 +30,7 @@ _TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Declared:
+class TensorDeclaration:
     """The type name and the shape of a tensor to be written."""
 
     dtype: str
@@ -51,7 +51,7 @@ class SafetensorsWriter:
     aligned and the format allows no gap.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Declared], late: Mapping[str, Declared]):
+    def __init__(self, path: Path, tensors: Mapping[str, TensorDeclaration], late: Mapping[str, TensorDeclaration]):
         self.path = path
         self._tensors = dict(sorted(tensors.items(), key=lambda item: -DTYPES[item[1].dtype].itemsize))
         self._late = dict(late)
@@ -88,7 +88,7 @@ class SafetensorsWriter:
         end, settled = self._late_start, {}
         for name, array in late.items():
             assert array.nbytes <= self._late[name].nbytes, name
-            settled[name] = Declared(_TYPE_NAMES[array.dtype], array.shape)
+            settled[name] = TensorDeclaration(_TYPE_NAMES[array.dtype], array.shape)
             _write_all(self._fd, array, end)
             end += array.nbytes
         self.data_bytes = end - self._data_start
@@ -107,7 +107,9 @@ class CheckpointWriter:
     A tensor larger than that has a shard for itself. ``late`` names those of ``tensors`` that ``finish`` brings.
     """
 
-    def __init__(self, folder: Path, tensors: Mapping[str, Declared], late: set[str], shard_bytes: int = SHARD_BYTES):
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, TensorDeclaration], late: set[str], shard_bytes: int = SHARD_BYTES
+    ):
         self.folder = folder
         shards = _shards(tensors, shard_bytes)
         count = len(shards)
@@ -159,9 +161,9 @@ def write_json(path: Path, value: object) -> None:
         os.fsync(file.fileno())
 
 
-def _shards(tensors: Mapping[str, Declared], limit: int) -> list[dict[str, Declared]]:
+def _shards(tensors: Mapping[str, TensorDeclaration], limit: int) -> list[dict[str, TensorDeclaration]]:
     """Split the tensors, in their order, into runs of at most ``limit`` bytes."""
-    shards: list[dict[str, Declared]] = [{}]
+    shards: list[dict[str, TensorDeclaration]] = [{}]
     size = 0
     for name, declared in tensors.items():
         if shards[-1] and size + declared.nbytes > limit:
@@ -172,7 +174,7 @@ def _shards(tensors: Mapping[str, Declared], limit: int) -> list[dict[str, Decla
     return shards
 
 
-def _header(tensors: Mapping[str, Declared]) -> bytes:
+def _header(tensors: Mapping[str, TensorDeclaration]) -> bytes:
     entries: dict[str, object] = {"__metadata__": _METADATA}
     end = 0
     for name, declared in tensors.items():

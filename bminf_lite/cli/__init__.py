@@ -65,10 +65,10 @@ class CommandLine(click.Group):
         try:
             return super().main(*args, **options)
         except OSError as error:  # from help, a version or a message: what commands print is inside of invoke
-            _tell(error)
+            _print_error(error)
             sys.exit(FAILED)
         finally:
-            _give_up_unwritten()
+            _discard_stdout()
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -81,16 +81,16 @@ class CommandLine(click.Group):
             if context.obj:
                 traceback.print_exception(error)
             else:
-                _tell(error)
+                _print_error(error)
             context.exit(_exit_code(error))
 
 
-def _tell(error: BaseException) -> None:
+def _print_error(error: BaseException) -> None:
     with suppress(OSError):  # the exit code still tells
         click.echo(_message(error), err=True)
 
 
-def _give_up_unwritten() -> None:
+def _discard_stdout() -> None:
     """Drop what stdout and stderr did not take: Python would try again at exit, report it and change the exit code."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:

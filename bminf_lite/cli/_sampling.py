@@ -40,7 +40,7 @@ def sampling_options(command: Command) -> Command:
     return command
 
 
-def given_options(sampling: dict[str, float | None], stop: tuple[str, ...] = ()) -> dict[str, Any]:
+def sampling_overrides(sampling: dict[str, float | None], stop: tuple[str, ...] = ()) -> dict[str, Any]:
     """Those that were given. Raises ``UsageError`` for what is out of range, which needs no model to be told."""
     from ..engine.sampling_params import SamplingParams
 

@@ -120,26 +120,26 @@ def run(
 ) -> Report:
     """Everything that was asked for. The limits of the device come last, when the model's memory is free again."""
     from .. import backend
-    from ..bench.instruments import instruments_for
-    from ..bench.model import checkpoint_subject, random_subject
+    from ..bench.instruments import make_profiler
+    from ..bench.model import checkpoint_model, random_model
     from ..bench.report import Report
     from ..bench.runner import run_tests
     from ..bench.trace import kernel_times, trace_step
 
     ops = backend.create(device, memory_limit)
     try:
-        instruments = instruments_for(ops)
-        report = Report(ops.describe(), instruments.versions())
+        profiler = make_profiler(ops)
+        report = Report(ops.describe(), profiler.versions())
         if config is not None:
-            report.subject = random_subject(Path(shape or "").name.removesuffix(".json"), config, ops, kv_cache)
+            report.bench_model = random_model(Path(shape or "").name.removesuffix(".json"), config, ops, kv_cache)
         elif model is not None:
-            report.subject = checkpoint_subject(model, ops, kv_cache)
-        if report.subject is not None and trace:
-            report.trace = trace_step(report.subject, instruments, tests[0].batch, tests[0].depth)
-        if report.subject is not None and not trace and not kernels:
-            report.measurements = run_tests(report.subject, instruments, tests, repetitions, _show_progress)
+            report.bench_model = checkpoint_model(model, ops, kv_cache)
+        if report.bench_model is not None and trace:
+            report.trace = trace_step(report.bench_model, profiler, tests[0].batch, tests[0].depth)
+        if report.bench_model is not None and not trace and not kernels:
+            report.measurements = run_tests(report.bench_model, profiler, tests, repetitions, _show_progress)
         if kernels:
-            report.kernels = kernel_times(instruments)
+            report.kernels = kernel_times(profiler)
     finally:
         ops.close()
     report.ceilings = measure_ceilings(device)
@@ -149,11 +149,11 @@ def run(
 def measure_ceilings(device: str) -> Ceilings:
     """The limits of a device of which nothing is in use."""
     from .. import backend
-    from ..bench.instruments import instruments_for
+    from ..bench.instruments import make_profiler
 
     ops = backend.create(device)
     try:
-        return instruments_for(ops).ceilings()
+        return make_profiler(ops).ceilings()
     finally:
         ops.close()
 

@@ -13,7 +13,7 @@ import click
 from ..errors import BminfError, UsageError
 from ._options import device_option, kv_cache_option, memory_limit_option, model_argument
 from ._prompts import require_stdin
-from ._sampling import given_options, sampling_options, stop_option
+from ._sampling import sampling_options, sampling_overrides, stop_option
 
 if TYPE_CHECKING:
     from ..api import Model
@@ -54,13 +54,13 @@ def chat(
     from ..api import load
 
     require_stdin()
-    given = given_options(sampling, stop)
+    given = sampling_overrides(sampling, stop)
     with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
         dialogue = Dialogue(loaded, system, given)
         loaded.encode([*dialogue.start, {"role": "user", "content": "?"}])  # refused before the first line, if ever
         if sys.stdin.isatty():
             click.echo(f"{loaded.describe()}. Ctrl-C stops an answer, {CLEAR} starts anew, Ctrl-D ends.", err=True)
-        talk(dialogue)
+        run_dialogue(dialogue)
 
 
 class Dialogue:
@@ -83,14 +83,14 @@ class Dialogue:
         """
         self.turns.append({"role": "user", "content": text})
         try:
-            said = self._said(self._fitting_prompt())
+            said = self._print_reply(self._fitting_prompt())
         except BminfError as error:
             self.turns.pop()
             click.echo(f"error: {error}", err=True)
         else:
             self.turns.append({"role": "assistant", "content": said})
 
-    def _said(self, prompt: Any) -> str:
+    def _print_reply(self, prompt: Any) -> str:
         """The answer, printed, as far as it came."""
         said = ""
         try:
@@ -121,7 +121,7 @@ class Dialogue:
             return prompt
 
 
-def talk(dialogue: Dialogue) -> None:
+def run_dialogue(dialogue: Dialogue) -> None:
     """Read lines and have them answered, until the end of the input."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused as a prompt, and no more

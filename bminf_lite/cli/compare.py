@@ -14,7 +14,7 @@ from ._options import device_option, memory_limit_option, model_argument, stride
 if TYPE_CHECKING:
     from ..evaluation.comparison import Comparison, LinearReport
 
-SHOWN = 5
+MAX_SHOWN = 5
 
 
 @click.command()
@@ -57,7 +57,7 @@ def compare(
 
     from ..evaluation.compare import check_pair
     from ..evaluation.compare import compare as run
-    from ..evaluation.corpus import first_tokens, read_texts, windows_for
+    from ..evaluation.corpus import read_texts, truncate_windows, windows_for
     from ..evaluation.report import write_report
 
     if report is not None and not report.resolve().parent.is_dir():
@@ -66,7 +66,7 @@ def compare(
     windows = windows_for(model, texts, window, stride)
     check_pair(model, reference, texts)
     if tokens is not None:
-        windows = first_tokens(windows, tokens)
+        windows = truncate_windows(windows, tokens)
     with tqdm(unit="part", desc="comparing", disable=None, leave=False) as bar:
 
         def progress(done: int, total: int, part: str) -> None:
@@ -83,7 +83,7 @@ def compare(
 
 def lines(result: Comparison) -> str:
     """The comparison for people: predictions, and the products that lose most."""
-    found = sorted(result.linears, key=lambda linear: linear.own.snr_db)[:SHOWN]
+    found = sorted(result.linears, key=lambda linear: linear.own.snr_db)[:MAX_SHOWN]
     width = max(len(linear.name) for linear in found)
     title = f"least signal to noise of its own, of {len(result.linears)} products:"
     return "\n".join([result.divergence.summary(), "", title, *(linear_line(linear, width) for linear in found)])

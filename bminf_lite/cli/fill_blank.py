@@ -10,7 +10,7 @@ import click
 
 from ._options import device_option, kv_cache_option, memory_limit_option, model_argument
 from ._prompts import read_stdin
-from ._sampling import given_options, sampling_options
+from ._sampling import sampling_options, sampling_overrides
 
 
 @click.command("fill-blank")
@@ -42,14 +42,14 @@ def fill_blank(
       bminf-lite fill-blank CPM-2-int8 - --json < text.txt
     """
     from ..api import load
-    from ..text.infilling import filled
+    from ..text.infilling import fill_spans
 
-    given = given_options(sampling)
+    given = sampling_overrides(sampling)
     if text == "-":
         text = str(read_stdin().content)
     with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
         fillings = loaded.fill_blank(text, **given)
-    whole = filled(text, fillings)
+    whole = fill_spans(text, fillings)
     if as_json:
         value = {"text": whole, "fillings": [asdict(filling) for filling in fillings]}
         click.echo(json.dumps(value, ensure_ascii=False))

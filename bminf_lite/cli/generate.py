@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..memory.sizes import format_size
 from ._options import device_option, kv_cache_option, memory_limit_option, model_argument
 from ._prompts import Prompt, read_file, read_stdin
-from ._sampling import given_options, sampling_options, stop_option
+from ._sampling import sampling_options, sampling_overrides, stop_option
 
 if TYPE_CHECKING:
     from ..api import Model
@@ -70,7 +70,7 @@ def generate(
         raise click.UsageError("Give either PROMPT (or - for stdin) or --prompts.")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
-    given = given_options(sampling, stop)
+    given = sampling_overrides(sampling, stop)
     wanted = read_file(prompts) if prompts is not None else [read_stdin() if prompt == "-" else Prompt(str(prompt))]
     if chat:
         wanted = [p.as_chat(system) for p in wanted]

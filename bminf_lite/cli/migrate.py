@@ -67,8 +67,8 @@ def migrate(
     ):
         report = run(
             source, out, recipe, calibrate=calibrate, samples=samples, max_divergence=max_divergence, device=device,
-            force=force, dry_run=dry_run, progress=shown_by(migration), calibration_progress=shown_by(calibration),
-            cost_progress=shown_by(cost),
+            force=force, dry_run=dry_run, progress=progress_callback(migration),
+            calibration_progress=progress_callback(calibration), cost_progress=progress_callback(cost),
         )  # fmt: skip
     if dry_run:
         click.echo("\n".join(tensor_lines(report.tensors)))
@@ -79,7 +79,7 @@ def migrate(
         click.echo(cost_line(report.cost))
 
 
-def shown_by(bar: tqdm[Any]) -> Callable[[int, int, str], None]:
+def progress_callback(bar: tqdm[Any]) -> Callable[[int, int, str], None]:
     """A callback that brings a progress bar to where the work is."""
 
     def progress(done: int, total: int, tensor: str) -> None:

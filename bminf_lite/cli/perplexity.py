@@ -54,7 +54,7 @@ def perplexity(
     from tqdm import tqdm
 
     from ..api import load
-    from ..evaluation.comparison import finite
+    from ..evaluation.comparison import nan_to_none
     from ..evaluation.corpus import read_texts, windows_for
     from ..evaluation.perplexity import Perplexity, window_losses
 
@@ -62,13 +62,13 @@ def perplexity(
     with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
         started = time.perf_counter()
         progress = tqdm(windows, unit="window", desc="perplexity", disable=None, leave=False)
-        result = Perplexity.of(np.concatenate(list(window_losses(loaded, progress))))
+        result = Perplexity.from_losses(np.concatenate(list(window_losses(loaded, progress))))
         seconds = time.perf_counter() - started
         device = loaded.device
     if as_json:
         found = {"perplexity": result.value, "standard_error": result.standard_error, "tokens": result.tokens}
         how = {"windows": len(windows), "device": device, "seconds": round(seconds, 3)}
-        click.echo(json.dumps(finite(found | how)))
+        click.echo(json.dumps(nan_to_none(found | how)))
         return
     click.echo(f"perplexity {result}")
     read = sum(len(w.tokens) for w in windows)

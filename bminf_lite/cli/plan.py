@@ -12,7 +12,7 @@ import click
 from ._options import Size, kv_cache_option, memory_limit_option, model_argument
 
 if TYPE_CHECKING:
-    from ..memory.planner import Plan
+    from ..memory.planner import MemoryPlan
 
 GB = 1e9
 
@@ -39,8 +39,11 @@ class Speed(click.ParamType):
               "room for; by default the model's context, or fewer where memory is short.")  # fmt: skip
 @click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Sequences decoded together.")
 @kv_cache_option
-@click.option("--recipe", metavar="w8a8|w8a16|FILE",
-              help="Plan as if migrated by it; by default a checkpoint as it is, a config.json as w8a8.")  # fmt: skip
+@click.option(
+    "--recipe",
+    metavar="w8a8|w8a16|FILE",
+    help="MemoryPlan as if migrated by it; by default a checkpoint as it is, a config.json as w8a8.",
+)
 @click.option("--gpu-memory", type=Size(), metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
 @click.option("--link", type=Speed(), metavar="GB/s",
               help="Speed from host memory to the GPU; without it measured on this machine's GPU.")  # fmt: skip
@@ -59,7 +62,7 @@ def plan(
     bandwidth: float | None,
     as_json: bool,
 ) -> None:
-    """Plan where a model's layers live.
+    """MemoryPlan where a model's layers live.
 
     MODEL is a checkpoint's folder, or a config.json alone. Nothing is loaded, and no GPU is needed if --gpu-memory and
     --link are given.
@@ -71,15 +74,15 @@ def plan(
       bminf-lite plan MODEL --batch 8 --context 4096 --json | jq .tokens_per_second
     """
     from ..memory.machine import machine_of
-    from ..memory.planner import make_plan
-    from ..placement import demand_of
+    from ..memory.planner import plan_memory
+    from ..placement import requirements_of
 
-    demand = demand_of(model, recipe, kv_cache)
-    made = make_plan(demand, machine_of(memory_limit, gpu_memory, link, bandwidth), context, batch)
-    click.echo(json.dumps(facts(made), indent=2) if as_json else "\n".join(lines(made)))
+    requirements = requirements_of(model, recipe, kv_cache)
+    made = plan_memory(requirements, machine_of(memory_limit, gpu_memory, link, bandwidth), context, batch)
+    click.echo(json.dumps(plan_to_dict(made), indent=2) if as_json else "\n".join(lines(made)))
 
 
-def facts(plan: Plan) -> dict[str, Any]:
+def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
     """The plan in bytes, seconds, and layer numbers."""
     from ..memory.planner import suggestions
 
@@ -92,31 +95,31 @@ def facts(plan: Plan) -> dict[str, Any]:
         "memory": plan.machine.memory,
         "link": plan.machine.link,
         "bandwidth": plan.machine.bandwidth,
-        "layers": len(plan.demand.layers),
-        "prompt_layers": len(plan.demand.prompt_layers),
-        "weight_bytes": plan.demand.weights,
-        "cache_bytes_per_token": plan.demand.cache_per_token,
+        "layers": len(plan.requirements.layers),
+        "prompt_layers": len(plan.requirements.prompt_layers),
+        "weight_bytes": plan.requirements.weights,
+        "cache_bytes_per_token": plan.requirements.cache_per_token,
         **{name: getattr(plan, name) for name in names},
         "suggestions": suggestions(plan),
     }
 
 
-def lines(plan: Plan) -> list[str]:
+def lines(plan: MemoryPlan) -> list[str]:
     """The plan for people."""
     from ..memory.planner import suggestions
     from ..memory.sizes import format_size
 
-    demand, machine = plan.demand, plan.machine
+    requirements, machine = plan.requirements, plan.machine
     speeds = [
         f"{name} {speed / GB:,.0f} GB/s"
         for name, speed in (("link", machine.link), ("bandwidth", machine.bandwidth))
         if speed is not None
     ]
     slots = f"slots {format_size(plan.slot_bytes)}, " if plan.slot_bytes else ""
-    encoder = f"{len(demand.prompt_layers)} layers of an encoder and " if demand.prompt_layers else ""
+    encoder = f"{len(requirements.prompt_layers)} layers of an encoder and " if requirements.prompt_layers else ""
     rows = {
-        "model": f"{encoder}{len(demand.layers)} layers, weights {format_size(demand.weights)}, "
-        f"cache {format_size(demand.cache_per_token)} per token",
+        "model": f"{encoder}{len(requirements.layers)} layers, weights {format_size(requirements.weights)}, "
+        f"cache {format_size(requirements.cache_per_token)} per token",
         "GPU": ", ".join([f"{format_size(machine.memory)} may be used", *speeds]),
         "room for": f"{plan.batch} sequence{'s' * (plan.batch > 1)} of {plan.context:,} tokens, prompts in chunks of "
         f"{plan.chunk:,}",
@@ -130,7 +133,7 @@ def lines(plan: Plan) -> list[str]:
     return [*(f"{name:13}{value}" for name, value in rows.items()), *listed]
 
 
-def host_text(plan: Plan) -> str:
+def host_text(plan: MemoryPlan) -> str:
     """What is not on the GPU."""
     from ..memory.sizes import format_size
 
@@ -139,16 +142,16 @@ def host_text(plan: Plan) -> str:
     parts = []
     if plan.streamed:
         parts.append(
-            f"{len(plan.streamed)} of {len(plan.demand.layers)} layers, {format_size(plan.streamed_bytes)}, which each "
-            "step copies"
+            f"{len(plan.streamed)} of {len(plan.requirements.layers)} layers, {format_size(plan.streamed_bytes)}, "
+            "which each step copies"
         )
     if plan.streamed_prompt:
         parts.append(
-            f"{len(plan.streamed_prompt)} of the encoder's {len(plan.demand.prompt_layers)} layers, "
+            f"{len(plan.streamed_prompt)} of the encoder's {len(plan.requirements.prompt_layers)} layers, "
             f"{format_size(plan.prompt_bytes)}, which each prompt copies"
         )
     if plan.host_tables:
-        parts.append(f"embedding {format_size(plan.demand.tables)}")
+        parts.append(f"embedding {format_size(plan.requirements.tables)}")
     text = ", ".join(parts)
     if not plan.fits_host:
         free = format_size(plan.machine.host_memory or 0)
@@ -156,7 +159,7 @@ def host_text(plan: Plan) -> str:
     return text
 
 
-def speed_text(plan: Plan) -> str:
+def speed_text(plan: MemoryPlan) -> str:
     """The prediction, or what it needs."""
     if plan.tokens_per_second is None:
         missing = "--link" if plan.streamed else "--bandwidth"

@@ -46,7 +46,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class GemmReport:
     """One way to multiply int8 matrices on the first GPU.
 
     ``problem`` says why it is not used: cublasLt refuses it here, or its results were wrong. ``tops`` is its speed in
@@ -86,7 +86,7 @@ class Report:
     gpus: tuple[Gpu, ...]
     cupy: str | None
     components: tuple[Component, ...]
-    plans: tuple[PlanReport, ...]
+    plans: tuple[GemmReport, ...]
     problems: tuple[Problem, ...]
 
     @property
@@ -120,7 +120,7 @@ def _gpu_text(gpu: Gpu) -> str:
     return f"{gpu.name}, compute capability {text(gpu.compute_capability)}, {gpu.memory / 2**30:.1f} GiB"
 
 
-def _plan_text(plan: PlanReport) -> str:
+def _plan_text(plan: GemmReport) -> str:
     state = plan.problem or f"exact, {plan.tops:.0f} TOPS"
     return f"{plan.name:<14}{state}{' (in use)' if plan.preferred else ''}"
 
@@ -151,23 +151,23 @@ def _find_cupy() -> dict[str, str]:
     return found
 
 
-def _measure_plans() -> list[PlanReport]:
+def _measure_plans() -> list[GemmReport]:
     import cupy
 
-    from .kernels.gemm.cublaslt_matmul import Multiplier
-    from .kernels.gemm.igemm import Igemm
-    from .kernels.gemm.plans import PlanKind
+    from .int8_gemm import Int8Gemm
+    from .kernels.gemm.cublaslt_matmul import MatmulContext
+    from .kernels.gemm.plans import GemmKind
     from .runtime.driver import Device
 
     device = Device(0)
-    igemm = Igemm(device, Multiplier.open(device, cupy.cuda.alloc))
+    int8_gemm = Int8Gemm(device, MatmulContext.open(device, cupy.cuda.alloc))
     reports = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # what they say is in the report
-        for kind in PlanKind:
-            problem = igemm.check(kind)
-            tops = None if problem else igemm.speed(kind, SPEED_SIZE)
-            reports.append(PlanReport(kind.value, kind is igemm.kind, problem, tops))
+        for kind in GemmKind:
+            problem = int8_gemm.check(kind)
+            tops = None if problem else int8_gemm.speed(kind, SPEED_SIZE)
+            reports.append(GemmReport(kind.value, kind is int8_gemm.kind, problem, tops))
     return reports
 
 
@@ -185,7 +185,7 @@ class Probes:
     gpus: Callable[[], list[Gpu]] = _find_gpus
     cupy: Callable[[], dict[str, str]] = _find_cupy
     headers: Callable[[int | None], Headers] = lambda major: libraries.find_headers(major=major)
-    plans: Callable[[], list[PlanReport]] = _measure_plans
+    plans: Callable[[], list[GemmReport]] = _measure_plans
 
 
 def diagnose(probes: Probes | None = None) -> Report:
@@ -293,7 +293,7 @@ def _mismatched(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> 
     return problems
 
 
-def _plans(probes: Probes, problems: list[Problem], cuda: Version) -> list[PlanReport]:
+def _plans(probes: Probes, problems: list[Problem], cuda: Version) -> list[GemmReport]:
     remedy = f"pip install --upgrade 'bminf-lite[{libraries.extra(cuda)}]'"
     try:
         return probes.plans()

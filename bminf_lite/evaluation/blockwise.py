@@ -21,8 +21,8 @@ from ..backend.values import Array
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.recipe import Scheme
 from ..layers.loading import Weights
-from ..layers.recording import Product, Recorder
-from ..quantize.stages import Group, Stage, Stages, State
+from ..layers.recording import LinearCall, LinearHooks
+from ..quantize.stages import HiddenState, LayerFn, LayerwiseModel, SequenceBatch
 from .corpus import Window
 
 BATCH_TOKENS = 2048
@@ -35,10 +35,10 @@ class Batch:
     windows: tuple[Window, ...]
 
     @cached_property
-    def group(self) -> Group:
+    def sequences(self) -> SequenceBatch:
         """The windows as sequences that start here."""
         sources = tuple(w.source for w in self.windows if w.source is not None)
-        return Group(tuple(w.tokens for w in self.windows), sources)
+        return SequenceBatch(tuple(w.tokens for w in self.windows), sources)
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -52,7 +52,7 @@ class Batch:
         return np.concatenate([np.arange(end - w.scored, end) for w, end in zip(self.windows, ends, strict=True)])
 
 
-def batches(windows: Iterable[Window], tokens: int = BATCH_TOKENS) -> list[Batch]:
+def batch_windows(windows: Iterable[Window], tokens: int = BATCH_TOKENS) -> list[Batch]:
     """Windows in their order, together while they have ``tokens`` at most."""
     groups: list[list[Window]] = []
     room = 0
@@ -65,7 +65,7 @@ def batches(windows: Iterable[Window], tokens: int = BATCH_TOKENS) -> list[Batch
     return [Batch(tuple(group)) for group in groups]
 
 
-class Blockwise:
+class LayerwiseCheckpoint:
     """The checkpoint in a folder, run on ``ops`` piece by piece. Close it, or use it as a context manager.
 
     ``observer`` is told of each product (see :mod:`..layers.recording`) while it is set; ``schemes`` says of the
@@ -76,7 +76,7 @@ class Blockwise:
     def __init__(self, path: Path, ops: Backend):
         self.path = path
         self.ops = ops
-        self.observer: Callable[[Product], None] | None = None
+        self.observer: Callable[[LinearCall], None] | None = None
         self.checkpoint = open_checkpoint(path)
         try:
             architecture = models.find(self.checkpoint.config)
@@ -85,38 +85,38 @@ class Blockwise:
             self.checkpoint.validate(self.spec)
             weights = _Schemes(self.checkpoint.weights(self.spec, stored=True))
             self.schemes = weights.schemes
-            recorder = Recorder(ops, weights, self._observe)
-            pieces = architecture.Pieces(self.config, recorder.weights, recorder.ops)
-            self.stages = Stages(pieces, self.config, ops)
+            hooks = LinearHooks(ops, weights, self._observe)
+            builder = architecture.ModelBuilder(self.config, hooks.weights, hooks.ops)
+            self.layerwise = LayerwiseModel(builder, self.config, ops)
         except BaseException:
             self.checkpoint.close()
             raise
 
-    def __enter__(self) -> Blockwise:
+    def __enter__(self) -> LayerwiseCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.checkpoint.close()
 
-    def start(self, groups: Sequence[Batch]) -> list[State]:
+    def start(self, batches: Sequence[Batch]) -> list[HiddenState]:
         """Each batch before the first layer, on the host: fp32 ``[T, features]``."""
-        return [self._parked(state) for state in self.stages.start([batch.group for batch in groups])]
+        return [self._parked(state) for state in self.layerwise.start([batch.sequences for batch in batches])]
 
-    def run(self, stage: Stage, state: State, batch: Batch) -> State:
-        """A batch after one of the :attr:`stages`; both states are on the host."""
+    def run(self, layer_fn: LayerFn, state: HiddenState, batch: Batch) -> HiddenState:
+        """A batch after one layer of :attr:`layerwise`; both states are on the host."""
         encoded = None if state.encoded is None else self.ops.array(state.encoded)
-        return self._parked(stage(State(self.ops.array(state.residual), encoded), batch.group))
+        return self._parked(layer_fn(HiddenState(self.ops.array(state.residual), encoded), batch.sequences))
 
     def rows(self, output: Callable[[Array], Array], residual: np.ndarray) -> np.ndarray:
         """Logits fp32 ``[n, vocab]`` of some rows of the residual stream behind the last layer."""
         return self._host(output(self.ops.array(residual)))
 
-    def _observe(self, product: Product) -> None:
+    def _observe(self, call: LinearCall) -> None:
         if self.observer is not None:
-            self.observer(product)
+            self.observer(call)
 
-    def _parked(self, state: State) -> State:
-        return State(self._host(state.residual), None if state.encoded is None else self._host(state.encoded))
+    def _parked(self, state: HiddenState) -> HiddenState:
+        return HiddenState(self._host(state.residual), None if state.encoded is None else self._host(state.encoded))
 
     def _host(self, x: Array) -> np.ndarray:
         return np.array(self.ops.host(x), np.float32)

@@ -17,14 +17,14 @@ import numpy as np
 from .. import backend
 from ..backend.base import Backend
 from ..errors import CheckpointError, UsageError, listed
-from ..layers.recording import Product
-from ..quantize.stages import State
+from ..layers.recording import LinearCall
+from ..quantize.stages import HiddenState
 from ..text.tokenizer import Tokenizer
-from .blockwise import Batch, Blockwise, batches
+from .blockwise import Batch, LayerwiseCheckpoint, batch_windows
 from .comparison import BlockReport, Comparison, LinearReport
 from .corpus import Window
-from .divergence import Divergence, DivergenceSum
-from .fidelity import FidelitySum, ProfileSum, folded_factors, unfolded
+from .divergence import Divergence, DivergenceAccumulator
+from .fidelity import ActivationStatsAccumulator, FidelityAccumulator, estimate_channel_factors, undo_channel_factors
 
 LOGIT_ROWS = 256
 
@@ -34,13 +34,17 @@ Progress = Callable[[int, int, str], None]
 
 def check_pair(model: Path, reference: Path, texts: Sequence[str]) -> None:
     """Raise ``UsageError`` unless the two models read ``texts`` alike and have the same shape; reads no weights."""
-    with closing(backend.create("cpu")) as ops, Blockwise(model, ops) as ours, Blockwise(reference, ops) as theirs:
+    with (
+        closing(backend.create("cpu")) as ops,
+        LayerwiseCheckpoint(model, ops) as ours,
+        LayerwiseCheckpoint(reference, ops) as theirs,
+    ):
         problems = [
             f"{what} is {mine!r}, but the reference's is {other!r}"
             for what, mine, other in (
                 ("model_type", ours.checkpoint.config["model_type"], theirs.checkpoint.config["model_type"]),
                 ("the vocabulary's size", ours.config.vocab_size, theirs.config.vocab_size),
-                ("the number of layers", len(ours.stages.names), len(theirs.stages.names)),
+                ("the number of layers", len(ours.layerwise.names), len(theirs.layerwise.names)),
                 ("hidden_size", ours.config.hidden_size, theirs.config.hidden_size),
             )
             if mine != other
@@ -69,19 +73,19 @@ def compare(
 
     Without ``layers`` only the predictions are compared. Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``.
     """
-    groups = batches(windows)
+    batches = batch_windows(windows)
     with (
         closing(backend.create(device, memory_limit)) as ops,
-        Blockwise(model, ops) as ours,
-        Blockwise(reference, ops) as theirs,
+        LayerwiseCheckpoint(model, ops) as ours,
+        LayerwiseCheckpoint(reference, ops) as theirs,
     ):
-        run = _Run(ours, theirs, groups, layers)
-        parts = [*ours.stages.names, "output head"]
+        run = _ModelPair(ours, theirs, batches, layers)
+        parts = [*ours.layerwise.names, "output head"]
         blocks = []
         for layer, part in enumerate(parts):
             if progress:
                 progress(layer, len(parts), part)
-            if layer < len(ours.stages.names):
+            if layer < len(ours.layerwise.names):
                 blocks.append(run.block(layer))
         divergence, head = run.head()
         if progress:
@@ -89,16 +93,18 @@ def compare(
         return Comparison(divergence, tuple(b for b in blocks if b is not None), head, ops.name)
 
 
-class _Run:
+class _ModelPair:
     """Two models on their way through the same batches; holds both residual streams."""
 
-    def __init__(self, model: Blockwise, reference: Blockwise, groups: Sequence[Batch], layers: bool):
+    def __init__(
+        self, model: LayerwiseCheckpoint, reference: LayerwiseCheckpoint, batches: Sequence[Batch], layers: bool
+    ):
         self.model = model
         self.reference = reference
-        self.groups = groups
+        self.batches = batches
         self.layers = layers
-        self.theirs = reference.start(groups)
-        self.ours = model.start(groups)
+        self.theirs = reference.start(batches)
+        self.ours = model.start(batches)
         (_, x), (_, y) = (states[0].residual.shape for states in (self.ours, self.theirs))
         if x != y:
             raise CheckpointError(f"{model.path}: {x} features, but the reference has {y}")
@@ -109,47 +115,47 @@ class _Run:
             self._advance(self.reference, self.theirs, layer)
             self._advance(self.model, self.ours, layer)
             return None
-        ours, theirs = self.model.stages.build(layer), self.reference.stages.build(layer)
-        own, accumulated = FidelitySum(), FidelitySum()
-        watch = _Watch(self.model, self.reference)
-        for i, batch in enumerate(self.groups):
-            given = self.theirs[i]
-            with watch.reference_run():
-                self.theirs[i] = self.reference.run(theirs, given, batch)
-            with watch.own_run():
-                own.add(self.theirs[i].residual, self.model.run(ours, given, batch).residual)
-            with watch.accumulated_run():
+        ours, theirs = self.model.layerwise.build(layer), self.reference.layerwise.build(layer)
+        own, accumulated = FidelityAccumulator(), FidelityAccumulator()
+        comparator = _LinearComparator(self.model, self.reference)
+        for i, batch in enumerate(self.batches):
+            reference_input = self.theirs[i]
+            with comparator.reference_run():
+                self.theirs[i] = self.reference.run(theirs, reference_input, batch)
+            with comparator.own_run():
+                own.add(self.theirs[i].residual, self.model.run(ours, reference_input, batch).residual)
+            with comparator.accumulated_run():
                 self.ours[i] = self.model.run(ours, self.ours[i], batch)
             accumulated.add(self.theirs[i].residual, self.ours[i].residual)
-        return BlockReport(layer, own.result(), accumulated.result(), watch.result())
+        return BlockReport(layer, own.result(), accumulated.result(), comparator.result())
 
     def head(self) -> tuple[Divergence, tuple[LinearReport, ...]]:
         """What both predict from their streams, and the products of the output."""
-        theirs, ours = self.reference.stages.output(), self.model.stages.output()
-        watch = _Watch(self.model, self.reference)
-        total = DivergenceSum()
-        for i, batch in enumerate(self.groups):
+        theirs, ours = self.reference.layerwise.output(), self.model.layerwise.output()
+        comparator = _LinearComparator(self.model, self.reference)
+        total = DivergenceAccumulator()
+        for i, batch in enumerate(self.batches):
             for first in range(0, len(batch.rows), LOGIT_ROWS):
                 rows = batch.rows[first : first + LOGIT_ROWS]
-                given = self.theirs[i].residual[rows]
-                with watch.reference_run(self.layers):
-                    expected = self.reference.rows(theirs, given)
+                reference_input = self.theirs[i].residual[rows]
+                with comparator.reference_run(self.layers):
+                    expected = self.reference.rows(theirs, reference_input)
                 if self.layers:
-                    with watch.own_run():
-                        self.model.rows(ours, given)
-                with watch.accumulated_run(self.layers):
+                    with comparator.own_run():
+                        self.model.rows(ours, reference_input)
+                with comparator.accumulated_run(self.layers):
                     got = self.model.rows(ours, self.ours[i].residual[rows])
                 total.add(expected, got, batch.tokens[rows + 1])
-        return total.result(), watch.result()
+        return total.result(), comparator.result()
 
-    def _advance(self, model: Blockwise, states: list[State], layer: int) -> None:
-        stage = model.stages.build(layer)
-        for i, batch in enumerate(self.groups):
-            states[i] = model.run(stage, states[i], batch)
+    def _advance(self, model: LayerwiseCheckpoint, states: list[HiddenState], layer: int) -> None:
+        layer_fn = model.layerwise.build(layer)
+        for i, batch in enumerate(self.batches):
+            states[i] = model.run(layer_fn, states[i], batch)
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ReferenceCall:
     """One product of the reference in the present batch: fp32 ``[T, in]`` and ``[T, out]``."""
 
     tensors: tuple[str, ...]
@@ -157,48 +163,48 @@ class _Seen:
     y: np.ndarray
 
 
-class _Watched:
+class _LinearStats:
     """What is known of one product."""
 
     def __init__(self, tensors: tuple[str, ...]):
         self.tensors = tensors
-        self.own, self.accumulated = FidelitySum(), FidelitySum()
-        self.input, self.reference_input = ProfileSum(), ProfileSum()
+        self.own, self.accumulated = FidelityAccumulator(), FidelityAccumulator()
+        self.input, self.reference_input = ActivationStatsAccumulator(), ActivationStatsAccumulator()
 
 
-class _Watch:
+class _LinearComparator:
     """Pairs the products of the two models, in the order in which they come, and measures them."""
 
-    def __init__(self, model: Blockwise, reference: Blockwise):
+    def __init__(self, model: LayerwiseCheckpoint, reference: LayerwiseCheckpoint):
         self.model = model
         self.reference = reference
         self.ops: Backend = model.ops
-        self._watched: list[_Watched] = []
-        self._seen: list[_Seen] = []
+        self._stats: list[_LinearStats] = []
+        self._reference_calls: list[_ReferenceCall] = []
 
     def result(self) -> tuple[LinearReport, ...]:
-        """All products that were watched."""
+        """All linear layers that were compared."""
         return tuple(
             LinearReport(
                 w.tensors, self._scheme(w.tensors), w.own.result(), w.accumulated.result(), w.input.result(),
                 w.reference_input.result(),
             )
-            for w in self._watched
+            for w in self._stats
         )  # fmt: skip
 
     @contextmanager
     def reference_run(self, watch: bool = True) -> Iterator[None]:
         """While the reference computes: remember its inputs and outputs."""
-        self._seen.clear()
+        self._reference_calls.clear()
 
-        def see(product: Product) -> None:
-            x, y = self._values(product)
-            if len(self._seen) == len(self._watched):
-                self._watched.append(_Watched(product.tensors))
-            self._watched[len(self._seen)].reference_input.add(x)
-            self._seen.append(_Seen(product.tensors, x, y))
+        def record(call: LinearCall) -> None:
+            x, y = self._values(call)
+            if len(self._reference_calls) == len(self._stats):
+                self._stats.append(_LinearStats(call.tensors))
+            self._stats[len(self._reference_calls)].reference_input.add(x)
+            self._reference_calls.append(_ReferenceCall(call.tensors, x, y))
 
-        with self._observing(self.reference, see if watch else None):
+        with self._observing(self.reference, record if watch else None):
             yield
 
     @contextmanager
@@ -208,47 +214,47 @@ class _Watch:
         What the product gets in this run has other errors in it already. So it is given the reference's input, in the
         units that this run shows.
         """
-        place = self._places()
+        pairs = self._pairs()
 
-        def see(product: Product) -> None:
-            watched, seen = next(place)
-            x = np.array(self.ops.host(product.x), np.float32)
-            factors = folded_factors(x, seen.x)
-            given = seen.x if factors is None else (seen.x * factors).astype(np.float32)
-            y = self.ops.host(self.ops.linear(self.ops.array(given), product.weight, fp32=True))
-            watched.own.add(seen.y, unfolded(seen.y, y))
+        def record(call: LinearCall) -> None:
+            stats, reference = next(pairs)
+            x = np.array(self.ops.host(call.x), np.float32)
+            factors = estimate_channel_factors(x, reference.x)
+            reference_input = reference.x if factors is None else (reference.x * factors).astype(np.float32)
+            y = self.ops.host(self.ops.linear(self.ops.array(reference_input), call.weight, fp32=True))
+            stats.own.add(reference.y, undo_channel_factors(reference.y, y))
 
-        with self._observing(self.model, see):
+        with self._observing(self.model, record):
             yield
 
     @contextmanager
     def accumulated_run(self, watch: bool = True) -> Iterator[None]:
         """While the model computes from its own stream: the error of each product after all before it."""
-        place = self._places()
+        pairs = self._pairs()
 
-        def see(product: Product) -> None:
-            watched, seen = next(place)
-            x, y = self._values(product)
-            watched.input.add(x)
-            watched.accumulated.add(seen.y, unfolded(seen.y, y))
+        def record(call: LinearCall) -> None:
+            stats, reference = next(pairs)
+            x, y = self._values(call)
+            stats.input.add(x)
+            stats.accumulated.add(reference.y, undo_channel_factors(reference.y, y))
 
-        with self._observing(self.model, see if watch else None):
+        with self._observing(self.model, record if watch else None):
             yield
 
-    def _places(self) -> Iterator[tuple[_Watched, _Seen]]:
-        yield from zip(self._watched, self._seen, strict=True)
+    def _pairs(self) -> Iterator[tuple[_LinearStats, _ReferenceCall]]:
+        yield from zip(self._stats, self._reference_calls, strict=True)
 
-    def _values(self, product: Product) -> tuple[np.ndarray, np.ndarray]:
+    def _values(self, call: LinearCall) -> tuple[np.ndarray, np.ndarray]:
         """A product's input and output, fp32 on the host."""
-        x = np.array(self.ops.host(product.x), np.float32)
-        return x, np.asarray(self.ops.host(self.ops.linear(product.x, product.weight, fp32=True)))
+        x = np.array(self.ops.host(call.x), np.float32)
+        return x, np.asarray(self.ops.host(self.ops.linear(call.x, call.weight, fp32=True)))
 
     def _scheme(self, tensors: tuple[str, ...]) -> str:
         return ", ".join(sorted({self.model.schemes[name] for name in tensors}))
 
     @contextmanager
-    def _observing(self, model: Blockwise, see: Callable[[Product], None] | None) -> Iterator[None]:
-        model.observer = see
+    def _observing(self, model: LayerwiseCheckpoint, record: Callable[[LinearCall], None] | None) -> Iterator[None]:
+        model.observer = record
         try:
             yield
         finally:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .divergence import Divergence
-from .fidelity import Fidelity, InputProfile
+from .fidelity import ActivationStats, Fidelity
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class LinearReport:
     scheme: str
     own: Fidelity
     accumulated: Fidelity
-    input: InputProfile
-    reference_input: InputProfile
+    input: ActivationStats
+    reference_input: ActivationStats
 
     @property
     def name(self) -> str:
         """The matrices' names in short: ``model.layers.0.self_attn.{q,k,v}_proj``."""
-        return joined([tensor.removesuffix(".weight") for tensor in self.tensors])
+        return brace_join([tensor.removesuffix(".weight") for tensor in self.tensors])
 
 
 @dataclass(frozen=True)
@@ -60,23 +60,23 @@ class Comparison:
         blocks = [{"layer": b.layer, "own": asdict(b.own), "accumulated": asdict(b.accumulated)} for b in self.blocks]
         linears = [{"name": linear.name, **asdict(linear)} for linear in self.linears]
         found = {"device": self.device, **self.divergence.to_dict(), "blocks": blocks, "linears": linears}
-        return finite(found)
+        return nan_to_none(found)
 
 
-def joined(names: Sequence[str], separators: str = "._") -> str:
+def brace_join(names: Sequence[str], separators: str = "._") -> str:
     """Names that differ in places, as one: ``a.q_proj``, ``a.k_proj`` -> ``a.{q,k}_proj``."""
     if len(set(names)) == 1:
         return names[0]
     cut = [name.split(separators[0]) for name in names] if separators else []
     if len({len(parts) for parts in cut}) != 1:
         return f"{{{','.join(names)}}}"
-    return separators[0].join(joined(parts, separators[1:]) for parts in zip(*cut, strict=True))
+    return separators[0].join(brace_join(parts, separators[1:]) for parts in zip(*cut, strict=True))
 
 
-def finite(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """``value`` with None for numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: nan_to_none(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [nan_to_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

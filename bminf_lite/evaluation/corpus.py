@@ -34,7 +34,7 @@ class Window:
     scored: int
     source: np.ndarray | None = None
 
-    def divided(self, start: Sequence[int]) -> Window:
+    def for_encoder_decoder(self, start: Sequence[int]) -> Window:
         """The same text for an encoder-decoder that starts from ``start``; it scores half of the text at most."""
         middle = max(-(-len(self.tokens) // 2), len(self.tokens) - self.scored)
         tokens = np.concatenate([start, self.tokens[middle:]]).astype(np.int32)
@@ -102,23 +102,25 @@ def windows_for(
     ``window`` is by default the context, or :data:`DEFAULT_WINDOW` if that is shorter; ``stride`` half the window.
     Raises ``CheckpointError`` for a folder that holds no such model, and what :func:`cut` raises.
     """
-    config = config_of(folder)
+    config = parse_config(folder)
     window = min(config.context_length, DEFAULT_WINDOW) if window is None else window
     stride = max(window // 2, 1) if stride is None else stride
     check_window(window, stride, config.context_length)
-    return fitted(cut(encode_texts(texts, Tokenizer.load(Path(folder), config.vocab_size)), window, stride), config)
+    return fit_windows(
+        sliding_windows(encode_texts(texts, Tokenizer.load(Path(folder), config.vocab_size)), window, stride), config
+    )
 
 
-def config_of(folder: str | Path) -> Any:
+def parse_config(folder: str | Path) -> Any:
     """The parsed configuration of the model in a folder; raises ``CheckpointError``."""
     with open_checkpoint(folder) as checkpoint:
         return models.find(checkpoint.config).parse(checkpoint.config)
 
 
-def fitted(windows: Sequence[Window], config: Any) -> list[Window]:
+def fit_windows(windows: Sequence[Window], config: Any) -> list[Window]:
     """The windows for a model of that configuration: those of an encoder-decoder are :meth:`Window.divided`."""
-    start = getattr(config, "decoder_start", ())
-    return [window.divided(start) for window in windows] if start else list(windows)
+    start = getattr(config, "decoder_start_token_ids", ())
+    return [window.for_encoder_decoder(start) for window in windows] if start else list(windows)
 
 
 def check_window(window: int, stride: int, context: int | None = None) -> None:
@@ -134,7 +136,9 @@ def check_window(window: int, stride: int, context: int | None = None) -> None:
         raise UsageError("; ".join(problems))
 
 
-def cut(documents: Sequence[Sequence[int] | np.ndarray], window: int, stride: int | None = None) -> list[Window]:
+def sliding_windows(
+    documents: Sequence[Sequence[int] | np.ndarray], window: int, stride: int | None = None
+) -> list[Window]:
     """Windows of up to ``window`` tokens, every ``stride`` tokens of each document, that score each token once.
 
     A window scores what no window before it did, so after the first of a document each scored token follows at least
@@ -162,7 +166,7 @@ def cut(documents: Sequence[Sequence[int] | np.ndarray], window: int, stride: in
     return windows
 
 
-def first_tokens(windows: Sequence[Window], count: int) -> list[Window]:
+def truncate_windows(windows: Sequence[Window], count: int) -> list[Window]:
     """The first windows, as many as score ``count`` tokens; the last one is cut short."""
     taken: list[Window] = []
     for window in windows:

@@ -61,7 +61,7 @@ class Divergence:
         )
 
 
-class DivergenceSum:
+class DivergenceAccumulator:
     """Collects logits of the two models, in the order of the text."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class DivergenceSum:
         rows = max(1, BLOCK_ELEMENTS // reference.shape[1])
         parts = [slice(first, first + rows) for first in range(0, len(targets), rows)]
         with ThreadPoolExecutor(min(len(parts), MAX_THREADS) or 1) as pool:
-            found = list(pool.map(lambda part: _compared(reference[part], model[part], targets[part]), parts))
+            found = list(pool.map(lambda part: _token_metrics(reference[part], model[part], targets[part]), parts))
         for losses, kl, same in found:
             self._losses.append(losses)
             self._kl.append(kl)
@@ -88,12 +88,12 @@ class DivergenceSum:
         with np.errstate(over="ignore", invalid="ignore"):
             ratio = float(np.exp(log_ratio))
         return Divergence(
-            Perplexity.of(ours), Perplexity.of(theirs), ratio, ratio * log_error, *mean_and_error(kl),
+            Perplexity.from_losses(ours), Perplexity.from_losses(theirs), ratio, ratio * log_error, *mean_and_error(kl),
             float(np.median(kl)), float(np.quantile(kl, 0.999)), *mean_and_error(same), len(kl), kl,
         )  # fmt: skip
 
 
-def _compared(
+def _token_metrics(
     reference: np.ndarray, model: np.ndarray, targets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each token: both losses ``[2, n]``, the divergence ``[n]``, and whether the likeliest token is the same."""

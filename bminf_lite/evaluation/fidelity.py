@@ -29,7 +29,7 @@ class Fidelity:
 
 
 @dataclass(frozen=True)
-class InputProfile:
+class ActivationStats:
     """What makes an activation hard to quantize with one scale per token.
 
     ``largest`` is the largest magnitude over the root mean square of all values; ``channels`` are the worst ones, their
@@ -42,7 +42,7 @@ class InputProfile:
     spread: float
 
 
-class FidelitySum:
+class FidelityAccumulator:
     """Collects outputs, fp32 ``[T, out]``, and what they should be."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class FidelitySum:
         return Fidelity(math.inf if noise == 0 else -10 * math.log10(noise), self._cosine / self._tokens)
 
 
-class ProfileSum:
+class ActivationStatsAccumulator:
     """Collects the inputs of a product, fp32 ``[T, in]``."""
 
     def __init__(self) -> None:
@@ -83,19 +83,19 @@ class ProfileSum:
         self._squares += float(np.einsum("ij,ij->", x, x, dtype=np.float64))
         self._count += x.size
 
-    def result(self) -> InputProfile:
+    def result(self) -> ActivationStats:
         """Of everything that was added."""
         rms = math.sqrt(self._squares / self._count) or 1.0
         channels = np.asarray(self._largest) / rms
         worst = np.argsort(channels)[::-1][:WORST_CHANNELS]
         scales = np.concatenate(self._scales)
         median = float(np.median(scales)) or 1.0
-        return InputProfile(
+        return ActivationStats(
             float(channels.max()), tuple((int(c), float(channels[c])) for c in worst), float(scales.max()) / median
         )
 
 
-def folded_factors(expected: np.ndarray, got: np.ndarray) -> np.ndarray | None:
+def estimate_channel_factors(expected: np.ndarray, got: np.ndarray) -> np.ndarray | None:
     """Factors per channel, fp64 ``[n]``, that take ``got`` to ``expected`` (fp32 ``[T, n]``); None where they agree.
 
     Smoothing moves factors from an activation into the weights that read it, which changes nothing but would look like
@@ -115,7 +115,7 @@ def folded_factors(expected: np.ndarray, got: np.ndarray) -> np.ndarray | None:
     return np.where(found, factors, 1.0)
 
 
-def unfolded(expected: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """``got`` in the units of ``expected``, see :func:`folded_factors`."""
-    factors = folded_factors(expected, got)
+def undo_channel_factors(expected: np.ndarray, got: np.ndarray) -> np.ndarray:
+    """``got`` in the units of ``expected``, see :func:`estimate_channel_factors`."""
+    factors = estimate_channel_factors(expected, got)
     return got if factors is None else (got * factors).astype(np.float32)

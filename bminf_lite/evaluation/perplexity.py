@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .corpus import Window, check_window, cut
+from .corpus import Window, check_window, sliding_windows
 
 if TYPE_CHECKING:
     from ..api import Model
@@ -27,7 +27,7 @@ class Perplexity:
     tokens: int
 
     @classmethod
-    def of(cls, losses: np.ndarray) -> Perplexity:
+    def from_losses(cls, losses: np.ndarray) -> Perplexity:
         """From the negative log-likelihoods of tokens in the order of the text, fp64 ``[n]``."""
         mean, error = mean_and_error(losses)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -40,26 +40,27 @@ class Perplexity:
 
 
 def perplexity(model: Model, token_ids: Sequence[int], window: int = 512, stride: int | None = None) -> Perplexity:
-    """Perplexity of ``token_ids`` in windows of ``window`` tokens, every ``stride`` tokens; see :func:`.corpus.cut`.
+    """Perplexity of ``token_ids`` in windows of ``window`` tokens, every ``stride`` tokens.
 
+    See :func:`.corpus.sliding_windows`.
     Raises ``UsageError`` for fewer than 2 tokens, a window that is not 2 to the model's context, or a stride that is
     not 1 to the window.
     """
     check_window(window, window if stride is None else stride, model.limits.context_length)
-    windows = cut([token_ids], window, stride)
-    if model.limits.source_length:
-        windows = [w.divided(model.limits.decoder_start) for w in windows]
-    return Perplexity.of(np.concatenate(list(window_losses(model, windows))))
+    windows = sliding_windows([token_ids], window, stride)
+    if model.limits.max_source_length:
+        windows = [w.for_encoder_decoder(model.limits.decoder_start_token_ids) for w in windows]
+    return Perplexity.from_losses(np.concatenate(list(window_losses(model, windows))))
 
 
 def window_losses(model: Model, windows: Iterable[Window]) -> Iterator[np.ndarray]:
     """Negative log-likelihoods of each window's scored tokens, fp64 ``[scored]``."""
     for window in windows:
         logits = model.logits(window.tokens, source=window.source)
-        yield losses_of(logits[-window.scored - 1 : -1], window.tokens[-window.scored :])
+        yield cross_entropy(logits[-window.scored - 1 : -1], window.tokens[-window.scored :])
 
 
-def losses_of(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """``-log softmax(logits)[i, targets[i]]``: fp32 ``[n, vocab]``, ``[n]`` -> fp64 ``[n]``."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     chosen = shifted[np.arange(len(targets)), targets].astype(np.float64)

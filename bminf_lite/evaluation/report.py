@@ -24,7 +24,7 @@ from .plots import Axis, count_axis, line, log_axis
 
 TEMPLATE = "report.html.j2"
 COLOURS = 6
-LEAST_PERCENT, MOST_PERCENT = 0.1, 30.0
+MIN_PERCENT, MAX_PERCENT = 0.1, 30.0
 """Errors from which, and up to which, a cell of the map gets darker."""
 
 SHADES = (0.1, 0.3, 1, 3, 10, 30)
@@ -92,7 +92,7 @@ def percent(snr_db: float) -> float:
 
 def strength(percent: float) -> float:
     """How dark an error is shown, 0.05 to 1."""
-    share = math.log(max(percent, LEAST_PERCENT) / LEAST_PERCENT) / math.log(MOST_PERCENT / LEAST_PERCENT)
+    share = math.log(max(percent, MIN_PERCENT) / MIN_PERCENT) / math.log(MAX_PERCENT / MIN_PERCENT)
     return round(0.05 + 0.95 * min(share, 1.0) ** 1.6, 3)
 
 

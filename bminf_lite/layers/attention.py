@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..backend.base import Backend
-from ..backend.values import Array, AttentionSpec, LayerCache, Step
+from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache
 from .cache import SourceCache
 from .linear import Linear
 
@@ -20,9 +20,9 @@ class Attention:
         self.qkv = qkv
         self.o = o
 
-    def add_to(self, residual: Array, x: Array, cache: LayerCache, step: Step) -> Array:
+    def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """``residual`` fp32 ``[T, features]`` plus the attention of the normalised ``x``."""
-        return self.o.add_to(residual, self.ops.attention(self.qkv(x), self.spec, cache, step))
+        return self.o.add_to(residual, self.ops.attention(self.qkv(x), self.spec, cache, batch))
 
 
 class EncoderAttention:
@@ -34,16 +34,16 @@ class EncoderAttention:
         self.qkv = qkv
         self.o = o
 
-    def add_to(self, residual: Array, x: Array, step: Step) -> Array:
+    def add_to(self, residual: Array, x: Array, batch: ForwardBatch) -> Array:
         """``residual`` fp32 ``[T, features]`` plus the attention of the normalised ``x``."""
-        return self.o.add_to(residual, self.ops.encoder_attention(self.qkv(x), self.spec, step))
+        return self.o.add_to(residual, self.ops.encoder_attention(self.qkv(x), self.spec, batch))
 
 
 class CrossAttention:
     """``o(attend(q(x)))`` over an encoded source, added to the residual stream.
 
     The source's keys and values, which ``kv`` computes side by side, are the same for every token that is decoded:
-    :meth:`read` computes them once.
+    :meth:`fill_cache` computes them once.
     """
 
     def __init__(self, ops: Backend, spec: AttentionSpec, q: Linear, kv: Linear, o: Linear):
@@ -53,10 +53,10 @@ class CrossAttention:
         self.kv = kv
         self.o = o
 
-    def read(self, source: Array, cache: LayerCache, step: Step) -> None:
+    def fill_cache(self, source: Array, cache: LayerCache, batch: ForwardBatch) -> None:
         """Put keys and values of the encoder's output ``[T, features]`` for a step's sources into the cache."""
-        self.ops.store_source(self.kv(source), self.spec, cache, step)
+        self.ops.store_source(self.kv(source), self.spec, cache, batch)
 
-    def add_to(self, residual: Array, x: Array, cache: LayerCache, source: SourceCache, step: Step) -> Array:
+    def add_to(self, residual: Array, x: Array, cache: LayerCache, source: SourceCache, batch: ForwardBatch) -> Array:
         """``residual`` fp32 ``[T, features]`` plus the attention of the normalised ``x``."""
-        return self.o.add_to(residual, self.ops.cross_attention(self.q(x), self.spec, cache, source.lengths, step))
+        return self.o.add_to(residual, self.ops.cross_attention(self.q(x), self.spec, cache, source.lengths, batch))

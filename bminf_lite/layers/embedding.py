@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..backend.base import Backend
-from ..backend.values import Array, Step
+from ..backend.values import Array, ForwardBatch
 from .loading import Weights
 
 
@@ -19,13 +19,13 @@ class Embedding:
         return self.ops.embed(tokens, self.table)
 
 
-class LearnedPositions:
+class PositionEmbedding:
     """The table ``{name}.weight`` ``[first + context, features]``, a row for each position from row ``first`` on."""
 
     def __init__(self, ops: Backend, weights: Weights, name: str, first: int = 0):
         self.ops = ops
         self.table = ops.table(weights.vector(f"{name}.weight")[first:])
 
-    def add_to(self, residual: Array, step: Step) -> Array:
+    def add_to(self, residual: Array, batch: ForwardBatch) -> Array:
         """``residual`` fp32 ``[T, features]`` plus the rows of the tokens' positions; the old residual is used up."""
-        return self.ops.add_positions(residual, self.table, step)
+        return self.ops.add_positions(residual, self.table, batch)

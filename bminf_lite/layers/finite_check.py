@@ -12,24 +12,24 @@ import numpy as np
 from ..backend.base import Backend
 from ..errors import BminfError
 from .loading import Weights
-from .recording import Product, Recorder
+from .recording import LinearCall, LinearHooks
 
 
-def checked(weights: Weights, ops: Backend) -> tuple[Weights, Backend]:
+def with_finite_checks(weights: Weights, ops: Backend) -> tuple[Weights, Backend]:
     """``weights`` and ``ops`` for a model whose steps raise ``BminfError`` where an activation is not finite.
 
     The message names the tensors of the first product that would have read it.
     """
 
-    def check(product: Product) -> None:
-        values = ops.host(product.x)
+    def check(call: LinearCall) -> None:
+        values = ops.host(call.x)
         wrong = np.argwhere(~np.isfinite(values))
         if len(wrong):
             token, channel = wrong[0]
             raise BminfError(
-                f"{', '.join(product.tensors)}: the input holds {values[token, channel]} in channel {channel} of token "
+                f"{', '.join(call.tensors)}: the input holds {values[token, channel]} in channel {channel} of token "
                 f"{token} of this step, which has {len(values):,}; {len(wrong):,} of its numbers are not finite"
             )
 
-    recorder = Recorder(ops, weights, check)
-    return recorder.weights, recorder.ops
+    hooks = LinearHooks(ops, weights, check)
+    return hooks.weights, hooks.ops

@@ -38,7 +38,7 @@ class Linear:
         return self.ops.linear_add(x, self.weight, residual)
 
 
-class Head(Linear):
+class LMHead(Linear):
     """The output projection: fp32 logits ``[T, vocab]``."""
 
     def __call__(self, x: Array) -> Array:

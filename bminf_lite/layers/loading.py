@@ -21,7 +21,7 @@ class Weights(Protocol):
         ...
 
 
-class Reordered:
+class PermutedWeights:
     """``weights`` with the rows of each tensor, so a layer's outputs, in another order."""
 
     def __init__(self, weights: Weights, rows: np.ndarray):

@@ -31,7 +31,7 @@ class GatedMLP:
         return self.down.add_to(residual, self.ops.gated_linear(x, self.gate_up.weight, self.activation))
 
 
-class PlainMLP:
+class MLP:
     """``down(f(up(x)))``, added to the residual stream."""
 
     def __init__(self, ops: Backend, activation: str, up: Linear, down: Linear):

@@ -10,13 +10,13 @@ from .loading import Weights
 
 
 def load_rms_norm(ops: Backend, weights: Weights, name: str, eps: float, scale: float = 1.0) -> Norm:
-    """The RMSNorm whose gain is ``{name}.weight`` times ``scale``."""
-    gain = weights.vector(f"{name}.weight")
-    return Norm(ops.vector(gain if scale == 1 else gain.astype(np.float32) * np.float32(scale)), eps)
+    """The RMSNorm whose weight is ``{name}.weight`` times ``scale``."""
+    weight = weights.vector(f"{name}.weight")
+    return Norm(ops.vector(weight if scale == 1 else weight.astype(np.float32) * np.float32(scale)), eps)
 
 
 class RMSNorm:
-    """``x / sqrt(mean(x^2) + eps) * gain * scale``."""
+    """``x / sqrt(mean(x^2) + eps) * weight * scale``."""
 
     def __init__(self, ops: Backend, weights: Weights, name: str, eps: float, scale: float = 1.0):
         self.ops = ops
@@ -28,7 +28,7 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """``(x - mean(x)) / sqrt(var(x) + eps) * gain + bias`` (https://arxiv.org/abs/1607.06450)."""
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` (https://arxiv.org/abs/1607.06450)."""
 
     def __init__(self, ops: Backend, norm: Norm):
         self.ops = ops
@@ -36,9 +36,9 @@ class LayerNorm:
 
     @classmethod
     def load(cls, ops: Backend, weights: Weights, name: str, eps: float) -> LayerNorm:
-        """The norm whose gain and bias are ``{name}.weight`` and ``{name}.bias``."""
-        gain, bias = (ops.vector(weights.vector(f"{name}.{part}")) for part in ("weight", "bias"))
-        return cls(ops, Norm(gain, eps, bias, center=True))
+        """The norm whose weight and bias are ``{name}.weight`` and ``{name}.bias``."""
+        weight, bias = (ops.vector(weights.vector(f"{name}.{part}")) for part in ("weight", "bias"))
+        return cls(ops, Norm(weight, eps, bias, center=True))
 
     def __call__(self, residual: Array) -> Array:
         """fp32 ``[T, features]`` -> ``[T, features]``."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-Parameters = dict[str, Any]
-Scaled = tuple[np.ndarray, float]
+RopeParameters = dict[str, Any]
+RopeFrequencies = tuple[np.ndarray, float]
 """Frequencies fp32 ``[head_dim / 2]``, and the factor on cosine and sine."""
 
 
-def rope_parameters(config: Parameters, default_theta: float = 10000.0) -> Parameters:
+def rope_parameters(config: RopeParameters, default_theta: float = 10000.0) -> RopeParameters:
     """The rotary parameters of a ``config.json``: ``rope_type``, ``rope_theta`` and whatever the type needs.
 
     Where both spellings are there, the older one counts, as in transformers. Raises ``ValueError`` for a value that is
@@ -34,7 +34,7 @@ def rope_parameters(config: Parameters, default_theta: float = 10000.0) -> Param
     return found
 
 
-def rope_frequencies(parameters: Parameters, head_dim: int, max_positions: int) -> Scaled:
+def rope_frequencies(parameters: RopeParameters, head_dim: int, max_positions: int) -> RopeFrequencies:
     """Frequencies fp32 ``[head_dim / 2]`` and the factor on cosine and sine.
 
     Raises ``ValueError`` for a type that is not known, a missing parameter or one out of range.
@@ -48,7 +48,7 @@ def rope_frequencies(parameters: Parameters, head_dim: int, max_positions: int) 
     return _SCALINGS[kind](frequencies, parameters, head_dim, max_positions)
 
 
-def _number(parameters: Parameters, key: str, default: float | None = None) -> float:
+def _number(parameters: RopeParameters, key: str, default: float | None = None) -> float:
     value = parameters.get(key)
     value = default if value is None else value
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-30 < value < 1e30:
@@ -56,16 +56,16 @@ def _number(parameters: Parameters, key: str, default: float | None = None) -> f
     return value
 
 
-def _default(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> Scaled:
+def _default(frequencies: np.ndarray, parameters: RopeParameters, head_dim: int, max_positions: int) -> RopeFrequencies:
     return frequencies, 1.0
 
 
-def _linear(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> Scaled:
+def _linear(frequencies: np.ndarray, parameters: RopeParameters, head_dim: int, max_positions: int) -> RopeFrequencies:
     """Position interpolation (https://arxiv.org/abs/2306.15595)."""
     return frequencies / np.float32(_number(parameters, "factor")), 1.0
 
 
-def _llama3(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> Scaled:
+def _llama3(frequencies: np.ndarray, parameters: RopeParameters, head_dim: int, max_positions: int) -> RopeFrequencies:
     """LLaMA 3.1: long wavelengths are stretched by ``factor``, short ones kept, and those between interpolated."""
     factor, low, high = (_number(parameters, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     original = _number(parameters, "original_max_position_embeddings", max_positions)
@@ -79,7 +79,7 @@ def _llama3(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_
     return np.where(medium, between, stretched).astype(np.float32), 1.0
 
 
-def _yarn(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_positions: int) -> Scaled:
+def _yarn(frequencies: np.ndarray, parameters: RopeParameters, head_dim: int, max_positions: int) -> RopeFrequencies:
     """YaRN (https://arxiv.org/abs/2309.00071): interpolation by wavelength, and softer scores."""
     original = _number(parameters, "original_max_position_embeddings", max_positions)
     factor = _number(parameters, "factor", max_positions / original)
@@ -101,7 +101,7 @@ def _yarn(frequencies: np.ndarray, parameters: Parameters, head_dim: int, max_po
     return scaled.astype(np.float32), _yarn_attention(parameters, factor)
 
 
-def _yarn_attention(parameters: Parameters, factor: float) -> float:
+def _yarn_attention(parameters: RopeParameters, factor: float) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
@@ -112,7 +112,7 @@ def _yarn_attention(parameters: Parameters, factor: float) -> float:
     return mscale(1.0)
 
 
-_SCALINGS: dict[str, Callable[[np.ndarray, Parameters, int, int], Scaled]] = {
+_SCALINGS: dict[str, Callable[[np.ndarray, RopeParameters, int, int], RopeFrequencies]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,

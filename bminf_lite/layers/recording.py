@@ -1,7 +1,7 @@
 """Watching what goes into every product, without the layers knowing.
 
 Calibration and comparison need the input of each linear layer. Layers get a backend and weights when they are built;
-given the :class:`Recorder`'s instead, they compute what they always do, and an observer is told of each product just
+given the :class:`LinearHooks`'s instead, they compute what they always do, and an observer is told of each product just
 before it is computed.
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Product:
+class LinearCall:
     """An activation ``x`` ``[T, in]`` that is about to be multiplied by ``weight`` ``[out, in]``, both on the device.
 
     ``tensors`` are the checkpoint's names of the matrices that ``weight`` was stacked from, along ``out``.
@@ -36,10 +36,10 @@ class Product:
     weight: Any
 
 
-Observer = Callable[[Product], None]
+Observer = Callable[[LinearCall], None]
 
 
-class Recorder:
+class LinearHooks:
     """``ops`` and ``weights`` for layers whose products are to be watched.
 
     ``ops`` does what the given backend does. Each operation with parameters ``x`` and ``weight`` is a product, and
@@ -47,18 +47,18 @@ class Recorder:
     """
 
     def __init__(self, ops: Backend, weights: Weights, observe: Observer):
-        watched = _WatchedBackend(ops, observe)
-        self.ops = cast(Backend, watched)
-        self.weights: Weights = _NamedWeights(weights, watched)
+        hooked = _HookedBackend(ops, observe)
+        self.ops = cast(Backend, hooked)
+        self.weights: Weights = _TrackedWeights(weights, hooked)
 
 
-class _WatchedBackend:
+class _HookedBackend:
     """Passes everything on to ``ops``; an operation's own use of other operations stays unobserved."""
 
     def __init__(self, ops: Backend, observe: Observer):
         self._ops = ops
         self._observe = observe
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self._tensors: dict[int, tuple[str, ...]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -70,32 +70,32 @@ class _WatchedBackend:
         def product(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             weight = given["weight"]
-            self._observe(Product(self._tensors[id(weight)], name, given["x"], weight))
+            self._observe(LinearCall(self._tensors[id(weight)], name, given["x"], weight))
             return value(*args, **kwargs)
 
         return product
 
-    def repeated(self, work: Callable[[], T]) -> Callable[[], T]:
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         """``work`` as it is: the observer would not be told of what a recording replays."""
         return work
 
     def weight(self, *args: Any, **kwargs: Any) -> Any:
         """The backend's weight, remembered with the tensors that were read for it: those since the one before."""
         weight = self._ops.weight(*args, **kwargs)
-        self._tensors[id(weight)] = tuple(self.asked)  # an id in use is that of the newest weight that has it
-        self.asked.clear()
+        self._tensors[id(weight)] = tuple(self.requested)  # an id in use is that of the newest weight that has it
+        self.requested.clear()
         return weight
 
 
-class _NamedWeights:
+class _TrackedWeights:
     """Tells the backend which matrices it gets."""
 
-    def __init__(self, weights: Weights, ops: _WatchedBackend):
+    def __init__(self, weights: Weights, ops: _HookedBackend):
         self._weights = weights
         self._ops = ops
 
     def weight(self, name: str) -> HostWeight:
-        self._ops.asked.append(name)
+        self._ops.requested.append(name)
         return self._weights.weight(name)
 
     def vector(self, name: str) -> np.ndarray:

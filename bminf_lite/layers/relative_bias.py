@@ -21,11 +21,11 @@ def load_relative_bias(
     """The bias whose table is ``{name}.weight`` ``[buckets, heads]``, by distance instead of bucket."""
     table = np.asarray(weights.vector(f"{name}.weight"), np.float32)
     distances = np.arange(-max_distance, max_distance + 1)
-    values = table[buckets_of(distances, bidirectional, len(table), max_distance)]
+    values = table[relative_position_bucket(distances, bidirectional, len(table), max_distance)]
     return RelativeBias(ops.array(np.ascontiguousarray(values.T)), max_distance)
 
 
-def buckets_of(distances: np.ndarray, bidirectional: bool, buckets: int, max_distance: int) -> np.ndarray:
+def relative_position_bucket(distances: np.ndarray, bidirectional: bool, buckets: int, max_distance: int) -> np.ndarray:
     """The bucket of each distance ``key - query`` in tokens, int ``[n]``.
 
     ``bidirectional``: the second half of the buckets is for keys after the query. Otherwise those count as distance 0.

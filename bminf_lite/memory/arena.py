@@ -56,18 +56,18 @@ class Pages(Protocol):
         """Give back everything; twice is harmless."""
 
 
-_Place = tuple[int, int, "Block | None"]
+_Allocation = tuple[int, int, "Block | None"]
 """Of a block: where it starts, how much it takes, and the block of a meter that stands for it."""
 
 
 class Block:
     """``nbytes`` of an arena's memory from ``address`` on, its own until :meth:`free` or garbage collection."""
 
-    __slots__ = ("__weakref__", "_arena", "_place", "address", "nbytes")
+    __slots__ = ("__weakref__", "_allocation", "_arena", "address", "nbytes")
 
-    def __init__(self, arena: Arena, place: _Place, address: int, nbytes: int) -> None:
+    def __init__(self, arena: Arena, allocation: _Allocation, address: int, nbytes: int) -> None:
         self._arena = arena
-        self._place: _Place | None = place
+        self._allocation: _Allocation | None = allocation
         self.address = address
         self.nbytes = nbytes
 
@@ -75,9 +75,9 @@ class Block:
         """Give the memory back to the arena; twice is harmless."""
         # Garbage collection may call this at any moment, also inside the arena: so it takes no lock. If Ctrl-C comes
         # before the last line, the memory is lost, which is better than being free twice.
-        place, self._place = self._place, None
-        if place is not None:
-            self._arena._freed.append(place)
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            self._arena._freed.append(allocation)
 
     __del__ = free
 
@@ -96,7 +96,7 @@ class Arena:
         self._pages = pages
         self._base = pages.base
         self._lock = threading.Lock()
-        self._freed: deque[_Place] = deque()
+        self._freed: deque[_Allocation] = deque()
         self._mapped = Intervals()
         self._ready = SizedIntervals()  # free and mapped, but for what waits
         self._waiting: dict[int, list[int]] = {}  # starts of freed blocks, by size
@@ -145,7 +145,7 @@ class Arena:
             if self._freed:
                 self._collect()
             waiting = self._waiting.get(size)
-            start = waiting.pop() if waiting else self._place(size, nbytes)
+            start = waiting.pop() if waiting else self._find_range(size, nbytes)
             self._used += size
             if self._used > self._peak_used:
                 self._peak_used = self._used
@@ -196,11 +196,11 @@ class Arena:
         """What no block has: memory that is ready, and addresses without memory."""
         return Intervals(*self._ready, *self._mapped.missing(0, self.limit))
 
-    def _place(self, size: int, nbytes: int) -> int:
+    def _find_range(self, size: int, nbytes: int) -> int:
         """Where a block goes that no waiting one is as large as; memory is mapped to it."""
         ready = self._ready.copy()
         start = ready.take(size)
-        if start is None and self._waiting and self._extended(size):
+        if start is None and self._waiting and self._map_more(size):
             ready = self._ready.copy()
             start = ready.take(size)
         elif start is None and self._waiting:
@@ -208,7 +208,7 @@ class Arena:
             start = ready.take(size)
             self._ready, self._waiting = ready, {}
         if start is None:
-            start = self._place_to_map(size)
+            start = self._find_range_to_map(size)
             if start is None:
                 raise OutOfMemory(self._explain(nbytes, "no free range is large enough"))
             self._map(start, size, nbytes)
@@ -217,11 +217,11 @@ class Arena:
         self._ready = ready
         return start
 
-    def _extended(self, size: int) -> bool:
+    def _map_more(self, size: int) -> bool:
         """Whether memory was mapped for a block so that what waits, no more than the slack, can go on waiting."""
         if self._mapped.total - self._used - self._ready.total > self._slack:
             return False
-        start = self._place_to_map(size)
+        start = self._find_range_to_map(size)
         if start is None:
             return False
         try:
@@ -231,7 +231,7 @@ class Arena:
             return False
         return True
 
-    def _place_to_map(self, size: int) -> int | None:
+    def _find_range_to_map(self, size: int) -> int | None:
         """The start of the free range that is large enough and needs the fewest bytes mapped."""
         best = None
         for start, end in self._free():
@@ -292,7 +292,7 @@ class Arena:
         )
 
 
-class _Bookkeeping:
+class _MappedRange:
     """Pages that are there already: mapping them only records how far they are in use."""
 
     granularity = ALIGNMENT
@@ -313,7 +313,7 @@ class Scratch(Arena):
 
     def __init__(self, block: Block) -> None:
         size = -(-block.nbytes // ALIGNMENT) * ALIGNMENT  # a block ends where the next aligned one may begin
-        super().__init__(_Bookkeeping(block.address), size, remedy="this block was made too small for its use")
+        super().__init__(_MappedRange(block.address), size, remedy="this block was made too small for its use")
         self._block = block
 
     def free(self) -> None:
@@ -325,7 +325,7 @@ class Meter(Arena):
     """An arena without memory or limit that serves the calls another one serves: ``peak`` is the room they need."""
 
     def __init__(self) -> None:
-        super().__init__(_Bookkeeping(0), 1 << 62)
+        super().__init__(_MappedRange(0), 1 << 62)
 
     @property
     def peak(self) -> int:

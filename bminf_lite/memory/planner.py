@@ -1,10 +1,10 @@
 """What fits on a GPU, what must be streamed to it, and how fast that will be: arithmetic, before anything is loaded.
 
 A model's layers either stay on the device or are streamed: each step of the model copies them, one after another, from
-host memory into one of a few slots. Those that stay are spread evenly through the depth, so that copies and compute
-take turns being ahead of each other by little, and two slots are enough. As many stay as the memory allows beside what
-must be there anyhow: the other weights, the key-value cache, scratch and the slots. Embedding tables, of which a token
-reads one row, go to host memory before any layer does: the device reads rows from there.
+host memory into one of a few slots. Those that stay are evenly_spaced evenly through the depth, so that copies and
+compute take turns being ahead of each other by little, and two slots are enough. As many stay as the memory allows
+beside what must be there anyhow: the other weights, the key-value cache, scratch and the slots. Embedding tables, of
+which a token reads one row, go to host memory before any layer does: the device reads rows from there.
 
 A step takes as long as the busier of link and compute. The link copies every streamed layer once; compute reads every
 weight and the cache once, at a share of the memory bandwidth, and each layer costs some time of its own. The same layer
@@ -44,7 +44,7 @@ COPY_LATENCY = 10e-6
 
 
 @dataclass(frozen=True)
-class Demand:
+class MemoryRequirements:
     """What a model asks of a device, in bytes.
 
     ``layers`` are the matrices of each layer, ``prompt_layers`` those of an encoder, which runs once for a prompt and
@@ -84,7 +84,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Where a model's layers live, and what follows from it.
 
     ``streamed`` are the numbers of the layers that do not stay, in order, and ``streamed_prompt`` those of an encoder's
@@ -92,7 +92,7 @@ class Plan:
     the cache has room for, ``batch`` the sequences, ``chunk`` the prompt tokens that are processed at once.
     """
 
-    demand: Demand
+    requirements: MemoryRequirements
     machine: Machine
     context: int
     batch: int
@@ -105,35 +105,35 @@ class Plan:
     @property
     def resident_bytes(self) -> int:
         """The weights that stay on the device, and what libraries keep there."""
-        return self.demand.weights - self.host_bytes
+        return self.requirements.weights - self.host_bytes
 
     @property
     def streamed_bytes(self) -> int:
         """What each step copies to the device."""
-        return sum(self.demand.layers[i] for i in self.streamed)
+        return sum(self.requirements.layers[i] for i in self.streamed)
 
     @property
     def prompt_bytes(self) -> int:
         """What the encoding of a prompt copies to the device."""
-        return sum(self.demand.prompt_layers[i] for i in self.streamed_prompt)
+        return sum(self.requirements.prompt_layers[i] for i in self.streamed_prompt)
 
     @property
     def host_bytes(self) -> int:
         """What the host keeps in pinned memory."""
-        return self.streamed_bytes + self.prompt_bytes + (self.demand.tables if self.host_tables else 0)
+        return self.streamed_bytes + self.prompt_bytes + (self.requirements.tables if self.host_tables else 0)
 
     @property
     def placement(self) -> Placement:
         """What a backend has to know of this plan."""
-        first = len(self.demand.prompt_layers)
+        first = len(self.requirements.prompt_layers)
         numbers = (*self.streamed_prompt, *(first + index for index in self.streamed))
         return Placement(numbers, self.slots, self.slot_size, self.host_tables)
 
     @property
     def slot_size(self) -> int:
         """A slot, which holds any streamed layer."""
-        decoder = (self.demand.layers[i] for i in self.streamed)
-        encoder = (self.demand.prompt_layers[i] for i in self.streamed_prompt)
+        decoder = (self.requirements.layers[i] for i in self.streamed)
+        encoder = (self.requirements.prompt_layers[i] for i in self.streamed_prompt)
         return max((*decoder, *encoder), default=0)
 
     @property
@@ -145,13 +145,13 @@ class Plan:
     def cache_bytes(self) -> int:
         """The key-value cache of all sequences, and room for one layer's old cache while it grows."""
         blocks = -(-self.context // CACHE_BLOCK) * CACHE_BLOCK
-        whole = blocks * self.batch * self.demand.cache_per_token
-        return whole + whole // max(len(self.demand.layers), 1)
+        whole = blocks * self.batch * self.requirements.cache_per_token
+        return whole + whole // max(len(self.requirements.layers), 1)
 
     @property
     def scratch_bytes(self) -> int:
         """Activations of a chunk, and logits."""
-        return self.chunk * self.demand.scratch_per_token + self.batch * self.demand.scratch_per_sequence
+        return self.chunk * self.requirements.scratch_per_token + self.batch * self.requirements.scratch_per_sequence
 
     @property
     def total_bytes(self) -> int:
@@ -171,9 +171,13 @@ class Plan:
         """A decode step without any copy: every weight and the whole cache read once."""
         if self.machine.bandwidth is None:
             return None
-        demand = self.demand
-        read = sum(demand.layers) + demand.fixed_read + self.context * self.batch * demand.cache_per_token
-        return read / (self.machine.bandwidth * EFFICIENCY) + len(demand.layers) * LAYER_SECONDS
+        requirements = self.requirements
+        read = (
+            sum(requirements.layers)
+            + requirements.fixed_read
+            + self.context * self.batch * requirements.cache_per_token
+        )
+        return read / (self.machine.bandwidth * EFFICIENCY) + len(requirements.layers) * LAYER_SECONDS
 
     @property
     def link_seconds(self) -> float | None:
@@ -190,7 +194,7 @@ class Plan:
         link, compute = self.link_seconds, self.compute_seconds
         if link is None:
             return None
-        return step_time(len(self.streamed), len(self.demand.layers), self.slots, link, compute or 0.0)
+        return step_time(len(self.streamed), len(self.requirements.layers), self.slots, link, compute or 0.0)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -213,19 +217,21 @@ def step_time(streamed: int, layers: int, slots: int, link: float, compute: floa
     return max(link + stall, compute)
 
 
-def spread(layers: int, streamed: int) -> tuple[int, ...]:
+def evenly_spaced(layers: int, streamed: int) -> tuple[int, ...]:
     """``streamed`` of ``layers``, evenly: any run of ``n`` layers has ``n * streamed / layers``, rounded up or down."""
     return tuple(i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers)
 
 
-def make_plan(demand: Demand, machine: Machine, context: int | None = None, batch: int = 1, slots: int = SLOTS) -> Plan:
+def plan_memory(
+    requirements: MemoryRequirements, machine: Machine, context: int | None = None, batch: int = 1, slots: int = SLOTS
+) -> MemoryPlan:
     """The plan that streams least. ``context`` is the tokens per sequence that the cache must have room for.
 
     By default that is :func:`default_context`. Raises ``OutOfMemory``, saying what would fit, where even the streaming
     of every layer leaves no room; ``UsageError`` for a context or a batch out of range.
     """
-    _check(demand, context, batch)
-    everything = Plan(demand, machine, context or CACHE_BLOCK, batch, CHUNK, slots=slots)
+    _check(requirements, context, batch)
+    everything = MemoryPlan(requirements, machine, context or CACHE_BLOCK, batch, CHUNK, slots=slots)
     if context is None:
         everything = replace(everything, context=default_context(everything))
     if everything.fits:
@@ -236,11 +242,11 @@ def make_plan(demand: Demand, machine: Machine, context: int | None = None, batc
     raise OutOfMemory(_explain(everything))
 
 
-def default_context(plan: Plan) -> int:
+def default_context(plan: MemoryPlan) -> int:
     """The model's context, or as much of it as fits beside all weights, if that is enough; or else as much as fits a
     share of the memory, beside which layers are streamed. Whole blocks, one at least.
     """
-    whole, per_token = plan.demand.context_length, plan.batch * plan.demand.cache_per_token
+    whole, per_token = plan.requirements.context_length, plan.batch * plan.requirements.cache_per_token
     beside = context_beside(replace(plan, streamed=(), streamed_prompt=(), host_tables=False))
     if beside >= min(whole, ENOUGH_CONTEXT):
         return beside
@@ -248,48 +254,48 @@ def default_context(plan: Plan) -> int:
     return min(whole, max(room // CACHE_BLOCK, 1) * CACHE_BLOCK)
 
 
-def candidates(everything: Plan) -> Iterator[Plan]:
+def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
     """Plans that take less and less: fewer layers stay, and at last prompts go in smaller chunks."""
-    layers, encoder = len(everything.demand.layers), len(everything.demand.prompt_layers)
+    layers, encoder = len(everything.requirements.layers), len(everything.requirements.prompt_layers)
     chunk, fewest = everything.chunk, everything.slots + 1
     bound = everything.machine.memory // SCRATCH_SHARE
-    while chunk > SMALLEST_CHUNK and chunk * everything.demand.scratch_per_token > bound:
+    while chunk > SMALLEST_CHUNK and chunk * everything.requirements.scratch_per_token > bound:
         chunk //= 2
     yield replace(everything, chunk=chunk)
     plan = replace(everything, chunk=chunk, host_tables=True)
     for count in (0, *range(fewest, encoder + 1)):
-        plan = replace(plan, streamed_prompt=spread(encoder, count))
+        plan = replace(plan, streamed_prompt=evenly_spaced(encoder, count))
         yield plan
     for count in range(fewest, layers + 1):
-        yield replace(plan, streamed=spread(layers, count))
+        yield replace(plan, streamed=evenly_spaced(layers, count))
     while chunk > SMALLEST_CHUNK:
         chunk //= 2
         yield smallest(replace(everything, chunk=chunk))
 
 
-def smallest(plan: Plan) -> Plan:
+def smallest(plan: MemoryPlan) -> MemoryPlan:
     """``plan`` with as little on the device as can be: every layer streamed, where that saves memory."""
     bare = replace(plan, streamed=(), streamed_prompt=(), host_tables=True)
-    without_encoder = replace(bare, streamed_prompt=tuple(range(len(plan.demand.prompt_layers))))
-    all_layers = tuple(range(len(plan.demand.layers)))
+    without_encoder = replace(bare, streamed_prompt=tuple(range(len(plan.requirements.prompt_layers))))
+    all_layers = tuple(range(len(plan.requirements.layers)))
     choices = (bare, without_encoder, replace(bare, streamed=all_layers), replace(without_encoder, streamed=all_layers))
     return min(choices, key=lambda p: p.total_bytes)
 
 
-def largest_context(plan: Plan) -> int:
+def largest_context(plan: MemoryPlan) -> int:
     """The tokens per sequence that ``plan``'s memory holds if all else is as small as can be; 0 where none fits."""
     return context_beside(smallest(replace(plan, chunk=SMALLEST_CHUNK, context=0)))
 
 
-def context_beside(plan: Plan) -> int:
+def context_beside(plan: MemoryPlan) -> int:
     """The tokens per sequence that the memory holds beside all else of ``plan``; 0 where none fits."""
     bare = replace(plan, context=0)
     per_block = replace(plan, context=CACHE_BLOCK).cache_bytes
     blocks = max(0, bare.machine.memory - bare.total_bytes) // max(per_block, 1)
-    return min(blocks * CACHE_BLOCK, plan.demand.context_length)
+    return min(blocks * CACHE_BLOCK, plan.requirements.context_length)
 
 
-def suggestions(plan: Plan) -> list[str]:
+def suggestions(plan: MemoryPlan) -> list[str]:
     """What to change to stream less, each with what it would bring."""
     if not plan.streamed and not plan.streamed_prompt:
         return []
@@ -308,9 +314,9 @@ def suggestions(plan: Plan) -> list[str]:
     return [text for text in found if text]
 
 
-def _change(plan: Plan, what: str, context: int | None = None, batch: int | None = None) -> str:
+def _change(plan: MemoryPlan, what: str, context: int | None = None, batch: int | None = None) -> str:
     """What a smaller context or batch would bring, in words; empty for nothing."""
-    other = make_plan(plan.demand, plan.machine, context or plan.context, batch or plan.batch, plan.slots)
+    other = plan_memory(plan.requirements, plan.machine, context or plan.context, batch or plan.batch, plan.slots)
     more = len(plan.streamed) - len(other.streamed)
     if more <= 0:
         return ""
@@ -318,17 +324,19 @@ def _change(plan: Plan, what: str, context: int | None = None, batch: int | None
     return f"{what} would let {more} more layer{'s' * (more > 1)} stay" + (f": {speed:,.1f} tokens/s" if speed else "")
 
 
-def _check(demand: Demand, context: int | None, batch: int) -> None:
+def _check(requirements: MemoryRequirements, context: int | None, batch: int) -> None:
     problems = []
-    if context is not None and not 1 <= context <= demand.context_length:
-        problems.append(f"a context of {context:,} tokens; the model's is {demand.context_length:,}, and 1 the least")
+    if context is not None and not 1 <= context <= requirements.context_length:
+        problems.append(
+            f"a context of {context:,} tokens; the model's is {requirements.context_length:,}, and 1 the least"
+        )
     if batch < 1:
         problems.append(f"a batch of {batch}; it must be 1 or more")
     if problems:
         raise UsageError("; ".join(problems))
 
 
-def _explain(plan: Plan) -> str:
+def _explain(plan: MemoryPlan) -> str:
     memory = plan.machine.memory
     least = smallest(replace(plan, chunk=SMALLEST_CHUNK))
     slots = f"slots for streamed layers {format_size(least.slot_bytes)}, " if least.slot_bytes else ""

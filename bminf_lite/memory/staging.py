@@ -38,7 +38,7 @@ class Staging:
         self.buffers = buffers
         self._size = len(buffers[0])
         self._threads = ThreadPoolExecutor(threads, "bminf-lite-read")
-        self._parts: list[Future[None]] = []
+        self._futures: list[Future[None]] = []
         self._free: SimpleQueue[int] = SimpleQueue()
         for buffer in range(len(buffers)):
             self._free.put(buffer)
@@ -50,16 +50,16 @@ class Staging:
         """
         for offset in range(0, nbytes, self._size):
             count = min(self._size, nbytes - offset)
-            self._parts.append(self._threads.submit(self._bring, read, offset, count, address + offset))
+            self._futures.append(self._threads.submit(self._copy_piece, read, offset, count, address + offset))
 
     def finish(self) -> None:
         """Return when all pieces were given to the device, or raise what reading one of them raised."""
-        parts = self._parts
+        parts = self._futures
         try:
             wait(parts)
         finally:
             wait(parts)  # after Ctrl-C too: as long as they run they use the memory at their addresses
-            self._parts = []
+            self._futures = []
         for part in parts:
             part.result()
 
@@ -69,7 +69,7 @@ class Staging:
         for buffer in range(len(self.buffers)):
             self.uploads.wait(buffer)
 
-    def _bring(self, read: Read, offset: int, count: int, address: int) -> None:
+    def _copy_piece(self, read: Read, offset: int, count: int, address: int) -> None:
         buffer = self._free.get()
         try:
             self.uploads.wait(buffer)

@@ -32,7 +32,7 @@ class Link(Protocol):
         """Copies into ``slot`` that are given from now on start after all compute that was given."""
 
 
-class Feeder:
+class Prefetcher:
     """Keeps ``slots`` slots filled with what comes next of ``layers`` layers, which are needed in turn, for ever.
 
     Layer ``j`` always goes to slot ``j % slots``, so its arrays have one place.
@@ -85,8 +85,8 @@ class StreamedBlocks(Generic[T]):
 
     def __init__(self, blocks: Sequence[T], streamed: Iterable[int], link: Link, slots: int) -> None:
         self._blocks = blocks
-        self._places = {index: layer for layer, index in enumerate(sorted(streamed))}
-        self._feeder = Feeder(link, len(self._places), slots)
+        self._layer_of_block = {index: layer for layer, index in enumerate(sorted(streamed))}
+        self._prefetcher = Prefetcher(link, len(self._layer_of_block), slots)
         self._under_way: Generator[T, None, None] | None = None
 
     def __len__(self) -> int:
@@ -100,13 +100,13 @@ class StreamedBlocks(Generic[T]):
 
     def _run(self) -> Generator[T, None, None]:
         for index, block in enumerate(self._blocks):
-            layer = self._places.get(index)
+            layer = self._layer_of_block.get(index)
             if layer is None:
                 yield block
                 continue
-            self._feeder.acquire(layer)
+            self._prefetcher.acquire(layer)
             try:
                 yield block
             finally:
-                self._feeder.release(layer)
+                self._prefetcher.release(layer)
         self._under_way = None

@@ -11,42 +11,44 @@ import numpy as np
 
 from ..errors import CheckpointError, UsageError
 from ..evaluation.compare import Progress, compare
-from ..evaluation.corpus import Window, config_of, fitted
+from ..evaluation.corpus import Window, fit_windows, parse_config
 
-HELD_OUT = 8
-"""As many pieces are held out, or an eighth of a short text."""
+MAX_HELD_OUT = 8
+"""As many sequences are held out, or an eighth of a short text."""
 
 
 @dataclass(frozen=True)
-class CalibrationText:
-    """Pieces of a text, int32 token ids ``[n]`` each: ``samples`` to calibrate on, ``held_out`` to measure on."""
+class CalibrationSplit:
+    """Sequences of a text, int32 token ids ``[n]`` each: ``samples`` to calibrate on, ``held_out`` to measure on."""
 
     samples: tuple[np.ndarray, ...]
     held_out: tuple[np.ndarray, ...]
 
 
-def split(pieces: Sequence[np.ndarray], samples: int) -> CalibrationText:
-    """At most ``samples`` of ``pieces`` to calibrate on, and some of the others to measure on, both from everywhere.
+def split_samples(sequences: Sequence[np.ndarray], samples: int) -> CalibrationSplit:
+    """At most ``samples`` of ``sequences`` to calibrate on, and some of the others to measure on, both from everywhere.
 
-    A single piece is cut in two.
+    A single sequence is cut in two.
     """
-    if len(pieces) == 1:
-        end = len(pieces[0]) - max(len(pieces[0]) // 8, 2)
-        return CalibrationText((pieces[0][:end],), (pieces[0][end:],))
-    held = min(HELD_OUT, max(len(pieces) // 8, 1))
-    chosen = spread(len(pieces), min(samples, len(pieces) - held))
-    rest = sorted(set(range(len(pieces))) - set(chosen))
-    return CalibrationText(tuple(pieces[i] for i in chosen), tuple(pieces[rest[i]] for i in spread(len(rest), held)))
+    if len(sequences) == 1:
+        end = len(sequences[0]) - max(len(sequences[0]) // 8, 2)
+        return CalibrationSplit((sequences[0][:end],), (sequences[0][end:],))
+    held = min(MAX_HELD_OUT, max(len(sequences) // 8, 1))
+    chosen = evenly_spaced(len(sequences), min(samples, len(sequences) - held))
+    rest = sorted(set(range(len(sequences))) - set(chosen))
+    return CalibrationSplit(
+        tuple(sequences[i] for i in chosen), tuple(sequences[rest[i]] for i in evenly_spaced(len(rest), held))
+    )
 
 
-def spread(count: int, wanted: int) -> list[int]:
+def evenly_spaced(count: int, wanted: int) -> list[int]:
     """``wanted`` of the numbers below ``count``, evenly; a single one from the middle."""
     if wanted == 1:
         return [count // 2]
     return [int(i) for i in np.linspace(0, count - 1, wanted).round()]
 
 
-def check_limit(max_divergence: float | None, has_text: bool) -> None:
+def check_max_divergence(max_divergence: float | None, has_text: bool) -> None:
     """Raise ``UsageError`` for a limit that makes no sense, or that nothing can be measured for."""
     if max_divergence is None:
         return
@@ -56,19 +58,19 @@ def check_limit(max_divergence: float | None, has_text: bool) -> None:
         raise UsageError("max_divergence needs a text to measure on (--calibrate FILE, calibrate=...)")
 
 
-def cost(
+def measure_cost(
     model: Path,
     source: Path,
-    pieces: Sequence[np.ndarray],
+    sequences: Sequence[np.ndarray],
     device: str,
     max_divergence: float | None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """How far the checkpoint in ``model`` is from ``source`` on ``pieces``; see :class:`.divergence.Divergence`.
+    """How far the checkpoint in ``model`` is from ``source`` on ``sequences``; see :class:`.divergence.Divergence`.
 
     Raises ``CheckpointError`` if the mean divergence is more than ``max_divergence``, or is no number.
     """
-    windows = fitted([Window(piece, len(piece) - 1) for piece in pieces], config_of(source))
+    windows = fit_windows([Window(sequence, len(sequence) - 1) for sequence in sequences], parse_config(source))
     found = compare(model, source, windows, device, layers=False, progress=progress).divergence
     if max_divergence is not None and not found.kl <= max_divergence:
         raise CheckpointError(

@@ -21,21 +21,21 @@ from ..checkpoint.manifest import MigrationReport
 from ..checkpoint.migrate import migrate as migrate_checkpoint
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recipe import Recipe, load_recipe
-from ..checkpoint.weight_rewrite import Calibrated
+from ..checkpoint.weight_rewrite import CalibrationResult
 from ..errors import OutOfMemory, UsageError
-from ..evaluation.corpus import config_of, cut, encode_texts, read_texts
+from ..evaluation.corpus import encode_texts, parse_config, read_texts, sliding_windows
 from ..models.spec import Spec
 from ..quantize import calibration
-from ..quantize.decisions import Decider
-from ..text.prompts import checked_ids
+from ..quantize.decisions import QuantizationSearch
+from ..text.prompts import validate_token_ids
 from ..text.tokenizer import Tokenizer
-from .held_out import CalibrationText, check_limit, cost, split
+from .held_out import CalibrationSplit, check_max_divergence, measure_cost, split_samples
 
 SAMPLE_TOKENS = 512
 MIN_TOKENS = 512
 """With less, the largest activations of a channel are anybody's guess."""
 
-Text = str | Path | Sequence[int]
+CalibrationSource = str | Path | Sequence[int]
 """What to calibrate on: a file (text, or JSONL with a ``text`` per line), or token ids."""
 
 
@@ -44,7 +44,7 @@ def migrate(
     out: str | Path,
     recipe: str | Path | Recipe = "w8a8",
     *,
-    calibrate: Text | None = None,
+    calibrate: CalibrationSource | None = None,
     samples: int = 128,
     device: str = "auto",
     max_divergence: float | None = None,
@@ -69,44 +69,46 @@ def migrate(
     """
     recipe = load_recipe(recipe)
     backend.check_device(device)
-    check_limit(max_divergence, calibrate is not None)
+    check_max_divergence(max_divergence, calibrate is not None)
     if calibrate is None:
         return migrate_checkpoint(source, out, recipe, progress=progress, **options)
-    tokens = calibration_text(source, calibrate, samples)
+    tokens = load_calibration_split(source, calibrate, samples)
 
-    def decide(checkpoint: Checkpoint, spec: Spec, recipe: Recipe) -> Calibrated:
+    def decide(checkpoint: Checkpoint, spec: Spec, recipe: Recipe) -> CalibrationResult:
         with closing(backend.create(device)) as ops:
             beside = next(folder for folder in Path(out).absolute().parents if folder.is_dir())
-            decider = Decider(checkpoint, spec, recipe, ops, beside)
+            quantization_search = QuantizationSearch(checkpoint, spec, recipe, ops, beside)
             try:
-                calibration.observe(checkpoint, spec, tokens.samples, ops, decider, calibration_progress)
+                calibration.run_calibration(
+                    checkpoint, spec, tokens.samples, ops, quantization_search, calibration_progress
+                )
             except MemoryError as error:
                 raise OutOfMemory(
                     f"no room to calibrate on {len(tokens.samples)} samples at once: {error}. Use fewer (--samples)"
                 ) from error
-            return decider.result()
+            return quantization_search.result()
 
     def verify(folder: Path) -> dict[str, Any]:
-        return cost(folder, Path(source), tokens.held_out, device, max_divergence, cost_progress)
+        return measure_cost(folder, Path(source), tokens.held_out, device, max_divergence, cost_progress)
 
     return migrate_checkpoint(source, out, recipe, progress=progress, calibrate=decide, verify=verify, **options)
 
 
-def calibration_text(source: str | Path, text: Text, samples: int) -> CalibrationText:
-    """``samples`` pieces of ``text`` for the model in the folder ``source``, and those that are held out.
+def load_calibration_split(source: str | Path, text: CalibrationSource, samples: int) -> CalibrationSplit:
+    """``samples`` sequences of ``text`` for the model in the folder ``source``, and those that are held out.
 
     Raises :class:`UsageError` for an unfit text, see :func:`.corpus.read_texts`, and for one that is too short.
     """
     if samples < 1:
         raise UsageError(f"samples is {samples}; it must be 1 or more")
-    config = config_of(source)
+    config = parse_config(source)
     if isinstance(text, (str, Path)):
         texts = read_texts(Path(text))
         documents = encode_texts(texts, Tokenizer.load(Path(source), config.vocab_size))
     else:
-        documents = [np.array(checked_ids(text, config.vocab_size), np.int32)]
+        documents = [np.array(validate_token_ids(text, config.vocab_size), np.int32)]
     total = sum(map(len, documents))
     if total < MIN_TOKENS:
         raise UsageError(f"the calibration text is too short: {total:,} tokens; give {MIN_TOKENS} or more")
-    pieces = [window.tokens for window in cut(documents, min(SAMPLE_TOKENS, config.context_length))]
-    return split(pieces, samples)
+    sequences = [window.tokens for window in sliding_windows(documents, min(SAMPLE_TOKENS, config.context_length))]
+    return split_samples(sequences, samples)

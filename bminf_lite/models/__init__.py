@@ -7,13 +7,15 @@ edit: adding ``models/foo.py`` adds the architecture ``foo``. Such a module defi
   :class:`~bminf_lite.errors.CheckpointError` with every nonsensical value;
 - ``spec(config) -> Spec``: the checkpoint's tensors;
 - ``Model(config, weights, ops)``: the layers, built on a backend;
-- ``Pieces(config, weights, ops)``: the same, built piece by piece by who runs one piece after another (calibration,
-  comparison): ``embed()`` maps a step to the residual stream, ``block(layer)`` maps residual stream, cache and step
+- ``ModelBuilder(config, weights, ops)``: builds the same layers one at a time, for calibration and
+  comparison, which run one layer after another:
+  ``embed()`` maps a step to the residual stream, ``block(layer)`` maps residual stream, cache and step
   to the residual stream, ``output()`` maps the residual stream to logits. An encoder-decoder's have an encoder too
   (see :mod:`._encoder_decoder`).
 
-An encoder-decoder's configuration has ``source_length`` and ``decoder_start`` too, and its model ``encode(step)`` and
-``read(step, source)`` (see :mod:`._encoder_decoder`). A module whose name begins with an underscore is no architecture.
+An encoder-decoder's configuration has ``max_source_length`` and ``decoder_start_token_ids`` too, and its model
+``encode(batch)`` and ``read(batch, source)`` (see :mod:`._encoder_decoder`). A module whose name begins with an
+underscore is no architecture.
 """
 
 from __future__ import annotations

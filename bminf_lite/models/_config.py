@@ -26,7 +26,7 @@ COMMON = {
 
 
 class ConfigReader:
-    """Typed, bounded look-ups in a configuration. Problems are collected; :meth:`finish` raises them together.
+    """Typed, bounded look-ups in a configuration. Problems are collected; :meth:`raise_problems` raises them together.
 
     ``defaults`` are what transformers' class takes where a key is absent. A null is no absent key: it means what the
     look-up's own default says. A look-up with a problem returns a harmless stand-in, so that reading can go on to the
@@ -49,19 +49,19 @@ class ConfigReader:
         if not holds and not self._bad & set(keys):
             self.problems.append(text)
 
-    def only(self, keys: Collection[str]) -> None:
+    def reject_unknown_keys(self, keys: Collection[str]) -> None:
         """Record every key that is not one of ``keys`` nor of :data:`COMMON`, for formats of our own."""
         for key in self.config.keys() - set(keys) - COMMON:
             close = get_close_matches(key, keys, n=1)
             hint = f"; the nearest is {close[0]}" if close else ""
             self.problem(key, f"{key} is not a key of this model_type{hint}")
 
-    def divides(self, part: str, divisor: int, whole: str, dividend: int) -> None:
+    def require_divisible(self, part: str, divisor: int, whole: str, dividend: int) -> None:
         """Record a problem unless the value of ``whole`` is a multiple of that of ``part``."""
         text = f"{whole} ({dividend}) is not a multiple of {part} ({divisor})"
         self.require(dividend % divisor == 0, text, part, whole)
 
-    def buckets(self) -> tuple[int, int]:
+    def relative_buckets(self) -> tuple[int, int]:
         """Buckets of relative distances, and the distance from which on all share the last one."""
         buckets = self.integer("relative_attention_num_buckets", 32, low=4, high=65536)
         max_distance = self.integer("relative_attention_max_distance", 128, high=65536)
@@ -123,7 +123,7 @@ class ConfigReader:
             return next(iter(choices.values()))
         return choices[value]
 
-    def finish(self) -> None:
+    def raise_problems(self) -> None:
         """Raise ``CheckpointError`` with all problems, if there are any."""
         if self.problems:
             raise CheckpointError(listed("config.json", self.problems))

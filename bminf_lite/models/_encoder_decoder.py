@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..backend.base import Backend
-from ..backend.values import Array, AttentionSpec, LayerCache, RelativeBias, Step
+from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, RelativeBias
 from ..layers.attention import Attention, CrossAttention, EncoderAttention
 from ..layers.cache import CacheShape, KVCache, SourceCache
 from ..layers.embedding import Embedding
-from ..layers.linear import Head, Linear
+from ..layers.linear import Linear, LMHead
 from ..layers.loading import Weights
-from ..layers.mlp import GatedMLP, PlainMLP
+from ..layers.mlp import MLP, GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.relative_bias import load_relative_bias
 from ._decoder import Output
@@ -26,7 +26,7 @@ from .spec import Fold, Parameter, Role, Spec
 
 
 @dataclass(frozen=True)
-class StackNames:
+class StackTensorNames:
     """Where a checkpoint keeps an encoder or a decoder. Names from ``self_norm`` on are those within ``{blocks}.{i}``.
 
     Query, key and value are one matrix or three, and so are a source's key and value one or two. ``mlp`` is the prefix
@@ -48,13 +48,13 @@ class StackNames:
 
 
 @dataclass(frozen=True)
-class Names:
+class TensorNames:
     """Where a checkpoint keeps what; ``ignored`` are patterns of copies that some files hold."""
 
     embedding: str
     head: str
-    encoder: StackNames
-    decoder: StackNames
+    encoder: StackTensorNames
+    decoder: StackTensorNames
     ignored: tuple[str, ...]
 
 
@@ -63,7 +63,8 @@ class Config:
     """The shape of a model; lengths in tokens, sizes in elements.
 
     ``score_scale`` multiplies the attention scores, ``logit_scale`` the logits. ``biases_per_layer``: every layer has a
-    table of relative biases, and not the first one for all. ``decoder_start`` are the tokens that decoding starts from.
+    table of relative biases, and not the first one for all. Decoding starts from the tokens
+    ``decoder_start_token_ids``.
     """
 
     vocab_size: int
@@ -73,7 +74,7 @@ class Config:
     layers: int
     heads: int
     head_dim: int
-    source_length: int
+    max_source_length: int
     context_length: int
     norm_eps: float
     activation: str
@@ -83,8 +84,8 @@ class Config:
     max_distance: int
     score_scale: float
     logit_scale: float
-    decoder_start: tuple[int, ...]
-    names: Names
+    decoder_start_token_ids: tuple[int, ...]
+    names: TensorNames
     biases_per_layer: bool = False
 
     @property
@@ -123,7 +124,7 @@ def folds(config: Config) -> Iterator[Fold]:
         yield Fold((f"{decoder.final_norm}.weight",), (f"{config.names.head}.weight",))
 
 
-def _layer_folds(config: Config, stack: StackNames, block: str) -> Iterator[Fold]:
+def _layer_folds(config: Config, stack: StackTensorNames, block: str) -> Iterator[Fold]:
     inner = ("wi_0", "wi_1") if config.gated else ("wi",)
     pairs: list[tuple[str, Sequence[str]]] = [
         (stack.self_norm, stack.qkv),
@@ -141,7 +142,7 @@ def _layer_folds(config: Config, stack: StackNames, block: str) -> Iterator[Fold
         yield Fold((f"{block}.{producer}.weight",), tuple(f"{block}.{name}.weight" for name in consumers))
 
 
-def _layer_tensors(config: Config, stack: StackNames, layer: int) -> Iterator[tuple[str, Parameter]]:
+def _layer_tensors(config: Config, stack: StackTensorNames, layer: int) -> Iterator[tuple[str, Parameter]]:
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.heads * config.head_dim
     linears = [(name, 3 * heads // len(stack.qkv), hidden) for name in stack.qkv]
     linears += [(stack.self_out, hidden, heads)]
@@ -158,10 +159,10 @@ def _layer_tensors(config: Config, stack: StackNames, layer: int) -> Iterator[tu
         yield stack.bias, Parameter((config.buckets, config.heads), Role.EMBEDDING)
 
 
-class Parts:
+class BlockBuilder:
     """Makes what a layer of either stack consists of."""
 
-    def __init__(self, config: Config, stack: StackNames, weights: Weights, ops: Backend, layer: int):
+    def __init__(self, config: Config, stack: StackTensorNames, weights: Weights, ops: Backend, layer: int):
         self.config = config
         self.weights = weights
         self.ops = ops
@@ -180,12 +181,12 @@ class Parts:
         config = self.config
         return AttentionSpec(config.heads, config.heads, config.head_dim, config.score_scale, bias=bias)
 
-    def mlp(self, name: str) -> GatedMLP | PlainMLP:
+    def mlp(self, name: str) -> GatedMLP | MLP:
         """The feed-forward layer."""
         if self.config.gated:
             parts = "wi_0", "wi_1", "wo"
             return GatedMLP(self.ops, self.weights, f"{self.name}.{name}", self.config.activation, parts=parts)
-        return PlainMLP(self.ops, self.config.activation, self.linear(f"{name}.wi"), self.linear(f"{name}.wo"))
+        return MLP(self.ops, self.config.activation, self.linear(f"{name}.wi"), self.linear(f"{name}.wo"))
 
 
 class EncoderBlock:
@@ -193,7 +194,7 @@ class EncoderBlock:
 
     def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, bias: RelativeBias):
         stack = config.names.encoder
-        parts = Parts(config, stack, weights, ops, layer)
+        parts = BlockBuilder(config, stack, weights, ops, layer)
         self.self_norm = parts.norm(stack.self_norm)
         self.attention = EncoderAttention(
             ops, parts.attention(bias), parts.linear(*stack.qkv), parts.linear(stack.self_out)
@@ -201,8 +202,8 @@ class EncoderBlock:
         self.mlp_norm = parts.norm(stack.mlp_norm)
         self.mlp = parts.mlp(stack.mlp)
 
-    def __call__(self, residual: Array, step: Step) -> Array:
-        residual = self.attention.add_to(residual, self.self_norm(residual), step)
+    def __call__(self, residual: Array, batch: ForwardBatch) -> Array:
+        residual = self.attention.add_to(residual, self.self_norm(residual), batch)
         return self.mlp.add_to(residual, self.mlp_norm(residual))
 
 
@@ -211,7 +212,7 @@ class DecoderBlock:
 
     def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, bias: RelativeBias):
         stack = config.names.decoder
-        parts = Parts(config, stack, weights, ops, layer)
+        parts = BlockBuilder(config, stack, weights, ops, layer)
         self.self_norm = parts.norm(stack.self_norm)
         self.attention = Attention(ops, parts.attention(bias), parts.linear(*stack.qkv), parts.linear(stack.self_out))
         self.cross_norm = parts.norm(stack.cross_norm)
@@ -226,14 +227,14 @@ class DecoderBlock:
         self.mlp = parts.mlp(stack.mlp)
 
     def __call__(
-        self, residual: Array, cache: LayerCache, source_cache: LayerCache, source: SourceCache, step: Step
+        self, residual: Array, cache: LayerCache, source_cache: LayerCache, source: SourceCache, batch: ForwardBatch
     ) -> Array:
-        residual = self.attention.add_to(residual, self.self_norm(residual), cache, step)
-        residual = self.cross_attention.add_to(residual, self.cross_norm(residual), source_cache, source, step)
+        residual = self.attention.add_to(residual, self.self_norm(residual), cache, batch)
+        residual = self.cross_attention.add_to(residual, self.cross_norm(residual), source_cache, source, batch)
         return self.mlp.add_to(residual, self.mlp_norm(residual))
 
 
-class Pieces:
+class ModelBuilder:
     """The model's parts, each made when it is asked for: run one after another, they need memory for one."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
@@ -241,10 +242,10 @@ class Pieces:
         self.weights = weights
         self.ops = ops
 
-    def embed(self) -> Callable[[Step], Array]:
+    def embed(self) -> Callable[[ForwardBatch], Array]:
         """A step's tokens, of sources or of texts, to the residual stream."""
         embedding = Embedding(self.ops, self.weights, self.config.names.embedding)
-        return lambda step: embedding(step.tokens)
+        return lambda batch: embedding(batch.tokens)
 
     @cached_property
     def _encoder_biases(self) -> Callable[[int], RelativeBias]:
@@ -271,9 +272,9 @@ class Pieces:
         config = self.config
         name = config.names.decoder.final_norm
         norm = RMSNorm(self.ops, self.weights, name, config.norm_eps, config.logit_scale)
-        return Output(norm, Head(self.ops, self.weights, [config.names.head]))
+        return Output(norm, LMHead(self.ops, self.weights, [config.names.head]))
 
-    def _biases(self, stack: StackNames, bidirectional: bool) -> Callable[[int], RelativeBias]:
+    def _biases(self, stack: StackTensorNames, bidirectional: bool) -> Callable[[int], RelativeBias]:
         """The relative bias of a layer of a stack."""
 
         def load(layer: int) -> RelativeBias:
@@ -292,42 +293,42 @@ class Model:
     def __init__(self, config: Config, weights: Weights, ops: Backend):
         self.ops = ops
         self.config = config
-        pieces = Pieces(config, weights, ops)
-        self.embed = pieces.embed()
-        self.encoder = ops.blocks(pieces.encoder_block, config.encoder_layers)
-        self.encoder_norm = pieces.encoder_norm()
-        self.decoder = ops.blocks(pieces.block, config.layers)
-        self.output = pieces.output()
+        builder = ModelBuilder(config, weights, ops)
+        self.embed = builder.embed()
+        self.encoder = ops.blocks(builder.encoder_block, config.encoder_layers)
+        self.encoder_norm = builder.encoder_norm()
+        self.decoder = ops.blocks(builder.block, config.layers)
+        self.output = builder.output()
 
-    def encode(self, step: Step) -> Array:
+    def encode(self, batch: ForwardBatch) -> Array:
         """The encoder's output for a step of whole sources, ``[T, features]``, normalised."""
-        residual = self.embed(step)
+        residual = self.embed(batch)
         for block in self.encoder:
-            residual = block(residual, step)
+            residual = block(residual, batch)
         return self.encoder_norm(residual)
 
-    def read(self, step: Step, source: SourceCache) -> None:
+    def encode_to_cache(self, batch: ForwardBatch, source: SourceCache) -> None:
         """Encode a step of whole sources, and keep what the decoder needs of them in their slots."""
-        output = self.encode(step)
+        output = self.encode(batch)
         for block, cache in zip(self.decoder, source.layers, strict=True):
-            block.cross_attention.read(output, cache, step)
+            block.cross_attention.fill_cache(output, cache, batch)
 
-    def __call__(self, step: Step, cache: KVCache, all_logits: bool = False) -> Array:
+    def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
         """Run a step's tokens: fp32 logits ``[B, vocab]`` of each sequence's last token, or of all ``[T, vocab]``.
 
         The sources of its sequences must have been read into ``cache.source``.
         """
         source = cache.source
         assert source is not None
-        residual = self.embed(step)
+        residual = self.embed(batch)
         for block, layer, source_layer in zip(self.decoder, cache.layers, source.layers, strict=True):
-            residual = block(residual, layer, source_layer, source, step)
+            residual = block(residual, layer, source_layer, source, batch)
         if not all_logits:
-            residual = self.ops.last_tokens(residual, step)
+            residual = self.ops.last_tokens(residual, batch)
         return self.output(residual)
 
 
-CPM_ENCODER = StackNames(
+CPM_ENCODER = StackTensorNames(
     blocks="encoder.blocks",
     final_norm="encoder.final_layernorm",
     self_norm="self_attn.layer_norm",
@@ -337,7 +338,7 @@ CPM_ENCODER = StackNames(
     mlp_norm="ff.layer_norm",
     mlp="ff.dense_relu_dense",
 )
-CPM_NAMES = Names(
+CPM_NAMES = TensorNames(
     embedding="word_embeds",
     head="lm_head",
     encoder=CPM_ENCODER,

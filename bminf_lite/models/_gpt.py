@@ -1,6 +1,6 @@
 """What GPT-2 and its kin share: a decoder with LayerNorm, biases and a feed-forward layer without a gate.
 
-They differ in how a checkpoint names and cuts its tensors (:class:`Names`) and in a few fields of :class:`Config`:
+They differ in how a checkpoint names and cuts its tensors (:class:`TensorNames`) and in fields of :class:`Config`:
 learned positions or rotary ones, the norm before or after a layer, both layers one after the other or side by side.
 """
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import Array, AttentionSpec, LayerCache, Norm, Rope, Step
+from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Rope
 from ..layers.attention import Attention
 from ..layers.cache import CacheShape
-from ..layers.embedding import Embedding, LearnedPositions
-from ..layers.linear import Head, Linear
-from ..layers.loading import Reordered, Weights
-from ..layers.mlp import PlainMLP
+from ..layers.embedding import Embedding, PositionEmbedding
+from ..layers.linear import Linear, LMHead
+from ..layers.loading import PermutedWeights, Weights
+from ..layers.mlp import MLP
 from ..layers.norm import LayerNorm
 from ._decoder import Decoder
 from .spec import Fold, Parameter, Role, Spec
@@ -35,7 +35,7 @@ ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class Names:
+class TensorNames:
     """Where a checkpoint keeps what. Names from ``attention_norm`` on are those within ``{layers}.{i}``.
 
     ``qkv`` has one name where query, key and value are one matrix, else three. ``transposed``: its matrices are stored
@@ -84,7 +84,7 @@ class Config:
     activation: str
     tied_head: bool
     scales: tuple[float, ...]
-    names: Names
+    names: TensorNames
     first_position: int = 0
     norm_first: bool = True
     final_norm: bool = True
@@ -211,11 +211,11 @@ class Block:
         self.attention = Attention(
             ops,
             AttentionSpec(config.heads, config.heads, config.head_dim, config.scales[layer], rope=rope),
-            Linear(ops, weights if rows is None else Reordered(weights, rows), [f"{name}.{n}" for n in names.qkv],
+            Linear(ops, weights if rows is None else PermutedWeights(weights, rows), [f"{name}.{n}" for n in names.qkv],
                    config.attention_bias),
             Linear(ops, weights, [f"{name}.{names.attention_out}"], config.attention_bias),
         )  # fmt: skip
-        self.mlp = PlainMLP(
+        self.mlp = MLP(
             ops,
             config.activation,
             Linear(ops, weights, [f"{name}.{names.up}"], config.mlp_bias),
@@ -224,15 +224,15 @@ class Block:
         self.attention_norm = make_norm(config, weights, ops, f"{name}.{names.attention_norm}")
         self.mlp_norm = make_norm(config, weights, ops, f"{name}.{names.mlp_norm}")
 
-    def __call__(self, residual: Array, cache: LayerCache, step: Step) -> Array:
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         if self.parallel:
             hidden = self.mlp.hidden(self.mlp_norm(residual))
-            residual = self.attention.add_to(residual, self.attention_norm(residual), cache, step)
+            residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
             return self.mlp.down.add_to(residual, hidden)
         if self.norm_first:
-            residual = self.attention.add_to(residual, self.attention_norm(residual), cache, step)
+            residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
             return self.mlp.add_to(residual, self.mlp_norm(residual))
-        residual = self.attention_norm(self.attention.add_to(residual, residual, cache, step))
+        residual = self.attention_norm(self.attention.add_to(residual, residual, cache, batch))
         return self.mlp_norm(self.mlp.add_to(residual, residual))
 
 
@@ -249,13 +249,13 @@ class Input:
 
     embedding: Embedding
     project: Linear | None
-    positions: LearnedPositions | None
+    positions: PositionEmbedding | None
 
-    def __call__(self, step: Step) -> Array:
-        residual = self.embedding(step.tokens)
+    def __call__(self, batch: ForwardBatch) -> Array:
+        residual = self.embedding(batch.tokens)
         if self.project is not None:
             residual = self.project.fp32(residual)
-        return residual if self.positions is None else self.positions.add_to(residual, step)
+        return residual if self.positions is None else self.positions.add_to(residual, batch)
 
 
 @dataclass(frozen=True)
@@ -264,14 +264,14 @@ class Output:
 
     norm: LayerNorm | None
     project: Linear | None
-    head: Head
+    head: LMHead
 
     def __call__(self, residual: Array) -> Array:
         x = residual if self.norm is None else self.norm(residual)
         return self.head(x if self.project is None else self.project(x))
 
 
-class Pieces:
+class ModelBuilder:
     """The model's parts, each made when it is asked for: run one after another, they need memory for one."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
@@ -287,7 +287,7 @@ class Pieces:
         config, names = self.config, self.config.names
         positions = None
         if names.positions:
-            positions = LearnedPositions(self.ops, self.weights, names.positions, config.first_position)
+            positions = PositionEmbedding(self.ops, self.weights, names.positions, config.first_position)
         return Input(Embedding(self.ops, self.weights, names.embedding), self._projection(names.project_in), positions)
 
     def block(self, layer: int) -> Block:
@@ -298,7 +298,7 @@ class Pieces:
         """What follows the last layer."""
         config, names = self.config, self.config.names
         norm = make_norm(config, self.weights, self.ops, names.final_norm) if config.final_norm else None
-        return Output(norm, self._projection(names.project_out), Head(self.ops, self.weights, [names.head]))
+        return Output(norm, self._projection(names.project_out), LMHead(self.ops, self.weights, [names.head]))
 
     def _projection(self, name: str) -> Linear | None:
         return Linear(self.ops, self.weights, [name]) if self.config.embedding_size != self.config.hidden_size else None
@@ -308,4 +308,4 @@ class Model(Decoder):
     """Tokens in, logits out."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
-        super().__init__(config, Pieces(config, weights, ops), ops)
+        super().__init__(config, ModelBuilder(config, weights, ops), ops)

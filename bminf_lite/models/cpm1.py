@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from ._config import ConfigReader
-from ._gpt import Config, Model, Names, Pieces, spec
+from ._gpt import Config, Model, ModelBuilder, TensorNames, spec
 
-__all__ = ["Config", "Model", "Pieces", "parse", "spec"]
+__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
 
 DEFAULTS = {
     "vocab_size": 30000,
@@ -22,7 +22,7 @@ DEFAULTS = {
 }
 """The published model."""
 
-NAMES = Names(
+NAMES = TensorNames(
     embedding="word_embeddings",
     positions="position_embeddings",
     layers="transformer.layers",
@@ -40,9 +40,9 @@ NAMES = Names(
 def parse(config: dict[str, Any]) -> Config:
     """Our own ``config.json``: the keys of ``DEFAULTS``, and no others but what every checkpoint may say."""
     read = ConfigReader(config, DEFAULTS)
-    read.only(DEFAULTS)
+    read.reject_unknown_keys(DEFAULTS)
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-    read.divides("num_attention_heads", heads, "hidden_size", hidden)
+    read.require_divisible("num_attention_heads", heads, "hidden_size", hidden)
     layers = read.layers()
     result = Config(
         vocab_size=read.integer("vocab_size"),
@@ -58,5 +58,5 @@ def parse(config: dict[str, Any]) -> Config:
         scales=(max(hidden // heads, 1) ** -0.5,) * layers,
         names=NAMES,
     )
-    read.finish()
+    read.raise_problems()
     return result

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from ._config import ConfigReader
-from ._encoder_decoder import CPM_NAMES, Config, Model, Pieces, spec
+from ._encoder_decoder import CPM_NAMES, Config, Model, ModelBuilder, spec
 
-__all__ = ["Config", "Model", "Pieces", "parse", "parse_cpm", "spec"]
+__all__ = ["Config", "Model", "ModelBuilder", "parse", "parse_cpm", "spec"]
 
 DEFAULTS = {
     "vocab_size": 26240,
@@ -33,7 +33,7 @@ DEFAULTS = {
 def parse(config: dict[str, Any]) -> Config:
     """Our own ``config.json``: the keys of ``DEFAULTS``, and no others but what every checkpoint may say."""
     read = ConfigReader(config, DEFAULTS)
-    read.only(DEFAULTS)
+    read.reject_unknown_keys(DEFAULTS)
     return parse_cpm(read, scaled_scores=False)
 
 
@@ -41,7 +41,7 @@ def parse_cpm(read: ConfigReader, scaled_scores: bool) -> Config:
     """What CPM-2 and EVA share. ``max_position_embeddings`` bounds the source and the decoded text."""
     head_dim, vocab = read.integer("d_kv", high=1024), read.integer("vocab_size")
     context = read.integer("max_position_embeddings")
-    buckets, max_distance = read.buckets()
+    buckets, max_distance = read.relative_buckets()
     result = Config(
         vocab_size=vocab,
         hidden_size=read.integer("d_model"),
@@ -50,7 +50,7 @@ def parse_cpm(read: ConfigReader, scaled_scores: bool) -> Config:
         layers=read.integer("num_decoder_layers", high=4096),
         heads=read.integer("num_heads"),
         head_dim=head_dim,
-        source_length=context,
+        max_source_length=context,
         context_length=context,
         norm_eps=read.number("layer_norm_epsilon", 1e-6, high=1.0),
         activation="gelu_tanh",
@@ -60,8 +60,8 @@ def parse_cpm(read: ConfigReader, scaled_scores: bool) -> Config:
         max_distance=max_distance,
         score_scale=head_dim**-0.5 if scaled_scores else 1.0,
         logit_scale=1.0,
-        decoder_start=(read.integer("decoder_start_token_id", low=0, high=vocab - 1),),
+        decoder_start_token_ids=(read.integer("decoder_start_token_id", low=0, high=vocab - 1),),
         names=CPM_NAMES,
     )
-    read.finish()
+    read.raise_problems()
     return result

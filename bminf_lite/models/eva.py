@@ -9,9 +9,9 @@ from typing import Any
 
 from ._config import ConfigReader
 from .cpm2 import DEFAULTS as CPM2_DEFAULTS
-from .cpm2 import Config, Model, Pieces, parse_cpm, spec
+from .cpm2 import Config, Model, ModelBuilder, parse_cpm, spec
 
-__all__ = ["Config", "Model", "Pieces", "parse", "spec"]
+__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
 
 DEFAULTS = CPM2_DEFAULTS | {
     "vocab_size": 30000,
@@ -26,5 +26,5 @@ DEFAULTS = CPM2_DEFAULTS | {
 def parse(config: dict[str, Any]) -> Config:
     """Our own ``config.json``: the keys of ``DEFAULTS``, and no others but what every checkpoint may say."""
     read = ConfigReader(config, DEFAULTS)
-    read.only(DEFAULTS)
+    read.reject_unknown_keys(DEFAULTS)
     return parse_cpm(read, scaled_scores=read.flag("attn_scale", False))

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from ._config import ConfigReader
-from ._gpt import ACTIVATIONS, Config, Model, Names, Pieces, spec
+from ._gpt import ACTIVATIONS, Config, Model, ModelBuilder, TensorNames, spec
 
-__all__ = ["Config", "Model", "Pieces", "parse", "spec"]
+__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
 
 DEFAULTS = {
     "vocab_size": 50257,
@@ -22,7 +22,7 @@ DEFAULTS = {
 }
 """What transformers takes for a key that is absent."""
 
-NAMES = Names(
+NAMES = TensorNames(
     embedding="transformer.wte",
     positions="transformer.wpe",
     layers="transformer.h",
@@ -45,7 +45,7 @@ def parse(config: dict[str, Any]) -> Config:
     read = ConfigReader(config, DEFAULTS)
     hidden, heads = read.integer("n_embd"), read.integer("n_head")
     layers = read.integer("n_layer", high=4096)
-    read.divides("n_head", heads, "n_embd", hidden)
+    read.require_divisible("n_head", heads, "n_embd", hidden)
     if read.flag("add_cross_attention", False):
         read.problem("add_cross_attention", "add_cross_attention is true; cross-attention of GPT-2 is not supported")
     scale = max(hidden // heads, 1) ** -0.5 if read.flag("scale_attn_weights", True) else 1.0
@@ -64,5 +64,5 @@ def parse(config: dict[str, Any]) -> Config:
         scales=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(layers)),
         names=NAMES,
     )
-    read.finish()
+    read.raise_problems()
     return result

@@ -12,9 +12,9 @@ import numpy as np
 
 from ..layers.position import rope_frequencies, rope_parameters
 from ._config import ConfigReader
-from ._gpt import ACTIVATIONS, Config, Model, Names, Pieces, spec
+from ._gpt import ACTIVATIONS, Config, Model, ModelBuilder, TensorNames, spec
 
-__all__ = ["Config", "Model", "Pieces", "parse", "spec"]
+__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
 
 DEFAULTS = {
     "vocab_size": 50432,
@@ -26,7 +26,7 @@ DEFAULTS = {
 }
 """What transformers takes for a key that is absent."""
 
-NAMES = Names(
+NAMES = TensorNames(
     embedding="gpt_neox.embed_in",
     positions="",
     layers="gpt_neox.layers",
@@ -48,7 +48,7 @@ def parse(config: dict[str, Any]) -> Config:
     read = ConfigReader(config, DEFAULTS)
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     layers, context = read.layers(), read.integer("max_position_embeddings")
-    read.divides("num_attention_heads", heads, "hidden_size", hidden)
+    read.require_divisible("num_attention_heads", heads, "hidden_size", hidden)
     head_dim = max(hidden // heads, 1)
     rotated, frequencies, rope_scale = rotary(read, head_dim, context)
     result = Config(
@@ -71,7 +71,7 @@ def parse(config: dict[str, Any]) -> Config:
         rope_scale=rope_scale,
         interleaved_qkv=True,
     )
-    read.finish()
+    read.raise_problems()
     return result
 
 

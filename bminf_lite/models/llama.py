@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import Array, AttentionSpec, LayerCache, Rope, Step
+from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Rope
 from ..layers.attention import Attention
 from ..layers.cache import CacheShape
 from ..layers.embedding import Embedding
-from ..layers.linear import Head, Linear
+from ..layers.linear import Linear, LMHead
 from ..layers.loading import Weights
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm, load_rms_norm
@@ -141,7 +141,7 @@ def parse_decoder(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
     )
-    read.finish()
+    read.raise_problems()
     return result
 
 
@@ -218,12 +218,12 @@ class Block:
         self.post_norm = RMSNorm(ops, weights, f"{name}.post_attention_layernorm", config.norm_eps)
         self.mlp = GatedMLP(ops, weights, f"{name}.mlp", config.activation, config.mlp_bias)
 
-    def __call__(self, residual: Array, cache: LayerCache, step: Step) -> Array:
-        residual = self.attention.add_to(residual, self.input_norm(residual), cache, step)
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        residual = self.attention.add_to(residual, self.input_norm(residual), cache, batch)
         return self.mlp.add_to(residual, self.post_norm(residual))
 
 
-class Pieces:
+class ModelBuilder:
     """The model's parts, each made when it is asked for: run one after another, they need memory for one."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
@@ -232,10 +232,10 @@ class Pieces:
         self.ops = ops
         self.rope = Rope(ops.vector(np.array(config.frequencies, np.float32)), config.rope_scale)
 
-    def embed(self) -> Callable[[Step], Array]:
+    def embed(self) -> Callable[[ForwardBatch], Array]:
         """A step's tokens to the residual stream."""
         embedding = Embedding(self.ops, self.weights, "model.embed_tokens")
-        return lambda step: embedding(step.tokens)
+        return lambda batch: embedding(batch.tokens)
 
     def block(self, layer: int) -> Block:
         """The layer of that number, from 0 on."""
@@ -244,11 +244,11 @@ class Pieces:
     def output(self) -> Output:
         """What follows the last layer."""
         norm = RMSNorm(self.ops, self.weights, "model.norm", self.config.norm_eps)
-        return Output(norm, Head(self.ops, self.weights, ["lm_head"]))
+        return Output(norm, LMHead(self.ops, self.weights, ["lm_head"]))
 
 
 class Model(Decoder):
     """Tokens in, logits out."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
-        super().__init__(config, Pieces(config, weights, ops), ops)
+        super().__init__(config, ModelBuilder(config, weights, ops), ops)

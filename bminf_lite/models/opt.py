@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from ._config import ConfigReader
-from ._gpt import ACTIVATIONS, Config, Model, Names, Pieces, spec
+from ._gpt import ACTIVATIONS, Config, Model, ModelBuilder, TensorNames, spec
 
-__all__ = ["Config", "Model", "Pieces", "parse", "spec"]
+__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
 
 DEFAULTS = {
     "vocab_size": 50272,
@@ -23,7 +23,7 @@ DEFAULTS = {
 }
 """What transformers takes for a key that is absent."""
 
-NAMES = Names(
+NAMES = TensorNames(
     embedding="model.decoder.embed_tokens",
     positions="model.decoder.embed_positions",
     layers="model.decoder.layers",
@@ -46,7 +46,7 @@ def parse(config: dict[str, Any]) -> Config:
     read = ConfigReader(config, DEFAULTS)
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     layers = read.layers()
-    read.divides("num_attention_heads", heads, "hidden_size", hidden)
+    read.require_divisible("num_attention_heads", heads, "hidden_size", hidden)
     bias = read.flag("enable_bias", True)
     norm_first = read.flag("do_layer_norm_before", True)
     result = Config(
@@ -69,5 +69,5 @@ def parse(config: dict[str, Any]) -> Config:
         attention_bias=bias,
         mlp_bias=bias,
     )
-    read.finish()
+    read.raise_problems()
     return result

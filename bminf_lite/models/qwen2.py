@@ -6,9 +6,9 @@ from typing import Any
 
 from ._config import ConfigReader
 from .llama import DEFAULTS as LLAMA_DEFAULTS
-from .llama import Config, Model, Pieces, parse_decoder, spec
+from .llama import Config, Model, ModelBuilder, parse_decoder, spec
 
-__all__ = ["Config", "Model", "Pieces", "parse", "spec"]
+__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
 
 DEFAULTS = LLAMA_DEFAULTS | {
     "vocab_size": 151936,

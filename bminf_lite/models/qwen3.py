@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ._config import ConfigReader
-from .llama import Config, Model, Pieces, parse_decoder, spec
+from .llama import Config, Model, ModelBuilder, parse_decoder, spec
 from .qwen2 import DEFAULTS as QWEN2_DEFAULTS
 from .qwen2 import qwen_windows
 
-__all__ = ["Config", "Model", "Pieces", "parse", "spec"]
+__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
 
 DEFAULTS = QWEN2_DEFAULTS | {"head_dim": 128}
 """See ``llama.DEFAULTS``."""

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from ._config import ConfigReader
-from ._encoder_decoder import Config, Model, Names, Pieces, StackNames, spec
+from ._encoder_decoder import Config, Model, ModelBuilder, StackTensorNames, TensorNames, spec
 from ._gpt import ACTIVATIONS
 
-__all__ = ["Config", "Model", "Pieces", "parse", "parse_t5", "spec"]
+__all__ = ["Config", "Model", "ModelBuilder", "parse", "parse_t5", "spec"]
 
 DEFAULTS = {
     "vocab_size": 32128,
@@ -26,10 +26,10 @@ DEFAULTS = {
 }
 """What transformers takes for a key that is absent."""
 
-MOST_TOKENS = 1 << 15
+MAX_TOKENS = 1 << 15
 """Relative biases set no bound to a source or to a text; this one keeps mistakes from taking all memory."""
 
-ENCODER = StackNames(
+ENCODER = StackTensorNames(
     blocks="encoder.block",
     final_norm="encoder.final_layer_norm",
     self_norm="layer.0.layer_norm",
@@ -39,7 +39,7 @@ ENCODER = StackNames(
     mlp_norm="layer.1.layer_norm",
     mlp="layer.1.DenseReluDense",
 )
-NAMES = Names(
+NAMES = TensorNames(
     embedding="shared",
     head="lm_head",
     encoder=ENCODER,
@@ -73,7 +73,7 @@ def parse_t5(read: ConfigReader, tied: bool, biases_per_layer: bool = False) -> 
     hidden, head_dim = read.integer("d_model"), read.integer("d_kv", high=1024)
     layers, vocab = read.integer("num_layers", high=4096), read.integer("vocab_size")
     gated, activation = feed_forward(read)
-    buckets, max_distance = read.buckets()
+    buckets, max_distance = read.relative_buckets()
     start = read.integer("decoder_start_token_id", read.integer("pad_token_id", 0, low=0), low=0, high=vocab - 1)
     result = Config(
         vocab_size=vocab,
@@ -83,8 +83,8 @@ def parse_t5(read: ConfigReader, tied: bool, biases_per_layer: bool = False) -> 
         layers=read.integer("num_decoder_layers", layers, high=4096),
         heads=read.integer("num_heads"),
         head_dim=head_dim,
-        source_length=MOST_TOKENS,
-        context_length=MOST_TOKENS,
+        max_source_length=MAX_TOKENS,
+        context_length=MAX_TOKENS,
         norm_eps=read.number("layer_norm_epsilon", 1e-6, high=1.0),
         activation=activation,
         gated=gated,
@@ -93,11 +93,11 @@ def parse_t5(read: ConfigReader, tied: bool, biases_per_layer: bool = False) -> 
         max_distance=max_distance,
         score_scale=1.0,
         logit_scale=hidden**-0.5 if tied else 1.0,
-        decoder_start=(start,),
+        decoder_start_token_ids=(start,),
         names=NAMES,
         biases_per_layer=biases_per_layer,
     )
-    read.finish()
+    read.raise_problems()
     return result
 
 

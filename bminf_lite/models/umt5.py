@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ._config import ConfigReader
-from ._encoder_decoder import Config, Model, Pieces, spec
+from ._encoder_decoder import Config, Model, ModelBuilder, spec
 from .mt5 import DEFAULTS
 from .t5 import parse_t5
 
-__all__ = ["Config", "Model", "Pieces", "parse", "spec"]
+__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
 
 
 def parse(config: dict[str, Any]) -> Config:

@@ -18,20 +18,20 @@ from ..backend.base import Backend
 from ..backend.quantization import Int8Weight
 from ..backend.values import Array
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.recipe import Calibration, Recipe, Scheme
-from ..checkpoint.weight_rewrite import UNTREATED, Calibrated, Treatment
+from ..checkpoint.recipe import CalibrationSettings, Recipe, Scheme
+from ..checkpoint.weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
 from ..errors import CheckpointError
 from ..models.spec import Fold, Role, Spec
-from .calibration import Observation, spread_rows
-from .errors import Judge, Version
-from .gptq import Correlations, compensated
-from .precision import choose
-from .smoothing import Smoothing, folded, search, spread
+from .calibration import Observation, sample_rows
+from .errors import ErrorEvaluator, QuantizationCandidate
+from .gptq import GPTQInputs, gptq_quantize
+from .precision import select_precision
+from .smoothing import Smoothing, expand_channels, fold_factors, search_smoothing
 
 SEARCH_TOKENS = 512
 """Settings are compared on so many tokens."""
 
-VERDICT_TOKENS = 4096
+EVALUATION_TOKENS = 4096
 """The errors that are reported, and that decide whether activations stay float, are measured on so many tokens."""
 
 
@@ -52,7 +52,7 @@ class Decision:
     error: float
 
 
-class Decider:
+class QuantizationSearch:
     """Decides each product that it is shown. ``recipe`` must have a calibration.
 
     Codes that were computed here wait in files in ``scratch``, the system's place for such files by default.
@@ -60,7 +60,7 @@ class Decider:
 
     def __init__(self, checkpoint: Checkpoint, spec: Spec, recipe: Recipe, ops: Backend, scratch: Path | None = None):
         assert recipe.calibration is not None
-        self.settings: Calibration = recipe.calibration
+        self.settings: CalibrationSettings = recipe.calibration
         self.recipe = recipe
         self.spec = spec
         self.ops = ops
@@ -70,21 +70,21 @@ class Decider:
         self.decisions: list[Decision] = []
         self._fold_of = {name: fold for fold in spec.foldable for name in fold.consumers}
         self._smoothed: dict[Fold, Smoothing] = {}
-        self._treatments: dict[str, Treatment] = {}
-        self._inputs: dict[tuple[str, ...], Inputs] = {}
+        self._rewrites: dict[str, WeightRewrite] = {}
+        self._inputs: dict[tuple[str, ...], InputStatistics] = {}
         self._matrices: dict[str, Array] = {}
 
     def __call__(self, seen: Observation) -> None:
         """Take in a part of a product's input, and with the last one decide the product."""
         if self._scheme(seen.tensors[0]) is Scheme.FLOAT:
             return
-        inputs = self._inputs.setdefault(seen.tensors, Inputs(self.ops, self.settings.rounding == "gptq"))
+        inputs = self._inputs.setdefault(seen.tensors, InputStatistics(self.ops, self.settings.rounding == "gptq"))
         inputs.add(seen)
         if seen.is_last:
             self._decide(seen.tensors, self._inputs.pop(seen.tensors))
             self._matrices.clear()
 
-    def _decide(self, names: tuple[str, ...], inputs: Inputs) -> None:
+    def _decide(self, names: tuple[str, ...], inputs: InputStatistics) -> None:
         scheme, rows, input_max = self._scheme(names[0]), inputs.rows(), inputs.magnitudes()
         if not np.isfinite(input_max).all():
             raise CheckpointError(
@@ -94,29 +94,29 @@ class Decider:
         smoothing, factors = Smoothing(), None
         if self.settings.smoothing and (fold := self._fold_of.get(names[0])):
             smoothing = self._smoothing(fold, rows, input_max, scheme)
-            factors = None if smoothing.factors is None else spread(smoothing.factors, fold)
-        judge = Judge(self.ops, rows, [self._matrix(name) for name in names])
-        before = max(judge.errors(Version(scheme)))
+            factors = None if smoothing.factors is None else expand_channels(smoothing.factors, fold)
+        evaluator = ErrorEvaluator(self.ops, rows, [self._matrix(name) for name in names])
+        before = max(evaluator.errors(QuantizationCandidate(scheme)))
         limits = self.settings if self._are_stored(names) else replace(self.settings, outlier_columns=0)
-        version, error = choose(judge, Version(scheme, factors), limits, input_max)
+        candidate, error = select_precision(evaluator, QuantizationCandidate(scheme, factors), limits, input_max)
         for name in names:
-            self._treat(name, scheme=version.scheme, outliers=version.outliers)
+            self._rewrite(name, scheme=candidate.scheme, outliers=candidate.outliers)
         rounding = "nearest"
-        if inputs.correlations and version.outliers is None and self._are_stored(names):
+        if inputs.gptq_inputs and candidate.outliers is None and self._are_stored(names):
             weights = [np.asarray(self.weights.weight(name)).astype(np.float32) for name in names]
-            better = compensated(self.ops, inputs.correlations, weights, version)
+            better = gptq_quantize(self.ops, inputs.gptq_inputs, weights, candidate)
             if better is not None:
                 rounding = "gptq"
-                error = max(judge.error(i, weight, version.factors) for i, weight in enumerate(better))
+                error = max(evaluator.error(i, weight, candidate.factors) for i, weight in enumerate(better))
                 for name, weight in zip(names, better, strict=True):
-                    self._treat(name, codes=self._spilled(weight.codes), scale=weight.scale)
-        kept = () if version.outliers is None else tuple(version.outliers.tolist())
-        self.decisions.append(Decision(names, version.scheme, smoothing.exponent, kept, rounding, before, error))
+                    self._rewrite(name, codes=self._spill_to_disk(weight.codes), scale=weight.scale)
+        kept = () if candidate.outliers is None else tuple(candidate.outliers.tolist())
+        self.decisions.append(Decision(names, candidate.scheme, smoothing.exponent, kept, rounding, before, error))
 
-    def result(self) -> Calibrated:
-        """All treatments, and the decisions for the manifest."""
+    def result(self) -> CalibrationResult:
+        """All rewrites, and the decisions for the manifest."""
         products = [asdict(decision) | {"scheme": decision.scheme.value} for decision in self.decisions]
-        return Calibrated(self._treatments, {"products": products})
+        return CalibrationResult(self._rewrites, {"products": products})
 
     def _scheme(self, name: str) -> Scheme:
         return self.recipe.scheme_of(name, self.spec.parameters[name].role is Role.HEAD)
@@ -125,7 +125,7 @@ class Decider:
         """Whether the file will hold their codes: not those of matrices that are quantized when they are loaded."""
         return all(name not in self.spec.tied and not self.spec.parameters[name].transposed for name in names)
 
-    def _spilled(self, codes: np.ndarray) -> np.ndarray:
+    def _spill_to_disk(self, codes: np.ndarray) -> np.ndarray:
         """The codes in a file without a name, which is gone when nobody needs it."""
         with tempfile.TemporaryFile(dir=self.scratch) as file:
             mapped = np.memmap(file, np.int8, "w+", shape=codes.shape)
@@ -135,53 +135,53 @@ class Decider:
     def _smoothing(self, fold: Fold, rows: Array, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
         """The smoothing of a fold, found when the first of its consumers comes."""
         if fold not in self._smoothed:
-            some = self.ops.trials().rows(rows, spread_rows(rows.shape[0], SEARCH_TOKENS))
-            judge = Judge(self.ops, some, [self._matrix(name) for name in fold.consumers])
-            found = self._smoothed[fold] = search(judge, fold, input_max, scheme)
-            moved = {} if found.factors is None else folded(self.spec, fold, found.factors)
-            for name, treatment in moved.items():
-                self._treat(name, **treatment.factors())
+            some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], SEARCH_TOKENS))
+            evaluator = ErrorEvaluator(self.ops, some, [self._matrix(name) for name in fold.consumers])
+            found = self._smoothed[fold] = search_smoothing(evaluator, fold, input_max, scheme)
+            moved = {} if found.factors is None else fold_factors(self.spec, fold, found.factors)
+            for name, rewrite in moved.items():
+                self._rewrite(name, **rewrite.factors())
         return self._smoothed[fold]
 
-    def _treat(self, name: str, **changes: object) -> None:
-        self._treatments[name] = replace(self._treatments.get(name, UNTREATED), **changes)  # type: ignore[arg-type]
+    def _rewrite(self, name: str, **changes: object) -> None:
+        self._rewrites[name] = replace(self._rewrites.get(name, NO_REWRITE), **changes)  # type: ignore[arg-type]
 
     def _matrix(self, name: str) -> Array:
         """The matrix ``name`` on the device, until the product at hand is decided."""
         if name not in self._matrices:
-            trials = self.ops.trials()
+            calibration_ops = self.ops.calibration_ops()
             weight = self.weights.weight(name)
             assert not isinstance(weight, Int8Weight)
-            matrix = self._matrices[name] = trials.matrix(weight)
-            if not np.isfinite(self.ops.host(trials.matrix_magnitudes(matrix))).all():
+            matrix = self._matrices[name] = calibration_ops.matrix(weight)
+            if not np.isfinite(self.ops.host(calibration_ops.weight_column_absmax(matrix))).all():
                 problem = f"tensor {name!r} holds a NaN or an infinity"
                 raise CheckpointError(f"{self.path}: {problem}; no int8 scale fits: export the checkpoint again")
         return self._matrices[name]
 
 
-class Inputs:
+class InputStatistics:
     """What is kept of a product's input: its largest magnitudes, and some rows of each part."""
 
-    def __init__(self, ops: Backend, correlate: bool):
+    def __init__(self, ops: Backend, use_gptq: bool):
         self.ops = ops
-        self.correlations: Correlations | None = None
-        self._correlate = correlate
-        self._trials = ops.trials()
+        self.gptq_inputs: GPTQInputs | None = None
+        self._use_gptq = use_gptq
+        self._calibration_ops = ops.calibration_ops()
         self._top: Array | None = None
         self._rows: list[Array] = []
 
     def add(self, seen: Observation) -> None:
         """A part of it."""
-        self._top = self._trials.column_magnitudes(seen.x, self._top)
-        index = spread_rows(seen.x.shape[0], max(VERDICT_TOKENS // seen.groups, 1), seed=seen.group)
-        self._rows.append(self._trials.rows(seen.x, index))
-        if self._correlate:
-            self.correlations = self.correlations or Correlations(seen.groups)
-            self.correlations.add(np.asarray(self.ops.host(seen.x), np.float32))
+        self._top = self._calibration_ops.column_absmax(seen.x, self._top)
+        index = sample_rows(seen.x.shape[0], max(EVALUATION_TOKENS // seen.num_batches, 1), seed=seen.batch_index)
+        self._rows.append(self._calibration_ops.rows(seen.x, index))
+        if self._use_gptq:
+            self.gptq_inputs = self.gptq_inputs or GPTQInputs(seen.num_batches)
+            self.gptq_inputs.add(np.asarray(self.ops.host(seen.x), np.float32))
 
     def rows(self) -> Array:
-        """Up to ``VERDICT_TOKENS`` rows from everywhere, fp32 ``[n, in]``."""
-        return self._trials.joined(self._rows)
+        """Up to ``EVALUATION_TOKENS`` rows from everywhere, fp32 ``[n, in]``."""
+        return self._calibration_ops.joined(self._rows)
 
     def magnitudes(self) -> np.ndarray:
         """``max|x|`` of each input, fp32 ``[in]``."""

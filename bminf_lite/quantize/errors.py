@@ -20,7 +20,7 @@ from ..checkpoint.recipe import Scheme
 
 
 @dataclass(frozen=True)
-class Version:
+class QuantizationCandidate:
     """A way to quantize a product: inputs are divided and weights multiplied by ``factors`` ``[in]`` before.
 
     The input columns ``outliers`` (int32 ``[n]``) stay fp16.
@@ -31,34 +31,35 @@ class Version:
     outliers: np.ndarray | None = None
 
 
-class Judge:
-    """Measures int8 versions of products with ``matrices`` for ``rows``, their inputs; see :class:`Trials` for both.
+class ErrorEvaluator:
+    """Measures int8 versions of products with ``matrices`` for ``rows``, their inputs; see :class:`CalibrationOps` for
+    both.
 
     The arithmetic is that of ``ops``: what is measured is what will run.
     """
 
     def __init__(self, ops: Backend, rows: Array, matrices: Sequence[Array]):
         self.ops = ops
-        self.trials = ops.trials()
+        self.calibration_ops = ops.calibration_ops()
         self.rows = rows
         self.matrices = matrices
-        inputs = self.trials.divided(rows, None)
-        self._expected = [self._product(inputs, self.trials.weight(matrix, None)) for matrix in matrices]
+        inputs = self.calibration_ops.divided(rows, None)
+        self._expected = [self._product(inputs, self.calibration_ops.weight(matrix, None)) for matrix in matrices]
 
-    def errors(self, version: Version) -> list[float]:
-        """Each product's error in ``version``."""
-        inputs, dynamic = self.trials.divided(self.rows, version.factors), version.scheme is Scheme.W8A8
+    def errors(self, candidate: QuantizationCandidate) -> list[float]:
+        """Each product's error in ``candidate``."""
+        inputs, dynamic = self.calibration_ops.divided(self.rows, candidate.factors), candidate.scheme is Scheme.W8A8
         return [
-            self._error(i, self.trials.weight(matrix, dynamic, version.factors, version.outliers), inputs)
+            self._error(i, self.calibration_ops.weight(matrix, dynamic, candidate.factors, candidate.outliers), inputs)
             for i, matrix in enumerate(self.matrices)
         ]
 
     def error(self, index: int, weight: HostWeight, factors: np.ndarray | None) -> float:
         """The error of product ``index`` with another weight, its inputs divided by ``factors``."""
-        return self._error(index, self.ops.weight([weight]), self.trials.divided(self.rows, factors))
+        return self._error(index, self.ops.weight([weight]), self.calibration_ops.divided(self.rows, factors))
 
     def _error(self, index: int, weight: Array, inputs: Array) -> float:
-        return mean_error(*self.trials.squares(self._product(inputs, weight), self._expected[index]))
+        return mean_error(*self.calibration_ops.squares(self._product(inputs, weight), self._expected[index]))
 
     def _product(self, inputs: Array, weight: Array) -> Array:
         return self.ops.linear(inputs, weight, fp32=True)

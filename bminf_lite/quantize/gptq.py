@@ -18,8 +18,8 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.quantization import CODE_MAX, Int8Weight, quantize_weight
 from ..checkpoint.recipe import Scheme
-from .calibration import spread_rows
-from .errors import Judge, Version
+from .calibration import sample_rows
+from .errors import ErrorEvaluator, QuantizationCandidate
 
 BLOCK = 128
 """Columns whose errors are taken back together: within a block at once, in what follows by one product."""
@@ -33,7 +33,7 @@ GAIN = 0.05
 """How much smaller the error must become, relative to what rounding gives."""
 
 
-class Correlations:
+class GPTQInputs:
     """What GPTQ needs of a product's inputs, which are shown in parts: the Hessian, and inputs that it has not seen."""
 
     def __init__(self, parts: int = 1):
@@ -46,7 +46,7 @@ class Correlations:
         seen = len(inputs) * 3 // 4
         part = hessian(inputs[:seen])
         self._hessian = part if self._hessian is None else self._hessian + part
-        self._held_out.append(inputs[seen:][spread_rows(len(inputs) - seen, self._rows)])
+        self._held_out.append(inputs[seen:][sample_rows(len(inputs) - seen, self._rows)])
 
     @property
     def held_out(self) -> np.ndarray:
@@ -59,24 +59,24 @@ class Correlations:
         return self._hessian if factors is None else self._hessian / np.outer(factors, factors).astype(np.float64)
 
 
-def compensated(
-    ops: Backend, inputs: Correlations, weights: Sequence[np.ndarray], version: Version
+def gptq_quantize(
+    ops: Backend, inputs: GPTQInputs, weights: Sequence[np.ndarray], candidate: QuantizationCandidate
 ) -> list[Int8Weight] | None:
-    """``weights`` (fp32 ``[out, in]`` each) in ``version`` with such codes, or None where the gain is too small.
+    """``weights`` (fp32 ``[out, in]`` each) in ``candidate`` with such codes, or None where the gain is too small.
 
-    ``version`` is int8 without outlier columns.
+    ``candidate`` is int8 without outlier columns.
     """
-    root = inverse_root(inputs.hessian(version.factors))
+    root = inverse_hessian_cholesky(inputs.hessian(candidate.factors))
     plain, better = [], []
     for weight in weights:
-        scaled = weight if version.factors is None else weight * version.factors
-        rounded = quantize_weight(scaled, version.scheme is Scheme.W8A8)
+        scaled = weight if candidate.factors is None else weight * candidate.factors
+        rounded = quantize_weight(scaled, candidate.scheme is Scheme.W8A8)
         plain.append(rounded)
-        better.append(replace(rounded, codes=compensated_codes(scaled, rounded.scale, root)))
-    trials = ops.trials()
-    judge = Judge(ops, ops.array(inputs.held_out), [trials.matrix(weight) for weight in weights])
+        better.append(replace(rounded, codes=gptq_codes(scaled, rounded.scale, root)))
+    calibration_ops = ops.calibration_ops()
+    evaluator = ErrorEvaluator(ops, ops.array(inputs.held_out), [calibration_ops.matrix(weight) for weight in weights])
     errors = [
-        max(judge.error(i, weight, version.factors) for i, weight in enumerate(matrices))
+        max(evaluator.error(i, weight, candidate.factors) for i, weight in enumerate(matrices))
         for matrices in (plain, better)
     ]
     return better if errors[1] < (1 - GAIN) * errors[0] else None
@@ -91,7 +91,7 @@ def hessian(inputs: np.ndarray) -> np.ndarray:
     return total
 
 
-def inverse_root(total: np.ndarray) -> np.ndarray:
+def inverse_hessian_cholesky(total: np.ndarray) -> np.ndarray:
     """The upper triangular ``U`` with ``U^T U`` the inverse of the damped Hessian, fp64 ``[in, in]`` -> fp32.
 
     An input that is always zero counts as independent of the others.
@@ -102,8 +102,9 @@ def inverse_root(total: np.ndarray) -> np.ndarray:
     return np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32)
 
 
-def compensated_codes(weight: np.ndarray, scale: np.ndarray, root: np.ndarray) -> np.ndarray:
-    """Codes int8 ``[out, in]`` of ``weight`` fp32 ``[out, in]`` with ``scale`` ``[out]`` and ``inverse_root``'s result.
+def gptq_codes(weight: np.ndarray, scale: np.ndarray, root: np.ndarray) -> np.ndarray:
+    """Codes int8 ``[out, in]`` of ``weight`` fp32 ``[out, in]`` with ``scale`` ``[out]`` and ``root``
+    from :func:`inverse_hessian_cholesky`.
 
     Codes lie in -127 to 127, as everywhere.
     """

@@ -11,36 +11,42 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..checkpoint.recipe import Calibration, Scheme
-from .errors import Judge, Version
+from ..checkpoint.recipe import CalibrationSettings, Scheme
+from .errors import ErrorEvaluator, QuantizationCandidate
 
 FP16_MAX = float(np.finfo(np.float16).max)
 
 
-def choose(judge: Judge, version: Version, settings: Calibration, input_max: np.ndarray) -> tuple[Version, float]:
-    """``version``, or the first alternative that brings the largest error of the products to ``settings.max_error``.
+def select_precision(
+    evaluator: ErrorEvaluator, candidate: QuantizationCandidate, settings: CalibrationSettings, input_max: np.ndarray
+) -> tuple[QuantizationCandidate, float]:
+    """``candidate``, or the first alternative that brings the largest error of the products to ``settings.max_error``.
 
     Returns it with that error. w8a16 is the last resort, and taken whatever its error. ``input_max`` is ``max|x|`` per
     input ``[in]``, before smoothing.
     """
-    error = max(judge.errors(version))
-    if version.scheme is not Scheme.W8A8 or not 0 < settings.max_error < error:
-        return version, error
-    index = largest_inputs(judge, version, input_max, settings.outlier_columns)
-    alternatives = [replace(version, outliers=index)] if len(index) else []
-    for alternative in [*alternatives, replace(version, scheme=Scheme.W8A16)]:
-        error = max(judge.errors(alternative))
+    error = max(evaluator.errors(candidate))
+    if candidate.scheme is not Scheme.W8A8 or not 0 < settings.max_error < error:
+        return candidate, error
+    index = largest_inputs(evaluator, candidate, input_max, settings.outlier_columns)
+    alternatives = [replace(candidate, outliers=index)] if len(index) else []
+    for alternative in [*alternatives, replace(candidate, scheme=Scheme.W8A16)]:
+        error = max(evaluator.errors(alternative))
         if error <= settings.max_error:
             break
     return alternative, error
 
 
-def largest_inputs(judge: Judge, version: Version, input_max: np.ndarray, count: int) -> np.ndarray:
+def largest_inputs(
+    evaluator: ErrorEvaluator, candidate: QuantizationCandidate, input_max: np.ndarray, count: int
+) -> np.ndarray:
     """The ``count`` inputs that are largest after smoothing and whose weights fp16 can hold, int32, ascending."""
     if count == 0:
         return np.empty(0, np.int32)
-    factors = np.float32(1) if version.factors is None else version.factors
-    magnitudes = [judge.ops.host(judge.trials.matrix_magnitudes(matrix)) for matrix in judge.matrices]
+    factors = np.float32(1) if candidate.factors is None else candidate.factors
+    magnitudes = [
+        evaluator.ops.host(evaluator.calibration_ops.weight_column_absmax(matrix)) for matrix in evaluator.matrices
+    ]
     weight_max = np.max(magnitudes, axis=0) * factors
     size = np.where(weight_max <= FP16_MAX, input_max / factors, 0)
     index = np.argsort(-size, kind="stable")[:count]

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..checkpoint.recipe import Scheme
-from ..checkpoint.weight_rewrite import Treatment
+from ..checkpoint.weight_rewrite import WeightRewrite
 from ..models.spec import Fold, Parameter, Spec
-from .errors import Judge, Version
+from .errors import ErrorEvaluator, QuantizationCandidate
 
 EXPONENTS = tuple(round(0.1 * i, 1) for i in range(1, 11))
 """What is tried, beside no smoothing at all."""
@@ -42,17 +42,19 @@ class Smoothing:
     factors: np.ndarray | None = None
 
 
-def search(judge: Judge, fold: Fold, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
+def search_smoothing(evaluator: ErrorEvaluator, fold: Fold, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
     """The smoothing with the smallest mean error of the products, or none if that gains less than :data:`GAIN`.
 
     ``input_max`` is ``max|x|`` per input ``[in]``.
     """
-    relative = [judge.ops.host(judge.trials.relative_magnitudes(matrix)) for matrix in judge.matrices]
+    relative = [
+        evaluator.ops.host(evaluator.calibration_ops.relative_column_absmax(matrix)) for matrix in evaluator.matrices
+    ]
     weight_max = np.max(relative, axis=0)
-    best, least = Smoothing(), (1 - GAIN) * np.mean(judge.errors(Version(scheme)))
+    best, least = Smoothing(), (1 - GAIN) * np.mean(evaluator.errors(QuantizationCandidate(scheme)))
     for exponent in EXPONENTS:
         factors = channel_factors(input_max, weight_max, exponent, fold)
-        error = np.mean(judge.errors(Version(scheme, spread(factors, fold))))
+        error = np.mean(evaluator.errors(QuantizationCandidate(scheme, expand_channels(factors, fold))))
         if error < least:
             best, least = Smoothing(exponent, factors), error
     return best
@@ -63,7 +65,7 @@ def channel_factors(input_max: np.ndarray, weight_max: np.ndarray, exponent: flo
 
     A channel that is always zero, or that no weight reads, has factor 1.
     """
-    x, w = gather(input_max, fold), gather(weight_max, fold)
+    x, w = reduce_channels(input_max, fold), reduce_channels(weight_max, fold)
     used = (x > 0) & (w > 0)
     shift = np.zeros(len(x))
     shift[used] = exponent * np.log2(x[used], dtype=np.float64) - (1 - exponent) * np.log2(w[used], dtype=np.float64)
@@ -71,24 +73,24 @@ def channel_factors(input_max: np.ndarray, weight_max: np.ndarray, exponent: flo
     return np.exp2(np.clip(np.rint(shift), -MAX_SHIFT, MAX_SHIFT)).astype(np.float32)
 
 
-def folded(spec: Spec, fold: Fold, factors: np.ndarray) -> dict[str, Treatment]:
+def fold_factors(spec: Spec, fold: Fold, factors: np.ndarray) -> dict[str, WeightRewrite]:
     """What moving ``factors`` (fp32 ``[channels]``) does to each tensor of a fold, as it is stored."""
     inverse = 1 / factors
-    treatments = {name: _along(spec.parameters[name], 1, spread(factors, fold)) for name in fold.consumers}
-    return treatments | {name: _along(spec.parameters[name], 0, inverse) for name in fold.producers}
+    rewrites = {name: _along(spec.parameters[name], 1, expand_channels(factors, fold)) for name in fold.consumers}
+    return rewrites | {name: _along(spec.parameters[name], 0, inverse) for name in fold.producers}
 
 
-def _along(parameter: Parameter, axis: int, factors: np.ndarray) -> Treatment:
+def _along(parameter: Parameter, axis: int, factors: np.ndarray) -> WeightRewrite:
     """Factors for the outputs (``axis`` 0) or the inputs (1) of a matrix, or for a vector."""
     rows = len(parameter.shape) == 2 and (axis == 0) != parameter.transposed
-    return Treatment(row_factors=factors) if rows else Treatment(column_factors=factors)
+    return WeightRewrite(row_factors=factors) if rows else WeightRewrite(column_factors=factors)
 
 
-def spread(channels: np.ndarray, fold: Fold) -> np.ndarray:
+def expand_channels(channels: np.ndarray, fold: Fold) -> np.ndarray:
     """Values per channel of the producer -> per input of the consumers."""
     return np.repeat(channels.reshape(-1, fold.block), fold.repeat, axis=0).reshape(-1)
 
 
-def gather(inputs: np.ndarray, fold: Fold) -> np.ndarray:
+def reduce_channels(inputs: np.ndarray, fold: Fold) -> np.ndarray:
     """Values per input of the consumers -> the largest for each channel of the producer."""
     return inputs.reshape(-1, fold.repeat, fold.block).max(axis=1).reshape(-1)

@@ -1,6 +1,6 @@
 """A model one layer at a time over whole sequences, so that only one of its layers is in memory.
 
-All groups of sequences go through a layer before the next one is made. Of an encoder-decoder the encoder's layers come
+All batches of sequences go through a layer before the next one is made. Of an encoder-decoder the encoder's layers come
 first, and the decoder's first layer starts from what they made of the sources.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import Array, Step
+from ..backend.values import Array, ForwardBatch
 from ..layers.cache import CacheShape, KVCache, SourceCache
 
 
 @dataclass(frozen=True)
-class Group:
+class SequenceBatch:
     """Sequences that run together from their start, int32 token ids ``[n]`` each.
 
     ``sources`` are what an encoder reads for each of them.
@@ -30,8 +30,8 @@ class Group:
 
 
 @dataclass(frozen=True)
-class State:
-    """What a model has made of a group: the residual stream fp32 ``[T, features]``, and the encoder's output.
+class HiddenState:
+    """What a model has made of a batch: the residual stream fp32 ``[T, features]``, and the encoder's output.
 
     The residual stream is that of the sources while the encoder is at work.
     """
@@ -40,16 +40,16 @@ class State:
     encoded: Array | None = None
 
 
-Stage = Callable[[State, Group], State]
+LayerFn = Callable[[HiddenState, SequenceBatch], HiddenState]
 
 
-class Stages:
-    """The layers of a model that consists of ``pieces``, run on ``ops``. ``names`` says what each is."""
+class LayerwiseModel:
+    """The layers of a model, made by ``builder`` and run on ``ops``. ``names`` says what each is."""
 
-    def __init__(self, pieces: Any, config: Any, ops: Backend):
-        self.pieces = pieces
+    def __init__(self, builder: Any, config: Any, ops: Backend):
+        self.builder = builder
         self.ops = ops
-        self.output: Callable[[], Callable[[Array], Array]] = pieces.output
+        self.output: Callable[[], Callable[[Array], Array]] = builder.output
         self._limit: int = config.context_length
         shape = config.cache_shape
         self._shape = CacheShape(1, shape.kv_heads, shape.head_dim)
@@ -58,48 +58,48 @@ class Stages:
         self.names = [f"encoder layer {i}" for i in range(self._encoders)]
         self.names += [f"{kind} {i}" for i in range(config.layers)]
 
-    def start(self, groups: Sequence[Group]) -> list[State]:
-        """Each group before the first layer."""
-        embed = self.pieces.embed()
-        return [State(embed(self._step(group.sources or group.sequences))) for group in groups]
+    def start(self, batches: Sequence[SequenceBatch]) -> list[HiddenState]:
+        """Each batch before the first layer."""
+        embed = self.builder.embed()
+        return [HiddenState(embed(self._step(batch.sources or batch.sequences))) for batch in batches]
 
-    def build(self, index: int) -> Stage:
+    def build(self, index: int) -> LayerFn:
         """The layer of that number; using its state up, as its operations do."""
         if index < self._encoders:
-            encode = self.pieces.encoder_block(index)
-            return lambda state, group: State(encode(state.residual, self._step(group.sources)))
+            encode = self.builder.encoder_block(index)
+            return lambda state, batch: HiddenState(encode(state.residual, self._step(batch.sources)))
         layer = index - self._encoders
-        block = self.pieces.block(layer)
+        block = self.builder.block(layer)
         if not self._encoders:
-            return lambda state, group: State(self._decode(block, state.residual, group))
+            return lambda state, batch: HiddenState(self._decode(block, state.residual, batch))
         return self._second(block) if layer else self._first(block)
 
-    def _first(self, block: Any) -> Stage:
+    def _first(self, block: Any) -> LayerFn:
         """The decoder's first layer."""
-        norm, embed, rest = self.pieces.encoder_norm(), self.pieces.embed(), self._second(block)
+        norm, embed, rest = self.builder.encoder_norm(), self.builder.embed(), self._second(block)
 
-        def run(state: State, group: Group) -> State:
-            return rest(State(embed(self._step(group.sequences)), norm(state.residual)), group)
+        def run(state: HiddenState, batch: SequenceBatch) -> HiddenState:
+            return rest(HiddenState(embed(self._step(batch.sequences)), norm(state.residual)), batch)
 
         return run
 
-    def _second(self, block: Any) -> Stage:
+    def _second(self, block: Any) -> LayerFn:
         """A layer of a decoder that reads an encoder's output."""
 
-        def run(state: State, group: Group) -> State:
-            longest = max(map(len, group.sources))
-            with closing(SourceCache(self.ops, self._shape, len(group.sources), longest, longest)) as source:
-                source.set_lengths({slot: len(tokens) for slot, tokens in enumerate(group.sources)})
-                block.cross_attention.read(state.encoded, source.layers[0], self._step(group.sources))
-                return State(self._decode(block, state.residual, group, source.layers[0], source), state.encoded)
+        def run(state: HiddenState, batch: SequenceBatch) -> HiddenState:
+            longest = max(map(len, batch.sources))
+            with closing(SourceCache(self.ops, self._shape, len(batch.sources), longest, longest)) as source:
+                source.set_lengths({slot: len(tokens) for slot, tokens in enumerate(batch.sources)})
+                block.cross_attention.fill_cache(state.encoded, source.layers[0], self._step(batch.sources))
+                return HiddenState(self._decode(block, state.residual, batch, source.layers[0], source), state.encoded)
 
         return run
 
-    def _decode(self, block: Any, residual: Array, group: Group, *source: Any) -> Array:
-        longest = max(map(len, group.sequences))
-        with closing(KVCache(self.ops, self._shape, len(group.sequences), longest, self._limit)) as cache:
-            return block(residual, cache.layers[0], *source, self._step(group.sequences))
+    def _decode(self, block: Any, residual: Array, batch: SequenceBatch, *source: Any) -> Array:
+        longest = max(map(len, batch.sequences))
+        with closing(KVCache(self.ops, self._shape, len(batch.sequences), longest, self._limit)) as cache:
+            return block(residual, cache.layers[0], *source, self._step(batch.sequences))
 
-    def _step(self, sequences: Sequence[np.ndarray]) -> Step:
+    def _step(self, sequences: Sequence[np.ndarray]) -> ForwardBatch:
         """All sequences from their start, packed."""
-        return Step.packed(self.ops.array, sequences)
+        return ForwardBatch.packed(self.ops.array, sequences)

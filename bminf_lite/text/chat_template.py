@@ -4,9 +4,9 @@ A template is a program in Jinja, written by whoever published the checkpoint. I
 transformers, in jinja2's immutable sandbox. That keeps it from the file system and the interpreter, but not from
 looping for ever or building gigabytes: a single multiplication, filter or string method can do so without returning to
 Python, out of reach of any check in the same process. So templates render in a process of their own
-(``chat_template_worker.py``), which is killed when its time is up, and whose memory the operating system limits (where it can
-limit an address space; macOS and Windows cannot, and there the time bounds it all). The process starts with the first
-conversation, in about a tenth of a second, and serves those that follow.
+(``chat_template_worker.py``), which is killed when its time is up, and whose memory the operating system limits (where
+it can limit an address space; macOS and Windows cannot, and there the time bounds it all). The process starts with the
+first conversation, in about a tenth of a second, and serves those that follow.
 """
 
 from __future__ import annotations

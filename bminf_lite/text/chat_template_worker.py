@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 
-class Refused(Exception):
+class RenderError(Exception):
     """What ``raise_exception`` raises: these messages are not what the template is for."""
 
 
@@ -29,7 +29,7 @@ def main() -> None:
         try:
             template = template or environment.from_string(setup["source"])
             reply = {"text": render(template, json.loads(line), setup["output"])}
-        except Refused as e:
+        except RenderError as e:
             reply = {"refused": str(e)}
         except MemoryError:
             reply = {"failed": f"needs more than {setup['memory'] >> 20} MiB of memory"}
@@ -115,7 +115,7 @@ def tojson(
 
 
 def raise_exception(message: Any) -> None:
-    raise Refused(str(message))
+    raise RenderError(str(message))
 
 
 def strftime_now(form: str) -> str:

@@ -91,8 +91,8 @@ class CpmTokenizer(Tokenizer):
         return len(self.pieces)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = self.words_to_ids(word.translate(SPACES) for word in cut(self.normalize(text)))
-        return [*ids, *self.frame()] if add_special_tokens else ids
+        ids = self.words_to_ids(word.translate(SPACES) for word in split_words(self.normalize(text)))
+        return [*ids, *self.suffix_token_ids()] if add_special_tokens else ids
 
     def _decode(self, ids: list[int]) -> str:
         pieces = (self.pieces[i] for i in ids if i < len(self.pieces) and i not in self.special_ids)
@@ -115,7 +115,7 @@ class CpmTokenizer(Tokenizer):
     def words_to_ids(self, words: Iterable[str]) -> list[int]:
         """The ids of words that follow each other."""
 
-    def frame(self) -> tuple[int, ...]:
+    def suffix_token_ids(self) -> tuple[int, ...]:
         """What follows a text that the model is to go on with."""
         return ()
 
@@ -138,7 +138,7 @@ class Cpm1Tokenizer(CpmTokenizer):
 
     @classmethod
     def read(cls, path: Path) -> Cpm1Tokenizer:
-        sentencepiece = needed("sentencepiece")
+        sentencepiece = import_extra("sentencepiece")
         try:
             processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
         except (OSError, RuntimeError) as error:
@@ -199,7 +199,7 @@ class Cpm2Tokenizer(WordListTokenizer):
     def normalize(self, text: str) -> str:
         return text.translate(FULL_WIDTH)
 
-    def frame(self) -> tuple[int, ...]:
+    def suffix_token_ids(self) -> tuple[int, ...]:
         return self.target_ids
 
 
@@ -211,7 +211,7 @@ class EvaTokenizer(WordListTokenizer):
     def normalize(self, text: str) -> str:
         return text.translate(PUNCTUATION)
 
-    def frame(self) -> tuple[int, ...]:
+    def suffix_token_ids(self) -> tuple[int, ...]:
         return (self.ids[self.END], self.sentinels[0])
 
     def encode_turns(self, turns: Sequence[str], longest: int) -> list[int]:
@@ -234,7 +234,7 @@ CLASSES: dict[str, type[CpmTokenizer]] = {
 """By the ``tokenizer_class`` of ``tokenizer_config.json``."""
 
 
-def find_class(folder: Path) -> type[CpmTokenizer] | None:
+def find_tokenizer_class(folder: Path) -> type[CpmTokenizer] | None:
     """The tokenizer that the checkpoint in ``folder`` says it has, if it is one of these."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -244,7 +244,7 @@ def find_class(folder: Path) -> type[CpmTokenizer] | None:
     return CLASSES.get(name) if isinstance(name, str) else None
 
 
-def cut(text: str) -> Iterator[str]:
+def split_words(text: str) -> Iterator[str]:
     """The words of a text, with the spaces and punctuation between them."""
     return segmenter().cut(text)
 
@@ -256,14 +256,14 @@ def segmenter() -> Any:
     By default it keeps the dictionary in a file of the common temporary folder, and would run what another user put
     there.
     """
-    jieba = needed("jieba")
+    jieba = import_extra("jieba")
     result = jieba.Tokenizer()
     result.FREQ, result.total = result.gen_pfdict(result.get_dict_file())
     result.initialized = True
     return result
 
 
-def needed(package: str) -> Any:
+def import_extra(package: str) -> Any:
     """A package of the extra ``cpm``; ``CheckpointError`` if it is not installed."""
     try:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Filling blanks: a text with parts missing in, what belongs there out.
+"""FilledSpan blanks: a text with parts missing in, what belongs there out.
 
 T5, CPM-2 and their kin were trained on it. Each missing part is a sentinel token in the source, and the decoder writes
 ``sentinel 0, what belongs there, sentinel 1, ...``. It is started with the first sentinel, and ends at the one that
@@ -19,7 +19,7 @@ SPAN = "<span>"
 
 
 @dataclass(frozen=True)
-class Filling:
+class FilledSpan:
     """What belongs in a blank. ``position`` is that of its ``<span>``, in characters from the start of the text."""
 
     position: int
@@ -34,11 +34,13 @@ class BlankedText:
     parts: tuple[str, ...]
     sentinels: tuple[int, ...]
 
-    def fillings(self, tokenizer: Tokenizer, tokens: Iterable[int], eos_ids: frozenset[int]) -> list[Filling]:
+    def fillings(self, tokenizer: Tokenizer, tokens: Iterable[int], eos_ids: frozenset[int]) -> list[FilledSpan]:
         """What the decoder's ``tokens`` say belongs in each blank."""
         pieces = _split(tokens, self.sentinels, eos_ids | self.prompt.stop_ids)
         positions = _positions(self.parts)
-        return [Filling(position, tokenizer.decode(piece)) for position, piece in zip(positions, pieces, strict=True)]
+        return [
+            FilledSpan(position, tokenizer.decode(piece)) for position, piece in zip(positions, pieces, strict=True)
+        ]
 
 
 def encode_blanks(tokenizer: Tokenizer, text: str) -> BlankedText:
@@ -64,7 +66,7 @@ def encode_blanks(tokenizer: Tokenizer, text: str) -> BlankedText:
 NO_BLANKS = "this model fills no blanks: that takes an encoder-decoder whose vocabulary has sentinels"
 
 
-def filled(text: str, fillings: Sequence[Filling]) -> str:
+def fill_spans(text: str, fillings: Sequence[FilledSpan]) -> str:
     """``text`` with its blanks filled."""
     parts = text.split(SPAN)
     return parts[0] + "".join(f.text + part for f, part in zip(fillings, parts[1:], strict=True))

@@ -45,7 +45,7 @@ def is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
-def checked_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
+def validate_token_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
     """Token ids as Python integers; ``UsageError`` for what is no list of ids, or outside of the vocabulary."""
     if not _is_list(token_ids):
         raise UsageError(f"a prompt is text, token ids or messages, but this one is {type(token_ids).__name__}")

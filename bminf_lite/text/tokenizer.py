@@ -55,7 +55,7 @@ class Tokenizer(ABC):
         from . import cpm_tokenizer
 
         folder = Path(folder)
-        own = cpm_tokenizer.find_class(folder)
+        own = cpm_tokenizer.find_tokenizer_class(folder)
         return JsonTokenizer.load(folder, vocab_size) if own is None else own.load(folder, vocab_size)
 
     @staticmethod
@@ -63,7 +63,7 @@ class Tokenizer(ABC):
         """Whether :meth:`load` would find something in ``folder``."""
         from . import cpm_tokenizer
 
-        own = cpm_tokenizer.find_class(folder)
+        own = cpm_tokenizer.find_tokenizer_class(folder)
         return (folder / ("tokenizer.json" if own is None else own.FILE)).is_file()
 
     @abstractmethod

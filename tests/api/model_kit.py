@@ -14,7 +14,7 @@ from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.values import LayerCache
 from bminf_lite.engine.sampling_params import SamplingParams
-from bminf_lite.engine.scheduler import Generation, Limits, Request
+from bminf_lite.engine.scheduler import EngineConfig, Request, Scheduler
 
 CONFIG = {
     "model_type": "llama",
@@ -31,9 +31,9 @@ CONFIG = {
 class WatchedBackend(Backend):
     """A backend that may run ahead, counts its steps, and knows whether its caches live."""
 
-    def __init__(self, lookahead: int = 0):
+    def __init__(self, max_steps_in_flight: int = 0):
         super().__init__()
-        self.lookahead = lookahead
+        self.max_steps_in_flight = max_steps_in_flight
         self.arrays: list[weakref.ref[np.ndarray]] = []
         self.largest = 0
         self.samples = 0
@@ -50,10 +50,10 @@ class WatchedBackend(Backend):
         super().grow(cache, capacity)
         self.grown += 1
 
-    def sample(self, logits: Any, sampler: Any, step: Any = None) -> Any:
+    def sample(self, logits: Any, sampler: Any, batch: Any = None) -> Any:
         self.samples += 1
         self.interrupt()
-        return super().sample(logits, sampler, step)
+        return super().sample(logits, sampler, batch)
 
     @property
     def memory_is_free(self) -> bool:
@@ -75,18 +75,18 @@ def make_model(
     architecture = models.find(full)
     parsed = architecture.parse(full)
     network = architecture.Model(parsed, RandomWeights(full, 7, quantized), ops or WatchedBackend())
-    limits = Limits(parsed.context_length, parsed.vocab_size, parsed.cache_shape, max_batch, chunk)
+    limits = EngineConfig(parsed.context_length, parsed.vocab_size, parsed.cache_shape, max_batch, chunk)
     return Model(network, limits, eos_ids=eos_ids)
 
 
 def run(model: Model, requests: list[Request]) -> list[Request]:
     """Run requests to their end."""
-    generation = Generation(model.network, requests, model.limits)
+    scheduler = Scheduler(model.network, requests, model.limits)
     try:
-        for _ in generation:
+        for _ in scheduler:
             pass
     finally:
-        generation.close()
+        scheduler.close()
     return requests
 
 

@@ -11,7 +11,7 @@ import pytest
 import bminf_lite
 from bminf_lite.api import Model
 from bminf_lite.errors import UsageError
-from bminf_lite.text.infilling import SPAN, Filling, filled
+from bminf_lite.text.infilling import SPAN, FilledSpan, fill_spans
 from bminf_lite.text.prompts import EncodedPrompt
 
 pytest.importorskip("jieba")
@@ -56,9 +56,9 @@ def says(model: Model, monkeypatch: pytest.MonkeyPatch, *tokens: str) -> list[En
 def test_each_blank_gets_what_follows_its_sentinel(cpm2: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = says(cpm2, monkeypatch, "天气", "▂", "不错", "<s_1>", "北京", "大学", "<s_2>")
     fillings = cpm2.fill_blank(TEXT)
-    assert fillings == [Filling(2, "天气 不错"), Filling(TEXT.rindex(SPAN), "北京大学")]
+    assert fillings == [FilledSpan(2, "天气 不错"), FilledSpan(TEXT.rindex(SPAN), "北京大学")]
     assert [TEXT[f.position :].startswith(SPAN) for f in fillings] == [True, True]
-    assert filled(TEXT, fillings) == "今天天气 不错不错，我们去北京大学"
+    assert fill_spans(TEXT, fillings) == "今天天气 不错不错，我们去北京大学"
     (prompt,) = prompts
     assert prompt.target == (IDS["<s_0>"],) and prompt.stop_ids == {IDS["<s_2>"]}
     sentinels = [IDS[f"<s_{i}>"] for i in range(4)]

@@ -13,7 +13,7 @@ from tiny_models import RandomWeights
 
 from bminf_lite import models
 from bminf_lite.api import Model
-from bminf_lite.engine.scheduler import Limits
+from bminf_lite.engine.scheduler import EngineConfig
 from bminf_lite.errors import UsageError
 from bminf_lite.layers.cache import KVCache
 from bminf_lite.text.prompts import EncodedPrompt
@@ -40,13 +40,17 @@ def small_blocks() -> Iterator[None]:
 
 
 def make_model(
-    quantized: bool = False, max_batch: int = 16, chunk: int = 2048, lookahead: int = 0, eos: tuple[int, ...] = ()
+    quantized: bool = False,
+    max_batch: int = 16,
+    chunk: int = 2048,
+    max_steps_in_flight: int = 0,
+    eos: tuple[int, ...] = (),
 ) -> Model:
     architecture = models.find(CONFIG)
     config = architecture.parse(CONFIG)
-    network = architecture.Model(config, RandomWeights(CONFIG, 3, quantized), WatchedBackend(lookahead))
-    limits = Limits(config.context_length, config.vocab_size, config.cache_shape, max_batch, chunk,
-                    config.source_length, config.decoder_start)  # fmt: skip
+    network = architecture.Model(config, RandomWeights(CONFIG, 3, quantized), WatchedBackend(max_steps_in_flight))
+    limits = EngineConfig(config.context_length, config.vocab_size, config.cache_shape, max_batch, chunk,
+                    config.max_source_length, config.decoder_start_token_ids)  # fmt: skip
     return Model(network, limits, eos_ids=frozenset(eos))
 
 
@@ -82,10 +86,10 @@ def test_a_target_is_what_the_decoder_goes_on_from():
     st.sampled_from([0, 2]),
     st.sampled_from([0.0, 0.9]),
 )
-def test_a_ragged_batch_equals_its_prompts_alone(drawn, max_batch, chunk, lookahead, temperature):
+def test_a_ragged_batch_equals_its_prompts_alone(drawn, max_batch, chunk, max_steps_in_flight, temperature):
     """In any grouping of sources into chunks and slots, with slots used again; int8 products are exact in any batch."""
     options = {"max_new_tokens": 39, "temperature": temperature, "seed": 5, "logprobs": True}
-    together = make_model(True, max_batch, chunk, lookahead, eos=(11, 23))
+    together = make_model(True, max_batch, chunk, max_steps_in_flight, eos=(11, 23))
     sources = [source_of(length, seed) for seed, (length, _) in enumerate(drawn)]
     results = together.generate(sources, **options)
     for index, (source, result) in enumerate(zip(sources, results, strict=True)):

@@ -20,7 +20,7 @@ def rounded(x: np.ndarray, activation: np.dtype | type) -> np.ndarray:
 
 
 def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and fp32 scales of finite rows ``[T, K]``, row by row as docs/numerics.md says it."""
+    """QuantizedActivations and fp32 scales of finite rows ``[T, K]``, row by row as docs/numerics.md says it."""
     codes, scales = np.zeros(x.shape, np.int8), np.zeros(len(x), np.float32)
     for t, row in enumerate(x.astype(np.float32)):
         largest = np.float32(max((abs(float(v)) for v in row), default=0.0))
@@ -49,7 +49,7 @@ def norm(x: np.ndarray, norm: Norm) -> np.ndarray:
     x = np.asarray(x, np.float64)
     if norm.center:
         x = x - x.mean(axis=-1, keepdims=True)
-    y = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + np.float32(norm.eps)) * np.asarray(norm.gain, np.float64)
+    y = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + np.float32(norm.eps)) * np.asarray(norm.weight, np.float64)
     return y if norm.bias is None else y + np.asarray(norm.bias, np.float64)
 
 
@@ -61,7 +61,7 @@ def norm_terms(x: np.ndarray, norm: Norm) -> np.ndarray:
     sums = np.abs(x) + (np.abs(x).mean(axis=1, keepdims=True) if norm.center else 0)
     # the mean's rounding also enters the variance, relative to the variance
     amplified = 1 + (sums.max(axis=1, keepdims=True) * inverse if norm.center else 0)
-    return sums * inverse * amplified * np.abs(norm.gain) + (0 if norm.bias is None else np.abs(norm.bias))
+    return sums * inverse * amplified * np.abs(norm.weight) + (0 if norm.bias is None else np.abs(norm.bias))
 
 
 def softmax(
@@ -133,8 +133,10 @@ class AttentionModel:
             group = h // (spec.heads // spec.kv_heads)
             scores = keys[:, group] @ query * spec.scale
             if spec.bias is not None:
-                distances = np.clip(np.arange(first, position + 1) - position, -spec.bias.reach, spec.bias.reach)
-                scores = scores + np.asarray(spec.bias.values, np.float64)[h, distances + spec.bias.reach]
+                distances = np.clip(
+                    np.arange(first, position + 1) - position, -spec.bias.max_distance, spec.bias.max_distance
+                )
+                scores = scores + np.asarray(spec.bias.values, np.float64)[h, distances + spec.bias.max_distance]
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
             out[h] = weights @ values[:, group]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerState
-from bminf_lite.backend.values import LayerCache, Norm, Step
+from bminf_lite.backend.values import ForwardBatch, LayerCache, Norm
 
 SEEDS = st.integers(0, 2**32 - 1)
 WIDTHS = st.sampled_from([1, 2, 3, 5, 7, 8, 16, 31, 32, 33, 61, 64, 96, 127, 130])
@@ -48,7 +48,7 @@ def random_norm(rng: np.random.Generator, width: int, center: bool) -> Norm:
 def norm_on(backend: Backend, norm: Norm) -> Norm:
     """The same norm with arrays of a backend."""
     bias = None if norm.bias is None else backend.vector(norm.bias)
-    return dataclasses.replace(norm, gain=backend.vector(norm.gain), bias=bias)
+    return dataclasses.replace(norm, weight=backend.vector(norm.weight), bias=bias)
 
 
 def random_sampler(rng: np.random.Generator, count: int, vocab: int, penalties: bool) -> SamplerState:
@@ -84,9 +84,9 @@ def forbid_reading(backend: Backend, cache: LayerCache, token: int = 0) -> None:
             backend.assign(whole, np.full(whole.shape, -128 if whole.dtype == np.int8 else np.nan, whole.dtype))
 
 
-def make_step(
-    backend: Backend, counts: list[int], past: list[int], slots: list[int], tokens: np.ndarray | None = None
-) -> Step:
+def make_batch(
+    backend: Backend, counts: list[int], context_lens: list[int], slots: list[int], tokens: np.ndarray | None = None
+) -> ForwardBatch:
     """A step of ``counts[b]`` new tokens for each sequence."""
     tokens = np.zeros(sum(counts)) if tokens is None else tokens
-    return Step.packed(backend.array, np.split(tokens, np.cumsum(counts)[:-1]), past, slots)
+    return ForwardBatch.packed(backend.array, np.split(tokens, np.cumsum(counts)[:-1]), context_lens, slots)

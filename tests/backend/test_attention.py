@@ -12,7 +12,7 @@ from checked import repeats
 from float64_operations import AttentionModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_values import SEEDS, forbid_reading, make_step, norm_on, random_norm
+from random_values import SEEDS, forbid_reading, make_batch, norm_on, random_norm
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend, cached
@@ -56,9 +56,11 @@ class Case:
             q_norm, k_norm = (norm_on(backend, n) for n in norms)
             device_spec = dataclasses.replace(device_spec, q_norm=q_norm, k_norm=k_norm)
         if spec.bias is not None:
-            values = rng.standard_normal((spec.heads, 2 * spec.bias.reach + 1)).astype(np.float32)
-            self.spec = dataclasses.replace(self.spec, bias=RelativeBias(values, spec.bias.reach))
-            device_spec = dataclasses.replace(device_spec, bias=RelativeBias(backend.array(values), spec.bias.reach))
+            values = rng.standard_normal((spec.heads, 2 * spec.bias.max_distance + 1)).astype(np.float32)
+            self.spec = dataclasses.replace(self.spec, bias=RelativeBias(values, spec.bias.max_distance))
+            device_spec = dataclasses.replace(
+                device_spec, bias=RelativeBias(backend.array(values), spec.bias.max_distance)
+            )
         self.device_spec = device_spec
         self.models = [AttentionModel(self.spec, frequencies, backend.activation_dtype) for _ in range(slots)]
         shape = (slots, spec.kv_heads, capacity, spec.head_dim)
@@ -76,8 +78,8 @@ class Case:
 
     def run(self, qkv: np.ndarray, counts: list[int], slots: list[int]) -> np.ndarray:
         """One step on the backend alone; the models tell what each slot holds already."""
-        step = make_step(self.backend, counts, [len(self.models[s].keys) for s in slots], slots)
-        out = self.backend.attention(self.backend.array(qkv), self.device_spec, self.cache, step)
+        batch = make_batch(self.backend, counts, [len(self.models[s].keys) for s in slots], slots)
+        out = self.backend.attention(self.backend.array(qkv), self.device_spec, self.cache, batch)
         return self.backend.host(out)
 
     def check(self, counts: list[int], slots: list[int]) -> None:
@@ -256,24 +258,24 @@ def check_real_sizes(cuda_backend: Backend, make_spec: Callable[[Backend], Atten
     rng, reference = np.random.default_rng(0), Backend(np.float16)
     specs = {b: make_spec(b) for b in (cuda_backend, reference)}
     caches = {b: b.layer_cache(3, spec.kv_heads, 2304, spec.head_dim, int8=int8) for b, spec in specs.items()}
-    past = [0, 0, 0]
+    context_lens = [0, 0, 0]
     for counts in ([2000, 31, 600], [1, 1, 1], [1, 1, 1], [1, 130, 1]):
         qkv = rng.standard_normal((sum(counts), specs[reference].qkv_features)).astype(np.float16)
         out, expected = (
-            b.host(b.attention(b.array(qkv), specs[b], caches[b], make_step(b, counts, past, [1, 2, 0])))
+            b.host(b.attention(b.array(qkv), specs[b], caches[b], make_batch(b, counts, context_lens, [1, 2, 0])))
             for b in (cuda_backend, reference)
         )
         assert_close(out, expected, "attention", np.float16, np.abs(qkv).max())
-        past = [p + n for p, n in zip(past, counts, strict=True)]
+        context_lens = [p + n for p, n in zip(context_lens, counts, strict=True)]
 
 
 @pytest.mark.gpu
 @INT8
-@pytest.mark.parametrize("past", [8192, 9001])
-def test_a_long_context(cuda_backend, past, int8):
+@pytest.mark.parametrize("context_len", [8192, 9001])
+def test_a_long_context(cuda_backend, context_len, int8):
     """Blocks of several clusters share it where a GPU has clusters."""
-    rng, reference = np.random.default_rng(past), Backend(np.float16)
-    spec, shape = AttentionSpec(8, 2, 64, 0.125), (1, 2, past + 7, 64)
+    rng, reference = np.random.default_rng(context_len), Backend(np.float16)
+    spec, shape = AttentionSpec(8, 2, 64, 0.125), (1, 2, context_len + 7, 64)
     held = {name: rng.standard_normal(shape).astype(np.float16) for name in ("keys", "values")}
     if int8:
         held = {name: rng.integers(-127, 128, shape).astype(np.int8) for name in held}
@@ -284,18 +286,18 @@ def test_a_long_context(cuda_backend, past, int8):
         cache = b.layer_cache(*shape, int8=int8)
         for name, x in held.items():
             b.assign(getattr(cache, name), x)
-        results.append(b.host(b.attention(b.array(qkv), spec, cache, make_step(b, [1], [past], [0]))))
+        results.append(b.host(b.attention(b.array(qkv), spec, cache, make_batch(b, [1], [context_len], [0]))))
     assert_close(*results, "attention", np.float16, np.abs(qkv).max())
 
 
 @pytest.mark.gpu
 @given(st.integers(1, 70), st.sampled_from([(8, 1), (32, 8), (64, 64), (40, 2)]), st.integers(1, 200_000))
-def test_blocks_of_a_context(cuda_backend, count, heads, reach):
+def test_blocks_of_a_context(cuda_backend, count, heads, max_context_len):
     """Each multiprocessor has one, if there are as many sequences; a cluster is a power of two and is whole."""
-    launches, spec = cuda_backend.launches, AttentionSpec(*heads, 128, 1.0)
-    step = make_step(cuda_backend, [1] * count, [0] * count, list(range(count)))
-    split = launches.split_context(spec, step, reach)
+    launches, spec = cuda_backend.kernels, AttentionSpec(*heads, 128, 1.0)
+    batch = make_batch(cuda_backend, [1] * count, [0] * count, list(range(count)))
+    split = launches.split_kv(spec, batch, max_context_len)
     contexts = count * heads[1] * -(-heads[0] // heads[1] // 8)
     assert split.blocks % split.cluster == 0 and split.cluster in (1, 2, 4, 8)
-    assert split.blocks == 1 or split.blocks * contexts <= launches.multiprocessors
-    assert split.blocks <= -(-reach // 128)
+    assert split.blocks == 1 or split.blocks * contexts <= launches.num_sms
+    assert split.blocks <= -(-max_context_len // 128)

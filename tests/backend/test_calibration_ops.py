@@ -36,8 +36,8 @@ def test_a_weight_is_the_one_that_quantizing_gives(
     outliers = index if kept and dynamic is not None else None
     found = []
     for ops in (backend, Backend(backend.activation_dtype.type)):
-        trials = ops.trials()
-        weight = trials.weight(trials.matrix(values), dynamic, factors, outliers)
+        calibration_ops = ops.calibration_ops()
+        weight = calibration_ops.weight(calibration_ops.matrix(values), dynamic, factors, outliers)
         assert weight.shape == (outputs, width)
         alone = ops.array(np.eye(width, dtype=ops.activation_dtype))
         found.append(np.asarray(ops.host(ops.linear(alone, weight, fp32=True))))
@@ -47,40 +47,42 @@ def test_a_weight_is_the_one_that_quantizing_gives(
 @given(SEEDS, OUTPUTS, WIDTHS, TYPES)
 def test_magnitudes_of_a_matrix(backend: Backend, seed: int, outputs: int, width: int, dtype: type):
     values = random_matrix(np.random.default_rng(seed), outputs, width, dtype)
-    trials, definition = backend.trials(), Backend().trials()
-    for name in ("matrix_magnitudes", "relative_magnitudes"):
-        got, expected = (getattr(t, name)(t.matrix(values)) for t in (trials, definition))
+    calibration_ops, definition = backend.calibration_ops(), Backend().calibration_ops()
+    for name in ("weight_column_absmax", "relative_column_absmax"):
+        got, expected = (getattr(t, name)(t.matrix(values)) for t in (calibration_ops, definition))
         np.testing.assert_array_equal(backend.host(got), expected)
         assert expected.dtype == np.float32
 
 
 @given(SEEDS, ROWS, WIDTHS)
 def test_magnitudes_and_rows_of_activations(backend: Backend, seed: int, rows: int, width: int):
-    rng, trials = np.random.default_rng(seed), backend.trials()
+    rng, calibration_ops = np.random.default_rng(seed), backend.calibration_ops()
     parts = [random_rows(rng, rows, width, backend.activation_dtype.type) for _ in range(2)]
     top = None
     for part in parts:
-        top = trials.column_magnitudes(backend.array(part), top)
+        top = calibration_ops.column_absmax(backend.array(part), top)
     np.testing.assert_array_equal(backend.host(top), np.abs(np.concatenate(parts)).max(axis=0).astype(np.float32))
     index = [rng.permutation(rows)[: rng.integers(1, rows + 1)] for _ in parts]
-    joined = trials.joined([trials.rows(backend.array(p), i) for p, i in zip(parts, index, strict=True)])
+    joined = calibration_ops.joined(
+        [calibration_ops.rows(backend.array(p), i) for p, i in zip(parts, index, strict=True)]
+    )
     expected = np.concatenate([p[i] for p, i in zip(parts, index, strict=True)]).astype(np.float32)
     np.testing.assert_array_equal(backend.host(joined), expected)
     factors = powers_of_two(rng, width)
     for given_factors, quotient in ((None, expected), (factors, expected / factors)):
-        divided = backend.host(trials.divided(joined, given_factors))
+        divided = backend.host(calibration_ops.divided(joined, given_factors))
         assert divided.dtype == backend.activation_dtype
         np.testing.assert_array_equal(divided, quotient.astype(backend.activation_dtype))
 
 
 @given(SEEDS, ROWS, WIDTHS)
 def test_a_norm_is_seen_unrounded_and_can_be_used_afterwards(backend: Backend, seed: int, rows: int, width: int):
-    rng, trials = np.random.default_rng(seed), backend.trials()
+    rng, calibration_ops = np.random.default_rng(seed), backend.calibration_ops()
     residual, norm = random_rows(rng, rows, width, np.float32), norm_on(backend, random_norm(rng, width, True))
     expected = backend.host(backend.norm(backend.array(residual), norm)).copy()
     x = backend.norm(backend.array(residual), norm)
-    np.testing.assert_array_equal(backend.host(trials.rows(x, np.arange(rows))), expected)
-    np.testing.assert_array_equal(backend.host(trials.column_magnitudes(x)), np.abs(expected).max(axis=0))
+    np.testing.assert_array_equal(backend.host(calibration_ops.rows(x, np.arange(rows))), expected)
+    np.testing.assert_array_equal(backend.host(calibration_ops.column_absmax(x)), np.abs(expected).max(axis=0))
     np.testing.assert_array_equal(backend.host(x), expected)
 
 
@@ -90,8 +92,8 @@ def test_squares(backend: Backend, seed: int, rows: int, outputs: int):
     expected = random_rows(rng, rows, outputs, np.float32)
     got = expected + rng.standard_normal((rows, outputs)).astype(np.float32) / 8
     pairs = zip(
-        backend.trials().squares(backend.array(got), backend.array(expected)),
-        Backend().trials().squares(got, expected),
+        backend.calibration_ops().squares(backend.array(got), backend.array(expected)),
+        Backend().calibration_ops().squares(got, expected),
         strict=True,
     )
     for squares, exact in pairs:
@@ -107,10 +109,10 @@ def test_a_float_weight_is_rounded_to_the_activation_type(
     rng = np.random.default_rng(seed)
     values = random_matrix(rng, outputs, width, dtype)
     x = random_rows(rng, 5, width, backend.activation_dtype.type)
-    trials = backend.trials()
+    calibration_ops = backend.calibration_ops()
     one, other = (
         backend.host(backend.linear(backend.array(x), weight, fp32=True)).copy()
-        for weight in (trials.weight(trials.matrix(values), None), backend.weight([values]))
+        for weight in (calibration_ops.weight(calibration_ops.matrix(values), None), backend.weight([values]))
     )
     np.testing.assert_array_equal(one, other)
     rounded = values.astype(backend.activation_dtype).astype(np.float64)

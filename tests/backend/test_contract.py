@@ -7,7 +7,7 @@ import inspect
 
 import numpy as np
 import pytest
-from random_values import make_step, norm_on, random_int8, random_norm, random_rows
+from random_values import make_batch, norm_on, random_int8, random_norm, random_rows
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.functions import softmax
@@ -149,11 +149,11 @@ def test_attention_to_a_value_that_is_not_finite(backend, bad):
     cache = backend.layer_cache(2, 1, 8, 8)
     qkv = np.random.default_rng(3).standard_normal((6, spec.qkv_features)).astype(backend.activation_dtype)
     qkv[2, -8:] = bad
-    step = make_step(backend, [3, 3], [0, 0], [0, 1])
-    out = backend.host(backend.attention(backend.array(qkv), spec, cache, step))
+    batch = make_batch(backend, [3, 3], [0, 0], [0, 1])
+    out = backend.host(backend.attention(backend.array(qkv), spec, cache, batch))
     assert not np.isfinite(out[2]).any() and np.isfinite(out[3:]).all()
-    step = make_step(backend, [1, 1], [3, 3], [0, 1])
-    out = backend.host(backend.attention(backend.array(qkv[3:5]), spec, cache, step))
+    batch = make_batch(backend, [1, 1], [3, 3], [0, 1])
+    out = backend.host(backend.attention(backend.array(qkv[3:5]), spec, cache, batch))
     assert not np.isfinite(out[0]).any() and np.isfinite(out[1]).all()
 
 

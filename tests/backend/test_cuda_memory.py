@@ -11,7 +11,7 @@ from tiny_models import RandomWeights, goldens
 from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
-from bminf_lite.engine.scheduler import Limits
+from bminf_lite.engine.scheduler import EngineConfig
 from bminf_lite.errors import OutOfMemory
 from bminf_lite.memory.arena import Arena, Block
 
@@ -24,7 +24,7 @@ def model_on(ops: Backend, context: int = 4096) -> Model:
     architecture = models.find(config)
     parsed = architecture.parse(config)
     network = architecture.Model(parsed, RandomWeights(config, GOLDEN.seed, quantized=True), ops)
-    return Model(network, Limits(parsed.context_length, parsed.vocab_size, parsed.cache_shape))
+    return Model(network, EngineConfig(parsed.context_length, parsed.vocab_size, parsed.cache_shape))
 
 
 @pytest.fixture
@@ -164,6 +164,6 @@ def test_what_only_the_first_run_allocates_does_not_shape_a_recording(cuda_backe
         empty((1000,), np.uint8)
         return kept, empty((5000,), np.uint8)
 
-    repeated = cuda_backend.repeated(work)
+    repeated = cuda_backend.capture(work)
     for _ in range(5):
         repeated()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from random_values import forbid_reading, make_step
+from random_values import forbid_reading, make_batch
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import AttentionSpec, LayerCache, Step
+from bminf_lite.backend.values import AttentionSpec, ForwardBatch, LayerCache
 
 SPEC = AttentionSpec(4, 2, 16, 0.25)
 
@@ -17,16 +17,16 @@ class Chain:
 
     def __init__(self, backend: Backend, monkeypatch: pytest.MonkeyPatch):
         self.backend, self.dependent = backend, []
-        load = backend.launches._kernel
+        load = backend.kernels._kernel
 
         def recording(*identity: object) -> object:
-            def launch(grid, block, args, shared, stream, dependent, cluster, moved):
+            def launch(grid, block, args, shared, stream, dependent, cluster, bytes_moved):
                 self.dependent.append(dependent)
-                load(*identity)(grid, block, args, shared, stream, dependent, cluster, moved)
+                load(*identity)(grid, block, args, shared, stream, dependent, cluster, bytes_moved)
 
             return launch
 
-        monkeypatch.setattr(backend.launches, "_kernel", recording)
+        monkeypatch.setattr(backend.kernels, "_kernel", recording)
         self.table = backend.table(np.zeros((3, 32), np.float16))
         self.qkv = backend.array(np.ones((1, SPEC.qkv_features), np.float16))
 
@@ -35,31 +35,31 @@ class Chain:
         forbid_reading(self.backend, cache)
         return cache
 
-    def step(self, past: int) -> Step:
-        return make_step(self.backend, [1], [past], [0])
+    def step(self, context_len: int) -> ForwardBatch:
+        return make_batch(self.backend, [1], [context_len], [0])
 
     def embeds(self) -> None:
         self.backend.embed(self.backend.array(np.zeros(1, np.int32)), self.table)
 
-    def attends_early(self, cache: LayerCache, past: int) -> bool:
-        self.backend.attention(self.qkv, SPEC, cache, self.step(past))
+    def attends_early(self, cache: LayerCache, context_len: int) -> bool:
+        self.backend.attention(self.qkv, SPEC, cache, self.step(context_len))
         return self.dependent[-1]
 
 
 @pytest.fixture
 def chain(cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Chain:
-    cuda_backend.launches.end_step()
+    cuda_backend.kernels.end_step()
     return Chain(cuda_backend, monkeypatch)
 
 
 @pytest.mark.gpu
 def test_once_for_each_cache_of_a_step(chain):
     first, second = chain.cache(), chain.cache()
-    for past in range(2):
+    for context_len in range(2):
         chain.embeds()
-        assert chain.attends_early(first, 2 * past)
-        assert chain.attends_early(second, 2 * past)
-        assert not chain.attends_early(first, 2 * past + 1)
+        assert chain.attends_early(first, 2 * context_len)
+        assert chain.attends_early(second, 2 * context_len)
+        assert not chain.attends_early(first, 2 * context_len + 1)
 
 
 @pytest.mark.gpu
@@ -67,7 +67,7 @@ def test_not_outside_of_a_step(chain):
     cache = chain.cache()
     assert not chain.attends_early(cache, 0)
     chain.embeds()
-    chain.backend.launches.end_step()
+    chain.backend.kernels.end_step()
     assert not chain.attends_early(cache, 1)
 
 
@@ -76,5 +76,5 @@ def test_not_behind_a_prefill_of_the_same_step(chain):
     cache = chain.cache()
     chain.embeds()
     rows = chain.backend.array(np.ones((3, SPEC.qkv_features), np.float16))
-    chain.backend.attention(rows, SPEC, cache, make_step(chain.backend, [3], [0], [0]))
+    chain.backend.attention(rows, SPEC, cache, make_batch(chain.backend, [3], [0], [0]))
     assert not chain.attends_early(cache, 3)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_values import SEEDS, forbid_reading, make_step, random_int8, random_rows
+from random_values import SEEDS, forbid_reading, make_batch, random_int8, random_rows
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
@@ -26,7 +26,7 @@ COUNTS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
 def attended(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, spec: AttentionSpec, bias: np.ndarray | None, reach: int
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, spec: AttentionSpec, bias: np.ndarray | None, max_distance: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Every query over every key in float64, and the magnitude of what was added up. ``[n, heads, head_dim]`` each."""
     out, magnitude = np.empty((2, *q.shape))
@@ -35,7 +35,7 @@ def attended(
         scores = q[:, h] @ k[:, group].T * spec.scale
         if bias is not None:
             distances = np.arange(len(k)) - np.arange(len(q))[:, None]
-            scores = scores + bias[h, np.clip(distances, -reach, reach) + reach]
+            scores = scores + bias[h, np.clip(distances, -max_distance, max_distance) + max_distance]
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         out[:, h] = weights @ v[:, group]
@@ -52,24 +52,26 @@ def heads_of(rng: np.random.Generator, backend: Backend, tokens: int, count: int
 @settings(max_examples=min(6, settings.default.max_examples))
 @given(SEEDS, COUNTS, st.sampled_from([None, 3, 16]))
 @pytest.mark.parametrize("name", SPECS)
-def test_encoder_attention(backend, name, seed, counts, reach):
-    check_encoder_attention(backend, SPECS[name], np.random.default_rng(seed), counts, reach)
+def test_encoder_attention(backend, name, seed, counts, max_distance):
+    check_encoder_attention(backend, SPECS[name], np.random.default_rng(seed), counts, max_distance)
 
 
 def check_encoder_attention(
-    backend: Backend, spec: AttentionSpec, rng: np.random.Generator, counts: list[int], reach: int | None
+    backend: Backend, spec: AttentionSpec, rng: np.random.Generator, counts: list[int], max_distance: int | None
 ) -> None:
-    """One step of sources of ``counts`` tokens, biased by distance up to ``reach`` if there is one."""
+    """One step of sources of ``counts`` tokens, biased by distance up to ``max_distance`` if there is one."""
     q, k, v = (heads_of(rng, backend, sum(counts), n, spec.head_dim) for n in (spec.heads, *2 * (spec.kv_heads,)))
-    values = None if reach is None else rng.standard_normal((spec.heads, 2 * reach + 1)).astype(np.float32)
-    bias = None if reach is None else RelativeBias(backend.array(values), reach)
+    values = (
+        None if max_distance is None else rng.standard_normal((spec.heads, 2 * max_distance + 1)).astype(np.float32)
+    )
+    bias = None if max_distance is None else RelativeBias(backend.array(values), max_distance)
     device_spec = AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, spec.scale, bias=bias)
     qkv = np.concatenate([x.reshape(sum(counts), -1) for x in (q, k, v)], axis=1)
-    step = make_step(backend, counts, [0] * len(counts), list(range(len(counts))))
-    out = backend.host(backend.encoder_attention(backend.array(qkv), device_spec, step))
+    batch = make_batch(backend, counts, [0] * len(counts), list(range(len(counts))))
+    out = backend.host(backend.encoder_attention(backend.array(qkv), device_spec, batch))
     assert out.dtype == backend.activation_dtype
     parts = [np.split(x.astype(np.float64), np.cumsum(counts)[:-1]) for x in (q, k, v)]
-    results = [attended(*rows, spec, values, reach or 0) for rows in zip(*parts, strict=True)]
+    results = [attended(*rows, spec, values, max_distance or 0) for rows in zip(*parts, strict=True)]
     expected, magnitude = (np.concatenate(x).reshape(out.shape) for x in zip(*results, strict=True))
     assert_close(out, expected, "attention", backend.activation_dtype, magnitude)
 
@@ -94,12 +96,12 @@ def check_cross_attention(
     forbid_reading(backend, cache)
     k, v = (heads_of(rng, backend, sum(counts), spec.kv_heads, spec.head_dim) for _ in range(2))
     kv = np.concatenate([x.reshape(sum(counts), -1) for x in (k, v)], axis=1)
-    backend.store_source(backend.array(kv), spec, cache, make_step(backend, counts, [0] * len(counts), slots))
+    backend.store_source(backend.array(kv), spec, cache, make_batch(backend, counts, [0] * len(counts), slots))
     held = np.full(5, 99, np.int32)
     held[slots] = counts
     q = heads_of(rng, backend, sum(tokens), spec.heads, spec.head_dim)
-    step = make_step(backend, tokens, rng.integers(0, 30, len(tokens)).tolist(), slots)
-    out = backend.cross_attention(backend.array(q.reshape(sum(tokens), -1)), spec, cache, backend.array(held), step)
+    batch = make_batch(backend, tokens, rng.integers(0, 30, len(tokens)).tolist(), slots)
+    out = backend.cross_attention(backend.array(q.reshape(sum(tokens), -1)), spec, cache, backend.array(held), batch)
     out = backend.host(out)
     assert out.dtype == backend.activation_dtype
     if int8:
@@ -145,11 +147,11 @@ def test_activated_linear(backend, kind, seed, rows, width, outputs, function):
 @given(SEEDS, st.lists(st.tuples(st.integers(1, 9), st.integers(0, 11)), min_size=1, max_size=4), OUTPUTS)
 def test_add_positions(backend, seed, sequences, width):
     rng = np.random.default_rng(seed)
-    counts, past = [n for n, _ in sequences], [p for _, p in sequences]
+    counts, context_lens = [n for n, _ in sequences], [p for _, p in sequences]
     table = rng.standard_normal((20, width)).astype(backend.activation_dtype)
     residual = rng.standard_normal((sum(counts), width)).astype(np.float32)
-    step = make_step(backend, counts, past, list(range(len(counts))))
-    y = backend.host(backend.add_positions(backend.array(residual), backend.table(table), step))
+    batch = make_batch(backend, counts, context_lens, list(range(len(counts))))
+    y = backend.host(backend.add_positions(backend.array(residual), backend.table(table), batch))
     positions = np.concatenate([p + np.arange(n) for n, p in sequences])
     np.testing.assert_array_equal(y, residual + table[positions].astype(np.float32))
 

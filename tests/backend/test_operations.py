@@ -12,7 +12,7 @@ from random_values import (
     ROWS,
     SEEDS,
     WIDTHS,
-    make_step,
+    make_batch,
     norm_on,
     random_codes,
     random_int8,
@@ -64,7 +64,7 @@ def test_repeated_work_sees_new_inputs(backend):
     rng = np.random.default_rng(0)
     x = backend.array(in_activation_type(backend, rng.standard_normal((2, 64))))
     weight = backend.weight([random_int8(rng, 48, 64, True)])
-    work = backend.repeated(lambda: backend.linear(x, weight, fp32=True))
+    work = backend.capture(lambda: backend.linear(x, weight, fp32=True))
     for _ in range(4):
         backend.assign(x, in_activation_type(backend, rng.standard_normal((2, 64))))
         once = backend.host(backend.linear(x, weight, fp32=True)).copy()
@@ -278,6 +278,6 @@ def test_norms_are_of_the_stream_before_it_changes(backend, seed, rows, width):
 @example(0, [1, 1, 1])
 def test_last_tokens(backend, seed, counts):
     x = np.random.default_rng(seed).standard_normal((sum(counts), 12)).astype(np.float32)
-    step = make_step(backend, counts, [0] * len(counts), list(range(len(counts))))
-    y = backend.host(backend.last_tokens(backend.array(x), step))
+    batch = make_batch(backend, counts, [0] * len(counts), list(range(len(counts))))
+    y = backend.host(backend.last_tokens(backend.array(x), batch))
     np.testing.assert_array_equal(y, x[np.cumsum(counts) - 1])

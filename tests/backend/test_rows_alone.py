@@ -21,32 +21,32 @@ FORMS = st.sampled_from(["none", "one for all", "each row"])
 
 
 def extra(rng: np.random.Generator, form: str, rows: int, width: int, dtype: type) -> np.ndarray | None:
-    """A bias, or what is visible, in one of the forms that the operation takes."""
+    """A bias, or what is mask, in one of the forms that the operation takes."""
     if form == "none":
         return None
     shape = (width,) if form == "one for all" else (rows, width)
     return rng.random(shape) > 0.4 if dtype is bool else rng.standard_normal(shape).astype(np.float32)
 
 
-def check_softmax(backend, x: np.ndarray, scale: float, bias, visible) -> None:
+def check_softmax(backend, x: np.ndarray, scale: float, bias, mask) -> None:
     """Against the model; in place, into another array and into a new one are the same bits."""
-    expected, terms = model.softmax(x, scale, bias, visible)
-    more = [None if v is None else backend.array(v) for v in (bias, visible)]
+    expected, terms = model.softmax(x, scale, bias, mask)
+    more = [None if v is None else backend.array(v) for v in (bias, mask)]
     y = backend.host(backend.softmax(backend.array(x), scale, *more)).copy()
     assert y.dtype == x.dtype
     assert_close(y, expected, "softmax", x.dtype, terms)
-    if visible is not None:
-        np.testing.assert_array_equal(y[~np.broadcast_to(visible, x.shape)], 0)
+    if mask is not None:
+        np.testing.assert_array_equal(y[~np.broadcast_to(mask, x.shape)], 0)
     place = backend.array(x)
     assert backend.softmax(place, scale, *more, out=place) is place
     np.testing.assert_array_equal(backend.host(place), y)
 
 
 @given(SEEDS, ROWS, WIDTHS, st.sampled_from([np.float16, np.float32]), FORMS, FORMS)
-def test_softmax(backend, seed, rows, width, dtype, bias, visible):
+def test_softmax(backend, seed, rows, width, dtype, bias, mask):
     rng = np.random.default_rng(seed)
     x, scale = random_rows(rng, rows, width, dtype), float(np.float32(rng.uniform(0.1, 2)))
-    check_softmax(backend, x, scale, extra(rng, bias, rows, width, np.float32), extra(rng, visible, rows, width, bool))
+    check_softmax(backend, x, scale, extra(rng, bias, rows, width, np.float32), extra(rng, mask, rows, width, bool))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -60,9 +60,9 @@ def test_softmax_of_every_width(backend, width, dtype):
 
 def test_softmax_of_rows_without_anything_visible(backend):
     x = backend.array(np.array([[3e38, np.nan, 1], [5, 5, np.inf], [1, 1, 1]], np.float32))
-    visible = backend.array(np.array([[0, 0, 0], [1, 1, 0], [0, 1, 0]], bool))
+    mask = backend.array(np.array([[0, 0, 0], [1, 1, 0], [0, 1, 0]], bool))
     expected = [[0, 0, 0], [0.5, 0.5, 0], [0, 1, 0]]
-    np.testing.assert_array_equal(backend.host(backend.softmax(x, visible=visible)), expected)
+    np.testing.assert_array_equal(backend.host(backend.softmax(x, mask=mask)), expected)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -144,7 +144,7 @@ def test_norms_of_many_wide_rows(cuda_backend, width, center):
     given_norm, residual = norm_on(cuda_backend, norm), cuda_backend.arrays.padded(cuda_backend.array(x))
     results = []
     for out in (*(cuda_backend.arrays.rows(*x.shape, t) for t in (np.float32, np.float16)), residual):
-        cuda_backend.launches.transform(None, out, residual, given_norm)
+        cuda_backend.kernels.transform(None, out, residual, given_norm)
         results.append(cuda_backend.host(out))
     assert_close(results[0], model.norm(x, norm), "norm", np.float32, model.norm_terms(x, norm))
     np.testing.assert_array_equal(results[1], results[0].astype(np.float16))
@@ -154,7 +154,7 @@ def test_norms_of_many_wide_rows(cuda_backend, width, center):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_softmax_without_clusters(cuda_backend, monkeypatch, dtype):
-    monkeypatch.setattr(cuda_backend.launches, "clusters", False)
+    monkeypatch.setattr(cuda_backend.kernels, "clusters", False)
     check_softmax(cuda_backend, random_rows(np.random.default_rng(5), 5, 40_001, dtype), 1.5, None, None)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_values import SEEDS, make_step, random_sampler
+from random_values import SEEDS, make_batch, random_sampler
 from tolerances import assert_close
 
 from bminf_lite.backend import sampling
@@ -19,16 +19,16 @@ from bminf_lite.backend.sampling import SamplerState
 def check_sample(backend: Backend, logits: np.ndarray, state: SamplerState, draws: int = 3) -> None:
     """A few draws in a row: tokens equal, log-probabilities close, state and step advanced alike."""
     expected_state, device_state = state.map(np.copy), state.map(backend.array)
-    step = make_step(backend, [1] * len(logits), [7] * len(logits), list(range(len(logits))))
+    batch = make_batch(backend, [1] * len(logits), [7] * len(logits), list(range(len(logits))))
     for i in range(draws):
         tokens, logprobs = sampling.sample(logits, expected_state)
-        result = backend.host(backend.sample(backend.array(logits), device_state, step)).copy()
+        result = backend.host(backend.sample(backend.array(logits), device_state, batch)).copy()
         assert result.dtype == np.int32 and result.shape == (2, len(logits))
         np.testing.assert_array_equal(result[0], tokens)
         spread = np.abs(np.where(np.isfinite(logits), logits, 0)).max(axis=1)
         assert_close(result[1].view(np.float32), logprobs, "logprob", np.float32, 1 + spread)
-        np.testing.assert_array_equal(backend.host(step.tokens), np.maximum(tokens, 0))
-        np.testing.assert_array_equal(backend.host(step.past), 8 + i)
+        np.testing.assert_array_equal(backend.host(batch.tokens), np.maximum(tokens, 0))
+        np.testing.assert_array_equal(backend.host(batch.context_lens), 8 + i)
     np.testing.assert_array_equal(backend.host(device_state.step), expected_state.step)
     if state.counts is not None:
         np.testing.assert_array_equal(backend.host(device_state.counts), expected_state.counts)
@@ -77,8 +77,8 @@ def test_sample_of_unusable_logits(backend):
     logits[4, 1:] = -np.inf
     check_sample(backend, logits, random_sampler(rng, 6, 70, False), draws=1)
     state = random_sampler(rng, 6, 70, False).map(backend.array)
-    step = make_step(backend, [1] * 6, [7] * 6, list(range(6)))
-    result = backend.host(backend.sample(backend.array(logits), state, step))
+    batch = make_batch(backend, [1] * 6, [7] * 6, list(range(6)))
+    result = backend.host(backend.sample(backend.array(logits), state, batch))
     np.testing.assert_array_equal(result[0] < 0, [True, True, True, False, False, False])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from bminf_lite.backend.quantization import quantize_weight
 from bminf_lite.backend.values import Norm
-from bminf_lite.cuda.kernels.gemm.skinny_gemm import Output
+from bminf_lite.cuda.kernels.gemm.skinny_gemm import Epilogue
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,7 @@ ROWS, FEATURES, INNER = 300, 516, 272
 
 @pytest.fixture
 def ops(cuda_backend: Any) -> Any:
-    if not cuda_backend.fused.many_rows.takes(ROWS, FEATURES, Output.ADD):
+    if not cuda_backend.fused.scaled_gemm.supports(ROWS, FEATURES, Epilogue.ADD):
         pytest.skip("this GPU has no such product")
     return cuda_backend
 
@@ -46,10 +46,10 @@ def layer(ops: Any, activation: str, bias: bool) -> list[np.ndarray]:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "gelu"])
 def test_a_layer_is_the_same_without_it(ops: Any, activation: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = layer(ops, activation, bias)
-    monkeypatch.setattr(ops.fused.many_rows, "takes", lambda rows, channels, output: False)
+    monkeypatch.setattr(ops.fused.scaled_gemm, "supports", lambda rows, channels, epilogue: False)
     for a, b in zip(found, layer(ops, activation, bias), strict=True):
         assert np.array_equal(a, b)
 
 
 def test_few_rows_are_left_to_others(ops: Any) -> None:
-    assert not any(ops.fused.many_rows.takes(rows, FEATURES, Output.ADD) for rows in (1, 32))
+    assert not any(ops.fused.scaled_gemm.supports(rows, FEATURES, Epilogue.ADD) for rows in (1, 32))

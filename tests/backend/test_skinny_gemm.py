@@ -15,16 +15,16 @@ SHAPES = [(64, 96), (4096, 256), (272, 1000), (1056, 4096)]  # in, out; gates ha
 @pytest.fixture(params=["few rows", "few rows on any GPU", "any rows"])
 def chosen(request, cuda_backend, monkeypatch):
     """The backend, with a kernel for a few rows taking what it can: the GPU's best, the common one, or none."""
-    from bminf_lite.cuda.kernels.gemm.igemm import Plan
-    from bminf_lite.cuda.kernels.gemm.skinny_gemm import FewRows
+    from bminf_lite.cuda.kernels.gemm.igemm import GemmPlan
+    from bminf_lite.cuda.kernels.gemm.skinny_gemm import SkinnyGemm
 
     def verdict(plan, rows):
         few = request.param != "any rows"
-        return few and plan.shapes.is_plain and plan._igemm.few_rows.supports(rows)
+        return few and plan.layouts.is_row_major and plan._igemm.skinny_gemm.supports(rows)
 
-    monkeypatch.setattr(Plan, "few_rows_verdict", verdict)
+    monkeypatch.setattr(GemmPlan, "skinny_gemm_choice", verdict)
     if request.param == "few rows on any GPU":
-        monkeypatch.setattr(cuda_backend.products, "few_rows", FewRows(cuda_backend.device))
+        monkeypatch.setattr(cuda_backend.products, "skinny_gemm", SkinnyGemm(cuda_backend.device))
     return cuda_backend
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bminf_lite.bench import trace as inside
-from bminf_lite.bench.model import random_subject
+from bminf_lite.bench.model import random_model
 from bminf_lite.bench.runner import Workload, run_tests
 from bminf_lite.bench.shapes import read_shape
 
@@ -14,65 +14,65 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
-def instruments(cuda_backend):
+def profiler(cuda_backend):
     """With small sizes: what is measured does not matter here."""
     from bminf_lite.bench import cuda
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "PRODUCT_SIZE", 256)
+        patch.setattr(cuda, "GEMM_SIZE", 256)
         patch.setattr(cuda, "HOLD_READS", 2)
         patch.setattr(cuda, "WEIGHT_BYTES", 1 << 19)
-        yield cuda.CudaInstruments(cuda_backend, ceiling_bytes=1 << 20)
+        yield cuda.CudaProfiler(cuda_backend, ceiling_bytes=1 << 20)
 
 
 @pytest.fixture(scope="module")
-def subject(cuda_backend):
+def bench_model(cuda_backend):
     small = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 512}
-    return random_subject("small", read_shape("llama-tiny") | small, cuda_backend)
+    return random_model("small", read_shape("llama-tiny") | small, cuda_backend)
 
 
-def test_ceilings(instruments) -> None:
-    ceilings = instruments.ceilings()
+def test_ceilings(profiler) -> None:
+    ceilings = profiler.ceilings()
     assert min(ceilings.copy, ceilings.read, ceilings.int8) > 1e6
 
 
-def test_reading_reads_everything(instruments, cuda_backend) -> None:
+def test_reading_reads_everything(profiler, cuda_backend) -> None:
     """The kernel writes only where the bits of all vectors add up to 1 in some thread."""
     data = cuda_backend.arrays.zeros((1 << 20,), np.int8)
-    read_all = instruments._reader(data)
-    seconds, _ = instruments.time(read_all)
+    read_all = profiler._reader(data)
+    seconds, _ = profiler.time(read_all)
     assert seconds > 0
 
 
-def test_speeds_and_peaks(subject, instruments) -> None:
+def test_speeds_and_peaks(bench_model, profiler) -> None:
     tests = [Workload("pp", 30, 0, 2), Workload("tg", 5, 10, 1), Workload("tg", 5, 10, 3)]
-    for measurement in run_tests(subject, instruments, tests, 2):
+    for measurement in run_tests(bench_model, profiler, tests, 2):
         assert measurement.speed > 1
-        assert measurement.peak_reserved >= measurement.peak_used > subject.nbytes / 2
+        assert measurement.peak_reserved >= measurement.peak_used > bench_model.nbytes / 2
         assert measurement.bandwidth > 0
 
 
 def test_streamed_bytes_are_those_of_the_plan() -> None:
     """A token copies each streamed layer once, and a prompt does for each of its chunks."""
     from bminf_lite.backend.cuda.backend import CudaBackend
-    from bminf_lite.bench.cuda import CudaInstruments
+    from bminf_lite.bench.cuda import CudaProfiler
 
     config = read_shape("llama-tiny") | {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 1536}
     ops = CudaBackend(0, "98MiB")
-    streaming = random_subject("streaming", config, ops)
+    streaming = random_model("streaming", config, ops)
     plan = streaming.plan
     assert plan is not None and 3 <= len(plan.streamed) < 12
     tests = [Workload("tg", 3, 5, 2), Workload("pp", plan.chunk + 1, 0, 1)]
-    decoded, prompt = run_tests(streaming, CudaInstruments(ops), tests, 2)
+    decoded, prompt = run_tests(streaming, CudaProfiler(ops), tests, 2)
     assert decoded.streamed_bytes == plan.streamed_bytes / 2
     assert prompt.streamed_bytes * (plan.chunk + 1) == pytest.approx(2 * plan.streamed_bytes)
     ops.close()
 
 
-def test_a_trace_has_every_launch_of_a_step(subject, instruments, cuda_backend) -> None:
-    trace = inside.trace_step(subject, instruments, depth=10)
+def test_a_trace_has_every_launch_of_a_step(bench_model, profiler, cuda_backend) -> None:
+    trace = inside.trace_step(bench_model, profiler, depth=10)
     names = [span.name.split("<")[0] for span in trace.spans]
-    assert names.count("attend") == 2 and names.count("matvec") == 2 * 4 + 1
+    assert names.count("attention_decode") == 2 and names.count("gemv") == 2 * 4 + 1
     assert names[0] == "embed" and names[-1] == "best_token"
     assert all(0 < span.seconds < 1 and span.nbytes > 0 for span in trace.spans)
     assert 0 < trace.step_seconds < 0.1
@@ -80,54 +80,54 @@ def test_a_trace_has_every_launch_of_a_step(subject, instruments, cuda_backend) 
 
 
 @pytest.mark.parametrize("batch", [2, 40])
-def test_a_trace_of_a_batch_shows_its_products(subject, instruments, batch: int) -> None:
-    trace = inside.trace_step(subject, instruments, batch=batch, depth=10)
+def test_a_trace_of_a_batch_shows_its_products(bench_model, profiler, batch: int) -> None:
+    trace = inside.trace_step(bench_model, profiler, batch=batch, depth=10)
     names = [span.name.removeprefix("bminf::") for span in trace.spans]
-    assert any(name.startswith(("cublasLt", "few_rows", "igemm")) for name in names), names
+    assert any(name.startswith(("cublasLt", "skinny_gemm", "igemm")) for name in names), names
 
 
-def test_kernels(instruments, cuda_backend) -> None:
-    cases = [*instruments._row_cases(64, 1024), *instruments._matvec_cases(512, 1024)]
+def test_kernels(profiler, cuda_backend) -> None:
+    cases = [*profiler._row_cases(64, 1024), *profiler._gemv_cases(512, 1024)]
     assert {case.kernel for case in cases} == {
         "softmax", "softmax, in place", "rms_norm", "layer_norm", "quantize", "rms_norm and quantize",
         "rms_norm to fp32, in place", "matvec",
     }  # fmt: skip
     for case in cases:
-        assert 0 < instruments.seconds_each(case.run, runs=2) < 1
-    run = instruments._product(16, 512, 1024)
-    assert 0 < instruments.seconds_each(run, runs=2) < 1
+        assert 0 < profiler.median_seconds(case.run, runs=2) < 1
+    run = profiler._gemm(16, 512, 1024)
+    assert 0 < profiler.median_seconds(run, runs=2) < 1
 
 
-def test_products_that_finish(instruments, cuda_backend) -> None:
+def test_products_that_finish(profiler, cuda_backend) -> None:
     rows = 300
-    cases = list(instruments._finished_cases(rows, 512, 256))
+    cases = list(profiler._finished_cases(rows, 512, 256))
     many = cuda_backend.device.compute_capability == (9, 0)
     assert [case.kernel for case in cases] == ["igemm to fp16", "igemm, added to fp32", "igemm, gated"] * many
     for case in cases:
-        assert 0 < instruments.seconds_each(case.run, runs=2) < 1
+        assert 0 < profiler.median_seconds(case.run, runs=2) < 1
 
 
-def test_in_place_takes_nothing(instruments) -> None:
-    taken = {case.kernel: instruments.allocated(case.run) for case in instruments._row_cases(64, 1024)}
+def test_in_place_takes_nothing(profiler) -> None:
+    taken = {case.kernel: profiler.allocated(case.run) for case in profiler._row_cases(64, 1024)}
     assert taken["softmax"] >= 64 * 1024 * 4
     assert {size for kernel, size in taken.items() if kernel != "softmax"} == {0}
 
 
-def test_a_projection_over_its_input_takes_less(instruments) -> None:
-    apart, in_place = instruments._projection_cases(64, 256)
-    assert instruments.allocated(in_place.run) <= instruments.allocated(apart.run) - 64 * 256 * 2
+def test_a_projection_over_its_input_takes_less(profiler) -> None:
+    apart, in_place = profiler._projection_cases(64, 256)
+    assert profiler.allocated(in_place.run) <= profiler.allocated(apart.run) - 64 * 256 * 2
     for case in (apart, in_place):
-        assert 0 < instruments.seconds_each(case.run, runs=2) < 1
+        assert 0 < profiler.median_seconds(case.run, runs=2) < 1
 
 
-def test_plain_versions_run(instruments) -> None:
-    for case in (*instruments._row_cases(64, 1024), *instruments._matvec_cases(512, 1024)):
+def test_plain_versions_run(profiler) -> None:
+    for case in (*profiler._row_cases(64, 1024), *profiler._gemv_cases(512, 1024)):
         assert (case.plain is None) == ("in place" in case.kernel)
         if case.plain is not None:
-            assert 0 < instruments.plain_seconds_each(case.plain) < 1
+            assert 0 < profiler.plain_seconds(case.plain) < 1
 
 
-def test_plain_formulas_give_what_the_kernels_give(instruments, cuda_backend) -> None:
+def test_plain_formulas_give_what_the_kernels_give(profiler, cuda_backend) -> None:
     """What is compared does the same."""
     import cupy as cp
 
@@ -138,7 +138,7 @@ def test_plain_formulas_give_what_the_kernels_give(instruments, cuda_backend) ->
     residual = cuda_backend.array(random)
     gain = cuda_backend.vector(np.full(1024, 1.5, np.float32))
     out = cuda_backend.arrays.rows(33, 1024, np.float16)
-    cuda_backend.launches.transform(None, out, residual, Norm(gain, 1e-5))
+    cuda_backend.kernels.transform(None, out, residual, Norm(gain, 1e-5))
     with cuda_backend.arrays.current():
         plain = rms_norm(cp, residual, gain)
         np.testing.assert_allclose(cp.asnumpy(out), cp.asnumpy(plain), rtol=2e-3, atol=1e-3)

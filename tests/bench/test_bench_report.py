@@ -14,11 +14,11 @@ import pytest
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.bench import plot
 from bminf_lite.bench.instruments import Ceilings, Span
-from bminf_lite.bench.model import random_subject
+from bminf_lite.bench.model import random_model
 from bminf_lite.bench.report import KernelTime, Report, Trace, markdown_table
 from bminf_lite.bench.runner import Measurement, Workload
 from bminf_lite.errors import UsageError
-from bminf_lite.memory.planner import Demand, Machine, Plan
+from bminf_lite.memory.planner import Machine, MemoryPlan, MemoryRequirements
 
 SHAPE = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -35,7 +35,7 @@ def measured(kind: str, tokens: int, depth: int = 0, batch: int = 1, seconds: fl
 @pytest.fixture
 def report() -> Report:
     return Report(
-        "a device", {"bminf-lite": "1"}, CEILINGS, random_subject("small", SHAPE, CpuBackend()),
+        "a device", {"bminf-lite": "1"}, CEILINGS, random_model("small", SHAPE, CpuBackend()),
         [measured("pp", 512), measured("tg", 128, depth=512)],
         Trace(512, [Span("embed", 1e-6, 100, 2e-6), Span("matvec<1>", 9e-6, 16_000_000, 0.0)], 8e-6),
         [KernelTime("norm", "4 x 8", 1e-5, 20_000_000, 0, 4e-5), KernelTime("igemm", "1 x 2", 1e-3, 5, 10**12, None)],
@@ -69,10 +69,10 @@ def test_json(report: Report) -> None:
 
 def test_what_is_streamed_is_told_beside_what_was_planned(report: Report) -> None:
     assert "% link" not in report.markdown(), "nothing was streamed"
-    subject, machine = report.subject, Machine(1 << 30)
-    assert subject is not None
-    demand = Demand((10**9,) * 4, 10**8, 10**7, 10**7, 100, 100, 100, 1024)
-    report.subject = replace(subject, plan=Plan(demand, machine, 256, 1, 32, streamed=(0, 1, 2, 3)))
+    bench_model, machine = report.bench_model, Machine(1 << 30)
+    assert bench_model is not None
+    requirements = MemoryRequirements((10**9,) * 4, 10**8, 10**7, 10**7, 100, 100, 100, 1024)
+    report.bench_model = replace(bench_model, plan=MemoryPlan(requirements, machine, 256, 1, 32, streamed=(0, 1, 2, 3)))
     report.ceilings = replace(CEILINGS, link=50e9)
     prefill, decode = report.measurements
     prefill, decode = replace(prefill, streamed_bytes=4e9 / 512), replace(decode, streamed_bytes=4e9, seconds=(12.8,))

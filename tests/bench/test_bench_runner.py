@@ -17,14 +17,14 @@ from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.values import Norm
 from bminf_lite.bench import cases as plain
 from bminf_lite.bench import trace as inside
-from bminf_lite.bench.calls import ProductCosts, watching
-from bminf_lite.bench.instruments import Instruments
-from bminf_lite.bench.model import Subject, random_subject
+from bminf_lite.bench.calls import LinearCosts, trace_calls
+from bminf_lite.bench.instruments import Profiler
+from bminf_lite.bench.model import BenchModel, random_model
 from bminf_lite.bench.runner import Workload, run_tests, workloads
-from bminf_lite.bench.session import UNWRITTEN, Session, check, chunks
+from bminf_lite.bench.session import UNWRITTEN, Session, check_results, chunks
 from bminf_lite.bench.shapes import read_shape, shape_names
 from bminf_lite.engine.sampling_params import SamplingParams
-from bminf_lite.engine.scheduler import Generation, Request
+from bminf_lite.engine.scheduler import Request, Scheduler
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
 
 SHAPE = {
@@ -34,13 +34,13 @@ SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return random_subject("small", SHAPE, CpuBackend())
+def bench_model() -> BenchModel:
+    return random_model("small", SHAPE, CpuBackend())
 
 
 @pytest.fixture
-def instruments(subject: Subject) -> Instruments:
-    return Instruments(subject.ops, ceiling_bytes=1 << 22)
+def profiler(bench_model: BenchModel) -> Profiler:
+    return Profiler(bench_model.ops, ceiling_bytes=1 << 22)
 
 
 BILLIONS = {
@@ -77,26 +77,26 @@ STEP_BYTES = 4 * (PRODUCTS + SCALES)
 """What the CPU's backend reads for a step of :data:`SHAPE`: codes as fp32 numbers, and scales."""
 
 
-def test_the_sizes_of_a_subject(subject: Subject):
-    assert subject.parameters == 2 * (LAYER + 2 * 64) + 64 + 2 * 300 * 64
+def test_the_sizes_of_a_subject(bench_model: BenchModel):
+    assert bench_model.parameters == 2 * (LAYER + 2 * 64) + 64 + 2 * 300 * 64
     # codes and fp32 scales of the matrices, the embedding in fp16, norms in fp32
-    assert subject.nbytes == PRODUCTS + 4 * SCALES + 2 * 300 * 64 + 4 * 5 * 64
-    assert subject.cache_bytes(10) == 10 * 2 * 2 * 2 * 16 * 4
+    assert bench_model.nbytes == PRODUCTS + 4 * SCALES + 2 * 300 * 64 + 4 * 5 * 64
+    assert bench_model.cache_bytes(10) == 10 * 2 * 2 * 2 * 16 * 4
 
 
 def test_a_tied_head_counts_once():
-    tied = random_subject("tied", SHAPE | {"tie_word_embeddings": True}, CpuBackend())
-    untied = random_subject("untied", SHAPE, CpuBackend())
+    tied = random_model("tied", SHAPE | {"tie_word_embeddings": True}, CpuBackend())
+    untied = random_model("untied", SHAPE, CpuBackend())
     assert untied.parameters - tied.parameters == 300 * 64
 
 
-def test_a_session_decodes_what_the_engine_decodes(subject: Subject):
+def test_a_session_decodes_what_the_engine_decodes(bench_model: BenchModel):
     """The same prompts, prefilled and decoded by both, give the same tokens."""
     prompts = [[5, 17, 250, 3, 99], [8, 8, 1, 0, 200]]
     requests = [Request(i, p, SamplingParams(max_new_tokens=6, seed=0, ignore_eos=True)) for i, p in enumerate(prompts)]
-    for _ in Generation(subject.network, requests, subject.limits):
+    for _ in Scheduler(bench_model.network, requests, bench_model.engine_config):
         pass
-    session = Session(subject, 2, 32)
+    session = Session(bench_model, 2, 32)
     session.tokens = lambda shape: np.array(prompts, np.int32)  # type: ignore[method-assign]
     (chosen,) = session.prepare_prefill(5)()
     session.tokens = lambda shape: chosen[0]  # type: ignore[method-assign]
@@ -104,7 +104,7 @@ def test_a_session_decodes_what_the_engine_decodes(subject: Subject):
     session.prepare_decode(5)
     decoded = [chosen, *session.decode(5)]
     for i, request in enumerate(requests):
-        assert [int(r[0, i]) for r in decoded] == request.tokens
+        assert [int(r[0, i]) for r in decoded] == request.output_token_ids
 
 
 @pytest.mark.parametrize(("batch", "tokens", "chunk"), [(1, 10, 4), (3, 5, 100), (3, 5, 7), (2, 8, 8), (1, 1, 1)])
@@ -127,22 +127,22 @@ def test_every_combination_is_a_test():
             workloads(*wrong)
 
 
-def test_measurements(subject: Subject, instruments: Instruments, monkeypatch: pytest.MonkeyPatch):
+def test_measurements(bench_model: BenchModel, profiler: Profiler, monkeypatch: pytest.MonkeyPatch):
     seconds = iter(range(1, 100))
-    real = instruments.time
-    monkeypatch.setattr(instruments, "time", lambda work: (float(next(seconds)), real(work)[1]))
+    real = profiler.time
+    monkeypatch.setattr(profiler, "time", lambda work: (float(next(seconds)), real(work)[1]))
     tests = [Workload("pp", 8), Workload("tg", 4, depth=6, batch=2)]
     seen = []
-    prefill, decode = run_tests(subject, instruments, tests, 3, seen.append)
+    prefill, decode = run_tests(bench_model, profiler, tests, 3, seen.append)
     assert seen == [prefill, decode]
     assert prefill.seconds == (1.0, 2.0, 3.0)
     assert prefill.speed == 8 / 2 and prefill.step_seconds == 2.0
     assert decode.seconds == (4.0, 5.0, 6.0)
     assert decode.speed == 8 / 5 and decode.step_seconds == 5.0 / 4
     assert decode.deviation == pytest.approx(np.std([8 / 4, 8 / 5, 8 / 6], ddof=1))
-    assert decode.token_bytes == STEP_BYTES / 2 + subject.cache_bytes(6 + 2.5 + 1)
+    assert decode.token_bytes == STEP_BYTES / 2 + bench_model.cache_bytes(6 + 2.5 + 1)
     assert decode.operations == 2 * PRODUCTS
-    assert prefill.token_bytes == STEP_BYTES / 8 + subject.cache_bytes(8 / 8 + 1)
+    assert prefill.token_bytes == STEP_BYTES / 8 + bench_model.cache_bytes(8 / 8 + 1)
     assert math.isclose(prefill.operations, 2 * PRODUCTS - 2 * 300 * 64 * 7 / 8), "the head sees the last token alone"
     assert decode.peak_used > 1 << 20 and decode.peak_reserved is None
 
@@ -156,18 +156,18 @@ ENCODER_DECODER = {
 def test_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch):
     """The source is read by the encoder; a decode step reads neither it nor what only the encoder needs."""
     ops = CpuBackend()
-    subject = random_subject("t5", ENCODER_DECODER, ops)
-    instruments = Instruments(ops)
+    bench_model = random_model("t5", ENCODER_DECODER, ops)
+    profiler = Profiler(ops)
     tests = [Workload("pp", 8), Workload("pp", 8, depth=9), Workload("pp", 16, batch=2)]
-    short, long, decode = run_tests(subject, instruments, [*tests, Workload("tg", 4, depth=9, batch=2)], 2)
+    short, long, decode = run_tests(bench_model, profiler, [*tests, Workload("tg", 4, depth=9, batch=2)], 2)
     assert [str(m.test) for m in (short, long, decode)] == ["enc8", "enc16 x 2", "tg4 @ d9 x 2"]
     attention, feed_forward = 4 * 64 * 64, 3 * 64 * 96
     encoder, decoder = 2 * (attention + feed_forward), 2 * (2 * attention + feed_forward)
     source = 2 * 2 * 64 * 64  # keys and values of the source, which are computed once
     assert decode.operations == 2 * (decoder - source + 300 * 64)
     assert short.operations == long.operations == 2 * (encoder + source)
-    assert decode.token_bytes > subject.cache_bytes(9)
-    trace = inside.trace_step(subject, instruments, depth=5)
+    assert decode.token_bytes > bench_model.cache_bytes(9)
+    trace = inside.trace_step(bench_model, profiler, depth=5)
     assert any(span.name.startswith("cross_attention") for span in trace.spans)
 
 
@@ -176,7 +176,7 @@ class Broken(CpuBackend):
 
     chosen = np.zeros((2, 1), np.int32)
 
-    def sample(self, logits, sampler, step=None):
+    def sample(self, logits, sampler, batch=None):
         return self.chosen.copy()
 
 
@@ -195,27 +195,27 @@ class Broken(CpuBackend):
 def test_nonsense_is_noticed(kind: str, chosen, message: str):
     ops = Broken()
     ops.chosen = np.array(chosen, np.int32)
-    subject = random_subject("broken", SHAPE, ops)
+    bench_model = random_model("broken", SHAPE, ops)
     with pytest.raises(BminfError, match=message):
-        run_tests(subject, Instruments(ops), [Workload(kind, 4)], 1)
+        run_tests(bench_model, Profiler(ops), [Workload(kind, 4)], 1)
 
 
 def test_what_differs_is_fine():
     a, b = np.array([[3], [0]], np.int32), np.array([[3], np.array([-1], np.float32).view(np.int32)], np.int32)
-    check([a, b], 10, "here")
-    check([a], 10, "here")
+    check_results([a, b], 10, "here")
+    check_results([a], 10, "here")
 
 
-def test_reading_an_unwritten_place_of_the_cache_shows(subject: Subject):
-    session = Session(subject, 1, 16)
+def test_reading_an_unwritten_place_of_the_cache_shows(bench_model: BenchModel):
+    session = Session(bench_model, 1, 16)
     session.poison(0)
     session.prepare_decode(3)  # nothing was prefilled
     with pytest.raises(BminfError, match="NaN"):
-        check(session.decode(2), subject.limits.vocab_size, "here")
+        check_results(session.decode(2), bench_model.engine_config.vocab_size, "here")
 
 
-def test_a_trace_names_every_operation_in_order(subject: Subject, instruments: Instruments):
-    trace = inside.trace_step(subject, instruments, batch=2, depth=5)
+def test_a_trace_names_every_operation_in_order(bench_model: BenchModel, profiler: Profiler):
+    trace = inside.trace_step(bench_model, profiler, batch=2, depth=5)
     names = [span.name.split()[0] for span in trace.spans]
     layer = ["norm", "linear", "attention", "linear_add", "norm", "gated_linear", "linear_add"]
     assert names == ["embed", *layer, *layer, "last_tokens", "norm", "linear", "sample"]
@@ -223,21 +223,21 @@ def test_a_trace_names_every_operation_in_order(subject: Subject, instruments: I
     assert trace.alone > 0 and trace.step_seconds > 0
     attention = next(s for s in trace.spans if s.name.startswith("attention"))
     assert attention.nbytes > 2 * 2 * 6 * 2 * 16 * 4
-    assert "embed" not in vars(subject.ops), "the backend is as it was"
+    assert "embed" not in vars(bench_model.ops), "the backend is as it was"
 
 
-def test_kernels(instruments: Instruments, monkeypatch: pytest.MonkeyPatch):
+def test_kernels(profiler: Profiler, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plain, "WIDTHS", (64, 96))
     monkeypatch.setattr(plain, "MATRICES", ((48, 64),))
-    monkeypatch.setattr(instruments, "kernels", lambda: plain.plain_cases(np, instruments.ops, elements=1000))
-    times = inside.kernel_times(instruments)
+    monkeypatch.setattr(profiler, "kernels", lambda: plain.plain_cases(np, profiler.ops, elements=1000))
+    times = inside.kernel_times(profiler)
     assert {t.kernel for t in times} == {"softmax", "rms_norm", "quantize", "matvec", "product"}
     assert all(t.seconds > 0 and t.nbytes > 0 for t in times)
     assert all(bool(t.operations) == (t.kernel == "product") for t in times)
 
 
-def test_ceilings(instruments: Instruments):
-    ceilings = instruments.ceilings()
+def test_ceilings(profiler: Profiler):
+    ceilings = profiler.ceilings()
     assert min(ceilings.read, ceilings.copy, ceilings.int8) > 1e6
 
 
@@ -255,16 +255,16 @@ def test_the_plain_formulas_are_what_the_backend_computes():
     np.testing.assert_allclose(scale[:, 0], expected_scale, rtol=1e-6)
     weight = Int8Weight(random.integers(-127, 128, (7, 64), np.int8), np.full(7, 0.01, np.float32))
     exact = x[:1].astype(np.float16).astype(np.float64) @ weight.dequantize().T.astype(np.float64)
-    np.testing.assert_allclose(plain.matvec(np, x[:1].astype(np.float16), weight.codes, weight.scale), exact, atol=2e-2)
+    np.testing.assert_allclose(plain.gemv(np, x[:1].astype(np.float16), weight.codes, weight.scale), exact, atol=2e-2)
 
 
-def test_counting_keeps_no_arrays(subject: Subject):
+def test_counting_keeps_no_arrays(bench_model: BenchModel):
     """The peak of memory is that of the model, not of what was counted on the way."""
     results = []
-    costs = ProductCosts()
-    with watching(subject.ops, costs.add):
-        weight = subject.ops.weight([Int8Weight(np.ones((8, 16), np.int8), np.ones(8, np.float32))])
-        results.append(weakref.ref(subject.ops.linear(np.ones((3, 16), np.float32), weight)))
+    costs = LinearCosts()
+    with trace_calls(bench_model.ops, costs.add):
+        weight = bench_model.ops.weight([Int8Weight(np.ones((8, 16), np.int8), np.ones(8, np.float32))])
+        results.append(weakref.ref(bench_model.ops.linear(np.ones((3, 16), np.float32), weight)))
     assert costs.operations == 2 * 3 * 8 * 16
     assert costs.nbytes == weight.nbytes
     assert results[0]() is None

@@ -25,7 +25,7 @@ from torch_writer import Call, Name, Persistent, Raw, dumps, encode, ordered, re
 from bminf_lite.checkpoint import torch_pickle
 from bminf_lite.checkpoint.torch_file import TorchFile
 from bminf_lite.checkpoint.torch_pickle import load
-from bminf_lite.checkpoint.torch_values import PickleRefused
+from bminf_lite.checkpoint.torch_values import UnsupportedPickleError
 from bminf_lite.errors import CheckpointError
 
 STORAGE = Persistent(("storage", Name("torch", "FloatStorage"), "0", "cpu", 6))
@@ -156,7 +156,7 @@ def test_ignored_names_run_nothing_either(mark: Path) -> None:
     for name, attack in attacks(str(mark)).items():
         try:
             load(io.BytesIO(attack), ignored=("*",))
-        except PickleRefused as error:
+        except UnsupportedPickleError as error:
             assert str(error), name
         assert not mark.exists()
 
@@ -179,13 +179,13 @@ def test_ignored_names_run_nothing_either(mark: Path) -> None:
     ],
 )
 def test_what_is_refused_is_named(name: str, words: str) -> None:
-    with pytest.raises(PickleRefused) as caught:
+    with pytest.raises(UnsupportedPickleError) as caught:
         load(io.BytesIO(attacks(RAN)[name]))
     assert words in str(caught.value)
 
 
 def damaged(code: bytes) -> str:
-    with pytest.raises(PickleRefused) as caught:
+    with pytest.raises(UnsupportedPickleError) as caught:
         load(io.BytesIO(code))
     return str(caught.value)
 
@@ -303,7 +303,7 @@ def test_what_would_be_expensive_is_not(name: str) -> None:
     started = time.process_time()
     try:
         load(io.BytesIO(code))
-    except PickleRefused as error:
+    except UnsupportedPickleError as error:
         assert len(str(error)) < 500
     assert time.process_time() - started < 5
 
@@ -316,5 +316,5 @@ PROGRAMS = st.lists(OPERATIONS | st.binary(max_size=60)).map(b"".join)
 @given(code=PROGRAMS)
 def test_random_programs(code: bytes) -> None:
     for program in (code, code + b".", b"\x80\x02" + encode(ordered()) + code + b"."):
-        with contextlib.suppress(PickleRefused):
+        with contextlib.suppress(UnsupportedPickleError):
             load(io.BytesIO(program), ignored=("*",))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from bminf_lite.checkpoint.safetensors_file import SafetensorsFile
-from bminf_lite.checkpoint.writer import CheckpointWriter, Declared, SafetensorsWriter
+from bminf_lite.checkpoint.writer import CheckpointWriter, SafetensorsWriter, TensorDeclaration
 from bminf_lite.errors import CheckpointError
 
 TYPES = {
@@ -37,9 +37,9 @@ def test_round_trip_through_both_readers(
     tensors = {name: random.integers(-9, 9, shape).astype(TYPES[dtype]) for name, (dtype, shape) in layout.items()}
     floats = [name for name, (dtype, _) in layout.items() if dtype in ("F32", "F16")]
     late = {name for name in floats if random.random() < 0.5}
-    fixed = {name: Declared(*layout[name]) for name in tensors if name not in late}
+    fixed = {name: TensorDeclaration(*layout[name]) for name in tensors if name not in late}
     path = tmp_path_factory.mktemp("w") / "x.safetensors"
-    writer = SafetensorsWriter(path, fixed, {name: Declared("F32", tensors[name].shape) for name in late})
+    writer = SafetensorsWriter(path, fixed, {name: TensorDeclaration("F32", tensors[name].shape) for name in late})
     pieces = [(name, start) for name in fixed for start in range(0, tensors[name].nbytes, piece)]
     random.shuffle(pieces)
     for name, start in pieces:
@@ -58,7 +58,7 @@ def test_round_trip_through_both_readers(
 
 
 def test_an_unfinished_file_cannot_be_read(tmp_path: Path) -> None:
-    writer = SafetensorsWriter(tmp_path / "x.safetensors", {"a": Declared("F32", (1000,))}, {})
+    writer = SafetensorsWriter(tmp_path / "x.safetensors", {"a": TensorDeclaration("F32", (1000,))}, {})
     writer.write("a", np.zeros(1000, np.float32))
     writer.close()
     with pytest.raises(CheckpointError):
@@ -67,7 +67,9 @@ def test_an_unfinished_file_cannot_be_read(tmp_path: Path) -> None:
 
 def test_wide_tensors_come_first_so_all_are_aligned(tmp_path: Path) -> None:
     dtypes = {"a": "I8", "b": "F16", "c": "I64", "d": "F32"}
-    writer = SafetensorsWriter(tmp_path / "x.safetensors", {k: Declared(v, (1,)) for k, v in dtypes.items()}, {})
+    writer = SafetensorsWriter(
+        tmp_path / "x.safetensors", {k: TensorDeclaration(v, (1,)) for k, v in dtypes.items()}, {}
+    )
     for name, dtype in dtypes.items():
         writer.write(name, np.ones(1, TYPES[dtype]))
     writer.finish({})
@@ -79,7 +81,7 @@ def test_wide_tensors_come_first_so_all_are_aligned(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 100))
 def test_shards(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int) -> None:
     folder = tmp_path_factory.mktemp("shards")
-    declared = {f"t{i}": Declared("I8", (size,)) for i, size in enumerate(sizes)}
+    declared = {f"t{i}": TensorDeclaration("I8", (size,)) for i, size in enumerate(sizes)}
     writer = CheckpointWriter(folder, declared, {"t0"}, shard_bytes=limit)
     for i, size in enumerate(sizes[1:], 1):
         writer.write(f"t{i}", np.full(size, i, np.int8))
@@ -107,4 +109,4 @@ def test_shards(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limi
 
 def test_files_are_closed_when_the_folder_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        CheckpointWriter(tmp_path / "absent", {"a": Declared("I8", (1,))}, set())
+        CheckpointWriter(tmp_path / "absent", {"a": TensorDeclaration("I8", (1,))}, set())

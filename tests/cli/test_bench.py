@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import bminf_lite
-from bminf_lite.bench.instruments import Ceilings, Instruments
+from bminf_lite.bench.instruments import Ceilings, Profiler
 from bminf_lite.cli import main
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
@@ -19,7 +19,7 @@ DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 
 @pytest.fixture(autouse=True)
 def _quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Instruments, "ceilings", lambda self: Ceilings(1e10, 2e10, 1e12))
+    monkeypatch.setattr(Profiler, "ceilings", lambda self: Ceilings(1e10, 2e10, 1e12))
 
 
 def bench(*arguments: object) -> Result:
@@ -54,7 +54,7 @@ def test_a_trace_as_csv() -> None:
 
 
 def test_kernels_need_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Instruments, "kernels", lambda self: iter(()))
+    monkeypatch.setattr(Profiler, "kernels", lambda self: iter(()))
     result = bench("--kernels")
     assert result.exit_code == 0 and result.stdout.startswith("Measured on this device")
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 import bminf_lite
 from bminf_lite.cli import main
-from bminf_lite.text.infilling import filled
+from bminf_lite.text.infilling import fill_spans
 
 pytest.importorskip("jieba")
 TEXT = "今天<span>不错，我们去<span>。"
@@ -33,9 +33,9 @@ def test_prints_the_whole_text_as_the_api_gives_it(model: Path) -> None:
     assert result.exit_code == 0, result.stderr
     with bminf_lite.load(model, device="cpu") as loaded:
         fillings = loaded.fill_blank(TEXT, max_new_tokens=7, temperature=1.0, seed=2, frequency_penalty=0.5)
-    assert result.stdout == filled(TEXT, fillings) + "\n" and result.stderr == ""
+    assert result.stdout == fill_spans(TEXT, fillings) + "\n" and result.stderr == ""
     value = json.loads(fill(model, TEXT, "--json", *OPTIONS).stdout)
-    assert value["text"] == filled(TEXT, fillings)
+    assert value["text"] == fill_spans(TEXT, fillings)
     assert value["fillings"] == [{"position": f.position, "text": f.text} for f in fillings]
     assert fill(model, "-", *OPTIONS, stdin=TEXT + "\n").stdout == result.stdout
 

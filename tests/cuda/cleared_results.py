@@ -12,16 +12,20 @@ import pytest
 from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul
 from bminf_lite.cuda.kernels.gemm import gemm_hopper as scaled_gemm
 from bminf_lite.cuda.kernels.gemm.layouts import GROUP, round_up
-from bminf_lite.cuda.kernels.gemm.skinny_gemm import Output
+from bminf_lite.cuda.kernels.gemm.skinny_gemm import Epilogue
 from bminf_lite.cuda.runtime.cublaslt import Order
 
 
 def install() -> None:
     """Until the process ends."""
     patch = pytest.MonkeyPatch()
-    product, create, scaled = matmul.Prepared._launch, matmul.Multiplier.__init__, scaled_gemm.ScaledGemm.launch
+    product, create, scaled = (
+        matmul.PreparedMatmul._launch,
+        matmul.MatmulContext.__init__,
+        scaled_gemm.ScaledGemm.launch,
+    )
 
-    def clear_and_multiply(self: matmul.Prepared, algorithm: Any, a: int, b: int, d: int, stream: int) -> None:
+    def clear_and_multiply(self: matmul.PreparedMatmul, algorithm: Any, a: int, b: int, d: int, stream: int) -> None:
         to, size = self.product.d, self.product.d.dtype.itemsize
         lines = {Order.COL: (to.cols, to.rows), Order.ROW: (to.rows, to.cols)}
         count, elements = lines.get(to.order, (-(-to.cols // GROUP), to.ld))
@@ -29,19 +33,19 @@ def install() -> None:
             _clear(d + i * to.stride * size, count, elements * size, to.ld * size, stream)
         product(self, algorithm, a, b, d, stream)
 
-    def create_and_clear(self: matmul.Multiplier, *arguments: Any, **named: Any) -> None:
+    def create_and_clear(self: matmul.MatmulContext, *arguments: Any, **named: Any) -> None:
         create(self, *arguments, **named)
         self.clear_workspace(0)
 
     def clear_and_scale(self: scaled_gemm.ScaledGemm, *operands: Any, stream: int = 0, **named: Any) -> None:
-        (out, pitch), output = operands[5], named["output"]
-        columns = named["channels"] // (2 if output is Output.GATED else 1)
-        if output is not Output.ADD:
+        (out, pitch), epilogue = operands[5], named["epilogue"]
+        columns = named["channels"] // (2 if epilogue is Epilogue.GATED else 1)
+        if epilogue is not Epilogue.ADD:
             _clear(out, named["rows"], round_up(columns * 2, 16), pitch * 2, stream)
         scaled(self, *operands, stream=stream, **named)
 
-    patch.setattr(matmul.Prepared, "_launch", clear_and_multiply)
-    patch.setattr(matmul.Multiplier, "__init__", create_and_clear)
+    patch.setattr(matmul.PreparedMatmul, "_launch", clear_and_multiply)
+    patch.setattr(matmul.MatmulContext, "__init__", create_and_clear)
     patch.setattr(scaled_gemm.ScaledGemm, "launch", clear_and_scale)
 
 

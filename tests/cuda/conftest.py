@@ -21,13 +21,13 @@ def device():
 
 
 @pytest.fixture(scope="session")
-def multiplier(device, tmp_path_factory):
+def matmul_context(device, tmp_path_factory):
     """cublasLt on GPU 0, with a store of algorithms of its own."""
     import cupy
 
-    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import Multiplier
+    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import MatmulContext
 
-    return Multiplier.open(device, cupy.cuda.alloc, tmp_path_factory.mktemp("algorithms"))
+    return MatmulContext.open(device, cupy.cuda.alloc, tmp_path_factory.mktemp("algorithms"))
 
 
 @pytest.fixture(scope="session")

@@ -51,10 +51,10 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 def test_verdicts_are_kept_beside_algorithms_and_apart_from_them(tmp_path):
     store = AlgorithmStore("gpu", tmp_path)
     store.put("a", algorithm(7))
-    store.decide("b", True)
-    store.decide("c", False)
+    store.put_choice("b", True)
+    store.put_choice("c", False)
     again = AlgorithmStore("gpu", tmp_path)
-    assert [again.verdict(key) for key in "abcd"] == [None, True, False, None]
+    assert [again.choice(key) for key in "abcd"] == [None, True, False, None]
     assert again.get("b") is None and again.get("a") is not None
 
 

@@ -28,7 +28,7 @@ AT_ONCE = 24
 """Instantiations in one call of the compiler; two calls run at the same time."""
 OCCUPANCY_SPILL = 64
 """Bytes that ptxas may spill on its own account: it uses fewer registers than it may, to fit another block."""
-MAY_USE = {"attend": 255, "bminf::gemm_hopper": 240}
+MAY_USE = {"attention_decode": 255, "bminf::gemm_hopper": 240}
 """Registers of a thread, in the largest blocks that are launched or as the kernel itself hands them out; 128 where
 nothing is said.
 """

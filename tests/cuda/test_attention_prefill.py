@@ -13,7 +13,12 @@ from checked import repeats
 
 from bminf_lite.backend.base import attend
 from bminf_lite.cuda.kernels.attention import prefill as attention
-from bminf_lite.cuda.kernels.attention.prefill import PrefillAttention, Tiling, Visible, tiling_for
+from bminf_lite.cuda.kernels.attention.prefill import (
+    AttentionMask,
+    AttentionTileConfig,
+    PrefillAttention,
+    tile_config_for,
+)
 from bminf_lite.cuda.runtime import compiler
 from bminf_lite.cuda.runtime.compiler import Usage
 from bminf_lite.cuda.runtime.driver import Device
@@ -24,18 +29,22 @@ MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10
 DEPTHS = [16, 32, 64, 80, 96, 128, 192, 256]
 
 
-def tilings(capability: tuple[int, int], depths: Sequence[int]) -> set[Tiling]:
+def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[AttentionTileConfig]:
     """Of plain causal attention over heads of ``depths``, and of other kinds over heads of 64 and 128."""
-    others = [(64, True, Visible.CAUSAL, True), (64, False, Visible.SOURCE), (64, True, Visible.WITHIN, True),
-              (128, True, Visible.WITHIN, True)]  # fmt: skip
+    others = [
+        (64, True, AttentionMask.CAUSAL, True),
+        (64, False, AttentionMask.CROSS),
+        (64, True, AttentionMask.BIDIRECTIONAL, True),
+        (128, True, AttentionMask.BIDIRECTIONAL, True),
+    ]
     chosen = [(depth, small) for depth in depths for small in (False, True)]
-    return {tiling_for(capability, *kind) for kind in [*chosen, *others]}
+    return {tile_config_for(capability, *kind) for kind in [*chosen, *others]}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiles_without_spills(capability: tuple[int, int], tmp_path: Path) -> None:
     arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
-    names = [(t.source, t.expression(e)) for t in tilings(capability, DEPTHS) for e in attention.ELEMENTS]
+    names = [(t.source, t.expression(e)) for t in tile_configs(capability, DEPTHS) for e in attention.ELEMENTS]
 
     def work(name: tuple[str, str]) -> Usage:
         return compiler.compile(name[0], arch, [name[1]], cache=tmp_path).usage[name[1]]
@@ -47,16 +56,16 @@ def test_compiles_without_spills(capability: tuple[int, int], tmp_path: Path) ->
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_shared_memory_fits(capability: tuple[int, int]) -> None:
-    for tiling in tilings(capability, range(16, attention.MAX_HEAD_DIM + 1, 16)):
-        assert tiling.shared <= MOST_SHARED[capability] << 10, tiling
+    for tile_config in tile_configs(capability, range(16, attention.MAX_HEAD_DIM + 1, 16)):
+        assert tile_config.shared <= MOST_SHARED[capability] << 10, tile_config
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step: new tokens and past of each sequence, and the attention's shape."""
+    """A step: new tokens and context_lens of each sequence, and the attention's shape."""
 
     new: tuple[int, ...]
-    past: tuple[int, ...]
+    context_lens: tuple[int, ...]
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
@@ -69,7 +78,7 @@ class Case:
 
     @property
     def capacity(self) -> int:
-        return max(n + p for n, p in zip(self.new, self.past, strict=True)) + 5
+        return max(n + p for n, p in zip(self.new, self.context_lens, strict=True)) + 5
 
 
 class Problem:
@@ -79,15 +88,15 @@ class Problem:
         rng = np.random.default_rng(seed)
         self.case, depth, dim = case, case.depth, case.head_dim
         tokens, count = sum(case.new), len(case.new)
-        self.starts = np.concatenate([[0], np.cumsum(case.new)]).astype(np.int32)
-        self.past = np.array(case.past, np.int32)
+        self.cu_seqlens = np.concatenate([[0], np.cumsum(case.new)]).astype(np.int32)
+        self.context_lens = np.array(case.context_lens, np.int32)
         self.slots = rng.permutation(count + 2)[:count].astype(np.int32)
         self.q = np.zeros((tokens, case.heads, depth), np.float16)
         self.q[..., :dim] = rng.standard_normal((tokens, case.heads, dim)) * case.sharpness
         shape = (count + 2, case.kv_heads, case.capacity, depth)
         self.keys, self.values = np.full(shape, np.nan, np.float16), np.full(shape, np.nan, np.float16)
         for b in range(count):
-            total = case.new[b] + case.past[b]
+            total = case.new[b] + case.context_lens[b]
             for cache in (self.keys, self.values):
                 cache[self.slots[b], :, :total] = 0
                 cache[self.slots[b], :, :total, :dim] = rng.standard_normal((case.kv_heads, total, dim))
@@ -108,10 +117,10 @@ class Problem:
         case = self.case
         outputs, bounds = [], []
         for b in range(len(case.new)):
-            q = self.q[self.starts[b] : self.starts[b + 1]]
-            total = case.new[b] + case.past[b]
+            q = self.q[self.cu_seqlens[b] : self.cu_seqlens[b + 1]]
+            total = case.new[b] + case.context_lens[b]
             keys, values = (c[self.slots[b], :, :total].astype(np.float32) for c in (self.keys, self.values))
-            rest = (self.scale, case.past[b], case.window)
+            rest = (self.scale, case.context_lens[b], case.window)
             outputs.append(attend(q, keys, values, *rest)[..., : case.head_dim])
             # A weight, at most 1, is rounded to fp16: by 2^-11 of itself, or by 2^-25 where it is subnormal, for each
             # of the keys. Their sum is at least 1. Rounding the output adds 2^-11 of it, and it is at most the average
@@ -130,14 +139,14 @@ class Problem:
         q = cp.full((tokens, q_width + 16), cp.nan, cp.float16)
         q[:, :q_width] = cp.asarray(self.q.reshape(tokens, -1))
         out = cp.full((tokens, pitch), cp.nan, cp.float16)
-        starts, past, slots = map(cp.asarray, (self.starts, self.past, self.slots))
+        cu_seqlens, context_lens, slots = map(cp.asarray, (self.cu_seqlens, self.context_lens, self.slots))
         keys, values, *scales = map(cp.asarray, self.codes or (self.keys, self.values))
         key_scales, value_scales = (s.data.ptr for s in scales) if scales else (0, 0)
         PrefillAttention(device).launch(
             q.data.ptr, q_width + 16, keys.data.ptr, values.data.ptr, out.data.ptr, pitch,
-            starts.data.ptr, past.data.ptr, slots.data.ptr,
+            cu_seqlens.data.ptr, context_lens.data.ptr, slots.data.ptr,
             heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, capacity=case.capacity,
-            scale=self.scale, window=case.window, tokens=tokens, count=len(case.new),
+            scale=self.scale, window=case.window, tokens=tokens, batch_size=len(case.new),
             key_scales=key_scales, value_scales=value_scales,
         )  # fmt: skip
         device.synchronize()
@@ -156,14 +165,16 @@ def check(case: Case, device: Device, seed: int = 0) -> None:
 
 @pytest.fixture(params=["chosen", "64 rows", "128 rows"])
 def gpu(request: pytest.FixtureRequest, cuda_device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """The GPU, with the tiling that it would choose or with one for any GPU, of small or large blocks."""
+    """The GPU, with the tile_config that it would choose or with one for any GPU, of small or large blocks."""
     if request.param != "chosen":
         capability, small = min((8, 0), cuda_device.compute_capability), request.param == "64 rows"
-        monkeypatch.setattr(attention, "tiling_for", lambda _, depth, *__: tiling_for(capability, depth, small))
+        monkeypatch.setattr(
+            attention, "tile_config_for", lambda _, depth, *__: tile_config_for(capability, depth, small)
+        )
     return cuda_device
 
 
-RAGGED = {"new": (1, 70, 300, 0, 2, 64, 129), "past": (40, 0, 17, 9, 255, 64, 3)}
+RAGGED = {"new": (1, 70, 300, 0, 2, 64, 129), "context_lens": (40, 0, 17, 9, 255, 64, 3)}
 
 
 @pytest.mark.gpu
@@ -202,11 +213,11 @@ def test_random_steps(seed: int, gpu: Device) -> None:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 9))
     new = tuple(int(n) for n in rng.integers(1, 301, count))
-    past = tuple(int(p) for p in rng.integers(0, 301, count) * rng.integers(0, 2, count))
+    context_lens = tuple(int(p) for p in rng.integers(0, 301, count) * rng.integers(0, 2, count))
     kv_heads = int(rng.integers(1, 4))
     window = int(rng.integers(1, 400)) if rng.integers(2) else None
     head_dim = int(rng.choice([16, 64, 80, 128]))
-    case = Case(new, past, kv_heads * int(rng.integers(1, 5)), kv_heads, head_dim, window, sharpness=8.0)
+    case = Case(new, context_lens, kv_heads * int(rng.integers(1, 5)), kv_heads, head_dim, window, sharpness=8.0)
     check(case, gpu, seed)
 
 
@@ -240,15 +251,15 @@ def seconds(device: Device, tokens: int, head_dim: int, runs: int = 20) -> float
     keys, values = (
         cp.random.standard_normal((1, kv_heads, tokens, head_dim), np.float32).astype(np.float16) for _ in range(2)
     )
-    starts, zero = cp.asarray([0, tokens], np.int32), cp.zeros(1, np.int32)
+    cu_seqlens, zero = cp.asarray([0, tokens], np.int32), cp.zeros(1, np.int32)
     prefill, stream = PrefillAttention(device), cp.cuda.Stream()
 
     def launch() -> None:
         prefill.launch(
             q.data.ptr, heads * head_dim, keys.data.ptr, values.data.ptr, out.data.ptr, heads * head_dim,
-            starts.data.ptr, zero.data.ptr, zero.data.ptr,
+            cu_seqlens.data.ptr, zero.data.ptr, zero.data.ptr,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, capacity=tokens, scale=head_dim**-0.5, window=None,
-            tokens=tokens, count=1, stream=stream.ptr,
+            tokens=tokens, batch_size=1, stream=stream.ptr,
         )  # fmt: skip
 
     for _ in range(3):
@@ -264,7 +275,7 @@ def seconds(device: Device, tokens: int, head_dim: int, runs: int = 20) -> float
 
 
 def main() -> None:
-    """Print times and rates of causal attention, counting the products of what is visible."""
+    """Print times and rates of causal attention, counting the products of what is mask."""
     device = Device(0)
     for head_dim in (64, 128, 256):
         for tokens in (512, 2048, 8192):

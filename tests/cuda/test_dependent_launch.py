@@ -26,15 +26,15 @@ KERNELS = kernels()
 
 
 def test_finds_them() -> None:
-    assert ALONE | WRITE_FIRST | {"transform", "attend", "few_rows_hopper"} <= KERNELS.keys()
+    assert ALONE | WRITE_FIRST | {"transform", "attention_decode", "skinny_gemm_hopper"} <= KERNELS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS.keys() - ALONE))
 def test_waits(name: str) -> None:
     """Else it could end before its predecessor has, and what waits for it would not wait for that."""
-    assert "wait_for_predecessor();" in KERNELS[name]
+    assert "wait_on_dependent_grids();" in KERNELS[name]
 
 
 @pytest.mark.parametrize("name", sorted(WRITE_FIRST))
 def test_lets_nobody_start(name: str) -> None:
-    assert "let_successor_start" not in KERNELS[name]
+    assert "launch_dependent_grids" not in KERNELS[name]

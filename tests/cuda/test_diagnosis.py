@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bminf_lite.cuda.doctor import Gpu, PlanReport, Probes, diagnose, require_usable
+from bminf_lite.cuda.doctor import GemmReport, Gpu, Probes, diagnose, require_usable
 from bminf_lite.cuda.runtime.libraries import Headers, Library, Version
 from bminf_lite.errors import DeviceError
 
 GPU = Gpu(0, "NVIDIA Example", (9, 0), 80 << 30)
 PLANS = [
-    PlanReport("plain", True, None, 1432.6),
-    PlanReport("col32_2r_4r4", False, "cublasLt refuses it", None),
+    GemmReport("plain", True, None, 1432.6),
+    GemmReport("col32_2r_4r4", False, "cublasLt refuses it", None),
 ]
 
 

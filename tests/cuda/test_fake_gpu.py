@@ -24,10 +24,10 @@ def place(machine: Machine, values: np.ndarray) -> int:
     return address
 
 
-def widen(machine: Machine, codes: int, out: int, count: int, blocks: int = 1) -> None:
-    """A launch of the kernel ``widen``."""
-    kernel = FakeKernel("rowwise/rows.cu", "widen", ())
-    machine.requested["rowwise/rows.cu", "widen", ()] = Requested("sm_90a")
+def int8_to_half(machine: Machine, codes: int, out: int, count: int, blocks: int = 1) -> None:
+    """A launch of the kernel ``int8_to_half``."""
+    kernel = FakeKernel("rowwise/rows.cu", "int8_to_half", ())
+    machine.requested["rowwise/rows.cu", "int8_to_half", ()] = Requested("sm_90a")
     parameters = np.array([codes, out, count], np.uint64).tobytes()
     launch = Launch(kernel, (blocks, 1, 1), 256, 0, 1, parameters)
     check(machine, launch)
@@ -36,7 +36,7 @@ def widen(machine: Machine, codes: int, out: int, count: int, blocks: int = 1) -
 
 def test_a_launch_computes(machine: Machine):
     codes, out = place(machine, np.arange(32, dtype=np.int8)), place(machine, np.zeros(32, np.float16))
-    widen(machine, codes, out, 32)
+    int8_to_half(machine, codes, out, 32)
     assert np.array_equal(machine.memory.raw(out, 64).view(np.float16), np.arange(32))
 
 
@@ -45,17 +45,17 @@ def test_a_freed_pointer_is_an_error_at_the_launch(machine: Machine):
     machine.memory.remove(codes)
     assert (machine.memory.raw(codes, 32) == POISON).all()
     with pytest.raises(FakeGpuError, match=r"codes: .* not in memory that is in use"):
-        widen(machine, codes, out, 32)
+        int8_to_half(machine, codes, out, 32)
 
 
 def test_reading_past_a_block_too_few_blocks_and_odd_addresses_are_errors(machine: Machine):
     codes, out = place(machine, np.zeros(8192, np.int8)), place(machine, np.zeros(32, np.float16))
     with pytest.raises(FakeGpuError, match=r"out: 96 bytes .* end 32 bytes past"):
-        widen(machine, codes, out, 48)
+        int8_to_half(machine, codes, out, 48)
     with pytest.raises(FakeGpuError, match="blocks are missing"):
-        widen(machine, codes, out, 8192)
+        int8_to_half(machine, codes, out, 8192)
     with pytest.raises(FakeGpuError, match="not aligned to 16 bytes"):
-        widen(machine, codes + 8, out, 16)
+        int8_to_half(machine, codes + 8, out, 16)
 
 
 def test_what_is_free_in_a_scratch_is_not_in_use(machine: Machine):
@@ -86,7 +86,7 @@ def test_recorded_work_runs_when_it_is_replayed(machine: Machine):
 
 
 def test_declarations_and_expressions_are_read():
-    assert split_expression("bminf::attend_prefill<64, 128>") == ("attend_prefill", ("64", "128"))
+    assert split_expression("bminf::attention_prefill<64, 128>") == ("attention_prefill", ("64", "128"))
     assert expand("p2i3f") == "piifff"
     declared = declarations("rowwise/rows.cu")["embed"]
     assert declared.signature == "ppqpqi"

@@ -13,10 +13,10 @@ DTYPES = [("float16", "float16"), ("float16", "float32"), ("float32", "float32")
 
 
 @pytest.fixture(scope="module")
-def fgemm(multiplier):
-    from bminf_lite.cuda.kernels.gemm.fgemm import Fgemm
+def fgemm(matmul_context):
+    from bminf_lite.cuda.kernels.gemm.fgemm import FloatGemm
 
-    return Fgemm(multiplier)
+    return FloatGemm(matmul_context)
 
 
 def random_values(dtype: str, *shape: int) -> cp.ndarray:

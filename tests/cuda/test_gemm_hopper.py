@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from bminf_lite.cuda.kernels.gemm.gemm_hopper import OUTPUTS, TILINGS, Matrix, ScaledGemm, Tiling  # noqa: E402
-from bminf_lite.cuda.kernels.gemm.skinny_gemm import Output  # noqa: E402
+from bminf_lite.cuda.kernels.gemm.gemm_hopper import (  # noqa: E402
+    EPILOGUES,
+    TILE_CONFIGS,
+    GemmTileConfig,
+    PitchedPointer,
+    ScaledGemm,
+)
+from bminf_lite.cuda.kernels.gemm.skinny_gemm import Epilogue  # noqa: E402
 
 SILU, RELU = 0, 2
 SHAPES = [  # rows, channels, in_features
@@ -29,7 +35,7 @@ SHAPES = [  # rows, channels, in_features
 @pytest.fixture(scope="module")
 def gemm(device):
     made = ScaledGemm(device)
-    if not made.takes(4096, 4096, Output.HALF):
+    if not made.takes(4096, 4096, Epilogue.HALF):
         pytest.skip("this GPU lacks the instructions")
     return made
 
@@ -43,7 +49,7 @@ def padded(values: np.ndarray, multiple: int) -> cp.ndarray:
     return whole[:, : values.shape[1]]
 
 
-def matrix(x: cp.ndarray) -> Matrix:
+def matrix(x: cp.ndarray) -> PitchedPointer:
     return x.data.ptr, x.strides[0] // x.itemsize
 
 
@@ -64,17 +70,19 @@ class Case:
         y = self.x_scale[:, None] * (self.w_scale * acc)
         return (y if self.bias is None else y + self.bias).astype(np.float16).astype(np.float32)
 
-    def run(self, gemm: ScaledGemm, output: Output, tiling: Tiling | None = None, activation: int = 0) -> np.ndarray:
+    def run(
+        self, gemm: ScaledGemm, epilogue: Epilogue, tile_config: GemmTileConfig | None = None, activation: int = 0
+    ) -> np.ndarray:
         """What the kernel writes; nothing behind its result may change, but for the rest of 16 bytes."""
-        columns = self.channels // 2 if output is Output.GATED else self.channels
-        before = self.residual if output is Output.ADD else np.full((self.rows, columns), np.nan, np.float16)
+        columns = self.channels // 2 if epilogue is Epilogue.GATED else self.channels
+        before = self.residual if epilogue is Epilogue.ADD else np.full((self.rows, columns), np.nan, np.float16)
         x, w, out = padded(self.x, 16), padded(self.w, 16), padded(before, 8)
         scales = [cp.asarray(v) for v in (self.x_scale, self.w_scale)]
         bias = None if self.bias is None else cp.asarray(self.bias)
         gemm.launch(
             matrix(x), scales[0].data.ptr, matrix(w), scales[1].data.ptr, 0 if bias is None else bias.data.ptr,
-            matrix(out), rows=self.rows, channels=self.channels, in_features=self.in_features, output=output,
-            activation=activation, tiling=tiling, stream=cp.cuda.get_current_stream().ptr,
+            matrix(out), rows=self.rows, channels=self.channels, in_features=self.in_features, epilogue=epilogue,
+            activation=activation, tile_config=tile_config, stream=cp.cuda.get_current_stream().ptr,
         )  # fmt: skip
         whole = cp.asnumpy(cp.ndarray((self.rows, matrix(out)[1]), out.dtype, out.data))
         vector = 16 // out.itemsize
@@ -82,39 +90,41 @@ class Case:
         return whole[:, :columns]
 
 
-def needs(tiling: Tiling, output: Output, in_features: int) -> None:
-    if not tiling.serves(output, -(-in_features // 128)):
+def needs(tile_config: GemmTileConfig, epilogue: Epilogue, in_features: int) -> None:
+    if not tile_config.serves(epilogue, -(-in_features // 128)):
         pytest.skip("too little for each part")
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("tile_config", TILE_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_are_the_definition_s(gemm, shape, tiling, bias):
-    needs(tiling, Output.HALF, shape[2])
+def test_values_are_the_definition_s(gemm, shape, tile_config, bias):
+    needs(tile_config, Epilogue.HALF, shape[2])
     case = Case(*shape, bias)
-    assert np.array_equal(case.run(gemm, Output.HALF, tiling), case.values().astype(np.float16))
+    assert np.array_equal(case.run(gemm, Epilogue.HALF, tile_config), case.values().astype(np.float16))
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("tile_config", TILE_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_added_to_the_residual_stream(gemm, shape, tiling):
-    needs(tiling, Output.ADD, shape[2])
+def test_added_to_the_residual_stream(gemm, shape, tile_config):
+    needs(tile_config, Epilogue.ADD, shape[2])
     case = Case(*shape, bias=True)
-    assert np.array_equal(case.run(gemm, Output.ADD, tiling), case.residual + case.values())
+    assert np.array_equal(case.run(gemm, Epilogue.ADD, tile_config), case.residual + case.values())
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("tile_config", TILE_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gated(gemm, shape, tiling):
-    needs(tiling, Output.GATED, shape[2])
+def test_gated(gemm, shape, tile_config):
+    needs(tile_config, Epilogue.GATED, shape[2])
     case = Case(*shape, bias=False)
     gate, up = np.split(case.values(), 2, axis=1)
-    assert np.array_equal(case.run(gemm, Output.GATED, tiling, RELU), (np.maximum(gate, 0) * up).astype(np.float16))
+    assert np.array_equal(
+        case.run(gemm, Epilogue.GATED, tile_config, RELU), (np.maximum(gate, 0) * up).astype(np.float16)
+    )
     with np.errstate(over="ignore"):
         expected = gate / (1 + np.exp(-gate)) * up
     # fp16 keeps 11 bits, and a few units of fp32 may move a number over the middle between two of them
-    np.testing.assert_allclose(case.run(gemm, Output.GATED, tiling, SILU), expected, rtol=2**-10, atol=2**-24)
+    np.testing.assert_allclose(case.run(gemm, Epilogue.GATED, tile_config, SILU), expected, rtol=2**-10, atol=2**-24)
 
 
 @settings(
@@ -125,39 +135,39 @@ def test_gated(gemm, shape, tiling):
     st.integers(1, 700),
     st.integers(1, 300),
     st.integers(1, 2500),
-    st.sampled_from(OUTPUTS),
+    st.sampled_from(EPILOGUES),
     st.booleans(),
     st.integers(0, 1000),
 )
-def test_any_shape(gemm, rows, quarter, in_features, output, bias, seed):
+def test_any_shape(gemm, rows, quarter, in_features, epilogue, bias, seed):
     case = Case(rows, 4 * quarter, in_features, bias, seed)
     expected = case.values()
-    if output is Output.GATED:
+    if epilogue is Epilogue.GATED:
         gate, up = np.split(expected, 2, axis=1)
         expected = np.maximum(gate, 0) * up
-    if output is Output.ADD:
+    if epilogue is Epilogue.ADD:
         expected = expected + case.residual
-    found = case.run(gemm, output, activation=RELU if output is Output.GATED else 0)
+    found = case.run(gemm, epilogue, activation=RELU if epilogue is Epilogue.GATED else 0)
     assert np.array_equal(found, expected.astype(found.dtype))
 
 
 def test_a_kernel_that_is_wrong_is_not_trusted(device, monkeypatch):
-    assert ScaledGemm(device).trusted
+    assert ScaledGemm(device).verified
     wrong = ScaledGemm(device)
     monkeypatch.setattr(wrong, "launch", lambda *args, **kwargs: None)
     with pytest.warns(RuntimeWarning, match="a product of 300 x 272 by 400 x 272 was wrong"):
-        assert not wrong.trusted
+        assert not wrong.verified
 
 
 def test_extreme_codes_do_not_overflow(gemm):
     case = Case(130, 64, 131071, bias=False)
     case.x[:], case.w[:] = -128, -128
     case.x_scale[:], case.w_scale[:] = 2.0**-15, 2.0**-3
-    assert (case.run(gemm, Output.HALF) == np.float16(131071 * 2.0**-4)).all()
+    assert (case.run(gemm, Epilogue.HALF) == np.float16(131071 * 2.0**-4)).all()
 
 
 def test_a_scale_that_is_no_number_stays_in_its_row(gemm):
     case = Case(200, 256, 256, bias=False)
     case.x_scale[77] = np.nan
-    for output in (Output.HALF, Output.ADD):
-        assert np.isnan(case.run(gemm, output)).all(axis=1).nonzero()[0].tolist() == [77]
+    for epilogue in (Epilogue.HALF, Epilogue.ADD):
+        assert np.isnan(case.run(gemm, epilogue)).all(axis=1).nonzero()[0].tolist() == [77]

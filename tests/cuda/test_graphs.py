@@ -11,7 +11,7 @@ import pytest
 
 from bminf_lite.cuda.runtime import driver
 from bminf_lite.cuda.runtime.bindings import LibraryError
-from bminf_lite.cuda.runtime.graphs import Graph
+from bminf_lite.cuda.runtime.graphs import CudaGraph
 from bminf_lite.cuda.runtime.kernel import Module
 from bminf_lite.memory.arena import Arena, Block
 from bminf_lite.memory.device import device_arena
@@ -74,10 +74,10 @@ def test_the_function_runs_once_and_its_result_is_kept(monkeypatch: pytest.Monke
     recorder = install(monkeypatch)
     freed: list[int] = []
     memory = SimpleNamespace(free=lambda: freed.append(1))
-    graph = Graph(lambda: "result", 3, memory)
+    graph = CudaGraph(lambda: "result", 3, memory)
     assert graph.result == "result"
-    graph.launch(3)
-    graph.launch(4)
+    graph.replay(3)
+    graph.replay(4)
     assert recorder.launched == [3, 4]
     assert recorder.alive == {"executable"} and not freed
     graph.close()
@@ -87,7 +87,7 @@ def test_the_function_runs_once_and_its_result_is_kept(monkeypatch: pytest.Monke
 
 def test_garbage_collection_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = install(monkeypatch)
-    Graph(lambda: None, 3)
+    CudaGraph(lambda: None, 3)
     gc.collect()
     assert not recorder.alive
 
@@ -101,7 +101,7 @@ def test_a_failure_leaves_nothing_behind(fail: str, monkeypatch: pytest.MonkeyPa
             raise KeyboardInterrupt
 
     with pytest.raises(LibraryError if fail else KeyboardInterrupt):
-        Graph(function, 3)
+        CudaGraph(function, 3)
     assert not recorder.alive
 
 
@@ -112,7 +112,7 @@ def test_the_functions_own_error_is_the_one_seen(monkeypatch: pytest.MonkeyPatch
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        Graph(function, 3)
+        CudaGraph(function, 3)
     assert not recorder.alive
 
 
@@ -134,11 +134,11 @@ def test_replaying_does_the_work_again(cuda_device: driver.Device) -> None:
     function()
     stream.synchronize()
     assert x[0] == 2
-    graph = Graph(function, stream.ptr)
+    graph = CudaGraph(function, stream.ptr)
     stream.synchronize()
     assert len(calls) == 2 and x[0] == 2, "recording runs nothing on the GPU"
     for _ in range(3):
-        graph.launch(stream.ptr)
+        graph.replay(stream.ptr)
     stream.synchronize()
     assert len(calls) == 2 and (graph.result == 30).all()
     graph.close()
@@ -158,7 +158,7 @@ def test_the_stream_survives_a_failure_inside(cuda_device: driver.Device) -> Non
 
     wait_inside()
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
-        Graph(wait_inside, stream.ptr)
+        CudaGraph(wait_inside, stream.ptr)
     wait_inside()
     assert x[0] == 2
 
@@ -196,11 +196,11 @@ def test_a_graph_owns_its_scratch_and_keeps_dependent_launches_in_order(
     result.free()
     scratch = arena.scratch(meter.peak)
     used = arena.used
-    graph = Graph(lambda: function(scratch), stream.ptr, scratch)
+    graph = CudaGraph(lambda: function(scratch), stream.ptr, scratch)
     for begin in (5, 100):
         values(start).fill(begin)
         cupy.cuda.get_current_stream().synchronize()
-        graph.launch(stream.ptr)
+        graph.replay(stream.ptr)
         assert (values(graph.result) == begin + steps).all()
     assert arena.used == used, "replaying allocates nothing"
     graph.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checked import repeats
 
-from bminf_lite.cuda.kernels.gemm.plans import PlanKind
+from bminf_lite.cuda.kernels.gemm.plans import GemmKind
 from bminf_lite.errors import DeviceError
 
 pytestmark = pytest.mark.gpu
@@ -28,16 +28,16 @@ SHAPES = [  # rows, out_features, in_features
 
 
 @pytest.fixture(scope="module")
-def igemm(device, multiplier):
-    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
+def igemm(device, matmul_context):
+    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
 
-    return Igemm(device, multiplier)
+    return Int8Gemm(device, matmul_context)
 
 
-def igemm_of(device, multiplier, *kinds):
-    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
+def igemm_of(device, matmul_context, *kinds):
+    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
 
-    return Igemm(device, multiplier, kinds)
+    return Int8Gemm(device, matmul_context, kinds)
 
 
 def random_codes(*shape: int) -> cp.ndarray:
@@ -61,11 +61,11 @@ def run_plan(plan, x: cp.ndarray, codes: cp.ndarray, stream: int = 0) -> cp.ndar
     return result.unpack(acc)
 
 
-@pytest.mark.parametrize("kind", [PlanKind.PLAIN, PlanKind.DP4A])
+@pytest.mark.parametrize("kind", [GemmKind.ROW_MAJOR, GemmKind.DP4A])
 @pytest.mark.parametrize(("rows", "out_features", "in_features"), SHAPES)
-def test_a_plan_is_exact(device, multiplier, kind, rows, out_features, in_features):
+def test_a_plan_is_exact(device, matmul_context, kind, rows, out_features, in_features):
     x, codes = random_codes(rows, in_features), random_codes(out_features, in_features)
-    plan = igemm_of(device, multiplier, kind).plan(out_features, in_features)
+    plan = igemm_of(device, matmul_context, kind).plan(out_features, in_features)
     assert (run_plan(plan, x, codes) == exact(x, codes.T)).all()
 
 
@@ -78,10 +78,10 @@ def test_extreme_codes_do_not_overflow(igemm):
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize("mnk", [(1, 1, 1), (5, 3, 2), (31, 33, 32), (33, 31, 97), (64, 128, 256)], ids=str)
-@pytest.mark.parametrize("kinds", [(), (PlanKind.DP4A,)], ids=["best", "dp4a"])
-def test_matmul_with_every_transposition(device, multiplier, igemm, mnk, transpose_a, transpose_b, kinds):
+@pytest.mark.parametrize("kinds", [(), (GemmKind.DP4A,)], ids=["best", "dp4a"])
+def test_matmul_with_every_transposition(device, matmul_context, igemm, mnk, transpose_a, transpose_b, kinds):
     m, n, k = mnk
-    chosen = igemm_of(device, multiplier, *kinds) if kinds else igemm
+    chosen = igemm_of(device, matmul_context, *kinds) if kinds else igemm
     a, b = random_codes(m, k), random_codes(k, n)
     stored_a = cp.ascontiguousarray(a.T) if transpose_a else a
     stored_b = cp.ascontiguousarray(b.T) if transpose_b else b
@@ -95,9 +95,9 @@ def test_matmul_with_every_transposition(device, multiplier, igemm, mnk, transpo
     [((), (3,)), ((3,), ()), ((2, 1), (3,)), ((2, 3), (2, 3)), ((4,), (1, 1)), ((0,), (1,)), ((70000,), ())],
     ids=str,
 )
-@pytest.mark.parametrize("kinds", [(), (PlanKind.DP4A,)], ids=["best", "dp4a"])
-def test_matmul_broadcasts_batches(device, multiplier, igemm, batch_a, batch_b, kinds):
-    chosen = igemm_of(device, multiplier, *kinds) if kinds else igemm
+@pytest.mark.parametrize("kinds", [(), (GemmKind.DP4A,)], ids=["best", "dp4a"])
+def test_matmul_broadcasts_batches(device, matmul_context, igemm, batch_a, batch_b, kinds):
+    chosen = igemm_of(device, matmul_context, *kinds) if kinds else igemm
     a, b = random_codes(*batch_a, 3, 17), random_codes(*batch_b, 17, 5)
     result = chosen.matmul(a, b)
     assert result.shape == (*np.broadcast_shapes(batch_a, batch_b), 3, 5)
@@ -123,35 +123,35 @@ def test_matmul_refuses_other_dtypes(igemm):
         igemm.matmul(cp.ones((2, 2), np.float32), random_codes(2, 2))
 
 
-def test_a_plan_that_fails_gives_way_with_a_warning(device, multiplier):
+def test_a_plan_that_fails_gives_way_with_a_warning(device, matmul_context):
     """COL32 products are refused by cublasLt from compute capability 9.0 on."""
     if device.compute_capability < (9, 0):
         pytest.skip("this GPU runs COL32 products")
-    chosen = igemm_of(device, multiplier, PlanKind.COL32_2R_4R4, PlanKind.COL4_4R2_8C, PlanKind.PLAIN)
+    chosen = igemm_of(device, matmul_context, GemmKind.COL32_2R_4R4, GemmKind.COL4_4R2_8C, GemmKind.ROW_MAJOR)
     with pytest.warns(RuntimeWarning) as caught:
-        assert chosen.kind is PlanKind.PLAIN
+        assert chosen.kind is GemmKind.ROW_MAJOR
     assert [str(w.message).split(" is not used")[0].split()[-1] for w in caught] == ["col32_2r_4r4", "col4_4r2_8c"]
     x, codes = random_codes(33, 65), random_codes(31, 65)
     assert (run_plan(chosen.plan(31, 65), x, codes) == exact(x, codes.T)).all()
-    assert "CUBLAS_STATUS_NOT_SUPPORTED" in (chosen.check(PlanKind.COL32_2R_4R4) or "")
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in (chosen.check(GemmKind.COL32_2R_4R4) or "")
 
 
-def test_no_working_plan_is_an_error(device, multiplier):
+def test_no_working_plan_is_an_error(device, matmul_context):
     if device.compute_capability < (9, 0):
         pytest.skip("this GPU runs COL32 products")
-    chosen = igemm_of(device, multiplier, PlanKind.COL32_2R_4R4)
+    chosen = igemm_of(device, matmul_context, GemmKind.COL32_2R_4R4)
     with pytest.warns(RuntimeWarning), pytest.raises(DeviceError, match="no int8 plan works"):
         chosen.plan(1, 1)
 
 
-def test_an_inexact_plan_is_not_trusted(device, multiplier, monkeypatch):
-    chosen = igemm_of(device, multiplier, PlanKind.PLAIN, PlanKind.DP4A)
+def test_an_inexact_plan_is_not_trusted(device, matmul_context, monkeypatch):
+    chosen = igemm_of(device, matmul_context, GemmKind.ROW_MAJOR, GemmKind.DP4A)
     multiply = type(chosen)._is_exact
     monkeypatch.setattr(
-        chosen, "_is_exact", lambda plan, rows: plan.shapes.kind is PlanKind.DP4A and multiply(chosen, plan, rows)
+        chosen, "_is_exact", lambda plan, rows: plan.layouts.kind is GemmKind.DP4A and multiply(chosen, plan, rows)
     )
     with pytest.warns(RuntimeWarning, match="plain is not used, a product of 1 x 1 by 1 x 1 was wrong"):
-        assert chosen.kind is PlanKind.DP4A
+        assert chosen.kind is GemmKind.DP4A
 
 
 @pytest.mark.filterwarnings("error")
@@ -160,7 +160,7 @@ def test_the_first_choice_for_this_gpu_works(igemm):
 
 
 def test_a_plain_weight_without_padding_is_not_copied(igemm):
-    if not igemm.plan(64, 64).shapes.is_plain:
+    if not igemm.plan(64, 64).shapes.is_row_major:
         pytest.skip("this GPU lays weights out")
     codes = random_codes(64, 64)
     assert igemm.plan(64, 64).pack_weight(codes).data.ptr == codes.data.ptr
@@ -168,28 +168,28 @@ def test_a_plain_weight_without_padding_is_not_copied(igemm):
         igemm.plan(64, 64).pack_weight(random_codes(64, 65))
 
 
-@pytest.mark.parametrize("kind", list(PlanKind))
+@pytest.mark.parametrize("kind", list(GemmKind))
 def test_a_weight_is_laid_out_as_the_plan_says(igemm, kind):
-    from bminf_lite.cuda.kernels.gemm.igemm import Plan
-    from bminf_lite.cuda.kernels.gemm.plans import Shapes
+    from bminf_lite.cuda.kernels.gemm.igemm import GemmPlan
+    from bminf_lite.cuda.kernels.gemm.plans import GemmLayouts
 
-    plan = Plan(igemm, Shapes(kind, 45, 71))
+    plan = GemmPlan(igemm, GemmLayouts(kind, 45, 71))
     codes = random_codes(45, 71)
     padded = plan.weight.unpack(plan.pack_weight(codes))
-    assert padded.shape == plan.shapes.padded
+    assert padded.shape == plan.layouts.padded
     assert (padded[:45, :71] == codes).all() and (padded != 0).sum() == (codes != 0).sum()
 
 
-def test_a_shape_that_cublaslt_refuses_is_computed_by_the_other_kernel(device, multiplier, monkeypatch):
+def test_a_shape_that_cublaslt_refuses_is_computed_by_the_other_kernel(device, matmul_context, monkeypatch):
     from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import NoAlgorithm
 
-    chosen = igemm_of(device, multiplier, PlanKind.PLAIN)
+    chosen = igemm_of(device, matmul_context, GemmKind.ROW_MAJOR)
     plan = chosen.plan(33, 65)
 
     def refuse(*_):
         raise NoAlgorithm("refused")
 
-    monkeypatch.setattr(multiplier, "prepare", refuse)
+    monkeypatch.setattr(matmul_context, "prepare", refuse)
     x, codes = random_codes(70, 65), random_codes(33, 65)
     with pytest.warns(RuntimeWarning, match="refused; a slower kernel computes it"):
         assert (run_plan(plan, x, codes) == exact(x, codes.T)).all()
@@ -198,12 +198,12 @@ def test_a_shape_that_cublaslt_refuses_is_computed_by_the_other_kernel(device, m
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["seen", "unseen"])
-@pytest.mark.parametrize("kind", [PlanKind.PLAIN, PlanKind.DP4A])
-def test_products_are_captured_into_a_graph(device, multiplier, seen, kind):
+@pytest.mark.parametrize("kind", [GemmKind.ROW_MAJOR, GemmKind.DP4A])
+def test_products_are_captured_into_a_graph(device, matmul_context, seen, kind):
     from bminf_lite.cuda.runtime.graphs import Graph
 
     rows, out, inner = 40 + seen, 256, 512
-    plan = igemm_of(device, multiplier, kind).plan(out, inner)
+    plan = igemm_of(device, matmul_context, kind).plan(out, inner)
     codes, x = random_codes(out, inner), random_codes(rows, inner)
     weight, acc = plan.pack_weight(codes), cp.zeros((rows, out), np.int32)
     stream = cp.cuda.Stream(non_blocking=True)
@@ -223,21 +223,23 @@ def test_products_are_captured_into_a_graph(device, multiplier, seen, kind):
     for seed in range(2):
         x[...] = random_codes(rows + seed, inner)[:rows]
         cp.cuda.Device().synchronize()
-        graph.launch(stream.ptr)
+        graph.replay(stream.ptr)
         stream.synchronize()
         assert (acc == exact(x, codes.T)).all()
 
 
 def test_algorithms_are_timed_once_and_remembered(device, tmp_path, monkeypatch):
     from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul
-    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
+    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
 
     timings = []
     measure = matmul.timed
     monkeypatch.setattr(matmul, "timed", lambda *args: timings.append(1) or measure(*args))
     x, codes = random_codes(100, 256), random_codes(512, 256)
     for start in range(2):
-        plan = Igemm(device, matmul.Multiplier.open(device, cp.cuda.alloc, tmp_path), [PlanKind.PLAIN]).plan(512, 256)
+        plan = Int8Gemm(device, matmul.MatmulContext.open(device, cp.cuda.alloc, tmp_path), [GemmKind.ROW_MAJOR]).plan(
+            512, 256
+        )
         before = len(timings)
         for rows in (100, 100, 98):
             assert (run_plan(plan, x[:rows], codes) == exact(x[:rows], codes.T)).all()
@@ -247,17 +249,19 @@ def test_algorithms_are_timed_once_and_remembered(device, tmp_path, monkeypatch)
 
 
 def test_a_poisoned_store_costs_no_result(device, tmp_path):
-    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import Multiplier
-    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
+    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import MatmulContext
+    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
     from bminf_lite.cuda.kernels.gemm.plans import bucket
     from bminf_lite.cuda.runtime.cublaslt import Algorithm
 
-    multiplier = Multiplier.open(device, cp.cuda.alloc, tmp_path)
-    multiplier.store.put(f"int8 plain {bucket(50)}x64x64", Algorithm((0xDEADBEEF,) * 8))
+    matmul_context = MatmulContext.open(device, cp.cuda.alloc, tmp_path)
+    matmul_context.store.put(f"int8 plain {bucket(50)}x64x64", Algorithm((0xDEADBEEF,) * 8))
     x, codes = random_codes(50, 64), random_codes(64, 64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert (run_plan(Igemm(device, multiplier, [PlanKind.PLAIN]).plan(64, 64), x, codes) == exact(x, codes.T)).all()
+        assert (
+            run_plan(Int8Gemm(device, matmul_context, [GemmKind.ROW_MAJOR]).plan(64, 64), x, codes) == exact(x, codes.T)
+        ).all()
 
 
 @pytest.mark.parametrize("rows", [2, 9, 17, 32, *repeats(3, 7, 8, 15, 16, 24, 31)])
@@ -267,60 +271,62 @@ def test_a_poisoned_store_costs_no_result(device, tmp_path):
 )
 def test_a_few_rows(igemm, rows, out_features, in_features):
     """By the kernel of their own, whether it is faster or not."""
-    from bminf_lite.cuda.kernels.gemm.igemm import Plan
-    from bminf_lite.cuda.kernels.gemm.plans import Shapes
+    from bminf_lite.cuda.kernels.gemm.igemm import GemmPlan
+    from bminf_lite.cuda.kernels.gemm.plans import GemmLayouts
 
-    if not igemm.few_rows.supports(rows):
+    if not igemm.skinny_gemm.supports(rows):
         pytest.skip("the kernel needs compute capability 8.0")
-    plan = Plan(igemm, Shapes(PlanKind.PLAIN, out_features, in_features), few_rows=True)
+    plan = GemmPlan(igemm, GemmLayouts(GemmKind.ROW_MAJOR, out_features, in_features), skinny_gemm=True)
     x, codes = random_codes(rows, in_features), random_codes(out_features, in_features)
     cp.testing.assert_array_equal(run_plan(plan, x, codes), exact(x, codes.T))
 
 
-def test_the_kernel_for_a_few_rows_is_trusted_only_when_exact(device, multiplier, monkeypatch):
-    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
+def test_the_kernel_for_a_few_rows_is_trusted_only_when_exact(device, matmul_context, monkeypatch):
+    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
 
-    igemm, broken = (Igemm(device, multiplier, [PlanKind.PLAIN], few_rows=True) for _ in range(2))
-    assert igemm.trusts_few_rows
+    igemm, broken = (Int8Gemm(device, matmul_context, [GemmKind.ROW_MAJOR], skinny_gemm=True) for _ in range(2))
+    assert igemm.skinny_gemm_verified
     monkeypatch.setattr(broken, "_is_exact", lambda plan, rows: rows != 13)
-    if broken.few_rows.supports(13):
+    if broken.skinny_gemm.supports(13):
         with pytest.warns(RuntimeWarning, match="few rows is not used"):
-            assert not broken.trusts_few_rows
+            assert not broken.skinny_gemm_verified
 
 
 def test_which_kernel_is_faster_is_found_once_and_remembered(device, tmp_path, monkeypatch):
-    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import Multiplier
-    from bminf_lite.cuda.kernels.gemm.igemm import Igemm, Plan
-    from bminf_lite.cuda.kernels.gemm.skinny_gemm import FewRows
+    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import MatmulContext
+    from bminf_lite.cuda.kernels.gemm.igemm import GemmPlan, Int8Gemm
+    from bminf_lite.cuda.kernels.gemm.skinny_gemm import SkinnyGemm
 
     timings, verdicts = [], []
-    measure = Plan._is_faster
-    monkeypatch.setattr(Plan, "_is_faster", lambda *args: timings.append(1) or measure(*args))
+    measure = GemmPlan._is_faster
+    monkeypatch.setattr(GemmPlan, "_is_faster", lambda *args: timings.append(1) or measure(*args))
     x, w = cp.zeros((8, 256), np.int8), cp.zeros((512, 256), np.int8)
     for _ in range(2):
-        igemm = Igemm(device, Multiplier.open(device, cp.cuda.alloc, tmp_path), [PlanKind.PLAIN], few_rows=True)
-        igemm.few_rows = FewRows(device)
+        igemm = Int8Gemm(
+            device, MatmulContext.open(device, cp.cuda.alloc, tmp_path), [GemmKind.ROW_MAJOR], skinny_gemm=True
+        )
+        igemm.skinny_gemm = SkinnyGemm(device)
         plan, stream = igemm.plan(512, 256), cp.cuda.get_current_stream().ptr
-        verdicts += [plan.takes_few_rows(w.data.ptr, x.data.ptr, rows, stream) for rows in (8, 5)]
+        verdicts += [plan.uses_skinny_gemm(w.data.ptr, x.data.ptr, rows, stream) for rows in (8, 5)]
     assert len(set(verdicts)) == 1
-    assert len(timings) == igemm.few_rows.supports(8)
+    assert len(timings) == igemm.skinny_gemm.supports(8)
 
 
-def test_the_fastest_kernel_is_not_timed(device, multiplier, monkeypatch):
-    from bminf_lite.cuda.kernels.gemm.igemm import Igemm, Plan
+def test_the_fastest_kernel_is_not_timed(device, matmul_context, monkeypatch):
+    from bminf_lite.cuda.kernels.gemm.igemm import GemmPlan, Int8Gemm
 
-    monkeypatch.setattr(Plan, "_is_faster", lambda *args: pytest.fail("timed"))
-    igemm = Igemm(device, multiplier, [PlanKind.PLAIN], few_rows=True)
-    if not igemm.few_rows.is_fastest:
+    monkeypatch.setattr(GemmPlan, "_is_faster", lambda *args: pytest.fail("timed"))
+    igemm = Int8Gemm(device, matmul_context, [GemmKind.ROW_MAJOR], skinny_gemm=True)
+    if not igemm.skinny_gemm.is_fastest:
         pytest.skip("this GPU has none")
-    assert igemm.plan(512, 256).takes_few_rows(0, 0, 16, cp.cuda.get_current_stream().ptr)
+    assert igemm.plan(512, 256).uses_skinny_gemm(0, 0, 16, cp.cuda.get_current_stream().ptr)
 
 
-def test_the_faster_of_the_kernels_for_a_few_rows(device, multiplier):
+def test_the_faster_of_the_kernels_for_a_few_rows(device, matmul_context):
     """Whichever it is, the result is the same, and nothing is timed while a graph is recorded."""
-    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
+    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
 
-    plan = Igemm(device, multiplier, [PlanKind.PLAIN], few_rows=True).plan(4096, 4096)
+    plan = Int8Gemm(device, matmul_context, [GemmKind.ROW_MAJOR], skinny_gemm=True).plan(4096, 4096)
     for rows in (2, 16, 32):
         x, codes = random_codes(rows, 4096), random_codes(4096, 4096)
         for _ in range(2):

@@ -100,7 +100,7 @@ class RecordingDriver(SimpleNamespace):
         words = (ctypes.c_void_p * 5).from_address(extra)
         assert (words[0], words[2], words[4], parameters, function) == (1, 2, None, None, 1234)
         size = ctypes.c_size_t.from_address(words[3]).value
-        self.launches.append(
+        self.kernels.append(
             SimpleNamespace(
                 grid=tuple(c.grid), block=tuple(c.block), shared=c.shared, stream=c.stream,
                 attributes=attributes, parameters=ctypes.string_at(words[1], size),
@@ -179,15 +179,15 @@ def test_an_observer_is_told_of_each_launch(recording: RecordingDriver) -> None:
     module, seen = fake_module(), []
 
     @contextmanager
-    def observer(name: str, moved: int, stream: int):
-        seen.append((name, moved, stream, len(recording.launches)))
+    def observer(name: str, bytes_moved: int, stream: int):
+        seen.append((name, bytes_moved, stream, len(recording.launches)))
         yield
         seen.append(len(recording.launches))
 
     kernel = module.kernel("k", "")
     kernel(1, 1, ())
     module.device.observer = observer
-    kernel(1, 1, (), stream=7, moved=4096)
+    kernel(1, 1, (), stream=7, bytes_moved=4096)
     module.device.observer = None
     kernel(1, 1, ())
     assert seen == [("k", 4096, 7, 1), 2] and len(recording.launches) == 3

@@ -43,29 +43,29 @@ def transform(lt, source: cp.ndarray, source_layout: Layout, target_layout: Layo
 @pytest.mark.parametrize("order", TENSOR_CORE_ORDERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_packing_equals_cublaslt(multiplier, order, shape, batch):
+def test_packing_equals_cublaslt(matmul_context, order, shape, batch):
     plain, packed = Layout.of(Order.ROW, *shape), Layout.of(order, *shape)
     matrix = np.random.default_rng(sum(shape)).integers(-128, 128, (batch, *shape)).astype(np.int8)
-    result = transform(multiplier.lt, cp.asarray(matrix.reshape(batch, -1)), plain, packed, DataType.R_8I).get()
+    result = transform(matmul_context.lt, cp.asarray(matrix.reshape(batch, -1)), plain, packed, DataType.R_8I).get()
     assert np.array_equal(packed.unpack(result), matrix)
     offsets = packed.offset(np.arange(shape[0])[:, None], np.arange(shape[1])).ravel()
     assert np.array_equal(result[:, offsets], packed.pack(matrix)[:, offsets])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_unpacking_equals_cublaslt(multiplier, shape):
+def test_unpacking_equals_cublaslt(matmul_context, shape):
     """Out of COL32 alone: cublasLt transforms into the weights' orders, and never out of them."""
     plain, packed = Layout.of(Order.ROW, *shape), Layout.of(Order.COL32, *shape)
     matrix = np.random.default_rng(sum(shape)).integers(-128, 128, (1, *shape)).astype(np.int8)
-    result = transform(multiplier.lt, cp.asarray(packed.pack(matrix)), packed, plain, DataType.R_8I)
+    result = transform(matmul_context.lt, cp.asarray(packed.pack(matrix)), packed, plain, DataType.R_8I)
     assert np.array_equal(result.get().reshape(matrix.shape), matrix)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_int32_results_lie_in_col32_as_modelled(multiplier, shape):
+def test_int32_results_lie_in_col32_as_modelled(matmul_context, shape):
     plain, packed = Layout.of(Order.ROW, *shape, itemsize=4), Layout.of(Order.COL32, *shape, itemsize=4)
     matrix = np.random.default_rng(0).integers(-(2**20), 2**20, (1, *shape)).astype(np.int32)
-    result = transform(multiplier.lt, cp.asarray(packed.pack(matrix)), packed, plain, DataType.R_32I)
+    result = transform(matmul_context.lt, cp.asarray(packed.pack(matrix)), packed, plain, DataType.R_32I)
     assert np.array_equal(result.get().reshape(matrix.shape), matrix)
 
 

@@ -151,7 +151,7 @@ class Run:
         self.state = state.map(gpu.array)
         self.scratch = gpu.array(np.zeros(gpu.sampler.scratch_bytes(rows, vocab, filtered), np.uint8))
         self.result = gpu.array(np.full((2, rows), 77, np.int32))
-        self.tokens, self.past = gpu.array(np.full(rows, 77, np.int32)), gpu.array(np.full(rows, 8, np.int32))
+        self.tokens, self.context_lens = gpu.array(np.full(rows, 77, np.int32)), gpu.array(np.full(rows, 8, np.int32))
         self.pitch = -(-vocab // 16) * 16
 
     def padded(self, logits: np.ndarray) -> Any:
@@ -164,7 +164,7 @@ class Run:
         state = [address(getattr(self.state, name)) for name in sampling.STATE_ARRAYS]
         self.gpu.sampler.launch(
             address(logits), self.pitch, self.rows, self.vocab, state, address(self.result),
-            address(self.tokens) if step else 0, address(self.past) if step else 0, address(self.scratch),
+            address(self.tokens) if step else 0, address(self.context_lens) if step else 0, address(self.scratch),
             stream, greedy, self.filtered,
         )  # fmt: skip
 
@@ -184,7 +184,7 @@ def check(gpu: Any, logits: list[np.ndarray], state: SamplerState, greedy: bool 
         same = (np.isnan(logprobs) & np.isnan(result[1].view(np.float32))) | (result[1].view(np.float32) == logprobs)
         assert np.all(same | (difference <= 1e-6 * size)), (result[1].view(np.float32), logprobs)
         np.testing.assert_array_equal(gpu.host(run.tokens), np.maximum(tokens, 0))
-        np.testing.assert_array_equal(gpu.host(run.past), 9 + i)
+        np.testing.assert_array_equal(gpu.host(run.context_lens), 9 + i)
         np.testing.assert_array_equal(gpu.host(run.state.step), expected.step)
         if expected.counts is not None:
             np.testing.assert_array_equal(gpu.host(run.state.counts), expected.counts)
@@ -264,7 +264,7 @@ def test_a_graph_of_the_launches_draws_anew_each_time(gpu: Gpu) -> None:
         run.launch(logits, stream=stream.ptr)
         graph = stream.end_capture()
         for _ in range(5):
-            graph.launch()
+            graph.replay()
             tokens, _ = definition.sample(x, expected)
             stream.synchronize()
             np.testing.assert_array_equal(gpu.host(run.result)[0], tokens)
@@ -274,7 +274,7 @@ def test_a_graph_of_the_launches_draws_anew_each_time(gpu: Gpu) -> None:
 def test_a_launch_without_a_step_leaves_it_alone(gpu: Gpu) -> None:
     run = Run(gpu, random_state(np.random.default_rng(7), 3, 50, penalties=False), 3, 50)
     run.launch(run.padded(np.zeros((3, 50), np.float32)), step=False)
-    assert gpu.host(run.tokens).tolist() == [77] * 3 and gpu.host(run.past).tolist() == [8] * 3
+    assert gpu.host(run.tokens).tolist() == [77] * 3 and gpu.host(run.context_lens).tolist() == [8] * 3
 
 
 # ---- how long it takes -------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def microseconds(gpu: Gpu, rows: int, vocab: int, logits: np.ndarray, repeats: i
         for _ in range(8):
             start, end = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
             start.record(stream)
-            graph.launch()
+            graph.replay()
             end.record(stream)
             end.synchronize()
             times.append(gpu.cupy.cuda.get_elapsed_time(start, end) * 1000 / repeats)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from bminf_lite.cuda.kernels.gemm.skinny_gemm import GROUP, FewRows, Output  # noqa: E402
-from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import FewRowsHopper  # noqa: E402
+from bminf_lite.cuda.kernels.gemm.skinny_gemm import GROUP, Epilogue, SkinnyGemm  # noqa: E402
+from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper  # noqa: E402
 
 RELU = 2
 SHAPES = [
@@ -25,9 +25,9 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(scope="module", params=[FewRows, FewRowsHopper])
+@pytest.fixture(scope="module", params=[SkinnyGemm, SkinnyGemmHopper])
 def kernel(request, device):
-    if request.param is FewRowsHopper and device.compute_capability != (9, 0):
+    if request.param is SkinnyGemmHopper and device.compute_capability != (9, 0):
         pytest.skip("this GPU lacks the instructions")
     made = request.param(device)
     if not made.supports(2):
@@ -38,10 +38,10 @@ def kernel(request, device):
 class Case:
     """Random operands, and what the definition makes of them."""
 
-    def __init__(self, rows: int, outputs: int, in_features: int, output: Output, bias: bool, seed: int = 0):
+    def __init__(self, rows: int, outputs: int, in_features: int, epilogue: Epilogue, bias: bool, seed: int = 0):
         random = np.random.default_rng(seed)
-        self.rows, self.outputs, self.output = rows, outputs, output
-        self.channels = outputs * (2 if output is Output.GATED else 1)
+        self.rows, self.outputs, self.epilogue = rows, outputs, epilogue
+        self.channels = outputs * (2 if epilogue is Epilogue.GATED else 1)
         self.pitch = -(-in_features // 16) * 16
         self.x, self.w = (np.zeros((n, self.pitch), np.int8) for n in (rows, -(-self.channels // GROUP) * GROUP))
         for matrix, n in ((self.x, rows), (self.w, self.channels)):
@@ -52,27 +52,29 @@ class Case:
 
     def expected(self) -> np.ndarray:
         acc = self.x.astype(np.float64) @ self.w[: self.channels].T.astype(np.float64)
-        if self.output is Output.SUMS:
+        if self.epilogue is Epilogue.INT32:
             return acc.astype(np.int32)
         y = self.x_scale[:, None] * (self.w_scale * acc.astype(np.float32))
         y = y if self.bias is None else y + self.bias
-        if self.output is Output.FLOAT:
+        if self.epilogue is Epilogue.FLOAT:
             return y
         y = y.astype(np.float16)
-        if self.output is Output.ADD:
+        if self.epilogue is Epilogue.ADD:
             return self.before + y
-        if self.output is Output.ACTIVATED:
+        if self.epilogue is Epilogue.ACTIVATED:
             return np.maximum(y, 0)
-        if self.output is Output.GATED:
+        if self.epilogue is Epilogue.GATED:
             gate, up = np.split(y.astype(np.float32), 2, axis=1)
             return (np.maximum(gate, 0) * up).astype(np.float16)
         return y
 
-    def run(self, kernel: FewRows) -> np.ndarray:
+    def run(self, kernel: SkinnyGemm) -> np.ndarray:
         """What the kernel writes; nothing beside its result may change."""
-        dtype = {Output.SUMS: np.int32, Output.FLOAT: np.float32, Output.ADD: np.float32}.get(self.output, np.float16)
+        dtype = {Epilogue.INT32: np.int32, Epilogue.FLOAT: np.float32, Epilogue.ADD: np.float32}.get(
+            self.epilogue, np.float16
+        )
         whole = np.full((self.rows + 1, self.outputs + 8), 85, dtype)
-        if self.output is Output.ADD:
+        if self.epilogue is Epilogue.ADD:
             whole[: self.rows, : self.outputs] = self.before
         out, x, w = cp.asarray(whole), cp.asarray(self.x), cp.asarray(self.w)
         scales = [cp.asarray(v) for v in (self.x_scale, self.w_scale)]
@@ -80,40 +82,42 @@ class Case:
         kernel.launch(
             x.data.ptr, scales[0].data.ptr, w.data.ptr, scales[1].data.ptr, 0 if bias is None else bias.data.ptr,
             out.data.ptr, self.outputs + 8, self.rows, self.channels, self.pitch, cp.cuda.get_current_stream().ptr,
-            self.output, RELU if self.output in (Output.GATED, Output.ACTIVATED) else 0,
+            self.epilogue, RELU if self.epilogue in (Epilogue.GATED, Epilogue.ACTIVATED) else 0,
         )  # fmt: skip
         found = cp.asnumpy(out)
         assert (found[self.rows] == 85).all() and (found[:, self.outputs :] == 85).all()
         return found[: self.rows, : self.outputs]
 
 
-@pytest.mark.parametrize("output", Output)
+@pytest.mark.parametrize("epilogue", Epilogue)
 @pytest.mark.parametrize(("rows", "outputs", "in_features"), SHAPES)
-def test_outputs_are_the_definition_s(kernel, rows, outputs, in_features, output):
-    case = Case(rows, outputs, in_features, output, bias=output is not Output.SUMS)
+def test_outputs_are_the_definition_s(kernel, rows, outputs, in_features, epilogue):
+    case = Case(rows, outputs, in_features, epilogue, bias=epilogue is not Epilogue.INT32)
     np.testing.assert_array_equal(case.run(kernel), case.expected())
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(2, 32), st.integers(1, 40), st.integers(1, 700), st.sampled_from(Output), st.booleans(), st.data())
-def test_any_shape(kernel, rows, groups, in_features, output, bias, data):
-    missing = 0 if output is Output.GATED else data.draw(st.integers(0, GROUP - 1))
-    case = Case(rows, groups * GROUP - missing, in_features, output, bias and output is not Output.SUMS, seed=groups)
+@given(st.integers(2, 32), st.integers(1, 40), st.integers(1, 700), st.sampled_from(Epilogue), st.booleans(), st.data())
+def test_any_shape(kernel, rows, groups, in_features, epilogue, bias, data):
+    missing = 0 if epilogue is Epilogue.GATED else data.draw(st.integers(0, GROUP - 1))
+    case = Case(
+        rows, groups * GROUP - missing, in_features, epilogue, bias and epilogue is not Epilogue.INT32, seed=groups
+    )
     np.testing.assert_array_equal(case.run(kernel), case.expected())
 
 
-@pytest.mark.parametrize("output", [Output.HALF, Output.GATED])
-def test_a_scale_that_is_no_number_stays_in_its_row(kernel, output):
-    case = Case(16, 256, 256, output, bias=False)
+@pytest.mark.parametrize("epilogue", [Epilogue.HALF, Epilogue.GATED])
+def test_a_scale_that_is_no_number_stays_in_its_row(kernel, epilogue):
+    case = Case(16, 256, 256, epilogue, bias=False)
     case.x_scale[7] = np.nan
     found = case.run(kernel)
     others = np.arange(16) != 7
     np.testing.assert_array_equal(found[others], case.expected()[others])
-    if output is Output.HALF:
+    if epilogue is Epilogue.HALF:
         assert np.isnan(found[7]).all()
 
 
 def test_the_largest_sums_are_exact(kernel):
-    case = Case(8, 64, 131056, Output.SUMS, bias=False)
+    case = Case(8, 64, 131056, Epilogue.INT32, bias=False)
     case.x[:], case.w[:] = -128, -128
     assert (case.run(kernel) == 131056 * 2**14).all()

@@ -14,7 +14,7 @@ from model_kit import WatchedBackend, make_model, prompt_of, request, run
 
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
-from bminf_lite.engine.scheduler import Generation, Request
+from bminf_lite.engine.scheduler import Request, Scheduler
 from bminf_lite.errors import BminfError, OutOfMemory
 from bminf_lite.layers.cache import KVCache
 
@@ -33,7 +33,7 @@ def small_blocks() -> Iterator[None]:
 
 
 def outcome(r: Request) -> tuple[list[int], str | None, list[float]]:
-    return r.tokens, r.finish_reason, r.logprobs
+    return r.output_token_ids, r.finish_reason, r.logprobs
 
 
 def greedy_by_hand(model: Model, prompt: list[int], count: int) -> list[int]:
@@ -69,9 +69,9 @@ def make_requests(drawn: list) -> list[Request]:
 
 @given(REQUESTS, st.integers(1, 7), st.integers(0, 3))
 @settings(max_examples=20)
-def test_together_or_alone_is_the_same(drawn, max_batch, lookahead):
+def test_together_or_alone_is_the_same(drawn, max_batch, max_steps_in_flight):
     """Ragged prompts, more of them than slots, regrouping, growth, penalties, draws: bit for bit."""
-    ops = WatchedBackend(lookahead)
+    ops = WatchedBackend(max_steps_in_flight)
     together = run(make_model(ops, quantized=True, max_batch=max_batch), make_requests(drawn))
     alone = [run(EXACT, [r])[0] for r in make_requests(drawn)]
     assert [outcome(r) for r in together] == [outcome(r) for r in alone]
@@ -80,12 +80,12 @@ def test_together_or_alone_is_the_same(drawn, max_batch, lookahead):
 
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=5), st.integers(1, 40), st.integers(0, 2))
 @settings(max_examples=15)
-def test_chunks_of_prompts_are_the_same_as_whole_prompts(lengths, chunk, lookahead):
+def test_chunks_of_prompts_are_the_same_as_whole_prompts(lengths, chunk, max_steps_in_flight):
     def tokens(model: Model) -> list[list[int]]:
         requests = [request(i, prompt_of(n, i), max_new_tokens=6) for i, n in enumerate(lengths)]
-        return [r.tokens for r in run(model, requests)]
+        return [r.output_token_ids for r in run(model, requests)]
 
-    assert tokens(make_model(WatchedBackend(lookahead), chunk=chunk, max_batch=3)) == tokens(FLOAT)
+    assert tokens(make_model(WatchedBackend(max_steps_in_flight), chunk=chunk, max_batch=3)) == tokens(FLOAT)
 
 
 def test_greedy_takes_the_largest_logit_each_time():
@@ -129,15 +129,15 @@ def test_the_end_token_ends_unless_it_is_ignored():
     eos = tokens[7]
     first = tokens.index(eos)
     (r,) = run(FLOAT, [request(0, prompt_of(5), frozenset([eos]), max_new_tokens=20)])
-    assert (r.tokens, r.finish_reason, r.ended_by_eos) == (tokens[: first + 1], "stop", True)
+    assert (r.output_token_ids, r.finish_reason, r.ended_by_eos) == (tokens[: first + 1], "stop", True)
     (r,) = run(FLOAT, [request(0, prompt_of(5), frozenset([eos]), max_new_tokens=20, ignore_eos=True)])
-    assert (r.tokens, r.finish_reason, r.ended_by_eos) == (tokens, "length", False)
+    assert (r.output_token_ids, r.finish_reason, r.ended_by_eos) == (tokens, "length", False)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize("max_steps_in_flight", [0, 1, 3])
 @pytest.mark.parametrize("new", [1, 2, 5])
-def test_no_step_is_wasted_on_a_request_that_is_alone(lookahead, new):
-    ops = WatchedBackend(lookahead)
+def test_no_step_is_wasted_on_a_request_that_is_alone(max_steps_in_flight, new):
+    ops = WatchedBackend(max_steps_in_flight)
     result = make_model(ops).generate(prompt_of(4), max_new_tokens=new)
     assert (len(result.token_ids), result.finish_reason, ops.samples) == (new, "length", new)
 
@@ -145,14 +145,14 @@ def test_no_step_is_wasted_on_a_request_that_is_alone(lookahead, new):
 def test_the_end_by_context():
     for length in (CONTEXT - 1, CONTEXT - 5):
         (r,) = run(FLOAT, [request(0, prompt_of(length), max_new_tokens=1000)])
-        assert (len(r.tokens), r.finish_reason) == (CONTEXT - length, "length")
+        assert (len(r.output_token_ids), r.finish_reason) == (CONTEXT - length, "length")
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
-def test_a_row_at_the_end_of_the_context_idles_without_overrunning_it(lookahead):
+@pytest.mark.parametrize("max_steps_in_flight", [0, 1, 2, 3])
+def test_a_row_at_the_end_of_the_context_idles_without_overrunning_it(max_steps_in_flight):
     """Seven rows go on long after the first has ended: the group is formed anew instead."""
     lengths = [CONTEXT - 2, *range(2, 9)]
-    ops = WatchedBackend(lookahead)
+    ops = WatchedBackend(max_steps_in_flight)
     together, alone = (
         [request(i, prompt_of(n, i), max_new_tokens=60) for i, n in enumerate(lengths)] for _ in range(2)
     )
@@ -163,9 +163,9 @@ def test_a_row_at_the_end_of_the_context_idles_without_overrunning_it(lookahead)
     assert ops.largest == CONTEXT
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_the_cache_does_not_grow_for_a_row_that_has_ended(lookahead):
-    ops = WatchedBackend(lookahead)
+@pytest.mark.parametrize("max_steps_in_flight", [0, 1])
+def test_the_cache_does_not_grow_for_a_row_that_has_ended(max_steps_in_flight):
+    ops = WatchedBackend(max_steps_in_flight)
     requests = [request(0, prompt_of(20), max_new_tokens=4)]
     requests += [request(i, prompt_of(2, i), max_new_tokens=20) for i in range(1, 8)]
     run(make_model(ops), requests)
@@ -178,16 +178,16 @@ def test_a_waiting_prompt_starts_when_a_slot_is_free(monkeypatch):
     requests = [request(i, prompt_of(5, i), max_new_tokens=n) for i, n in enumerate(lengths)]
     run(make_model(WatchedBackend(1), max_batch=8), requests)
     assert [r.slot for r in requests] == [*range(8), 2, 2]
-    assert all(r.last_token < requests[0].last_token for r in requests[8:])
+    assert all(r.last_token_time < requests[0].last_token_time for r in requests[8:])
 
 
 def test_ending_a_request_from_outside():
     requests = [request(i, prompt_of(6, i), max_new_tokens=30) for i in range(3)]
-    with closing(Generation(FLOAT.network, requests, FLOAT.limits)) as generation:
-        for r in generation:
-            if r.index == 1 and len(r.tokens) == 4:
+    with closing(Scheduler(FLOAT.network, requests, FLOAT.limits)) as scheduler:
+        for r in scheduler:
+            if r.index == 1 and len(r.output_token_ids) == 4:
                 r.finish_reason = "stop"
-    assert [len(r.tokens) for r in requests] == [30, 4, 30]
+    assert [len(r.output_token_ids) for r in requests] == [30, 4, 30]
 
 
 def test_every_token_is_reported_once_and_in_order():
@@ -208,15 +208,22 @@ class RecordingBackend(WatchedBackend):
     """Checks that repeated work reads and writes the arrays that it did when it was recorded."""
 
     def __init__(self) -> None:
-        super().__init__(lookahead=1)
+        super().__init__(max_steps_in_flight=1)
         self.recordings = 0
         self.touched: list[int] = []
 
-    def attention(self, qkv, spec, cache, step):
-        self.touched += [id(cache.keys), id(cache.values), id(step.tokens), id(step.past), cache.capacity, step.reach]
-        return super().attention(qkv, spec, cache, step)
+    def attention(self, qkv, spec, cache, batch):
+        self.touched += [
+            id(cache.keys),
+            id(cache.values),
+            id(batch.tokens),
+            id(batch.context_lens),
+            cache.capacity,
+            batch.max_context_len,
+        ]
+        return super().attention(qkv, spec, cache, batch)
 
-    def repeated(self, work):
+    def capture(self, work):
         self.recordings += 1
         first: list[list[int]] = []
 
@@ -250,7 +257,7 @@ class FullBackend(WatchedBackend):
     """Refuses to let a layer's cache grow past some tokens, after having enlarged another layer."""
 
     def __init__(self, most: int):
-        super().__init__(lookahead=1)
+        super().__init__(max_steps_in_flight=1)
         self.most = most
 
     def layer_cache(self, slots, kv_heads, capacity, head_dim, *, int8=False):
@@ -290,7 +297,7 @@ def test_numpy_s_memory_error_is_ours():
 
 @pytest.mark.parametrize("when", [1, 2, 7])
 def test_an_interrupt_at_any_time_gives_memory_back(when):
-    ops = WatchedBackend(lookahead=1)
+    ops = WatchedBackend(max_steps_in_flight=1)
     model = make_model(ops)
     expected = model.generate(prompt_of(5), max_new_tokens=12).token_ids
     ops.samples = 0
@@ -307,7 +314,7 @@ def test_an_interrupt_at_any_time_gives_memory_back(when):
 
 
 def test_closing_a_stream_early_gives_memory_back():
-    ops = WatchedBackend(lookahead=2)
+    ops = WatchedBackend(max_steps_in_flight=2)
     model = make_model(ops)
     unused = model.stream(prompt_of(5))
     assert not ops.arrays
@@ -324,8 +331,8 @@ def test_closing_a_stream_early_gives_memory_back():
 
 def test_logits_that_are_no_numbers_are_an_error_that_names_the_place():
     class Broken(WatchedBackend):
-        def sample(self, logits, sampler, step=None):
-            return super().sample(logits if self.samples < 3 else logits * np.nan, sampler, step)
+        def sample(self, logits, sampler, batch=None):
+            return super().sample(logits if self.samples < 3 else logits * np.nan, sampler, batch)
 
     ops = Broken()
     with pytest.raises(BminfError, match="prompt 0: no token can be chosen at position 8"):

@@ -22,8 +22,8 @@ from tiny_models import (
     RandomWeights,
     TinyEncoderDecoder,
     TinyModel,
+    case_without_golden,
     goldens,
-    untold,
 )
 
 import bminf_lite
@@ -35,9 +35,9 @@ from bminf_lite.checkpoint.recipe import Recipe, Scheme
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.evaluation.blockwise import Batch, scheme_of
 from bminf_lite.evaluation.compare import check_pair, compare
-from bminf_lite.evaluation.comparison import joined
-from bminf_lite.evaluation.corpus import Window, first_tokens, read_texts, windows_for
-from bminf_lite.evaluation.divergence import DivergenceSum, log_softmax
+from bminf_lite.evaluation.comparison import brace_join
+from bminf_lite.evaluation.corpus import Window, read_texts, truncate_windows, windows_for
+from bminf_lite.evaluation.divergence import DivergenceAccumulator, log_softmax
 from bminf_lite.models.spec import Role, Spec
 
 TEXT = ["The quick brown fox jumps over the lazy dog. " * 6, "Pack my box with five dozen liquor jugs."]
@@ -71,7 +71,7 @@ def test_a_model_equals_itself(source: Path):
 
 def test_predictions_are_those_of_the_whole_models(source: Path, int8: Path):
     """Layer by layer, in batches, gives what the models give at once."""
-    total = DivergenceSum()
+    total = DivergenceAccumulator()
     with bminf_lite.load(source, device="cpu") as float_model, bminf_lite.load(int8, device="cpu") as int8_model:
         for w in windows(source):
             rows = slice(-w.scored - 1, -1)
@@ -134,7 +134,7 @@ def test_an_outlier_is_seen_in_the_profile(tmp_path: Path):
 def test_batches_do_not_matter(source: Path, int8: Path, monkeypatch: pytest.MonkeyPatch):
     expected = compare(int8, source, windows(source), "cpu").divergence.to_dict()
     monkeypatch.setattr("bminf_lite.evaluation.compare.LOGIT_ROWS", 5)
-    monkeypatch.setattr("bminf_lite.evaluation.compare.batches", lambda w: [*map(one_window, w)])
+    monkeypatch.setattr("bminf_lite.evaluation.compare.batch_windows", lambda w: [*map(one_window, w)])
     assert compare(int8, source, windows(source), "cpu").divergence.to_dict() == pytest.approx(expected, rel=1e-4)
 
 
@@ -151,7 +151,7 @@ def test_every_decoder_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_p
     with open_checkpoint(tmp_path / "int8") as checkpoint:
         networks = [TinyModel(CpuBackend(), golden.config, w) for w in (weights, checkpoint.weights(spec))]
         logits = [network.run(golden.tokens)[:-1] for network in networks]
-    total = DivergenceSum()
+    total = DivergenceAccumulator()
     total.add(*logits, golden.tokens[1:])
     found = compare(tmp_path / "int8", source, [Window(golden.tokens, len(golden.tokens) - 1)], "cpu")
     np.testing.assert_allclose(found.divergence.divergences, total.result().divergences, rtol=1e-3, atol=1e-7)
@@ -171,15 +171,15 @@ def test_schemes_are_named():
 @pytest.mark.parametrize("family", [*ENCODER_DECODERS, "cpm2", "eva"])
 def test_every_encoder_decoder_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_path: Path):
     """The encoder reads the first half of a window, and the decoder continues with the second."""
-    golden = next(goldens(family)) if family in ENCODER_DECODERS else untold(family)
-    start = models.find(golden.config).parse(golden.config).decoder_start
+    golden = next(goldens(family)) if family in ENCODER_DECODERS else case_without_golden(family)
+    start = models.find(golden.config).parse(golden.config).decoder_start_token_ids
     weights, spec = RandomWeights(golden.config, golden.seed), golden.spec
     source = golden.save(tmp_path / "source", weights.tensors)
     bminf_lite.migrate(source, tmp_path / "int8")
     random = np.random.default_rng(0)
     texts = [random.integers(0, golden.config["vocab_size"], n).astype(np.int32) for n in (13, 8, 2)]
-    given = [Window(text, len(text) - 1).divided(start) for text in texts]
-    total = DivergenceSum()
+    given = [Window(text, len(text) - 1).for_encoder_decoder(start) for text in texts]
+    total = DivergenceAccumulator()
     with open_checkpoint(tmp_path / "int8") as checkpoint:
         for window in given:
             assert window.source is not None
@@ -243,7 +243,7 @@ def test_the_bundled_model_s_weak_spot_is_found(tmp_path: Path):
     demo = Path(str(resources.files("bminf_lite.demo_model")))
     bminf_lite.migrate(demo, tmp_path / "int8")
     text = read_texts(demo / "heldout.txt")
-    found = compare(tmp_path / "int8", demo, first_tokens(windows_for(demo, text, 128, 64), 500), "cpu")
+    found = compare(tmp_path / "int8", demo, truncate_windows(windows_for(demo, text, 128, 64), 500), "cpu")
     worst = sorted(found.linears, key=lambda linear: linear.own.snr_db)[:4]
     assert {linear.name.rpartition(".")[2] for linear in worst} == {"down_proj"}
     assert min(linear.input.largest for linear in worst) > 20
@@ -303,7 +303,7 @@ def test_divergence_by_its_definition():
     rng = np.random.default_rng(0)
     p, q = rng.standard_normal((2, 40, 9)).astype(np.float32) * 3
     targets = rng.integers(0, 9, 40)
-    total = DivergenceSum()
+    total = DivergenceAccumulator()
     for part in (slice(0, 13), slice(13, 40)):
         total.add(p[part], q[part], targets[part])
     found = total.result()
@@ -323,7 +323,7 @@ def test_logits_far_from_zero():
 
 
 def test_what_is_not_a_number_stays_visible():
-    total = DivergenceSum()
+    total = DivergenceAccumulator()
     logits = np.zeros((4, 5), np.float32)
     broken = logits.copy()
     broken[1] = np.nan
@@ -343,4 +343,4 @@ def test_what_is_not_a_number_stays_visible():
     ],
 )
 def test_names_of_stacked_matrices(names: list[str], expected: str):
-    assert joined(names) == expected
+    assert brace_join(names) == expected

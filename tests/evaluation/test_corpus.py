@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.errors import UsageError
-from bminf_lite.evaluation.corpus import check_window, cut, encode_texts, first_tokens, read_texts, windows_for
+from bminf_lite.evaluation.corpus import (
+    check_window,
+    encode_texts,
+    read_texts,
+    sliding_windows,
+    truncate_windows,
+    windows_for,
+)
 from bminf_lite.text.tokenizer import Tokenizer
 
 documents = st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda lengths: max(lengths) >= 2)
@@ -22,7 +29,7 @@ documents = st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda l
 def test_each_token_is_scored_once_with_enough_before_it(lengths, window, data):
     stride = data.draw(st.integers(1, window - 1))
     texts = [np.arange(n) + 1000 * i for i, n in enumerate(lengths)]
-    windows = cut(texts, window, stride)
+    windows = sliding_windows(texts, window, stride)
     scored = np.concatenate([w.tokens[-w.scored :] for w in windows])
     np.testing.assert_array_equal(scored, np.concatenate([t[1:] for t in texts]))
     for w in windows:
@@ -34,7 +41,7 @@ def test_each_token_is_scored_once_with_enough_before_it(lengths, window, data):
 @given(documents, st.integers(2, 12))
 def test_separate_windows_score_all_but_their_first(lengths, window):
     texts = [np.arange(n) + 1000 * i for i, n in enumerate(lengths)]
-    windows = cut(texts, window)
+    windows = sliding_windows(texts, window)
     assert all(w.scored == len(w.tokens) - 1 for w in windows)
     pieces = [t[i : i + window] for t in texts for i in range(0, len(t), window)]
     expected = np.concatenate([p for p in pieces if len(p) > 1])
@@ -43,9 +50,9 @@ def test_separate_windows_score_all_but_their_first(lengths, window):
 
 @given(documents, st.integers(2, 12), st.integers(1, 100))
 def test_the_first_tokens(lengths, window, count):
-    windows = cut([np.arange(n) + 1000 * i for i, n in enumerate(lengths)], window, max(window // 2, 1))
+    windows = sliding_windows([np.arange(n) + 1000 * i for i, n in enumerate(lengths)], window, max(window // 2, 1))
     scored = np.concatenate([w.tokens[-w.scored :] for w in windows])
-    taken = first_tokens(windows, count)
+    taken = truncate_windows(windows, count)
     np.testing.assert_array_equal(np.concatenate([w.tokens[-w.scored :] for w in taken]), scored[:count])
     assert all(1 <= w.scored < len(w.tokens) for w in taken)
 
@@ -122,7 +129,7 @@ def test_a_model_s_windows(tmp_path: Path):
 def test_an_encoder_decoder_s_windows_score_each_token_once(stride: int):
     """After the first half window each token is predicted from a source of half a window or more before it."""
     text = np.arange(100, 141, dtype=np.int32)
-    windows = [window.divided((7, 9)) for window in cut([text], 8, stride)]
+    windows = [window.for_encoder_decoder((7, 9)) for window in sliding_windows([text], 8, stride)]
     scored = [window.tokens[-window.scored :].tolist() for window in windows]
     for window, tokens in zip(windows, scored, strict=True):
         assert window.source is not None and len(window.source) >= len(tokens)
@@ -137,7 +144,7 @@ def test_an_encoder_decoder_s_windows_score_each_token_once(stride: int):
 @pytest.mark.parametrize("lengths", [[], [0], [1, 1]])
 def test_too_short(lengths):
     with pytest.raises(UsageError, match="too short"):
-        cut([np.arange(n) for n in lengths], 8)
+        sliding_windows([np.arange(n) for n in lengths], 8)
 
 
 @pytest.mark.parametrize(

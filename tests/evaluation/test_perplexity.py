@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from model_kit import make_model, prompt_of
 
 from bminf_lite.errors import UsageError
-from bminf_lite.evaluation.corpus import cut
-from bminf_lite.evaluation.perplexity import Perplexity, losses_of, mean_and_error, perplexity, window_losses
+from bminf_lite.evaluation.corpus import sliding_windows
+from bminf_lite.evaluation.perplexity import Perplexity, cross_entropy, mean_and_error, perplexity, window_losses
 
 MODEL = make_model()
 
@@ -34,9 +34,9 @@ def test_the_definition(tokens, window):
 def test_a_stride_scores_every_token_after_the_first_with_its_own_context(tokens, window, data):
     stride = data.draw(st.integers(1, window - 1))
     ids = prompt_of(tokens)
-    losses = np.concatenate(list(window_losses(MODEL, cut([ids], window, stride))))
+    losses = np.concatenate(list(window_losses(MODEL, sliding_windows([ids], window, stride))))
     assert len(losses) == tokens - 1
-    whole = losses_of(MODEL.logits(ids)[:-1], np.array(ids[1:]))
+    whole = cross_entropy(MODEL.logits(ids)[:-1], np.array(ids[1:]))
     np.testing.assert_allclose(losses[: window - 1], whole[: window - 1], rtol=1e-4, atol=1e-5)
 
 
@@ -61,18 +61,18 @@ def test_few_values_have_an_error(n):
 
 def test_a_single_value_has_no_error():
     assert np.isnan(mean_and_error(np.ones(1))[1])
-    assert str(Perplexity.of(np.zeros(1))) == "1.0000 over 1 tokens"
+    assert str(Perplexity.from_losses(np.zeros(1))) == "1.0000 over 1 tokens"
 
 
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
-    losses = losses_of(np.full((4, 50), 3e4, np.float32), np.array([0, 7, 49, 3]))
+    losses = cross_entropy(np.full((4, 50), 3e4, np.float32), np.array([0, 7, 49, 3]))
     np.testing.assert_allclose(np.exp(losses), 50, rtol=1e-6)
 
 
 def test_certainty_and_its_opposite():
     logits = np.zeros((2, 8), np.float32)
     logits[:, 3] = 2e4
-    np.testing.assert_array_equal(losses_of(logits, np.array([3, 4])), [0, 2e4])
+    np.testing.assert_array_equal(cross_entropy(logits, np.array([3, 4])), [0, 2e4])
 
 
 @pytest.mark.parametrize(("tokens", "window"), [(1, 8), (0, 8), (9, 1), (9, 97), (9, -2)])

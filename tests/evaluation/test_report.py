@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from bminf_lite.errors import BminfError
 from bminf_lite.evaluation.comparison import BlockReport, Comparison, LinearReport
-from bminf_lite.evaluation.divergence import Divergence, DivergenceSum
-from bminf_lite.evaluation.fidelity import Fidelity, InputProfile
+from bminf_lite.evaluation.divergence import Divergence, DivergenceAccumulator
+from bminf_lite.evaluation.fidelity import ActivationStats, Fidelity
 from bminf_lite.evaluation.plots import log_axis, number
 from bminf_lite.evaluation.report import render, rows, write_report
 
@@ -26,13 +26,13 @@ EXACT = Fidelity(math.inf, 1.0)
 def divergence(noise: float = 0.01, tokens: int = 300) -> Divergence:
     rng = np.random.default_rng(0)
     logits, change = rng.standard_normal((2, tokens, 11)).astype(np.float32)
-    total = DivergenceSum()
+    total = DivergenceAccumulator()
     total.add(logits, logits + np.float32(noise) * change, np.zeros(tokens, int))
     return total.result()
 
 
 def linear(name: str, snr_db: float = 40.0, largest: float = 9.0) -> LinearReport:
-    profile = InputProfile(largest, ((3, largest), (1, largest / 2)), 2.0)
+    profile = ActivationStats(largest, ((3, largest), (1, largest / 2)), 2.0)
     return LinearReport((f"{name}.weight",), "w8a8", Fidelity(snr_db, 0.999), Fidelity(30.0, 0.99), profile, profile)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from model_kit import make_model, prompt_of, request, run
-from random_values import make_step
+from random_values import make_batch
 
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend, cached
@@ -29,7 +29,7 @@ def test_it_holds_codes_and_scales_of_each_token_s_heads(ops: Backend) -> None:
     spec = AttentionSpec(2, 2, 8, 0.3)
     cache = ops.layer_cache(1, 2, 16, 8, int8=True)
     qkv = np.random.default_rng(0).standard_normal((5, spec.qkv_features)).astype(ops.activation_dtype)
-    ops.attention(qkv, spec, cache, make_step(ops, [5], [0], [0]))
+    ops.attention(qkv, spec, cache, make_batch(ops, [5], [0], [0]))
     heads = qkv.reshape(5, 3, 2, 8)
     found = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
     for (codes, scales), x in zip(found, (heads[:, 1], heads[:, 2]), strict=True):
@@ -81,7 +81,7 @@ def test_decoding_equals_prefilling_at_once() -> None:
     """A token's codes depend on nothing but the token's own keys and values."""
     model = int8_model()
     whole = model.logits(prompt_of(40))
-    chunked = Model(model.network, replace(model.limits, chunk=7)).logits(prompt_of(40))
+    chunked = Model(model.network, replace(model.limits, max_num_batched_tokens=7)).logits(prompt_of(40))
     np.testing.assert_allclose(chunked, whole, rtol=1e-5, atol=1e-5)
 
 
@@ -89,7 +89,7 @@ def test_a_batch_gives_each_row_what_it_gets_alone() -> None:
     model = int8_model()
     alone = [run(model, [request(i, prompt_of(4 + 9 * i), max_new_tokens=5)])[0] for i in range(3)]
     together = run(model, [request(i, prompt_of(4 + 9 * i), max_new_tokens=5) for i in range(3)])
-    assert [r.tokens for r in together] == [r.tokens for r in alone]
+    assert [r.output_token_ids for r in together] == [r.output_token_ids for r in alone]
 
 
 def test_logits_change_a_little() -> None:

@@ -10,7 +10,7 @@ from bminf_lite.backend.quantization import quantize_weight
 from bminf_lite.backend.values import Norm
 from bminf_lite.errors import CheckpointError
 from bminf_lite.layers.embedding import Embedding
-from bminf_lite.layers.linear import Head, Linear
+from bminf_lite.layers.linear import Linear, LMHead
 from bminf_lite.layers.mlp import GatedMLP
 from bminf_lite.layers.norm import RMSNorm
 
@@ -58,7 +58,7 @@ def test_add_to_adds_to_the_residual(tensors, x):
 
 
 def test_the_head_is_fp32_on_every_backend(tensors, x):
-    assert Head(Backend(np.float16), tensors, ["a"])(x.astype(np.float16)).dtype == np.float32
+    assert LMHead(Backend(np.float16), tensors, ["a"])(x.astype(np.float16)).dtype == np.float32
     assert Linear(Backend(np.float16), tensors, ["a"])(x.astype(np.float16)).dtype == np.float16
 
 

@@ -1,4 +1,4 @@
-"""The recorder shows each product's input under its tensors' names, and changes nothing."""
+"""The hooks show each product's input under its tensors' names, and change nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tiny_models import RandomWeights
 
 from bminf_lite import models
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import Step
+from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.layers.cache import KVCache
-from bminf_lite.layers.recording import Product, Recorder
+from bminf_lite.layers.recording import LinearCall, LinearHooks
 
 CONFIG = {
     "model_type": "llama",
@@ -29,19 +29,19 @@ def logits(ops: Backend, weights: RandomWeights) -> np.ndarray:
     architecture = models.find(CONFIG)
     config = architecture.parse(CONFIG)
     network = architecture.Model(config, weights, ops)
-    step = Step.packed(ops.array, [TOKENS])
-    return ops.host(network(step, KVCache(ops, config.cache_shape, 1, 8, 64), all_logits=True))
+    batch = ForwardBatch.packed(ops.array, [TOKENS])
+    return ops.host(network(batch, KVCache(ops, config.cache_shape, 1, 8, 64), all_logits=True))
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_it_sees_each_product_once_and_changes_nothing(quantized):
     ops, weights = Backend(), RandomWeights(CONFIG, 5, quantized)
-    seen: list[Product] = []
-    recorder = Recorder(ops, weights, seen.append)
-    watched = logits(recorder.ops, recorder.weights)
+    seen: list[LinearCall] = []
+    hooks = LinearHooks(ops, weights, seen.append)
+    watched = logits(hooks.ops, hooks.weights)
     np.testing.assert_array_equal(watched, logits(ops, weights))
     block = [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)]
-    names = [tuple(t.split(".")[-2] for t in product.tensors) for product in seen]
+    names = [tuple(t.split(".")[-2] for t in call.tensors) for call in seen]
     assert names == [*block, *block, ("lm_head",)]
     assert [p.operation for p in seen[:4]] == ["linear", "linear_add", "gated_linear", "linear_add"]
     assert all(t.startswith("model.layers.1.") for p in seen[4:8] for t in p.tensors)
@@ -51,6 +51,6 @@ def test_it_sees_each_product_once_and_changes_nothing(quantized):
 
 def test_it_is_what_the_backend_is_in_everything_else():
     ops = Backend(np.float16)
-    recorder = Recorder(ops, RandomWeights(CONFIG, 5), lambda product: None)
-    assert recorder.ops.name == ops.name and recorder.ops.activation_dtype == ops.activation_dtype
-    np.testing.assert_array_equal(recorder.ops.array(TOKENS), TOKENS)
+    hooks = LinearHooks(ops, RandomWeights(CONFIG, 5), lambda product: None)
+    assert hooks.ops.name == ops.name and hooks.ops.activation_dtype == ops.activation_dtype
+    np.testing.assert_array_equal(hooks.ops.array(TOKENS), TOKENS)

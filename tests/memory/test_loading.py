@@ -20,7 +20,7 @@ from bminf_lite import placement as planning
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.checkpoint.tensor_file import TensorFile
 from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
-from bminf_lite.memory.planner import Machine, make_plan
+from bminf_lite.memory.planner import Machine, plan_memory
 
 CONTEXT = 256
 
@@ -47,10 +47,10 @@ def device_of(memory: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
 
 def memory_that_streams(folder: Path) -> int:
     """Bytes with which more than half of the layers, but not all, are streamed."""
-    demand = planning.demand_of(folder)
-    for memory in range(demand.weights, 1 << 22, 1024):
+    requirements = planning.requirements_of(folder)
+    for memory in range(requirements.weights, 1 << 22, 1024):
         try:
-            plan = make_plan(demand, Machine(memory), CONTEXT)
+            plan = plan_memory(requirements, Machine(memory), CONTEXT)
         except OutOfMemory:
             continue
         if 4 < len(plan.streamed) < 9:
@@ -114,7 +114,7 @@ def test_the_cache_takes_the_room_that_was_planned_for_it(folder: Path, monkeypa
 def test_prompts_go_in_the_plan_s_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device_of(memory_that_streams(folder), monkeypatch)
     with bminf_lite.load(folder, context=CONTEXT) as model:
-        assert model.limits.chunk < 2048
+        assert model.limits.max_num_batched_tokens < 2048
 
 
 @pytest.mark.parametrize("how", ["cut short", "written to", "replaced"])
@@ -157,8 +157,8 @@ def test_no_file_is_mapped_into_memory(folder: Path, tmp_path: Path, monkeypatch
 
 
 def test_the_plan_is_made_without_reading_weights(folder: Path) -> None:
-    """A shape file of the same model gives the same demand."""
+    """A shape file of the same model gives the same requirements."""
     config = json.loads((folder / "config.json").read_text())
     shape = folder.parent / "shape.json"
     shape.write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
-    assert planning.demand_of(shape) == planning.demand_of(folder)
+    assert planning.requirements_of(shape) == planning.requirements_of(folder)

@@ -22,14 +22,14 @@ from bminf_lite.backend.cuda import streamed_weights as streaming
 from bminf_lite.backend.cuda import weight_loader as loading
 from bminf_lite.backend.cuda.backend import HEAD_PAD
 from bminf_lite.backend.cuda.weight_loader import Loader
-from bminf_lite.backend.meta import Survey
+from bminf_lite.backend.meta import MetaBackend
 from bminf_lite.backend.values import Placement
 from bminf_lite.checkpoint.recipe import Scheme
 from bminf_lite.cuda.kernels.gemm.layouts import round_up
-from bminf_lite.cuda.kernels.gemm.plans import PlanKind, Shapes
+from bminf_lite.cuda.kernels.gemm.plans import GemmKind, GemmLayouts
 from bminf_lite.errors import OutOfMemory
 from bminf_lite.memory.arena import ALIGNMENT, Arena
-from bminf_lite.memory.planner import Machine, make_plan
+from bminf_lite.memory.planner import Machine, plan_memory
 from bminf_lite.memory.streaming import StreamedBlocks
 
 CASES = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden in goldens(family)]
@@ -88,9 +88,9 @@ class FakeCuda(Backend):
         self.placement = placement
         self.arena = Arena(HostPages(limit), limit)
         self.arrays = FakeArrays(self.arena)
-        products = SimpleNamespace(plan=lambda n, k: SimpleNamespace(shapes=Shapes(PlanKind.PLAIN, n, k)))
+        int8_gemm = SimpleNamespace(plan=lambda n, k: SimpleNamespace(layouts=GemmLayouts(GemmKind.ROW_MAJOR, n, k)))
         launches = SimpleNamespace(to_half=lambda matrix, out: None)
-        self.loader = Loader(self.arena, self.arrays, launches, products)  # type: ignore[arg-type]
+        self.loader = Loader(self.arena, self.arrays, launches, int8_gemm)  # type: ignore[arg-type]
 
     def array(self, values: np.ndarray) -> Any:
         return self.arrays.upload(np.asarray(values))
@@ -117,10 +117,10 @@ def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "LIBRARY_BYTES", 0)
 
 
-def survey_of(golden: Golden, weights: RandomWeights) -> Survey:
-    architecture, survey = models.find(golden.config), Survey()
-    architecture.Model(architecture.parse(golden.config), weights, survey)
-    return survey
+def meta_of(golden: Golden, weights: RandomWeights) -> MetaBackend:
+    architecture, meta = models.find(golden.config), MetaBackend()
+    architecture.Model(architecture.parse(golden.config), weights, meta)
+    return meta
 
 
 def build(golden: Golden, weights: RandomWeights, placement: Placement) -> tuple[FakeCuda, Any]:
@@ -133,9 +133,9 @@ def build(golden: Golden, weights: RandomWeights, placement: Placement) -> tuple
 def test_it_counts_what_loading_allocates(golden: Golden, kind: str) -> None:
     """Never less; a little more where sizes are no multiples of 32."""
     weights = RandomWeights(golden.config, golden.seed, kind != "float", kind == "w8a8")
-    survey = survey_of(golden, weights)
+    meta = meta_of(golden, weights)
     backend, _ = build(golden, weights, Placement())
-    counted = survey.outside + sum(map(sum, survey.stacks))
+    counted = meta.non_layer_bytes + sum(map(sum, meta.layer_bytes))
     assert backend.arena.used <= counted <= 1.5 * backend.arena.used
 
 
@@ -143,20 +143,20 @@ def test_it_counts_what_loading_allocates(golden: Golden, kind: str) -> None:
 def test_it_counts_to_the_byte_what_needs_no_padding(kind: str) -> None:
     config = CONFIG | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
     weights = RandomWeights(config, 1, kind != "float", kind == "w8a8")
-    architecture, survey, backend = models.find(config), Survey(), FakeCuda(Placement())
-    built = [architecture.Model(architecture.parse(config), weights, ops) for ops in (survey, backend)]
-    assert len(built) == 2 and backend.arena.used == survey.outside + sum(survey.stacks[0])
+    architecture, meta, backend = models.find(config), MetaBackend(), FakeCuda(Placement())
+    built = [architecture.Model(architecture.parse(config), weights, ops) for ops in (meta, backend)]
+    assert len(built) == 2 and backend.arena.used == meta.non_layer_bytes + sum(meta.layer_bytes[0])
 
 
 @pytest.mark.parametrize("golden", CASES[::4], ids=str)
 def test_every_layer_fits_a_slot_of_the_size_that_it_says(golden: Golden) -> None:
     weights = RandomWeights(golden.config, golden.seed, True)
-    survey = survey_of(golden, weights)
-    largest = max(map(max, survey.stacks))
-    count = sum(map(len, survey.stacks))
+    meta = meta_of(golden, weights)
+    largest = max(map(max, meta.layer_bytes))
+    count = sum(map(len, meta.layer_bytes))
     backend, model = build(golden, weights, Placement(tuple(range(count)), 2, largest))
-    assert backend.arena.used <= survey.outside + 2 * largest * len(survey.stacks)
-    for link, stack in zip(backend.loader._links, survey.stacks, strict=True):
+    assert backend.arena.used <= meta.non_layer_bytes + 2 * largest * len(meta.layer_bytes)
+    for link, stack in zip(backend.loader._links, meta.layer_bytes, strict=True):
         assert all(image.nbytes <= size for image, size in zip(link.images, stack, strict=True))
     assert any(isinstance(value, StreamedBlocks) for value in vars(model).values())
     backend.loader.close()
@@ -170,18 +170,18 @@ def test_a_plan_holds_what_it_promises() -> None:
     """Loading under the limit and then taking the cache and scratch that were planned never runs out of memory."""
     config = CONFIG | {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
     architecture, weights = models.find(config), RandomWeights(config, 1, True)
-    demand = planning.demand(architecture, config, lambda name: Scheme.W8A8)
+    requirements = planning.requirements(architecture, config, lambda name: Scheme.W8A8)
     streamed = set()
     for limit in range(512, 700 << 10, 7 << 10):
         try:
-            plan = make_plan(demand, Machine(limit // ALIGNMENT * ALIGNMENT), 64)
+            plan = plan_memory(requirements, Machine(limit // ALIGNMENT * ALIGNMENT), 64)
         except OutOfMemory:
             assert not streamed
             continue
         backend = FakeCuda(plan.placement, limit)
         model = architecture.Model(architecture.parse(config), weights, backend)
-        layer = plan.cache_bytes // (len(demand.layers) + 1) // 2 // ALIGNMENT * ALIGNMENT
-        kept = [backend.arena.allocate(layer) for _ in range(2 * len(demand.layers))]
+        layer = plan.cache_bytes // (len(requirements.layers) + 1) // 2 // ALIGNMENT * ALIGNMENT
+        kept = [backend.arena.allocate(layer) for _ in range(2 * len(requirements.layers))]
         kept.append(backend.arena.allocate(plan.scratch_bytes // ALIGNMENT * ALIGNMENT))
         assert backend.arena.peak_reserved <= limit
         assert model is not None

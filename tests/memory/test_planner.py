@@ -1,4 +1,4 @@
-"""Plans: the limit holds, what stays is spread evenly, and what is said about them is true."""
+"""Plans: the limit holds, what stays is evenly_spaced evenly, and what is said about them is true."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.layers.cache import KVCache
 from bminf_lite.memory.planner import (
     CACHE_BLOCK,
-    Demand,
     Machine,
-    Plan,
+    MemoryPlan,
+    MemoryRequirements,
+    evenly_spaced,
     largest_context,
-    make_plan,
-    spread,
+    plan_memory,
     step_time,
     suggestions,
 )
-from bminf_lite.placement import demand_of
+from bminf_lite.placement import requirements_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MIB = 1 << 20
-EIGHT_B = Demand((208 * MIB,) * 32, 1600 * MIB, 1000 * MIB, 500 * MIB, 128 << 10, 180_000, 2_000_000, 8192)
+EIGHT_B = MemoryRequirements((208 * MIB,) * 32, 1600 * MIB, 1000 * MIB, 500 * MIB, 128 << 10, 180_000, 2_000_000, 8192)
 """About the shape of an 8B model in int8."""
 
 layer_counts = st.integers(1, 100)
-demands = st.builds(
-    Demand,
+requirement_sets = st.builds(
+    MemoryRequirements,
     layers=st.lists(st.integers(1, 1000).map(lambda n: n * MIB), min_size=1, max_size=40).map(tuple),
     fixed=st.integers(1000 * MIB, 2000 * MIB),
     tables=st.integers(0, 500 * MIB),
@@ -49,7 +49,7 @@ machines = st.builds(Machine, memory=st.integers(1, 1 << 36), link=st.just(50e9)
 @given(st.data(), layer_counts)
 def test_streamed_layers_are_spread_evenly(data: st.DataObject, layers: int) -> None:
     count = data.draw(st.integers(0, layers))
-    streamed = spread(layers, count)
+    streamed = evenly_spaced(layers, count)
     assert len(streamed) == count
     assert list(streamed) == sorted(set(streamed) & set(range(layers)))
     first = data.draw(st.integers(0, layers))
@@ -58,132 +58,134 @@ def test_streamed_layers_are_spread_evenly(data: st.DataObject, layers: int) -> 
     assert abs(sum(first <= i < last for i in streamed) - share) < 1
 
 
-@given(demands, machines, st.none() | st.integers(1, 1000), st.integers(1, 16))
-def test_a_plan_never_exceeds_the_memory(demand: Demand, machine: Machine, context: int | None, batch: int) -> None:
-    context = context and min(context, demand.context_length)
+@given(requirement_sets, machines, st.none() | st.integers(1, 1000), st.integers(1, 16))
+def test_a_plan_never_exceeds_the_memory(
+    requirements: MemoryRequirements, machine: Machine, context: int | None, batch: int
+) -> None:
+    context = context and min(context, requirements.context_length)
     try:
-        plan = make_plan(demand, machine, context, batch)
+        plan = plan_memory(requirements, machine, context, batch)
     except OutOfMemory as error:
         (enough,) = re.findall(r"raise the memory limit to (\d+)MiB", str(error))
         assert int(enough) * MIB > machine.memory
         wider = replace(machine, memory=int(enough) * MIB)
         tokens = int(re.findall(r"room for ([\d,]+) tokens", str(error))[0].replace(",", ""))
-        assert make_plan(demand, wider, tokens, batch).fits
+        assert plan_memory(requirements, wider, tokens, batch).fits
         for smaller in re.findall(r"lower the context to ([\d,]+)", str(error)):
-            assert make_plan(demand, machine, int(smaller.replace(",", "")), batch).fits
+            assert plan_memory(requirements, machine, int(smaller.replace(",", "")), batch).fits
         return
     assert plan.total_bytes <= machine.memory
     assert context in (None, plan.context)
     assert plan.batch == batch
-    assert plan.resident_bytes + plan.host_bytes == demand.weights
-    assert all(demand.layers[i] <= plan.slot_size for i in plan.streamed)
-    assert all(demand.prompt_layers[i] <= plan.slot_size for i in plan.streamed_prompt)
+    assert plan.resident_bytes + plan.host_bytes == requirements.weights
+    assert all(requirements.layers[i] <= plan.slot_size for i in plan.streamed)
+    assert all(requirements.prompt_layers[i] <= plan.slot_size for i in plan.streamed_prompt)
     if plan.streamed:  # which is felt at each token, and streaming the encoder is not
-        assert len(plan.streamed_prompt) in (0, len(demand.prompt_layers))
+        assert len(plan.streamed_prompt) in (0, len(requirements.prompt_layers))
     numbers = plan.placement.streamed
     assert list(numbers) == sorted(set(numbers))
-    every_layer = demand.prompt_layers + demand.layers
+    every_layer = requirements.prompt_layers + requirements.layers
     assert sum(every_layer[i] for i in numbers) == plan.streamed_bytes + plan.prompt_bytes
     suggestions(plan)
 
 
-@given(demands, machines)
-def test_no_plan_with_more_layers_resident_fits(demand: Demand, machine: Machine) -> None:
+@given(requirement_sets, machines)
+def test_no_plan_with_more_layers_resident_fits(requirements: MemoryRequirements, machine: Machine) -> None:
     """Of those with the same chunk."""
     try:
-        plan = make_plan(demand, machine, min(512, demand.context_length))
+        plan = plan_memory(requirements, machine, min(512, requirements.context_length))
     except OutOfMemory:
         return
     fewer = (
         range(plan.slots + 1, len(plan.streamed))
-        if plan.chunk * demand.scratch_per_token * 16 > (machine.memory)
+        if plan.chunk * requirements.scratch_per_token * 16 > (machine.memory)
         else range(0)
     )
     for count in fewer:
-        other = replace(plan, streamed=spread(len(demand.layers), count))
+        other = replace(plan, streamed=evenly_spaced(len(requirements.layers), count))
         assert not other.fits
 
 
 def test_everything_stays_where_it_fits() -> None:
-    plan = make_plan(EIGHT_B, Machine(24 << 30, 50e9, 4e12))
+    plan = plan_memory(EIGHT_B, Machine(24 << 30, 50e9, 4e12))
     assert (plan.streamed, plan.host_tables, plan.host_bytes, plan.context) == ((), False, 0, 8192)
     assert not suggestions(plan)
 
 
 def test_nothing_is_streamed_for_the_sake_of_a_long_context() -> None:
-    demand = replace(EIGHT_B, context_length=1 << 17)
-    plan = make_plan(demand, Machine(10 << 30))
+    requirements = replace(EIGHT_B, context_length=1 << 17)
+    plan = plan_memory(requirements, Machine(10 << 30))
     assert not plan.streamed and 4096 <= plan.context < 1 << 17
-    shorter = make_plan(demand, Machine(8 << 30))
+    shorter = plan_memory(requirements, Machine(8 << 30))
     assert shorter.streamed and shorter.cache_bytes <= (8 << 30) // 4 * 1.05
 
 
 def test_a_table_leaves_before_a_layer_does() -> None:
-    whole = make_plan(EIGHT_B, Machine(24 << 30), 1024)
-    plan = make_plan(EIGHT_B, Machine(whole.total_bytes - 100 * MIB), 1024, 1)
+    whole = plan_memory(EIGHT_B, Machine(24 << 30), 1024)
+    plan = plan_memory(EIGHT_B, Machine(whole.total_bytes - 100 * MIB), 1024, 1)
     assert plan.host_tables and not plan.streamed
 
 
 def test_an_encoder_is_streamed_before_a_layer_that_decodes() -> None:
-    demand = replace(EIGHT_B, prompt_layers=(200 * MIB,) * 24)
-    plans = [make_plan(demand, Machine(m * MIB), 1024) for m in (14_000, 11_000, 5_000)]
+    requirements = replace(EIGHT_B, prompt_layers=(200 * MIB,) * 24)
+    plans = [plan_memory(requirements, Machine(m * MIB), 1024) for m in (14_000, 11_000, 5_000)]
     assert [bool(p.streamed_prompt) for p in plans] == [False, True, True]
     assert [bool(p.streamed) for p in plans] == [False, False, True]
     assert plans[2].slot_bytes == 2 * plans[2].slots * 208 * MIB
 
 
 def test_less_memory_never_streams_less() -> None:
-    streamed = [make_plan(EIGHT_B, Machine(m * MIB), 1024).streamed_bytes for m in range(2000, 10_000, 100)]
+    streamed = [plan_memory(EIGHT_B, Machine(m * MIB), 1024).streamed_bytes for m in range(2000, 10_000, 100)]
     assert streamed == sorted(streamed, reverse=True)
     assert streamed[0] > 0 == streamed[-1]
 
 
 def test_what_is_too_small_says_what_would_fit() -> None:
     with pytest.raises(OutOfMemory, match=r"of 2 sequences.*lower the context to [\d,]+, or the batch to 1 with"):
-        make_plan(EIGHT_B, Machine(2 << 30), 8192, 2)
+        plan_memory(EIGHT_B, Machine(2 << 30), 8192, 2)
 
 
 def test_what_an_error_asks_for_is_enough_and_no_more() -> None:
     with pytest.raises(OutOfMemory) as caught:
-        make_plan(EIGHT_B, Machine(1 << 30), 8192, 2)
+        plan_memory(EIGHT_B, Machine(1 << 30), 8192, 2)
     (mebibytes,) = re.findall(r"raise the memory limit to (\d+)MiB", str(caught.value))
-    assert make_plan(EIGHT_B, Machine(int(mebibytes) * MIB), 8192, 2).fits
+    assert plan_memory(EIGHT_B, Machine(int(mebibytes) * MIB), 8192, 2).fits
     with pytest.raises(OutOfMemory):
-        make_plan(EIGHT_B, Machine((int(mebibytes) - 1) * MIB), 8192, 2)
+        plan_memory(EIGHT_B, Machine((int(mebibytes) - 1) * MIB), 8192, 2)
 
 
 def test_what_is_suggested_is_what_it_would_bring() -> None:
-    plan = make_plan(EIGHT_B, Machine(6 << 30), 4096, 4)
+    plan = plan_memory(EIGHT_B, Machine(6 << 30), 4096, 4)
     found = re.findall(r"a (batch|context) of ([\d,]+)(?: tokens)? would let (\d+) more layer", str(suggestions(plan)))
     assert [(kind, size) for kind, size, _ in found] == [("batch", "2"), ("context", "2,048")]
     for kind, _, more in found:
         smaller = {"batch": (4096, 2), "context": (2048, 4)}[kind]
-        assert len(plan.streamed) - len(make_plan(EIGHT_B, plan.machine, *smaller).streamed) == int(more)
-    whole = replace(plan, streamed=(), host_tables=False, chunk=make_plan(EIGHT_B, Machine(1 << 40)).chunk)
+        assert len(plan.streamed) - len(plan_memory(EIGHT_B, plan.machine, *smaller).streamed) == int(more)
+    whole = replace(plan, streamed=(), host_tables=False, chunk=plan_memory(EIGHT_B, Machine(1 << 40)).chunk)
     assert suggestions(plan)[0] == f"{whole.total_bytes / (1 << 30):.1f} GiB of GPU memory would hold everything"
 
 
 def test_layers_count_on_from_the_encoder_s() -> None:
-    plan = replace(make_plan(replace(EIGHT_B, prompt_layers=(MIB,) * 4), Machine(1 << 40)), streamed_prompt=(0, 2))
+    plan = replace(plan_memory(replace(EIGHT_B, prompt_layers=(MIB,) * 4), Machine(1 << 40)), streamed_prompt=(0, 2))
     assert plan.placement.streamed == (0, 2)
     assert replace(plan, streamed=(1, 3)).placement.streamed == (0, 2, 5, 7)
 
 
 def test_chunks_stay_large_where_everything_fits() -> None:
     """Scratch may then take more than the share that it has beside streamed layers."""
-    least = make_plan(EIGHT_B, Machine(1 << 40), 1024)
-    demand = replace(EIGHT_B, scratch_per_token=1 << 20)
-    plan = make_plan(demand, Machine(least.total_bytes + (least.chunk << 20)), 1024)
+    least = plan_memory(EIGHT_B, Machine(1 << 40), 1024)
+    requirements = replace(EIGHT_B, scratch_per_token=1 << 20)
+    plan = plan_memory(requirements, Machine(least.total_bytes + (least.chunk << 20)), 1024)
     assert not plan.streamed and plan.chunk == least.chunk and plan.scratch_bytes * 16 > plan.machine.memory
 
 
 def test_the_largest_context_is_the_largest() -> None:
-    plan = Plan(EIGHT_B, Machine(2 << 30), 1, 1, 32)
+    plan = MemoryPlan(EIGHT_B, Machine(2 << 30), 1, 1, 32)
     context = largest_context(plan)
     assert 0 < context < EIGHT_B.context_length
-    assert make_plan(EIGHT_B, plan.machine, context).fits
+    assert plan_memory(EIGHT_B, plan.machine, context).fits
     with pytest.raises(OutOfMemory):
-        make_plan(EIGHT_B, plan.machine, context + CACHE_BLOCK)
+        plan_memory(EIGHT_B, plan.machine, context + CACHE_BLOCK)
 
 
 def test_the_cache_grows_in_the_blocks_that_are_planned_for() -> None:
@@ -192,17 +194,17 @@ def test_the_cache_grows_in_the_blocks_that_are_planned_for() -> None:
 
 def test_arguments_out_of_range_are_told_together() -> None:
     with pytest.raises(UsageError, match=r"context of 9,000.*8,192.*batch of 0"):
-        make_plan(EIGHT_B, Machine(1 << 40), 9000, 0)
+        plan_memory(EIGHT_B, Machine(1 << 40), 9000, 0)
 
 
 def test_what_is_not_known_is_not_predicted() -> None:
-    assert make_plan(EIGHT_B, Machine(24 << 30, link=50e9)).tokens_per_second is None
-    assert make_plan(EIGHT_B, Machine(4 << 30, bandwidth=4e12)).tokens_per_second is None
-    assert make_plan(EIGHT_B, Machine(4 << 30, link=50e9)).tokens_per_second is not None
+    assert plan_memory(EIGHT_B, Machine(24 << 30, link=50e9)).tokens_per_second is None
+    assert plan_memory(EIGHT_B, Machine(4 << 30, bandwidth=4e12)).tokens_per_second is None
+    assert plan_memory(EIGHT_B, Machine(4 << 30, link=50e9)).tokens_per_second is not None
 
 
 def test_a_streamed_step_takes_as_long_as_its_copies() -> None:
-    plan = make_plan(EIGHT_B, Machine(4 << 30, 50e9, 4e12), 1024)
+    plan = plan_memory(EIGHT_B, Machine(4 << 30, 50e9, 4e12), 1024)
     assert plan.link_bound
     assert plan.step_seconds == pytest.approx(plan.streamed_bytes / 50e9, rel=0.01)
     assert replace(plan, batch=3).tokens_per_second == pytest.approx(3 / plan.step_seconds, rel=1e-3)
@@ -226,16 +228,16 @@ def test_a_streamed_step_takes_as_long_as_its_copies() -> None:
 )
 def test_the_prediction_meets_what_was_measured(shape: str, context: int, batch: int, milliseconds: float) -> None:
     """docs/measurements.md, an H200 whose memory was read at 4.42 TB/s."""
-    demand = replace(demand_of(CONFIGS / f"{shape}.json"), context_length=1 << 15)
-    plan = make_plan(demand, Machine(140 << 30, 55e9, 4.42e12), context, batch)
+    requirements = replace(requirements_of(CONFIGS / f"{shape}.json"), context_length=1 << 15)
+    plan = plan_memory(requirements, Machine(140 << 30, 55e9, 4.42e12), context, batch)
     assert plan.step_seconds is not None
     assert plan.step_seconds * 1e3 == pytest.approx(milliseconds, rel=0.10)
 
 
 def test_the_memory_meets_what_was_measured() -> None:
     """docs/measurements.md: the 8B shape with a prompt of 2,048 and 128 new tokens took 9.230 GB at its peak."""
-    plan = make_plan(demand_of(CONFIGS / "llama-3-8b.json"), Machine(140 << 30), 2176)
-    assert plan.demand.weights == pytest.approx(8.596e9, rel=0.01)
+    plan = plan_memory(requirements_of(CONFIGS / "llama-3-8b.json"), Machine(140 << 30), 2176)
+    assert plan.requirements.weights == pytest.approx(8.596e9, rel=0.01)
     assert 9.230e9 <= plan.total_bytes <= 1.03 * 9.230e9
 
 

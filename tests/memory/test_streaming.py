@@ -14,8 +14,8 @@ from simulated import SimulatedDevice, SimulatedLink
 from tiny_models import FAMILIES, GPTS, RandomWeights, TinyEncoderDecoder, TinyModel, goldens
 
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.memory.planner import spread, step_time
-from bminf_lite.memory.streaming import Feeder, StreamedBlocks
+from bminf_lite.memory.planner import evenly_spaced, step_time
+from bminf_lite.memory.streaming import Prefetcher, StreamedBlocks
 
 LAYERS = 7
 
@@ -23,7 +23,7 @@ LAYERS = 7
 def stack(layers: int, streamed: int, slots: int, copy: float) -> tuple[SimulatedLink, StreamedBlocks[int]]:
     """Blocks that are their own numbers, and copies that take ``copy`` seconds."""
     link = SimulatedLink([1] * streamed, slots, 1 / copy)
-    return link, StreamedBlocks(range(layers), spread(layers, streamed), link, slots)
+    return link, StreamedBlocks(range(layers), evenly_spaced(layers, streamed), link, slots)
 
 
 def decode(
@@ -60,7 +60,7 @@ def measured(shape: tuple[int, int, int], copy: float, head: float) -> float:
     """Simulated time of a step in the steady state."""
     layers, count, slots = shape
     link, blocks = stack(layers, count, slots, copy)
-    ends = [decode(link, blocks, spread(layers, count), 1.0, head) for _ in range(30)]
+    ends = [decode(link, blocks, evenly_spaced(layers, count), 1.0, head) for _ in range(30)]
     return (ends[-1] - ends[9]) / 20
 
 
@@ -74,7 +74,7 @@ def test_a_slot_is_left_alone_while_it_is_in_use(shape: tuple[int, int, int], co
     layers, count, slots = shape
     link, blocks = stack(layers, count, slots, copy)
     for _ in range(4):
-        decode(link, blocks, spread(layers, count), 1.0, 0.5)
+        decode(link, blocks, evenly_spaced(layers, count), 1.0, 0.5)
     for slot in range(slots):
         spans = [s for s in link.spans if s.slot == slot]
         spans.sort(key=lambda s: (s.start, s.end))
@@ -87,7 +87,7 @@ def test_copies_go_round_in_order(shape: tuple[int, int, int]) -> None:
     layers, count, slots = shape
     link, blocks = stack(layers, count, slots, 1.0)
     for _ in range(3):
-        decode(link, blocks, spread(layers, count), 1.0, 0.0)
+        decode(link, blocks, evenly_spaced(layers, count), 1.0, 0.0)
     copies = [s for s in link.spans if s.what == "copy"]
     assert [s.layer for s in copies] == [i % count for i in range(len(copies))]
     assert all(s.slot == s.layer % slots for s in copies)
@@ -97,14 +97,14 @@ def test_copies_go_round_in_order(shape: tuple[int, int, int]) -> None:
 
 def test_the_next_step_s_first_copy_starts_before_this_step_ends() -> None:
     link, blocks = stack(8, 4, 2, 1.0)
-    first_end = decode(link, blocks, spread(8, 4), 0.1, 3.0)
+    first_end = decode(link, blocks, evenly_spaced(8, 4), 0.1, 3.0)
     early = [s for s in link.spans if s.what == "copy" and s.start < first_end][4:]
     assert [s.layer for s in early] == [0, 1]
     assert max(s.end for s in early) <= first_end
 
 
 def test_a_chunk_of_a_prompt_passes_each_layer_once() -> None:
-    device = SimulatedDevice(spread(LAYERS, 5))
+    device = SimulatedDevice(evenly_spaced(LAYERS, 5))
     model = make_model(device, num_hidden_layers=LAYERS)
     model.logits(prompt_of(60))
     copies = [s for s in device.link.spans if s.what == "copy"]
@@ -125,7 +125,7 @@ def test_streamed_and_resident_give_equal_tokens_and_logits(streamed: set[int], 
         np.testing.assert_array_equal(model.logits(ids), resident.logits(ids))
     requests = [[request(i, prompt_of(5 + i), max_new_tokens=6) for i in range(3)] for _ in range(2)]
     expected, found = run(resident, requests[0]), run(model, requests[1])
-    assert [r.tokens for r in found] == [r.tokens for r in expected]
+    assert [r.output_token_ids for r in found] == [r.output_token_ids for r in expected]
     assert [r.logprobs for r in found] == [r.logprobs for r in expected]
 
 
@@ -159,7 +159,7 @@ def test_an_encoder_and_a_decoder_have_slots_of_their_own(family: str) -> None:
 @pytest.mark.parametrize("at", range(1, 60))
 def test_ctrl_c_at_any_call_leaves_the_model_usable(at: int) -> None:
     """Before and after the work of every call of the link, in the first steps."""
-    device = SimulatedDevice(spread(LAYERS, 5))
+    device = SimulatedDevice(evenly_spaced(LAYERS, 5))
     model = make_model(device, num_hidden_layers=LAYERS)
     ids = prompt_of(9)
     expected = make_model(num_hidden_layers=LAYERS).logits(ids)
@@ -175,7 +175,7 @@ def test_ctrl_c_at_any_call_leaves_the_model_usable(at: int) -> None:
 
 
 def test_a_failing_operation_leaves_the_model_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = SimulatedDevice(spread(LAYERS, 5))
+    device = SimulatedDevice(evenly_spaced(LAYERS, 5))
     model = make_model(device, num_hidden_layers=LAYERS)
     ids = prompt_of(9)
     expected = model.logits(ids)
@@ -203,7 +203,7 @@ def test_a_later_iteration_ends_the_one_before() -> None:
 
 def test_a_fresh_start_copies_after_all_compute() -> None:
     """A step that ended early, with compute under way that nobody recorded."""
-    streamed = spread(8, 4)
+    streamed = evenly_spaced(8, 4)
     link, blocks = stack(8, 4, 2, 1.0)
     for block in blocks:
         if block == streamed[1]:
@@ -226,18 +226,18 @@ def test_reading_before_the_copy_has_ended_is_seen() -> None:
 
 
 def test_a_copy_that_starts_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    acquire = Feeder.acquire
+    acquire = Prefetcher.acquire
 
-    def too_early(self: Feeder, layer: int) -> None:
+    def too_early(self: Prefetcher, layer: int) -> None:
         acquire(self, layer)
         self.release(layer)
 
-    monkeypatch.setattr(Feeder, "acquire", too_early)
+    monkeypatch.setattr(Prefetcher, "acquire", too_early)
     check_mistake(lambda device: None)
 
 
 def check_mistake(make: Callable[[SimulatedDevice], None]) -> None:
-    device = SimulatedDevice(spread(LAYERS, 5))
+    device = SimulatedDevice(evenly_spaced(LAYERS, 5))
     model = make_model(device, num_hidden_layers=LAYERS)
     make(device)
     ids = prompt_of(9)

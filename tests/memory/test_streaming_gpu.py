@@ -20,14 +20,14 @@ from tiny_models import RandomWeights
 from bminf_lite import models
 from bminf_lite.api import Model, load
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.meta import Survey
+from bminf_lite.backend.meta import MetaBackend
 from bminf_lite.backend.values import Placement
-from bminf_lite.bench.model import random_subject
+from bminf_lite.bench.model import random_model
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.cuda.runtime.driver import Device
 from bminf_lite.errors import CheckpointError
 from bminf_lite.memory.device import measure_speeds
-from bminf_lite.memory.planner import Plan, spread
+from bminf_lite.memory.planner import MemoryPlan, evenly_spaced
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def open_backend(memory_limit: int | str | None = None) -> Any:
 def streaming() -> Iterator[Backend]:
     """A backend of its own that streams five of seven layers."""
     backend = open_backend()
-    backend.placement = Placement(spread(LAYERS, 5), 2, 1 << 20, True)
+    backend.placement = Placement(evenly_spaced(LAYERS, 5), 2, 1 << 20, True)
     yield backend
     backend.close()
 
@@ -61,26 +61,26 @@ def test_streamed_and_resident_give_equal_results(streaming: Backend, cuda_backe
     for length in (1, 2, 33, 60):
         np.testing.assert_array_equal(model.logits(prompt_of(length)), resident.logits(prompt_of(length)))
     both = [run(m, [request(i, prompt_of(5 + i), max_new_tokens=20) for i in range(3)]) for m in (model, resident)]
-    assert [r.tokens for r in both[0]] == [r.tokens for r in both[1]]
+    assert [r.output_token_ids for r in both[0]] == [r.output_token_ids for r in both[1]]
 
 
 def test_the_survey_counts_what_the_arena_gives() -> None:
     backend, config = open_backend(), CONFIG | {"hidden_size": 96, "intermediate_size": 160, "vocab_size": 320}
     before = backend.arena.used
     architecture = models.find(config)
-    parsed, weights, survey = architecture.parse(config), RandomWeights(config, 1, True), Survey()
-    architecture.Model(parsed, weights, survey)
+    parsed, weights, meta = architecture.parse(config), RandomWeights(config, 1, True), MetaBackend()
+    architecture.Model(parsed, weights, meta)
     model = architecture.Model(parsed, weights, backend)
-    assert backend.arena.used - before == sum(survey.stacks[0]) + survey.outside
+    assert backend.arena.used - before == sum(meta.layer_bytes[0]) + meta.non_layer_bytes
     assert model is not None
     backend.close()
 
 
-def wide_model(memory_limit: int) -> tuple[Model, Plan]:
+def wide_model(memory_limit: int) -> tuple[Model, MemoryPlan]:
     """Weights are made on the GPU. The plan has room for the whole context, 1,024 tokens."""
-    subject = random_subject("wide", CONFIG | WIDE, open_backend(memory_limit))
-    assert subject.plan is not None and subject.plan.streamed and subject.plan.context == 1024
-    return Model(subject.network, subject.limits), subject.plan
+    bench_model = random_model("wide", CONFIG | WIDE, open_backend(memory_limit))
+    assert bench_model.plan is not None and bench_model.plan.streamed and bench_model.plan.context == 1024
+    return Model(bench_model.network, bench_model.engine_config), bench_model.plan
 
 
 class LeastFree(threading.Thread):
@@ -159,7 +159,7 @@ def test_a_step_takes_what_the_link_allows() -> None:
     run(model, [request(0, prompt_of(8), max_new_tokens=8, ignore_eos=True)])
     requests = [request(0, prompt_of(8), max_new_tokens=65, ignore_eos=True)]
     run(model, requests)
-    seconds = (requests[0].last_token - requests[0].first_token) / 64
+    seconds = (requests[0].last_token_time - requests[0].first_token_time) / 64
     model.close()
     assert plan.link_seconds is not None
     print(f"link {link / 1e9:.1f} GB/s, {plan.streamed_bytes / 2**20:.0f} MiB in {seconds * 1e3:.2f} ms")

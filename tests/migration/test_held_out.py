@@ -18,20 +18,20 @@ from bminf_lite.cli import main
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.evaluation.compare import compare
 from bminf_lite.evaluation.corpus import Window
-from bminf_lite.migration.held_out import HELD_OUT, cost, split
+from bminf_lite.migration.held_out import MAX_HELD_OUT, measure_cost, split_samples
 
 
 @given(st.integers(2, 300), st.integers(1, 200))
 def test_what_is_held_out_is_not_calibrated_on(count, samples):
-    found = split([np.array([i, i]) for i in range(count)], samples)
+    found = split_samples([np.array([i, i]) for i in range(count)], samples)
     used, held = ({int(piece[0]) for piece in part} for part in (found.samples, found.held_out))
     assert not used & held
-    assert len(found.held_out) == len(held) == min(HELD_OUT, max(count // 8, 1))
+    assert len(found.held_out) == len(held) == min(MAX_HELD_OUT, max(count // 8, 1))
     assert len(found.samples) == len(used) == min(samples, count - len(held))
 
 
 def test_a_single_piece_is_cut():
-    found = split([np.arange(512)], 128)
+    found = split_samples([np.arange(512)], 128)
     np.testing.assert_array_equal(np.concatenate([*found.samples, *found.held_out]), np.arange(512))
     assert len(found.held_out[0]) == 64
 
@@ -44,8 +44,8 @@ def test_the_manifest_says_what_it_cost(source: Path, text: Path, tmp_path: Path
     assert ("calibration" in manifest) == (recipe == "auto")
     assert 0 < report.cost["kl"] < 0.01 and report.cost["tokens"] > 100
     ids = [256, *tiny_ids(text)]
-    pieces = split([np.array(ids[i : i + 128]) for i in range(0, len(ids), 128)], 128).held_out
-    windows = [Window(piece.astype(np.int32), len(piece) - 1) for piece in pieces]
+    sequences = split_samples([np.array(ids[i : i + 128]) for i in range(0, len(ids), 128)], 128).held_out
+    windows = [Window(piece.astype(np.int32), len(piece) - 1) for piece in sequences]
     again = compare(tmp_path / "out", source, windows, "cpu", layers=False).divergence
     assert again.to_dict() == report.cost
 
@@ -75,7 +75,7 @@ def test_what_is_no_number_is_more_than_any_limit(source: Path, tmp_path: Path, 
 
     monkeypatch.setattr("bminf_lite.migration.held_out.compare", broken)
     with pytest.raises(CheckpointError, match="nan nats"):
-        cost(source, source, [np.arange(9)], "cpu", 1e9)
+        measure_cost(source, source, [np.arange(9)], "cpu", 1e9)
 
 
 @pytest.mark.parametrize("limit", [0, -1, math.nan])

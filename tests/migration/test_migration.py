@@ -69,7 +69,7 @@ def test_token_ids_instead_of_a_file(source: Path, text: Path, tmp_path: Path) -
 def test_unfit_texts_are_refused_before_any_work(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes | None, message: str
 ) -> None:
-    monkeypatch.setattr(migration.calibration, "observe", None)
+    monkeypatch.setattr(migration.calibration, "run_calibration", None)
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message):
@@ -79,7 +79,7 @@ def test_unfit_texts_are_refused_before_any_work(
 def test_other_mistakes_are_told_before_any_work(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(migration.calibration, "observe", None)
+    monkeypatch.setattr(migration.calibration, "run_calibration", None)
     with pytest.raises(UsageError, match="recipe auto: needs a text"):
         bminf_lite.migrate(source, tmp_path / "out", "auto")
     with pytest.raises(UsageError, match="device 'gpu' is not one of"):
@@ -103,7 +103,7 @@ def test_too_little_memory_says_what_to_change(
     def observe(*_: object) -> None:
         raise MemoryError("5 GiB are too many")
 
-    monkeypatch.setattr(migration.calibration, "observe", observe)
+    monkeypatch.setattr(migration.calibration, "run_calibration", observe)
     with pytest.raises(OutOfMemory, match=r"5 GiB are too many\. Use fewer \(--samples\)"):
         bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=text, device="cpu")
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.sampling import SamplerState
-from bminf_lite.backend.values import Step
+from bminf_lite.backend.values import ForwardBatch
 
 CASES = [golden for family in (*FAMILIES, *GPTS) for golden in goldens(family)]
 NAMES = (
@@ -141,7 +141,7 @@ def test_a_slot_can_be_used_again(make, golden):
     expected = model.run(golden.tokens[:9])
     model.clear()
     model.run(golden.tokens[:20], golden.tokens[3:])
-    model.past[0] = 0
+    model.context_lens[0] = 0
     assert_same_logits(model, model.run(golden.tokens[:9], slots=[0]), expected)
 
 
@@ -150,27 +150,31 @@ def test_repeated_decoding_equals_decoding_anew(make, golden):
     anew, repeated = [], []
     for tokens in (anew, repeated):
         model = make(slots=2)
-        step, sampler, logits = start_decoding(model, golden.tokens[:5], golden.tokens[7:18])
+        batch, sampler, logits = start_decoding(model, golden.tokens[:5], golden.tokens[7:18])
 
-        def decode(model=model, step=step, sampler=sampler):
-            return model.backend.sample(model.network(step, model.cache), sampler, step)
+        def decode(model=model, batch=batch, sampler=sampler):
+            return model.backend.sample(model.network(batch, model.cache), sampler, batch)
 
-        work = model.backend.repeated(decode) if tokens is repeated else decode
-        result = model.backend.sample(model.backend.array(logits), sampler, step)
+        work = model.backend.capture(decode) if tokens is repeated else decode
+        result = model.backend.sample(model.backend.array(logits), sampler, batch)
         for _ in range(20):
             tokens.append(model.backend.host(result)[0].tolist())
             result = work()
     assert repeated == anew
 
 
-def start_decoding(model: TinyModel, *prompts: np.ndarray) -> tuple[Step, SamplerState, np.ndarray]:
+def start_decoding(model: TinyModel, *prompts: np.ndarray) -> tuple[ForwardBatch, SamplerState, np.ndarray]:
     """Prefill, and make the step and the greedy sampler that decoding uses from then on."""
     logits = model.run(*prompts, all_logits=False)
     count, ops = len(prompts), model.backend
     model.cache.reserve(64)
-    values = np.zeros(count), np.arange(count + 1), np.array(model.past) - 1, np.arange(count)
+    values = np.zeros(count), np.arange(count + 1), np.array(model.context_lens) - 1, np.arange(count)
     arrays = (ops.array(np.asarray(x, np.int32)) for x in values)
     zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
     numbers = [ops.array(x) for x in (zeros, zeros.astype(np.int32), ones, zeros, ones, zeros, zeros)]
     keys = ops.array(zeros.astype(np.uint64)), ops.array(zeros.astype(np.int32)), ops.array(zeros.astype(np.int32))
-    return Step(*arrays, count=count, longest=1, reach=64), SamplerState(*numbers, *keys), logits
+    return (
+        ForwardBatch(*arrays, batch_size=count, max_query_len=1, max_context_len=64),
+        SamplerState(*numbers, *keys),
+        logits,
+    )

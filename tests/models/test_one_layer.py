@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from checked import repeats
 from fake_gpu.real_shapes import configs
-from random_values import make_step
+from random_values import make_batch
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.bench.model import Subject, random_subject
+from bminf_lite.bench.model import BenchModel, random_model
 from bminf_lite.layers.cache import KVCache, SourceCache
 
 VOCABULARY = 1000
@@ -26,22 +26,22 @@ COVERED = ("eva.json", "eva-2.json", "eva-2-base.json", "llama-3-70b.json", "lla
 class Sequences:
     """Prompts, each followed by one more token, of a model with one layer."""
 
-    def __init__(self, subject: Subject, chosen: list[int]):
-        self.subject, self.ops = subject, subject.ops
-        limits, count = subject.limits, len(chosen)
+    def __init__(self, bench_model: BenchModel, chosen: list[int]):
+        self.bench_model, self.ops = bench_model, bench_model.ops
+        limits, count = bench_model.engine_config, len(chosen)
         self.counts, self.slots = [COUNTS[i] for i in chosen], list(range(count))
         self.tokens = [random_tokens(i) for i in chosen]
         self.cache = KVCache(self.ops, limits.cache_shape, count, max(COUNTS) + 1, limits.context_length)
-        if limits.source_length:
+        if limits.max_source_length:
             self._read([SOURCES[i] for i in chosen], chosen)
 
     def _read(self, lengths: list[int], chosen: list[int]) -> None:
-        limits = self.subject.limits
-        source = SourceCache(self.ops, limits.cache_shape, len(lengths), max(lengths), limits.source_length)
+        limits = self.bench_model.engine_config
+        source = SourceCache(self.ops, limits.cache_shape, len(lengths), max(lengths), limits.max_source_length)
         source.set_lengths(dict(enumerate(lengths)))
         tokens = np.concatenate([random_tokens(100 + i)[:n] for i, n in zip(chosen, lengths, strict=True)])
-        step = make_step(self.ops, lengths, [0] * len(lengths), self.slots, tokens)
-        self.subject.network.read(step, source)  # type: ignore[attr-defined]
+        batch = make_batch(self.ops, lengths, [0] * len(lengths), self.slots, tokens)
+        self.bench_model.network.encode_to_cache(batch, source)  # type: ignore[attr-defined]
         self.cache.source = source
 
     def logits(self) -> np.ndarray:
@@ -50,7 +50,7 @@ class Sequences:
         prompts = np.concatenate([t[:n] for t, n in zip(self.tokens, self.counts, strict=True)])
         last = np.array([t[n] for t, n in zip(self.tokens, self.counts, strict=True)])
         steps = (self.counts, zeros, self.slots, prompts), (ones, self.counts, self.slots, last)
-        found = [self.ops.host(self.subject.network(make_step(self.ops, *s), self.cache)).copy() for s in steps]
+        found = [self.ops.host(self.bench_model.network(make_batch(self.ops, *s), self.cache)).copy() for s in steps]
         self.cache.close()
         return np.stack(found)
 
@@ -63,11 +63,11 @@ def random_tokens(seed: int) -> np.ndarray:
 @pytest.mark.parametrize("name", [*(n for n in SHAPES if n not in COVERED), *repeats(*COVERED)])
 def test_sequences_together_are_like_each_alone(cuda_backend: Backend, name: str) -> None:
     config: dict[str, Any] = SHAPES[name]
-    subject = random_subject(name, config, cuda_backend)
-    together = Sequences(subject, [0, 1, 2]).logits()
+    bench_model = random_model(name, config, cuda_backend)
+    together = Sequences(bench_model, [0, 1, 2]).logits()
     assert np.isfinite(together).all()
     for i in range(3):
-        alone = Sequences(subject, [i]).logits()[:, 0]
+        alone = Sequences(bench_model, [i]).logits()[:, 0]
         # Attention rounds otherwise for one token than for many, and then some codes of the next product differ by one.
         error = np.linalg.norm(together[:, i] - alone, axis=-1) / np.linalg.norm(alone, axis=-1)
         assert (error < 0.02).all(), f"sequence {i}: {error}"

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import HostWeight, quantize_weight
-from bminf_lite.backend.values import Step
+from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.layers.cache import KVCache, SourceCache
 from bminf_lite.models.spec import Spec
 
@@ -125,7 +125,7 @@ CPM = {
 }
 
 
-def untold(model_type: str) -> Golden:
+def case_without_golden(model_type: str) -> Golden:
     """A case of a model that transformers does not know, without logits."""
     tokens, source = random_tokens(3, 11, 97), None if model_type == "cpm1" else random_tokens(4, 9, 97)
     config = {"model_type": model_type, **CPM[model_type]}
@@ -169,17 +169,17 @@ class TinyModel:
 
     def clear(self) -> None:
         """Forget every sequence."""
-        self.past = [0] * self.slots
+        self.context_lens = [0] * self.slots
         self.cache = KVCache(self.backend, self.cache_shape, self.slots, 16, 1024)
 
     def run(self, *rows: Sequence[int], slots: Sequence[int] | None = None, all_logits: bool = True) -> np.ndarray:
         """One step with new tokens for each of some slots: logits of all tokens, packed, or of each row's last."""
         slots = list(range(len(rows))) if slots is None else list(slots)
-        step = Step.packed(self.backend.array, rows, [self.past[s] for s in slots], slots)
+        batch = ForwardBatch.packed(self.backend.array, rows, [self.context_lens[s] for s in slots], slots)
         for slot, row in zip(slots, rows, strict=True):
-            self.past[slot] += len(row)
-        self.cache.reserve(step.reach)
-        return np.array(self.backend.host(self.network(step, self.cache, all_logits)))
+            self.context_lens[slot] += len(row)
+        self.cache.reserve(batch.max_context_len)
+        return np.array(self.backend.host(self.network(batch, self.cache, all_logits)))
 
 
 class TinyEncoderDecoder(TinyModel):
@@ -189,9 +189,9 @@ class TinyEncoderDecoder(TinyModel):
         super().clear()
         self.cache.source = SourceCache(self.backend, self.cache_shape, self.slots, 16, 1024)
 
-    def source_step(self, *sources: Sequence[int], slots: Sequence[int] | None = None) -> Step:
+    def source_step(self, *sources: Sequence[int], slots: Sequence[int] | None = None) -> ForwardBatch:
         """Whole sources as one step."""
-        return Step.packed(self.backend.array, sources, slots=slots)
+        return ForwardBatch.packed(self.backend.array, sources, slots=slots)
 
     def encode(self, *sources: Sequence[int]) -> np.ndarray:
         """The encoder's output for all tokens, packed."""
@@ -199,10 +199,10 @@ class TinyEncoderDecoder(TinyModel):
 
     def read(self, *sources: Sequence[int], slots: Sequence[int] | None = None) -> None:
         """Read sources into slots, which forget what they held."""
-        step = self.source_step(*sources, slots=slots)
+        batch = self.source_step(*sources, slots=slots)
         slots = list(range(len(sources))) if slots is None else list(slots)
         self.cache.source.reserve(max(map(len, sources)))
         self.cache.source.set_lengths({slot: len(source) for slot, source in zip(slots, sources, strict=True)})
-        self.network.read(step, self.cache.source)
+        self.network.encode_to_cache(batch, self.cache.source)
         for slot in slots:
-            self.past[slot] = 0
+            self.context_lens[slot] = 0

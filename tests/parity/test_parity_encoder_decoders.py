@@ -12,7 +12,7 @@ from tolerances import assert_close
 import bminf_lite
 from bminf_lite import models
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.layers.relative_bias import buckets_of
+from bminf_lite.layers.relative_bias import relative_position_bucket
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers")
@@ -30,9 +30,11 @@ SOME = [golden for golden in CASES if golden.name in ("tied", "untied, gated", "
 def test_every_distance_has_the_bucket_of_transformers(buckets, longest, bidirectional):
     distances = np.arange(-3 * longest, 3 * longest + 1)
     expected = T5Attention._relative_position_bucket(torch.from_numpy(distances), bidirectional, buckets, longest)
-    np.testing.assert_array_equal(buckets_of(distances, bidirectional, buckets, longest), expected.numpy())
+    np.testing.assert_array_equal(
+        relative_position_bucket(distances, bidirectional, buckets, longest), expected.numpy()
+    )
     clipped = np.clip(distances, -longest, longest)  # the table by distance ends there
-    np.testing.assert_array_equal(buckets_of(clipped, bidirectional, buckets, longest), expected.numpy())
+    np.testing.assert_array_equal(relative_position_bucket(clipped, bidirectional, buckets, longest), expected.numpy())
 
 
 def random_config(rng: np.random.Generator, family: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from bminf_lite.backend.functions import silu
-from bminf_lite.checkpoint.weight_rewrite import Treatment
+from bminf_lite.checkpoint.weight_rewrite import WeightRewrite
 from bminf_lite.models.spec import Fold, Parameter, Spec
 
 Tensors = dict[str, np.ndarray]
@@ -87,11 +87,11 @@ def spike(token: int, size: float = 3000.0) -> Callable[[Tensors, dict], None]:
     return put_in
 
 
-def multiplied(tensor: np.ndarray, treatment: Treatment) -> np.ndarray:
-    """A tensor with the factors of a treatment, as migration writes it."""
-    if treatment.row_factors is not None:
-        tensor = tensor * treatment.row_factors[:, None]
-    return tensor if treatment.column_factors is None else tensor * treatment.column_factors
+def multiplied(tensor: np.ndarray, rewrite: WeightRewrite) -> np.ndarray:
+    """A tensor with the factors of a rewrite, as migration writes it."""
+    if rewrite.row_factors is not None:
+        tensor = tensor * rewrite.row_factors[:, None]
+    return tensor if rewrite.column_factors is None else tensor * rewrite.column_factors
 
 
 def width(spec: Spec, fold: Fold) -> int:

@@ -16,9 +16,9 @@ from tiny_models import (
     RandomWeights,
     TinyEncoderDecoder,
     TinyModel,
+    case_without_golden,
     goldens,
     random_tokens,
-    untold,
 )
 
 import bminf_lite
@@ -26,10 +26,10 @@ from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.layers.loading import Weights
 from bminf_lite.models.spec import Role
-from bminf_lite.quantize.smoothing import folded
+from bminf_lite.quantize.smoothing import fold_factors
 
 CASES = [next(goldens(family)) for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS)]
-CASES += [untold(model_type) for model_type in CPM]
+CASES += [case_without_golden(model_type) for model_type in CPM]
 
 
 def write(folder: Path, golden: Golden) -> Path:
@@ -38,8 +38,8 @@ def write(folder: Path, golden: Golden) -> Path:
     for fold in spec.foldable:
         factors = np.ones(width(spec, fold), np.float32)
         factors[[3, 5]] = 1 / 64
-        for name, treatment in folded(spec, fold, factors).items():
-            tensors[name] = multiplied(tensors[name], treatment)
+        for name, rewrite in fold_factors(spec, fold, factors).items():
+            tensors[name] = multiplied(tensors[name], rewrite)
     return golden.save(folder, tensors)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoint
-from random_values import make_step
+from random_values import make_batch
 
 from bminf_lite import models
 from bminf_lite.backend.base import Backend, Weight
@@ -17,10 +17,10 @@ from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.layers.cache import KVCache
-from bminf_lite.layers.recording import Recorder
+from bminf_lite.layers.recording import LinearHooks
 from bminf_lite.quantize import calibration
-from bminf_lite.quantize.calibration import Observation, grouped, observe, spread_rows
-from bminf_lite.quantize.decisions import Decider
+from bminf_lite.quantize.calibration import Observation, make_batches, run_calibration, sample_rows
+from bminf_lite.quantize.decisions import QuantizationSearch
 
 SAMPLES = [np.arange(5, 45, dtype=np.int32), np.arange(100, 117, dtype=np.int32)]
 
@@ -53,7 +53,7 @@ def observations(source: Path, ops: Backend) -> list[Observation]:
     with open_checkpoint(source) as checkpoint:
         architecture = models.find(checkpoint.config)
         spec = architecture.spec(architecture.parse(checkpoint.config))
-        observe(checkpoint, spec, SAMPLES, ops, seen.append)
+        run_calibration(checkpoint, spec, SAMPLES, ops, seen.append)
     return seen
 
 
@@ -62,8 +62,8 @@ def inputs(seen: list[Observation]) -> dict[tuple[str, ...], np.ndarray]:
     parts: dict[tuple[str, ...], list[np.ndarray]] = {}
     for observation in seen:
         parts.setdefault(observation.tensors, []).append(np.array(observation.x))
-        assert len(parts[observation.tensors]) == observation.group + 1
-        assert observation.is_last == (observation.group + 1 == observation.groups)
+        assert len(parts[observation.tensors]) == observation.batch_index + 1
+        assert observation.is_last == (observation.batch_index + 1 == observation.num_batches)
     return {tensors: np.concatenate(x) for tensors, x in parts.items()}
 
 
@@ -72,10 +72,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint.write(tmp_path_factory.mktemp("calibration") / "source")
 
 
-@pytest.mark.parametrize("group_tokens", [1, 1000])
-def test_inputs_are_those_of_the_whole_model(source: Path, group_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batch_tokens", [1, 1000])
+def test_inputs_are_those_of_the_whole_model(source: Path, batch_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sample run by itself through the model as it is loaded."""
-    monkeypatch.setattr(calibration, "GROUP_TOKENS", group_tokens)
+    monkeypatch.setattr(calibration, "MAX_BATCH_TOKENS", batch_tokens)
     expected: dict[tuple[str, ...], list[np.ndarray]] = {}
     ops = CpuBackend()
     with open_checkpoint(source) as checkpoint:
@@ -85,11 +85,11 @@ def test_inputs_are_those_of_the_whole_model(source: Path, group_tokens: int, mo
         def keep(product: Any) -> None:
             expected.setdefault(product.tensors, []).append(np.array(product.x))
 
-        recorder = Recorder(ops, checkpoint.weights(architecture.spec(config)), keep)
-        network = architecture.Model(config, recorder.weights, recorder.ops)
+        hooks = LinearHooks(ops, checkpoint.weights(architecture.spec(config)), keep)
+        network = architecture.Model(config, hooks.weights, hooks.ops)
         for sample in SAMPLES:
             cache = KVCache(ops, config.cache_shape, 1, len(sample), 128)
-            step = make_step(ops, [len(sample)], [0], [0], sample)
+            step = make_batch(ops, [len(sample)], [0], [0], sample)
             network(step, cache, all_logits=True)
     found = inputs(observations(source, ops))
     assert found.keys() == expected.keys()
@@ -105,28 +105,28 @@ def test_a_weight_lives_as_long_as_its_layer(source: Path) -> None:
 
 def test_samples_are_grouped_evenly_and_stay_whole() -> None:
     samples = [np.full(512, i, np.int32) for i in range(17)]
-    groups = grouped(samples)
-    assert [len(group.sequences) for group in groups] == [5, 6, 6]
-    assert [int(s[0]) for group in groups for s in group.sequences] == list(range(17))
-    assert [len(group.sequences) for group in grouped([np.zeros(9000, np.int32)])] == [1]
-    (group,) = grouped([np.arange(5), np.arange(4)], start=(7,))
-    assert [x.tolist() for x in group.sources] == [[0, 1, 2], [0, 1]]
-    assert [x.tolist() for x in group.sequences] == [[7, 3, 4], [7, 2, 3]]
+    batches = make_batches(samples)
+    assert [len(batch.sequences) for batch in batches] == [5, 6, 6]
+    assert [int(s[0]) for batch in batches for s in batch.sequences] == list(range(17))
+    assert [len(batch.sequences) for batch in make_batches([np.zeros(9000, np.int32)])] == [1]
+    (batch,) = make_batches([np.arange(5), np.arange(4)], start=(7,))
+    assert [x.tolist() for x in batch.sources] == [[0, 1, 2], [0, 1]]
+    assert [x.tolist() for x in batch.sequences] == [[7, 3, 4], [7, 2, 3]]
 
 
 def test_the_head_sees_tokens_from_everywhere(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "GROUP_TOKENS", 1)
+    monkeypatch.setattr(calibration, "MAX_BATCH_TOKENS", 1)
     everything = observations(source, CpuBackend())[-1].x
     monkeypatch.setattr(calibration, "HEAD_TOKENS", 7)
     some = observations(source, CpuBackend())[-1].x
-    np.testing.assert_array_equal(some, everything[spread_rows(57, 7)])
+    np.testing.assert_array_equal(some, everything[sample_rows(57, 7)])
 
 
 def test_rows_are_spread_and_always_the_same() -> None:
-    assert spread_rows(5, 9).tolist() == [0, 1, 2, 3, 4]
-    rows = spread_rows(100_000, 1000)
+    assert sample_rows(5, 9).tolist() == [0, 1, 2, 3, 4]
+    rows = sample_rows(100_000, 1000)
     assert len(set(rows.tolist())) == 1000 and (np.diff(rows) > 0).all()
-    np.testing.assert_array_equal(rows, spread_rows(100_000, 1000))
+    np.testing.assert_array_equal(rows, sample_rows(100_000, 1000))
     assert 400 < (rows < 50_000).sum() < 600 and len(set((rows % 512).tolist())) > 300
 
 
@@ -136,7 +136,7 @@ def test_decisions_on_a_backend_that_rounds_to_fp16(source: Path) -> None:
         architecture = models.find(checkpoint.config)
         spec = architecture.spec(architecture.parse(checkpoint.config))
         ops = Backend(np.float16)
-        decider = Decider(checkpoint, spec, load_recipe("auto"), ops)
-        observe(checkpoint, spec, SAMPLES, ops, decider)
-        products = decider.result().report["products"]
+        quantization_search = QuantizationSearch(checkpoint, spec, load_recipe("auto"), ops)
+        run_calibration(checkpoint, spec, SAMPLES, ops, quantization_search)
+        products = quantization_search.result().report["products"]
     assert len(products) == 9 and all(0 < p["error"] < 1e-3 for p in products)

@@ -12,8 +12,8 @@ from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import load_recipe
-from bminf_lite.quantize.calibration import Observation, observe
-from bminf_lite.quantize.decisions import Decider, Decision
+from bminf_lite.quantize.calibration import Observation, run_calibration
+from bminf_lite.quantize.decisions import Decision, QuantizationSearch
 
 pytestmark = pytest.mark.gpu
 
@@ -25,14 +25,14 @@ def calibrate(source: Path, ops: Backend) -> tuple[list[np.ndarray], list[Decisi
     with open_checkpoint(source) as checkpoint:
         architecture = models.find(checkpoint.config)
         spec = architecture.spec(architecture.parse(checkpoint.config))
-        decider = Decider(checkpoint, spec, load_recipe("auto"), ops)
+        quantization_search = QuantizationSearch(checkpoint, spec, load_recipe("auto"), ops)
 
         def both(observation: Observation) -> None:
             seen.append(np.array(ops.host(observation.x), np.float32))
-            decider(observation)
+            quantization_search(observation)
 
-        observe(checkpoint, spec, samples, ops, both)
-    return seen, decider.decisions
+        run_calibration(checkpoint, spec, samples, ops, both)
+    return seen, quantization_search.decisions
 
 
 def test_a_gpu_calibrates_like_the_reference(cuda_backend: Backend, tmp_path: Path) -> None:

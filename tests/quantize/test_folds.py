@@ -14,16 +14,16 @@ from tiny_models import (
     RandomWeights,
     TinyEncoderDecoder,
     TinyModel,
+    case_without_golden,
     goldens,
-    untold,
 )
 
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.models.spec import Fold, Role
-from bminf_lite.quantize.smoothing import folded, gather, spread
+from bminf_lite.quantize.smoothing import expand_channels, fold_factors, reduce_channels
 
 CASES = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden in goldens(family)]
-CASES += [untold(model_type) for model_type in CPM]
+CASES += [case_without_golden(model_type) for model_type in CPM]
 
 
 def logits(golden: Golden, weights: RandomWeights) -> np.ndarray:
@@ -41,8 +41,8 @@ def test_powers_of_two_in_every_fold_change_nothing(golden: Golden) -> None:
     expected = logits(golden, weights)
     for fold in spec.foldable:
         factors = np.exp2(random.integers(-6, 7, width(spec, fold))).astype(np.float32)
-        for name, treatment in folded(spec, fold, factors).items():
-            weights.tensors[name] = multiplied(weights.tensors[name], treatment)
+        for name, rewrite in fold_factors(spec, fold, factors).items():
+            weights.tensors[name] = multiplied(weights.tensors[name], rewrite)
     np.testing.assert_array_equal(logits(golden, weights), expected)
 
 
@@ -62,8 +62,8 @@ def test_folds_fit_their_tensors(golden: Golden) -> None:
 
 def test_gathering_undoes_spreading() -> None:
     fold = Fold((), (), block=2, repeat=3)
-    np.testing.assert_array_equal(spread(np.arange(4), fold), [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3])
-    np.testing.assert_array_equal(gather(np.array([0, 9, 5, 1, 0, 1, 2, 3, 2, 3, 2, 8]), fold), [5, 9, 2, 8])
+    np.testing.assert_array_equal(expand_channels(np.arange(4), fold), [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3])
+    np.testing.assert_array_equal(reduce_channels(np.array([0, 9, 5, 1, 0, 1, 2, 3, 2, 3, 2, 8]), fold), [5, 9, 2, 8])
 
 
 def test_most_matrices_can_be_smoothed() -> None:

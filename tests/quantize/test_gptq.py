@@ -16,8 +16,8 @@ from bminf_lite.backend.quantization import Int8Weight, quantize_weight
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import Scheme
 from bminf_lite.quantize import gptq
-from bminf_lite.quantize.errors import Version
-from bminf_lite.quantize.gptq import Correlations, compensated, compensated_codes, hessian, inverse_root
+from bminf_lite.quantize.errors import QuantizationCandidate
+from bminf_lite.quantize.gptq import GPTQInputs, gptq_codes, gptq_quantize, hessian, inverse_hessian_cholesky
 
 DEMO = Path(str(resources.files("bminf_lite.demo_model")))
 
@@ -38,7 +38,7 @@ def test_blocks_give_what_one_column_after_another_gives(seed: int, inputs: int,
     scale = quantize_weight(weight).scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gptq, "BLOCK", block)
-        codes = compensated_codes(weight, scale, inverse_root(total))
+        codes = gptq_codes(weight, scale, inverse_hessian_cholesky(total))
     rest = weight.astype(np.float64) / scale.astype(np.float64)[:, None]
     for column in range(inputs):
         inverse = np.linalg.inv(damped[column:, column:])
@@ -50,12 +50,12 @@ def test_blocks_give_what_one_column_after_another_gives(seed: int, inputs: int,
         rest[:, column:] -= error[:, None] * inverse[0]
 
 
-def shown(inputs: np.ndarray) -> Correlations:
+def shown(inputs: np.ndarray) -> GPTQInputs:
     """What is kept of inputs that came in two parts."""
-    correlations = Correlations(parts=2)
+    gptq_inputs = GPTQInputs(parts=2)
     for part in np.array_split(inputs, 2):
-        correlations.add(part)
-    return correlations
+        gptq_inputs.add(part)
+    return gptq_inputs
 
 
 def test_the_hessian_is_that_of_divided_inputs() -> None:
@@ -70,7 +70,7 @@ def test_the_hessian_is_that_of_divided_inputs() -> None:
 def test_it_makes_the_product_s_error_smaller() -> None:
     random = np.random.default_rng(0)
     inputs, weight = correlated(random, 2000, 64), random.standard_normal((48, 64)).astype(np.float32)
-    better = compensated(CpuBackend(), shown(inputs), [weight], Version(Scheme.W8A16))
+    better = gptq_quantize(CpuBackend(), shown(inputs), [weight], QuantizationCandidate(Scheme.W8A16))
     assert better is not None
     plain, exact = quantize_weight(weight, dynamic=False), inputs @ weight.T
     errors = [np.linalg.norm(inputs @ w.dequantize().T - exact) for w in (plain, better[0])]
@@ -81,14 +81,14 @@ def test_it_makes_the_product_s_error_smaller() -> None:
 def test_independent_inputs_leave_nothing_to_gain() -> None:
     random = np.random.default_rng(0)
     inputs, weight = (random.standard_normal(shape).astype(np.float32) for shape in ((4000, 32), (16, 32)))
-    assert compensated(CpuBackend(), shown(inputs), [weight], Version(Scheme.W8A16)) is None
+    assert gptq_quantize(CpuBackend(), shown(inputs), [weight], QuantizationCandidate(Scheme.W8A16)) is None
 
 
 def test_inputs_that_are_always_zero_do_no_harm() -> None:
     inputs = correlated(np.random.default_rng(0), 100, 16)
     inputs[:, [3, 7]] = 0
-    assert np.isfinite(inverse_root(hessian(inputs))).all()
-    assert np.isfinite(inverse_root(hessian(np.zeros((9, 4), np.float32)))).all()
+    assert np.isfinite(inverse_hessian_cholesky(hessian(inputs))).all()
+    assert np.isfinite(inverse_hessian_cholesky(hessian(np.zeros((9, 4), np.float32)))).all()
 
 
 def test_the_file_holds_those_codes(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.checkpoint.recipe import Calibration, Scheme
+from bminf_lite.checkpoint.recipe import CalibrationSettings, Scheme
 from bminf_lite.models.spec import Fold
-from bminf_lite.quantize.errors import Judge, Version, relative_error
-from bminf_lite.quantize.precision import choose
-from bminf_lite.quantize.smoothing import MAX_SHIFT, channel_factors, search, spread
+from bminf_lite.quantize.errors import ErrorEvaluator, QuantizationCandidate, relative_error
+from bminf_lite.quantize.precision import select_precision
+from bminf_lite.quantize.smoothing import MAX_SHIFT, channel_factors, expand_channels, search_smoothing
 
 PLAIN = Fold(("norm",), ("linear",))
 
@@ -27,7 +27,7 @@ def test_factors_are_powers_of_two_and_shared_by_a_group(seed: int, block: int, 
     exponents = np.log2(factors)
     assert factors.shape == (3 * block,) and (exponents == np.rint(exponents)).all()
     assert np.abs(exponents).max() <= MAX_SHIFT
-    groups = spread(factors, fold).reshape(3, repeat, block)
+    groups = expand_channels(factors, fold).reshape(3, repeat, block)
     assert (groups == groups[:, :1]).all()
 
 
@@ -37,8 +37,10 @@ def test_the_scale_of_a_row_does_not_matter_to_columns(seed: int) -> None:
     random = np.random.default_rng(seed)
     weight = random.standard_normal((5, 7)).astype(np.float32)
     scaled = weight * np.exp2(random.integers(-9, 9, (5, 1))).astype(np.float32)
-    trials = CpuBackend().trials()
-    np.testing.assert_array_equal(trials.relative_magnitudes(weight), trials.relative_magnitudes(scaled))
+    calibration_ops = CpuBackend().calibration_ops()
+    np.testing.assert_array_equal(
+        calibration_ops.relative_column_absmax(weight), calibration_ops.relative_column_absmax(scaled)
+    )
 
 
 def test_an_outlier_is_smoothed_away() -> None:
@@ -46,14 +48,14 @@ def test_an_outlier_is_smoothed_away() -> None:
     x = random.standard_normal((300, 64)).astype(np.float32)
     weight = random.standard_normal((32, 64)).astype(np.float32)
     ops = CpuBackend()
-    reached = Judge(ops, x, [weight]).errors(Version(Scheme.W8A8))[0]
+    reached = ErrorEvaluator(ops, x, [weight]).errors(QuantizationCandidate(Scheme.W8A8))[0]
     x[:, 5] *= 64
     weight[:, 5] /= 64
-    judge = Judge(ops, x, [weight])
-    found = search(judge, PLAIN, np.abs(x).max(axis=0), Scheme.W8A8)
+    evaluator = ErrorEvaluator(ops, x, [weight])
+    found = search_smoothing(evaluator, PLAIN, np.abs(x).max(axis=0), Scheme.W8A8)
     assert found.factors is not None and found.factors[5] > 8 * np.median(found.factors)
-    plain = judge.errors(Version(Scheme.W8A8))[0]
-    assert judge.errors(Version(Scheme.W8A8, found.factors))[0] < 2 * reached < 0.05 * plain
+    plain = evaluator.errors(QuantizationCandidate(Scheme.W8A8))[0]
+    assert evaluator.errors(QuantizationCandidate(Scheme.W8A8, found.factors))[0] < 2 * reached < 0.05 * plain
 
 
 def test_the_error_counts_each_token_alike() -> None:
@@ -83,14 +85,14 @@ def test_the_cheapest_that_is_good_enough_is_chosen() -> None:
     x = random.standard_normal((200, 48)).astype(np.float32)
     weight = random.standard_normal((16, 48)).astype(np.float32)
     weight[:, 9] = -weight[:, 4]
-    judge = Judge(CpuBackend(), x, [weight])
+    evaluator = ErrorEvaluator(CpuBackend(), x, [weight])
     spiked = np.array(x)
     spiked[::3, [4, 9]] = 2000  # the two cancel, and the others are rounded away
-    spoiled = Judge(CpuBackend(), spiked, judge.matrices)
-    w8a8, limits = Version(Scheme.W8A8), Calibration(max_error=0.001, outlier_columns=2)
-    assert choose(judge, w8a8, limits, np.abs(x).max(axis=0))[0] is w8a8
-    kept, error = choose(spoiled, w8a8, limits, np.abs(spiked).max(axis=0))
+    spoiled = ErrorEvaluator(CpuBackend(), spiked, evaluator.matrices)
+    w8a8, limits = QuantizationCandidate(Scheme.W8A8), CalibrationSettings(max_error=0.001, outlier_columns=2)
+    assert select_precision(evaluator, w8a8, limits, np.abs(x).max(axis=0))[0] is w8a8
+    kept, error = select_precision(spoiled, w8a8, limits, np.abs(spiked).max(axis=0))
     assert kept.outliers is not None and kept.outliers.tolist() == [4, 9] and error < 0.001
-    none = Calibration(max_error=0.001)
-    assert choose(spoiled, w8a8, none, np.abs(spiked).max(axis=0))[0].scheme is Scheme.W8A16
-    assert choose(spoiled, w8a8, Calibration(), np.abs(spiked).max(axis=0))[0] is w8a8
+    none = CalibrationSettings(max_error=0.001)
+    assert select_precision(spoiled, w8a8, none, np.abs(spiked).max(axis=0))[0].scheme is Scheme.W8A16
+    assert select_precision(spoiled, w8a8, CalibrationSettings(), np.abs(spiked).max(axis=0))[0] is w8a8

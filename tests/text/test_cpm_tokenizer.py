@@ -44,7 +44,7 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str | None]:
 
 def words_of(text: str) -> str:
     """What a text loses in words of over 200 characters, which are unknown as a whole."""
-    return "".join(word for word in cpm_tokenizer.cut(text) if len(word) <= 200)
+    return "".join(word for word in cpm_tokenizer.split_words(text) if len(word) <= 200)
 
 
 @pytest.mark.parametrize("tokenizer", [CPM2, EVA], ids=["cpm2", "eva"])
@@ -143,7 +143,7 @@ def test_cpm1_is_sentencepiece_over_words(cpm1: Tokenizer, tmp_path: Path) -> No
 
 def test_segmentation_is_jieba_s() -> None:
     for text in [*TEXTS, "他来到了网易杭研大厦", "永和服装饰品有限公司"]:
-        assert list(cpm_tokenizer.cut(text)) == list(jieba.cut(text))
+        assert list(cpm_tokenizer.split_words(text)) == list(jieba.cut(text))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("CPM2Tokenizer", Cpm2Tokenizer), ("EVATokenizer", EvaTokenizer)])
@@ -192,7 +192,7 @@ def test_without_jieba(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_jieba_keeps_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
     """Its default is to load whatever ``jieba.cache`` lies there, and to write one, and to say so."""
-    code = "from bminf_lite.text.cpm_tokenizer import cut; print(len(list(cut('今天天气'))))"
+    code = "from bminf_lite.text.cpm_tokenizer import split_words; print(len(list(split_words('今天天气'))))"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert not list(tmp_path.iterdir()) and result.stderr == "" and int(result.stdout) > 0

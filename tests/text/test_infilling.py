@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 import bminf_lite
 from bminf_lite.api import Model
 from bminf_lite.errors import UsageError
-from bminf_lite.text.infilling import SPAN, Filling, _positions, filled
+from bminf_lite.text.infilling import SPAN, FilledSpan, _positions, fill_spans
 from bminf_lite.text.prompts import EncodedPrompt
 
 CONFIG = {
@@ -64,6 +64,6 @@ def test_fillings_go_where_their_blanks_are(parts: list[str]) -> None:
     split = text.split(SPAN)
     positions = _positions(split)
     assert [text[p : p + len(SPAN)] for p in positions] == [SPAN] * (len(split) - 1)
-    fillings = [Filling(p, f"[{i}]") for i, p in enumerate(positions)]
-    whole = filled(text, fillings)
+    fillings = [FilledSpan(p, f"[{i}]") for i, p in enumerate(positions)]
+    whole = fill_spans(text, fillings)
     assert whole == split[0] + "".join(f"[{i}]{part}" for i, part in enumerate(split[1:]))

@@ -47,7 +47,7 @@ def test_they_compute_what_is_compared(peers) -> None:
 
 
 def test_inputs_fit(peers) -> None:
-    case = plain.Case("igemm", "32 x 48 x 64", lambda _: None, 1)
+    case = plain.KernelCase("igemm", "32 x 48 x 64", lambda _: None, 1)
     x, w = peers.inputs(case, "cpu")
     assert tuple(x.shape) == (32, 64) and tuple(w.shape) == (64, 48)
     assert tuple(peers.PEERS["igemm"](x, w).shape) == (32, 48)

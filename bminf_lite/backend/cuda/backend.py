@@ -17,51 +17,43 @@ from typing import Any, TypeVar
 import cupy as cp
 import numpy as np
 
-from ...cuda.kernels.attention.prefill import PrefillAttention, Visible
-from ...cuda.kernels.gemm.cublaslt_matmul import Multiplier
-from ...cuda.kernels.gemm.fgemm import Fgemm
-from ...cuda.kernels.gemm.igemm import Igemm
+from ...cuda.kernels.attention.prefill import AttentionMask, PrefillAttention
+from ...cuda.kernels.gemm.cublaslt_matmul import MatmulContext
+from ...cuda.kernels.gemm.fgemm import FloatGemm
+from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.gemm.layouts import Layout, round_up
-from ...cuda.kernels.gemm.plans import kinds_for, plain_first
-from ...cuda.kernels.gemm.skinny_gemm import Output
+from ...cuda.kernels.gemm.plans import kinds_for, row_major_first
+from ...cuda.kernels.gemm.skinny_gemm import Epilogue
 from ...cuda.kernels.sampling.sampler import STATE_ARRAYS, Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
 from ...memory.device import MARGIN, device_arena
-from ..calibration import Trials
+from ..calibration import CalibrationOps
 from ..quantization import HostWeight
 from ..sampling import SamplerState
-from ..values import Array, AttentionSpec, LayerCache, Norm, Step
+from ..values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
 from . import launches
 from .arrays import PAD, Arrays, is_padded, pitch_of
-from .calibration import CudaTrials, TrialLaunches
-from .deferred import Codes, Gated, Normed, Product, Residual, Weight
-from .fused import FusedProducts
-from .graph_capture import Repeated
-from .launches import (
-    MATVEC_ACTIVATED,
-    MATVEC_ADD,
-    MATVEC_GATED,
-    MATVEC_TO_FLOAT,
-    MATVEC_TO_HALF,
-    MAX_HEAD_DIM,
-    head_pitch_of,
-)
-from .materialize import STALE, Finishing
+from .calibration import CalibrationKernels, CudaCalibrationOps
+from .deferred import DeferredGate, DeferredMatmul, DeferredNorm, QuantizedActivations, ResidualStream, Weight
+from .fused import FusedGemms
+from .graph_capture import CapturedGraph
+from .launches import GEMV_ACTIVATED, GEMV_ADD, GEMV_GATED, GEMV_TO_FLOAT, GEMV_TO_HALF, MAX_HEAD_DIM, head_pitch_of
+from .materialize import STALE, MaterializingBackend
 from .weight_loader import Loader
 
 T = TypeVar("T")
 HEAD_PAD = 16
 """Heads in the cache are padded to a multiple of so many elements, with zeros, for the tensor cores."""
-DIRECT_FLOAT_ROWS = 4
+GEMV_FLOAT_MAX_ROWS = 4
 """Up to so many rows, float weights are multiplied row by row: cheaper than a product on the tensor cores."""
 
 
-class CudaBackend(Finishing):
+class CudaBackend(MaterializingBackend):
     """The operations on GPU ``device`` in ``memory_limit`` of it: bytes, ``"6GiB"``, or None for what is free."""
 
-    lookahead = 1
+    max_steps_in_flight = 1
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
         super().__init__(np.float16)
@@ -71,15 +63,17 @@ class CudaBackend(Finishing):
             self.stream = cp.cuda.Stream(non_blocking=True)
         self.arena = device_arena(self.device, memory_limit)
         self.arrays = Arrays(self.arena, self.stream, device)
-        self.launches: TrialLaunches = TrialLaunches(self.device, self.stream)
+        self.kernels: CalibrationKernels = CalibrationKernels(self.device, self.stream)
         self.prefill_attention = PrefillAttention(self.device)
         self.sampler = Sampler(self.device)
         with self.arrays.current():
-            multiplier = Multiplier.open(self.device, self.arrays.memory)
-            self.products = Igemm(self.device, multiplier, plain_first(kinds_for(self.device.compute_capability)))
-            self.float_products = Fgemm(multiplier)
-        self.fused = FusedProducts(self.products, self.arrays)
-        self.loader = Loader(self.arena, self.arrays, self.launches, self.products)
+            matmul_context = MatmulContext.open(self.device, self.arrays.memory)
+            self.int8_gemm = Int8Gemm(
+                self.device, matmul_context, row_major_first(kinds_for(self.device.compute_capability))
+            )
+            self.float_gemm = FloatGemm(matmul_context)
+        self.fused = FusedGemms(self.int8_gemm, self.arrays)
+        self.loader = Loader(self.arena, self.arrays, self.kernels, self.int8_gemm)
         self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
         self._residuals = weakref.WeakValueDictionary()
 
@@ -99,24 +93,24 @@ class CudaBackend(Finishing):
             target[...] = cp.asarray(values, target.dtype)
 
     def host(self, x: Array) -> np.ndarray:
-        values = self._finished(x)
+        values = self._materialize(x)
         with self.arrays.current():
             return cp.asnumpy(values, stream=self.stream)
 
     def complete(self, x: Array) -> cp.ndarray:
-        values = self._finished(x)
+        values = self._materialize(x)
         self.stream.synchronize()
         return values
 
     def fetch(self, x: Array) -> Callable[[], np.ndarray]:
-        values = self._finished(x)
+        values = self._materialize(x)
         with self.arrays.current():
             return self.arrays.download(cp.ascontiguousarray(values))
 
-    def repeated(self, work: Callable[[], T]) -> Callable[[], T]:
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         if self.loader.streams_steps:
             return work  # which waits for copies rather than for launches; a graph could not copy for the next step
-        return Repeated(self, work)
+        return CapturedGraph(self, work)
 
     def describe(self) -> str:
         major, minor = self.device.compute_capability
@@ -171,8 +165,8 @@ class CudaBackend(Finishing):
             )  # fmt: skip
             setattr(cache, name, larger[..., :head_dim] if padding else larger)
 
-    def trials(self) -> Trials:
-        return CudaTrials(self)
+    def calibration_ops(self) -> CalibrationOps:
+        return CudaCalibrationOps(self)
 
     # -- quantization and products -------------------------------------------------------------------------------------
 
@@ -180,71 +174,71 @@ class CudaBackend(Finishing):
         rows, k = x.shape
         layout = Layout(Order.ROW, rows, k, round_up(k, PAD))
         codes, scale = self.arrays.rows(rows, k, np.int8), self.arrays.empty((rows,), np.float32)
-        self._transform(x, Codes(layout, codes.data, scale.data))
+        self._transform(x, QuantizedActivations(layout, codes.data, scale.data))
         return codes, scale
 
     def igemm(self, x: Array, w: Array) -> Array:
         with self.arrays.current():
-            return self.products.matmul(x, w, transpose_b=True)
+            return self.int8_gemm.matmul(x, w, transpose_b=True)
 
     def linear(self, x: Array, weight: Weight, fp32: bool = False, out: Array = None) -> Array:  # type: ignore[override]
         if out is not None:
             return self._linear_into(x, weight, out)
         if weight.outliers is not None:
             return self._with_outliers(x, weight, np.float32 if fp32 else np.float16)
-        if self._is_direct(x, weight):
+        if self._uses_gemv(x, weight):
             out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
-            self._multiply_directly(x, weight, out, MATVEC_TO_FLOAT if fp32 else MATVEC_TO_HALF)
+            self._gemv(x, weight, out, GEMV_TO_FLOAT if fp32 else GEMV_TO_HALF)
             return out
         if weight.plan is None:
             out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
-            return self._float_product(x, weight, out)
+            return self._float_matmul(x, weight, out)
         codes = self._codes(x, weight)
-        output = Output.FLOAT if fp32 else Output.HALF
-        if self.fused.takes(codes, weight, output):
+        epilogue = Epilogue.FLOAT if fp32 else Epilogue.HALF
+        if self.fused.supports(codes, weight, epilogue):
             out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
-            self.fused.multiply(codes, weight, out, output)
+            self.fused.multiply(codes, weight, out, epilogue)
             return out
-        product = self._int8_product(codes, weight)
-        return self._written(product, np.float32) if fp32 else product
+        product = self._int8_matmul(codes, weight)
+        return self._dequantize(product, np.float32) if fp32 else product
 
     def _linear_into(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
         """``linear`` into an array that is there, which may be ``x``: its codes or its product are there by then."""
         assert out.shape == (x.shape[0], weight.out_features)
-        if self._is_direct(x, weight) or weight.outliers is not None or not is_padded(out):
+        if self._uses_gemv(x, weight) or weight.outliers is not None or not is_padded(out):
             with self.arrays.current():
-                out[...] = self._finished(self.linear(x, weight, fp32=out.dtype == np.float32))
+                out[...] = self._materialize(self.linear(x, weight, fp32=out.dtype == np.float32))
         elif weight.plan is None:
-            self._float_product(x, weight, out)
+            self._float_matmul(x, weight, out)
         else:
-            codes, output = self._codes(x, weight), Output.FLOAT if out.dtype == np.float32 else Output.HALF
-            if self.fused.takes(codes, weight, output):
-                self.fused.multiply(codes, weight, out, output)
+            codes, epilogue = self._codes(x, weight), Epilogue.FLOAT if out.dtype == np.float32 else Epilogue.HALF
+            if self.fused.supports(codes, weight, epilogue):
+                self.fused.multiply(codes, weight, out, epilogue)
             else:
-                product = self._int8_product(codes, weight)
-                self.launches.finish(product.acc, product.layout, product.x_scale, weight, out)
+                product = self._int8_matmul(codes, weight)
+                self.kernels.dequantize(product.acc, product.layout, product.x_scale, weight, out)
         return out
 
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:  # type: ignore[override]
         target, pending = self._as_residual(residual), None
-        if self._is_direct(x, weight):
-            self._settle(target)
-            self._multiply_directly(x, weight, target.values, MATVEC_ADD)
+        if self._uses_gemv(x, weight):
+            self._flush_residual(target)
+            self._gemv(x, weight, target.values, GEMV_ADD)
         elif weight.plan is None or weight.outliers is not None:
-            values = self.linear(x, weight, out=self._spent(x, weight))
-            self._settle(target)
+            values = self.linear(x, weight, out=self._reusable_input(x, weight))
+            self._flush_residual(target)
             with self.arrays.current():
                 target.values += values
         else:
             codes = self._codes(x, weight)
-            self._settle(target)
-            if self.fused.takes(codes, weight, Output.ADD):
-                self.fused.multiply(codes, weight, target.values, Output.ADD)
+            self._flush_residual(target)
+            if self.fused.supports(codes, weight, Epilogue.ADD):
+                self.fused.multiply(codes, weight, target.values, Epilogue.ADD)
             else:
-                pending = self._int8_product(codes, weight)
-        return Residual(target.values, pending)
+                pending = self._int8_matmul(codes, weight)
+        return ResidualStream(target.values, pending)
 
-    def _spent(self, x: Array, weight: Weight) -> cp.ndarray | None:
+    def _reusable_input(self, x: Array, weight: Weight) -> cp.ndarray | None:
         """``x``, where the values that are added to the residual stream can be written over it.
 
         An int8 product adds them itself, or leaves int32 sums to the next norm, which are larger than its input.
@@ -253,228 +247,230 @@ class CudaBackend(Finishing):
         return x if finished and isinstance(x, cp.ndarray) and x.dtype == np.float16 else None
 
     def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
-        if self._is_direct(x, weight):
+        if self._uses_gemv(x, weight):
             out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
-            self._multiply_directly(x, weight, out, MATVEC_GATED, launches.ACTIVATIONS[activation])
+            self._gemv(x, weight, out, GEMV_GATED, launches.ACTIVATIONS[activation])
             return out
         if weight.plan is None or weight.outliers is not None:
-            return Gated(self.linear(x, weight), activation)
+            return DeferredGate(self.linear(x, weight), activation)
         codes = self._codes(x, weight)
-        if self.fused.takes(codes, weight, Output.GATED):
+        if self.fused.supports(codes, weight, Epilogue.GATED):
             out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
-            self.fused.multiply(codes, weight, out, Output.GATED, launches.ACTIVATIONS[activation])
+            self.fused.multiply(codes, weight, out, Epilogue.GATED, launches.ACTIVATIONS[activation])
             return out
-        return Gated(self._int8_product(codes, weight), activation)
+        return DeferredGate(self._int8_matmul(codes, weight), activation)
 
     def activated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
         out = self.arrays.rows(x.shape[0], weight.out_features, np.float16)
-        if self._is_direct(x, weight):
-            self._multiply_directly(x, weight, out, MATVEC_ACTIVATED, launches.ACTIVATIONS[activation])
+        if self._uses_gemv(x, weight):
+            self._gemv(x, weight, out, GEMV_ACTIVATED, launches.ACTIVATIONS[activation])
         elif weight.plan is None or weight.outliers is not None:
-            self.launches.activate(self.linear(x, weight), out, launches.ACTIVATIONS[activation])
-        elif self.fused.takes(codes := self._codes(x, weight), weight, Output.ACTIVATED):
-            self.fused.multiply(codes, weight, out, Output.ACTIVATED, launches.ACTIVATIONS[activation])
+            self.kernels.activate(self.linear(x, weight), out, launches.ACTIVATIONS[activation])
+        elif self.fused.supports(codes := self._codes(x, weight), weight, Epilogue.ACTIVATED):
+            self.fused.multiply(codes, weight, out, Epilogue.ACTIVATED, launches.ACTIVATIONS[activation])
         else:
-            self.launches.activate(self._int8_product(codes, weight), out, launches.ACTIVATIONS[activation])
+            self.kernels.activate(self._int8_matmul(codes, weight), out, launches.ACTIVATIONS[activation])
         return out
 
-    def _is_direct(self, x: Array, weight: Weight) -> bool:
+    def _uses_gemv(self, x: Array, weight: Weight) -> bool:
         """Whether the matrix-vector kernels take ``x`` as it is: few rows, fp16 or a norm of a finished residual."""
-        if x.shape[0] > (DIRECT_FLOAT_ROWS if weight.plan is None else 1):
+        if x.shape[0] > (GEMV_FLOAT_MAX_ROWS if weight.plan is None else 1):
             return False
-        if weight.pitch > 8 * 8 * launches.MATVEC_THREADS or not weight.is_plain or weight.outliers is not None:
+        if weight.pitch > 8 * 8 * launches.GEMV_THREADS or not weight.is_row_major or weight.outliers is not None:
             return False
-        if isinstance(x, Normed):
-            if weight.plan is not None and weight.pitch > launches.WIDEST_NORM:
+        if isinstance(x, DeferredNorm):
+            if weight.plan is not None and weight.pitch > launches.MAX_FUSED_NORM_WIDTH:
                 return False
             return x.values is None and x.residual.pending is None
         return isinstance(x, cp.ndarray) and x.dtype == np.float16
 
-    def _multiply_directly(self, x: Array, weight: Weight, out: cp.ndarray, output: int, activation: int = 0) -> None:
+    def _gemv(self, x: Array, weight: Weight, out: cp.ndarray, epilogue: int, activation: int = 0) -> None:
         norm = None
-        if isinstance(x, Normed):
+        if isinstance(x, DeferredNorm):
             assert not x.stale, STALE
             x.used, norm, x = True, x.norm, x.residual.values
-        launch = self.launches.matvec if weight.plan is not None else self.launches.matvec_float
-        launch(self.arrays.padded(x), norm, weight, out, output, activation)
+        launch = self.kernels.gemv if weight.plan is not None else self.kernels.gemv_float
+        launch(self.arrays.padded(x), norm, weight, out, epilogue, activation)
 
-    def _codes(self, x: Array, weight: Weight) -> Codes:
+    def _codes(self, x: Array, weight: Weight) -> QuantizedActivations:
         """``x`` quantized, as the weight's plan lays activations out."""
         assert weight.plan is not None
         layout = weight.plan.activation(x.shape[0])
-        again = isinstance(x, Normed) and x.used
+        again = isinstance(x, DeferredNorm) and x.used
         if again and x.codes is not None and x.codes.layout == layout:
             return x.codes
-        codes = self._room_for_codes(layout)
+        codes = self._allocate_codes(layout)
         self._transform(x, codes)
         if again:
             x.codes = codes
         return codes
 
-    def _room_for_codes(self, layout: Layout) -> Codes:
+    def _allocate_codes(self, layout: Layout) -> QuantizedActivations:
         """Codes in one block with their scales, unless sums that are to be scaled later would keep both."""
         nbytes, scale_bytes = layout.nbytes, 4 * layout.rows
-        if not self.fused.many_rows.supported:
-            return Codes(layout, self.arrays.memory(nbytes), self.arrays.memory(scale_bytes))
+        if not self.fused.scaled_gemm.supported:
+            return QuantizedActivations(layout, self.arrays.memory(nbytes), self.arrays.memory(scale_bytes))
         memory = self.arrays.memory(nbytes + scale_bytes)
-        return Codes(layout, memory, memory + nbytes)
+        return QuantizedActivations(layout, memory, memory + nbytes)
 
-    def _int8_product(self, codes: Codes, weight: Weight) -> Product:
+    def _int8_matmul(self, codes: QuantizedActivations, weight: Weight) -> DeferredMatmul:
         plan, rows = weight.plan, codes.layout.rows
         assert plan is not None
         result = plan.result(rows)
         acc = self.arrays.empty((result.size,), np.int32)
         plan.run(acc.data.ptr, weight.matrix.data.ptr, codes.values.ptr, rows, self.stream.ptr)
-        return Product(acc, result, codes.scales, weight)
+        return DeferredMatmul(acc, result, codes.scales, weight)
 
-    def _float_product(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
+    def _float_matmul(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
         rows, (n, k) = x.shape[0], weight.matrix.shape
-        values = self._half(x)
+        values = self._to_half(x)
         data = weight.matrix
         if data.dtype == np.int8:
             data = self.arrays.empty((n, k), np.float16)
-            self.launches.widen(weight.matrix, data)
+            self.kernels.int8_to_half(weight.matrix, data)
         acc = self.arrays.empty((rows, n), np.float32)
-        self.float_products.linear(
+        self.float_gemm.linear(
             acc.data.ptr, data.data.ptr, values.data.ptr, rows, n, k, self.stream.ptr, out_dtype=np.float32
         )
-        self.launches.finish(acc, Layout(Order.ROW, rows, n, n, 4), None, weight, out)
+        self.kernels.dequantize(acc, Layout(Order.ROW, rows, n, n, 4), None, weight, out)
         return out
 
     def _with_outliers(self, x: Array, weight: Weight, dtype: type) -> cp.ndarray:
         """The product of the other columns as any, in fp32, and then what the outlier columns add."""
         assert weight.outliers is not None
-        values, count = self.arrays.padded(self._finished(x)), len(weight.outliers.index)
+        values, count = self.arrays.padded(self._materialize(x)), len(weight.outliers.index)
         rest = self.arrays.rows(values.shape[0], values.shape[1], values.dtype)
         kept = self.arrays.empty((values.shape[0], count), np.float16)
-        self.launches.split_columns(values, weight.outliers, rest, kept)
-        sums = self._finished(self.linear(rest, replace(weight, bias=None, outliers=None), fp32=True))
+        self.kernels.split_columns(values, weight.outliers, rest, kept)
+        sums = self._materialize(self.linear(rest, replace(weight, bias=None, outliers=None), fp32=True))
         out = self.arrays.rows(values.shape[0], weight.out_features, dtype)
-        self.launches.add_columns(sums, kept, weight, out)
+        self.kernels.add_columns(sums, kept, weight, out)
         return out
 
     # -- around the products -------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Array, table: Array) -> Array:
         out = self.arrays.rows(len(tokens), table.shape[1], np.float32)
-        self.launches.embed(tokens, table, out)
-        return Residual(out)
+        self.kernels.embed(tokens, table, out)
+        return ResidualStream(out)
 
-    def add_positions(self, residual: Array, table: Array, step: Step) -> Array:
+    def add_positions(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:
         target = self._as_residual(residual)
-        self._settle(target)
-        self.launches.add_positions(step, table, target.values)
-        return Residual(target.values)
+        self._flush_residual(target)
+        self.kernels.add_positions(batch, table, target.values)
+        return ResidualStream(target.values)
 
     def norm(self, residual: Array, norm: Norm, out: Array = None) -> Array:
         if out is not None:
-            if isinstance(residual, Residual):
-                self._settle(residual)
-            self.launches.norm(self._finished(residual), norm, out)
+            if isinstance(residual, ResidualStream):
+                self._flush_residual(residual)
+            self.kernels.norm(self._materialize(residual), norm, out)
             return out
         source = self._as_residual(residual)
-        result = Normed(source, norm)
+        result = DeferredNorm(source, norm)
         source.norms.append(weakref.ref(result))
         return result
 
-    def softmax(
-        self, x: Array, scale: float = 1.0, bias: Array = None, visible: Array = None, out: Array = None
-    ) -> Array:
-        values = self._finished(x)
+    def softmax(self, x: Array, scale: float = 1.0, bias: Array = None, mask: Array = None, out: Array = None) -> Array:
+        values = self._materialize(x)
         if out is None:
             rows, columns = values.shape
             out = self.arrays.rows(rows, columns, values.dtype)
-        self.launches.softmax(values, scale, bias, visible, out)
+        self.kernels.softmax(values, scale, bias, mask, out)
         return out
 
-    def last_tokens(self, x: Array, step: Step) -> Array:
-        if step.decoding:
+    def last_tokens(self, x: Array, batch: ForwardBatch) -> Array:
+        if batch.is_decode:
             return x
         source = self._as_residual(x)
-        self._settle(source)
-        out = self.arrays.rows(step.count, x.shape[1], np.float32)
-        self.launches.last_rows(step.starts, source.values, out)
-        return Residual(out)
+        self._flush_residual(source)
+        out = self.arrays.rows(batch.batch_size, x.shape[1], np.float32)
+        self.kernels.last_rows(batch.cu_seqlens, source.values, out)
+        return ResidualStream(out)
 
-    def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> Array:
+    def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
-        if step.decoding:
-            self._attend_one(self._half(qkv), spec, cache, step, out)
+        if batch.is_decode:
+            self._attention_decode(self._to_half(qkv), spec, cache, batch, out)
             return out
-        self._attend(self._prepared_heads(qkv, spec, cache, step), spec, cache, step, out)
+        self._attention_prefill(self._prepared_heads(qkv, spec, cache, batch), spec, cache, batch, out)
         return out
 
-    def encoder_attention(self, qkv: Array, spec: AttentionSpec, step: Step) -> Array:
+    def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
         packed = self.layer_cache(1, spec.kv_heads, qkv.shape[0], spec.head_dim)
-        in_order = replace(step, past=step.starts, slots=self._zeros("first slot", step.count, np.int32))
+        in_order = replace(
+            batch, context_lens=batch.cu_seqlens, slots=self._zeros("first slot", batch.batch_size, np.int32)
+        )
         q = self._prepared_heads(qkv, spec, packed, in_order)
-        self._attend(q, spec, packed, step, out, Visible.WITHIN)
+        self._attention_prefill(q, spec, packed, batch, out, AttentionMask.BIDIRECTIONAL)
         return out
 
-    def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, step: Step) -> None:
-        self._prepared_heads(kv, replace(spec, heads=0), source, step)
+    def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
+        self._prepared_heads(kv, replace(spec, heads=0), source, batch)
 
-    def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, lengths: Array, step: Step) -> Array:
+    def cross_attention(
+        self, q: Array, spec: AttentionSpec, source: LayerCache, lengths: Array, batch: ForwardBatch
+    ) -> Array:
         out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)
-        if step.decoding:
-            self._attend_one(self._half(q), spec, source, step, out, lengths)
+        if batch.is_decode:
+            self._attention_decode(self._to_half(q), spec, source, batch, out, lengths)
             return out
-        heads = self._half(q).reshape(-1, spec.heads, spec.head_dim)
+        heads = self._to_half(q).reshape(-1, spec.heads, spec.head_dim)
         if spec.head_dim % HEAD_PAD:
             padded = self.arrays.zeros((*heads.shape[:2], head_pitch_of(source)), np.float16)
             with self.arrays.current():
                 padded[..., : spec.head_dim] = heads
             heads = padded
-        self._attend(heads, spec, source, step, out, Visible.SOURCE, lengths)
+        self._attention_prefill(heads, spec, source, batch, out, AttentionMask.CROSS, lengths)
         return out
 
-    def _attend(
-        self, q: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, out: cp.ndarray,
-        visible: Visible = Visible.CAUSAL, lengths: cp.ndarray | None = None,
+    def _attention_prefill(
+        self, q: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, out: cp.ndarray,
+        mask: AttentionMask = AttentionMask.CAUSAL, lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Attention of a step's tokens; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch."""
-        bias, reach = launches.bias_arguments(spec)
+        bias, max_distance = launches.bias_arguments(spec)
         self.prefill_attention.launch(
             q.data.ptr, pitch_of(q), cache.keys.data.ptr, cache.values.data.ptr,
-            out.data.ptr, pitch_of(out), step.starts.data.ptr, step.past.data.ptr, step.slots.data.ptr,
+            out.data.ptr, pitch_of(out), batch.cu_seqlens.data.ptr, batch.context_lens.data.ptr, batch.slots.data.ptr,
             heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity=cache.capacity,
-            scale=spec.scale, window=spec.window, tokens=q.shape[0], count=step.count,
-            visible=visible, bias=bias, reach=reach, lengths=launches.address(lengths),
+            scale=spec.scale, window=spec.window, tokens=q.shape[0], batch_size=batch.batch_size,
+            mask=mask, bias=bias, max_distance=max_distance, lengths=launches.address(lengths),
             key_scales=launches.address(cache.key_scales), value_scales=launches.address(cache.value_scales),
             stream=self.stream.ptr, dependent=True,
         )  # fmt: skip
 
-    def _attend_one(
-        self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, step: Step, out: cp.ndarray,
+    def _attention_decode(
+        self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, out: cp.ndarray,
         lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Attention of one token per sequence: over its own, or over a source where ``lengths`` are given."""
-        split = self.launches.split_context(spec, step, step.reach if lengths is None else cache.capacity)
-        elements = split.part_elements(spec, step)
-        parts = self.arrays.empty((elements,), np.float32) if elements else None
-        arrived = self._zeros("arrived", step.count * spec.heads * split.cluster, np.int32)
-        self.launches.attend_one(x, spec, cache, step, split, parts, arrived, out, lengths)
+        split = self.kernels.split_kv(spec, batch, batch.max_context_len if lengths is None else cache.capacity)
+        elements = split.partial_elements(spec, batch)
+        partials = self.arrays.empty((elements,), np.float32) if elements else None
+        arrival_counts = self._zeros("arrival_counts", batch.batch_size * spec.heads * split.cluster, np.int32)
+        self.kernels.attention_decode(x, spec, cache, batch, split, partials, arrival_counts, out, lengths)
 
-    def _prepared_heads(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, step: Step) -> cp.ndarray:
+    def _prepared_heads(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> cp.ndarray:
         """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache."""
-        heads = qkv if isinstance(qkv, Product) else self._half(qkv)
+        heads = qkv if isinstance(qkv, DeferredMatmul) else self._to_half(qkv)
         q = self.arrays.empty((qkv.shape[0], spec.heads, head_pitch_of(cache)), np.float16)
-        self.launches.prepare_heads(heads, spec, cache, step, q)
+        self.kernels.prepare_heads(heads, spec, cache, batch, q)
         return q
 
-    def sample(self, logits: Array, sampler: SamplerState, step: Step | None = None) -> Array:
+    def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
         logits = self.arrays.padded(logits)
         rows, vocab = logits.shape
         state = [launches.address(getattr(sampler, name)) for name in STATE_ARRAYS]
         scratch = self._zeros(f"sample {rows} {vocab} {sampler.greedy}", Sampler.scratch_bytes(rows, vocab), np.uint8)
         result = self.arrays.empty((2, rows), np.int32)
-        tokens, past = (step.tokens.data.ptr, step.past.data.ptr) if step is not None else (0, 0)
+        tokens, context_lens = (batch.tokens.data.ptr, batch.context_lens.data.ptr) if batch is not None else (0, 0)
         self.sampler.launch(
             logits.data.ptr, pitch_of(logits), rows, vocab, state, result.data.ptr,
-            tokens, past, scratch.data.ptr, self.stream.ptr, greedy=sampler.greedy,
+            tokens, context_lens, scratch.data.ptr, self.stream.ptr, greedy=sampler.greedy,
         )  # fmt: skip
-        self.launches.end_step()
+        self.kernels.end_step()
         return result
 
     def _zeros(self, purpose: str, count: int, dtype: Any) -> cp.ndarray:

@@ -1,9 +1,9 @@
 """What the GPU's operations exchange beside arrays: weights and codes, and values that are not finished.
 
-An operation may return one of the latter (:class:`Product`, :class:`Gated`, :class:`Residual`, :class:`Normed`) instead
-of an array, because its consumer computes the rest in passing: an int32 product is still to be scaled, a norm is still
-to be taken. The next operation's kernel reads the unfinished value and saves a pass over memory. What it computes is
-the same, rounding included.
+An operation may return one of the latter (:class:`DeferredMatmul`, :class:`DeferredGate`, :class:`ResidualStream`,
+:class:`DeferredNorm`) instead of an array, because its consumer computes the rest in passing: an int32 product is still
+to be scaled, a norm is still to be taken. The next operation's kernel reads the unfinished value and saves a pass over
+memory. What it computes is the same, rounding included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import cupy as cp
 
-from ...cuda.kernels.gemm.igemm import Plan
+from ...cuda.kernels.gemm.igemm import GemmPlan
 from ...cuda.kernels.gemm.layouts import Layout
 from ..values import Norm
 
@@ -30,7 +30,7 @@ class Outliers:
 
 
 @dataclass(eq=False, slots=True)
-class Codes:
+class QuantizedActivations:
     """Quantized activations int8, which lie as ``layout`` says, and the rows' scales fp32."""
 
     layout: Layout
@@ -57,7 +57,7 @@ class Weight:
     out_features: int
     in_features: int
     pitch: int
-    plan: Plan | None = None
+    plan: GemmPlan | None = None
     outliers: Outliers | None = None
 
     @property
@@ -71,13 +71,13 @@ class Weight:
         return kept + sum(x.nbytes for x in (self.matrix, self.scale, self.bias) if x is not None)
 
     @property
-    def is_plain(self) -> bool:
+    def is_row_major(self) -> bool:
         """Whether rows of ``pitch`` numbers follow each other."""
-        return self.plan is None or self.plan.shapes.is_plain
+        return self.plan is None or self.plan.layouts.is_row_major
 
 
 @dataclass(frozen=True)
-class Product:
+class DeferredMatmul:
     """``x @ weight.T`` before scaling: int32 sums ``acc``, laid out as ``layout`` says, and the rows' scales."""
 
     acc: cp.ndarray
@@ -91,10 +91,10 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Gated:
+class DeferredGate:
     """``activation(gate) * up`` of a source whose columns are gate and up, side by side."""
 
-    source: Product | cp.ndarray
+    source: DeferredMatmul | cp.ndarray
     activation: str
 
     @property
@@ -103,7 +103,7 @@ class Gated:
 
 
 @dataclass
-class Residual:
+class ResidualStream:
     """The residual stream fp32 ``[T, features]``, and a product that is still to be added to it.
 
     ``norms`` are the norms of its present value that have not been taken yet. They must be before it changes, if anyone
@@ -111,8 +111,8 @@ class Residual:
     """
 
     values: cp.ndarray
-    pending: Product | None = None
-    norms: list[weakref.ref[Normed]] = field(default_factory=list)
+    pending: DeferredMatmul | None = None
+    norms: list[weakref.ref[DeferredNorm]] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -120,19 +120,19 @@ class Residual:
 
 
 @dataclass(eq=False)
-class Normed:
+class DeferredNorm:
     """A norm of the residual stream, unrounded. ``values`` once it had to be computed on its own, fp32.
 
     One that was ``used`` is not computed again for others: once the residual stream changes it is ``stale``. Where many
     products read one, as all layers of a decoder do the encoder's output, its ``codes`` are kept from the second on.
     """
 
-    residual: Residual
+    residual: ResidualStream
     norm: Norm
     values: cp.ndarray | None = None
     used: bool = False
     stale: bool = False
-    codes: Codes | None = None
+    codes: QuantizedActivations | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

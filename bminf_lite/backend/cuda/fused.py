@@ -7,61 +7,76 @@ import functools
 import cupy as cp
 
 from ...cuda.kernels.gemm.gemm_hopper import MIN_ROWS, ScaledGemm
-from ...cuda.kernels.gemm.igemm import Igemm
-from ...cuda.kernels.gemm.skinny_gemm import GROUP, Output
+from ...cuda.kernels.gemm.igemm import Int8Gemm
+from ...cuda.kernels.gemm.skinny_gemm import GROUP, Epilogue
 from .arrays import Arrays, pitch_of
-from .deferred import Codes, Weight
-from .launches import address, size_of
+from .deferred import QuantizedActivations, Weight
+from .launches import address, nbytes_of
 
 
-class FusedProducts:
+class FusedGemms:
     """The products of a few rows, and of many where the GPU has a kernel for these, on one stream."""
 
-    def __init__(self, products: Igemm, arrays: Arrays) -> None:
-        self.products = products
+    def __init__(self, int8_gemm: Int8Gemm, arrays: Arrays) -> None:
+        self.int8_gemm = int8_gemm
         self.arrays = arrays
-        self.many_rows = ScaledGemm(products.device)
+        self.scaled_gemm = ScaledGemm(int8_gemm.device)
 
-    def takes(self, codes: Codes, weight: Weight, output: Output) -> bool:
+    def supports(self, codes: QuantizedActivations, weight: Weight, epilogue: Epilogue) -> bool:
         """Whether such a kernel computes the product; it may be timed to find out."""
         assert weight.plan is not None
         rows = codes.layout.rows
-        if weight.is_plain and self.many_rows.takes(rows, weight.out_features, output) and self._trusts_many:
+        if (
+            weight.is_row_major
+            and self.scaled_gemm.supports(rows, weight.out_features, epilogue)
+            and self._scaled_gemm_verified
+        ):
             return True
-        if output is Output.GATED and weight.out_features % (2 * GROUP):
+        if epilogue is Epilogue.GATED and weight.out_features % (2 * GROUP):
             return False
-        known = weight.plan.few_rows_verdict(rows)
+        known = weight.plan.skinny_gemm_choice(rows)
         if known is None:
             with self.arrays.current():
-                known = weight.plan.takes_few_rows(
+                known = weight.plan.uses_skinny_gemm(
                     weight.matrix.data.ptr, codes.values.ptr, rows, self.arrays.stream.ptr
                 )
         return known
 
-    def multiply(self, codes: Codes, weight: Weight, out: cp.ndarray, output: Output, activation: int = 0) -> None:
-        """Put the product into ``out`` ``[rows, features]``, as ``output`` says; ``activation`` by its number.
+    def multiply(
+        self, codes: QuantizedActivations, weight: Weight, out: cp.ndarray, epilogue: Epilogue, activation: int = 0
+    ) -> None:
+        """Put the product into ``out`` ``[rows, features]``, as ``epilogue`` says; ``activation`` by its number.
 
-        The product must be one that :meth:`takes`.
+        The product must be one that :meth:`supports`.
         """
         x, scale, rows = codes.values.ptr, codes.scales.ptr, codes.layout.rows
-        observed, stream = self.products.device.observer is not None, self.arrays.stream.ptr
-        moved = weight.nbytes + size_of(codes, out) if observed else 0
+        observed, stream = self.int8_gemm.device.observer is not None, self.arrays.stream.ptr
+        bytes_moved = weight.nbytes + nbytes_of(codes, out) if observed else 0
         if rows >= MIN_ROWS:  # more than the other kernel takes
             assert weight.scale is not None
-            self.many_rows.launch(
-                (x, weight.pitch), scale,
-                (weight.matrix.data.ptr, weight.pitch), weight.scale.data.ptr, address(weight.bias),
-                (out.data.ptr, pitch_of(out)), rows=rows, channels=weight.out_features,
-                in_features=weight.in_features, output=output, activation=activation, stream=stream, moved=moved,
-            )  # fmt: skip
+            self.scaled_gemm.launch(
+                (x, weight.pitch),
+                scale,
+                (weight.matrix.data.ptr, weight.pitch),
+                weight.scale.data.ptr,
+                address(weight.bias),
+                (out.data.ptr, pitch_of(out)),
+                rows=rows,
+                channels=weight.out_features,
+                in_features=weight.in_features,
+                epilogue=epilogue,
+                activation=activation,
+                stream=stream,
+                bytes_moved=bytes_moved,
+            )
             return
-        self.products.few_rows.launch(
+        self.int8_gemm.skinny_gemm.launch(
             x, scale, weight.matrix.data.ptr, address(weight.scale), address(weight.bias),
-            out.data.ptr, pitch_of(out), rows, weight.out_features, weight.pitch, stream, output, activation,
-            moved=moved,
+            out.data.ptr, pitch_of(out), rows, weight.out_features, weight.pitch, stream, epilogue, activation,
+            bytes_moved=bytes_moved,
         )  # fmt: skip
 
     @functools.cached_property
-    def _trusts_many(self) -> bool:
+    def _scaled_gemm_verified(self) -> bool:
         with self.arrays.current():
-            return self.many_rows.trusted
+            return self.scaled_gemm.verified

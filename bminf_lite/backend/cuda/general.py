@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import cupy as cp
 
-from ..values import Step
+from ..values import ForwardBatch
 from .arrays import pitch_of
-from .deferred import Outliers, Product, Weight
-from .launches import PRODUCT, address, ceil_div, read_arguments, size_of
-from .rows import RowLaunches
+from .deferred import DeferredMatmul, Outliers, Weight
+from .launches import FROM_INT32, address, ceil_div, nbytes_of, read_arguments
+from .rows import RowKernels
 
 
-class GeneralLaunches(RowLaunches):
-    """Adds to :class:`RowLaunches` what some architectures need."""
+class GeneralKernels(RowKernels):
+    """Adds to :class:`RowKernels` what some architectures need."""
 
-    def activate(self, source: cp.ndarray | Product, out: cp.ndarray, activation: int) -> None:
+    def activate(self, source: cp.ndarray | DeferredMatmul, out: cp.ndarray, activation: int) -> None:
         """A function of each value, fp16 ``[rows, n]``. ``activation`` is one of ``launches.ACTIVATIONS``."""
         data, kind, order = read_arguments(source)
-        expression = f"activate_rows<{'true' if kind == PRODUCT else 'false'}, {order}, {activation}>"
+        expression = f"activate_rows<{'true' if kind == FROM_INT32 else 'false'}, {order}, {activation}>"
         rows, n = source.shape
         self._launch(
             "rowwise/pointwise.cu", expression, "ppppqpqii", ceil_div(rows * n, 256), 256,
-            (*data, out.data.ptr, pitch_of(out), rows, n), moved=size_of(source, out),
+            (*data, out.data.ptr, pitch_of(out), rows, n), bytes_moved=nbytes_of(source, out),
         )  # fmt: skip
 
-    def add_positions(self, step: Step, table: cp.ndarray, residual: cp.ndarray) -> None:
+    def add_positions(self, batch: ForwardBatch, table: cp.ndarray, residual: cp.ndarray) -> None:
         """Add to each token's row, fp32, the row of an fp16 table at its position."""
         self._launch(
             "rowwise/pointwise.cu", "add_positions", "ppipqpqi", len(residual), 256,
-            (address(step.starts), address(step.past), step.count, table.data.ptr, pitch_of(table),
+            (address(batch.cu_seqlens), address(batch.context_lens), batch.batch_size, table.data.ptr, pitch_of(table),
              residual.data.ptr, pitch_of(residual), residual.shape[1]),
-            moved=2 * size_of(residual),
+            bytes_moved=2 * nbytes_of(residual),
         )  # fmt: skip
 
     def split_columns(self, x: cp.ndarray, outliers: Outliers, rest: cp.ndarray, kept: cp.ndarray) -> None:
@@ -40,7 +40,7 @@ class GeneralLaunches(RowLaunches):
             "rowwise/outliers.cu", f"split_columns<{kind}>", "pqpipqpi", len(x), 256,
             (x.data.ptr, pitch_of(x), outliers.index.data.ptr, kept.shape[1], rest.data.ptr, pitch_of(rest),
              kept.data.ptr, x.shape[1]),
-            moved=size_of(x, rest, kept),
+            bytes_moved=nbytes_of(x, rest, kept),
         )  # fmt: skip
 
     def add_columns(self, sums: cp.ndarray, kept: cp.ndarray, weight: Weight, out: cp.ndarray) -> None:
@@ -52,5 +52,5 @@ class GeneralLaunches(RowLaunches):
             "rowwise/outliers.cu", f"add_columns<{kind}>", "pqpipqppqi", (rows, ceil_div(n, 256)), 256,
             (sums.data.ptr, pitch_of(sums), kept.data.ptr, columns, outliers.values.data.ptr,
              pitch_of(outliers.values), address(weight.bias), out.data.ptr, pitch_of(out), n),
-            shared=4 * columns, moved=size_of(sums, kept, outliers.values, out),
+            shared=4 * columns, bytes_moved=nbytes_of(sums, kept, outliers.values, out),
         )  # fmt: skip

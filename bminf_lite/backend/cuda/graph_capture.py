@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...cuda.runtime.graphs import Graph
+from ...cuda.runtime.graphs import CudaGraph
 from ...memory.arena import Scratch
 
 if TYPE_CHECKING:
     from .backend import CudaBackend
 
 
-class Repeated:
+class CapturedGraph:
     """Work that is done twice as it is, then recorded as a graph, then replayed.
 
     The first time settles what is decided once, such as which kernel is fastest, with memory that is not needed again.
@@ -22,14 +22,14 @@ class Repeated:
     def __init__(self, backend: CudaBackend, work: Callable[[], Any]):
         self.backend = backend
         self.work = work
-        self.settled = False
+        self.warmed_up = False
         self.scratch_bytes: int | None = None
-        self.graph: Graph[Any] | None = None
+        self.graph: CudaGraph[Any] | None = None
 
     def __call__(self) -> Any:
         backend = self.backend
-        if not self.settled:
-            self.settled = True
+        if not self.warmed_up:
+            self.warmed_up = True
             return self.work()
         if self.scratch_bytes is None:
             with backend.arena.measure() as meter:
@@ -37,10 +37,10 @@ class Repeated:
             self.scratch_bytes = meter.peak
             return result
         if self.graph is None:
-            self.graph = self._record(backend.arena.scratch(self.scratch_bytes))
-        self.graph.launch(backend.stream.ptr)
+            self.graph = self._capture(backend.arena.scratch(self.scratch_bytes))
+        self.graph.replay(backend.stream.ptr)
         return self.graph.result
 
-    def _record(self, scratch: Scratch) -> Graph[Any]:
+    def _capture(self, scratch: Scratch) -> CudaGraph[Any]:
         with self.backend.arrays.within(scratch):
-            return Graph(self.work, self.backend.stream.ptr, scratch)
+            return CudaGraph(self.work, self.backend.stream.ptr, scratch)

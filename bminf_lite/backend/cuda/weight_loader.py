@@ -10,7 +10,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 
-from ...cuda.kernels.gemm.igemm import Igemm
+from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.gemm.layouts import round_up
 from ...memory.arena import Arena
 from ...memory.staging import Staging
@@ -20,7 +20,7 @@ from ..random_matrix import RandomMatrix
 from ..stored_matrix import StoredMatrix
 from ..values import Array, Placement
 from .arrays import PAD, Allocator, Arrays
-from .calibration import KINDS, Matrix, TrialLaunches
+from .calibration import KINDS, CalibrationKernels, FloatMatrix
 from .deferred import Outliers, Weight
 from .streamed_weights import PinnedBuffers, SlotLink, host_table, open_slots
 
@@ -34,16 +34,16 @@ TABLE_BLOCK = 16 << 20
 
 
 class Loader:
-    """Makes weights with ``arrays``; ``products`` says how those of int8 products lie in memory.
+    """Makes weights with ``arrays``; ``int8_gemm`` says how those of int8 products lie in memory.
 
     ``streams_steps`` says whether the stack of layers that was made last is streamed.
     """
 
-    def __init__(self, arena: Arena, arrays: Arrays, launches: TrialLaunches, products: Igemm):
+    def __init__(self, arena: Arena, arrays: Arrays, kernels: CalibrationKernels, int8_gemm: Int8Gemm):
         self.arena = arena
         self.arrays = arrays
-        self.launches = launches
-        self.products = products
+        self.kernels = kernels
+        self.int8_gemm = int8_gemm
         self.streams_steps = False
         self._matrices: Allocator = arena
         self._links: list[SlotLink] = []
@@ -83,9 +83,9 @@ class Loader:
         if not quantized[0].dynamic:
             data = self._upload_rows(codes, n, k, np.int8, PAD, PAD, self._matrices)
             return Weight(data, scale, bias, n, k, data.shape[1], outliers=outliers)
-        plan = self.products.plan(n, k)
-        rows, pitch = plan.shapes.padded
-        if plan.shapes.is_plain:
+        plan = self.int8_gemm.plan(n, k)
+        rows, pitch = plan.layouts.padded
+        if plan.layouts.is_row_major:
             data = self._upload_rows(codes, n, k, np.int8, rows, pitch, self._matrices)
             return Weight(data, scale, bias, n, k, pitch, plan, outliers)
         with self.arrays.current():
@@ -105,7 +105,7 @@ class Loader:
         columns = self._upload_rows([values], values.shape[0], values.shape[1], np.float16, 1, PAD, self.arena)
         return Outliers(self.arrays.upload(stacked.index.astype(np.int32)), columns)
 
-    def matrix(self, values: Any) -> Matrix:
+    def matrix(self, values: Any) -> FloatMatrix:
         """A float matrix of the host, or one that is still in a file, as it is."""
         kind = KINDS.get(values.dtype, "bf16")
         dtype = np.dtype(np.uint16) if kind == "bf16" else values.dtype
@@ -115,7 +115,7 @@ class Loader:
             self._finish_uploads()
         else:
             data.set(np.ascontiguousarray(values).view(dtype), self.arrays.stream)
-        return Matrix(data, kind)
+        return FloatMatrix(data, kind)
 
     def blocks(self, build: Callable[[int], T], count: int, place: Placement) -> Iterable[T]:
         """See :meth:`Backend.blocks`; ``place`` counts the layers of all stacks."""
@@ -184,7 +184,7 @@ class Loader:
         """A host matrix into the first ``k`` columns of rows on the device, converted to their type."""
         whole = place.shape[1] == k
         if isinstance(part, RandomMatrix):
-            self.launches.fill_random(place[:, :k], part.seed)
+            self.kernels.fill_random(place[:, :k], part.seed)
         elif place.dtype == np.float16 and part.dtype != place.dtype and part.dtype in FLOATS:
             self._narrow(part, place)
         elif isinstance(part, StoredMatrix) and whole and part.dtype == place.dtype:
@@ -201,7 +201,7 @@ class Loader:
         rows, k = part.shape
         step = max(1, NARROW_BYTES // max(k * part.dtype.itemsize, 1))
         for first in range(0, rows, step):
-            self.launches.to_half(self.matrix(part[first : first + step]), place[first : first + step])
+            self.kernels.to_half(self.matrix(part[first : first + step]), place[first : first + step])
 
     @contextmanager
     def _uploading(self) -> Iterator[None]:

@@ -22,8 +22,8 @@ class Memory(Protocol):
     def free(self) -> None: ...
 
 
-class Graph(Generic[Result]):
-    """The GPU work of ``function()``, which is called once, now, and does not run on the GPU until :meth:`launch`.
+class CudaGraph(Generic[Result]):
+    """The GPU work of ``function()``, which is called once, now, and does not run on the GPU until :meth:`replay`.
 
     ``stream`` is the stream, not the default one, on which the function puts all its work. ``memory`` is what the
     function allocates from; it is freed with the graph. ``result`` is what the function returned. Run the function once
@@ -52,7 +52,7 @@ class Graph(Generic[Result]):
         self._launch = functions.cuGraphLaunch
         self._finalizer = weakref.finalize(self, _destroy, executable, memory)
 
-    def launch(self, stream: int) -> None:
+    def replay(self, stream: int) -> None:
         """Run the recorded work on ``stream``, after what is there already."""
         self._launch(self._executable, stream)
 

@@ -1,8 +1,8 @@
 """Kernels loaded into a GPU and launched with as little Python as possible.
 
 A prompt's step launches some ten kernels a layer from Python, so a launch is one ``struct`` packing into memory that
-the kernel owns and one call of the driver; what does not change from launch to launch is kept. Launches may be captured
-into a graph.
+the kernel owns and one call of the driver; what does not change from launch to launch is kept. CoreKernels may be
+captured into a graph.
 """
 
 from __future__ import annotations
@@ -140,17 +140,17 @@ class Kernel:
         stream: int = 0,
         dependent: bool = False,
         cluster: Dimensions | None = None,
-        moved: int = 0,
+        bytes_moved: int = 0,
     ) -> None:
         """Launch on ``stream`` (``cudaStream_t`` as an integer), in blocks of ``block`` threads, ``grid`` of them.
 
         ``args`` are integers and floats, one for each letter of the signature; a pointer is an address on the GPU,
-        whose memory must stay until the kernel has run. ``shared`` is dynamic shared memory in bytes. ``cluster`` is
-        in blocks. ``dependent`` lets the kernel start before the one ahead of it in the stream has ended; such a
-        kernel must wait (``cudaGridDependencySynchronize``) before it touches what that one writes. GPUs below compute
-        capability 9.0 ignore it. ``moved`` is how many bytes the kernel must read and write, for the device's observer.
-        The calling thread must have the GPU's context current. Raises ``TypeError`` for arguments that do not fit the
-        signature and ``DeviceError`` where the launch is refused.
+        whose memory must stay until the kernel has run. ``shared`` is dynamic shared memory in bytes. ``cluster`` is in
+        blocks. ``dependent`` lets the kernel start before the one ahead of it in the stream has ended; such a kernel
+        must wait (``cudaGridDependencySynchronize``) before it touches what that one writes. GPUs below compute
+        capability 9.0 ignore it. ``bytes_moved`` is how many bytes the kernel must read and write, for the device's
+        observer. The calling thread must have the GPU's context current. Raises ``TypeError`` for arguments that do not
+        fit the signature and ``DeviceError`` where the launch is refused.
         """
         configuration = self._configured(grid, block, shared, stream, dependent, cluster)
         observer = self._device.observer
@@ -158,7 +158,7 @@ class Kernel:
             if observer is None:
                 self._put(configuration, args)
             else:
-                with observer(self.name, moved, stream):
+                with observer(self.name, bytes_moved, stream):
                     self._put(configuration, args)
         except struct.error as error:
             raise TypeError(f"{self.name}: the arguments {args} do not fit the signature: {error}") from error

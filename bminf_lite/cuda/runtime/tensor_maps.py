@@ -25,7 +25,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-class Element(IntEnum):
+class TensorMapDataType(IntEnum):
     """``CUtensorMapDataType``."""
 
     INT8 = 0
@@ -34,7 +34,7 @@ class Element(IntEnum):
 
     @property
     def itemsize(self) -> int:
-        return {Element.INT8: 1, Element.FLOAT16: 2, Element.FLOAT32: 4}[self]
+        return {TensorMapDataType.INT8: 1, TensorMapDataType.FLOAT16: 2, TensorMapDataType.FLOAT32: 4}[self]
 
 
 @functools.cache
@@ -44,15 +44,21 @@ def functions() -> SimpleNamespace:
 
 
 @functools.lru_cache(4096)
-def matrix_map(
-    address: int, element: Element, rows: int, columns: int, pitch: int, box_rows: int, pairs: bool = True
+def tensor_map_2d(
+    address: int,
+    element: TensorMapDataType,
+    rows: int,
+    columns: int,
+    pitch: int,
+    box_rows: int,
+    promote_256b: bool = True,
 ) -> bytes:
     """A ``CUtensorMap`` of ``[rows, columns]`` at ``address``, with ``pitch`` elements from row to row.
 
     The address and a row's bytes are multiples of 16. A copy brings ``box_rows`` rows (256 at most) of ``ROW_BYTES``
     each, zeros where they lie outside the matrix, or takes what lies inside. In shared memory they are rows of
-    ``ROW_BYTES`` whose 16-byte pieces are exchanged by the row's lowest three bits. With ``pairs`` the cache fetches
-    the 128 bytes beside them along: good where they are needed much later, a loss where they are asked for too.
+    ``ROW_BYTES`` whose 16-byte pieces are exchanged by the row's lowest three bits. With ``promote_256b`` the cache
+    fetches the 128 bytes beside them along: good where they are needed much later, a loss where they are asked for too.
     """
     buffer = ctypes.create_string_buffer(NBYTES + _ALIGNMENT)
     place = -ctypes.addressof(buffer) % _ALIGNMENT
@@ -60,6 +66,6 @@ def matrix_map(
     box, steps = (c_uint32 * 2)(ROW_BYTES // element.itemsize, box_rows), (c_uint32 * 2)(1, 1)
     functions().cuTensorMapEncodeTiled(
         ctypes.addressof(buffer) + place, element, 2, address, sizes, strides, box, steps,
-        _NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_256B if pairs else _PROMOTE_128B, _ZEROS_OUTSIDE,
+        _NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_256B if promote_256b else _PROMOTE_128B, _ZEROS_OUTSIDE,
     )  # fmt: skip
     return buffer.raw[place : place + NBYTES]

@@ -217,7 +217,7 @@ class FakeDriver:
         self, target: int, element: int, rank: int, address: int, sizes: Any, strides: Any, box: Any, steps: Any,
         interleave: int, swizzle: int, promotion: int, fill: int,
     ) -> int:  # fmt: skip
-        itemsize = tensor_maps.Element(element).itemsize
+        itemsize = tensor_maps.TensorMapDataType(element).itemsize
         aligned = target % 64 == 0 and address % 16 == 0 and strides[0] % 16 == 0
         swizzled = swizzle == 3 and box[0] * itemsize == 128
         if not aligned or not swizzled or rank != 2 or not 0 < box[1] <= 256 or (steps[0], steps[1]) != (1, 1):

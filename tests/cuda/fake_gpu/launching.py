@@ -1,4 +1,4 @@
-"""Launches on the fake GPU: checked against the kernel's declaration, then computed by NumPy on the fake memory.
+"""CoreKernels on the fake GPU: checked against the kernel's declaration, then computed by NumPy on the fake memory.
 
 A model says what a kernel reads and writes, padding that it touches included, and how many blocks and bytes of shared
 memory that takes; the numbers are the reference's. Kernels without a model have their arguments checked.
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bminf_lite.cuda.runtime.tensor_maps import Element
+from bminf_lite.cuda.runtime.tensor_maps import TensorMapDataType
 
 from .machine import TENSOR_MAP, Launch, Machine
 from .memory import FakeGpuError
@@ -90,7 +90,11 @@ class Call:
         described = self.arguments[name][: struct.calcsize(TENSOR_MAP)]
         address, columns, rows, pitch, element, box = struct.unpack(TENSOR_MAP, described)
         self.require(box == box_rows, f"{name} has boxes of {box} rows")
-        dtype = {Element.INT8: np.int8, Element.FLOAT16: np.float16, Element.FLOAT32: np.float32}[Element(element)]
+        dtype = {
+            TensorMapDataType.INT8: np.int8,
+            TensorMapDataType.FLOAT16: np.float16,
+            TensorMapDataType.FLOAT32: np.float32,
+        }[TensorMapDataType(element)]
         self.arguments[f"{name}'s address"] = address
         return self.rows(f"{name}'s address", rows, pitch // np.dtype(dtype).itemsize, columns, dtype)
 

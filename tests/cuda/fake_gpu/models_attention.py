@@ -19,11 +19,11 @@ F32, F16 = np.float32, np.float16
 DECODE_HEADS = 8
 
 
-def prepared(call: Call, x: np.ndarray, positions: np.ndarray, gain: str | None) -> np.ndarray:
+def prepared(call: Call, x: np.ndarray, positions: np.ndarray, norm_weight: str | None) -> np.ndarray:
     """Heads ``[T, heads, head_dim]`` fp32 normalised and rotated, if that is asked for, and rounded to fp16."""
-    if gain is not None and call.arguments[gain]:
-        x = normalise(x, Norm(call.vector(gain, call.head_dim, F32), call.eps))
-    if gain is not None and call.frequencies:
+    if norm_weight is not None and call.arguments[norm_weight]:
+        x = normalise(x, Norm(call.vector(norm_weight, call.head_dim, F32), call.eps))
+    if norm_weight is not None and call.frequencies:
         x = rotate(x, positions, Rope(call.vector("frequencies", call.head_dim // 2, F32), call.rope_scale))
     return x.astype(F16)
 
@@ -32,7 +32,7 @@ def split(call: Call, qkv: np.ndarray, positions: np.ndarray) -> tuple[np.ndarra
     """Queries, keys and values fp16 ``[T, heads, head_dim]`` of fp32 columns side by side."""
     heads = qkv.reshape(len(qkv), -1, call.head_dim)
     q, k, v = np.split(heads, [call.heads, call.heads + call.kv_heads], axis=1)
-    return prepared(call, q, positions, "q_gain"), prepared(call, k, positions, "k_gain"), v.astype(F16)
+    return prepared(call, q, positions, "q_norm_weight"), prepared(call, k, positions, "k_norm_weight"), v.astype(F16)
 
 
 def cache_of(call: Call, slots: np.ndarray, head_pitch: int) -> LayerCache:
@@ -58,13 +58,16 @@ def store(cache: LayerCache, slot: int, first: int, keys: np.ndarray, values: np
 
 
 @model
-def prepare(call: Call) -> None:
-    starts = call.vector("starts", call.sequences + 1, np.int32)
-    past, slots = call.vector("past", call.sequences, np.int32), call.vector("slots", call.sequences, np.int32)
+def prepare_heads(call: Call) -> None:
+    cu_seqlens = call.vector("cu_seqlens", call.sequences + 1, np.int32)
+    context_lens, slots = (
+        call.vector("context_lens", call.sequences, np.int32),
+        call.vector("slots", call.sequences, np.int32),
+    )
     tokens, width = call.launch.grid[0], (call.heads + 2 * call.kv_heads) * call.head_dim
-    call.require(tokens == starts[-1], "a block for each token")
-    positions = np.arange(tokens) - np.repeat(starts[:-1] - past, np.diff(starts))
-    if call.number("PRODUCT"):
+    call.require(tokens == cu_seqlens[-1], "a block for each token")
+    positions = np.arange(tokens) - np.repeat(cu_seqlens[:-1] - context_lens, np.diff(cu_seqlens))
+    if call.number("FROM_INT32"):
         qkv = rounded(product_values(call, tokens, width, call.number("IN"), call.pitch, vector=1))
     else:
         qkv = call.rows("data", tokens, call.pitch, width, F16, align=0).astype(F32)
@@ -73,12 +76,12 @@ def prepare(call: Call) -> None:
     out[..., : call.head_dim], out[..., call.head_dim :] = q, 0
     cache = cache_of(call, slots, call.head_pitch)
     for b in range(call.sequences):
-        rows = slice(starts[b], starts[b + 1])
-        store(cache, slots[b], past[b], k[rows], v[rows])
+        rows = slice(cu_seqlens[b], cu_seqlens[b + 1])
+        store(cache, slots[b], context_lens[b], k[rows], v[rows])
 
 
 @model
-def attend(call: Call) -> None:
+def attention_decode(call: Call) -> None:
     depth, cluster = call.number("D"), call.number("CLUSTER")
     splits, groups, count = call.launch.grid
     shared_heads = call.heads // call.kv_heads
@@ -89,17 +92,17 @@ def attend(call: Call) -> None:
     call.require(depth >= call.head_pitch, "the instantiation is too small")
     tile = depth * (1 if int8 else 2) * (32 if int8 or depth == 64 else 16)
     call.require(call.launch.shared >= warps * 2 * tile, "too little shared memory")
-    past, slots = call.vector("past", count, np.int32), call.vector("slots", count, np.int32)
+    context_lens, slots = call.vector("context_lens", count, np.int32), call.vector("slots", count, np.int32)
     if splits > cluster:
         clusters = splits // cluster
-        call.vector("parts", count * call.heads * clusters * (2 * cluster + depth), F32)
-        arrived = call.vector("arrived", count * groups * cluster, np.int32)
-        call.require(not arrived.any(), "the counters are not zero")
+        call.vector("partials", count * call.heads * clusters * (2 * cluster + depth), F32)
+        arrival_counts = call.vector("arrival_counts", count * groups * cluster, np.int32)
+        call.require(not arrival_counts.any(), "the counters are not zero")
     from_source, biased = call.number("KIND") == 2, call.number("KIND") == 1
     if from_source:
         positions = call.vector("lengths", int(slots.max()) + 1, np.int32)[slots] - 1
     else:
-        positions = np.minimum(past, call.capacity - 1)
+        positions = np.minimum(context_lens, call.capacity - 1)
     width = (call.heads + (0 if from_source else 2 * call.kv_heads)) * call.head_dim
     q, k, v = split(call, call.rows("qkv", count, call.pitch, width, F16, align=0).astype(F32), positions)
     out = call.rows("out", count, call.out_pitch, call.heads * call.head_dim, F16, align=0)
@@ -112,52 +115,52 @@ def attend(call: Call) -> None:
 
 
 def bias_of(call: Call) -> RelativeBias:
-    values = call.vector("bias", call.heads * (2 * call.reach + 1), F32).reshape(call.heads, -1)
-    return RelativeBias(values, call.reach)
+    values = call.vector("bias", call.heads * (2 * call.max_distance + 1), F32).reshape(call.heads, -1)
+    return RelativeBias(values, call.max_distance)
 
 
 def over_cache(
-    call: Call, q: np.ndarray, cache: LayerCache, slot: int, past: int, scale: float, bias: RelativeBias | None
+    call: Call, q: np.ndarray, cache: LayerCache, slot: int, context_len: int, scale: float, bias: RelativeBias | None
 ) -> np.ndarray:
-    keys, values = cached(cache, slot, min(past + len(q), cache.capacity), F16)
+    keys, values = cached(cache, slot, min(context_len + len(q), cache.capacity), F16)
     keys, values = keys[..., : call.head_dim], values[..., : call.head_dim]
-    out = attend_rows(q, keys, values, scale, past, call.window or None, bias)
+    out = attend_rows(q, keys, values, scale, context_len, call.window or None, bias)
     return out.reshape(len(q), call.heads * call.head_dim)
 
 
 @model
-def attend_prefill(call: Call) -> None:
-    prefill(call, call.number("VISIBLE"), bool(call.number("BIASED")))
+def attention_prefill(call: Call) -> None:
+    prefill(call, call.number("MASK"), bool(call.number("BIASED")))
 
 
 @model
-def attend_prefill_hopper(call: Call) -> None:
+def attention_prefill_hopper(call: Call) -> None:
     prefill(call, 0, False)
 
 
-def prefill(call: Call, visible: int, biased: bool) -> None:
-    _, source, within = (visible == kind for kind in range(3))
+def prefill(call: Call, mask: int, biased: bool) -> None:
+    _, source, within = (mask == kind for kind in range(3))
     depth, count = -(-call.head_dim // 16) * 16, call.sequences
-    starts = call.vector("starts", count + 1, np.int32)
-    past = call.vector("past", count, np.int32)
+    cu_seqlens = call.vector("cu_seqlens", count + 1, np.int32)
+    context_lens = call.vector("context_lens", count, np.int32)
     slots = np.zeros(count, np.int32) if within else call.vector("slots", count, np.int32)
     kv_heads, tiles, _ = call.launch.grid
     call.arguments["kv_heads"] = kv_heads
     call.require(call.number("D") == depth and call.q_pitch >= call.heads * depth, "the head's size")
-    rows = np.diff(starts) * (call.heads // kv_heads)
+    rows = np.diff(cu_seqlens) * (call.heads // kv_heads)
     call.require(tiles >= (-(-rows // call.number("BM"))).sum(), "tiles are missing")
-    call.require(not within or call.capacity >= starts[-1], "keys are missing")
+    call.require(not within or call.capacity >= cu_seqlens[-1], "keys are missing")
     call.require(biased == bool(call.bias) and source == bool(call.lengths), "the instantiation")
     width = call.heads * depth
-    q = call.rows("q", int(starts[-1]), call.q_pitch, width, F16, align=0).reshape(-1, call.heads, depth)
-    out = call.rows("out", int(starts[-1]), call.out_pitch, call.heads * call.head_dim, F16, align=16)
+    q = call.rows("q", int(cu_seqlens[-1]), call.q_pitch, width, F16, align=0).reshape(-1, call.heads, depth)
+    out = call.rows("out", int(cu_seqlens[-1]), call.out_pitch, call.heads * call.head_dim, F16, align=16)
     cache = cache_of(call, slots, depth)
     bias, scale = bias_of(call) if biased else None, call.scale / math.log2(math.e)
     for b in range(count):
-        own, slot = slice(starts[b], starts[b + 1]), slots[b]
+        own, slot = slice(cu_seqlens[b], cu_seqlens[b + 1]), slots[b]
         mine = q[own, :, : call.head_dim]
-        if visible == 0:
-            out[own] = over_cache(call, mine, cache, slot, int(past[b]), scale, bias)
+        if mask == 0:
+            out[own] = over_cache(call, mine, cache, slot, int(context_lens[b]), scale, bias)
             continue
         length = int(call.vector("lengths", slot + 1, np.int32)[slot]) if source else 0
         seen = slice(0, length) if source else own

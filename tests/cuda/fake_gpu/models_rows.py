@@ -15,8 +15,8 @@ from bminf_lite.cuda.runtime.cublaslt import Order
 from .launching import Call, model
 
 F32, F16 = np.float32, np.float16
-NONE, FROM_HALF, FROM_FLOAT, PRODUCT = range(4)
-TO_HALF, TO_FLOAT, ADD, GATED, ACTIVATED, SUMS = range(6)
+NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = range(4)
+TO_HALF, TO_FLOAT, ADD, GATED, ACTIVATED, TO_INT32 = range(6)
 THREADS, WARPS, CHUNK = 512, 16, 512
 FUNCTIONS = [ACTIVATIONS[name] for name in ("silu", "gelu_tanh", "relu", "gelu")]
 """By the number that ``common.cuh`` gives them."""
@@ -32,9 +32,9 @@ def up(value: int, multiple: int) -> int:
 
 def norm_of(call: Call, kind: int, k: int, reads: int) -> Norm:
     """The norm that a kernel applies: kind 1 is RMSNorm, 2 LayerNorm."""
-    gain = call.vector("gain", reads, F32, 16)[:k]
-    shift = call.vector("shift", reads, F32, 16)[:k] if call.shift else None
-    return Norm(gain, call.eps, shift, center=kind == 2)
+    norm_weight = call.vector("norm_weight", reads, F32, 16)[:k]
+    norm_bias = call.vector("norm_bias", reads, F32, 16)[:k] if call.norm_bias else None
+    return Norm(norm_weight, call.eps, norm_bias, center=kind == 2)
 
 
 def offsets(order: int, rows: int, columns: int, ld: int) -> np.ndarray:
@@ -47,7 +47,7 @@ def offsets(order: int, rows: int, columns: int, ld: int) -> np.ndarray:
 
 
 def input_rows(call: Call, rows: int, pitch: int) -> np.ndarray:
-    """The activations of ``matvec`` and ``matvec_float``, normalised, fp32 ``[rows, k]``."""
+    """The activations of ``gemv`` and ``gemv_float``, normalised, fp32 ``[rows, k]``."""
     kind = call.number("INPUT")
     call.require(call.number("VECTORS") * THREADS * 8 >= call.pitch, "the threads do not cover a row")
     x = call.rows("x", rows, pitch, call.pitch, F32 if kind else F16)[:, : call.k].astype(F32)
@@ -55,25 +55,25 @@ def input_rows(call: Call, rows: int, pitch: int) -> np.ndarray:
 
 
 def write_outputs(call: Call, y: np.ndarray, pitch: int) -> None:
-    output, outputs = call.number("OUTPUT"), y.shape[1] // (2 if call.number("OUTPUT") == GATED else 1)
-    out = call.rows("out", len(y), pitch, outputs, F32 if output in (TO_FLOAT, ADD) else F16, align=0)
-    if output == ACTIVATED:
+    epilogue, outputs = call.number("EPILOGUE"), y.shape[1] // (2 if call.number("EPILOGUE") == GATED else 1)
+    out = call.rows("out", len(y), pitch, outputs, F32 if epilogue in (TO_FLOAT, ADD) else F16, align=0)
+    if epilogue == ACTIVATED:
         y = FUNCTIONS[call.number("F")](rounded(y))
-    if output == GATED:
+    if epilogue == GATED:
         y = FUNCTIONS[call.number("F")](rounded(y[:, :outputs])) * rounded(y[:, outputs:])
-    out[...] = out + rounded(y) if output == ADD else y
+    out[...] = out + rounded(y) if epilogue == ADD else y
 
 
 @model
-def matvec(call: Call) -> None:
+def gemv(call: Call) -> None:
     n, k, pitch, blocks = call.n, call.k, call.pitch, call.launch.grid[0]
-    matrices = 2 if call.number("OUTPUT") == GATED else 1
+    matrices = 2 if call.number("EPILOGUE") == GATED else 1
     outputs = n // matrices
     share = max(outputs * (b + 1) // blocks - outputs * b // blocks for b in range(blocks)) * matrices
-    ring = WARPS * call.defines["RING_CHUNKS"] * CHUNK if call.machine.profile.capability >= (9, 0) else 0
+    pipeline = WARPS * call.defines["PIPELINE_CHUNKS"] * CHUNK if call.machine.profile.capability >= (9, 0) else 0
     call.require(call.launch.block == THREADS, "threads")
-    call.require(call.defines["RING_CHUNKS"] % call.number("U") == 0, "the ring does not hold whole units")
-    needed = ring + up(pitch, CHUNK * call.number("U")) + 4 * share
+    call.require(call.defines["PIPELINE_CHUNKS"] % call.number("U") == 0, "the pipeline does not hold whole units")
+    needed = pipeline + up(pitch, CHUNK * call.number("U")) + 4 * share
     call.require(call.launch.shared >= needed, "too little shared memory")
     codes, scale = quantize_rows(input_rows(call, 1, 0))
     weight = call.rows("weight", n, pitch, pitch, np.int8)
@@ -83,7 +83,7 @@ def matvec(call: Call) -> None:
 
 
 @model
-def matvec_float(call: Call) -> None:
+def gemv_float(call: Call) -> None:
     n, k, pitch, rows = call.n, call.k, call.pitch, call.launch.grid[1]
     call.require(call.launch.block == THREADS and call.launch.shared >= 2 * pitch, "threads or shared memory")
     x = rounded(input_rows(call, rows, call.x_pitch))
@@ -95,13 +95,13 @@ def matvec_float(call: Call) -> None:
 
 
 @model
-def few_rows(call: Call) -> None:
-    rows, n, pitch, output = call.arguments["rows"], call.n, call.pitch, call.number("OUTPUT")
-    tiles, matrices, sums = call.number("TILES"), 2 if output == GATED else 1, output == SUMS
+def skinny_gemm(call: Call) -> None:
+    rows, n, pitch, epilogue = call.arguments["rows"], call.n, call.pitch, call.number("EPILOGUE")
+    tiles, matrices, sums = call.number("TILES"), 2 if epilogue == GATED else 1, epilogue == TO_INT32
     groups, blocks = up(n // matrices, 16) // 16, call.launch.grid[0]
     share = max(groups * (b + 1) // blocks - groups * b // blocks for b in range(blocks)) * matrices
-    warps, slots, steps = (call.defines[f"RING_{name}"] for name in ("WARPS", "SLOTS", "STEPS"))
-    call.require(output != GATED or n % 32 == 0, "half a group of a gate")
+    warps, slots, steps = (call.defines[f"PIPELINE_{name}"] for name in ("WARPS", "STAGES", "STEPS"))
+    call.require(epilogue != GATED or n % 32 == 0, "half a group of a gate")
     call.require(call.launch.block == 32 * warps and rows <= 8 * tiles, "threads or tiles")
     needed = warps * slots * 16 * 64 * (steps + 1) + share * 16 * (8 * tiles + 2) * 4
     call.require(call.launch.shared >= needed, "too little shared memory")
@@ -115,10 +115,10 @@ def few_rows(call: Call) -> None:
 
 
 @model
-def few_rows_hopper(call: Call) -> None:
+def skinny_gemm_hopper(call: Call) -> None:
     rows, n, steps, stages = (call.arguments[name] for name in ("rows", "n", "steps", "stages"))
-    output, tiles = call.number("OUTPUT"), call.number("TILES")
-    matrices, cluster, x_box, box = 2 if output == GATED else 1, 2, 8 * tiles * 128, 64 * 128
+    epilogue, tiles = call.number("EPILOGUE"), call.number("TILES")
+    matrices, cluster, x_box, box = 2 if epilogue == GATED else 1, 2, 8 * tiles * 128, 64 * 128
     x, w = call.mapped("x_map", 8 * tiles), call.mapped("w_map", 64 // matrices)
     call.require(x.shape[0] == rows <= 8 * tiles and w.shape[0] == n and n % matrices == 0, "rows")
     call.require(x.shape[1] == w.shape[1] <= steps * 2 * 128, "steps do not cover the columns")
@@ -128,7 +128,7 @@ def few_rows_hopper(call: Call) -> None:
     needed = stages * (2 * box + 24) + kept + 2 * 64 * 8 * tiles * 4 + 32
     call.require(stages >= 4 and call.launch.shared >= needed, "too little shared memory")
     acc = x.astype(np.float64) @ w.T.astype(np.float64)
-    if output == SUMS:
+    if epilogue == TO_INT32:
         call.rows("out", rows, call.out_pitch, n, np.int32, align=0)[...] = acc
         return
     y = call.vector("x_scale", rows, F32)[:, None] * (call.vector("w_scale", n, F32) * acc.astype(F32))
@@ -138,8 +138,8 @@ def few_rows_hopper(call: Call) -> None:
 @model
 def gemm_hopper(call: Call) -> None:
     rows, columns, channels = call.arguments["rows"], call.columns, call.channels
-    output, width, cluster, parts = (call.number(name) for name in ("OUTPUT", "WIDTH", "CLUSTER", "PARTS"))
-    gated = output == GATED
+    epilogue, width, cluster, parts = (call.number(name) for name in ("EPILOGUE", "BLOCK_N", "CLUSTER", "SPLIT_K"))
+    gated = epilogue == GATED
     x, w, out = call.mapped("x_map", 128), call.mapped("w_map", width // 2), call.mapped("out_map", 16)
     call.require(x.shape == (rows, w.shape[1]) and out.shape == (rows, columns), "shapes")
     call.require(w.shape[0] == channels == columns * (1 + gated) and columns % 2 == 0, "channels")
@@ -154,7 +154,7 @@ def gemm_hopper(call: Call) -> None:
     y = rounded(y + call.vector("bias", channels, F32, 8) if call.bias else y)
     if gated:
         y = FUNCTIONS[call.number("ACTIVATION")](y[:, :columns]) * y[:, columns:]
-    out[...] = out + y if output == ADD else y
+    out[...] = out + y if epilogue == ADD else y
 
 
 @model
@@ -192,7 +192,7 @@ def transform(call: Call) -> None:
     gated, columns = prepare >= 3, 2 * k if prepare >= 3 else k
     reads = columns if gated and k % 8 else up(columns, 16)
     values = np.zeros((rows, columns), F32)
-    if source == PRODUCT:
+    if source == FROM_INT32:
         values = rounded(product_values(call, rows, columns, call.number("IN"), call.pitch))
     elif source != NONE:
         dtype = F16 if source == FROM_HALF else F32
@@ -233,8 +233,8 @@ def write_softmax(call: Call, rows: int) -> None:
 
     scores = call.rows("x", rows, call.pitch, k, dtype, 16 * whole).astype(F32) * F32(call.scale)
     scores = scores + extra("bias", call.bias_pitch, F32, 16) if call.bias else scores
-    visible = extra("visible", call.visible_pitch, np.int8, 8) != 0 if call.visible else None
-    call.rows("out", rows, call.out_pitch, k, dtype, 16 * whole)[...] = softmax_of(scores, visible)
+    mask = extra("mask", call.mask_pitch, np.int8, 8) != 0 if call.mask else None
+    call.rows("out", rows, call.out_pitch, k, dtype, 16 * whole)[...] = softmax_of(scores, mask)
 
 
 @model
@@ -246,12 +246,12 @@ def softmax(call: Call) -> None:
 
 
 @model
-def softmax_any(call: Call) -> None:
+def softmax_two_pass(call: Call) -> None:
     write_softmax(call, call.launch.grid[0])
 
 
 @model
-def norm_any(call: Call) -> None:
+def norm_multi_pass(call: Call) -> None:
     rows, k, align = call.launch.grid[0], call.k, 16 if call.aligned else 0
     x = call.rows("x", rows, call.pitch, k, F32, align)
     norm = norm_of(call, 2 if call.number("CENTER") else 1, k, up(k, 8))
@@ -259,19 +259,21 @@ def norm_any(call: Call) -> None:
 
 
 @model
-def layer_norm_many(call: Call) -> None:
+def layer_norm_persistent(call: Call) -> None:
     rows, k = call.arguments["rows"], call.k
     call.require(16 * call.number("THREADS") >= k, "the threads do not cover a row")
     call.require(call.launch.grid[0] <= rows, "there are more blocks than rows")
-    call.require(bool(call.shift) == call.number("SHIFT"), "a shift is missing, or not expected")
-    call.require(call.launch.shared >= 4 * up(k, 16) * (2 if call.shift else 1), "there is too little shared memory")
+    call.require(bool(call.norm_bias) == call.number("HAS_BIAS"), "a norm_bias is missing, or not expected")
+    call.require(
+        call.launch.shared >= 4 * up(k, 16) * (2 if call.norm_bias else 1), "there is too little shared memory"
+    )
     x = call.rows("x", rows, call.pitch, up(k, 16), F32, 16)[:, :k]
     out = call.rows("out", rows, call.out_pitch, up(k, 16), F32 if call.template["T"] == "float" else F16, 16)
     out[:, :k] = normalise(x, norm_of(call, 2, k, up(k, 16)))
 
 
 @model
-def finish(call: Call) -> None:
+def dequantize(call: Call) -> None:
     rows, n, add = call.arguments["rows"], call.n, call.number("ADD")
     whole = up(n, 8)
     call.require(call.threads >= rows * (whole // 8), "blocks are missing")
@@ -288,7 +290,7 @@ def finish(call: Call) -> None:
 def activate_rows(call: Call) -> None:
     rows, n = call.arguments["rows"], call.n
     call.require(call.threads >= rows * n, "blocks are missing")
-    if call.number("PRODUCT"):
+    if call.number("FROM_INT32"):
         x = rounded(product_values(call, rows, n, call.number("IN"), call.pitch, vector=1))
     else:
         x = call.rows("data", rows, call.pitch, n, F16, align=0).astype(F32)
@@ -298,9 +300,12 @@ def activate_rows(call: Call) -> None:
 @model
 def add_positions(call: Call) -> None:
     tokens, whole = call.launch.grid[0], up(call.k, 8)
-    starts, past = call.vector("starts", call.sequences + 1, np.int32), call.vector("past", call.sequences, np.int32)
-    call.require(tokens == starts[-1], "a block for each token")
-    positions = np.arange(tokens) - np.repeat(starts[:-1] - past, np.diff(starts))
+    cu_seqlens, context_lens = (
+        call.vector("cu_seqlens", call.sequences + 1, np.int32),
+        call.vector("context_lens", call.sequences, np.int32),
+    )
+    call.require(tokens == cu_seqlens[-1], "a block for each token")
+    positions = np.arange(tokens) - np.repeat(cu_seqlens[:-1] - context_lens, np.diff(cu_seqlens))
     table = call.rows("table", int(positions.max()) + 1, call.pitch, whole, F16)
     call.rows("residual", tokens, call.residual_pitch, whole, F32)[...] += table[positions]
 
@@ -317,13 +322,13 @@ def embed(call: Call) -> None:
 @model
 def last_rows(call: Call) -> None:
     rows, k = call.launch.grid[0], call.k
-    last = call.vector("starts", rows + 1, np.int32)[1:] - 1
+    last = call.vector("cu_seqlens", rows + 1, np.int32)[1:] - 1
     x = call.rows("x", int(last.max()) + 1, call.pitch, up(k, 8), F32)
     call.rows("out", rows, call.out_pitch, up(k, 8), F32)[...] = x[last]
 
 
 @model
-def widen(call: Call) -> None:
+def int8_to_half(call: Call) -> None:
     call.require(call.count % 16 == 0 and call.threads * 16 >= call.count, "blocks are missing")
     call.vector("out", call.count, F16, 16)[...] = call.vector("codes", call.count, np.int8, 16)
 

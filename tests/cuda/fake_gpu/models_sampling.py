@@ -49,8 +49,8 @@ def finish(call: Call, logits: np.ndarray, state: SamplerState, rows: np.ndarray
     result[0, rows], result[1, rows] = tokens, logprobs.view(np.int32)
     if call.tokens:
         call.vector("tokens", len(logits), np.int32)[rows] = np.maximum(tokens, 0)
-    if call.past:
-        call.vector("past", len(logits), np.int32)[rows] += 1
+    if call.context_lens:
+        call.vector("context_lens", len(logits), np.int32)[rows] += 1
 
 
 @model

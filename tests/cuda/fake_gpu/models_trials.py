@@ -22,19 +22,19 @@ def matrix(call: Call, rows: int) -> np.ndarray:
 
 
 @model
-def row_magnitudes(call: Call) -> None:
+def row_absmax(call: Call) -> None:
     rows = call.launch.grid[0]
     top = np.abs(matrix(call, rows)).max(axis=1)
     call.vector("top", rows, F32)[...] = top
     if not fits_fp16(exact_scales(top)):
-        call.vector("misfit", 1, np.int32)[...] = 1
+        call.vector("fp32_scales", 1, np.int32)[...] = 1
 
 
 @model
 def row_codes(call: Call) -> None:
     rows = call.launch.grid[0]
     scale = exact_scales(call.vector("top", rows, F32))
-    if not call.vector("misfit", 1, np.int32)[0]:
+    if not call.vector("fp32_scales", 1, np.int32)[0]:
         scale = scale.astype(F16).astype(F32)
     call.vector("scales", rows, F32)[...] = scale
     codes = np.clip(np.rint(matrix(call, rows) / scale[:, None]), -127, 127)
@@ -42,7 +42,7 @@ def row_codes(call: Call) -> None:
 
 
 @model
-def column_magnitudes(call: Call) -> None:
+def column_absmax(call: Call) -> None:
     rows, k = call.arguments["rows"], call.k
     call.require(call.threads >= k and call.launch.grid[1] * STRIP >= rows, "blocks are missing")
     x = call.rows("x", rows, call.pitch, k, KINDS[call.template["T"]], align=0).astype(F32)

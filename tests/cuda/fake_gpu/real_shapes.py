@@ -15,7 +15,7 @@ import numpy as np
 
 import fake_gpu
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import Step
+from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.layers.cache import KVCache, SourceCache
 
 from . import fake_cublaslt, launching
@@ -64,26 +64,26 @@ def steps(context: int) -> Iterator[tuple[int, int, int]]:
     yield from ((1, 1, context - 1), (1, 1, 3), (2, 1, 40), (16, 1, 100), (1, context, 0), (3, 17, 0))
 
 
-def step_of(ops: Backend, count: int, new: int, past: int) -> Step:
-    return Step.packed(ops.array, np.zeros((count, new)), [past] * count)
+def batch_of(ops: Backend, count: int, new: int, context_len: int) -> ForwardBatch:
+    return ForwardBatch.packed(ops.array, np.zeros((count, new)), [context_len] * count)
 
 
 def run(name: str, config: dict[str, Any]) -> None:
     """All steps of one model."""
     from bminf_lite.backend.cuda.backend import CudaBackend
-    from bminf_lite.bench.model import random_subject
+    from bminf_lite.bench.model import random_model
 
     ops = CudaBackend(0, "5GiB")
-    subject = random_subject(name, config, ops)
-    limits, network = subject.limits, subject.network
+    bench_model = random_model(name, config, ops)
+    limits, network = bench_model.engine_config, bench_model.network
     context = min(2048, limits.context_length)
-    for count, new, past in steps(context):
+    for count, new, context_len in steps(context):
         cache = KVCache(ops, limits.cache_shape, count, context, limits.context_length)
-        if limits.source_length:
-            cache.source = SourceCache(ops, limits.cache_shape, count, SOURCE, limits.source_length)
+        if limits.max_source_length:
+            cache.source = SourceCache(ops, limits.cache_shape, count, SOURCE, limits.max_source_length)
             cache.source.set_lengths(dict.fromkeys(range(count), SOURCE))
-            network.read(step_of(ops, count, SOURCE, 0), cache.source)  # type: ignore[attr-defined]
-        network(step_of(ops, count, new, past), cache)
+            network.encode_to_cache(batch_of(ops, count, SOURCE, 0), cache.source)  # type: ignore[attr-defined]
+        network(batch_of(ops, count, new, context_len), cache)
         cache.close()
     ops.close()
 
@@ -94,9 +94,9 @@ def main(profile: str) -> None:
     Memory.poison = lambda self, address, nbytes: None  # type: ignore[method-assign]
     launching.run = lambda machine, launch: None
     fake_cublaslt.multiply = lambda *_: None
-    from bminf_lite.cuda.kernels.gemm.igemm import Igemm
+    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
 
-    Igemm.check = lambda self, kind: None  # type: ignore[method-assign]
+    Int8Gemm.check = lambda self, kind: None  # type: ignore[method-assign]
     for name, config in configs():
         run(name, config)
     print(fake_gpu.report(machine))

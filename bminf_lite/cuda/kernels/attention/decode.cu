@@ -1,27 +1,28 @@
-// Attention of one new token per sequence, on the tensor cores. The context is split over blocks, so that a long one fills
-// the GPU even at batch 1, and over their warps, which need nothing of each other until they put their parts together. Norm,
-// rotation and the cache write of the new token happen here too.
+// Attention of one new token per sequence, on the tensor cores. The context is split over blocks, so that a long one
+// fills the GPU even at batch 1, and over their warps, which need nothing of each other until they put their parts
+// together. Norm, rotation and the cache write of the new token happen here too.
 //
-// A warp has a tile of keys and one of values in shared memory, and copies the next as soon as it has read one: what is on its
-// way costs no registers. Keys and values are left operands, the query heads that share them the columns of the right ones.
-// Weights are not rounded: what rounding them to fp16 takes away is multiplied too.
+// A warp has a tile of keys and one of values in shared memory, and copies the next as soon as it has read one: what is
+// on its way costs no registers. Keys and values are left operands, the query heads that share them the columns of the
+// right ones. Weights are not rounded: what rounding them to fp16 takes away is multiplied too.
 #include "attention/decode.cuh"
 #include "attention/tiles.cuh"
 
 using namespace bminf;
 
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int RING = 2;  // tiles of a warp; with three, 8,192 tokens of an 8B model are 1 % faster and 32,768 2 % slower
-// Codes of an int8 cache are not scaled: their tokens' scores and weights are. So that small weights lose nothing in fp16,
-// they are larger by this; a scale is 515.5 at most.
+constexpr int STAGES =
+    2;  // tiles of a warp; with three, 8,192 tokens of an 8B model are 1 % faster and 32,768 2 % slower
+// Codes of an int8 cache are not scaled: their tokens' scores and weights are. So that small weights lose nothing in
+// fp16, they are larger by this; a scale is 515.5 at most.
 constexpr float VALUES_UP = 64;
 
-// What the new token sees: those before it and itself; the same, with a bias by the distance; or the whole source in its
-// slot, to which it adds nothing.
-enum Kind { CAUSAL = 0, BIASED = 1, SOURCE = 2 };
+// What the new token sees: those before it and itself; the same, with a bias by the distance; or the whole source in
+// its slot, to which it adds nothing.
+enum AttentionKind { CAUSAL = 0, BIASED = 1, CROSS = 2 };
 
-// A block for heads of D elements: with 64 KiB of tiles at most and not all registers, so that the blocks of the products
-// before and behind it have room beside it; before 8.0 a block has no more than 64 KiB in all.
+// A block for heads of D elements: with 64 KiB of tiles at most and not all registers, so that the blocks of the
+// products before and behind it have room beside it; before 8.0 a block has no more than 64 KiB in all.
 template <int D>
 struct Block {
     static constexpr bool SHARES = D <= 128 && __CUDA_ARCH__ == 900;
@@ -34,24 +35,25 @@ struct Block {
 };
 
 // Where a block's heads are: `count` query heads from first_head on, which share the key-value head kv.
-struct Place {
+struct HeadRange {
     int first_head, count, heads, kv, kv_heads, head_dim, head_pitch;
 };
 
 // The new token's heads: its queries, and its key and value as the cache holds them.
 template <int D, class CACHE>
-struct Fresh {
+struct NewToken {
     alignas(16) __half query[HEADS][D + 8];  // 16 bytes more than a row must have, so that rows lie in different banks
     alignas(16) CACHE of[2][D];
     __half scales[2];
 };
 
-// Fills `fresh`, a head with each warp; key and value only where this block has the `newest` token, and to the cache too.
+// Fills `fresh`, a head with each warp; key and value only where this block has the `newest` token, and to the cache
+// too.
 template <int D, class CACHE, int PAIRS>
-__device__ __forceinline__ void prepare_token(
-    const Projection& source, const Preparation& how, const Place& at, const float (&cosine)[PAIRS], const float (&sine)[PAIRS],
-    Fresh<D, CACHE>& fresh, bool newest, CACHE* key, CACHE* value, __half* key_scale, __half* value_scale)
-{
+__device__ __forceinline__ void prepare_new_token(
+    const Projection& source, const HeadParams& how, const HeadRange& at, const float (&cosine)[PAIRS],
+    const float (&sine)[PAIRS], NewToken<D, CACHE>& fresh, bool newest, CACHE* key, CACHE* value, __half* key_scale,
+    __half* value_scale) {
     const int lane = threadIdx.x % WARP, half = at.head_dim / 2, tasks = newest ? at.count + 2 : at.count;
     const auto fetch = [&](int task, float (&low)[PAIRS], float (&high)[PAIRS]) {
         const int head = task < at.count ? at.first_head + task : at.heads + (task - at.count) * at.kv_heads + at.kv;
@@ -70,10 +72,11 @@ __device__ __forceinline__ void prepare_token(
         fetch(task + Block<D>::WARPS, next_low, next_high);
         const int which = task - at.count;  // 0 the key, 1 the value
         CACHE* const cached = which == 0 ? key : value;
-        if (which <= 0) prepare_head(low, high, how, which < 0 ? how.q_gain : how.k_gain, at.head_dim, cosine, sine);
+        if (which <= 0)
+            norm_and_rope(low, high, how, which < 0 ? how.q_norm_weight : how.k_norm_weight, at.head_dim, cosine, sine);
         if (IS_INT8<CACHE> && which >= 0) {
             if constexpr (IS_INT8<CACHE>) {
-                const __half scale = store_codes(cached, fresh.of[which], low, high, at.head_dim, at.head_pitch);
+                const __half scale = quantize_head(cached, fresh.of[which], low, high, at.head_dim, at.head_pitch);
                 if (lane == 0) *(which == 0 ? key_scale : value_scale) = fresh.scales[which] = scale;
             }
         } else {
@@ -97,23 +100,24 @@ __device__ __forceinline__ void prepare_token(
     }
 }
 
-// Grid: (splits, kv_heads * ceil(group / HEADS), sequences) in clusters of CLUSTER splits. D: the head size rounded up to a
-// power of two. qkv fp16 [B, pitch]. keys, values: [slots, kv_heads, capacity, head_pitch]. parts, arrived: see Meeting. out:
-// fp16 [B, out_pitch]. For BIASED, bias is fp32 [heads, 2 * reach + 1] by the distance key - query; for SOURCE, qkv holds
-// queries only and lengths, int32 [slots], are those of the sources. CACHE: __half, or int8 with key_scales, value_scales
-// [slots, kv_heads, capacity]. Dynamic shared memory: two tiles for each warp.
+// Grid: (splits, kv_heads * ceil(group / HEADS), sequences) in clusters of CLUSTER splits. D: the head size rounded up
+// to a power of two. qkv fp16 [B, pitch]. keys, values: [slots, kv_heads, capacity, head_pitch]. partials,
+// arrival_counts: see CombineParams. out: fp16 [B, out_pitch]. For BIASED, bias is fp32 [heads, 2 * max_distance + 1]
+// by the distance key - query; for CROSS, qkv holds queries only and lengths, int32 [slots], are those of the sources.
+// CACHE: __half, or int8 with key_scales, value_scales [slots, kv_heads, capacity]. Dynamic shared memory: two tiles
+// for each warp.
 template <int D, int CLUSTER, int KIND, class CACHE>
-__global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) attend(
-    const __half* qkv, long long pitch, const float* q_gain, const float* k_gain, const float* frequencies, float eps,
-    float rope_scale, const int* past, const int* slots, CACHE* keys, CACHE* values, float* parts, int* arrived,
-    __half* out, long long out_pitch, int heads, int kv_heads, int head_dim, int head_pitch, int capacity, int window,
-    float scale, const float* bias, int reach, const int* lengths, __half* key_scales, __half* value_scales)
-{
+__global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) attention_decode(
+    const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
+    const float* frequencies, float eps, float rope_scale, const int* context_lens, const int* slots, CACHE* keys,
+    CACHE* values, float* partials, int* arrival_counts, __half* out, long long out_pitch, int heads, int kv_heads,
+    int head_dim, int head_pitch, int capacity, int window, float scale, const float* bias, int max_distance,
+    const int* lengths, __half* key_scales, __half* value_scales) {
     using Tiles = Tile<D, CACHE>;
     constexpr int TOKENS = Tiles::TOKENS, WARPS = Block<D>::WARPS, THREADS = Block<D>::THREADS, STEP = WARPS * TOKENS;
     extern __shared__ __align__(128) char shared[];
-    __shared__ Fresh<D, CACHE> fresh;
-    __shared__ Inbox<D, CLUSTER> inbox;
+    __shared__ NewToken<D, CACHE> fresh;
+    __shared__ ClusterPartials<D, CLUSTER> partial_results;
     __shared__ float warp_top[WARPS][HEADS], warp_sum[WARPS][HEADS];
 
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / 4, head = lane % 4 * 2;
@@ -121,54 +125,57 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
     const int group = heads / kv_heads, groups = (group + HEADS - 1) / HEADS;
     const int kv = blockIdx.y / groups, first_head = kv * group + blockIdx.y % groups * HEADS;
     const int count = min(HEADS, (kv + 1) * group - first_head);
-    const int position = KIND == SOURCE ? lengths[slots[b]] - 1 : min(past[b], capacity - 1);
+    const int position = KIND == CROSS ? lengths[slots[b]] - 1 : min(context_lens[b], capacity - 1);
     const int begin = window > 0 ? max(0, position + 1 - window) : 0;
     const int share = ((position + 1 - begin + splits - 1) / splits + TOKENS - 1) / TOKENS * TOKENS;
     const int from = begin + split * share, to = min(position + 1, from + share);
-    const bool newest = KIND != SOURCE && from <= position && position < to;
+    const bool newest = KIND != CROSS && from <= position && position < to;
     const int stop = newest ? position : to;  // earlier tokens are in the cache already
     const size_t tokens = (static_cast<size_t>(slots[b]) * kv_heads + kv) * capacity, base = tokens * head_pitch;
 
-    // The first tiles are on their way before the kernel waits for the projection. It is only launched as dependent where no
-    // earlier kernel of the step wrote to this cache.
-    tell_cluster<CLUSTER>();
-    const unsigned ring = shared_address(shared) + warp * RING * Tiles::BYTES;  // keys, values, keys and so on
-    unsigned next = ring;
+    // The first tiles are on their way before the kernel waits for the projection. It is only launched as dependent
+    // where no earlier kernel of the step wrote to this cache.
+    cluster_arrive_relaxed<CLUSTER>();
+    const unsigned stages =
+        cast_smem_ptr_to_uint(shared) + warp * STAGES * Tiles::BYTES;  // keys, values, keys and so on
+    unsigned next = stages;
     int first = from + warp * TOKENS;
     const auto bring = [&](unsigned tile, int number) {  // keys or values of the warp's present tile or a later one
         const int at = first + number / 2 * STEP;
         const CACHE* const source = (number % 2 ? values : keys) + base + static_cast<size_t>(at) * head_pitch;
-        if (at < to) Tiles::bring(tile, source, head_pitch, stop - at);
-        end_copy_group();
+        if (at < to) Tiles::load_async(tile, source, head_pitch, stop - at);
+        cp_async_commit_group();
     };
     __half scales[2] = {};  // of an int8 cache: the key's and the value's of the tile's token `lane`
-    const auto bring_scales = [&](int at) {  // and of the tiles after it to the L2 cache, because these are waited for sooner
-        if constexpr (IS_INT8<CACHE>) {
-            const bool here = at + lane < stop;
-            scales[0] = here ? key_scales[tokens + at + lane] : __half{};
-            scales[1] = here ? value_scales[tokens + at + lane] : __half{};
-            const __half* const later = (lane ? value_scales : key_scales) + tokens + at + 2 * STEP;
-            if (lane < 2 && at + 2 * STEP < stop) prefetch(later);
-        }
-    };
+    const auto bring_scales =
+        [&](int at) {  // and of the tiles after it to the L2 cache, because these are waited for sooner
+            if constexpr (IS_INT8<CACHE>) {
+                const bool here = at + lane < stop;
+                scales[0] = here ? key_scales[tokens + at + lane] : __half{};
+                scales[1] = here ? value_scales[tokens + at + lane] : __half{};
+                const __half* const later = (lane ? value_scales : key_scales) + tokens + at + 2 * STEP;
+                if (lane < 2 && at + 2 * STEP < stop) prefetch(later);
+            }
+        };
 #pragma unroll
-    for (int i = 0; i < RING; ++i) bring(ring + i * Tiles::BYTES, i);
+    for (int i = 0; i < STAGES; ++i) bring(stages + i * Tiles::BYTES, i);
     bring_scales(first);
-    const Preparation how = {q_gain, k_gain, frequencies, eps, rope_scale};
+    const HeadParams how = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
     float cosine[D / 64], sine[D / 64];
-    angles(how, position, head_dim, cosine, sine);
-    wait_for_predecessor();
-    let_successor_start();
-    const Place at = {first_head, count, heads, kv, kv_heads, head_dim, head_pitch};
+    rope_angles(how, position, head_dim, cosine, sine);
+    wait_on_dependent_grids();
+    launch_dependent_grids();
+    const HeadRange at = {first_head, count, heads, kv, kv_heads, head_dim, head_pitch};
     const size_t token = tokens + position, newest_place = token * head_pitch;
-    prepare_token<D, CACHE>({qkv, nullptr, nullptr, nullptr, pitch}, how, at, cosine, sine, fresh, newest,
-                            keys + newest_place, values + newest_place, key_scales + token, value_scales + token);
+    prepare_new_token<D, CACHE>(
+        {qkv, nullptr, nullptr, nullptr, pitch}, how, at, cosine, sine, fresh, newest, keys + newest_place,
+        values + newest_place, key_scales + token, value_scales + token);
     __syncthreads();
 
     const auto take = [&] {  // the tile whose copy began longest ago, once it is there
         const unsigned tile = next;
-        next = next == ring + (RING - 1) * Tiles::BYTES ? ring : next + Tiles::BYTES;
-        wait_for_older_copies<RING - 1>();
+        next = next == stages + (STAGES - 1) * Tiles::BYTES ? stages : next + Tiles::BYTES;
+        cp_async_wait_group<STAGES - 1>();
         __syncwarp();
         return tile;
     };
@@ -178,10 +185,10 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
         const int fresh_row = newest ? position - first : TOKENS;
         float s[TOKENS / 16][4], tile_top[2] = {-INF_F, -INF_F};
         const unsigned key_tile = take();
-        if (fresh_row < TOKENS) Tiles::put(key_tile, fresh_row, fresh.of[0]);
-        Tiles::multiply_keys(key_tile, fresh.query, s);
+        if (fresh_row < TOKENS) Tiles::store_token(key_tile, fresh_row, fresh.of[0]);
+        Tiles::mma_qk(key_tile, fresh.query, s);
         __syncwarp();
-        bring(key_tile, RING);
+        bring(key_tile, STAGES);
         if (fresh_row == lane) scales[0] = fresh.scales[0], scales[1] = fresh.scales[1];
         const float key_scale = __half2float(scales[0]), value_scale = __half2float(scales[1]) * VALUES_UP;
         bring_scales(first + STEP);
@@ -193,8 +200,9 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
                 s[j][m] *= scale * LOG2_E;
                 if (IS_INT8<CACHE>) s[j][m] *= __shfl_sync(FULL, key_scale, place);
                 if (KIND == BIASED && head + m % 2 < count) {
-                    const int distance = max(-reach, min(0, token - position));
-                    s[j][m] += bias[(first_head + head + m % 2) * (2ll * reach + 1) + reach + distance] * LOG2_E;
+                    const int distance = max(-max_distance, min(0, token - position));
+                    s[j][m] +=
+                        bias[(first_head + head + m % 2) * (2ll * max_distance + 1) + max_distance + distance] * LOG2_E;
                 }
                 if (token >= to) s[j][m] = -INF_F;
                 tile_top[m % 2] = fmaxf(tile_top[m % 2], s[j][m]);  // a NaN gets into the sum below
@@ -206,7 +214,7 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
         if (tile_top[0] > top[0] || tile_top[1] > top[1]) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const float new_top = fmaxf(top[h], tile_top[h]), old = weight_of(top[h], new_top);
+                const float new_top = fmaxf(top[h], tile_top[h]), old = rescale_factor(top[h], new_top);
                 sum[h] *= old, top[h] = new_top;
 #pragma unroll
                 for (int n = 0; n < D / 16; ++n) o[n][h] *= old, o[n][h + 2] *= old;
@@ -224,13 +232,14 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
                     if (IS_INT8<CACHE>) w[h] *= __shfl_sync(FULL, value_scale, 16 * j + row + 8 * m);
                     rest[h] = w[h] - rounded(w[h]);
                 }
-                weights[j][0][m] = transposed(pack(w[0], w[1])), weights[j][1][m] = transposed(pack(rest[0], rest[1]));
+                weights[j][0][m] = movmatrix_trans(pack(w[0], w[1])),
+                weights[j][1][m] = movmatrix_trans(pack(rest[0], rest[1]));
             }
         const unsigned value_tile = take();
-        if (fresh_row < TOKENS) Tiles::put(value_tile, fresh_row, fresh.of[1]);
-        Tiles::add_values(value_tile, weights, o);
+        if (fresh_row < TOKENS) Tiles::store_token(value_tile, fresh_row, fresh.of[1]);
+        Tiles::mma_pv(value_tile, weights, o);
         __syncwarp();
-        bring(value_tile, RING + 1);
+        bring(value_tile, STAGES + 1);
     }
 
     // The threads of a head, the warps of the block, then the blocks.
@@ -238,7 +247,8 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
     for (int d = 4; d < WARP; d *= 2)
 #pragma unroll
         for (int h = 0; h < 2; ++h) sum[h] += __shfl_xor_sync(FULL, sum[h], d);
-    constexpr int ROOM = RING * Tiles::BYTES / sizeof(float), ROW = D + 4;  // a warp's results take the place of its tiles
+    constexpr int ROOM = STAGES * Tiles::BYTES / sizeof(float),
+                  ROW = D + 4;  // a warp's results take the place of its tiles
     static_assert(HEADS * ROW <= ROOM, "they must fit");
     constexpr float down = IS_INT8<CACHE> ? 1 / VALUES_UP : 1;
     float* const warp_out = reinterpret_cast<float*>(shared);
@@ -252,7 +262,7 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
                 warp_out[warp * ROOM + (head + h) * ROW + Tiles::element_of(n, i)] = o[n][h + 2 * i] * down;
     }
     __syncthreads();
-    wait_for_cluster<CLUSTER>();
+    cluster_wait<CLUSTER>();
 #pragma unroll 1
     for (int i = threadIdx.x * 4; i < count * D; i += THREADS * 4) {
         const int h = i / D, d = i % D;
@@ -261,12 +271,14 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
         for (int w = 0; w < WARPS; ++w) t = fmaxf(t, warp_top[w][h]);
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            const float weight = weight_of(warp_top[w][h], t);
+            const float weight = rescale_factor(warp_top[w][h], t);
             const float4 part = *reinterpret_cast<const float4*>(&warp_out[w * ROOM + h * ROW + d]);
             total += warp_sum[w][h] * weight;
-            value[0] += part.x * weight, value[1] += part.y * weight, value[2] += part.z * weight, value[3] += part.w * weight;
+            value[0] += part.x * weight, value[1] += part.y * weight, value[2] += part.z * weight,
+                value[3] += part.w * weight;
         }
-        inbox.send_part(split % CLUSTER, h, d, value, t, total);
+        partial_results.send_partial(split % CLUSTER, h, d, value, t, total);
     }
-    put_together<THREADS>({parts, arrived, out, out_pitch, heads, head_dim, first_head, count}, inbox);
+    combine_splits<THREADS>(
+        {partials, arrival_counts, out, out_pitch, heads, head_dim, first_head, count}, partial_results);
 }

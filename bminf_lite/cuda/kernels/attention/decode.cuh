@@ -1,6 +1,6 @@
-// How the blocks that share a context in decode attention put their parts together: those of a cluster by writing into each
-// other's shared memory; where there are several clusters (or none, before Hopper), the last one to finish does the rest
-// through global memory.
+// How the blocks that share a context in decode attention put their parts together: those of a cluster by writing into
+// each other's shared memory; where there are several clusters (or none, before Hopper), the last one to finish does
+// the rest through global memory.
 #pragma once
 #include "common/cluster.cuh"
 
@@ -8,31 +8,33 @@ namespace bminf {
 
 constexpr int HEADS = 8;  // of a block at most: the columns of a product
 
-__device__ __forceinline__ float weight_of(float top, float new_top) {
+__device__ __forceinline__ float rescale_factor(float top, float new_top) {
     return top == -INF_F ? 0.0f : exp2_fast(top - new_top);
 }
 
 // What a block gets from those of its cluster: of each head the elements that are its to put together.
 template <int D, int CLUSTER>
-struct Inbox {
+struct ClusterPartials {
     static constexpr int SLICE = D / CLUSTER;
     alignas(16) float outs[CLUSTER][HEADS][SLICE];  // weighted sums of values
-    alignas(16) float tops[CLUSTER][HEADS][2];  // the largest score, to the base 2, and the sum of weights relative to it
+    alignas(
+        16) float tops[CLUSTER][HEADS][2];  // the largest score, to the base 2, and the sum of weights relative to it
 
     // Four elements from d on of what block `from` found for head h.
-    __device__ __forceinline__ void send_part(int from, int h, int d, const float (&value)[4], float top, float sum) {
+    __device__ __forceinline__ void send_partial(
+        int from, int h, int d, const float (&value)[4], float top, float sum) {
         const float both[2] = {top, sum};
-        send<CLUSTER>(&outs[from][h][d % SLICE], d / SLICE, value);
-        if (d % SLICE == 0) send<CLUSTER>(tops[from][h], d / SLICE, both);
+        st_shared_cluster<CLUSTER>(&outs[from][h][d % SLICE], d / SLICE, value);
+        if (d % SLICE == 0) st_shared_cluster<CLUSTER>(tops[from][h], d / SLICE, both);
     }
 };
 
-// Grid: (splits, groups of heads, sequences) in clusters of CLUSTER splits. parts: fp32 [B, heads, splits / CLUSTER, CLUSTER,
-// 2 + D / CLUSTER] and arrived: int32 [B, gridDim.y, CLUSTER], zero before and after; both are used only by several clusters.
-// out: fp16 [B, out_pitch]. A block has `count` heads from first_head on.
-struct Meeting {
-    float* parts;
-    int* arrived;
+// Grid: (splits, groups of heads, sequences) in clusters of CLUSTER splits. partials: fp32 [B, heads, splits / CLUSTER,
+// CLUSTER, 2 + D / CLUSTER] and arrival_counts: int32 [B, gridDim.y, CLUSTER], zero before and after; both are used
+// only by several clusters. out: fp16 [B, out_pitch]. A block has `count` heads from first_head on.
+struct CombineParams {
+    float* partials;
+    int* arrival_counts;
     __half* out;
     long long out_pitch;
     int heads, head_dim, first_head, count;
@@ -40,27 +42,31 @@ struct Meeting {
 
 // Of what all blocks have sent.
 template <int THREADS, int D, int CLUSTER>
-__device__ __forceinline__ void put_together(const Meeting& m, const Inbox<D, CLUSTER>& inbox) {
+__device__ __forceinline__ void combine_splits(
+    const CombineParams& m, const ClusterPartials<D, CLUSTER>& partial_results) {
     constexpr int SLICE = D / CLUSTER, RECORD = 2 + SLICE;
     __shared__ bool is_last;
-    const int rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, b = blockIdx.z;
-    sync_cluster<CLUSTER>();
+    const int rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER,
+              b = blockIdx.z;
+    cluster_sync<CLUSTER>();
     const auto write = [&](int h, int d, float value, float s) {
-        if (d < m.head_dim) m.out[b * m.out_pitch + (m.first_head + h) * m.head_dim + d] = __float2half_rn(__fdiv_rn(value, s));
+        if (d < m.head_dim)
+            m.out[b * m.out_pitch + (m.first_head + h) * m.head_dim + d] = __float2half_rn(__fdiv_rn(value, s));
     };
     const auto record_of = [&](int h, int of) {
-        return m.parts + (((static_cast<size_t>(b) * m.heads + m.first_head + h) * clusters + of) * CLUSTER + rank) * RECORD;
+        return m.partials +
+               (((static_cast<size_t>(b) * m.heads + m.first_head + h) * clusters + of) * CLUSTER + rank) * RECORD;
     };
 #pragma unroll 1
     for (int i = threadIdx.x; i < m.count * SLICE; i += THREADS) {
         const int h = i / SLICE, d = i % SLICE;
         float t = -INF_F, s = 0, value = 0;
 #pragma unroll
-        for (int c = 0; c < CLUSTER; ++c) t = fmaxf(t, inbox.tops[c][h][0]);
+        for (int c = 0; c < CLUSTER; ++c) t = fmaxf(t, partial_results.tops[c][h][0]);
 #pragma unroll
         for (int c = 0; c < CLUSTER; ++c) {
-            const float weight = weight_of(inbox.tops[c][h][0], t);
-            s += inbox.tops[c][h][1] * weight, value += inbox.outs[c][h][d] * weight;
+            const float weight = rescale_factor(partial_results.tops[c][h][0], t);
+            s += partial_results.tops[c][h][1] * weight, value += partial_results.outs[c][h][d] * weight;
         }
         if (clusters == 1) {
             write(h, rank * SLICE + d, value, s);
@@ -76,7 +82,7 @@ __device__ __forceinline__ void put_together(const Meeting& m, const Inbox<D, CL
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        int* counter = m.arrived + (b * gridDim.y + blockIdx.y) * CLUSTER + rank;
+        int* counter = m.arrival_counts + (b * gridDim.y + blockIdx.y) * CLUSTER + rank;
         is_last = atomicAdd(counter, 1) == clusters - 1;
         if (is_last) *counter = 0;
     }
@@ -93,7 +99,7 @@ __device__ __forceinline__ void put_together(const Meeting& m, const Inbox<D, CL
 #pragma unroll 4
         for (int c = 0; c < clusters; ++c) {
             const float* const record = first + c * CLUSTER * RECORD;
-            const float weight = weight_of(__ldcg(record), t);
+            const float weight = rescale_factor(__ldcg(record), t);
             s += __ldcg(record + 1) * weight, value += __ldcg(record + 2 + d) * weight;
         }
         write(h, rank * SLICE + d, value, s);

@@ -11,9 +11,9 @@ struct Projection {
     const float *x_scale, *w_scale, *bias;
     long long pitch;
 
-    template <bool PRODUCT, Order ORDER>
+    template <bool FROM_INT32, Order ORDER>
     __device__ __forceinline__ float at(int row, int column) const {
-        if constexpr (!PRODUCT) return __half2float(static_cast<const __half*>(data)[row * pitch + column]);
+        if constexpr (!FROM_INT32) return __half2float(static_cast<const __half*>(data)[row * pitch + column]);
         const int sum = static_cast<const int*>(data)[offset<ORDER>(row, column, pitch)];
         const float y = scaled(__int2float_rn(sum), x_scale[row], w_scale[column]);
         return rounded(bias ? __fadd_rn(y, bias[column]) : y);
@@ -21,18 +21,18 @@ struct Projection {
 };
 
 // How queries and keys are made ready. A null pointer switches a part off.
-struct Preparation {
-    const float *q_gain, *k_gain, *frequencies;
+struct HeadParams {
+    const float *q_norm_weight, *k_norm_weight, *frequencies;
     float eps, rope_scale;
 };
 
-constexpr int PAIRS = 4;  // a lane holds elements i and i + head_dim / 2 for i = lane, lane + 32, ...: head_dim <= 64 * PAIRS
+constexpr int PAIRS =
+    4;  // a lane holds elements i and i + head_dim / 2 for i = lane, lane + 32, ...: head_dim <= 64 * PAIRS
 
 // cos and sin of the angles at a position, for this lane's pairs.
 template <int PAIRS>
-__device__ __forceinline__ void angles(
-    const Preparation& how, int position, int head_dim, float (&cosine)[PAIRS], float (&sine)[PAIRS])
-{
+__device__ __forceinline__ void rope_angles(
+    const HeadParams& how, int position, int head_dim, float (&cosine)[PAIRS], float (&sine)[PAIRS]) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
@@ -44,14 +44,13 @@ __device__ __forceinline__ void angles(
     }
 }
 
-// RMSNorm of the head with `gain` (null: none), then the rotation.
+// RMSNorm of the head with `norm_weight` (null: none), then the rotation.
 template <int PAIRS>
-__device__ __forceinline__ void prepare_head(
-    float (&low)[PAIRS], float (&high)[PAIRS], const Preparation& how, const float* gain, int head_dim,
-    const float (&cosine)[PAIRS], const float (&sine)[PAIRS])
-{
+__device__ __forceinline__ void norm_and_rope(
+    float (&low)[PAIRS], float (&high)[PAIRS], const HeadParams& how, const float* norm_weight, int head_dim,
+    const float (&cosine)[PAIRS], const float (&sine)[PAIRS]) {
     const int lane = threadIdx.x % WARP, half = head_dim / 2;
-    if (gain) {
+    if (norm_weight) {
         double sum = 0;
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) sum += fmaf(low[i], low[i], high[i] * high[i]);
@@ -62,8 +61,8 @@ __device__ __forceinline__ void prepare_head(
         for (int i = 0; i < PAIRS; ++i) {
             const int pair = i * WARP + lane;
             if (pair >= half) continue;
-            low[i] = __fmul_rn(__fmul_rn(low[i], gain[pair]), inverse);
-            high[i] = __fmul_rn(__fmul_rn(high[i], gain[half + pair]), inverse);
+            low[i] = __fmul_rn(__fmul_rn(low[i], norm_weight[pair]), inverse);
+            high[i] = __fmul_rn(__fmul_rn(high[i], norm_weight[half + pair]), inverse);
         }
     }
     if (how.frequencies) {

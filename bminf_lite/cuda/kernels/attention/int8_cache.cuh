@@ -32,18 +32,17 @@ __device__ __forceinline__ int8 head_code(float x, float scale) {
     return scale > 0.0f ? max(-127, min(127, __float2int_rn(__fdiv_rn(x, scale)))) : 0;
 }
 
-// A warp's head, as heads.cuh spreads it: rounded to fp16 and quantized. Codes go to `codes` and `copy`, with zeros from
-// head_dim to head_pitch. Returns the scale.
+// A warp's head, as heads.cuh spreads it: rounded to fp16 and quantized. Codes go to `codes` and `copy`, with zeros
+// from head_dim to head_pitch. Returns the scale.
 template <int PAIRS>
-__device__ __forceinline__ __half store_codes(
-    int8* codes, int8* copy, const float (&low)[PAIRS], const float (&high)[PAIRS], int head_dim, int head_pitch)
-{
+__device__ __forceinline__ __half quantize_head(
+    int8* codes, int8* copy, const float (&low)[PAIRS], const float (&high)[PAIRS], int head_dim, int head_pitch) {
     const int lane = threadIdx.x % WARP, half = head_dim / 2;
     double none = 0;
     float top = 0;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
-        if (i * WARP + lane < half) top = larger(larger(top, rounded(low[i])), rounded(high[i]));
+        if (i * WARP + lane < half) top = absmax(absmax(top, rounded(low[i])), rounded(high[i]));
     lanes_sum_max<false, true, WARP>(none, top);
     const __half stored = head_scale(top);
     const float scale = __half2float(stored);
@@ -61,23 +60,24 @@ __device__ __forceinline__ __half store_codes(
 // ---- reading -----------------------------------------------------------------------------------------------------
 
 // Four codes, each plus 128 as an unsigned byte, in fp16: 0x64xx is 1024 + xx, from which 1152 is subtracted exactly.
-__device__ __forceinline__ void plain_codes(unsigned bytes, __half2& low, __half2& high) {
+__device__ __forceinline__ void codes_to_half2(unsigned bytes, __half2& low, __half2& high) {
     const unsigned bias = 0x64806480u;
     unsigned first = __byte_perm(bytes, 0x64646464u, 0x4140), second = __byte_perm(bytes, 0x64646464u, 0x4342);
     const __half2 offset = *reinterpret_cast<const __half2*>(&bias);
-    low = __hsub2(*reinterpret_cast<__half2*>(&first), offset), high = __hsub2(*reinterpret_cast<__half2*>(&second), offset);
+    low = __hsub2(*reinterpret_cast<__half2*>(&first), offset),
+    high = __hsub2(*reinterpret_cast<__half2*>(&second), offset);
 }
 
-__device__ __forceinline__ uint2 plain_codes(unsigned bytes) {
+__device__ __forceinline__ uint2 codes_to_half2(unsigned bytes) {
     __half2 low, high;
-    plain_codes(bytes, low, high);
+    codes_to_half2(bytes, low, high);
     return make_uint2(*reinterpret_cast<const unsigned*>(&low), *reinterpret_cast<const unsigned*>(&high));
 }
 
 // The same times `scales`.
-__device__ __forceinline__ uint2 scaled_codes(unsigned bytes, __half2 scales) {
+__device__ __forceinline__ uint2 dequantize_codes(unsigned bytes, __half2 scales) {
     __half2 low, high;
-    plain_codes(bytes, low, high);
+    codes_to_half2(bytes, low, high);
     low = __hmul2(low, scales), high = __hmul2(high, scales);
     return make_uint2(*reinterpret_cast<const unsigned*>(&low), *reinterpret_cast<const unsigned*>(&high));
 }
@@ -87,8 +87,8 @@ __device__ __forceinline__ unsigned as_bytes(unsigned codes) { return codes ^ 0x
 // Sixteen codes of one token as fp16, in two vectors of eight.
 __device__ __forceinline__ void dequantize16(uint4 codes, __half scale, uint4& first, uint4& second) {
     const __half2 scales = __half2half2(scale);
-    const uint2 a = scaled_codes(as_bytes(codes.x), scales), b = scaled_codes(as_bytes(codes.y), scales);
-    const uint2 c = scaled_codes(as_bytes(codes.z), scales), d = scaled_codes(as_bytes(codes.w), scales);
+    const uint2 a = dequantize_codes(as_bytes(codes.x), scales), b = dequantize_codes(as_bytes(codes.y), scales);
+    const uint2 c = dequantize_codes(as_bytes(codes.z), scales), d = dequantize_codes(as_bytes(codes.w), scales);
     first = make_uint4(a.x, a.y, b.x, b.y), second = make_uint4(c.x, c.y, d.x, d.y);
 }
 

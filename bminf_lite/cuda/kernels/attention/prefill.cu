@@ -17,7 +17,7 @@ __device__ __forceinline__ void copy_tile(__half* tile, const Cached<__half>& so
         const int chunk = i * THREADS + threadIdx.x, row = chunk / CHUNKS;
         if (COUNT * CHUNKS % THREADS == 0 || row < COUNT) {
             const bool here = row < valid;
-            copy16(tile + (chunk + row) * 8, here ? source.data + chunk * 8 : source.data, here);
+            cp_async_16(tile + (chunk + row) * 8, here ? source.data + chunk * 8 : source.data, here);
         }
     }
 }
@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_tile(__half* tile, const Cached<int8>& sour
     for (int i = threadIdx.x; i < COUNT * CHUNKS; i += THREADS) {
         const int row = i / CHUNKS;
         uint4* const target = reinterpret_cast<uint4*>(tile + row * (D + 8) + i % CHUNKS * 16);
-        Codes raw;
+        CodeVector raw;
         raw.load(source, i, row, row < valid);
         dequantize16(raw.codes, raw.scale, target[0], target[1]);
     }
@@ -44,7 +44,7 @@ struct Queries {
 
     __device__ __forceinline__ void read(unsigned (&a)[MT][4], int k) const {
 #pragma unroll
-        for (int m = 0; m < MT; ++m) load_matrices(a[m], rows + (m * 16 * (D + 8) + k * 16) * 2);
+        for (int m = 0; m < MT; ++m) ldmatrix_x4(a[m], rows + (m * 16 * (D + 8) + k * 16) * 2);
     }
     __device__ __forceinline__ void keep() {
         if constexpr (KEPT) {
@@ -66,7 +66,7 @@ struct Queries {
 
 // s += queries @ keys.T
 template <int MT, int D, int N>
-__device__ __forceinline__ void score(float (&s)[MT][N][4], const Queries<MT, D>& queries, unsigned k_rows) {
+__device__ __forceinline__ void gemm_qk(float (&s)[MT][N][4], const Queries<MT, D>& queries, unsigned k_rows) {
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
         unsigned a[MT][4];
@@ -74,11 +74,11 @@ __device__ __forceinline__ void score(float (&s)[MT][N][4], const Queries<MT, D>
 #pragma unroll
         for (int n = 0; n < N / 2; ++n) {
             unsigned b[4];
-            load_matrices(b, k_rows + (n * 16 * (D + 8) + k * 16) * 2);
+            ldmatrix_x4(b, k_rows + (n * 16 * (D + 8) + k * 16) * 2);
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
-                multiply_add(s[m][2 * n], a[m], b[0], b[1]);
-                multiply_add(s[m][2 * n + 1], a[m], b[2], b[3]);
+                mma_m16n8k16(s[m][2 * n], a[m], b[0], b[1]);
+                mma_m16n8k16(s[m][2 * n + 1], a[m], b[2], b[3]);
             }
         }
     }
@@ -86,7 +86,7 @@ __device__ __forceinline__ void score(float (&s)[MT][N][4], const Queries<MT, D>
 
 // o += weights @ values
 template <int MT, int D, int N>
-__device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], const float (&s)[MT][N][4], unsigned v_rows) {
+__device__ __forceinline__ void gemm_pv(float (&o)[MT][D / 8][4], const float (&s)[MT][N][4], unsigned v_rows) {
 #pragma unroll
     for (int k = 0; k < N / 2; ++k) {
         unsigned a[MT][4];
@@ -95,21 +95,21 @@ __device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], const float
 #pragma unroll
         for (int n = 0; n < D / 16; ++n) {
             unsigned b[4];
-            load_transposed(b, v_rows + (k * 16 * (D + 8) + n * 16) * 2);
+            ldmatrix_x4_trans(b, v_rows + (k * 16 * (D + 8) + n * 16) * 2);
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
-                multiply_add(o[m][2 * n], a[m], b[0], b[1]);
-                multiply_add(o[m][2 * n + 1], a[m], b[2], b[3]);
+                mma_m16n8k16(o[m][2 * n], a[m], b[0], b[1]);
+                mma_m16n8k16(o[m][2 * n + 1], a[m], b[2], b[3]);
             }
         }
     }
 }
 
 // A block has BM rows and passes over BN keys at a time; BM is a multiple of 16 * WARPS, BN of 16. BLOCKS per
-// multiprocessor get registers. VISIBLE is what a query sees; BIASED, that scores get a bias; CACHE, __half or int8. Dynamic
-// shared memory: BM + 2 * BN rows of D + 8.
-template <int D, int BM, int BN, int WARPS, int BLOCKS, int VISIBLE, bool BIASED, class CACHE>
-__global__ void __launch_bounds__(WARPS * WARP, BLOCKS) attend_prefill(const __grid_constant__ Prefill p) {
+// multiprocessor get registers. MASK is what a query sees; BIASED, that scores get a bias; CACHE, __half or int8.
+// Dynamic shared memory: BM + 2 * BN rows of D + 8.
+template <int D, int BM, int BN, int WARPS, int BLOCKS, int MASK, bool BIASED, class CACHE>
+__global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const __grid_constant__ PrefillParams p) {
     constexpr int THREADS = WARPS * WARP, PITCH = D + 8, CHUNKS = D / 8, MT = BM / (16 * WARPS);
     extern __shared__ __align__(16) __half shared[];
     __half* const q_tile = shared;
@@ -117,10 +117,10 @@ __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) attend_prefill(const __g
     __half* const v_tile = k_tile + BN * PITCH;
     const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * MT * 16;
 
-    wait_for_predecessor();
-    Work work;
-    if (!find_work<D, BM, BN>(p, work)) return;
-    if constexpr (VISIBLE != CAUSAL) see_all<D, VISIBLE>(p, work);
+    wait_on_dependent_grids();
+    WorkTile work;
+    if (!find_work_tile<D, BM, BN>(p, work)) return;
+    if constexpr (MASK != CAUSAL) use_full_range<D, MASK>(p, work);
 #pragma unroll 4
     for (int i = threadIdx.x; i < BM * CHUNKS; i += THREADS) {
         const int row = i / CHUNKS, column = i % CHUNKS * 8;
@@ -131,43 +131,45 @@ __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) attend_prefill(const __g
     };
     copy_keys(work.begin);
 
-    Queries<MT, D> queries = {shared_address(q_tile + (warp_row + lane % 16) * PITCH + lane / 16 * 8)};
-    const unsigned k_rows = shared_address(k_tile + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8);
-    const unsigned v_rows = shared_address(v_tile + lane % 16 * PITCH + lane / 16 * 8);
-    Rows rows[MT];
+    Queries<MT, D> queries = {cast_smem_ptr_to_uint(q_tile + (warp_row + lane % 16) * PITCH + lane / 16 * 8)};
+    const unsigned k_rows = cast_smem_ptr_to_uint(k_tile + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8);
+    const unsigned v_rows = cast_smem_ptr_to_uint(v_tile + lane % 16 * PITCH + lane / 16 * 8);
+    SoftmaxRows rows[MT];
 #pragma unroll
-    for (int m = 0; m < MT; ++m) rows[m] = start_rows(work, work.first + warp_row + m * 16);
+    for (int m = 0; m < MT; ++m) rows[m] = init_softmax_rows(work, work.first + warp_row + m * 16);
     float o[MT][CHUNKS][4] = {};
     for (int key = work.begin; key < work.end; key += BN) {
-        wait_for_copies();
+        cp_async_wait_all();
         __syncthreads();
         copy_tile<D, BN, THREADS>(v_tile, cached_from<D, CACHE>(p, work, true, key), work.end - key);
         if (key == work.begin) queries.keep();
         float s[MT][BN / 8][4] = {};
-        score(s, queries, k_rows);
-        wait_for_copies();
+        gemm_qk(s, queries, k_rows);
+        cp_async_wait_all();
         __syncthreads();
         if (key + BN < work.end) copy_keys(key + BN);
         if constexpr (BIASED) {
 #pragma unroll
             for (int m = 0; m < MT; ++m) add_bias(s[m], work, p, rows[m], work.first + warp_row + m * 16, key);
         }
-        if (VISIBLE == CAUSAL ? any_hidden(work, key, BN) : key + BN > work.end) {
+        if (MASK == CAUSAL ? needs_mask(work, key, BN) : key + BN > work.end) {
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
-                if constexpr (VISIBLE == CAUSAL) hide(s[m], rows[m], key, work.window);
-                else hide_from(s[m], work.end - key);
+                if constexpr (MASK == CAUSAL)
+                    apply_causal_mask(s[m], rows[m], key, work.window);
+                else
+                    mask_keys_from(s[m], work.end - key);
             }
         }
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            float shrink[2];
-            soften(rows[m], s[m], shrink, BIASED ? 1.0f : p.scale);
-            multiply_rows(o[m], shrink);
+            float rescale[2];
+            online_softmax(rows[m], s[m], rescale, BIASED ? 1.0f : p.scale);
+            multiply_rows(o[m], rescale);
         }
-        add_values<MT, D>(o, s, v_rows);
+        gemm_pv<MT, D>(o, s, v_rows);
     }
-    let_successor_start();
+    launch_dependent_grids();
 
     // Through the warp's own rows of the query tile, so that memory is written a row at a time.
 #pragma unroll

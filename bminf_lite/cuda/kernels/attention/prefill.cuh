@@ -8,68 +8,69 @@
 // thread holds lane / 4 and that plus 8, and of each 8 columns n two from lane % 4 * 2 on, so j = 0..3 are
 // {row, column}, {row, column + 1}, {row + 8, column}, {row + 8, column + 1}.
 #pragma once
-#include "common/async.cuh"
 #include "attention/int8_cache.cuh"
+#include "common/async.cuh"
 #include "common/tensor_cores.cuh"
 
 namespace bminf {
 
-// What a query sees: the keys of its sequence up to its own, in the sequence's slot of the cache; the whole source in that
-// slot; or its whole sequence in this step, the keys of one sequence following those of the one before.
-enum Visible { CAUSAL = 0, SOURCE = 1, WITHIN = 2 };
+// What a query sees: the keys of its sequence up to its own, in the sequence's slot of the cache; the whole source in
+// that slot; or its whole sequence in this step, the keys of one sequence following those of the one before.
+enum AttentionMask { CAUSAL = 0, CROSS = 1, BIDIRECTIONAL = 2 };
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// Sequence b of `sequences` owns tokens starts[b] to starts[b + 1], at positions from past[b] on, and lives in slot
-// slots[b] of the cache. D is head_dim padded to a multiple of 16.
-struct Prefill {
+// Sequence b of `sequences` owns tokens cu_seqlens[b] to cu_seqlens[b + 1], at positions from context_lens[b] on, and
+// lives in slot slots[b] of the cache. D is head_dim padded to a multiple of 16.
+struct PrefillParams {
     const __half* q;  // [T, heads, D], q_pitch elements from token to token
     long long q_pitch;
-    const void* keys;    // [slots, kv_heads, capacity, D] of fp16, or of int8 codes; a single slot for WITHIN
+    const void* keys;    // [slots, kv_heads, capacity, D] of fp16, or of int8 codes; a single slot for BIDIRECTIONAL
     const void* values;  // the same
-    __half* out;           // [T, heads * head_dim], out_pitch elements from token to token
+    __half* out;         // [T, heads * head_dim], out_pitch elements from token to token
     long long out_pitch;
-    const int* starts;
-    const int* past;
+    const int* cu_seqlens;
+    const int* context_lens;
     const int* slots;
     float scale;  // of the scores, times log2(e); positive
     int window;   // how many keys a query sees; 0 for all up to its own
     int heads, head_dim, capacity, sequences;
-    const float* bias;  // [heads, 2 * reach + 1] by the distance key - query, longer ones counting as `reach`
-    int reach;
-    const int* lengths;  // [slots], of the sources
+    const float*
+        bias;  // [heads, 2 * max_distance + 1] by the distance key - query, longer ones counting as `max_distance`
+    int max_distance;
+    const int* lengths;        // [slots], of the sources
     const __half* key_scales;  // of codes: [slots, kv_heads, capacity]
     const __half* value_scales;
 };
 
 // What one block of grid (kv_heads, at least as many tiles as all sequences have) works on.
-struct Work {
+struct WorkTile {
     int first, rows, group;  // first row of the tile, rows of the sequence
     int before, window;
     int first_position, last_position;  // of the tile's rows
-    int begin, end;  // keys that any of them sees; begin is a multiple of KEYS
-    int sequence, start;  // which one, and its first token
-    size_t cached;  // tokens of the cache before its keys of this head
+    int begin, end;                     // keys that any of them sees; begin is a multiple of KEYS
+    int sequence, start;                // which one, and its first token
+    size_t cached;                      // tokens of the cache before its keys of this head
 
     __device__ __forceinline__ int position(int row) const { return before + row / group; }
 };
 
 // Returns false for a block that has nothing to do.
 template <int D, int ROWS, int KEYS>
-__device__ __forceinline__ bool find_work(const Prefill& p, Work& work) {
+__device__ __forceinline__ bool find_work_tile(const PrefillParams& p, WorkTile& work) {
     const int head = blockIdx.x, kv_heads = gridDim.x;
     work.group = p.heads / kv_heads;
-    int sequence = -1, tile = blockIdx.y, tiles = 0, stop = p.starts[0];
+    int sequence = -1, tile = blockIdx.y, tiles = 0, stop = p.cu_seqlens[0];
     do {
         if (++sequence == p.sequences) return false;
         tile -= tiles;
-        work.start = stop, stop = p.starts[sequence + 1];
+        work.start = stop, stop = p.cu_seqlens[sequence + 1];
         work.rows = (stop - work.start) * work.group;
         tiles = (work.rows + ROWS - 1) / ROWS;
     } while (tile >= tiles);
     // A sequence's last tile sees the most keys, so it starts first.
     work.first = (tiles - 1 - tile) * ROWS;
-    work.sequence = sequence, work.before = p.past[sequence], work.window = p.window;
+    work.sequence = sequence, work.before = p.context_lens[sequence], work.window = p.window;
     work.first_position = work.position(work.first);
     work.last_position = work.position(min(work.first + ROWS, work.rows) - 1);
     work.begin = p.window ? max(0, work.first_position - p.window + 1) / KEYS * KEYS : 0;
@@ -79,10 +80,10 @@ __device__ __forceinline__ bool find_work(const Prefill& p, Work& work) {
 }
 
 // For tiles whose rows all see the same keys.
-template <int D, int VISIBLE>
-__device__ __forceinline__ void see_all(const Prefill& p, Work& work) {
+template <int D, int MASK>
+__device__ __forceinline__ void use_full_range(const PrefillParams& p, WorkTile& work) {
     work.begin = 0;
-    if constexpr (VISIBLE == SOURCE) {
+    if constexpr (MASK == CROSS) {
         work.end = p.lengths[p.slots[work.sequence]];
     } else {
         work.before = 0, work.end = work.rows / work.group;
@@ -92,14 +93,15 @@ __device__ __forceinline__ void see_all(const Prefill& p, Work& work) {
 
 // The keys that a block works on, or their values, from a token on.
 template <int D, class CACHE>
-__device__ __forceinline__ Cached<CACHE> cached_from(const Prefill& p, const Work& work, bool values, int token) {
+__device__ __forceinline__ Cached<CACHE> cached_from(
+    const PrefillParams& p, const WorkTile& work, bool values, int token) {
     const CACHE* const data = static_cast<const CACHE*>(values ? p.values : p.keys);
     const __half* const scales = values ? p.value_scales : p.key_scales;
     return {data + (work.cached + token) * D, scales + work.cached + token};
 }
 
 // Sixteen codes from memory, of one token, or zeros.
-struct Codes {
+struct CodeVector {
     uint4 codes;
     __half scale;
 
@@ -110,33 +112,33 @@ struct Codes {
 };
 
 // Until this thread's copies have arrived.
-__device__ __forceinline__ void wait_for_copies() {
+__device__ __forceinline__ void cp_async_wait_all() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
 // Whether some row of the tile does not see some of `count` keys from `key` on.
-__device__ __forceinline__ bool any_hidden(const Work& work, int key, int count) {
+__device__ __forceinline__ bool needs_mask(const WorkTile& work, int key, int count) {
     return key + count - 1 > work.first_position || (work.window && key <= work.last_position - work.window);
 }
 
 // A thread's two rows: their positions, and their running softmax. Each of the four threads that share a row keeps the
 // part of its total that it summed.
-struct Rows {
+struct SoftmaxRows {
     int position[2];
     float top[2], total[2];
 };
 
 // first: of the warp's 16 rows.
-__device__ __forceinline__ Rows start_rows(const Work& work, int first) {
+__device__ __forceinline__ SoftmaxRows init_softmax_rows(const WorkTile& work, int first) {
     const int row = first + threadIdx.x % WARP / 4;
     return {{work.position(row), work.position(row + 8)}, {-INF_F, -INF_F}, {0.0f, 0.0f}};
 }
 
 // Scores of keys from `key` on become -inf where a row does not see a key.
 template <int N>
-__device__ __forceinline__ void hide(float (&s)[N][4], const Rows& rows, int key, int window) {
+__device__ __forceinline__ void apply_causal_mask(float (&s)[N][4], const SoftmaxRows& rows, int key, int window) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int last = rows.position[h] - key - static_cast<int>(threadIdx.x) % 4 * 2;
@@ -144,43 +146,45 @@ __device__ __forceinline__ void hide(float (&s)[N][4], const Rows& rows, int key
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) if (n * 8 + j > last || n * 8 + j <= before) s[n][2 * h + j] = -INF_F;
+            for (int j = 0; j < 2; ++j)
+                if (n * 8 + j > last || n * 8 + j <= before) s[n][2 * h + j] = -INF_F;
     }
 }
 
 // Scores become -inf from the key `count` on.
 template <int N>
-__device__ __forceinline__ void hide_from(float (&s)[N][4], int count) {
+__device__ __forceinline__ void mask_keys_from(float (&s)[N][4], int count) {
     count -= static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) if (n * 8 + j % 2 >= count) s[n][j] = -INF_F;
+        for (int j = 0; j < 4; ++j)
+            if (n * 8 + j % 2 >= count) s[n][j] = -INF_F;
 }
 
 // Scores of keys from `key` on are scaled and get their biases, times log2(e). first: of the warp's 16 rows.
 template <int N>
 __device__ __forceinline__ void add_bias(
-    float (&s)[N][4], const Work& work, const Prefill& p, const Rows& rows, int first, int key)
-{
+    float (&s)[N][4], const WorkTile& work, const PrefillParams& p, const SoftmaxRows& rows, int first, int key) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int head = blockIdx.x * work.group + (first + static_cast<int>(threadIdx.x) % WARP / 4 + h * 8) % work.group;
-        const float* const bias = p.bias + static_cast<long long>(head) * (2 * p.reach + 1) + p.reach;
+        const int head =
+            blockIdx.x * work.group + (first + static_cast<int>(threadIdx.x) % WARP / 4 + h * 8) % work.group;
+        const float* const bias = p.bias + static_cast<long long>(head) * (2 * p.max_distance + 1) + p.max_distance;
         const int distance = key + static_cast<int>(threadIdx.x) % 4 * 2 - rows.position[h];
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const float value = __ldg(bias + max(-p.reach, min(p.reach, distance + n * 8 + j)));
+                const float value = __ldg(bias + max(-p.max_distance, min(p.max_distance, distance + n * 8 + j)));
                 s[n][2 * h + j] = fmaf(s[n][2 * h + j], p.scale, value * LOG2_E);
             }
     }
 }
 
-// Scores become weights relative to the largest score so far. shrink: what sums made before must be multiplied by.
+// Scores become weights relative to the largest score so far. rescale: what sums made before must be multiplied by.
 template <int N>
-__device__ __forceinline__ void soften(Rows& rows, float (&s)[N][4], float (&shrink)[2], float scale) {
+__device__ __forceinline__ void online_softmax(SoftmaxRows& rows, float (&s)[N][4], float (&rescale)[2], float scale) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         float top = rows.top[h];
@@ -190,7 +194,7 @@ __device__ __forceinline__ void soften(Rows& rows, float (&s)[N][4], float (&shr
         top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
         // A row that has seen no key yet has -inf, from which nothing can be subtracted.
         const float shift = top == -INF_F ? 0.0f : top * scale;
-        shrink[h] = exp2_fast(rows.top[h] * scale - shift);
+        rescale[h] = exp2_fast(rows.top[h] * scale - shift);
         float total = 0.0f;
 #pragma unroll
         for (int n = 0; n < N; ++n)
@@ -199,7 +203,7 @@ __device__ __forceinline__ void soften(Rows& rows, float (&s)[N][4], float (&shr
                 s[n][j] = exp2_fast(s[n][j] * scale - shift);
                 total += s[n][j];
             }
-        rows.top[h] = top, rows.total[h] = rows.total[h] * shrink[h] + total;
+        rows.top[h] = top, rows.total[h] = rows.total[h] * rescale[h] + total;
     }
 }
 
@@ -213,7 +217,7 @@ __device__ __forceinline__ void multiply_rows(float (&o)[N][4], const float (&by
 
 // Divides by the softmax's total; a row that sees nothing becomes zeros.
 template <int N>
-__device__ __forceinline__ void normalise(float (&o)[N][4], const Rows& rows) {
+__device__ __forceinline__ void normalise(float (&o)[N][4], const SoftmaxRows& rows) {
     float inverse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -237,14 +241,16 @@ __device__ __forceinline__ void weights(unsigned (&a)[4], const float (&s)[N][4]
 
 // Eight queries from `column` on of one of the sequence's rows, or zeros.
 template <int D>
-__device__ __forceinline__ void copy_query(__half* target, const Work& work, const Prefill& p, int row, int column) {
+__device__ __forceinline__ void copy_query(
+    __half* target, const WorkTile& work, const PrefillParams& p, int row, int column) {
     const int token = row / work.group, head = blockIdx.x * work.group + row - token * work.group;
     const bool valid = row < work.rows;
-    copy16(target, valid ? p.q + (work.start + token) * p.q_pitch + head * D + column : p.q, valid);
+    cp_async_16(target, valid ? p.q + (work.start + token) * p.q_pitch + head * D + column : p.q, valid);
 }
 
 // Eight outputs from `column` on of one of the sequence's rows, as far as the row has them.
-__device__ __forceinline__ void write8(const Work& work, const Prefill& p, int row, int column, const __half* eight) {
+__device__ __forceinline__ void write8(
+    const WorkTile& work, const PrefillParams& p, int row, int column, const __half* eight) {
     if (row >= work.rows) return;
     const int token = row / work.group, head = blockIdx.x * work.group + row - token * work.group;
     __half* const target = p.out + (work.start + token) * p.out_pitch + head * p.head_dim;
@@ -252,7 +258,8 @@ __device__ __forceinline__ void write8(const Work& work, const Prefill& p, int r
         if (column < p.head_dim) *reinterpret_cast<uint4*>(target + column) = *reinterpret_cast<const uint4*>(eight);
     } else {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) if (column + j < p.head_dim) target[column + j] = eight[j];
+        for (int j = 0; j < 8; ++j)
+            if (column + j < p.head_dim) target[column + j] = eight[j];
     }
 }
 

@@ -22,22 +22,22 @@ LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0))
 """Compute capabilities whose multiprocessors have 164 KiB of shared memory or more; others from 8.6 on have 100."""
 ELEMENTS = HALF, INT8 = "__half", "bminf::int8"
 """What a cache may hold, as the kernels name it."""
-FORMS = 1024
+KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are remembered."""
 LOG2_E = math.log2(math.e)
 _SIGNATURE = "pqpppqpppfiiiiipippp"
 
 
-class Visible(IntEnum):
+class AttentionMask(IntEnum):
     """What a query sees; see ``attention/prefill.cuh``."""
 
     CAUSAL = 0
-    SOURCE = 1
-    WITHIN = 2
+    CROSS = 1
+    BIDIRECTIONAL = 2
 
 
 @dataclass(frozen=True)
-class Tiling:
+class AttentionTileConfig:
     """One kernel, but for its last argument, the cache's element: blocks of ``threads`` with ``shared`` bytes each.
 
     A block works on ``rows`` of queries. A row is a query token under one of the heads that share a key-value head.
@@ -54,40 +54,42 @@ class Tiling:
         return f"{self.kernel}, {element}>"
 
 
-def synchronous(depth: int, rows: int, keys: int, blocks: int, visible: Visible, biased: bool) -> Tiling:
+def synchronous(
+    depth: int, rows: int, keys: int, blocks: int, mask: AttentionMask, biased: bool
+) -> AttentionTileConfig:
     """For any GPU: four warps a block, registers for ``blocks`` a multiprocessor, ``keys`` at a time."""
-    kind = f"{int(visible)}, {'true' if biased else 'false'}"
-    return Tiling(
+    kind = f"{int(mask)}, {'true' if biased else 'false'}"
+    return AttentionTileConfig(
         source="attention/prefill.cu",
-        kernel=f"bminf::attend_prefill<{depth}, {rows}, {keys}, 4, {blocks}, {kind}",
+        kernel=f"bminf::attention_prefill<{depth}, {rows}, {keys}, 4, {blocks}, {kind}",
         rows=rows,
         threads=4 * WARP,
         shared=(rows + 2 * keys) * (depth + 8) * 2,
     )
 
 
-def hopper(depth: int, rows: int, keys: int, stages: int = 2) -> Tiling:
+def hopper(depth: int, rows: int, keys: int, stages: int = 2) -> AttentionTileConfig:
     """For compute capability 9.0: four warps for each 64 rows and four more, ``keys`` at a time, ``stages`` ahead."""
-    return Tiling(
+    return AttentionTileConfig(
         source="attention/prefill_hopper.cu",
-        kernel=f"bminf::attend_prefill_hopper<{depth}, {rows}, {keys}, {stages}",
+        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}",
         rows=rows,
         threads=(rows // 64 + 1) * 4 * WARP,
         shared=(rows + 2 * stages * keys) * depth * 2 + 1024,
     )
 
 
-def tiling_for(
+def tile_config_for(
     compute_capability: tuple[int, int],
     depth: int,
     small: bool,
-    visible: Visible = Visible.CAUSAL,
+    mask: AttentionMask = AttentionMask.CAUSAL,
     biased: bool = False,
-) -> Tiling:
+) -> AttentionTileConfig:
     """The tiling for heads padded to ``depth`` columns; ``small`` where 128 rows a block would leave the GPU idle."""
-    if compute_capability == (9, 0) and depth in (64, 128, 256) and visible is Visible.CAUSAL and not biased:
+    if compute_capability == (9, 0) and depth in (64, 128, 256) and mask is AttentionMask.CAUSAL and not biased:
         return hopper(depth, rows=128, keys=64 if depth == 256 else 128)
-    tile = functools.partial(synchronous, depth, visible=visible, biased=biased)
+    tile = functools.partial(synchronous, depth, mask=mask, biased=biased)
     if depth > 128:  # the output alone takes half of a thread's registers
         return tile(rows=64, keys=48 if compute_capability >= (8, 0) else 16, blocks=1)
     if depth > 64 and compute_capability >= (8, 0) and compute_capability not in LARGE_SHARED:
@@ -102,27 +104,49 @@ class PrefillAttention:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
+        self._num_sms = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         self._kernel = functools.cache(self._load)
-        self._find = functools.lru_cache(FORMS)(self._find_uncached)
+        self._find = functools.lru_cache(KERNEL_CACHE_SIZE)(self._find_uncached)
 
     def launch(
         self,
-        q: int, q_pitch: int, keys: int, values: int, out: int, out_pitch: int, starts: int, past: int, slots: int,
+        q: int,
+        q_pitch: int,
+        keys: int,
+        values: int,
+        out: int,
+        out_pitch: int,
+        cu_seqlens: int,
+        context_lens: int,
+        slots: int,
         *,
-        heads: int, kv_heads: int, head_dim: int, capacity: int, scale: float, window: int | None,
-        tokens: int, count: int, visible: Visible = Visible.CAUSAL, bias: int = 0, reach: int = 0, lengths: int = 0,
-        key_scales: int = 0, value_scales: int = 0, stream: int = 0, dependent: bool = False,
-    ) -> None:  # fmt: skip
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        scale: float,
+        window: int | None,
+        tokens: int,
+        batch_size: int,
+        mask: AttentionMask = AttentionMask.CAUSAL,
+        bias: int = 0,
+        max_distance: int = 0,
+        lengths: int = 0,
+        key_scales: int = 0,
+        value_scales: int = 0,
+        stream: int = 0,
+        dependent: bool = False,
+    ) -> None:
         """Launch on ``stream``. Addresses are of the GPU; with ``D = head_dim`` padded to a multiple of 16:
 
         - ``q`` fp16 ``[T, heads, D]`` with ``q_pitch`` elements from token to token, normalised and rotated already;
         - ``keys``, ``values`` fp16 ``[slots, kv_heads, capacity, D]``, with the new tokens' in place, zero in padding;
           or int8 codes with ``key_scales``, ``value_scales`` fp16 ``[slots, kv_heads, capacity]``;
         - ``out`` fp16 ``[T, heads * head_dim]`` with ``out_pitch`` elements from token to token;
-        - ``bias`` fp32 ``[heads, 2 * reach + 1]``, by distance; 0 for none;
-        - ``lengths`` int32 ``[slots]``, of the sources, where these are ``visible``;
-        - ``starts`` int32 ``[count + 1]``, ``past`` and ``slots`` int32 ``[count]``: see ``backend.values.Step``.
+        - ``bias`` fp32 ``[heads, 2 * max_distance + 1]``, by distance; 0 for none;
+        - ``lengths`` int32 ``[slots]``, of the sources, for ``AttentionMask.CROSS``;
+        - ``cu_seqlens`` int32 ``[batch_size + 1]``, ``context_lens`` and ``slots`` int32 ``[batch_size]``, as in
+          ``backend.values.ForwardBatch``.
 
         Addresses are multiples of 16 bytes, pitches of 8 elements. ``tokens`` is ``T``, ``scale`` is positive,
         ``heads`` a multiple of ``kv_heads``, ``window`` at least 1 or None, and ``head_dim`` at most ``MAX_HEAD_DIM``.
@@ -130,25 +154,27 @@ class PrefillAttention:
         ``dependent`` as in :class:`Kernel`.
         """
         rows = tokens * (heads // kv_heads)
-        kernel, tiling = self._find(rows, kv_heads, head_dim, visible, bias != 0, key_scales != 0)
-        tiles = (rows + count * (tiling.rows - 1)) // tiling.rows  # each sequence's last may be partly empty
+        kernel, tile_config = self._find(rows, kv_heads, head_dim, mask, bias != 0, key_scales != 0)
+        tiles = (
+            rows + batch_size * (tile_config.rows - 1)
+        ) // tile_config.rows  # each sequence's last may be partly empty
         kernel(
-            (kv_heads, tiles), tiling.threads,
+            (kv_heads, tiles), tile_config.threads,
             (
-                q, q_pitch, keys, values, out, out_pitch, starts, past, slots,
-                scale * LOG2_E, window or 0, heads, head_dim, capacity, count,
-                bias, reach, lengths, key_scales, value_scales,
+                q, q_pitch, keys, values, out, out_pitch, cu_seqlens, context_lens, slots,
+                scale * LOG2_E, window or 0, heads, head_dim, capacity, batch_size,
+                bias, max_distance, lengths, key_scales, value_scales,
             ),
-            tiling.shared, stream, dependent,
+            tile_config.shared, stream, dependent,
         )  # fmt: skip
 
     def _find_uncached(
-        self, rows: int, kv_heads: int, head_dim: int, visible: Visible, biased: bool, int8: bool
-    ) -> tuple[Kernel, Tiling]:
-        small = -(-rows // 128) * kv_heads < 2 * self._multiprocessors
-        tiling = tiling_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, visible, biased)
-        return self._kernel(tiling, INT8 if int8 else HALF), tiling
+        self, rows: int, kv_heads: int, head_dim: int, mask: AttentionMask, biased: bool, int8: bool
+    ) -> tuple[Kernel, AttentionTileConfig]:
+        small = -(-rows // 128) * kv_heads < 2 * self._num_sms
+        tile_config = tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, mask, biased)
+        return self._kernel(tile_config, INT8 if int8 else HALF), tile_config
 
-    def _load(self, tiling: Tiling, element: str) -> Kernel:
-        expression = tiling.expression(element)
-        return Module(self._device, tiling.source, [expression]).kernel(expression, _SIGNATURE)
+    def _load(self, tile_config: AttentionTileConfig, element: str) -> Kernel:
+        expression = tile_config.expression(element)
+        return Module(self._device, tile_config.source, [expression]).kernel(expression, _SIGNATURE)

@@ -1,34 +1,37 @@
-// Before attention over many tokens: heads are normalised and rotated, queries stored, keys and values put in the cache.
+// Before attention over many tokens: heads are normalised and rotated, queries stored, keys and values put in the
+// cache.
 #include "attention/int8_cache.cuh"
 
 using namespace bminf;
 
-// One block per token. q: fp16 [T, heads, pitch of a head]; keys, values: [slots, kv_heads, capacity, head_pitch], whose
-// padding beyond head_dim is written as zeros. Sequence b owns tokens starts[b] .. starts[b + 1]. CACHE: __half, or int8 with
-// scales.
-template <bool PRODUCT, int IN, class CACHE>
-__global__ void __launch_bounds__(256) prepare(
+// One block per token. q: fp16 [T, heads, pitch of a head]; keys, values: [slots, kv_heads, capacity, head_pitch],
+// whose padding beyond head_dim is written as zeros. Sequence b owns tokens cu_seqlens[b] .. cu_seqlens[b + 1]. CACHE:
+// __half, or int8 with scales.
+template <bool FROM_INT32, int IN, class CACHE>
+__global__ void __launch_bounds__(256) prepare_heads(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
-    const float* q_gain, const float* k_gain, const float* frequencies, float eps, float rope_scale,
-    const int* starts, const int* past, const int* slots, int sequences,
-    __half* q, CACHE* keys, CACHE* values, int heads, int kv_heads, int head_dim, int head_pitch, int capacity,
-    __half* key_scales, __half* value_scales)
-{
-    let_successor_start();
-    wait_for_predecessor();
+    const float* q_norm_weight, const float* k_norm_weight, const float* frequencies, float eps, float rope_scale,
+    const int* cu_seqlens, const int* context_lens, const int* slots, int sequences, __half* q, CACHE* keys,
+    CACHE* values, int heads, int kv_heads, int head_dim, int head_pitch, int capacity, __half* key_scales,
+    __half* value_scales) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
     const Projection source = {data, x_scale, w_scale, bias, pitch};
-    const Preparation how = {q_gain, k_gain, frequencies, eps, rope_scale};
+    const HeadParams how = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
     const int token = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;
     int first = 0, last = sequences;  // the sequence that owns the token, by bisection
     while (last - first > 1) {
         const int middle = (first + last) / 2;
-        if (starts[middle] <= token) first = middle; else last = middle;
+        if (cu_seqlens[middle] <= token)
+            first = middle;
+        else
+            last = middle;
     }
-    const int position = past[first] + token - starts[first];
+    const int position = context_lens[first] + token - cu_seqlens[first];
     if (position >= capacity) return;
     const size_t cached = (static_cast<size_t>(slots[first]) * kv_heads * capacity + position) * head_pitch;
     float cosine[PAIRS], sine[PAIRS];
-    angles(how, position, head_dim, cosine, sine);
+    rope_angles(how, position, head_dim, cosine, sine);
     for (int head = warp; head < heads + 2 * kv_heads; head += blockDim.x / WARP) {
         const bool is_query = head < heads, is_value = head >= heads + kv_heads;
         float low[PAIRS] = {}, high[PAIRS] = {};
@@ -36,23 +39,26 @@ __global__ void __launch_bounds__(256) prepare(
         for (int i = 0; i < PAIRS; ++i) {
             const int pair = i * WARP + lane;
             if (pair >= half) continue;
-            low[i] = source.at<PRODUCT, static_cast<Order>(IN)>(token, head * head_dim + pair);
-            high[i] = source.at<PRODUCT, static_cast<Order>(IN)>(token, head * head_dim + half + pair);
+            low[i] = source.at<FROM_INT32, static_cast<Order>(IN)>(token, head * head_dim + pair);
+            high[i] = source.at<FROM_INT32, static_cast<Order>(IN)>(token, head * head_dim + half + pair);
         }
-        if (!is_value) prepare_head(low, high, how, is_query ? q_gain : k_gain, head_dim, cosine, sine);
+        if (!is_value) norm_and_rope(low, high, how, is_query ? q_norm_weight : k_norm_weight, head_dim, cosine, sine);
         const size_t stride = static_cast<size_t>(capacity) * head_pitch;
-        if constexpr (IS_INT8<CACHE>) if (!is_query) {
-            const int kv_head = head - heads - (is_value ? kv_heads : 0);
-            CACHE* const codes = (is_value ? values : keys) + cached + kv_head * stride;
-            const __half scale = store_codes(codes, codes, low, high, head_dim, head_pitch);
-            const size_t row = static_cast<size_t>(slots[first]) * kv_heads + kv_head;
-            if (lane == 0) (is_value ? value_scales : key_scales)[row * capacity + position] = scale;
-            continue;
-        }
+        if constexpr (IS_INT8<CACHE>)
+            if (!is_query) {
+                const int kv_head = head - heads - (is_value ? kv_heads : 0);
+                CACHE* const codes = (is_value ? values : keys) + cached + kv_head * stride;
+                const __half scale = quantize_head(codes, codes, low, high, head_dim, head_pitch);
+                const size_t row = static_cast<size_t>(slots[first]) * kv_heads + kv_head;
+                if (lane == 0) (is_value ? value_scales : key_scales)[row * capacity + position] = scale;
+                continue;
+            }
         __half* out = q + (static_cast<size_t>(token) * heads + head) * head_pitch;
         if constexpr (!IS_INT8<CACHE>) {
-            if (is_value) out = values + cached + (head - heads - kv_heads) * stride;
-            else if (!is_query) out = keys + cached + (head - heads) * stride;
+            if (is_value)
+                out = values + cached + (head - heads - kv_heads) * stride;
+            else if (!is_query)
+                out = keys + cached + (head - heads) * stride;
         }
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {

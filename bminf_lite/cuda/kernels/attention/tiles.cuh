@@ -1,63 +1,63 @@
 // Keys and values of a few tokens in shared memory, as decode attention copies them there and multiplies them.
 #pragma once
-#include "common/async.cuh"
 #include "attention/int8_cache.cuh"
+#include "common/async.cuh"
 #include "common/tensor_cores.cuh"
 
 namespace bminf {
 
 // Keys or values of one head, D elements a token, which belong to one warp and lie at a shared address, a multiple of
-// 128. A row is a token, in pieces of 16 bytes; within 128 bytes, pieces are exchanged by the number of the row, so that those
-// which a warp reads at once lie in different banks.
+// 128. A row is a token, in pieces of 16 bytes; within 128 bytes, pieces are exchanged by the number of the row, so
+// that those which a warp reads at once lie in different banks.
 template <int D, class CACHE>
 struct Tile {
     static constexpr int TOKENS = IS_INT8<CACHE> || D == 64 ? 32 : 16;
     static constexpr int ROW = D * sizeof(CACHE), PIECES = ROW / 16, EACH = 16 / sizeof(CACHE), BYTES = TOKENS * ROW;
 
-    __device__ __forceinline__ static constexpr int exchanged(int token) {
+    __device__ __forceinline__ static constexpr int swizzle(int token) {
         constexpr int AMONG = PIECES < 8 ? PIECES : 8;
         return token * AMONG / 8 % AMONG;
     }
-    __device__ __forceinline__ static int place(int token, int piece) {
-        return token * ROW + (piece ^ exchanged(token)) * 16;
+    __device__ __forceinline__ static int swizzled_offset(int token, int piece) {
+        return token * ROW + (piece ^ swizzle(token)) * 16;
     }
-    // So many tokens and pieces on from `place`, where neither sum carries within its lowest three bits: constants, so that
-    // an address takes no register of its own.
+    // So many tokens and pieces on from `place`, where neither sum carries within its lowest three bits: constants, so
+    // that an address takes no register of its own.
     __device__ __forceinline__ static unsigned beyond(unsigned place, int token, int piece) {
-        return (place ^ (piece % 8 ^ exchanged(token)) * 16) + token * ROW + piece / 8 * 128;
+        return (place ^ (piece % 8 ^ swizzle(token)) * 16) + token * ROW + piece / 8 * 128;
     }
 
-    // Lets the copies of `present` tokens begin, `pitch` elements from one to the next. What lies beyond them, or in a row
-    // beyond the pitch, becomes zero, because what was never written may be NaN.
-    __device__ __forceinline__ static void bring(unsigned tile, const CACHE* from, int pitch, int present) {
+    // Lets the copies of `present` tokens begin, `pitch` elements from one to the next. What lies beyond them, or in a
+    // row beyond the pitch, becomes zero, because what was never written may be NaN.
+    __device__ __forceinline__ static void load_async(unsigned tile, const CACHE* from, int pitch, int present) {
         constexpr int AT_ONCE = WARP / PIECES;
         const int row = threadIdx.x % WARP / PIECES, piece = threadIdx.x % PIECES;
-        const unsigned target = place(row, piece);
+        const unsigned target = swizzled_offset(row, piece);
         if (pitch == D && present >= TOKENS) {  // the usual case, in which all distances are constants
             from += row * D + piece * EACH;
             asm volatile("" : "+l"(from));  // and the compiler is to leave them so
 #pragma unroll
-            for (int r = 0; r < TOKENS; r += AT_ONCE) copy16(tile + beyond(target, r, 0), from + r * D);
+            for (int r = 0; r < TOKENS; r += AT_ONCE) cp_async_16(tile + beyond(target, r, 0), from + r * D);
         } else {
 #pragma unroll 1
             for (int r = 0; r < TOKENS; r += AT_ONCE) {
                 const bool here = row + r < present && piece * EACH < pitch;
-                copy16(tile + beyond(target, r, 0), here ? from + (row + r) * pitch + piece * EACH : from, here);
+                cp_async_16(tile + beyond(target, r, 0), here ? from + (row + r) * pitch + piece * EACH : from, here);
             }
         }
     }
     // One token from elsewhere in shared memory.
-    __device__ __forceinline__ static void put(unsigned tile, int token, const CACHE* from) {
+    __device__ __forceinline__ static void store_token(unsigned tile, int token, const CACHE* from) {
         const int piece = threadIdx.x % WARP;
-        if (piece < PIECES) store_shared(tile + place(token, piece), reinterpret_cast<const uint4*>(from)[piece]);
+        if (piece < PIECES)
+            st_shared_v4(tile + swizzled_offset(token, piece), reinterpret_cast<const uint4*>(from)[piece]);
         __syncwarp();
     }
 
-    // Products of these keys with the queries of eight heads: of tokens 16 j + lane / 4, and that plus 8, with the heads
-    // lane % 4 * 2 and one more.
-    __device__ __forceinline__ static void multiply_keys(
-        unsigned tile, const __half (*query)[D + 8], float (&score)[TOKENS / 16][4])
-    {
+    // Products of these keys with the queries of eight heads: of tokens 16 j + lane / 4, and that plus 8, with the
+    // heads lane % 4 * 2 and one more.
+    __device__ __forceinline__ static void mma_qk(
+        unsigned tile, const __half (*query)[D + 8], float (&score)[TOKENS / 16][4]) {
         float sums[TOKENS / 16][2][4] = {};  // two, because a product has to wait for the one before it
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
@@ -68,7 +68,7 @@ struct Tile {
                 unsigned k[2][4];
                 load_keys(tile, i, j, k);
 #pragma unroll
-                for (int n = 0; n < 2; ++n) multiply_add(sums[j][n], k[n], q[2 * n], q[2 * n + 1]);
+                for (int n = 0; n < 2; ++n) mma_m16n8k16(sums[j][n], k[n], q[2 * n], q[2 * n + 1]);
             }
         }
 #pragma unroll
@@ -77,11 +77,11 @@ struct Tile {
             for (int m = 0; m < 4; ++m) score[j][m] = sums[j][0][m] + sums[j][1][m];
     }
 
-    // Adds these values times weights[j] of tokens 16 j .. 16 j + 15: two right operands, of which the second holds what the
-    // first lacks for being rounded. o[n]: element_of(n, 0) of the heads lane % 4 * 2 and one more, then element_of(n, 1).
-    __device__ __forceinline__ static void add_values(
-        unsigned tile, const unsigned (&weights)[TOKENS / 16][2][2], float (&o)[D / 16][4])
-    {
+    // Adds these values times weights[j] of tokens 16 j .. 16 j + 15: two right operands, of which the second holds
+    // what the first lacks for being rounded. o[n]: element_of(n, 0) of the heads lane % 4 * 2 and one more, then
+    // element_of(n, 1).
+    __device__ __forceinline__ static void mma_pv(
+        unsigned tile, const unsigned (&weights)[TOKENS / 16][2][2], float (&o)[D / 16][4]) {
 #pragma unroll
         for (int j = 0; j < TOKENS / 16; ++j)
 #pragma unroll
@@ -91,7 +91,8 @@ struct Tile {
 #pragma unroll
                 for (int part = 0; part < 2; ++part)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) multiply_add(o[4 * c + i], v[i], weights[j][part][0], weights[j][part][1]);
+                    for (int i = 0; i < 4; ++i)
+                        mma_m16n8k16(o[4 * c + i], v[i], weights[j][part][0], weights[j][part][1]);
             }
     }
     __device__ __forceinline__ static int element_of(int n, int which) {
@@ -100,8 +101,9 @@ struct Tile {
     }
 
 private:
-    // Which column of a product is which element of a head is free to choose, the same for keys and queries. Of codes a thread
-    // reads 16 bytes of a token at once, and the 16 elements of a query that belong to them; i counts 32 columns.
+    // Which column of a product is which element of a head is free to choose, the same for keys and queries. Of codes a
+    // thread reads 16 bytes of a token at once, and the 16 elements of a query that belong to them; i counts 32
+    // columns.
     __device__ __forceinline__ static void load_queries(const __half (*query)[D + 8], int i, unsigned (&q)[4]) {
         const int lane = threadIdx.x % WARP;
         if constexpr (IS_INT8<CACHE>) {
@@ -109,46 +111,47 @@ private:
             const uint4 x = *reinterpret_cast<const uint4*>(&query[lane / 4][column + i % 2 * 8]);
             q[0] = x.x, q[1] = x.y, q[2] = x.z, q[3] = x.w;
         } else {
-            load_matrices(q, shared_address(&query[lane % 8][32 * i + lane / 8 * 8]));
+            ldmatrix_x4(q, cast_smem_ptr_to_uint(&query[lane % 8][32 * i + lane / 8 * 8]));
         }
     }
     // Two left operands.
     __device__ __forceinline__ static void load_keys(unsigned tile, int i, int j, unsigned (&k)[2][4]) {
         const int lane = threadIdx.x % WARP;
         if constexpr (IS_INT8<CACHE>) {
-            const unsigned start = tile + place(lane / 4, lane % 4 * (PIECES == 4 ? 1 : 2));
+            const unsigned start = tile + swizzled_offset(lane / 4, lane % 4 * (PIECES == 4 ? 1 : 2));
 #pragma unroll
             for (int m = 0; m < 2; ++m) {  // eight codes of a token
-                const uint2 codes = load_shared8(beyond(start, 16 * j + 8 * m, i / 4 * 8 + i / 2 % 2) + i % 2 * 8);
-                const uint2 a = plain_codes(as_bytes(codes.x)), b = plain_codes(as_bytes(codes.y));
+                const uint2 codes = ld_shared_v2(beyond(start, 16 * j + 8 * m, i / 4 * 8 + i / 2 % 2) + i % 2 * 8);
+                const uint2 a = codes_to_half2(as_bytes(codes.x)), b = codes_to_half2(as_bytes(codes.y));
                 k[0][m] = a.x, k[0][m + 2] = a.y, k[1][m] = b.x, k[1][m + 2] = b.y;
             }
         } else {
-            const unsigned start = tile + place(lane % 16, lane / 16);
+            const unsigned start = tile + swizzled_offset(lane % 16, lane / 16);
 #pragma unroll
-            for (int n = 0; n < 2; ++n) load_matrices(k[n], beyond(start, 16 * j, 4 * i + 2 * n));
+            for (int n = 0; n < 2; ++n) ldmatrix_x4(k[n], beyond(start, 16 * j, 4 * i + 2 * n));
         }
     }
     // Left operands of 64 elements by the tokens 16 j .. 16 j + 15.
     __device__ __forceinline__ static void load_values(unsigned tile, int c, int j, unsigned (&v)[4][4]) {
         const int lane = threadIdx.x % WARP;
         if constexpr (IS_INT8<CACHE>) {
-            const unsigned start = tile + place(lane % 4 * 2, lane / 8) + lane / 4 % 2 * 8;
+            const unsigned start = tile + swizzled_offset(lane % 4 * 2, lane / 8) + lane / 4 % 2 * 8;
             uint2 codes[4];
 #pragma unroll
-            for (int m = 0; m < 4; ++m) codes[m] = load_shared8(beyond(start, 16 * j + m / 2 * 8 + m % 2, 4 * c));
+            for (int m = 0; m < 4; ++m) codes[m] = ld_shared_v2(beyond(start, 16 * j + m / 2 * 8 + m % 2, 4 * c));
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
                 for (int m = 0; m < 4; m += 2) {  // two elements of two tokens
-                    const unsigned near = i < 2 ? codes[m].x : codes[m].y, far = i < 2 ? codes[m + 1].x : codes[m + 1].y;
-                    const uint2 pairs = plain_codes(as_bytes(__byte_perm(near, far, i % 2 ? 0x7362 : 0x5140)));
+                    const unsigned near = i < 2 ? codes[m].x : codes[m].y,
+                                   far = i < 2 ? codes[m + 1].x : codes[m + 1].y;
+                    const uint2 pairs = codes_to_half2(as_bytes(__byte_perm(near, far, i % 2 ? 0x7362 : 0x5140)));
                     v[i][m] = pairs.x, v[i][m + 1] = pairs.y;
                 }
         } else {
-            const unsigned start = tile + place(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+            const unsigned start = tile + swizzled_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) load_transposed(v[i], beyond(start, 16 * j, 8 * c + 2 * i));
+            for (int i = 0; i < 4; ++i) ldmatrix_x4_trans(v[i], beyond(start, 16 * j, 8 * c + 2 * i));
         }
     }
 };

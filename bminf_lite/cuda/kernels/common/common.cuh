@@ -15,21 +15,25 @@ constexpr unsigned FULL = 0xffffffffu;
 using int8 = signed char;
 
 template <bool CONDITION, class A, class B>
-struct Choose { using type = A; };
+struct Conditional {
+    using type = A;
+};
 template <class A, class B>
-struct Choose<false, A, B> { using type = B; };
+struct Conditional<false, A, B> {
+    using type = B;
+};
 
-// A kernel launched as dependent may start before its predecessor has ended, and that one before its own: what a kernel does
-// before this call must not touch anything that others of the same step write. What was there before the step it may read,
-// because the kernel that a step begins with, `embed`, lets nobody start before it has ended. Without such launches both
-// calls do nothing.
-__device__ __forceinline__ void wait_for_predecessor() {
+// A kernel launched as dependent may start before its predecessor has ended, and that one before its own: what a kernel
+// does before this call must not touch anything that others of the same step write. What was there before the step it
+// may read, because the kernel that a step begins with, `embed`, lets nobody start before it has ended. Without such
+// launches both calls do nothing.
+__device__ __forceinline__ void wait_on_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-__device__ __forceinline__ void let_successor_start() {
+__device__ __forceinline__ void launch_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -73,9 +77,9 @@ __device__ __forceinline__ void store8(float* p, const float (&x)[8]) {
     reinterpret_cast<float4*>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-// The vectors of a warp's lanes, each at its own column of a row that ends at `end`. Two float4 at 32 bytes from lane to lane
-// would fill half a sector each, which takes an L2 cache twice as long: neighbours, whose vectors lie side by side from a
-// multiple of 16 elements on, exchange halves and write whole ones. All lanes take part.
+// The vectors of a warp's lanes, each at its own column of a row that ends at `end`. Two float4 at 32 bytes from lane
+// to lane would fill half a sector each, which takes an L2 cache twice as long: neighbours, whose vectors lie side by
+// side from a multiple of 16 elements on, exchange halves and write whole ones. All lanes take part.
 __device__ __forceinline__ void store_vector(__half* row, int column, int end, const float (&x)[8]) {
     if (column < end) store8(row + column, x);
 }
@@ -90,17 +94,19 @@ __device__ __forceinline__ void store_vector(float* row, int column, int end, co
         second[j] = odd ? x[4 + j] : other;
     }
     const int even = column - 8 * odd, half = 4 * odd;
-    if (even < end)
-        *reinterpret_cast<float4*>(row + even + half) = make_float4(first[0], first[1], first[2], first[3]);
+    if (even < end) *reinterpret_cast<float4*>(row + even + half) = make_float4(first[0], first[1], first[2], first[3]);
     if (even + 8 < end)
         *reinterpret_cast<float4*>(row + even + 8 + half) = make_float4(second[0], second[1], second[2], second[3]);
 }
 
-// 16 bytes asked for here and now: left to itself, the compiler moves a load to where it is used, and a thread then waits for
-// one vector before it asks for the next. Not under a condition, for the same reason.
-__device__ __forceinline__ uint4 fetch16(const void* p) {
+// 16 bytes asked for here and now: left to itself, the compiler moves a load to where it is used, and a thread then
+// waits for one vector before it asks for the next. Not under a condition, for the same reason.
+__device__ __forceinline__ uint4 ld_global_v4(const void* p) {
     uint4 x;
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p)
+                 : "memory");
     return x;
 }
 
@@ -120,10 +126,12 @@ __device__ __forceinline__ float rounded(float x) { return __half2float(__float2
 
 // A barrier among the first THREADS threads of a block; others need not take part.
 template <int THREADS>
-__device__ __forceinline__ void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void sync_threads() {
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
 
-// Room for the warps of a row to exchange what they found, twice: while one reduction's results are still being read, the
-// next writes the other bank, and so needs no barrier before it.
+// Room for the warps of a row to exchange what they found, twice: while one reduction's results are still being read,
+// the next writes the other bank, and so needs no barrier before it.
 template <int THREADS>
 struct RowScratch {
     static constexpr int WARPS = THREADS > WARP ? THREADS / WARP : 1;
@@ -132,7 +140,7 @@ struct RowScratch {
 };
 
 // The larger magnitude, or NaN if either is NaN. `a` is not negative.
-__device__ __forceinline__ float larger(float a, float b) {
+__device__ __forceinline__ float absmax(float a, float b) {
 #if __CUDA_ARCH__ >= 800
     float c;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(fabsf(b)));
@@ -149,13 +157,13 @@ __device__ __forceinline__ void lanes_sum_max(double& sum, float& top) {
 #pragma unroll
     for (int d = LANES / 2; d; d /= 2) {
         if constexpr (SUM) sum += __shfl_xor_sync(FULL, sum, d);
-        if constexpr (TOP) top = larger(top, __shfl_xor_sync(FULL, top, d));
+        if constexpr (TOP) top = absmax(top, __shfl_xor_sync(FULL, top, d));
     }
 }
 
-// Sum in fp64 (which rounds to the same fp32 whatever the number of threads, but for rare ties) and largest magnitude over
-// the THREADS of a row, a power of two up to a block; rows of less than a warp share one. Calls that follow each other take
-// banks in turn.
+// Sum in fp64 (which rounds to the same fp32 whatever the number of threads, but for rare ties) and largest magnitude
+// over the THREADS of a row, a power of two up to a block; rows of less than a warp share one. Calls that follow each
+// other take banks in turn.
 template <int THREADS, bool SUM, bool TOP>
 __device__ __forceinline__ void row_sum_max(double& sum, float& top, RowScratch<THREADS>& scratch, int bank) {
     lanes_sum_max<SUM, TOP, (THREADS < WARP ? THREADS : WARP)>(sum, top);
@@ -174,17 +182,19 @@ __device__ __forceinline__ void row_sum_max(double& sum, float& top, RowScratch<
 
 // ---- one row, spread over THREADS as vectors: thread t holds elements 8 (i THREADS + t) .. + 8 -------------------------
 
-// Blocks of a row kernel that a multiprocessor must have room for: with too few threads, too little of memory is under way.
+// Blocks of a row kernel that a multiprocessor must have room for: with too few threads, too little of memory is under
+// way.
 constexpr int resident_blocks(int threads, int vectors) {
     if (vectors != 4) return 1;
     return threads <= 128 ? 6 : threads == 256 ? 3 : 2;
 }
 
 // Zero in the columns from k on, where `x` begins at `column`.
-__device__ __forceinline__ void clear_past(float (&x)[8], int column, int k) {
+__device__ __forceinline__ void zero_tail(float (&x)[8], int column, int k) {
     if (column + 8 > k)
 #pragma unroll
-        for (int j = 0; j < 8; ++j) if (column + j >= k) x[j] = 0;
+        for (int j = 0; j < 8; ++j)
+            if (column + j >= k) x[j] = 0;
 }
 
 template <class Source>
@@ -193,7 +203,7 @@ __device__ __forceinline__ void load_row8(const Source* row, int column, int k, 
     for (int j = 0; j < 8; ++j) x[j] = 0;
     if (column >= pitch) return;
     load8(row + column, x);
-    clear_past(x, column, k);
+    zero_tail(x, column, k);
 }
 
 template <int THREADS, int VECTORS>
@@ -203,18 +213,18 @@ __device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratc
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
-        for (int j = 0; j < 8; ++j) top = larger(top, v[i][j]);
+        for (int j = 0; j < 8; ++j) top = absmax(top, v[i][j]);
     row_sum_max<THREADS, false, true>(none, top, scratch, bank);
     return top;
 }
 
-// RMSNorm, or with CENTER LayerNorm, of a row in place; with TOP it returns the largest magnitude of the result. In fp32 it
-// is (x - mean) * gain * inverse + shift; because rounding keeps order, the largest |x gain| gives the largest result.
+// RMSNorm, or with CENTER LayerNorm, of a row in place; with TOP it returns the largest magnitude of the result. In
+// fp32 it is (x - mean) * norm_weight * inverse + norm_bias; because rounding keeps order, the largest |x norm_weight|
+// gives the largest result.
 template <int THREADS, bool CENTER, bool TOP, int VECTORS>
 __device__ __forceinline__ float normalise_row(
-    float (&v)[VECTORS][8], const float* __restrict__ gain, const float* __restrict__ shift, float eps, int k, int pitch,
-    RowScratch<THREADS>& scratch)
-{
+    float (&v)[VECTORS][8], const float* __restrict__ norm_weight, const float* __restrict__ norm_bias, float eps,
+    int k, int pitch, RowScratch<THREADS>& scratch) {
     const int thread = threadIdx.x % THREADS;
     const double share = 1.0 / k;  // before the row is used, so while it is on its way
     float top = 0;
@@ -233,19 +243,19 @@ __device__ __forceinline__ float normalise_row(
         for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) v[i][j] -= mean;
-            if (k < THREADS * VECTORS * 8) clear_past(v[i], (i * THREADS + thread) * 8, k);
+            if (k < THREADS * VECTORS * 8) zero_tail(v[i], (i * THREADS + thread) * 8, k);
         }
     }
     double sum = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float part = 0, g[8];
-        load_row8(gain, (i * THREADS + thread) * 8, k, pitch, g);
+        load_row8(norm_weight, (i * THREADS + thread) * 8, k, pitch, g);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             part = fmaf(v[i][j], v[i][j], part);
             v[i][j] = __fmul_rn(v[i][j], g[j]);
-            if constexpr (TOP) top = larger(top, v[i][j]);
+            if constexpr (TOP) top = absmax(top, v[i][j]);
         }
         sum += part;
     }
@@ -255,11 +265,11 @@ __device__ __forceinline__ float normalise_row(
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = __fmul_rn(v[i][j], inverse);
-    if (shift == nullptr) return __fmul_rn(top, inverse);
+    if (norm_bias == nullptr) return __fmul_rn(top, inverse);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float g[8];
-        load_row8(shift, (i * THREADS + thread) * 8, k, pitch, g);
+        load_row8(norm_bias, (i * THREADS + thread) * 8, k, pitch, g);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], g[j]);
     }
@@ -281,9 +291,9 @@ __device__ __forceinline__ RowScale row_scale(float a) {
     return {ratio, __fdiv_rn(a, 127.0f)};
 }
 
-// Eight codes. Adding 1.5 * 2^23 rounds half to even and leaves the integer in the sum's low byte; |x * ratio| rounds to 127 at
-// most, because the row's largest magnitude times `ratio` does.
-__device__ __forceinline__ uint2 codes8(const float (&x)[8], float ratio) {
+// Eight codes. Adding 1.5 * 2^23 rounds half to even and leaves the integer in the sum's low byte; |x * ratio| rounds
+// to 127 at most, because the row's largest magnitude times `ratio` does.
+__device__ __forceinline__ uint2 quantize8(const float (&x)[8], float ratio) {
     unsigned word[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -37,14 +37,14 @@ class AlgorithmStore:
         """Keep an algorithm, here and on disk, beside what other processes have kept there meanwhile."""
         self._keep(key, bytes(algorithm).hex())
 
-    def verdict(self, key: str) -> bool | None:
+    def choice(self, key: str) -> bool | None:
         """What was decided under ``key``."""
         stored = self._known.get(key)
         return stored if isinstance(stored, bool) else None
 
-    def decide(self, key: str, verdict: bool) -> None:
+    def put_choice(self, key: str, choice: bool) -> None:
         """Keep a verdict as :meth:`put` does an algorithm."""
-        self._keep(key, verdict)
+        self._keep(key, choice)
 
     def _keep(self, key: str, value: str | bool) -> None:
         self._known = {**self._read(), **self._known, key: value}

@@ -1,10 +1,10 @@
 """Products on one GPU by cublasLt: descriptors made once, algorithms chosen once, then one C call each.
 
-A :class:`Multiplier` owns the library's handle, the workspace and what was learnt about algorithms. It makes a
-:class:`Prepared` product for each shape, which is then run on any stream with three addresses. The first run outside a
-graph capture may time the algorithms that cublasLt's heuristic proposes, by computing this very product with each of
-them; inside a capture nothing is timed, allocated or waited for. All products of one ``Multiplier`` share one
-workspace, so they must not run at the same time on several streams.
+A :class:`MatmulContext` owns the library's handle, the workspace and what was learnt about algorithms. It makes a
+:class:`PreparedMatmul` product for each shape, which is then run on any stream with three addresses. The first run
+outside a graph capture may time the algorithms that cublasLt's heuristic proposes, by computing this very product with
+each of them; inside a capture nothing is timed, allocated or waited for. All products of one ``MatmulContext`` share
+one workspace, so they must not run at the same time on several streams.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...runtime.cublaslt import (
 )
 from ...runtime.driver import Device
 from .algorithm_store import AlgorithmStore
-from .plans import Matrix, Product
+from .plans import MatmulOperand, MatmulProblem
 
 WORKSPACE_BYTES = 32 << 20
 """What NVIDIA recommends for GPUs from compute capability 9.0 on."""
@@ -45,7 +45,7 @@ class NoAlgorithm(DeviceError):
     """cublasLt has no algorithm for a product on this GPU."""
 
 
-class Multiplier:
+class MatmulContext:
     """Runs products on the current GPU; see the module's docstring.
 
     ``allocate(nbytes)`` gives the workspace: an object with an address ``ptr``, which is kept. ``store`` remembers
@@ -63,7 +63,7 @@ class Multiplier:
         lt.handle  # noqa: B018 - created now rather than inside a graph capture, because that allocates
 
     @classmethod
-    def open(cls, device: Device, allocate: Callable[[int], Any], folder: Path | None = None) -> Multiplier:
+    def open(cls, device: Device, allocate: Callable[[int], Any], folder: Path | None = None) -> MatmulContext:
         """On ``device``, with algorithms kept in ``folder`` (by default where compiled kernels are kept).
 
         Raises ``DeviceError`` with the command that installs cublasLt where it is missing.
@@ -79,21 +79,21 @@ class Multiplier:
 
         runtime.memsetAsync(self.workspace.ptr, 0, WORKSPACE_BYTES, stream)
 
-    def prepare(self, product: Product, alignment: int = 256, key: str | None = None) -> Prepared:
+    def prepare(self, product: MatmulProblem, alignment: int = 256, key: str | None = None) -> PreparedMatmul:
         """Make the descriptors of ``product`` and choose an algorithm; raises :class:`NoAlgorithm`.
 
         ``alignment`` in bytes (a power of two) is what all three addresses will have at least. With a ``key``, the
         proposed algorithms are timed at the first run and the best is remembered under that key, which may stand for
         several similar shapes. Without, the heuristic's first proposal is used, which is the same in every run.
         """
-        return Prepared(self, product, alignment, key)
+        return PreparedMatmul(self, product, alignment, key)
 
 
-class Prepared:
+class PreparedMatmul:
     """One product of fixed shape, ready to run."""
 
-    def __init__(self, multiplier: Multiplier, product: Product, alignment: int, key: str | None) -> None:
-        self._multiplier, lt = multiplier, multiplier.lt
+    def __init__(self, matmul_context: MatmulContext, product: MatmulProblem, alignment: int, key: str | None) -> None:
+        self._matmul_context, lt = matmul_context, matmul_context.lt
         self.product = product
         self._desc = MatmulDesc(
             lt, product.compute, product.scale_type, Operation(product.transpose_a), Operation(product.transpose_b)
@@ -103,7 +103,7 @@ class Prepared:
         self._one, self._zero = number(1), number(0)
         self._preference = Preference(lt, WORKSPACE_BYTES, alignment)
         self._key = key
-        known = multiplier.store.get(key) if key else None
+        known = matmul_context.store.get(key) if key else None
         if known is not None and not self._is_usable(known):
             known = None
         self._untimed = key is not None and known is None
@@ -113,7 +113,7 @@ class Prepared:
         """Compute ``d`` on ``stream``; all four are addresses, ``stream`` that of a ``cudaStream_t``."""
         if self._untimed and not capturing(stream):
             self._choose(a, b, d, stream)
-        device = self._multiplier.device
+        device = self._matmul_context.device
         if device is None or device.observer is None:
             self._launch(self._algorithm, a, b, d, stream)
             return
@@ -121,16 +121,16 @@ class Prepared:
             self._launch(self._algorithm, a, b, d, stream)
 
     def _launch(self, algorithm: Algorithm, a: int, b: int, d: int, stream: int) -> None:
-        lt, (layout_a, layout_b, layout_d) = self._multiplier.lt, self._layouts
+        lt, (layout_a, layout_b, layout_d) = self._matmul_context.lt, self._layouts
         lt.functions.cublasLtMatmul(
             lt.handle, self._desc.handle, ctypes.addressof(self._one), a, layout_a.handle, b, layout_b.handle,
             ctypes.addressof(self._zero), d, layout_d.handle, d, layout_d.handle,
-            algorithm, self._multiplier.workspace.ptr, WORKSPACE_BYTES, stream,
+            algorithm, self._matmul_context.workspace.ptr, WORKSPACE_BYTES, stream,
         )  # fmt: skip
 
     def _proposals(self) -> list[Algorithm]:
         """What the heuristic proposes, the best by its estimate first."""
-        lt, (a, b, d) = self._multiplier.lt, (layout.handle for layout in self._layouts)
+        lt, (a, b, d) = self._matmul_context.lt, (layout.handle for layout in self._layouts)
         results, count = (HeuristicResult * PROPOSALS)(), ctypes.c_int()
         try:
             lt.functions.cublasLtMatmulAlgoGetHeuristic(
@@ -144,7 +144,7 @@ class Prepared:
         return usable
 
     def _is_usable(self, algorithm: Algorithm) -> bool:
-        lt, (a, b, d) = self._multiplier.lt, (layout.handle for layout in self._layouts)
+        lt, (a, b, d) = self._matmul_context.lt, (layout.handle for layout in self._layouts)
         result = HeuristicResult()
         try:
             lt.functions.cublasLtMatmulAlgoCheck(lt.handle, self._desc.handle, a, b, d, d, algorithm, result)
@@ -161,7 +161,7 @@ class Prepared:
         self._algorithm = proposals[seconds.index(min(seconds))]
         self._untimed = False
         assert self._key is not None
-        self._multiplier.store.put(self._key, self._algorithm)
+        self._matmul_context.store.put(self._key, self._algorithm)
 
     def _time(self, algorithm: Algorithm, a: int, b: int, d: int, stream: int) -> float:
         """Seconds that the product takes with ``algorithm``; infinity if it cannot run after all."""
@@ -172,7 +172,7 @@ class Prepared:
             return math.inf
 
 
-def _matrix_layout(lt: CublasLt, matrix: Matrix) -> MatrixLayout:
+def _matrix_layout(lt: CublasLt, matrix: MatmulOperand) -> MatrixLayout:
     layout = MatrixLayout(lt, matrix.dtype, matrix.order, matrix.rows, matrix.cols, matrix.ld)
     if matrix.batch > 1:
         layout[LayoutAttribute.BATCH_COUNT] = matrix.batch

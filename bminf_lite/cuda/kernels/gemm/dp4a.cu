@@ -5,8 +5,8 @@
 // dimension at a time. Operands are row-major with rows of whole 16-byte vectors.
 
 constexpr int TILE = 64;
-constexpr int DEPTH = 8;          // ints (4 codes each) of the inner dimension at a time
-constexpr int PITCH = TILE + 4;   // rows of shared memory stay 16-byte aligned and fall on different banks
+constexpr int DEPTH = 8;         // ints (4 codes each) of the inner dimension at a time
+constexpr int PITCH = TILE + 4;  // rows of shared memory stay 16-byte aligned and fall on different banks
 
 __device__ __forceinline__ int dot4(int a, int b, int sum) {
 #if __CUDA_ARCH__ >= 610
@@ -20,8 +20,8 @@ __device__ __forceinline__ int dot4(int a, int b, int sum) {
 // x [rows, vectors] and w [columns, vectors] in units of 16 bytes, out [rows, columns] with `columns` a multiple of 4.
 // Strides lead from one batch entry to the next, in the same units (out: ints); 0 repeats an operand.
 __global__ void __launch_bounds__(256) igemm_dp4a(
-    int* out, const int4* w, const int4* x, int rows, int columns, int vectors,
-    long long out_stride, long long w_stride, long long x_stride) {
+    int* out, const int4* w, const int4* x, int rows, int columns, int vectors, long long out_stride,
+    long long w_stride, long long x_stride) {
     __shared__ int4 shared_x[DEPTH * PITCH / 4], shared_w[DEPTH * PITCH / 4];
     const int t = threadIdx.x;
     const int row0 = blockIdx.y * TILE, column0 = blockIdx.x * TILE;
@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(256) igemm_dp4a(
     const int line = t % 128 / 2, half = t % 2;
     const int source_line = (loads_x ? row0 : column0) + line;
     const bool inside = source_line < (loads_x ? rows : columns);
-    const int4* source = (loads_x ? x + blockIdx.z * x_stride : w + blockIdx.z * w_stride) + (long long)source_line * vectors;
+    const int4* source =
+        (loads_x ? x + blockIdx.z * x_stride : w + blockIdx.z * w_stride) + (long long)source_line * vectors;
     int* target = reinterpret_cast<int*>(loads_x ? shared_x : shared_w) + half * 4 * PITCH + line;
 
     const int row = t / 16 * 4, column = t % 16 * 4;

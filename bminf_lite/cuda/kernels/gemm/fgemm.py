@@ -15,8 +15,8 @@ import cupy as cp
 import numpy as np
 
 from ...runtime.cublaslt import ComputeType, DataType, Order
-from .cublaslt_matmul import Multiplier, Prepared, common_alignment
-from .plans import Matrix, Product, row_major_product
+from .cublaslt_matmul import MatmulContext, PreparedMatmul, common_alignment
+from .plans import MatmulOperand, MatmulProblem, row_major_matmul
 
 PREPARED_LIMIT = 1024
 """Shapes for which descriptors are kept; those not used for longest are dropped beyond."""
@@ -24,11 +24,11 @@ PREPARED_LIMIT = 1024
 _DATA_TYPES = {"float16": DataType.R_16F, "bfloat16": DataType.R_16BF, "float32": DataType.R_32F}
 
 
-class Fgemm:
+class FloatGemm:
     """Float products on one GPU. After the first run of a shape, a run allocates nothing but its result."""
 
-    def __init__(self, multiplier: Multiplier) -> None:
-        self._multiplier = multiplier
+    def __init__(self, matmul_context: MatmulContext) -> None:
+        self._matmul_context = matmul_context
         self._prepare = functools.lru_cache(PREPARED_LIMIT)(self._prepare_uncached)
 
     def linear(
@@ -76,8 +76,8 @@ class Fgemm:
     def _run(self, key: tuple, out: int, w: int, x: int, stream: int) -> None:
         self._prepare(common_alignment(out, w, x), *key).run(w, x, out, stream)
 
-    def _prepare_uncached(self, alignment: int, *key: Any) -> Prepared:
-        return self._multiplier.prepare(_product(*key), alignment)
+    def _prepare_uncached(self, alignment: int, *key: Any) -> PreparedMatmul:
+        return self._matmul_context.prepare(_product(*key), alignment)
 
     @staticmethod
     def _check(x: cp.ndarray, w: cp.ndarray, out_dtype: np.dtype, transpose_x: bool, transpose_w: bool) -> None:
@@ -93,13 +93,13 @@ class Fgemm:
 def _product(
     m: int, n: int, k: int, dtype: str, out_dtype: str, batch: int, x_stride: int, w_stride: int,
     transpose_x: bool, transpose_w: bool,
-) -> Product:  # fmt: skip
+) -> MatmulProblem:  # fmt: skip
     operand, result = _DATA_TYPES[dtype], _DATA_TYPES[out_dtype]
     x_shape, w_shape = (k, m) if transpose_x else (m, k), (n, k) if transpose_w else (k, n)
-    return row_major_product(
-        Matrix(operand, Order.ROW, *x_shape, x_shape[1], batch, x_stride),
-        Matrix(operand, Order.ROW, *w_shape, w_shape[1], batch, w_stride),
-        Matrix(result, Order.ROW, m, n, n, batch, m * n),
+    return row_major_matmul(
+        MatmulOperand(operand, Order.ROW, *x_shape, x_shape[1], batch, x_stride),
+        MatmulOperand(operand, Order.ROW, *w_shape, w_shape[1], batch, w_stride),
+        MatmulOperand(result, Order.ROW, m, n, n, batch, m * n),
         ComputeType.COMPUTE_32F,
         transpose_x,
         transpose_w,

@@ -2,11 +2,11 @@
 // see memory. A gated layer's product is gated there too, so that of its two halves one is written, and what belongs to
 // the residual stream is added to it.
 //
-// A block stays for the whole product and computes tiles of 128 rows by WIDTH weight rows, one after another. One
-// thread starts the copies of the next 128 columns of both operands into a ring of stages; two groups of four warps
+// A block stays for the whole product and computes tiles of 128 rows by BLOCK_N weight rows, one after another. One
+// thread starts the copies of the next 128 columns of both operands into a pipeline of stages; two groups of four warps
 // multiply, 64 rows each. Blocks of a cluster work on neighbouring rows with the same part of the weight: each copies
-// its share of that part to all of them, which saves reads from the cache. Where rows are few and tiles therefore too, a
-// cluster works on one tile instead: each block sums over a part of the columns, and all share the scaling.
+// its share of that part to all of them, which saves reads from the cache. Where rows are few and tiles therefore too,
+// a cluster works on one tile instead: each block sums over a part of the columns, and all share the scaling.
 #include "common/async.cuh"
 #include "common/cluster.cuh"
 #include "common/common.cuh"
@@ -14,69 +14,72 @@
 
 namespace bminf {
 
-constexpr int ROWS = 128;  // of a tile
-constexpr int DEPTH = 128;  // columns of a stage
-constexpr int RING_BYTES = 192 << 10;
-constexpr int WARPS = 2 * GROUP / WARP;
+constexpr int BLOCK_M = 128;  // of a tile
+constexpr int BLOCK_K = 128;  // columns of a stage
+constexpr int PIPELINE_BYTES = 192 << 10;
+constexpr int WARPS = 2 * WARPGROUP / WARP;
 constexpr int BOX = 16 * 128;  // bytes of 16 rows of the result that a warp puts in order in shared memory at a time
-constexpr int BAND = 16;  // tiles of rows that share their parts of the weight while these are in the cache
+constexpr int BAND = 16;       // tiles of rows that share their parts of the weight while these are in the cache
 
 __device__ __forceinline__ void store_sums(unsigned address, const int (&sums)[4]) {
-    asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};"
-                 ::"r"(address), "r"(sums[0]), "r"(sums[1]), "r"(sums[2]), "r"(sums[3]) : "memory");
+    asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(sums[0]), "r"(sums[1]),
+                 "r"(sums[2]), "r"(sums[3])
+                 : "memory");
 }
 
 __device__ __forceinline__ void add_sums(unsigned address, int (&sums)[4]) {
     int v[4];
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(address)
+                 : "memory");
     for (int i = 0; i < 4; ++i) sums[i] += v[i];
 }
 
 // ---- copies of tiles ---------------------------------------------------------------------------------------------
 
 // A box into every block of a cluster of two, each of whose barriers expects it.
-__device__ __forceinline__ void copy_box_to_both(
-    unsigned target, const TensorMap& map, int column, int row, unsigned barrier)
-{
+__device__ __forceinline__ void tma_load_2d_multicast(
+    unsigned target, const TensorMap& map, int column, int row, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%2, %3}], [%4], %5;"
-        ::"r"(target), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3)) : "memory");
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3))
+        : "memory");
 }
 
-// The ring of stages: a tile of the activations, then the tile of the weight. For each stage one barrier says that it
-// is full, and another that nobody in the cluster reads it any more.
-template <int WIDTH, int CLUSTER>
-struct Stages {
-    static constexpr int BYTES = (ROWS + WIDTH) * DEPTH, COUNT = RING_BYTES / BYTES;
+// The pipeline of stages: a tile of the activations, then the tile of the weight. For each stage one barrier says that
+// it is full, and another that nobody in the cluster reads it any more.
+template <int BLOCK_N, int CLUSTER>
+struct Pipeline {
+    static constexpr int BYTES = (BLOCK_M + BLOCK_N) * BLOCK_K, COUNT = PIPELINE_BYTES / BYTES;
     unsigned tiles, barriers;
     int stage = 0;
-    unsigned round = 0;
+    unsigned phase = 0;
 
-    __device__ __forceinline__ Stages(unsigned tiles, unsigned barriers) : tiles(tiles), barriers(barriers) {}
+    __device__ __forceinline__ Pipeline(unsigned tiles, unsigned barriers) : tiles(tiles), barriers(barriers) {}
     __device__ __forceinline__ unsigned x() const { return tiles + stage * BYTES; }
-    __device__ __forceinline__ unsigned w() const { return x() + ROWS * DEPTH; }
+    __device__ __forceinline__ unsigned w() const { return x() + BLOCK_M * BLOCK_K; }
     __device__ __forceinline__ unsigned full() const { return barriers + stage * 16; }
     __device__ __forceinline__ unsigned empty() const { return full() + 8; }
     __device__ __forceinline__ void next() {
-        if (++stage == COUNT) stage = 0, round ^= 1;
+        if (++stage == COUNT) stage = 0, phase ^= 1;
     }
     __device__ __forceinline__ void init() const {
         for (int i = 0; i < COUNT; ++i) {
-            barrier_init(barriers + i * 16, 1);
-            barrier_init(barriers + i * 16 + 8, WARPS * CLUSTER);
+            mbarrier_init(barriers + i * 16, 1);
+            mbarrier_init(barriers + i * 16 + 8, WARPS * CLUSTER);
         }
-        barriers_ready();
+        fence_mbarrier_init();
     }
     // A warp has read the stage before the present one: tell every block that writes there.
     __device__ __forceinline__ void release_previous() const {
         const int previous = stage == 0 ? COUNT - 1 : stage - 1;
         const unsigned barrier = barriers + previous * 16 + 8, lane = threadIdx.x % WARP;
         if constexpr (CLUSTER == 1) {
-            if (lane == 0) barrier_arrive(barrier);
+            if (lane == 0) mbarrier_arrive(barrier);
         } else if (lane < CLUSTER) {
-            barrier_arrive_at(barrier, lane);
+            mbarrier_arrive_remote(barrier, lane);
         }
     }
 };
@@ -84,22 +87,24 @@ struct Stages {
 // ---- tiles of the result -----------------------------------------------------------------------------------------
 
 // The tiles that a cluster computes, of row_tiles by column_tiles, in bands of neighbouring rows that pass over the
-// weight together. PARTS blocks compute each.
-template <int COLUMNS, int CLUSTER, int PARTS>
-struct Tiles {
+// weight together. SPLIT_K blocks compute each.
+template <int COLUMNS, int CLUSTER, int SPLIT_K>
+struct TileScheduler {
     int row_tiles, column_tiles, index;
 
-    __device__ __forceinline__ Tiles(int row_tiles, int column_tiles)
-        : row_tiles(row_tiles), column_tiles(column_tiles), index(blockIdx.x / (CLUSTER * PARTS)) {}
+    __device__ __forceinline__ TileScheduler(int row_tiles, int column_tiles)
+        : row_tiles(row_tiles),
+          column_tiles(column_tiles),
+          index(blockIdx.x / (CLUSTER * SPLIT_K)) {}
     __device__ __forceinline__ bool valid() const { return index < row_tiles * column_tiles; }
-    __device__ __forceinline__ void next() { index += gridDim.x / (CLUSTER * PARTS); }
+    __device__ __forceinline__ void next() { index += gridDim.x / (CLUSTER * SPLIT_K); }
     // The first row and column of this block's tile.
     __device__ __forceinline__ int2 place() const {
         constexpr int TALL = BAND / CLUSTER;
         const int band = index / (TALL * column_tiles), inside = index % (TALL * column_tiles);
         const int tall = min(TALL, row_tiles - band * TALL);
-        const int row = (band * TALL + inside % tall) * CLUSTER + (CLUSTER > 1 ? rank_in_cluster() : 0);
-        return make_int2(row * ROWS, inside / tall * COLUMNS);
+        const int row = (band * TALL + inside % tall) * CLUSTER + (CLUSTER > 1 ? block_rank_in_cluster() : 0);
+        return make_int2(row * BLOCK_M, inside / tall * COLUMNS);
     }
 };
 
@@ -108,39 +113,46 @@ struct Tiles {
 #define FOURS_16(i) FOURS_4(i), FOURS_4(i + 4), FOURS_4(i + 8), FOURS_4(i + 12)
 
 // c = x @ w.T + (add ? c : 0), x [64, 32] and w [8 * N, 32].
-__device__ __forceinline__ void multiply(int (&c)[16][4], unsigned long long x, unsigned long long w, bool add) {
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" UP_TO_63 "}, %64, %65, add;\n}"
-                 : FOURS_16(0) : "l"(x), "l"(w), "r"(static_cast<int>(add)));
+__device__ __forceinline__ void wgmma(int (&c)[16][4], unsigned long long x, unsigned long long w, bool add) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" UP_TO_63 "}, %64, %65, add;\n}"
+        : FOURS_16(0)
+        : "l"(x), "l"(w), "r"(static_cast<int>(add)));
 }
 
-__device__ __forceinline__ void multiply(int (&c)[32][4], unsigned long long x, unsigned long long w, bool add) {
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" UP_TO_127 "}, %128, %129, add;\n}"
-                 : FOURS_16(0), FOURS_16(16) : "l"(x), "l"(w), "r"(static_cast<int>(add)));
+__device__ __forceinline__ void wgmma(int (&c)[32][4], unsigned long long x, unsigned long long w, bool add) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" UP_TO_127 "}, %128, %129, add;\n}"
+        : FOURS_16(0), FOURS_16(16)
+        : "l"(x), "l"(w), "r"(static_cast<int>(add)));
 }
 
 // ---- what leaves -------------------------------------------------------------------------------------------------
 
 // What becomes of the scaled product, numbered as in matvec.cu: values fp16, what is added to fp32, or of a gated layer
 // what is gated.
-enum Output { TO_HALF = 0, ADD = 2, GATED = 3 };
+enum Epilogue { TO_HALF = 0, ADD = 2, GATED = 3 };
 
 // Writes the box at (column, row), or adds it there, and leaves out what lies outside the matrix.
-template <int OUTPUT>
-__device__ __forceinline__ void write_box(unsigned source, const TensorMap& map, int column, int row) {
-    if constexpr (OUTPUT == ADD)
-        asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];"
-                     ::"l"(&map), "r"(column), "r"(row), "r"(source) : "memory");
+template <int EPILOGUE>
+__device__ __forceinline__ void tma_store_2d(unsigned source, const TensorMap& map, int column, int row) {
+    if constexpr (EPILOGUE == ADD)
+        asm volatile(
+            "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+            "r"(column), "r"(row), "r"(source)
+            : "memory");
     else
-        asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
-                     ::"l"(&map), "r"(column), "r"(row), "r"(source) : "memory");
+        asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+                     "r"(column), "r"(row), "r"(source)
+                     : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 // Until shared memory has been read for all but the last N boxes that this thread writes.
 template <int N>
-__device__ __forceinline__ void wait_for_boxes() {
+__device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
@@ -150,15 +162,15 @@ struct Channels {
     float2 scale[COUNT], bias[BIAS ? COUNT : 1];
 
     __device__ __forceinline__ float2 values(const int* sums, float x_scale, int n) const {
-        float2 y = {scaled(__int2float_rn(sums[0]), x_scale, scale[n].x),
-                    scaled(__int2float_rn(sums[1]), x_scale, scale[n].y)};
+        float2 y = {
+            scaled(__int2float_rn(sums[0]), x_scale, scale[n].x), scaled(__int2float_rn(sums[1]), x_scale, scale[n].y)};
         if constexpr (BIAS) y.x = __fadd_rn(y.x, bias[n].x), y.y = __fadd_rn(y.y, bias[n].y);
         return y;
     }
 };
 
 // What scales the sums. The rows of a gated layer's weight that are gated lie `columns` behind the others.
-struct Scaling {
+struct EpilogueScales {
     const float *x_scale, *w_scale, *bias;
     int rows, columns, channels;
 
@@ -179,8 +191,8 @@ struct Scaling {
 
 template <int ACTIVATION>
 __device__ __forceinline__ float2 gated(float2 gate, float2 up) {
-    return {activate<ACTIVATION>(rounded(gate.x)) * rounded(up.x),
-            activate<ACTIVATION>(rounded(gate.y)) * rounded(up.y)};
+    return {
+        activate<ACTIVATION>(rounded(gate.x)) * rounded(up.x), activate<ACTIVATION>(rounded(gate.y)) * rounded(up.y)};
 }
 
 __device__ __forceinline__ unsigned pack2(float2 y) {
@@ -189,32 +201,32 @@ __device__ __forceinline__ unsigned pack2(float2 y) {
 }
 
 // Two pairs of 8 x 8 tiles of fp16 go to shared memory as products leave them in registers; each lane names one row.
-__device__ __forceinline__ void store_tiles(unsigned row, const unsigned (&left)[2], const unsigned (&right)[2]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(row), "r"(left[0]), "r"(left[1]), "r"(right[0]), "r"(right[1]) : "memory");
+__device__ __forceinline__ void stmatrix_x4(unsigned row, const unsigned (&left)[2], const unsigned (&right)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(left[0]),
+                 "r"(left[1]), "r"(right[0]), "r"(right[1])
+                 : "memory");
 }
 
 __device__ __forceinline__ void store_pair(unsigned address, float2 y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(y.x), "f"(y.y) : "memory");
 }
 
-// A tile as it leaves: N * 8 rows of the weight make WIDTH * 8 columns, AT_ONCE * 8 of which are scaled while the scales
-// of the next ones are loaded; IN_BOX * 8 fill a box.
-template <int OUTPUT, int N>
-struct Leaving {
-    static constexpr bool GATED = OUTPUT == Output::GATED;
-    static constexpr int WIDTH = GATED ? N / 2 : N, IN_BOX = OUTPUT == ADD ? 4 : 8, AT_ONCE = GATED ? 4 : IN_BOX;
+// A tile as it leaves: N * 8 rows of the weight make WIDTH * 8 columns, AT_ONCE * 8 of which are scaled while the
+// scales of the next ones are loaded; IN_BOX * 8 fill a box.
+template <int EPILOGUE, int N>
+struct EpilogueTile {
+    static constexpr bool GATED = EPILOGUE == Epilogue::GATED;
+    static constexpr int WIDTH = GATED ? N / 2 : N, IN_BOX = EPILOGUE == ADD ? 4 : 8, AT_ONCE = GATED ? 4 : IN_BOX;
     static constexpr int CHANNELS = GATED ? 2 * AT_ONCE : AT_ONCE;
 };
 
 // A warp's 16 rows from (row, column) on, box after box, through two places in shared memory. `next` has the scales of
 // the first columns.
-template <int OUTPUT, int ACTIVATION, int N, class Loaded>
+template <int EPILOGUE, int ACTIVATION, int N, class Loaded>
 __device__ __forceinline__ void write_tile(
-    const int (&c)[N][4], const Scaling& scaling, const float (&x_scale)[2], Loaded next, const TensorMap& map,
-    int row, int column, unsigned staging)
-{
-    using L = Leaving<OUTPUT, N>;
+    const int (&c)[N][4], const EpilogueScales& scaling, const float (&x_scale)[2], Loaded next, const TensorMap& map,
+    int row, int column, unsigned staging) {
+    using L = EpilogueTile<EPILOGUE, N>;
     const int lane = threadIdx.x % WARP, y = lane / 4, x = lane % 4;
 #pragma unroll
     for (int first = 0; first < L::WIDTH; first += L::AT_ONCE) {
@@ -222,7 +234,7 @@ __device__ __forceinline__ void write_tile(
         const Loaded channels = next;
         if (first + L::AT_ONCE < L::WIDTH) scaling.load<L::GATED>(next, column + (first + L::AT_ONCE) * 8);
         if (first % L::IN_BOX == 0) {
-            if (lane == 0) wait_for_boxes<1>();
+            if (lane == 0) tma_store_wait<1>();
             __syncwarp();
         }
 #pragma unroll
@@ -236,137 +248,140 @@ __device__ __forceinline__ void write_tile(
                 if constexpr (L::GATED)
                     value = gated<ACTIVATION>(
                         value, channels.values(c[first + m + N / 2] + 2 * h, x_scale[h], m + L::AT_ONCE));
-                if constexpr (OUTPUT == ADD)
-                    store_pair(box + (h * 8 + y) * 128 + (((piece + i / 2) * 2 + x / 2) ^ y) * 16 + x % 2 * 8,
-                               {rounded(value.x), rounded(value.y)});
-                else v[i / 2][h] = pack2(value);
+                if constexpr (EPILOGUE == ADD)
+                    store_pair(
+                        box + (h * 8 + y) * 128 + (((piece + i / 2) * 2 + x / 2) ^ y) * 16 + x % 2 * 8,
+                        {rounded(value.x), rounded(value.y)});
+                else
+                    v[i / 2][h] = pack2(value);
             }
-            if constexpr (OUTPUT != ADD)
-                store_tiles(box + lane % 16 * 128 + ((piece + lane / 16) ^ lane % 8) * 16, v[0], v[1]);
+            if constexpr (EPILOGUE != ADD)
+                stmatrix_x4(box + lane % 16 * 128 + ((piece + lane / 16) ^ lane % 8) * 16, v[0], v[1]);
             __syncwarp();  // without it, the compiler keeps all values to the end and runs out of registers
         }
         if ((first + L::AT_ONCE) % L::IN_BOX == 0) {
-            publish();
+            fence_proxy_async();
             __syncwarp();
-            if (lane == 0) write_box<OUTPUT>(box, map, column + first / L::IN_BOX * L::IN_BOX * 8, row);
+            if (lane == 0) tma_store_2d<EPILOGUE>(box, map, column + first / L::IN_BOX * L::IN_BOX * 8, row);
         }
     }
 }
 
-// Adds up a tile's sums, of which each of PARTS blocks has those over a part of the columns: this block gets a part of
-// the tile, N / PARTS * 8 rows of the weight, of a gated layer half of them from either half. `buffer` is as large as
-// the tile, and was read by the products before.
-template <int PARTS, bool GATED, int N>
-__device__ __forceinline__ void exchange(const int (&c)[N][4], int (&mine)[N / PARTS][4], unsigned buffer) {
-    constexpr int OWN = N / PARTS, HALF = GATED ? OWN / 2 : OWN, PIECE = WARPS * WARP * 16;
-    const unsigned rank = rank_in_cluster(), place = buffer + threadIdx.x * 16;
-    sync_cluster<PARTS>();
+// Adds up a tile's sums, of which each of SPLIT_K blocks has those over a part of the columns: this block gets a part
+// of the tile, N / SPLIT_K * 8 rows of the weight, of a gated layer half of them from either half. `buffer` is as large
+// as the tile, and was read by the products before.
+template <int SPLIT_K, bool GATED, int N>
+__device__ __forceinline__ void exchange(const int (&c)[N][4], int (&mine)[N / SPLIT_K][4], unsigned buffer) {
+    constexpr int OWN = N / SPLIT_K, HALF = GATED ? OWN / 2 : OWN, PIECE = WARPS * WARP * 16;
+    const unsigned rank = block_rank_in_cluster(), place = buffer + threadIdx.x * 16;
+    cluster_sync<SPLIT_K>();
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        const unsigned there = address_in(place + rank * OWN * PIECE, part);
+    for (int part = 0; part < SPLIT_K; ++part) {
+        const unsigned there = map_shared_rank(place + rank * OWN * PIECE, part);
 #pragma unroll
         for (int n = 0; n < OWN; ++n)
             store_sums(there + n * PIECE, c[n / HALF * (N / 2) * GATED + part * HALF + n % HALF]);
     }
-    sync_cluster<PARTS>();
+    cluster_sync<SPLIT_K>();
 #pragma unroll
     for (int n = 0; n < OWN; ++n) {
         for (int i = 0; i < 4; ++i) mine[n][i] = 0;
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) add_sums(place + (part * OWN + n) * PIECE, mine[n]);
+        for (int part = 0; part < SPLIT_K; ++part) add_sums(place + (part * OWN + n) * PIECE, mine[n]);
     }
 }
 
 // ---- the kernel --------------------------------------------------------------------------------------------------
 
 // `rows` by `columns` of scaled(x @ w.T) + bias; `channels` are the rows of the weight. `x_map` is the activations int8
-// [rows, in] in boxes of 128 by 128, `w_map` the weight int8 [channels, in] in boxes of WIDTH / 2 by 128, `out_map` the
-// result in boxes of 16 rows of 128 bytes; `stages` of 128 columns cover `in`. WIDTH rows of the weight make a tile, 128
-// or 256. Blocks come in clusters of CLUSTER, 1 or 2, which compute row_tiles by column_tiles tiles; or of PARTS, for
-// CLUSTER 1, which compute one tile together. Then there is a cluster for each tile, and a stage for each part.
-// Dynamic shared memory: the ring, two boxes per multiplying warp, 16 bytes per stage.
-template <int OUTPUT, int ACTIVATION, bool BIAS, int WIDTH, int CLUSTER, int PARTS>
-__global__ void __launch_bounds__(3 * GROUP, 1) gemm_hopper(
+// [rows, in] in boxes of 128 by 128, `w_map` the weight int8 [channels, in] in boxes of BLOCK_N / 2 by 128, `out_map`
+// the result in boxes of 16 rows of 128 bytes; `stages` of 128 columns cover `in`. BLOCK_N rows of the weight make a
+// tile, 128 or 256. Blocks come in clusters of CLUSTER, 1 or 2, which compute row_tiles by column_tiles tiles; or of
+// SPLIT_K, for CLUSTER 1, which compute one tile together. Then there is a cluster for each tile, and a stage for each
+// part. Dynamic shared memory: the pipeline, two boxes per multiplying warp, 16 bytes per stage.
+template <int EPILOGUE, int ACTIVATION, bool BIAS, int BLOCK_N, int CLUSTER, int SPLIT_K>
+__global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
     const float* x_scale, const float* w_scale, const float* bias, int rows, int columns, int channels, int stages,
-    int row_tiles, int column_tiles,
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-    const __grid_constant__ TensorMap out_map)
-{
-    static_assert(CLUSTER == 1 || PARTS == 1, "blocks of a cluster share rows or sums");
-    constexpr int SHARE = WIDTH / 2, COLUMNS = OUTPUT == GATED ? SHARE : WIDTH, OWN = WIDTH / 8 / PARTS;
+    int row_tiles, int column_tiles, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+    const __grid_constant__ TensorMap out_map) {
+    static_assert(CLUSTER == 1 || SPLIT_K == 1, "blocks of a cluster share rows or sums");
+    constexpr int SHARE = BLOCK_N / 2, COLUMNS = EPILOGUE == GATED ? SHARE : BLOCK_N, OWN = BLOCK_N / 8 / SPLIT_K;
     extern __shared__ __align__(1024) char shared[];
-    const unsigned tiles = shared_address(shared), staging = tiles + RING_BYTES;
-    Stages<WIDTH, CLUSTER> ring(tiles, staging + WARPS * 2 * BOX);
-    if (threadIdx.x == 0) ring.init();
+    const unsigned tiles = cast_smem_ptr_to_uint(shared), staging = tiles + PIPELINE_BYTES;
+    Pipeline<BLOCK_N, CLUSTER> pipeline(tiles, staging + WARPS * 2 * BOX);
+    if (threadIdx.x == 0) pipeline.init();
     __syncwarp();
-    sync_cluster<CLUSTER * PARTS>();
-    let_successor_start();
-    wait_for_predecessor();
-    Tiles<COLUMNS, CLUSTER, PARTS> tile(row_tiles, column_tiles);
-    const int warp = threadIdx.x / WARP, part = PARTS > 1 ? rank_in_cluster() : 0;
-    const int from = stages * part / PARTS, to = stages * (part + 1) / PARTS;
+    cluster_sync<CLUSTER * SPLIT_K>();
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    TileScheduler<COLUMNS, CLUSTER, SPLIT_K> tile(row_tiles, column_tiles);
+    const int warp = threadIdx.x / WARP, part = SPLIT_K > 1 ? block_rank_in_cluster() : 0;
+    const int from = stages * part / SPLIT_K, to = stages * (part + 1) / SPLIT_K;
     if (warp >= WARPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == WARPS * WARP) {
             for (; tile.valid(); tile.next()) {
                 const int2 place = tile.place();
 #pragma unroll 1
-                for (int k = from; k < to; ++k, ring.next()) {
-                    barrier_wait(ring.empty(), ring.round ^ 1);
-                    barrier_expect(ring.full(), ring.BYTES);
-                    copy_box(ring.x(), x_map, k * DEPTH, place.x, ring.full());
+                for (int k = from; k < to; ++k, pipeline.next()) {
+                    mbarrier_wait(pipeline.empty(), pipeline.phase ^ 1);
+                    mbarrier_arrive_expect_tx(pipeline.full(), pipeline.BYTES);
+                    tma_load_2d(pipeline.x(), x_map, k * BLOCK_K, place.x, pipeline.full());
 #pragma unroll
                     for (int i = 0; i < 2 / CLUSTER; ++i) {
-                        const int share = CLUSTER > 1 ? rank_in_cluster() : i;
-                        const int row = place.y + share * (OUTPUT == GATED ? columns : SHARE);
-                        const unsigned target = ring.w() + share * SHARE * DEPTH;
-                        if constexpr (CLUSTER > 1) copy_box_to_both(target, w_map, k * DEPTH, row, ring.full());
-                        else copy_box(target, w_map, k * DEPTH, row, ring.full());
+                        const int share = CLUSTER > 1 ? block_rank_in_cluster() : i;
+                        const int row = place.y + share * (EPILOGUE == GATED ? columns : SHARE);
+                        const unsigned target = pipeline.w() + share * SHARE * BLOCK_K;
+                        if constexpr (CLUSTER > 1)
+                            tma_load_2d_multicast(target, w_map, k * BLOCK_K, row, pipeline.full());
+                        else
+                            tma_load_2d(target, w_map, k * BLOCK_K, row, pipeline.full());
                     }
                 }
             }
         }
         __syncwarp();
-        if constexpr (PARTS > 1) sync_cluster<PARTS>(), sync_cluster<PARTS>();  // with those that exchange sums
+        if constexpr (SPLIT_K > 1) cluster_sync<SPLIT_K>(), cluster_sync<SPLIT_K>();  // with those that exchange sums
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        const Scaling scaling = {x_scale, w_scale, bias, rows, columns, channels};
+        const EpilogueScales scaling = {x_scale, w_scale, bias, rows, columns, channels};
         for (; tile.valid(); tile.next()) {
             const int2 place = tile.place();
             const int row = place.x + warp * 16, mine = row + threadIdx.x % WARP / 4;
             const float scales[2] = {scaling.row(mine), scaling.row(mine + 8)};
-            const int column = place.y + part * (COLUMNS / PARTS);
-            Channels<Leaving<OUTPUT, OWN>::CHANNELS, BIAS> first;
-            scaling.load<OUTPUT == GATED>(first, column);
-            int c[WIDTH / 8][4];
+            const int column = place.y + part * (COLUMNS / SPLIT_K);
+            Channels<EpilogueTile<EPILOGUE, OWN>::CHANNELS, BIAS> first;
+            scaling.load<EPILOGUE == GATED>(first, column);
+            int c[BLOCK_N / 8][4];
 #pragma unroll 1
             for (int k = from; k < to; ++k) {
-                barrier_wait(ring.full(), ring.round);
-                const unsigned long long x = operand(ring.x() + warp / 4 * 64 * DEPTH, 0), w = operand(ring.w(), 0);
-                products_begin();
+                mbarrier_wait(pipeline.full(), pipeline.phase);
+                const unsigned long long x = make_smem_desc(pipeline.x() + warp / 4 * 64 * BLOCK_K, 0),
+                                         w = make_smem_desc(pipeline.w(), 0);
+                wgmma_fence();
 #pragma unroll
-                for (int i = 0; i < DEPTH / 32; ++i) multiply(c, x + i * 2, w + i * 2, k + i > from);
-                products_end();
-                products_wait<1>();
-                if (k > from) ring.release_previous();
-                ring.next();
+                for (int i = 0; i < BLOCK_K / 32; ++i) wgmma(c, x + i * 2, w + i * 2, k + i > from);
+                wgmma_commit_group();
+                wgmma_wait_group<1>();
+                if (k > from) pipeline.release_previous();
+                pipeline.next();
             }
-            products_wait<0>();
-            pin(c);
-            ring.release_previous();
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(c);
+            pipeline.release_previous();
             const unsigned boxes = staging + warp * 2 * BOX;
-            if constexpr (PARTS > 1) {
+            if constexpr (SPLIT_K > 1) {
                 int sums[OWN][4];
-                exchange<PARTS, OUTPUT == GATED>(c, sums, tiles);
-                write_tile<OUTPUT, ACTIVATION>(sums, scaling, scales, first, out_map, row, column, boxes);
+                exchange<SPLIT_K, EPILOGUE == GATED>(c, sums, tiles);
+                write_tile<EPILOGUE, ACTIVATION>(sums, scaling, scales, first, out_map, row, column, boxes);
             } else {
-                write_tile<OUTPUT, ACTIVATION>(c, scaling, scales, first, out_map, row, column, boxes);
+                write_tile<EPILOGUE, ACTIVATION>(c, scaling, scales, first, out_map, row, column, boxes);
             }
         }
-        if (threadIdx.x % WARP == 0) wait_for_boxes<0>();
+        if (threadIdx.x % WARP == 0) tma_store_wait<0>();
         __syncwarp();
     }
-    if constexpr (CLUSTER > 1) sync_cluster<CLUSTER>();  // a block that others copy to and arrive at must not have gone
+    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();  // a block that others copy to and arrive at must not have gone
 }
 
 }  // namespace bminf

@@ -14,76 +14,79 @@ import numpy as np
 
 from ...runtime.driver import Device, DeviceAttribute
 from ...runtime.kernel import Kernel, Module
-from ...runtime.tensor_maps import ROW_BYTES, Element, matrix_map
-from .skinny_gemm import Output
+from ...runtime.tensor_maps import ROW_BYTES, TensorMapDataType, tensor_map_2d
+from .skinny_gemm import Epilogue
 
 THREADS = 384
 ROWS = 128
 """Of a tile of the result; also the columns of both operands that a stage of the ring holds."""
-RING_BYTES = 192 << 10
+PIPELINE_BYTES = 192 << 10
 BOX_ROWS = 16
 """Rows of the result that a warp writes at a time."""
 STAGING_BYTES = THREADS * 2 // 3 // 32 * 2 * BOX_ROWS * ROW_BYTES
-OUTPUTS = (Output.HALF, Output.ADD, Output.GATED)
+EPILOGUES = (Epilogue.HALF, Epilogue.ADD, Epilogue.GATED)
 _SIGNATURE = "pppiiiiiiTTT"
 
 
 @dataclass(frozen=True)
-class Tiling:
+class GemmTileConfig:
     """How blocks share a product: 128 rows by ``width`` rows of the weight at a time, in clusters of ``cluster``.
 
-    Or in clusters of ``parts`` blocks, each of which takes a part of the columns of one such tile.
+    Or in clusters of ``split_k`` blocks, each of which takes a part of the columns of one such tile.
     """
 
     width: int
     cluster: int = 1
-    parts: int = 1
+    split_k: int = 1
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: the ring of stages, where results are put in order, two barriers for each stage."""
-        return RING_BYTES + STAGING_BYTES + 16 * (RING_BYTES // (ROWS * (ROWS + self.width)))
+        return PIPELINE_BYTES + STAGING_BYTES + 16 * (PIPELINE_BYTES // (ROWS * (ROWS + self.width)))
 
     @property
     def arguments(self) -> str:
         """The last of the kernel's template."""
-        return f"{self.width}, {self.cluster}, {self.parts}"
+        return f"{self.width}, {self.cluster}, {self.split_k}"
 
     @property
     def blocks(self) -> int:
         """Of a cluster."""
-        return self.cluster * self.parts
+        return self.cluster * self.split_k
 
-    def serves(self, output: Output, stages: int) -> bool:
+    def serves(self, epilogue: Epilogue, stages: int) -> bool:
         """Whether each part has columns to multiply, and results that fill what a warp writes at a time."""
-        written = self.width // (2 if output is Output.GATED else 1) // self.parts
-        return self.parts == 1 or (stages >= self.parts and written >= (32 if output is Output.ADD else 64))
+        written = self.width // (2 if epilogue is Epilogue.GATED else 1) // self.split_k
+        return self.split_k == 1 or (stages >= self.split_k and written >= (32 if epilogue is Epilogue.ADD else 64))
 
-    def cost(self, rows: int, channels: int, stages: int, multiprocessors: int) -> float:
+    def cost(self, rows: int, channels: int, stages: int, num_sms: int) -> float:
         """How long a product takes, up to a factor: parts of the weight that a multiprocessor passes over."""
         row_tiles, tall = -(-rows // ROWS), -(-rows // (ROWS * self.cluster))
         slower = (1.08 if self.width < 256 else 1) * (1.05 if self.cluster < 2 else 1) * tall * self.cluster / row_tiles
-        passes = self.width * slower * stages / self.parts + (EXCHANGE if self.parts > 1 else 0)
-        return -(-tall * -(-channels // self.width) // (multiprocessors // self.blocks)) * passes
+        passes = self.width * slower * stages / self.split_k + (EXCHANGE if self.split_k > 1 else 0)
+        return -(-tall * -(-channels // self.width) // (num_sms // self.blocks)) * passes
 
 
 EXCHANGE = 1500
 """What it costs that blocks exchange sums, in rows of the weight by stages of the ring."""
-TILINGS = (*(Tiling(width, cluster) for width in (256, 128) for cluster in (2, 1)), Tiling(128, parts=2))
+TILE_CONFIGS = (
+    *(GemmTileConfig(width, cluster) for width in (256, 128) for cluster in (2, 1)),
+    GemmTileConfig(128, split_k=2),
+)
 MIN_ROWS = 33
 """From so many rows on, the kernel is faster than cublasLt and a kernel that scales; below, that for a few rows is."""
-FORMS = 1024
+KERNEL_CACHE_SIZE = 1024
 """Shapes whose launches are remembered."""
-TRIALS = (300, 400, 272), (100, 400, 2000)
+SELF_TESTS = (300, 400, 272), (100, 400, 2000)
 """Rows, rows of the weight and inner sizes of products that the kernel must get right before it is trusted."""
 
 
-Matrix = tuple[int, int]
+PitchedPointer = tuple[int, int]
 """An address and the elements from one row to the next, both in bytes multiples of 16."""
 
 
 @dataclass(frozen=True)
-class _Form:
+class _KernelLaunch:
     """What launches of one shape have in common; ``numbers`` are the kernel's, from ``rows`` to ``column_tiles``."""
 
     kernel: Kernel
@@ -99,20 +102,20 @@ class ScaledGemm:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._multiprocessors = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
+        self._num_sms = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         shared = device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
-        self.supported = device.compute_capability == (9, 0) and shared >= max(t.shared for t in TILINGS)
+        self.supported = device.compute_capability == (9, 0) and shared >= max(t.shared for t in TILE_CONFIGS)
         self._kernel = functools.cache(self._load)
-        self._form = functools.lru_cache(FORMS)(self._form_uncached)
+        self._kernel_launch = functools.lru_cache(KERNEL_CACHE_SIZE)(self._kernel_launch_uncached)
 
-    def takes(self, rows: int, channels: int, output: Output) -> bool:
+    def supports(self, rows: int, channels: int, epilogue: Epilogue) -> bool:
         """Whether the kernel runs here, and is the fastest for ``rows`` and a weight of ``channels`` rows."""
-        return self.supported and rows >= MIN_ROWS and channels % 4 == 0 and output in OUTPUTS
+        return self.supported and rows >= MIN_ROWS and channels % 4 == 0 and epilogue in EPILOGUES
 
     @functools.cached_property
-    def trusted(self) -> bool:
+    def verified(self) -> bool:
         """Whether known products were computed bit for bit, on CuPy's current stream; if not, there is a warning."""
-        wrong = [trial for trial in TRIALS if not self._is_exact(*trial)]
+        wrong = [sizes for sizes in SELF_TESTS if not self._is_exact(*sizes)]
         for rows, channels, in_features in wrong[:1]:
             reason = f"a product of {rows} x {in_features} by {channels} x {in_features} was wrong"
             warning = f"{self._device.name}: the int8 kernel that scales its own sums is not used, {reason}"
@@ -131,17 +134,30 @@ class ScaledGemm:
         self.launch(
             (codes, in_features), scales, (weight, in_features), weight_scales, 0,
             (out.data.ptr, channels), rows=rows, channels=channels, in_features=in_features,
-            output=Output.HALF, stream=cp.cuda.get_current_stream().ptr,
+            epilogue=Epilogue.HALF, stream=cp.cuda.get_current_stream().ptr,
         )  # fmt: skip
         acc = (x.astype(np.float64) @ w.T.astype(np.float64)).astype(np.float32)  # exact, and quick
         return np.array_equal(cp.asnumpy(out), (x_scale[:, None] * (w_scale * acc)).astype(np.float16))
 
     def launch(
-        self, x: Matrix, x_scale: int, w: Matrix, w_scale: int, bias: int, out: Matrix, *,
-        rows: int, channels: int, in_features: int, output: Output, activation: int = 0, tiling: Tiling | None = None,
-        stream: int = 0, moved: int = 0,
-    ) -> None:  # fmt: skip
-        """Put ``scaled(x @ w.T) + bias``, rounded to fp16, where and as ``output`` says, one of ``OUTPUTS``.
+        self,
+        x: PitchedPointer,
+        x_scale: int,
+        w: PitchedPointer,
+        w_scale: int,
+        bias: int,
+        out: PitchedPointer,
+        *,
+        rows: int,
+        channels: int,
+        in_features: int,
+        epilogue: Epilogue,
+        activation: int = 0,
+        tile_config: GemmTileConfig | None = None,
+        stream: int = 0,
+        bytes_moved: int = 0,
+    ) -> None:
+        """Put ``scaled(x @ w.T) + bias``, rounded to fp16, where and as ``epilogue`` says, one of ``EPILOGUES``.
 
         - ``x`` int8 ``[rows, in_features]``, ``x_scale`` fp32 ``[rows]``;
         - ``w`` int8 ``[channels, in_features]``, ``w_scale`` fp32 ``[channels]``, ``bias`` as long or 0;
@@ -149,38 +165,42 @@ class ScaledGemm:
           its number in ``common.cuh``) of the first half times the second half.
 
         The result has an even number of columns; the rest of the last 16 bytes of its rows is overwritten. Another
-        ``tiling`` than the best is for tests, ``moved`` as in :class:`Kernel`. The kernel may start before the one
-        ahead of it has ended, and waits for it itself.
+        ``tile_config`` than the best is for tests, ``bytes_moved`` as in :class:`Kernel`. The kernel may start before
+        the one ahead of it has ended, and waits for it itself.
         """
-        form = self._form(rows, channels, in_features, output, activation, bias != 0, tiling)
-        element = Element.FLOAT32 if output is Output.ADD else Element.FLOAT16
+        launch = self._kernel_launch(rows, channels, in_features, epilogue, activation, bias != 0, tile_config)
+        element = TensorMapDataType.FLOAT32 if epilogue is Epilogue.ADD else TensorMapDataType.FLOAT16
         arguments = (
-            x_scale, w_scale, bias, *form.numbers,
-            matrix_map(x[0], Element.INT8, rows, in_features, x[1], ROWS),
-            matrix_map(w[0], Element.INT8, channels, in_features, w[1], form.box_channels),
-            matrix_map(out[0], element, rows, form.numbers[1], out[1], BOX_ROWS),
+            x_scale, w_scale, bias, *launch.numbers,
+            tensor_map_2d(x[0], TensorMapDataType.INT8, rows, in_features, x[1], ROWS),
+            tensor_map_2d(w[0], TensorMapDataType.INT8, channels, in_features, w[1], launch.box_channels),
+            tensor_map_2d(out[0], element, rows, launch.numbers[1], out[1], BOX_ROWS),
         )  # fmt: skip
-        form.kernel(form.grid, THREADS, arguments, form.shared, stream, True, form.cluster, moved)
+        launch.kernel(launch.grid, THREADS, arguments, launch.shared, stream, True, launch.cluster, bytes_moved)
 
-    def _form_uncached(
-        self, rows: int, channels: int, in_features: int, output: Output, activation: int, bias: bool,
-        tiling: Tiling | None,
-    ) -> _Form:  # fmt: skip
-        gated, stages = output is Output.GATED, -(-in_features // ROWS)
-        if tiling is None:
-            tilings = [tiling for tiling in TILINGS if tiling.serves(output, stages)]
-            tiling = min(tilings, key=lambda tiling: tiling.cost(rows, channels, stages, self._multiprocessors))
-        columns, width = (channels // 2, tiling.width // 2) if gated else (channels, tiling.width)
-        assert columns % 2 == 0 and output in OUTPUTS, (columns, output)
-        row_tiles, column_tiles = -(-rows // (ROWS * tiling.cluster)), -(-columns // width)
+    def _kernel_launch_uncached(
+        self, rows: int, channels: int, in_features: int, epilogue: Epilogue, activation: int, bias: bool,
+        tile_config: GemmTileConfig | None,
+    ) -> _KernelLaunch:  # fmt: skip
+        gated, stages = epilogue is Epilogue.GATED, -(-in_features // ROWS)
+        if tile_config is None:
+            tile_configs = [tile_config for tile_config in TILE_CONFIGS if tile_config.serves(epilogue, stages)]
+            tile_config = min(
+                tile_configs, key=lambda tile_config: tile_config.cost(rows, channels, stages, self._num_sms)
+            )
+        columns, width = (channels // 2, tile_config.width // 2) if gated else (channels, tile_config.width)
+        assert columns % 2 == 0 and epilogue in EPILOGUES, (columns, epilogue)
+        row_tiles, column_tiles = -(-rows // (ROWS * tile_config.cluster)), -(-columns // width)
         clusters = row_tiles * column_tiles
-        if tiling.parts == 1:  # else each cluster computes one tile
-            clusters = min(clusters, self._multiprocessors // tiling.cluster)
+        if tile_config.split_k == 1:  # else each cluster computes one tile
+            clusters = min(clusters, self._num_sms // tile_config.cluster)
         numbers = (rows, columns, channels, stages, row_tiles, column_tiles)
-        arguments = f"{int(output)}, {activation}, {str(bias).lower()}, {tiling.arguments}"
+        arguments = f"{int(epilogue)}, {activation}, {str(bias).lower()}, {tile_config.arguments}"
         kernel = self._kernel(f"bminf::gemm_hopper<{arguments}>")
-        cluster = tiling.blocks if tiling.blocks > 1 else None
-        return _Form(kernel, clusters * tiling.blocks, cluster, tiling.shared, tiling.width // 2, numbers)
+        cluster = tile_config.blocks if tile_config.blocks > 1 else None
+        return _KernelLaunch(
+            kernel, clusters * tile_config.blocks, cluster, tile_config.shared, tile_config.width // 2, numbers
+        )
 
     def _load(self, expression: str) -> Kernel:
         return Module(self._device, "gemm/gemm_hopper.cu", [expression]).kernel(expression, _SIGNATURE)

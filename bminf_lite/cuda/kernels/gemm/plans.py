@@ -5,7 +5,7 @@ in int32. It describes buffers and operations and owns nothing, so every plan ca
 Padding is the plan's business: ``in``, ``out`` and ``rows`` may be any number from 1 on. The weight's padding is zeros,
 so that an activation's padding may hold anything.
 
-What ran where: ``PLAIN`` and ``DP4A`` were checked bit for bit on an H200 (compute capability 9.0, cublasLt 13.1).
+What ran where: ``ROW_MAJOR`` and ``DP4A`` were checked bit for bit on an H200 (compute capability 9.0, cublasLt 13.1).
 cublasLt refuses products in COL32 there, so the products of ``COL4_4R2_8C`` and ``COL32_2R_4R4`` have not been executed
 by this project. Their layouts equal what ``cublasLtMatrixTransform`` writes on that GPU, byte by byte, a NumPy model
 executes their descriptors in the tests, and on a GPU that they are meant for they are checked before they are trusted.
@@ -23,7 +23,7 @@ from .layouts import GROUP, Layout, round_up
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MatmulOperand:
     """One matrix of a product as cublasLt sees it; ``batch`` matrices lie ``stride`` elements apart."""
 
     dtype: DataType
@@ -46,12 +46,12 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulProblem:
     """``D = op(A) op(B)``, where op transposes or does nothing; ``compute`` is what is summed in."""
 
-    a: Matrix
-    b: Matrix
-    d: Matrix
+    a: MatmulOperand
+    b: MatmulOperand
+    d: MatmulOperand
     transpose_a: bool
     transpose_b: bool
     compute: ComputeType
@@ -71,65 +71,70 @@ class Product:
         return DataType.R_32I if self.compute is ComputeType.COMPUTE_32I else DataType.R_32F
 
 
-def row_major_product(
-    x: Matrix, w: Matrix, d: Matrix, compute: ComputeType, transpose_x: bool = False, transpose_w: bool = True
-) -> Product:
+def row_major_matmul(
+    x: MatmulOperand,
+    w: MatmulOperand,
+    d: MatmulOperand,
+    compute: ComputeType,
+    transpose_x: bool = False,
+    transpose_w: bool = True,
+) -> MatmulProblem:
     """``d = x @ w.T`` over row-major matrices, or without the transposition of ``w``, or with one of ``x``.
 
     cublasLt computes it as the column-major product of the same bytes, ``d.T = w @ x.T``: the weight comes first. For
     int8 that is also the only order of operands with fast kernels ("TN").
     """
-    a, b, out = (Matrix(m.dtype, Order.COL, m.cols, m.rows, m.ld, m.batch, m.stride) for m in (w, x, d))
-    return Product(a, b, out, transpose_w, transpose_x, compute)
+    a, b, out = (MatmulOperand(m.dtype, Order.COL, m.cols, m.rows, m.ld, m.batch, m.stride) for m in (w, x, d))
+    return MatmulProblem(a, b, out, transpose_w, transpose_x, compute)
 
 
-class PlanKind(str, Enum):
+class GemmKind(str, Enum):
     """How a product is computed: on tensor cores in a layout of theirs, on tensor cores from plain rows, or by dp4a."""
 
     COL4_4R2_8C = "col4_4r2_8c"
     COL32_2R_4R4 = "col32_2r_4r4"
-    PLAIN = "plain"
+    ROW_MAJOR = "plain"
     DP4A = "dp4a"
 
 
-def kinds_for(capability: tuple[int, int]) -> tuple[PlanKind, ...]:
+def kinds_for(capability: tuple[int, int]) -> tuple[GemmKind, ...]:
     """The plans to try on a GPU of that compute capability, the best first; the last one works everywhere."""
     if capability < (7, 5):
-        return (PlanKind.DP4A,)
+        return (GemmKind.DP4A,)
     if capability < (8, 0):
-        return PlanKind.COL4_4R2_8C, PlanKind.PLAIN, PlanKind.DP4A
+        return GemmKind.COL4_4R2_8C, GemmKind.ROW_MAJOR, GemmKind.DP4A
     if capability < (9, 0):
-        return PlanKind.COL32_2R_4R4, PlanKind.PLAIN, PlanKind.DP4A
-    return PlanKind.PLAIN, PlanKind.DP4A
+        return GemmKind.COL32_2R_4R4, GemmKind.ROW_MAJOR, GemmKind.DP4A
+    return GemmKind.ROW_MAJOR, GemmKind.DP4A
 
 
-def plain_first(kinds: Sequence[PlanKind]) -> tuple[PlanKind, ...]:
+def row_major_first(kinds: Sequence[GemmKind]) -> tuple[GemmKind, ...]:
     """Plans over plain rows before those in tensor-core layouts: the matrix-vector kernels read plain rows only."""
-    return tuple(sorted(kinds, key=[PlanKind.PLAIN, *(k for k in kinds if k is not PlanKind.PLAIN)].index))
+    return tuple(sorted(kinds, key=[GemmKind.ROW_MAJOR, *(k for k in kinds if k is not GemmKind.ROW_MAJOR)].index))
 
 
-_WEIGHT_ORDER = {PlanKind.COL4_4R2_8C: Order.COL4_4R2_8C, PlanKind.COL32_2R_4R4: Order.COL32_2R_4R4}
-_PLAIN_MULTIPLE = 16
+_WEIGHT_ORDER = {GemmKind.COL4_4R2_8C: Order.COL4_4R2_8C, GemmKind.COL32_2R_4R4: Order.COL32_2R_4R4}
+_ROW_MAJOR_MULTIPLE = 16
 """Plain rows are padded to whole 16-byte vectors; cublasLt's fast int8 kernels want no less."""
 
 
 @dataclass(frozen=True)
-class Shapes:
+class GemmLayouts:
     """The buffers of one plan for weights ``[out_features, in_features]``."""
 
-    kind: PlanKind
+    kind: GemmKind
     out_features: int
     in_features: int
 
     @cached_property
-    def is_plain(self) -> bool:
+    def is_row_major(self) -> bool:
         """Whether codes and results are row-major; otherwise activations and results are in COL32."""
         return self.kind not in _WEIGHT_ORDER
 
     @cached_property
     def padded(self) -> tuple[int, int]:
         """(out_features, in_features) as the weight is stored, the rest filled with zeros."""
-        multiple = _PLAIN_MULTIPLE if self.is_plain else GROUP
+        multiple = _ROW_MAJOR_MULTIPLE if self.is_row_major else GROUP
         return round_up(self.out_features, multiple), round_up(self.in_features, multiple)
 
     @cached_property
@@ -139,37 +144,37 @@ class Shapes:
 
     def activation(self, rows: int) -> Layout:
         """Of activation codes int8 ``[rows, in_features]``; only those need be written, padding may hold anything."""
-        if self.is_plain:
+        if self.is_row_major:
             return Layout(Order.ROW, rows, self.in_features, self.padded[1])
         return Layout.of(Order.COL32, rows, self.in_features)
 
     def result(self, rows: int) -> Layout:
         """Of the sums int32 ``[rows, out_features]``; padding is zeros."""
-        if self.is_plain:
+        if self.is_row_major:
             return Layout(Order.ROW, rows, self.out_features, self.padded[0], itemsize=4)
         return Layout.of(Order.COL32, rows, self.out_features, itemsize=4)
 
-    def product(self, rows: int) -> Product:
-        """The cublasLt operation for ``rows`` activations. ``DP4A`` has the one of ``PLAIN``, for the same buffers."""
+    def product(self, rows: int) -> MatmulProblem:
+        """The cublasLt operation for ``rows`` activations. ``DP4A`` has that of ``ROW_MAJOR``."""
         out, inner = self.padded
         x, d = self.activation(rows), self.result(rows)
-        if self.is_plain:
-            return row_major_product(
-                Matrix(DataType.R_8I, Order.ROW, rows, inner, x.ld),
-                Matrix(DataType.R_8I, Order.ROW, out, inner, self.weight.ld),
-                Matrix(DataType.R_32I, Order.ROW, rows, out, d.ld),
+        if self.is_row_major:
+            return row_major_matmul(
+                MatmulOperand(DataType.R_8I, Order.ROW, rows, inner, x.ld),
+                MatmulOperand(DataType.R_8I, Order.ROW, out, inner, self.weight.ld),
+                MatmulOperand(DataType.R_32I, Order.ROW, rows, out, d.ld),
                 ComputeType.COMPUTE_32I,
             )
-        return Product(
-            Matrix(DataType.R_8I, Order.COL32, rows, inner, x.ld),
-            Matrix(DataType.R_8I, self.weight.order, out, inner, self.weight.ld),
-            Matrix(DataType.R_32I, Order.COL32, rows, out, d.ld),
+        return MatmulProblem(
+            MatmulOperand(DataType.R_8I, Order.COL32, rows, inner, x.ld),
+            MatmulOperand(DataType.R_8I, self.weight.order, out, inner, self.weight.ld),
+            MatmulOperand(DataType.R_32I, Order.COL32, rows, out, d.ld),
             transpose_a=False,
             transpose_b=True,
             compute=ComputeType.COMPUTE_32I,
         )
 
-    def batched(self, rows: int, count: int, w_stride: int, x_stride: int) -> Product:
+    def batched(self, rows: int, count: int, w_stride: int, x_stride: int) -> MatmulProblem:
         """``count`` plain products at once; strides count elements, and 0 repeats an operand."""
         single, d_stride = self.product(rows), rows * self.padded[0]
         return replace(

@@ -22,28 +22,28 @@ STEP = 64
 
 
 @dataclass(frozen=True)
-class Ring:
+class PipelineConfig:
     """The weights under way in a block: warps, units of each, and steps of ``STEP`` columns in a unit."""
 
     warps: int
-    slots: int
+    stages: int
     steps: int
 
     @property
     def nbytes(self) -> int:
         """Shared memory that it takes; rows of a unit are padded by a step."""
-        return self.warps * self.slots * GROUP * (self.steps + 1) * STEP
+        return self.warps * self.stages * GROUP * (self.steps + 1) * STEP
 
 
-RINGS = (Ring(16, 2, 4), Ring(8, 2, 4))
+PIPELINES = (PipelineConfig(16, 2, 4), PipelineConfig(8, 2, 4))
 """For much shared memory and for little."""
-WIDE_RINGS = (Ring(8, 2, 8), Ring(4, 2, 8))
+WIDE_PIPELINES = (PipelineConfig(8, 2, 8), PipelineConfig(4, 2, 8))
 """The same for more than 16 rows, whose activations take more registers than 16 warps have."""
-ROOM = 18 << 10
+MIN_EPILOGUE_SHARED_MEMORY = 18 << 10
 """Shared memory for the sums, scales and biases of a block's share, at least."""
 
 
-class Output(IntEnum):
+class Epilogue(IntEnum):
     """What is made of the int32 sums; all but the last as in ``matvec.cu``."""
 
     HALF = 0
@@ -51,10 +51,10 @@ class Output(IntEnum):
     ADD = 2
     GATED = 3
     ACTIVATED = 4
-    SUMS = 5
+    INT32 = 5
 
 
-class FewRows:
+class SkinnyGemm:
     """The kernel of ``gemm/skinny_gemm.cu`` on one GPU."""
 
     source = "gemm/skinny_gemm.cu"
@@ -76,34 +76,34 @@ class FewRows:
 
     def launch(
         self, x: int, x_scale: int, w: int, w_scale: int, bias: int, out: int, out_pitch: int,
-        rows: int, out_features: int, pitch: int, stream: int, output: Output = Output.SUMS, activation: int = 0,
-        moved: int = 0,
+        rows: int, out_features: int, pitch: int, stream: int, epilogue: Epilogue = Epilogue.INT32, activation: int = 0,
+        bytes_moved: int = 0,
     ) -> None:  # fmt: skip
-        """``out = x @ w.T`` on ``stream``, finished as ``output`` says; the first six are addresses.
+        """``out = x @ w.T`` on ``stream``, finished as ``epilogue`` says; the first six are addresses.
 
         ``x`` is int8 ``[rows, pitch]`` with ``x_scale`` fp32 ``[rows]``, ``w`` int8 ``[out_features, pitch]``, its rows
         padded to whole groups, ``w_scale`` and ``bias`` (or 0) fp32 ``[out_features]``. ``out`` has rows of
         ``out_pitch`` elements: ``[rows, out_features]`` in fp16 (or activated), fp32 or int32, or gated fp16 ``[rows,
         out_features / 2]``, where half of the features must be whole groups. ``pitch`` is a multiple of 16, ``x`` and
-        ``w`` are aligned to 16 bytes. Sums need no scales. ``moved`` is for the device's observer.
+        ``w`` are aligned to 16 bytes. Sums need no scales. ``bytes_moved`` is for the device's observer.
         """
-        matrices = 2 if output is Output.GATED else 1
+        matrices = 2 if epilogue is Epilogue.GATED else 1
         assert self.supports(rows) and pitch % 16 == 0 and (matrices == 1 or out_features % (2 * GROUP) == 0)
         tiles = tiles_for(rows)
         groups, each = -(-out_features // (GROUP * matrices)), matrices * group_bytes(tiles)
-        ring = self._ring(tiles)
-        most = (self._shared - ring.nbytes) // each
-        waves = -(-groups // (self._multiprocessors * most))
-        grid = min(groups, self._multiprocessors * waves)
-        self._kernel(tiles, output, activation)(
-            grid, 32 * ring.warps, (x, x_scale, w, w_scale, bias, out, out_pitch, rows, out_features, pitch),
-            shared=ring.nbytes + -(-groups // grid) * each, stream=stream, dependent=True, moved=moved,
+        pipeline = self._pipeline(tiles)
+        most = (self._shared - pipeline.nbytes) // each
+        waves = -(-groups // (self._num_sms * most))
+        grid = min(groups, self._num_sms * waves)
+        self._kernel(tiles, epilogue, activation)(
+            grid, 32 * pipeline.warps, (x, x_scale, w, w_scale, bias, out, out_pitch, rows, out_features, pitch),
+            shared=pipeline.nbytes + -(-groups // grid) * each, stream=stream, dependent=True, bytes_moved=bytes_moved,
         )  # fmt: skip
 
-    def _ring(self, tiles: int) -> Ring:
+    def _pipeline(self, tiles: int) -> PipelineConfig:
         """The largest that leaves room."""
-        rings = WIDE_RINGS if tiles > 2 else RINGS
-        return next(ring for ring in rings if ring.nbytes + ROOM <= self._shared)
+        pipelines = WIDE_PIPELINES if tiles > 2 else PIPELINES
+        return next(pipeline for pipeline in pipelines if pipeline.nbytes + MIN_EPILOGUE_SHARED_MEMORY <= self._shared)
 
     @functools.cached_property
     def _shared(self) -> int:
@@ -111,13 +111,17 @@ class FewRows:
         return self._device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) - 512
 
     @functools.cached_property
-    def _multiprocessors(self) -> int:
+    def _num_sms(self) -> int:
         return self._device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
 
-    def _load(self, tiles: int, output: Output, activation: int) -> Kernel:
-        expression = f"few_rows<{tiles}, {int(output)}, {activation}>"
-        ring = self._ring(tiles)
-        defines = [f"RING_WARPS={ring.warps}", f"RING_SLOTS={ring.slots}", f"RING_STEPS={ring.steps}"]
+    def _load(self, tiles: int, epilogue: Epilogue, activation: int) -> Kernel:
+        expression = f"skinny_gemm<{tiles}, {int(epilogue)}, {activation}>"
+        pipeline = self._pipeline(tiles)
+        defines = [
+            f"PIPELINE_WARPS={pipeline.warps}",
+            f"PIPELINE_STAGES={pipeline.stages}",
+            f"PIPELINE_STEPS={pipeline.steps}",
+        ]
         return Module(self._device, self.source, [expression], defines).kernel(expression, "ppppppqiii")
 
 

@@ -7,8 +7,8 @@ engine brings them, so that a product takes as long as reading its weight, whate
 from __future__ import annotations
 
 from ...runtime.kernel import Kernel, Module
-from ...runtime.tensor_maps import ROW_BYTES, Element, matrix_map
-from .skinny_gemm import MAX_ROWS, FewRows, Output, tiles_for
+from ...runtime.tensor_maps import ROW_BYTES, TensorMapDataType, tensor_map_2d
+from .skinny_gemm import MAX_ROWS, Epilogue, SkinnyGemm, tiles_for
 
 THREADS = 320
 CLUSTER = 2
@@ -17,14 +17,14 @@ ROWS = 64
 BOXES = 2
 """Of ``ROW_BYTES`` columns in a stage."""
 WINDOW = 4
-"""Stages that are on their way at the same time; the ring has at least as many."""
-BESIDE = 3 << 10
+"""Stages that are on their way at the same time; the pipeline has at least as many."""
+RESERVED_SHARED_MEMORY = 3 << 10
 """Shared memory that is left to the kernel over rows which runs beside this one and waits for it."""
 _STAGE_BARRIERS, _SUMS_BARRIERS = 24, 32
 
 
-class FewRowsHopper(FewRows):
-    """The kernel of ``skinny_gemm_hopper.cu`` on one GPU."""
+class SkinnyGemmHopper(SkinnyGemm):
+    """The kernel of ``gemm/skinny_gemm_hopper.cu`` on one GPU."""
 
     source = "gemm/skinny_gemm_hopper.cu"
     is_fastest = True
@@ -34,29 +34,29 @@ class FewRowsHopper(FewRows):
 
     def launch(
         self, x: int, x_scale: int, w: int, w_scale: int, bias: int, out: int, out_pitch: int,
-        rows: int, out_features: int, pitch: int, stream: int, output: Output = Output.SUMS, activation: int = 0,
-        moved: int = 0,
+        rows: int, out_features: int, pitch: int, stream: int, epilogue: Epilogue = Epilogue.INT32, activation: int = 0,
+        bytes_moved: int = 0,
     ) -> None:  # fmt: skip
-        gated = output is Output.GATED
+        gated = epilogue is Epilogue.GATED
         assert self.supports(rows) and pitch % 16 == 0 and not (gated and out_features % 2)
         columns = BOXES * ROW_BYTES
         tiles, weight_rows = tiles_for(rows), ROWS // (1 + gated)
         weight_tiles, steps = -(-out_features // (1 + gated) // weight_rows), -(-pitch // columns)
-        clusters = min(self._multiprocessors // CLUSTER, weight_tiles)
-        x_map = matrix_map(x, Element.INT8, rows, pitch, pitch, 8 * tiles, pairs=False)
-        w_map = matrix_map(w, Element.INT8, out_features, pitch, pitch, weight_rows, pairs=False)
+        clusters = min(self._num_sms // CLUSTER, weight_tiles)
+        x_map = tensor_map_2d(x, TensorMapDataType.INT8, rows, pitch, pitch, 8 * tiles, promote_256b=False)
+        w_map = tensor_map_2d(w, TensorMapDataType.INT8, out_features, pitch, pitch, weight_rows, promote_256b=False)
         resident, stages, shared = self._divide(tiles, steps, weight_tiles > clusters)
-        self._kernel(tiles, output, activation)(
+        self._kernel(tiles, epilogue, activation)(
             clusters * CLUSTER, THREADS,
             (x_scale, w_scale, bias, out, out_pitch, rows, out_features, x_map, w_map, weight_tiles, steps, stages,
              resident),
-            shared=shared, stream=stream, dependent=True, cluster=CLUSTER, moved=moved,
+            shared=shared, stream=stream, dependent=True, cluster=CLUSTER, bytes_moved=bytes_moved,
         )  # fmt: skip
 
     def _divide(self, tiles: int, steps: int, several: bool) -> tuple[bool, int, int]:
         """Whether activations stay in shared memory, which pays for ``several`` tiles; stages; and bytes of it all."""
         weight, activations = BOXES * ROWS * ROW_BYTES, BOXES * 8 * tiles * ROW_BYTES
-        room, in_all = self._shared - BESIDE, -(-steps // CLUSTER) * activations
+        room, in_all = self._shared - RESERVED_SHARED_MEMORY, -(-steps // CLUSTER) * activations
         resident = several and in_all <= room // 2
         sums = 2 * ROWS * 8 * tiles * 4 + _SUMS_BARRIERS
         fixed, each = (sums + in_all, weight) if resident else (sums, weight + activations)
@@ -64,6 +64,6 @@ class FewRowsHopper(FewRows):
         assert stages >= WINDOW
         return resident, stages, fixed + stages * (each + _STAGE_BARRIERS)
 
-    def _load(self, tiles: int, output: Output, activation: int) -> Kernel:
-        expression = f"bminf::few_rows_hopper<{tiles}, {int(output)}, {activation}>"
+    def _load(self, tiles: int, epilogue: Epilogue, activation: int) -> Kernel:
+        expression = f"bminf::skinny_gemm_hopper<{tiles}, {int(epilogue)}, {activation}>"
         return Module(self._device, self.source, [expression]).kernel(expression, "ppppqiiTTiii?")

@@ -11,12 +11,13 @@ using namespace bminf;
 
 enum Input { HALF = 0, RMS_NORM = 1, LAYER_NORM = 2 };
 // GATED: rows n and n + N/2 are gate and up. ACTIVATED: a function of each output.
-enum Output { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
+enum Epilogue { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
-constexpr int CHUNK = 512;          // bytes of one row that a warp multiplies at once, 16 a thread
-constexpr int RING = RING_CHUNKS * CHUNK;  // bytes under way per warp; a multiple of 4 chunks, as shared memory allows
+constexpr int CHUNK = 512;  // bytes of one row that a warp multiplies at once, 16 a thread
+constexpr int PIPELINE_BYTES =
+    PIPELINE_CHUNKS * CHUNK;  // bytes under way per warp; a multiple of 4 chunks, as shared memory allows
 
 __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
     acc = __dp4a(a.x, b.x, acc);
@@ -25,8 +26,8 @@ __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
     return __dp4a(a.w, b.w, acc);
 }
 
-// A thread's part of a unit times the codes from the unit's first column on. Behind the end of a row the codes are zero, so what
-// the weights are there does not matter, and all loads are under way at once.
+// A thread's part of a unit times the codes from the unit's first column on. Behind the end of a row the codes are
+// zero, so what the weights are there does not matter, and all loads are under way at once.
 template <int U>
 __device__ __forceinline__ int dot_unit(const int4 (&w)[U], const int8* codes) {
     int4 c[U];
@@ -57,42 +58,43 @@ __device__ __forceinline__ void load_input(const Source* x, int k, int pitch, fl
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
         for (int j = 0; j < PARTS; ++j)
-            raw[i][j] = fetch16(x + min((i * THREADS + static_cast<int>(threadIdx.x)) * 8, pitch - 8) + j * (8 / PARTS));
+            raw[i][j] =
+                ld_global_v4(x + min((i * THREADS + static_cast<int>(threadIdx.x)) * 8, pitch - 8) + j * (8 / PARTS));
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         load8(reinterpret_cast<const Source*>(raw[i]), v[i]);
-        clear_past(v[i], (i * THREADS + threadIdx.x) * 8, k);
+        zero_tail(v[i], (i * THREADS + threadIdx.x) * 8, k);
     }
 }
 
 // The input row as codes in shared memory, with zeros up to `width`; returns its scale.
 template <int INPUT, int VECTORS>
 __device__ __forceinline__ float quantize_input(
-    const void* x, const float* gain, const float* shift, float eps, int k, int pitch, int width, int8* codes)
-{
-    using Source = typename Choose<INPUT == HALF, __half, float>::type;
+    const void* x, const float* norm_weight, const float* norm_bias, float eps, int k, int pitch, int width,
+    int8* codes) {
+    using Source = typename Conditional<INPUT == HALF, __half, float>::type;
     __shared__ RowScratch<THREADS> scratch;
     float v[VECTORS][8];
     load_input(static_cast<const Source*>(x), k, pitch, v);
-    const float top = INPUT == HALF
-        ? row_max<THREADS>(v, scratch)
-        : normalise_row<THREADS, INPUT == LAYER_NORM, true>(v, gain, shift, eps, k, pitch, scratch);
+    const float top = INPUT == HALF ? row_max<THREADS>(v, scratch)
+                                    : normalise_row<THREADS, INPUT == LAYER_NORM, true>(
+                                          v, norm_weight, norm_bias, eps, k, pitch, scratch);
     const RowScale s = row_scale(top);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int column = (i * THREADS + threadIdx.x) * 8;
-        if (column < width) *reinterpret_cast<uint2*>(codes + column) = codes8(v[i], s.ratio);
+        if (column < width) *reinterpret_cast<uint2*>(codes + column) = quantize8(v[i], s.ratio);
     }
     return s.scale;
 }
 
 // The part of the product that a block computes: `count` outputs from `first` on. With GATED each has two rows.
-template <int OUTPUT>
-struct Share {
-    static constexpr int MATRICES = OUTPUT == GATED ? 2 : 1;
+template <int EPILOGUE>
+struct BlockRange {
+    static constexpr int MATRICES = EPILOGUE == GATED ? 2 : 1;
     int outputs, first, count;
 
-    __device__ __forceinline__ explicit Share(int n) {
+    __device__ __forceinline__ explicit BlockRange(int n) {
         outputs = n / MATRICES;
         first = static_cast<int>(static_cast<long long>(outputs) * blockIdx.x / gridDim.x);
         count = static_cast<int>(static_cast<long long>(outputs) * (blockIdx.x + 1) / gridDim.x) - first;
@@ -104,10 +106,10 @@ struct Share {
 };
 
 // The units that one warp takes: every WARPS-th of the block's.
-struct Units {
+struct WarpUnits {
     int row, segment, segments, rows_on, segments_on, left;
 
-    __device__ __forceinline__ Units(int warp, int rows, int segments_) : segments(segments_) {
+    __device__ __forceinline__ WarpUnits(int warp, int rows, int segments_) : segments(segments_) {
         row = warp / segments, segment = warp % segments;
         rows_on = WARPS / segments, segments_on = WARPS % segments;
         const int total = rows * segments;
@@ -120,15 +122,15 @@ struct Units {
 };
 
 // What a thread adds to its first output or multiplies it by, fetched while the product is under way.
-struct Early {
+struct EpilogueOperands {
     float w_scale[2], bias[2], residual;
 };
 
-template <int OUTPUT>
-__device__ __forceinline__ Early fetch_early(
-    const Share<OUTPUT>& share, const float* __restrict__ w_scale, const float* __restrict__ bias, const void* out)
-{
-    Early e = {};
+template <int EPILOGUE>
+__device__ __forceinline__ EpilogueOperands prefetch_epilogue(
+    const BlockRange<EPILOGUE>& share, const float* __restrict__ w_scale, const float* __restrict__ bias,
+    const void* out) {
+    EpilogueOperands e = {};
     if (threadIdx.x < share.count) {
 #pragma unroll
         for (int m = 0; m < share.MATRICES; ++m) {
@@ -136,17 +138,16 @@ __device__ __forceinline__ Early fetch_early(
             e.w_scale[m] = w_scale[row];
             e.bias[m] = bias ? bias[row] : 0.0f;
         }
-        if constexpr (OUTPUT == ADD) e.residual = static_cast<const float*>(out)[share.first + threadIdx.x];
+        if constexpr (EPILOGUE == ADD) e.residual = static_cast<const float*>(out)[share.first + threadIdx.x];
     }
     return e;
 }
 
 // The exact sums of a block's rows, scaled and put where they belong.
-template <int OUTPUT, int F>
-__device__ __forceinline__ void finish(
-    const int* acc, float x_scale, const Share<OUTPUT>& share, Early e,
-    const float* __restrict__ w_scale, const float* __restrict__ bias, void* out)
-{
+template <int EPILOGUE, int F>
+__device__ __forceinline__ void epilogue(
+    const int* acc, float x_scale, const BlockRange<EPILOGUE>& share, EpilogueOperands e,
+    const float* __restrict__ w_scale, const float* __restrict__ bias, void* out) {
     for (int i = threadIdx.x; i < share.count; i += THREADS) {
         const int to = share.first + i;
         if (i >= THREADS) {
@@ -155,14 +156,14 @@ __device__ __forceinline__ void finish(
                 e.w_scale[m] = w_scale[to + m * share.outputs];
                 e.bias[m] = bias ? bias[to + m * share.outputs] : 0.0f;
             }
-            if constexpr (OUTPUT == ADD) e.residual = static_cast<const float*>(out)[to];
+            if constexpr (EPILOGUE == ADD) e.residual = static_cast<const float*>(out)[to];
         }
         const float y = __fadd_rn(scaled(__int2float_rn(acc[i]), x_scale, e.w_scale[0]), e.bias[0]);
-        if constexpr (OUTPUT == TO_HALF) static_cast<__half*>(out)[to] = __float2half_rn(y);
-        if constexpr (OUTPUT == TO_FLOAT) static_cast<float*>(out)[to] = y;
-        if constexpr (OUTPUT == ACTIVATED) static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)));
-        if constexpr (OUTPUT == ADD) static_cast<float*>(out)[to] = __fadd_rn(e.residual, rounded(y));
-        if constexpr (OUTPUT == GATED) {
+        if constexpr (EPILOGUE == TO_HALF) static_cast<__half*>(out)[to] = __float2half_rn(y);
+        if constexpr (EPILOGUE == TO_FLOAT) static_cast<float*>(out)[to] = y;
+        if constexpr (EPILOGUE == ACTIVATED) static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)));
+        if constexpr (EPILOGUE == ADD) static_cast<float*>(out)[to] = __fadd_rn(e.residual, rounded(y));
+        if constexpr (EPILOGUE == GATED) {
             const float up = __fadd_rn(scaled(__int2float_rn(acc[share.count + i]), x_scale, e.w_scale[1]), e.bias[1]);
             static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)) * rounded(up));
         }
@@ -171,69 +172,75 @@ __device__ __forceinline__ void finish(
 
 // A warp's units on their way to it: by the bulk copy engine into shared memory on Hopper, into registers before.
 #if __CUDA_ARCH__ >= 900
-template <int U, class Share>
-struct Stream {
-    static constexpr int SLOTS = RING / (U * CHUNK);
+template <int U, class BlockRange>
+struct WeightStream {
+    static constexpr int STAGES = PIPELINE_BYTES / (U * CHUNK);
     const int8* weight;
-    const Share& share;
+    const BlockRange& share;
     int pitch, lane;
     unsigned data, barriers;
-    Units ahead;
-    int slot = 0, parity = 0;
+    WarpUnits ahead;
+    int stage = 0, phase = 0;
 
-    __device__ __forceinline__ Stream(const int8* weight, const Share& share, int pitch, char* ring, unsigned long long* all)
-        : weight(weight), share(share), pitch(pitch), lane(threadIdx.x % WARP),
-          ahead(threadIdx.x / WARP, share.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK))
-    {
+    __device__ __forceinline__
+    WeightStream(const int8* weight, const BlockRange& share, int pitch, char* pipeline, unsigned long long* all)
+        : weight(weight),
+          share(share),
+          pitch(pitch),
+          lane(threadIdx.x % WARP),
+          ahead(threadIdx.x / WARP, share.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK)) {
         const int warp = threadIdx.x / WARP;
-        data = shared_address(ring + warp * RING);
-        barriers = shared_address(all + warp * SLOTS);
+        data = cast_smem_ptr_to_uint(pipeline + warp * PIPELINE_BYTES);
+        barriers = cast_smem_ptr_to_uint(all + warp * STAGES);
         if (lane == 0) {
-            for (int i = 0; i < SLOTS; ++i) barrier_init(barriers + 8 * i, 1);
-            barriers_ready();
+            for (int i = 0; i < STAGES; ++i) mbarrier_init(barriers + 8 * i, 1);
+            fence_mbarrier_init();
         }
         __syncwarp();
-        for (int i = 0; i < SLOTS; ++i) start(i);
+        for (int i = 0; i < STAGES; ++i) start(i);
     }
     __device__ __forceinline__ void start(int to) {
         if (ahead.left <= 0) return;
         if (lane == 0) {
             const int column = ahead.segment * (U * CHUNK), bytes = min(U * CHUNK, pitch - column);
             const int8* source = weight + static_cast<size_t>(share.row(ahead.row)) * pitch + column;
-            barrier_expect(barriers + 8 * to, bytes);
-            bulk_copy(data + to * (U * CHUNK), source, bytes, barriers + 8 * to);
+            mbarrier_arrive_expect_tx(barriers + 8 * to, bytes);
+            cp_async_bulk(data + to * (U * CHUNK), source, bytes, barriers + 8 * to);
         }
         ahead.next();
     }
     __device__ __forceinline__ int multiply(const int8* codes) {
-        barrier_wait(barriers + 8 * slot, parity);
+        mbarrier_wait(barriers + 8 * stage, phase);
         int4 w[U];
-        const unsigned from = data + slot * (U * CHUNK) + lane * 16;
+        const unsigned from = data + stage * (U * CHUNK) + lane * 16;
 #pragma unroll
         for (int i = 0; i < U; ++i)
             asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(w[i].x), "=r"(w[i].y), "=r"(w[i].z), "=r"(w[i].w) : "r"(from + i * CHUNK));
+                         : "=r"(w[i].x), "=r"(w[i].y), "=r"(w[i].z), "=r"(w[i].w)
+                         : "r"(from + i * CHUNK));
         const int sum = dot_unit<U>(w, codes);
         __syncwarp();
-        start(slot);
-        if (++slot == SLOTS) slot = 0, parity ^= 1;
+        start(stage);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
         return warp_sum(sum);
     }
 };
 #else
-template <int U, class Share>
-struct Stream {
-    static constexpr int SLOTS = 1;
+template <int U, class BlockRange>
+struct WeightStream {
+    static constexpr int STAGES = 1;
     const int8* weight;
-    const Share& share;
+    const BlockRange& share;
     int pitch;
-    Units ahead;
+    WarpUnits ahead;
     int4 next[U];
 
-    __device__ __forceinline__ Stream(const int8* weight, const Share& share, int pitch, char*, unsigned long long*)
-        : weight(weight), share(share), pitch(pitch),
-          ahead(threadIdx.x / WARP, share.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK))
-    {
+    __device__ __forceinline__
+    WeightStream(const int8* weight, const BlockRange& share, int pitch, char*, unsigned long long*)
+        : weight(weight),
+          share(share),
+          pitch(pitch),
+          ahead(threadIdx.x / WARP, share.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK)) {
         start();
     }
     __device__ __forceinline__ void start() {
@@ -255,37 +262,37 @@ struct Stream {
 };
 #endif
 
-// x: the input row, fp16 or fp32 [k]; gain, shift: the norm's [k]. weight: int8 [n, pitch]; w_scale, bias: fp32 [n]. out:
-// [n], or [n / 2] if GATED. F is the gate's function, or the outputs'. Dynamic shared memory: the ring from 9.0 on, the codes
-// (pitch bytes, rounded up to whole units), and an int32 for each row of a block's share.
-template <int INPUT, int VECTORS, int OUTPUT, int F, int U>
-__global__ void __launch_bounds__(THREADS) matvec(
-    const void* x, const float* gain, const float* shift, float eps,
-    const int8* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias,
-    void* out, int n, int k, int pitch)
-{
+// x: the input row, fp16 or fp32 [k]; norm_weight, norm_bias: the norm's [k]. weight: int8 [n, pitch]; w_scale, bias:
+// fp32 [n]. out: [n], or [n / 2] if GATED. F is the gate's function, or the outputs'. Dynamic shared memory: the
+// pipeline from 9.0 on, the codes (pitch bytes, rounded up to whole units), and an int32 for each row of a block's
+// share.
+template <int INPUT, int VECTORS, int EPILOGUE, int F, int U>
+__global__ void __launch_bounds__(THREADS) gemv(
+    const void* x, const float* norm_weight, const float* norm_bias, float eps, const int8* __restrict__ weight,
+    const float* __restrict__ w_scale, const float* __restrict__ bias, void* out, int n, int k, int pitch) {
     extern __shared__ __align__(128) char shared[];
-    let_successor_start();
-    const Share<OUTPUT> share(n);
-    using Units_ = Stream<U, Share<OUTPUT>>;
-    __shared__ __align__(8) unsigned long long barriers[WARPS * Units_::SLOTS];
+    launch_dependent_grids();
+    const BlockRange<EPILOGUE> share(n);
+    using Stream_ = WeightStream<U, BlockRange<EPILOGUE>>;
+    __shared__ __align__(8) unsigned long long barriers[WARPS * Stream_::STAGES];
 #if __CUDA_ARCH__ >= 900
-    int8* codes = reinterpret_cast<int8*>(shared + WARPS * RING);
+    int8* codes = reinterpret_cast<int8*>(shared + WARPS * PIPELINE_BYTES);
 #else
     int8* codes = reinterpret_cast<int8*>(shared);
 #endif
     const int width = (pitch + U * CHUNK - 1) / (U * CHUNK) * (U * CHUNK);
     int* acc = reinterpret_cast<int*>(codes + width);
-    Units_ stream(weight, share, pitch, shared, barriers);
+    Stream_ stream(weight, share, pitch, shared, barriers);
     for (int i = threadIdx.x; i < share.rows(); i += THREADS) acc[i] = 0;
-    wait_for_predecessor();
-    const float x_scale = quantize_input<INPUT, VECTORS>(x, gain, shift, eps, k, pitch, width, codes);
-    const Early early = fetch_early<OUTPUT>(share, w_scale, bias, out);
+    wait_on_dependent_grids();
+    const float x_scale = quantize_input<INPUT, VECTORS>(x, norm_weight, norm_bias, eps, k, pitch, width, codes);
+    const EpilogueOperands early = prefetch_epilogue<EPILOGUE>(share, w_scale, bias, out);
     sync_threads<THREADS>();
-    for (Units unit(threadIdx.x / WARP, share.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK)); unit.left > 0; unit.next()) {
+    for (WarpUnits unit(threadIdx.x / WARP, share.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK)); unit.left > 0;
+         unit.next()) {
         const int sum = stream.multiply(codes + unit.segment * (U * CHUNK));
         if (threadIdx.x % WARP == 0) atomicAdd(acc + unit.row, sum);
     }
     sync_threads<THREADS>();
-    finish<OUTPUT, F>(acc, x_scale, share, early, w_scale, bias, out);
+    epilogue<EPILOGUE, F>(acc, x_scale, share, early, w_scale, bias, out);
 }

@@ -1,11 +1,11 @@
-// Few activation rows times a weight in fp16, or in int8 with activations that stay float. A warp computes one output at
-// a time in fp32, always in the same order.
+// Few activation rows times a weight in fp16, or in int8 with activations that stay float. A warp computes one output
+// at a time in fp32, always in the same order.
 #include "common/common.cuh"
 
 using namespace bminf;
 
 enum Input { HALF = 0, RMS_NORM = 1, LAYER_NORM = 2 };
-enum Output { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
+enum Epilogue { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
@@ -34,24 +34,24 @@ __device__ __forceinline__ float dot(const int8* w, const __half* x, float acc) 
 
 // x: fp16 or fp32 rows of x_pitch; weight: W [n, pitch]; w_scale: fp32 [n] or null; out: rows of out_pitch. The grid's
 // second dimension counts rows. Dynamic shared memory: pitch fp16 numbers.
-template <int INPUT, int VECTORS, class W, int OUTPUT, int F>
-__global__ void __launch_bounds__(THREADS) matvec_float(
-    const void* x, long long x_pitch, const float* gain, const float* shift, float eps,
-    const W* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias,
-    void* out, long long out_pitch, int n, int k, int pitch)
-{
+template <int INPUT, int VECTORS, class W, int EPILOGUE, int F>
+__global__ void __launch_bounds__(THREADS) gemv_float(
+    const void* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps,
+    const W* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias, void* out,
+    long long out_pitch, int n, int k, int pitch) {
     extern __shared__ __align__(16) char shared[];
     __shared__ RowScratch<THREADS> scratch;
     __half* row = reinterpret_cast<__half*>(shared);
-    let_successor_start();
-    wait_for_predecessor();
+    launch_dependent_grids();
+    wait_on_dependent_grids();
     {
-        using Source = typename Choose<INPUT == HALF, __half, float>::type;
+        using Source = typename Conditional<INPUT == HALF, __half, float>::type;
         const Source* source = static_cast<const Source*>(x) + blockIdx.y * x_pitch;
         float v[VECTORS][8];
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) load_row8(source, (i * THREADS + threadIdx.x) * 8, k, pitch, v[i]);
-        if constexpr (INPUT != HALF) normalise_row<THREADS, INPUT == LAYER_NORM, false>(v, gain, shift, eps, k, pitch, scratch);
+        if constexpr (INPUT != HALF)
+            normalise_row<THREADS, INPUT == LAYER_NORM, false>(v, norm_weight, norm_bias, eps, k, pitch, scratch);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             const int column = (i * THREADS + threadIdx.x) * 8;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(THREADS) matvec_float(
     }
     __syncthreads();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int outputs = OUTPUT == GATED ? n / 2 : n;
+    const int outputs = EPILOGUE == GATED ? n / 2 : n;
     constexpr int STEP = 16 / sizeof(W);
     auto product = [&](int r) {
         float sum = 0;
@@ -74,14 +74,14 @@ __global__ void __launch_bounds__(THREADS) matvec_float(
     };
     for (int i = blockIdx.x * WARPS + warp; i < outputs; i += gridDim.x * WARPS) {
         const float y = product(i);
-        const float up = OUTPUT == GATED ? product(outputs + i) : 0.0f;
+        const float up = EPILOGUE == GATED ? product(outputs + i) : 0.0f;
         if (lane != 0) continue;
         const long long to = blockIdx.y * out_pitch + i;
-        if constexpr (OUTPUT == TO_HALF) static_cast<__half*>(out)[to] = __float2half_rn(y);
-        if constexpr (OUTPUT == TO_FLOAT) static_cast<float*>(out)[to] = y;
-        if constexpr (OUTPUT == ACTIVATED) static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)));
-        if constexpr (OUTPUT == ADD) static_cast<float*>(out)[to] += rounded(y);
-        if constexpr (OUTPUT == GATED)
+        if constexpr (EPILOGUE == TO_HALF) static_cast<__half*>(out)[to] = __float2half_rn(y);
+        if constexpr (EPILOGUE == TO_FLOAT) static_cast<float*>(out)[to] = y;
+        if constexpr (EPILOGUE == ACTIVATED) static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)));
+        if constexpr (EPILOGUE == ADD) static_cast<float*>(out)[to] += rounded(y);
+        if constexpr (EPILOGUE == GATED)
             static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)) * rounded(up));
     }
 }

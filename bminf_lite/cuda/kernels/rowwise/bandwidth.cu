@@ -3,7 +3,8 @@
 
 constexpr int EACH = 8;  // vectors of 16 bytes that a thread has under way
 
-// data: `count` vectors. out: one int, written only where the sum happens to be 1, which keeps the reads from being removed.
+// data: `count` vectors. out: one int, written only where the sum happens to be 1, which keeps the reads from being
+// removed.
 __global__ void __launch_bounds__(512) read_all(const int4* __restrict__ data, long long count, int* out) {
     const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
     int sum = 0;

@@ -1,5 +1,5 @@
-// Trying ways to quantize a weight: what a calibration computes of float matrices and of activations. The matrices are as
-// their file has them, dense, fp16, bf16 or fp32; a block takes a row, its threads neighbouring columns.
+// Trying ways to quantize a weight: what a calibration computes of float matrices and of activations. The matrices are
+// as their file has them, dense, fp16, bf16 or fp32; a block takes a row, its threads neighbouring columns.
 #include "common/common.cuh"
 
 using namespace bminf;
@@ -13,7 +13,7 @@ __device__ __forceinline__ float number(float x) { return x; }
 __device__ __forceinline__ float number(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 
 constexpr int THREADS = 256;
-constexpr int STRIP = 64;  // rows of which a thread of column_magnitudes takes a column
+constexpr int STRIP = 64;  // rows of which a thread of column_absmax takes a column
 
 // Scales that fp16 holds in full: none is subnormal or infinite.
 constexpr float SMALLEST = 6.103515625e-05f, LARGEST = 65504.0f;
@@ -23,37 +23,37 @@ __device__ __forceinline__ float exact_scale(float top) {
     return scale > 0 ? scale : 1.0f;
 }
 
-__device__ __forceinline__ float factor_of(const float* factors, int column) { return factors ? factors[column] : 1.0f; }
+__device__ __forceinline__ float factor_of(const float* factors, int column) {
+    return factors ? factors[column] : 1.0f;
+}
 
-// top[row] = max|w factor|, and *misfit = 1 where the scale of a row does not fit fp16.
+// top[row] = max|w factor|, and *fp32_scales = 1 where the scale of a row does not fit fp16.
 template <class T>
-__global__ void __launch_bounds__(THREADS) row_magnitudes(
-    const T* w, const float* __restrict__ factors, float* top, int* misfit, int k)
-{
+__global__ void __launch_bounds__(THREADS)
+    row_absmax(const T* w, const float* __restrict__ factors, float* top, int* fp32_scales, int k) {
     __shared__ RowScratch<THREADS> scratch;
-    wait_for_predecessor();
+    wait_on_dependent_grids();
     const T* row = w + static_cast<size_t>(blockIdx.x) * k;
     float largest = 0;
     for (int c = threadIdx.x; c < k; c += THREADS)
-        largest = larger(largest, __fmul_rn(number(row[c]), factor_of(factors, c)));
+        largest = absmax(largest, __fmul_rn(number(row[c]), factor_of(factors, c)));
     double none = 0;
     row_sum_max<THREADS, false, true>(none, largest, scratch, 0);
     if (threadIdx.x != 0) return;
     top[blockIdx.x] = largest;
     const float scale = exact_scale(largest);
-    if (!(scale >= SMALLEST && scale <= LARGEST)) *misfit = 1;
+    if (!(scale >= SMALLEST && scale <= LARGEST)) *fp32_scales = 1;
 }
 
-// codes = clip(rint(w factor / scale)) with rows of `pitch`; the scales are fp16 numbers unless one of them is a misfit. They are
-// there when the kernel ends, because products read a weight before their predecessor has ended.
+// codes = clip(rint(w factor / scale)) with rows of `pitch`; the scales are fp16 numbers unless one of them does not
+// fit fp16. They are there when the kernel ends, because products read a weight before their predecessor has ended.
 template <class T>
 __global__ void __launch_bounds__(THREADS) row_codes(
-    const T* w, const float* __restrict__ factors, const float* top, const int* misfit, float* scales,
-    int8* codes, long long pitch, int k)
-{
-    wait_for_predecessor();
+    const T* w, const float* __restrict__ factors, const float* top, const int* fp32_scales, float* scales, int8* codes,
+    long long pitch, int k) {
+    wait_on_dependent_grids();
     const size_t index = blockIdx.x;
-    const float exact = exact_scale(top[index]), scale = *misfit ? exact : rounded(exact);
+    const float exact = exact_scale(top[index]), scale = *fp32_scales ? exact : rounded(exact);
     if (threadIdx.x == 0) scales[index] = scale;
     const T* row = w + index * k;
     for (int c = threadIdx.x; c < k; c += THREADS) {
@@ -65,10 +65,9 @@ __global__ void __launch_bounds__(THREADS) row_codes(
 
 // top[column] = max(top[column], |x| / divisor), with a divisor per row, or none. Magnitudes order as their bits do.
 template <class T>
-__global__ void __launch_bounds__(THREADS) column_magnitudes(
-    const T* x, long long pitch, const float* divisors, float* top, int rows, int k)
-{
-    wait_for_predecessor();
+__global__ void __launch_bounds__(THREADS)
+    column_absmax(const T* x, long long pitch, const float* divisors, float* top, int rows, int k) {
+    wait_on_dependent_grids();
     const int column = blockIdx.x * THREADS + threadIdx.x;
     if (column >= k) return;
     const int first = blockIdx.y * STRIP, last = min(rows, first + STRIP);
@@ -76,17 +75,16 @@ __global__ void __launch_bounds__(THREADS) column_magnitudes(
     for (int row = first; row < last; ++row) {
         float value = number(x[row * pitch + column]);
         if (divisors && divisors[row] > 0) value = __fdiv_rn(value, divisors[row]);
-        largest = larger(largest, value);
+        largest = absmax(largest, value);
     }
     atomicMax(reinterpret_cast<unsigned*>(top) + column, __float_as_uint(largest));
 }
 
 // Columns of the matrix as fp16 rows: out[j, row] = w[row, index[j]] factor.
 template <class T>
-__global__ void __launch_bounds__(THREADS) take_columns(
-    const T* w, const float* factors, const int* index, __half* out, long long pitch, int n, int k)
-{
-    wait_for_predecessor();
+__global__ void __launch_bounds__(THREADS)
+    take_columns(const T* w, const float* factors, const int* index, __half* out, long long pitch, int n, int k) {
+    wait_on_dependent_grids();
     const int row = blockIdx.x * THREADS + threadIdx.x, column = index[blockIdx.y];
     if (row >= n) return;
     const float value = __fmul_rn(number(w[static_cast<size_t>(row) * k + column]), factor_of(factors, column));
@@ -96,26 +94,24 @@ __global__ void __launch_bounds__(THREADS) take_columns(
 // The matrix in fp16, with rows of `pitch`.
 template <class T>
 __global__ void __launch_bounds__(THREADS) to_half(const T* w, __half* out, long long pitch, int k) {
-    wait_for_predecessor();
+    wait_on_dependent_grids();
     const size_t index = blockIdx.x;
     for (int c = threadIdx.x; c < k; c += THREADS) out[index * pitch + c] = __float2half_rn(number(w[index * k + c]));
 }
 
 // out[i] = x[index[i]], in fp32.
 template <class T>
-__global__ void __launch_bounds__(THREADS) take_rows(
-    const T* x, long long pitch, const int* index, float* out, long long out_pitch, int k)
-{
-    wait_for_predecessor();
+__global__ void __launch_bounds__(THREADS)
+    take_rows(const T* x, long long pitch, const int* index, float* out, long long out_pitch, int k) {
+    wait_on_dependent_grids();
     const T* row = x + index[blockIdx.x] * pitch;
     for (int c = threadIdx.x; c < k; c += THREADS) out[blockIdx.x * out_pitch + c] = number(row[c]);
 }
 
 // out = x / factors in fp16, or x where there are none.
-__global__ void __launch_bounds__(THREADS) divide_rows(
-    const float* x, long long pitch, const float* factors, __half* out, long long out_pitch, int k)
-{
-    wait_for_predecessor();
+__global__ void __launch_bounds__(THREADS)
+    divide_rows(const float* x, long long pitch, const float* factors, __half* out, long long out_pitch, int k) {
+    wait_on_dependent_grids();
     for (int c = threadIdx.x; c < k; c += THREADS) {
         const float value = x[blockIdx.x * pitch + c];
         out[blockIdx.x * out_pitch + c] = __float2half_rn(factors ? __fdiv_rn(value, factors[c]) : value);
@@ -124,10 +120,9 @@ __global__ void __launch_bounds__(THREADS) divide_rows(
 
 // Of each row, sum (got - expected)^2 to squares[row] and sum expected^2 to squares[rows + row], in fp64.
 __global__ void __launch_bounds__(THREADS) row_squares(
-    const float* got, long long got_pitch, const float* expected, long long pitch, double* squares, int rows, int n)
-{
+    const float* got, long long got_pitch, const float* expected, long long pitch, double* squares, int rows, int n) {
     __shared__ RowScratch<THREADS> scratch;
-    wait_for_predecessor();
+    wait_on_dependent_grids();
     const size_t row = blockIdx.x;
     double noise = 0, size = 0;
     for (int c = threadIdx.x; c < n; c += THREADS) {

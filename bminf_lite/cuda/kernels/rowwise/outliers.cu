@@ -3,14 +3,13 @@
 
 using namespace bminf;
 
-// A block takes a row of x: its chosen columns go to `kept` as fp16, and all of it to `rest`, with zeros in their place.
+// A block takes a row of x: its chosen columns go to `kept` as fp16, and all of it to `rest`, with zeros in their
+// place.
 template <class T>
 __global__ void __launch_bounds__(256) split_columns(
-    const T* x, long long pitch, const int* index, int columns, T* rest, long long rest_pitch,
-    __half* kept, int k)
-{
-    let_successor_start();
-    wait_for_predecessor();
+    const T* x, long long pitch, const int* index, int columns, T* rest, long long rest_pitch, __half* kept, int k) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
     const long long row = blockIdx.x;
     x += row * pitch, rest += row * rest_pitch, kept += row * columns;
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
@@ -30,12 +29,11 @@ __global__ void __launch_bounds__(256) split_columns(
 // [columns, pitch], the columns as rows. A block takes 256 outputs of a row. Dynamic shared memory: `columns` floats.
 template <class T>
 __global__ void __launch_bounds__(256) add_columns(
-    const float* sums, long long sums_pitch, const __half* kept, int columns,
-    const __half* __restrict__ weight, long long pitch, const float* __restrict__ bias, T* out, long long out_pitch, int n)
-{
+    const float* sums, long long sums_pitch, const __half* kept, int columns, const __half* __restrict__ weight,
+    long long pitch, const float* __restrict__ bias, T* out, long long out_pitch, int n) {
     extern __shared__ float inputs[];
-    let_successor_start();
-    wait_for_predecessor();
+    launch_dependent_grids();
+    wait_on_dependent_grids();
     const long long row = blockIdx.x;
     for (int j = threadIdx.x; j < columns; j += blockDim.x) inputs[j] = __half2float(kept[row * columns + j]);
     __syncthreads();

@@ -14,11 +14,11 @@ __device__ __forceinline__ u64 split_mix(u64 seed, u64 index) {
 __device__ __forceinline__ void put(int8* to, int code) { *to = static_cast<int8>(code); }
 __device__ __forceinline__ void put(__half* to, int code) { *to = __float2half_rn(code / 64.0f); }
 
-// out: rows of `pitch` elements, of which `columns` are written. A thread makes eight of them. Products read weights before their
-// predecessor has ended, so nobody starts before these are there.
+// out: rows of `pitch` elements, of which `columns` are written. A thread makes eight of them. Products read weights
+// before their predecessor has ended, so nobody starts before these are there.
 template <class T>
 __global__ void __launch_bounds__(256) fill_random(T* out, long long pitch, int rows, int columns, u64 seed) {
-    wait_for_predecessor();
+    wait_on_dependent_grids();
     const int groups = (columns + 7) / 8;
     const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     const long long row = index / groups;

@@ -1,5 +1,5 @@
-// Kernels over rows (tokens): what stands between two products. Reading an int32 result and scaling it, adding it to the
-// residual stream, normalising, gating and quantizing for the next product are one pass: a row is read once into
+// Kernels over rows (tokens): what stands between two products. Reading an int32 result and scaling it, adding it to
+// the residual stream, normalising, gating and quantizing for the next product are one pass: a row is read once into
 // registers and written once.
 #include "common/common.cuh"
 #include "common/layout.cuh"
@@ -7,9 +7,17 @@
 using namespace bminf;
 
 // Where a row's values come from: nowhere (the residual stream alone), memory, or an int32 product yet to be scaled.
-enum Source { NONE = 0, FROM_HALF = 1, FROM_FLOAT = 2, PRODUCT = 3 };
+enum Source { NONE = 0, FROM_HALF = 1, FROM_FLOAT = 2, FROM_INT32 = 3 };
 // What is made of them. A norm first adds them to the residual stream; a gate has two halves side by side.
-enum Prepare { PLAIN = 0, RMS_NORM = 1, LAYER_NORM = 2, GATE_SILU = 3, GATE_GELU_TANH = 4, GATE_RELU = 5, GATE_GELU = 6 };
+enum RowOp {
+    IDENTITY = 0,
+    RMS_NORM = 1,
+    LAYER_NORM = 2,
+    GATE_SILU = 3,
+    GATE_GELU_TANH = 4,
+    GATE_RELU = 5,
+    GATE_GELU = 6
+};
 // What is written: int8 codes and a scale per row, or values.
 enum Target { CODES = 0, TO_HALF = 1, TO_FLOAT = 2 };
 
@@ -20,26 +28,27 @@ struct Values {
     size_t pitch;  // for a product: the layout's leading dimension
 };
 
-// A thread's part of a source, as it is in memory: what is fetched first and looked at later, so that all of a row is on its
-// way at once. Where there is no column, the first one is read, and cleared later.
+// A thread's part of a source, as it is in memory: what is fetched first and looked at later, so that all of a row is
+// on its way at once. Where there is no column, the first one is read, and cleared later.
 template <int SOURCE>
 struct Raw {
     uint4 part[SOURCE >= FROM_FLOAT ? 2 : 1];
 
     template <Order ORDER>
     __device__ __forceinline__ void fetch(const Values& v, int row, int column) {
-        if constexpr (SOURCE == FROM_HALF) part[0] = fetch16(static_cast<const __half*>(v.data) + row * v.pitch + column);
+        if constexpr (SOURCE == FROM_HALF)
+            part[0] = ld_global_v4(static_cast<const __half*>(v.data) + row * v.pitch + column);
         if constexpr (SOURCE >= FROM_FLOAT) {
-            const size_t place = SOURCE == PRODUCT ? offset<ORDER>(row, column, v.pitch) : row * v.pitch + column;
-            part[0] = fetch16(static_cast<const int*>(v.data) + place);
-            part[1] = fetch16(static_cast<const int*>(v.data) + place + 4);
+            const size_t place = SOURCE == FROM_INT32 ? offset<ORDER>(row, column, v.pitch) : row * v.pitch + column;
+            part[0] = ld_global_v4(static_cast<const int*>(v.data) + place);
+            part[1] = ld_global_v4(static_cast<const int*>(v.data) + place + 4);
         }
     }
 
     __device__ __forceinline__ void values(const Values& v, float x_scale, int column, float (&x)[8]) const {
         if constexpr (SOURCE == FROM_HALF) load8(reinterpret_cast<const __half*>(part), x);
         if constexpr (SOURCE == FROM_FLOAT) load8(reinterpret_cast<const float*>(part), x);
-        if constexpr (SOURCE == PRODUCT) {
+        if constexpr (SOURCE == FROM_INT32) {
             float y[8];
             load8(reinterpret_cast<const int*>(part), x);
             load8(v.w_scale + column, y);
@@ -65,7 +74,7 @@ __device__ __forceinline__ void load_odd_half(const Values& v, int row, int colu
         x[j] = 0;
         if (column + j >= k) continue;
         if constexpr (SOURCE == FROM_HALF) x[j] = __half2float(static_cast<const __half*>(v.data)[row * v.pitch + c]);
-        if constexpr (SOURCE == PRODUCT) {
+        if constexpr (SOURCE == FROM_INT32) {
             const int sum = static_cast<const int*>(v.data)[offset<ORDER>(row, c, v.pitch)];
             const float y = scaled(__int2float_rn(sum), v.x_scale[row], v.w_scale[c]);
             x[j] = rounded(v.bias ? __fadd_rn(y, v.bias[c]) : y);
@@ -74,33 +83,33 @@ __device__ __forceinline__ void load_odd_half(const Values& v, int row, int colu
 }
 
 // Up to so many rows, what the kernel waits for is the memory, which the next product's weight keeps busy by then.
-constexpr int FEW = 64;
+constexpr int PREFETCH_MAX_ROWS = 64;
 
-// Blocks of `transform` on a multiprocessor: with a product to scale, or an exact GELU, a thread may have all its registers.
+// Blocks of `transform` on a multiprocessor: with a product to scale, or an exact GELU, a thread may have all its
+// registers.
 constexpr int blocks_of(int source, int prepare, int threads, int vectors) {
-    return source == PRODUCT || prepare == GATE_GELU ? 1 : resident_blocks(threads, vectors);
+    return source == FROM_INT32 || prepare == GATE_GELU ? 1 : resident_blocks(threads, vectors);
 }
 
 // rows of k elements. `residual` fp32 (pitch residual_pitch) is read by norms, and written if there is a source to add.
-// `out` is int8 codes laid out by OUT with leading dimension `out_ld`, with fp32 `scales`; or values with that pitch, which
-// may be the residual stream or, without a gate, the source itself.
+// `out` is int8 codes laid out by OUT with leading dimension `out_ld`, with fp32 `scales`; or values with that pitch,
+// which may be the residual stream or, without a gate, the source itself.
 template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT>
 __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURCE, PREPARE, THREADS, VECTORS))
-transform(
-    const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
-    float* residual, long long residual_pitch, const float* gain, const float* shift, float eps,
-    void* out, float* scales, long long out_ld, int rows, int k)
-{
+    transform(
+        const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
+        float* residual, long long residual_pitch, const float* norm_weight, const float* norm_bias, float eps,
+        void* out, float* scales, long long out_ld, int rows, int k) {
     constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM, GATE = PREPARE >= GATE_SILU;
     constexpr Order ORDER = static_cast<Order>(IN);
     __shared__ RowScratch<THREADS> scratch;
-    let_successor_start();
+    launch_dependent_grids();
     const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
-    if (NORM && rows <= FEW)
+    if (NORM && rows <= PREFETCH_MAX_ROWS)
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
-            if ((i * THREADS + thread) * 8 < k) prefetch(gain + (i * THREADS + thread) * 8);
-    wait_for_predecessor();
+            if ((i * THREADS + thread) * 8 < k) prefetch(norm_weight + (i * THREADS + thread) * 8);
+    wait_on_dependent_grids();
     const int row = min(index, rows - 1);
     const int padded = (k + 15) / 16 * 16, written = index < rows ? padded : 0;
     const bool even = k % 8 == 0;
@@ -109,7 +118,7 @@ transform(
     float v[VECTORS][8];
     constexpr int AT_ONCE = VECTORS <= 4 ? VECTORS : 1;
     const Values stream = {residual, nullptr, nullptr, nullptr, static_cast<size_t>(residual_pitch)};
-    const float row_factor = SOURCE == PRODUCT ? x_scale[row] : 0.0f;
+    const float row_factor = SOURCE == FROM_INT32 ? x_scale[row] : 0.0f;
 #pragma unroll
     for (int first = 0; first < VECTORS; first += AT_ONCE) {
         Raw<SOURCE> raw[AT_ONCE];
@@ -126,12 +135,14 @@ transform(
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const int place = column_of(first + i) < padded ? column_of(first + i) : 0;
-            float(&x)[8] = v[first + i];
+            float (&x)[8] = v[first + i];
             if constexpr (SOURCE != NONE) raw[i].values(values, row_factor, place, x);
             if constexpr (GATE) {
                 float up[8];
-                if (even) second[i].values(values, row_factor, k + place, up);
-                else load_odd_half<SOURCE, ORDER>(values, row, column_of(first + i), k, up);
+                if (even)
+                    second[i].values(values, row_factor, k + place, up);
+                else
+                    load_odd_half<SOURCE, ORDER>(values, row, column_of(first + i), k, up);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) x[j] = rounded(activate<PREPARE - GATE_SILU>(x[j]) * up[j]);
             }
@@ -145,14 +156,14 @@ transform(
     }
     if (k < THREADS * VECTORS * 8)
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) clear_past(v[i], column_of(i), k);
+        for (int i = 0; i < VECTORS; ++i) zero_tail(v[i], column_of(i), k);
     if constexpr (NORM && SOURCE != NONE)
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
-            store_vector(residual + row * residual_pitch, column_of(i), written, v[i]);
+        for (int i = 0; i < VECTORS; ++i) store_vector(residual + row * residual_pitch, column_of(i), written, v[i]);
     float top = 0;
     if constexpr (NORM) {
-        top = normalise_row<THREADS, PREPARE == LAYER_NORM, TARGET == CODES>(v, gain, shift, eps, k, padded, scratch);
+        top = normalise_row<THREADS, PREPARE == LAYER_NORM, TARGET == CODES>(
+            v, norm_weight, norm_bias, eps, k, padded, scratch);
     } else if constexpr (TARGET == CODES) {
         top = row_max<THREADS>(v, scratch);
     }
@@ -164,22 +175,21 @@ transform(
         if constexpr (TARGET == CODES) {
             if (column >= written) continue;
             int8* place = static_cast<int8*>(out) + offset<static_cast<Order>(OUT)>(row, column, out_ld);
-            *reinterpret_cast<uint2*>(place) = codes8(v[i], s.ratio);
+            *reinterpret_cast<uint2*>(place) = quantize8(v[i], s.ratio);
         }
         if constexpr (TARGET == TO_HALF) store_vector(static_cast<__half*>(out) + row * out_ld, column, written, v[i]);
         if constexpr (TARGET == TO_FLOAT) store_vector(static_cast<float*>(out) + row * out_ld, column, written, v[i]);
     }
 }
 
-// A product's values, scaled and written: fp16, fp32 (unrounded), or added to the residual stream, which is fp32. The sums
-// are int32, or fp32 from a float product; a missing scale is 1.
+// A product's values, scaled and written: fp16, fp32 (unrounded), or added to the residual stream, which is fp32. The
+// sums are int32, or fp32 from a float product; a missing scale is 1.
 template <class SUM, int IN, bool ADD, class T>
-__global__ void __launch_bounds__(256) finish(
-    const SUM* data, const float* x_scale, const float* w_scale, const float* bias, long long ld,
-    T* out, long long out_pitch, int rows, int n)
-{
-    let_successor_start();
-    wait_for_predecessor();
+__global__ void __launch_bounds__(256) dequantize(
+    const SUM* data, const float* x_scale, const float* w_scale, const float* bias, long long ld, T* out,
+    long long out_pitch, int rows, int n) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
     const int vectors = (n + 7) / 8;
     const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int row = static_cast<int>(index / vectors), column = static_cast<int>(index % vectors) * 8;
@@ -210,12 +220,11 @@ __global__ void __launch_bounds__(256) finish(
     store8(place, y);
 }
 
-// Rows of an fp16 table [vocab, pitch] as the residual stream, fp32 [rows, k]. Like `last_rows` it may have few blocks, and so
-// lets the next kernel start only when it ends (see attention_decode.cu).
-__global__ void __launch_bounds__(256) embed(
-    const int* tokens, const __half* table, long long pitch, float* out, long long out_pitch, int k)
-{
-    wait_for_predecessor();
+// Rows of an fp16 table [vocab, pitch] as the residual stream, fp32 [rows, k]. Like `last_rows` it may have few blocks,
+// and so lets the next kernel start only when it ends (see attention_decode.cu).
+__global__ void __launch_bounds__(256)
+    embed(const int* tokens, const __half* table, long long pitch, float* out, long long out_pitch, int k) {
+    wait_on_dependent_grids();
     const long long row = blockIdx.x;
     const long long token = tokens[row];
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
@@ -226,11 +235,10 @@ __global__ void __launch_bounds__(256) embed(
 }
 
 // The last row of each sequence, fp32.
-__global__ void __launch_bounds__(256) last_rows(
-    const int* starts, const float* x, long long pitch, float* out, long long out_pitch, int k)
-{
-    wait_for_predecessor();
-    const long long from = starts[blockIdx.x + 1] - 1, to = blockIdx.x;
+__global__ void __launch_bounds__(256)
+    last_rows(const int* cu_seqlens, const float* x, long long pitch, float* out, long long out_pitch, int k) {
+    wait_on_dependent_grids();
+    const long long from = cu_seqlens[blockIdx.x + 1] - 1, to = blockIdx.x;
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
         float v[8];
         load8(x + from * pitch + column, v);
@@ -239,9 +247,9 @@ __global__ void __launch_bounds__(256) last_rows(
 }
 
 // int8 codes as fp16 numbers, 16 at a time: for products of int8 weights with float activations.
-__global__ void __launch_bounds__(256) widen(const int8* codes, __half* out, long long count) {
-    let_successor_start();
-    wait_for_predecessor();
+__global__ void __launch_bounds__(256) int8_to_half(const int8* codes, __half* out, long long count) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
     const long long i = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
     if (i >= count) return;
     const int4 raw = *reinterpret_cast<const int4*>(codes + i);

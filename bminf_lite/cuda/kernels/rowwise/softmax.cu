@@ -1,11 +1,13 @@
-// Softmax over rows, with scale, bias and mask. A row is read once, held in the registers of a few threads, of a block or of
-// the blocks of a cluster, and written once, over itself if that is asked for. Only what fits no cluster is read twice.
+// Softmax over rows, with scale, bias and mask. A row is read once, held in the registers of a few threads, of a block
+// or of the blocks of a cluster, and written once, over itself if that is asked for. Only what fits no cluster is read
+// twice.
 #include "common/cluster.cuh"
 #include "rowwise/unaligned.cuh"
 
 using namespace bminf;
 
-// Rows of k elements of T. bias fp32 and visible (bytes, 0 or 1) have rows of their own, or one for all (pitch 0), or are null.
+// Rows of k elements of T. bias fp32 and mask (bytes, 0 or 1) have rows of their own, or one for all (pitch 0), or are
+// null.
 template <class T>
 struct Scores {
     const T* x;
@@ -13,8 +15,8 @@ struct Scores {
     float scale;
     const float* bias;
     long long bias_pitch;
-    const unsigned char* visible;
-    long long visible_pitch;
+    const unsigned char* mask;
+    long long mask_pitch;
     int k;
 
     // N vectors of eight, -inf where nothing is. WHOLE: k is a multiple of 8, and every vector is aligned.
@@ -28,7 +30,7 @@ struct Scores {
             for (int i = 0; i < N; ++i)
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part)
-                    raw[i][part] = fetch16(x + row * pitch + place_of(i) + part * (16 / sizeof(T)));
+                    raw[i][part] = ld_global_v4(x + row * pitch + place_of(i) + part * (16 / sizeof(T)));
 #pragma unroll
             for (int i = 0; i < N; ++i) load8(reinterpret_cast<const T*>(raw[i]), s[i]);
         } else {
@@ -43,15 +45,17 @@ struct Scores {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 float b[8];
-                if (WHOLE) load8(bias + row * bias_pitch + place_of(i), b);
-                else load_some(bias + row * bias_pitch + column_of(i), k - column_of(i), false, b);
+                if (WHOLE)
+                    load8(bias + row * bias_pitch + place_of(i), b);
+                else
+                    load_some(bias + row * bias_pitch + column_of(i), k - column_of(i), false, b);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) s[i][j] = __fadd_rn(s[i][j], b[j]);
             }
-        if (visible)
+        if (mask)
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                const unsigned char* seen = visible + row * visible_pitch + place_of(i);
+                const unsigned char* seen = mask + row * mask_pitch + place_of(i);
                 unsigned char byte[8];
                 if (WHOLE) *reinterpret_cast<uint2*>(byte) = *reinterpret_cast<const uint2*>(seen);
 #pragma unroll
@@ -61,12 +65,13 @@ struct Scores {
 #pragma unroll
         for (int i = 0; i < N; ++i)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) if (column_of(i) + (WHOLE ? 0 : j) >= k) s[i][j] = -INF_F;
+            for (int j = 0; j < 8; ++j)
+                if (column_of(i) + (WHOLE ? 0 : j) >= k) s[i][j] = -INF_F;
     }
 };
 
 // The largest of some scores, and the sum of their exponentials relative to it. A NaN shows in the sum.
-struct Part {
+struct SoftmaxPartial {
     float top, sum;
 
     __device__ __forceinline__ float factor(float larger_top) const {
@@ -85,7 +90,7 @@ __device__ __forceinline__ float exponentials(float (&s)[8], float top) {
 
 // One part from those of LANES neighbouring lanes.
 template <int LANES>
-__device__ __forceinline__ Part joined(Part own) {
+__device__ __forceinline__ SoftmaxPartial reduce_lanes(SoftmaxPartial own) {
     float top = own.top;
 #pragma unroll
     for (int d = LANES / 2; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, d));
@@ -96,76 +101,77 @@ __device__ __forceinline__ Part joined(Part own) {
 }
 
 template <int THREADS>
-__device__ __forceinline__ Part joined_in_block(Part own) {
-    own = joined<(THREADS < WARP ? THREADS : WARP)>(own);
+__device__ __forceinline__ SoftmaxPartial reduce_block(SoftmaxPartial own) {
+    own = reduce_lanes<(THREADS < WARP ? THREADS : WARP)>(own);
     if constexpr (THREADS > WARP) {
         constexpr int WARPS = THREADS / WARP;
-        __shared__ Part parts[WARPS];
+        __shared__ SoftmaxPartial parts[WARPS];
         if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = own;
         sync_threads<THREADS>();
-        own = joined<WARPS>(parts[threadIdx.x % WARPS]);
+        own = reduce_lanes<WARPS>(parts[threadIdx.x % WARPS]);
     }
     return own;
 }
 
 template <int CLUSTER>
-__device__ __forceinline__ Part joined_in_cluster(Part own) {
+__device__ __forceinline__ SoftmaxPartial reduce_cluster(SoftmaxPartial own) {
     if constexpr (CLUSTER > 1) {
         __shared__ float top, sum;
         if (threadIdx.x == 0) top = own.top, sum = own.sum;
-        sync_cluster<CLUSTER>();
+        cluster_sync<CLUSTER>();
         const int rank = threadIdx.x % CLUSTER;
-        own = joined<CLUSTER>({peer<CLUSTER>(&top, rank), peer<CLUSTER>(&sum, rank)});
-        sync_cluster<CLUSTER>();  // nobody may leave while its part is being read
+        own = reduce_lanes<CLUSTER>({ld_shared_cluster<CLUSTER>(&top, rank), ld_shared_cluster<CLUSTER>(&sum, rank)});
+        cluster_sync<CLUSTER>();  // nobody may leave while its part is being read
     }
     return own;
 }
 
-// THREADS, each with VECTORS of eight, in each of CLUSTER blocks hold a row of k <= 8 VECTORS THREADS CLUSTER. out may be x.
+// THREADS, each with VECTORS of eight, in each of CLUSTER blocks hold a row of k <= 8 VECTORS THREADS CLUSTER. out may
+// be x.
 template <class T, bool WHOLE, int THREADS, int VECTORS, int CLUSTER>
 __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1) softmax(
-    const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* visible,
-    long long visible_pitch, T* out, long long out_pitch, int rows, int k)
-{
-    let_successor_start();
-    wait_for_predecessor();
+    const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* mask,
+    long long mask_pitch, T* out, long long out_pitch, int rows, int k) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
     const int index = blockIdx.x / CLUSTER * (blockDim.x / THREADS) + threadIdx.x / THREADS;
     const int part = blockIdx.x % CLUSTER * THREADS + threadIdx.x % THREADS;
     const long long row = min(index, rows - 1);
     const int written = index < rows ? k : 0;
     const auto column_of = [part](int i) { return (i * CLUSTER * THREADS + part) * 8; };
     float s[VECTORS][8];
-    Scores<T>{x, pitch, scale, bias, bias_pitch, visible, visible_pitch, k}.template read<WHOLE>(row, column_of, s);
+    Scores<T>{x, pitch, scale, bias, bias_pitch, mask, mask_pitch, k}.template read<WHOLE>(row, column_of, s);
     float top = -INF_F;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
         for (int j = 0; j < 8; ++j) top = fmaxf(top, s[i][j]);
-    Part own = {top, 0.0f};
+    SoftmaxPartial own = {top, 0.0f};
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) own.sum += exponentials(s[i], top);
-    const Part whole = joined_in_cluster<CLUSTER>(joined_in_block<THREADS>(own));
+    const SoftmaxPartial whole = reduce_cluster<CLUSTER>(reduce_block<THREADS>(own));
     const float share = whole.sum == 0 ? 0.0f : __fdiv_rn(own.factor(whole.top), whole.sum);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) s[i][j] = __fmul_rn(s[i][j], share);
-        if constexpr (WHOLE) store_vector(out + row * out_pitch, column_of(i), written, s[i]);
-        else store_some(out + row * out_pitch + column_of(i), written - column_of(i), false, s[i]);
+        if constexpr (WHOLE)
+            store_vector(out + row * out_pitch, column_of(i), written, s[i]);
+        else
+            store_some(out + row * out_pitch + column_of(i), written - column_of(i), false, s[i]);
     }
 }
 
 // A block for each row of any width, which is read twice.
 template <class T, bool WHOLE>
-__global__ void __launch_bounds__(512) softmax_any(
-    const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* visible,
-    long long visible_pitch, T* out, long long out_pitch, int k)
-{
-    let_successor_start();
-    wait_for_predecessor();
+__global__ void __launch_bounds__(512) softmax_two_pass(
+    const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* mask,
+    long long mask_pitch, T* out, long long out_pitch, int k) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
     const long long row = blockIdx.x;
-    const Scores<T> scores = {x, pitch, scale, bias, bias_pitch, visible, visible_pitch, k};
-    Part own = {-INF_F, 0.0f};
+    const Scores<T> scores = {x, pitch, scale, bias, bias_pitch, mask, mask_pitch, k};
+    SoftmaxPartial own = {-INF_F, 0.0f};
     float s[1][8];
     for (int column = threadIdx.x * 8; column < k; column += 512 * 8) {
         scores.template read<WHOLE>(row, [column](int) { return column; }, s);
@@ -175,7 +181,7 @@ __global__ void __launch_bounds__(512) softmax_any(
         own.sum = own.sum * own.factor(top) + exponentials(s[0], top);
         own.top = top;
     }
-    const Part whole = joined_in_block<512>(own);
+    const SoftmaxPartial whole = reduce_block<512>(own);
     const float share = whole.sum == 0 ? 0.0f : __fdiv_rn(1.0f, whole.sum);
     for (int column = threadIdx.x * 8; column < k; column += 512 * 8) {
         scores.template read<WHOLE>(row, [column](int) { return column; }, s);

@@ -27,7 +27,8 @@ __device__ __forceinline__ void store_some(T* p, int count, bool aligned, const 
         return;
     }
 #pragma unroll
-    for (int j = 0; j < 8; ++j) if (j < count) put(p + j, x[j]);
+    for (int j = 0; j < 8; ++j)
+        if (j < count) put(p + j, x[j]);
 }
 
 }  // namespace bminf

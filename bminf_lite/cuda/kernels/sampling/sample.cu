@@ -17,25 +17,25 @@
 
 __device__ __forceinline__ float rescale(float from, float to) { return from == to ? 1.0f : __expf(from - to); }
 
-__device__ __forceinline__ Best merge(const Best& a, const Best& b) {
+__device__ __forceinline__ MaxLogSumExp merge(const MaxLogSumExp& a, const MaxLogSumExp& b) {
     const float top = fmaxf(a.top, b.top);
     return {min(a.key, b.key), top, a.sum * rescale(a.top, top) + b.sum * rescale(b.top, top)};
 }
 
 template <int LANES>
-__device__ __forceinline__ Best merge_lanes(Best best) {
+__device__ __forceinline__ MaxLogSumExp merge_lanes(MaxLogSumExp best) {
 #pragma unroll
     for (int d = LANES / 2; d; d /= 2) {
-        const Best other = {__shfl_xor_sync(FULL, best.key, d), __shfl_xor_sync(FULL, best.top, d),
-                            __shfl_xor_sync(FULL, best.sum, d)};
+        const MaxLogSumExp other = {
+            __shfl_xor_sync(FULL, best.key, d), __shfl_xor_sync(FULL, best.top, d), __shfl_xor_sync(FULL, best.sum, d)};
         best = merge(best, other);
     }
     return best;
 }
 
 // In a fixed order; the result is thread 0's.
-__device__ __forceinline__ Best merge_block(Best best) {
-    __shared__ Best of_warp[WARPS];
+__device__ __forceinline__ MaxLogSumExp merge_block(MaxLogSumExp best) {
+    __shared__ MaxLogSumExp of_warp[WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     best = merge_lanes<WARP>(best);
     if (lane == 0) of_warp[warp] = best;
@@ -45,12 +45,12 @@ __device__ __forceinline__ Best merge_block(Best best) {
 }
 
 __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
-    wait_for_predecessor();
-    let_successor_start();
+    wait_on_dependent_grids();
+    launch_dependent_grids();
     const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
-    const Own own = load_own(a, first);
+    const ThreadLogits own = load_logits(a, first);
     const float temperature = a.temperature[blockIdx.y];
-    Best best = {EVERYTHING, -INF_F, 0.0f};
+    MaxLogSumExp best = {LAST_KEY, -INF_F, 0.0f};
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         if (first + i < a.vocab) best.key = min(best.key, rank_key(own.x[i], first + i));
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
     if (threadIdx.x == 0) a.parts()[blockIdx.x] = best;
     if (!is_last_block(a)) return;
 
-    best = {EVERYTHING, -INF_F, 0.0f};
+    best = {LAST_KEY, -INF_F, 0.0f};
     for (int i = threadIdx.x; i < a.chunks; i += THREADS) best = merge(best, a.parts()[i]);
     best = merge_block(best);
     if (threadIdx.x != 0) return;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
     const float largest = value_of(best.key), log_sum = logf(best.sum);
     const bool valid = fabsf(largest) < INF_F;
     const bool drawing = valid && temperature > 0.0f;
-    row.cut = EVERYTHING;
+    row.cut = LAST_KEY;
     row.largest = largest, row.top = best.top, row.log_sum = log_sum;
     row.drawing = drawing, row.cutting = false;
     if (!drawing) finish_row(a, valid ? static_cast<int>(best.key) : -1, best.top, log_sum);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
 
 // Numbers and 64-bit weights by bin, in 32-bit words, because shared memory adds no longer ones at once.
 template <int BINS>
-struct Tally {
+struct Histogram {
     unsigned number[BINS], low[BINS], high[BINS];
 
     // By a whole block; the caller synchronizes.
@@ -111,7 +111,7 @@ struct Tally {
 };
 
 // The weight of a token without weight is never drawn, and all such rank behind those with weight: they have none.
-__device__ __forceinline__ int bucket_of(const Weighed& w) {
+__device__ __forceinline__ int bucket_of(const TokenWeight& w) {
     return w.weight ? min(BUCKETS - 1, static_cast<int>(-w.log2 * BUCKETS_PER_OCTAVE)) : -1;
 }
 
@@ -155,29 +155,29 @@ __device__ __forceinline__ void plan_cuts(const Arguments& a, const Totals& tota
 }
 
 __global__ void __launch_bounds__(THREADS, 3) histogram(const Arguments a) {
-    __shared__ Tally<BUCKETS> tally;
+    __shared__ Histogram<BUCKETS> bins;
     __shared__ Totals totals;
-    wait_for_predecessor();
-    let_successor_start();
-    const Own own = load_own(a, blockIdx.x * CHUNK + threadIdx.x * EACH);
+    wait_on_dependent_grids();
+    launch_dependent_grids();
+    const ThreadLogits own = load_logits(a, blockIdx.x * CHUNK + threadIdx.x * EACH);
     const Row row = a.row();
     const int k = a.top_k[blockIdx.y];
     if (!row.drawing || !((0 < k && k < a.vocab) || a.top_p[blockIdx.y] < 1.0f)) return;
-    tally.clear();
+    bins.clear();
     __syncthreads();
     const float temperature = a.temperature[blockIdx.y];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const Weighed w = weigh(own.x[i], row.largest, temperature);
-        tally.add(bucket_of(w), w.weight);
+        const TokenWeight w = token_weight(own.x[i], row.largest, temperature);
+        bins.add(bucket_of(w), w.weight);
     }
     __syncthreads();
     u64* const weights = a.weights();
     unsigned* const numbers = a.numbers();
     for (int i = threadIdx.x; i < BUCKETS; i += THREADS)
-        if (tally.number[i]) {
-            atomicAdd(&weights[i], tally.weight(i));
-            atomicAdd(&numbers[i], tally.number[i]);
+        if (bins.number[i]) {
+            atomicAdd(&weights[i], bins.weight(i));
+            atomicAdd(&numbers[i], bins.number[i]);
         }
     if (!is_last_block(a)) return;
 
@@ -225,13 +225,13 @@ __device__ __forceinline__ int highest_difference(const u64* keys, int n) {
 // The shortest prefix, by rank, of the n listed keys that reaches `target` in weight or in number. Digit by digit from
 // the highest that differs, until one key is left. By a whole block.
 __device__ Prefix shortest_prefix(
-    const u64* keys, int n, bool by_weight, u64 target, float largest, float temperature, Tally<1 << DIGIT>& tally) {
+    const u64* keys, int n, bool by_weight, u64 target, float largest, float temperature, Histogram<1 << DIGIT>& bins) {
     __shared__ u64 next_cut, next_target, next_weight, last_key;
     __shared__ unsigned next_number;
     int shift = max(0, highest_difference(keys, n) + 1 - DIGIT);
     u64 cut = keys[0] >> shift >> DIGIT << DIGIT << shift, weight_before = 0;
     while (true) {
-        tally.clear();
+        bins.clear();
         __syncthreads();
         for (int base = 0; base < n; base += THREADS) {
             int digit = -1;
@@ -241,15 +241,15 @@ __device__ Prefix shortest_prefix(
                 const u64 key = keys[base + threadIdx.x], above = (key ^ cut) >> shift;
                 if (above < 1 << DIGIT) {
                     digit = static_cast<int>(above);
-                    w = weigh(value_of(key), largest, temperature).weight;
+                    w = token_weight(value_of(key), largest, temperature).weight;
                 }
             }
-            tally.add(digit, w);
+            bins.add(digit, w);
         }
         __syncthreads();
         const int bin = threadIdx.x;
-        const unsigned number = bin < 1 << DIGIT ? tally.number[bin] : 0;
-        const u64 weight = bin < 1 << DIGIT ? tally.weight(bin) : 0;
+        const unsigned number = bin < 1 << DIGIT ? bins.number[bin] : 0;
+        const u64 weight = bin < 1 << DIGIT ? bins.weight(bin) : 0;
         const u64 lighter = sum_over_block(weight).before, fewer = sum_over_block(number).before;
         const u64 before = by_weight ? lighter : fewer;
         if (before < target && target <= before + (by_weight ? weight : number)) {
@@ -271,12 +271,12 @@ __device__ Prefix shortest_prefix(
 
 __global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
     __shared__ u64 cache[CACHED];
-    __shared__ Tally<1 << DIGIT> tally;
+    __shared__ Histogram<1 << DIGIT> bins;
     __shared__ unsigned found, place;
-    wait_for_predecessor();
-    let_successor_start();
+    wait_on_dependent_grids();
+    launch_dependent_grids();
     const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
-    const Own own = load_own(a, first);
+    const ThreadLogits own = load_logits(a, first);
     const Row row = a.row();
     if (!row.cutting) return;
     if (threadIdx.x == 0) found = 0;
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
     const float temperature = a.temperature[blockIdx.y];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const int bucket = bucket_of(weigh(own.x[i], row.largest, temperature));
+        const int bucket = bucket_of(token_weight(own.x[i], row.largest, temperature));
         if (bucket >= 0 && ((row.first <= bucket && bucket <= row.last) || bucket == row.k_bucket))
             cache[atomicAdd(&found, 1u)] = rank_key(own.x[i], first + i);
     }
@@ -304,15 +304,15 @@ __global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
         keys = cache;
         __syncthreads();
     }
-    Prefix kept = {EVERYTHING, row.total_weight};
+    Prefix kept = {LAST_KEY, row.total_weight};
     if (row.k_bucket >= 0) {
-        kept = shortest_prefix(keys, n, false, row.k_rank, row.largest, temperature, tally);
+        kept = shortest_prefix(keys, n, false, row.k_rank, row.largest, temperature, bins);
         kept.weight += row.k_weight_before;
     }
     const float p = a.top_p[blockIdx.y];
     if (p < 1.0f) {
         const u64 target = top_p_bound(p, kept.weight) - row.weight_before;
-        kept = shortest_prefix(keys, n, true, target, row.largest, temperature, tally);
+        kept = shortest_prefix(keys, n, true, target, row.largest, temperature, bins);
     }
     if (threadIdx.x == 0) a.row().cut = kept.key, a.row().listed = 0;
 }
@@ -324,13 +324,14 @@ struct Weights {
 };
 
 // Of a thread's ids from `first` on, 0 for those that are not kept.
-__device__ __forceinline__ Weights kept_weights(const Arguments& a, const Row& row, const Own& own, int first) {
+__device__ __forceinline__ Weights
+kept_weights(const Arguments& a, const Row& row, const ThreadLogits& own, int first) {
     const float temperature = a.temperature[blockIdx.y];
     const u64 least = static_cast<u64>(ceil(static_cast<double>(a.min_p[blockIdx.y]) * (1ull << WEIGHT_BITS)));
     Weights weights = {};
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const u64 w = weigh(own.x[i], row.largest, temperature).weight;
+        const u64 w = token_weight(own.x[i], row.largest, temperature).weight;
         if (w >= least && rank_key(own.x[i], first + i) <= row.cut) weights.of[i] = w;
         weights.sum += weights.of[i];
     }
@@ -338,10 +339,10 @@ __device__ __forceinline__ Weights kept_weights(const Arguments& a, const Row& r
 }
 
 __global__ void __launch_bounds__(THREADS, 3) draw_token(const Arguments a) {
-    wait_for_predecessor();
-    let_successor_start();
+    wait_on_dependent_grids();
+    launch_dependent_grids();
     int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
-    const Own own = load_own(a, first);
+    const ThreadLogits own = load_logits(a, first);
     const Row row = a.row();
     if (!row.drawing) return;
     u64* const sums = reinterpret_cast<u64*>(a.parts());  // [chunks]
@@ -368,7 +369,7 @@ __global__ void __launch_bounds__(THREADS, 3) draw_token(const Arguments a) {
     __syncthreads();
     first = drawn_chunk * CHUNK + threadIdx.x * EACH;
     position = drawn_position;
-    const Weights kept = kept_weights(a, row, load_own(a, first), first);
+    const Weights kept = kept_weights(a, row, load_logits(a, first), first);
     u64 before = sum_over_block(kept.sum).before;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {

@@ -13,44 +13,44 @@ constexpr int WEIGHT_BITS = 40;
 constexpr float LOG2_E = 0x1.715476p+0f;
 constexpr float EXP2[7] = {0x1.430912p-13f, 0x1.5d87fep-10f, 0x1.3b2ab6p-7f, 0x1.c6b08ep-5f,
                            0x1.ebfbe0p-3f,  0x1.62e430p-1f,  0x1p+0f};
-constexpr u64 EVERYTHING = ~0ull;
+constexpr u64 LAST_KEY = ~0ull;
 
 // What the kernels know of a row.
 struct Row {
-    u64 cut;                              // the last key that top-k and top-p keep
-    u64 total_weight;                     // without top-k: what top-p is a part of
-    u64 weight_before, k_weight_before;   // of tokens ranked before the first and before top-k's bucket, and not listed
-    unsigned arrived, listed;             // blocks that have ended; entries of the list
-    float largest, top, log_sum;          // largest penalised and largest given logit, log(sum(exp(given - top)))
-    int drawing, cutting;                 // whether draw_token and cut_tail have anything to do
-    int first, last, k_bucket, k_rank;    // top-p ends in first..last, top-k (-1: off) as listed number k_rank
+    u64 cut;                             // the last key that top-k and top-p keep
+    u64 total_weight;                    // without top-k: what top-p is a part of
+    u64 weight_before, k_weight_before;  // of tokens ranked before the first and before top-k's bucket, and not listed
+    unsigned arrival_count, listed;      // blocks that have ended; entries of the list
+    float largest, top, log_sum;         // largest penalised and largest given logit, log(sum(exp(given - top)))
+    int drawing, cutting;                // whether draw_token and cut_tail have anything to do
+    int first, last, k_bucket, k_rank;   // top-p ends in first..last, top-k (-1: off) as listed number k_rank
 };
 static_assert(sizeof(Row) <= ROW_BYTES, "the host allocates ROW_BYTES for each row");
 
 // What one block, or the whole row, found in best_token.
-struct Best {
+struct MaxLogSumExp {
     u64 key;
     float top, sum;
 };
 
 // The same for every kernel. [B] each but logits [B, pitch], counts [B, vocab] and result [2, B]; counts, tokens and
-// past may be null.
+// context_lens may be null.
 struct Arguments {
     const float *logits, *temperature;
     const int* top_k;
     const float *top_p, *min_p, *repetition, *presence, *frequency;
     const u64* seed;
     const int* sequence;
-    int *step, *counts, *result, *tokens, *past;
+    int *step, *counts, *result, *tokens, *context_lens;
     char* scratch;
     int rows, vocab, pitch, chunks;
 
     __device__ Row& row() const { return *reinterpret_cast<Row*>(scratch + size_t(blockIdx.y) * ROW_BYTES); }
-    __device__ Best* parts() const {  // [rows, chunks]; draw_token's sums take their place
-        return reinterpret_cast<Best*>(scratch + size_t(rows) * ROW_BYTES) + size_t(blockIdx.y) * chunks;
+    __device__ MaxLogSumExp* parts() const {  // [rows, chunks]; draw_token's sums take their place
+        return reinterpret_cast<MaxLogSumExp*>(scratch + size_t(rows) * ROW_BYTES) + size_t(blockIdx.y) * chunks;
     }
     __device__ u64* weights() const {  // [rows, BUCKETS]
-        return reinterpret_cast<u64*>(scratch + size_t(rows) * (ROW_BYTES + chunks * sizeof(Best))) +
+        return reinterpret_cast<u64*>(scratch + size_t(rows) * (ROW_BYTES + chunks * sizeof(MaxLogSumExp))) +
                size_t(blockIdx.y) * BUCKETS;
     }
     __device__ unsigned* numbers() const {  // [rows, BUCKETS]
@@ -73,12 +73,12 @@ __device__ __forceinline__ float penalised(float x, int count, float repetition,
     return __fsub_rn(x, generated > 0.0f ? presence : 0.0f);
 }
 
-struct Weighed {
+struct TokenWeight {
     u64 weight;
     float log2;  // of the likelihood, relative to the most likely token: not positive, and never falls as x grows
 };
 
-__device__ __forceinline__ Weighed weigh(float x, float largest, float temperature) {
+__device__ __forceinline__ TokenWeight token_weight(float x, float largest, float temperature) {
     float t = __fmul_rn(__fdiv_rn(__fsub_rn(x, largest), temperature), LOG2_E);
     t = fmaxf(t, -2.0f * WEIGHT_BITS);
     const float n = rintf(t), f = __fsub_rn(t, n);
@@ -133,12 +133,12 @@ __device__ __forceinline__ float value_of(u64 key) {
 // ---- rows, blocks and chunks -------------------------------------------------------------------------------------
 
 // A thread's EACH ids from `first` on: the logits as given (-inf past the last) and with penalties.
-struct Own {
+struct ThreadLogits {
     float given[EACH], x[EACH];
 };
 
-__device__ __forceinline__ Own load_own(const Arguments& a, int first) {
-    Own own;
+__device__ __forceinline__ ThreadLogits load_logits(const Arguments& a, int first) {
+    ThreadLogits own;
     const float* logits = a.logits + size_t(blockIdx.y) * a.pitch + first;
 #pragma unroll
     for (int i = 0; i < EACH; i += 4) {
@@ -167,8 +167,8 @@ __device__ __forceinline__ bool is_last_block(const Arguments& a) {
     if (threadIdx.x == 0) {
         Row& row = a.row();
         __threadfence();
-        last = atomicAdd(&row.arrived, 1u) + 1 == gridDim.x;
-        if (last) row.arrived = 0;
+        last = atomicAdd(&row.arrival_count, 1u) + 1 == gridDim.x;
+        if (last) row.arrival_count = 0;
         __threadfence();
     }
     __syncthreads();
@@ -213,5 +213,5 @@ __device__ __forceinline__ void finish_row(const Arguments& a, int token, float 
     a.result[a.rows + row] = __float_as_int(logprob);
     atomicAdd(&a.step[row], 1);
     if (a.tokens) a.tokens[row] = max(token, 0);
-    if (a.past) atomicAdd(&a.past[row], 1);
+    if (a.context_lens) atomicAdd(&a.context_lens[row], 1);
 }

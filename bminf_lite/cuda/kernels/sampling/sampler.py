@@ -60,7 +60,7 @@ class Sampler:
 
     def launch(
         self, logits: int, pitch: int, rows: int, vocab: int, state: Sequence[int], result: int,
-        tokens: int, past: int, scratch: int, stream: int, greedy: bool = False, filtered: bool = True,
+        tokens: int, context_lens: int, scratch: int, stream: int, greedy: bool = False, filtered: bool = True,
     ) -> None:  # fmt: skip
         """Choose the next token of each row and advance the state; every array is given by its address on the GPU.
 
@@ -68,20 +68,21 @@ class Sampler:
         multiple of 16 bytes; ``rows`` up to 65,535, ``vocab`` up to :data:`MAX_VOCAB`. ``state`` holds the
         :data:`STATE_ARRAYS` of a ``SamplerState``, 0 for ``counts`` without penalties. ``result`` int32 ``[2, rows]``
         gets the tokens, -1 where none can be chosen, and the bits of their fp32 log-probabilities. Unless they are 0,
-        ``tokens`` int32 ``[rows]`` gets the tokens too, with 0 for -1, and ``past`` int32 ``[rows]`` grows by one.
+        ``tokens`` int32 ``[rows]`` gets the tokens too, with 0 for -1, and ``context_lens`` int32 ``[rows]`` grows by
+        one.
 
         ``greedy`` promises that every temperature is 0, and not ``filtered`` that no row has a ``top_k`` from 1 to
         ``vocab - 1`` or a ``top_p`` below 1; each saves launches.
         """
         assert len(state) == len(STATE_ARRAYS) and pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (len(state), pitch, vocab)
         chunks = _chunks(vocab)
-        arguments = (logits, *state, result, tokens, past, scratch, rows, vocab, pitch, chunks)
+        arguments = (logits, *state, result, tokens, context_lens, scratch, rows, vocab, pitch, chunks)
         best_token, histogram, cut_tail, draw_token = self._kernels
         kernels = [best_token]
         if not greedy:
             kernels += [histogram, cut_tail, draw_token] if filtered else [draw_token]
         for kernel in kernels:
-            kernel((chunks, rows), BLOCK, arguments, stream=stream, dependent=True, moved=4 * rows * vocab)
+            kernel((chunks, rows), BLOCK, arguments, stream=stream, dependent=True, bytes_moved=4 * rows * vocab)
 
 
 def _chunks(vocab: int) -> int:
