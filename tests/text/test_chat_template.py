@@ -208,7 +208,7 @@ def test_the_source_and_the_output_are_limited():
 
 
 def children():
-    return [p for p in psutil.Process().children() if any("chat_worker" in part for part in p.cmdline())]
+    return [p for p in psutil.Process().children() if any("chat_template_worker" in part for part in p.cmdline())]
 
 
 def test_the_process_starts_once_and_ends_with_its_template():
