@@ -88,7 +88,7 @@ def checkpoint_requirements(
 def plan_placement(
     ops: Backend, spec: Spec, get_requirements: Callable[[], MemoryRequirements], context: int | None = None
 ) -> MemoryPlan | None:
-    """MemoryPlan for the memory that a backend can still get, and tell it where the weights are to live.
+    """Plan for the memory that a backend can still get, and tell it where the weights are to live.
 
     None where its memory is the host's, in which all weights of ``spec`` must fit. Raises ``OutOfMemory``, saying what
     would fit.

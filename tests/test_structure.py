@@ -40,8 +40,8 @@ MAY_IMPORT = {
 }  # fmt: skip
 """By part of the package: what it may import beside itself. ``""`` is ``bminf_lite/__init__.py``, the public API."""
 
-VOCABULARY = {"bminf_lite.__version__", "bminf_lite.backend.values"}
-"""What every part may name: a constant, and the plain values that operations exchange. They import nothing of ours."""
+VOCABULARY = {"bminf_lite.version", "bminf_lite.backend.values"}
+"""Modules that every part may import: a constant, and the plain values that operations exchange."""
 
 MAY_IMPORT_CUPY = ("cuda/", "backend/cuda/", "memory/device.py", "bench/cuda.py")
 

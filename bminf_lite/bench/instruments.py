@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
 from ..backend.base import Backend
+from ..version import __version__
 from .calls import OpCall, describe, moved_bytes, trace_calls
 from .cases import KernelCase, plain_cases
 

@@ -42,7 +42,7 @@ class Speed(click.ParamType):
 @click.option(
     "--recipe",
     metavar="w8a8|w8a16|FILE",
-    help="MemoryPlan as if migrated by it; by default a checkpoint as it is, a config.json as w8a8.",
+    help="Plan as if migrated by it; by default a checkpoint as it is, a config.json as w8a8.",
 )
 @click.option("--gpu-memory", type=Size(), metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
 @click.option("--link", type=Speed(), metavar="GB/s",
@@ -62,7 +62,7 @@ def plan(
     bandwidth: float | None,
     as_json: bool,
 ) -> None:
-    """MemoryPlan where a model's layers live.
+    """Plan where a model's layers live.
 
     MODEL is a checkpoint's folder, or a config.json alone. Nothing is loaded, and no GPU is needed if --gpu-memory and
     --link are given.

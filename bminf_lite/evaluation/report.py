@@ -17,8 +17,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from .. import __version__
 from ..errors import BminfError
+from ..version import __version__
 from .comparison import Comparison, LinearReport
 from .plots import Axis, count_axis, line, log_axis
 
