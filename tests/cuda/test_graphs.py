@@ -116,6 +116,19 @@ def test_the_functions_own_error_is_the_one_seen(monkeypatch: pytest.MonkeyPatch
     assert not recorder.alive
 
 
+def test_no_finalizer_runs_while_work_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing GPU memory in a finalizer would invalidate the capture."""
+    install(monkeypatch)
+    assert CudaGraph(gc.isenabled, 3).result is False and gc.isenabled()
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        CudaGraph(fails, 3)
+    assert gc.isenabled()
+
+
 @pytest.mark.gpu
 def test_replaying_does_the_work_again(cuda_device: driver.Device) -> None:
     import cupy

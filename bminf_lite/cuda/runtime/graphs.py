@@ -6,8 +6,10 @@ in memory that outlasts the graph, and what it allocates on the way must come fr
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from . import driver
@@ -38,7 +40,8 @@ class CudaGraph(Generic[Result]):
         graph = driver.Graph()
         functions.cuStreamBeginCapture_v2(stream, CaptureMode.THREAD_LOCAL)
         try:
-            self.result = function()
+            with _garbage_collection_paused():
+                self.result = function()
         except BaseException:
             _abandon(stream)
             raise
@@ -59,6 +62,20 @@ class CudaGraph(Generic[Result]):
     def close(self) -> None:
         """Destroy the graph and free its memory, once the GPU has finished with it; twice is harmless."""
         self._finalizer()
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Keep the collector from running finalizers meanwhile: one that frees GPU memory or destroys an event ends the
+    capture of its thread with an error.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _abandon(stream: int) -> None:
