@@ -303,9 +303,9 @@ def write_torch_files(folder: Path, config: dict[str, Any], tensors: dict[str, n
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """A PyTorch file of 80 MB is migrated by a process that may have 40 MB more than it started with."""
+    """A PyTorch file of 40 MB is migrated by a process on one core that grows by 20 MB at most."""
     config = CONFIG | {
-        "num_hidden_layers": 10, "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4,
+        "num_hidden_layers": 5, "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4,
     }  # fmt: skip
     rows = np.random.default_rng(0).standard_normal((2048, 256)).astype(np.float32)
     tensors = {}
@@ -313,14 +313,16 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         large = np.resize(rows, parameter.shape)
         tensors[name] = np.ascontiguousarray(large.T).T if "layers.0." in name else large
     folder = write_torch_files(tmp_path / "source", config, tensors)
-    assert (folder / "pytorch_model.bin").stat().st_size > 70e6
+    assert (folder / "pytorch_model.bin").stat().st_size > 35e6
     code = (
-        "import resource, sys, bminf_lite.checkpoint.migrate as m\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "import os, re, sys, bminf_lite.checkpoint.migrate as m\n"
+        "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+        "def memory(what): return int(re.search(what + r':\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+        "before = memory('VmRSS')\n"
         "m.migrate(sys.argv[1], sys.argv[2])\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+        "print(memory('VmHWM') - before)"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert int(result.stdout) < 1
+    assert int(result.stdout) < 20_000
