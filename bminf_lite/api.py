@@ -12,17 +12,16 @@ from typing import Any, cast, overload
 
 import numpy as np
 
-from . import backend, models
+from . import backend
 from .backend.base import Backend
 from .backend.values import Array, ForwardBatch
-from .checkpoint.reader import open_checkpoint
+from .checkpoint.opened_model import open_model
 from .engine.outputs import Piece, Result, Timings
 from .engine.sampling_params import SamplingParams
 from .engine.scheduler import EncoderDecoder, EngineConfig, Network, Request, Scheduler
 from .errors import CheckpointError, UsageError, listed
 from .layers.cache import KVCache, SourceCache
 from .layers.finite_check import with_finite_checks
-from .layers.loading import Weights
 from .placement import checkpoint_requirements, make_engine_config, plan_placement
 from .text.chat_template import ChatTemplate, check_messages
 from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
@@ -55,19 +54,17 @@ def load(
             raise UsageError(f"{name} is {value!r}, but must be a whole number, 1 or more")
     if kv_cache not in ("fp16", "int8"):
         raise UsageError(f"kv_cache is {kv_cache!r}, not fp16 or int8")
-    with open_checkpoint(path) as checkpoint:
-        architecture = models.find(checkpoint.config)
-        config = architecture.parse(checkpoint.config)
-        spec = architecture.spec(config)
-        checkpoint.validate(spec)
+    with open_model(path) as opened:
+        checkpoint, config = opened.checkpoint, opened.config
         eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, config.vocab_size)
         ops = backend.create(device, memory_limit)
         try:
             cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
             KVCache(ops, cache_shape, 1, 1, 1).close()  # refused now, if ever
-            plan = plan_placement(ops, spec, lambda: checkpoint_requirements(checkpoint, kv_cache=kv_cache), context)
-            weights: Weights = checkpoint.weights(spec, stored=True)
-            network = architecture.Model(config, *(with_finite_checks(weights, ops) if check else (weights, ops)))
+            plan = plan_placement(ops, opened.spec, lambda: checkpoint_requirements(opened, kv_cache=kv_cache), context)
+            weights = opened.weights()
+            built_from = with_finite_checks(weights, ops) if check else (weights, ops)
+            network = opened.architecture.Model(config, *built_from)
         except BaseException:
             ops.close()
             raise

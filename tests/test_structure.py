@@ -18,12 +18,13 @@ REPOSITORY = Path(__file__).parents[1]
 MAY_IMPORT = {
     "": {"api", "migration", "engine", "errors"},
     "cli": {
-        "", "api", "bench", "migration", "evaluation", "placement", "engine", "text", "models", "backend", "checkpoint",
-        "memory", "cuda", "demo_model", "errors",
+        "", "api", "bench", "converters", "migration", "evaluation", "placement", "engine", "text", "models", "backend",
+        "checkpoint", "memory", "cuda", "demo_model", "errors",
     },
     "bench": {"placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "api": {"placement", "engine", "text", "models", "layers", "backend", "checkpoint", "memory", "errors"},
-    "migration": {"evaluation", "quantize", "text", "models", "backend", "checkpoint", "errors"},
+    "converters": {"checkpoint", "errors"},
+    "migration": {"evaluation", "quantize", "text", "backend", "checkpoint", "errors"},
     "evaluation": {"quantize", "text", "models", "layers", "backend", "checkpoint", "errors", "api"},
     "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "errors"},
     "text": {"errors"},

@@ -54,7 +54,7 @@ class Int8Weight:
 
     def dequantize(self) -> np.ndarray:
         """The weight as fp32 ``[out, in]``."""
-        weight = self.scale.astype(np.float32)[:, None] * self.codes.astype(np.float32)
+        weight = self.scale.astype(np.float32)[:, None] * np.asarray(self.codes, np.float32)
         if self.outliers is not None:
             weight[:, self.outliers.index] = self.outliers.values
         return weight

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import models
 from ..backend.base import Backend
 from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.values import Array
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.opened_model import open_model
 from ..checkpoint.recipe import Scheme
 from ..layers.loading import Weights
 from ..layers.recording import LinearCall, LinearHooks
@@ -77,26 +76,25 @@ class LayerwiseCheckpoint:
         self.path = path
         self.ops = ops
         self.observer: Callable[[LinearCall], None] | None = None
-        self.checkpoint = open_checkpoint(path)
+        self._model = open_model(path)
+        self.checkpoint = self._model.checkpoint
+        self.config: Any = self._model.config
+        self.spec = self._model.spec
         try:
-            architecture = models.find(self.checkpoint.config)
-            self.config: Any = architecture.parse(self.checkpoint.config)
-            self.spec = architecture.spec(self.config)
-            self.checkpoint.validate(self.spec)
-            weights = _Schemes(self.checkpoint.weights(self.spec, stored=True))
+            weights = _Schemes(self._model.weights())
             self.schemes = weights.schemes
             hooks = LinearHooks(ops, weights, self._observe)
-            builder = architecture.ModelBuilder(self.config, hooks.weights, hooks.ops)
+            builder = self._model.architecture.ModelBuilder(self.config, hooks.weights, hooks.ops)
             self.layerwise = LayerwiseModel(builder, self.config, ops)
         except BaseException:
-            self.checkpoint.close()
+            self._model.close()
             raise
 
     def __enter__(self) -> LayerwiseCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.checkpoint.close()
+        self._model.close()
 
     def start(self, batches: Sequence[Batch]) -> list[HiddenState]:
         """Each batch before the first layer, on the host: fp32 ``[T, features]``."""

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import models
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.opened_model import open_model
 from ..errors import UsageError, listed
 from ..text.tokenizer import Tokenizer
 
@@ -113,8 +112,8 @@ def windows_for(
 
 def parse_config(folder: str | Path) -> Any:
     """The parsed configuration of the model in a folder; raises ``CheckpointError``."""
-    with open_checkpoint(folder) as checkpoint:
-        return models.find(checkpoint.config).parse(checkpoint.config)
+    with open_model(folder) as model:
+        return model.config
 
 
 def fit_windows(windows: Sequence[Window], config: Any) -> list[Window]:

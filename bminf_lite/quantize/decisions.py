@@ -1,8 +1,8 @@
-"""From what a calibration sees to what becomes of each tensor.
+"""How each product is quantized, decided from its inputs during a calibration.
 
-Products are decided one by one, in the order in which the model computes them, each as soon as its input is known; so
-nothing of the calibration has to be kept. That is possible because decisions do not touch each other: a factor on a
-matrix's rows changes neither the codes of its rows nor their errors.
+Each product is decided as soon as its input is known, in the order in which the model computes them, so no activations
+have to be kept. Decisions are independent of each other: a factor on a matrix's rows changes neither the codes of these
+rows nor their errors.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.quantization import Int8Weight
 from ..backend.values import Array
-from ..checkpoint.reader import Checkpoint
-from ..checkpoint.recipe import CalibrationSettings, Recipe, Scheme
+from ..checkpoint.opened_model import OpenedModel
+from ..checkpoint.recipe import Recipe, Scheme
 from ..checkpoint.weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
 from ..errors import CheckpointError
-from ..models.spec import Fold, Role, Spec
+from ..models.spec import Fold, Role
 from .calibration import Observation, sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
 from .gptq import GPTQInputs, gptq_quantize
@@ -29,15 +29,15 @@ from .precision import select_precision
 from .smoothing import Smoothing, expand_channels, fold_factors, search_smoothing
 
 SEARCH_TOKENS = 512
-"""Settings are compared on so many tokens."""
+"""How many tokens the search for a smoothing compares its settings on."""
 
 EVALUATION_TOKENS = 4096
-"""The errors that are reported, and that decide whether activations stay float, are measured on so many tokens."""
+"""How many tokens the reported errors are measured on, which also decide whether activations stay float."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of a product: the error that the recipe alone gives, and the one that was reached.
+    """The decision for a product: the error of the recipe alone, and the one that was reached.
 
     ``exponent`` is that of the smoothing, None where there is none; ``outlier_columns`` are the inputs kept in fp16;
     ``rounding`` is ``nearest`` or ``gptq``.
@@ -53,29 +53,29 @@ class Decision:
 
 
 class QuantizationSearch:
-    """Decides each product that it is shown. ``recipe`` must have a calibration.
+    """An observer that decides each product. ``recipe`` must have a calibration.
 
-    Codes that were computed here wait in files in ``scratch``, the system's place for such files by default.
+    Codes of GPTQ are kept in temporary files in ``scratch``, by default the system's folder for these.
     """
 
-    def __init__(self, checkpoint: Checkpoint, spec: Spec, recipe: Recipe, ops: Backend, scratch: Path | None = None):
+    def __init__(self, model: OpenedModel, recipe: Recipe, ops: Backend, scratch: Path | None = None):
         assert recipe.calibration is not None
-        self.settings: CalibrationSettings = recipe.calibration
+        self.settings = recipe.calibration
         self.recipe = recipe
-        self.spec = spec
+        self.spec = model.spec
         self.ops = ops
         self.scratch = scratch
-        self.path = checkpoint.path
-        self.weights = checkpoint.weights(spec, stored=True)
+        self.path = model.path
+        self.weights = model.weights()
         self.decisions: list[Decision] = []
-        self._fold_of = {name: fold for fold in spec.foldable for name in fold.consumers}
+        self._fold_of = {name: fold for fold in self.spec.foldable for name in fold.consumers}
         self._smoothed: dict[Fold, Smoothing] = {}
         self._rewrites: dict[str, WeightRewrite] = {}
         self._inputs: dict[tuple[str, ...], InputStatistics] = {}
         self._matrices: dict[str, Array] = {}
 
     def __call__(self, seen: Observation) -> None:
-        """Take in a part of a product's input, and with the last one decide the product."""
+        """Add a part of a product's input, and decide the product with the last one."""
         if self._scheme(seen.tensors[0]) is Scheme.FLOAT:
             return
         inputs = self._inputs.setdefault(seen.tensors, InputStatistics(self.ops, self.settings.rounding == "gptq"))
@@ -100,7 +100,7 @@ class QuantizationSearch:
         limits = self.settings if self._are_stored(names) else replace(self.settings, outlier_columns=0)
         candidate, error = select_precision(evaluator, QuantizationCandidate(scheme, factors), limits, input_max)
         for name in names:
-            self._rewrite(name, scheme=candidate.scheme, outliers=candidate.outliers)
+            self._rewrite(name, WeightRewrite(candidate.scheme, outliers=candidate.outliers))
         rounding = "nearest"
         if inputs.gptq_inputs and candidate.outliers is None and self._are_stored(names):
             weights = [np.asarray(self.weights.weight(name)).astype(np.float32) for name in names]
@@ -109,7 +109,7 @@ class QuantizationSearch:
                 rounding = "gptq"
                 error = max(evaluator.error(i, weight, candidate.factors) for i, weight in enumerate(better))
                 for name, weight in zip(names, better, strict=True):
-                    self._rewrite(name, codes=self._spill_to_disk(weight.codes), scale=weight.scale)
+                    self._rewrite(name, WeightRewrite(codes=self._spill_to_disk(weight.codes), scale=weight.scale))
         kept = () if candidate.outliers is None else tuple(candidate.outliers.tolist())
         self.decisions.append(Decision(names, candidate.scheme, smoothing.exponent, kept, rounding, before, error))
 
@@ -122,32 +122,32 @@ class QuantizationSearch:
         return self.recipe.scheme_of(name, self.spec.parameters[name].role is Role.HEAD)
 
     def _are_stored(self, names: Sequence[str]) -> bool:
-        """Whether the file will hold their codes: not those of matrices that are quantized when they are loaded."""
+        """Whether the file will hold their codes; matrices that are quantized when they are loaded have none there."""
         return all(name not in self.spec.tied and not self.spec.parameters[name].transposed for name in names)
 
     def _spill_to_disk(self, codes: np.ndarray) -> np.ndarray:
-        """The codes in a file without a name, which is gone when nobody needs it."""
+        """The codes in a file without a name, which the system removes with the array."""
         with tempfile.TemporaryFile(dir=self.scratch) as file:
             mapped = np.memmap(file, np.int8, "w+", shape=codes.shape)
         mapped[...] = codes
         return mapped
 
     def _smoothing(self, fold: Fold, rows: Array, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
-        """The smoothing of a fold, found when the first of its consumers comes."""
+        """The smoothing of a fold, searched when the first of its consumers is decided."""
         if fold not in self._smoothed:
             some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], SEARCH_TOKENS))
             evaluator = ErrorEvaluator(self.ops, some, [self._matrix(name) for name in fold.consumers])
             found = self._smoothed[fold] = search_smoothing(evaluator, fold, input_max, scheme)
             moved = {} if found.factors is None else fold_factors(self.spec, fold, found.factors)
             for name, rewrite in moved.items():
-                self._rewrite(name, **rewrite.factors())
+                self._rewrite(name, rewrite)
         return self._smoothed[fold]
 
-    def _rewrite(self, name: str, **changes: object) -> None:
-        self._rewrites[name] = replace(self._rewrites.get(name, NO_REWRITE), **changes)  # type: ignore[arg-type]
+    def _rewrite(self, name: str, rewrite: WeightRewrite) -> None:
+        self._rewrites[name] = self._rewrites.get(name, NO_REWRITE).merged(rewrite)
 
     def _matrix(self, name: str) -> Array:
-        """The matrix ``name`` on the device, until the product at hand is decided."""
+        """The matrix ``name`` on the device; kept until the current product is decided."""
         if name not in self._matrices:
             calibration_ops = self.ops.calibration_ops()
             weight = self.weights.weight(name)
@@ -160,7 +160,7 @@ class QuantizationSearch:
 
 
 class InputStatistics:
-    """What is kept of a product's input: its largest magnitudes, and some rows of each part."""
+    """A product's input, summarized: its largest magnitudes, and some rows of each part."""
 
     def __init__(self, ops: Backend, use_gptq: bool):
         self.ops = ops
@@ -171,7 +171,7 @@ class InputStatistics:
         self._rows: list[Array] = []
 
     def add(self, seen: Observation) -> None:
-        """A part of it."""
+        """Add a part."""
         self._top = self._calibration_ops.column_absmax(seen.x, self._top)
         index = sample_rows(seen.x.shape[0], max(EVALUATION_TOKENS // seen.num_batches, 1), seed=seen.batch_index)
         self._rows.append(self._calibration_ops.rows(seen.x, index))
@@ -180,7 +180,7 @@ class InputStatistics:
             self.gptq_inputs.add(np.asarray(self.ops.host(seen.x), np.float32))
 
     def rows(self) -> Array:
-        """Up to ``EVALUATION_TOKENS`` rows from everywhere, fp32 ``[n, in]``."""
+        """Up to ``EVALUATION_TOKENS`` rows, drawn from all parts, fp32 ``[n, in]``."""
         return self._calibration_ops.joined(self._rows)
 
     def magnitudes(self) -> np.ndarray:

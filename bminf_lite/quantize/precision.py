@@ -1,8 +1,8 @@
-"""Mixed precision: what to do with a product that int8 activations spoil although they were smoothed.
+"""Mixed precision for products whose error with int8 activations is too large even after smoothing.
 
-Typical are down projections, where a single token makes a few channels a thousand times larger than all others. First a
-few input columns are kept in fp16, if the recipe allows that and if it is enough; else all activations of the product
-stay float, with int8 weights. Either costs little: the weights that have to be read are nearly the same.
+Typical are down projections, where a single token makes a few channels a thousand times larger than all others. If the
+recipe allows it and it suffices, a few input columns stay fp16; else all activations of the product stay float, with
+int8 weights. Both cost little time, because the weights that are read hardly grow.
 """
 
 from __future__ import annotations

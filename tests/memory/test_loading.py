@@ -18,7 +18,6 @@ import bminf_lite
 from bminf_lite import backend
 from bminf_lite import placement as planning
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.checkpoint.tensor_file import TensorFile
 from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
 from bminf_lite.memory.planner import Machine, plan_memory
 
@@ -142,18 +141,6 @@ def test_a_file_that_changes_while_it_is_loaded(
     else:
         with pytest.raises(CheckpointError, match="changed since it was opened"):
             bminf_lite.load(tmp_path / "model", "cpu")
-
-
-def test_no_file_is_mapped_into_memory(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the recipe: who cuts a file short then kills nobody."""
-
-    def refuse(self: TensorFile) -> None:
-        raise AssertionError("a file is mapped")
-
-    bminf_lite.migrate(folder.parent / "source", tmp_path / "packed", "w8a16")
-    monkeypatch.setattr(TensorFile, "_memory_map", refuse)
-    for path in (folder, folder.parent / "source", tmp_path / "packed"):
-        bminf_lite.load(path, "cpu").close()
 
 
 def test_the_plan_is_made_without_reading_weights(folder: Path) -> None:

@@ -24,6 +24,7 @@ from bminf_lite.backend.cuda.backend import HEAD_PAD
 from bminf_lite.backend.cuda.weight_loader import Loader
 from bminf_lite.backend.meta import MetaBackend
 from bminf_lite.backend.values import Placement
+from bminf_lite.checkpoint.opened_model import describe_model
 from bminf_lite.checkpoint.recipe import Scheme
 from bminf_lite.cuda.kernels.gemm.layouts import round_up
 from bminf_lite.cuda.kernels.gemm.plans import GemmKind, GemmLayouts
@@ -170,7 +171,7 @@ def test_a_plan_holds_what_it_promises() -> None:
     """Loading under the limit and then taking the cache and scratch that were planned never runs out of memory."""
     config = CONFIG | {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
     architecture, weights = models.find(config), RandomWeights(config, 1, True)
-    requirements = planning.requirements(architecture, config, lambda name: Scheme.W8A8)
+    requirements = planning.requirements(describe_model(config), lambda name: Scheme.W8A8)
     streamed = set()
     for limit in range(512, 700 << 10, 7 << 10):
         try:
