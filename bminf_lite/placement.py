@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -132,7 +131,7 @@ def _require_host_memory(spec: Spec) -> None:
 
 
 def requirements(
-    architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf, kv_cache: str = "fp16"
+    architecture: models.Architecture, config: dict[str, Any], scheme_of: SchemeOf, kv_cache: str = "fp16"
 ) -> MemoryRequirements:
     """What a model of ``config`` asks of a device; ``kv_cache`` is ``fp16`` or ``int8``."""
     parsed = architecture.parse(config)

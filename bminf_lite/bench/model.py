@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -74,7 +73,7 @@ def checkpoint_model(path: Path, ops: Backend, kv_cache: str = "fp16") -> BenchM
 
 def _build(
     name: str,
-    architecture: ModuleType,
+    architecture: models.Architecture,
     config: dict[str, Any],
     weights: Weights,
     ops: Backend,
