@@ -6,10 +6,11 @@ its value, and the default. What a table cannot say, the architecture's ``parse`
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from ..errors import CheckpointError, listed
 from ..layers.cache import CacheShape
@@ -43,37 +44,40 @@ ACTIVATIONS = {
 """Names in configurations -> names in ``backend.functions.ACTIVATIONS``."""
 
 
-class ModelConfig(Protocol):
-    """What every parsed configuration says; lengths in tokens.
+@dataclass(frozen=True)
+class ModelConfig(ABC):
+    """What every parsed configuration says; lengths in tokens, sizes in elements.
 
-    ``layers`` counts the layers that decode. The last three are about an encoder: whether there is one, the longest
-    source that it reads, and the tokens from which decoding starts.
+    ``layers`` counts the layers that decode. An encoder-decoder also has a longest source that its encoder reads, and
+    tokens from which decoding starts.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def cache_shape(self) -> CacheShape: ...
-    @property
-    def is_encoder_decoder(self) -> bool: ...
-    @property
-    def max_source_length(self) -> int: ...
-    @property
-    def decoder_start_token_ids(self) -> tuple[int, ...]: ...
-
-
-class DecoderConfig:
-    """What the configuration of a model without an encoder says about encoders."""
-
     is_encoder_decoder: ClassVar[bool] = False
-    max_source_length: ClassVar[int] = 0
-    decoder_start_token_ids: ClassVar[tuple[int, ...]] = ()
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    context_length: int
+    norm_eps: float
+    activation: str
+    tied_head: bool
+
+    @property
+    @abstractmethod
+    def cache_shape(self) -> CacheShape:
+        """What the model keeps per token, and an encoder-decoder also per token of its source."""
+
+    @property
+    def max_source_length(self) -> int:
+        """The longest source; 0 without an encoder."""
+        return self.context_length if self.is_encoder_decoder else 0
+
+    @property
+    def decoder_start_token_ids(self) -> tuple[int, ...]:
+        """The tokens from which a decoder starts; none without an encoder."""
+        return ()
 
 
 Fields = Mapping[str, Any]
@@ -81,8 +85,7 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Key:
-    """A key of ``config.json``, called ``name`` there. Made by :func:`integer`, :func:`number`, :func:`flag`,
-    :func:`choice`.
+    """The key ``name`` of ``config.json``; see :func:`integer`, :func:`number`, :func:`flag` and :func:`choice`.
 
     ``convert`` turns a value into the field's, or into None where the value is not what ``expected`` says. An absent
     key means ``default``. A key that is null, or absent without a default, means what ``derive`` computes from the

@@ -21,7 +21,7 @@ from ..layers.loading import Weights
 from ..layers.mlp import MLP, GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.relative_bias import load_relative_bias
-from ._config import ConfigReader, integer
+from ._config import ConfigReader, ModelConfig, integer
 from ._decoder import Output
 from .spec import Fold, Parameter, Role, Spec, Tensors, embedding, head, linear, norm, weights_of
 
@@ -72,7 +72,7 @@ class TensorNames:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ModelConfig):
     """The shape of a model; lengths in tokens, sizes in elements.
 
     ``layers`` are the decoder's. ``scaled_scores``: attention scores are divided by the root of the head's size.
@@ -82,29 +82,20 @@ class Config:
 
     is_encoder_decoder: ClassVar[bool] = True
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     encoder_layers: int
-    layers: int
-    heads: int
     head_dim: int
-    context_length: int
-    norm_eps: float
-    activation: str
     gated: bool
-    tied_head: bool
     buckets: int
     max_distance: int
-    decoder_start_token_ids: tuple[int, ...]
+    decoder_start_token_id: int
     names: TensorNames
     scaled_scores: bool = False
     biases_per_layer: bool = False
 
     @property
-    def max_source_length(self) -> int:
-        """How long a source may be: as long as what is decoded."""
-        return self.context_length
+    def decoder_start_token_ids(self) -> tuple[int, ...]:
+        """The token from which the decoder starts."""
+        return (self.decoder_start_token_id,)
 
     @property
     def score_scale(self) -> float:

@@ -22,7 +22,7 @@ from ..layers.loading import PermutedWeights, Weights
 from ..layers.mlp import MLP
 from ..layers.norm import LayerNorm
 from ._architecture import Architecture
-from ._config import DecoderConfig
+from ._config import ModelConfig
 from ._decoder import Decoder
 from .spec import Fold, Spec, Tensors, embedding, head, linear, norm, weights_of
 
@@ -69,7 +69,7 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(ModelConfig):
     """The shape of a model; lengths in tokens, sizes in elements.
 
     ``embedding_size`` differs from ``hidden_size`` where projections lie between the two. ``first_position`` is the row
@@ -80,17 +80,8 @@ class Config(DecoderConfig):
     one head after another, and not all queries first.
     """
 
-    vocab_size: int
-    hidden_size: int
     embedding_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    context_length: int
-    activation: str
-    tied_head: bool
     names: TensorNames
-    norm_eps: float = 1e-5
     first_position: int = 0
     norm_first: bool = True
     final_norm: bool = True

@@ -81,7 +81,7 @@ def parse_cpm(read: ConfigReader) -> Config:
         activation="gelu_tanh",
         gated=True,
         tied_head=False,
-        decoder_start_token_ids=(start,),
+        decoder_start_token_id=start,
         names=NAMES,
     )
 

@@ -23,7 +23,7 @@ from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm, load_rms_norm
 from ..layers.position import rope_frequencies, rope_parameters
 from ._architecture import Architecture
-from ._config import ACTIVATIONS, MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, DecoderConfig, choice, flag, integer, number
+from ._config import ACTIVATIONS, MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, ModelConfig, choice, flag, integer, number
 from ._decoder import Decoder, Output
 from .spec import Fold, Spec, embedding, head, linear, norm, weights_of
 
@@ -49,24 +49,15 @@ BIASES = {"qkv_bias": ATTENTION_BIAS, "o_bias": ATTENTION_BIAS, "mlp_bias": flag
 
 
 @dataclass(frozen=True)
-class Config(DecoderConfig):
+class Config(ModelConfig):
     """The shape of a model; lengths in tokens, sizes in elements.
 
     ``frequencies`` are the rotary frequencies and ``rope_scale`` the factor on cosine and sine. ``windows`` has an
     entry per layer: the attention window, or None.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
     kv_heads: int
     head_dim: int
-    context_length: int
-    norm_eps: float
-    activation: str
-    tied_head: bool
     frequencies: tuple[float, ...]
     rope_scale: float
     windows: tuple[int | None, ...]

@@ -50,7 +50,7 @@ def parse(config: Mapping[str, Any]) -> Config:
     read = ConfigReader(config, KEYS)
     read.require_divisible("hidden_size", "heads")
     final_norm = read.fields["norm_first"] and not read.value(flag("_remove_final_layer_norm", False))
-    return Config(**read.checked_fields(), final_norm=final_norm, first_position=2, names=NAMES)
+    return Config(**read.checked_fields(), norm_eps=1e-5, final_norm=final_norm, first_position=2, names=NAMES)
 
 
 architecture = gpt_architecture(parse)

@@ -96,7 +96,7 @@ def parse_t5(read: ConfigReader, tied_head: bool) -> Config:
         **read.checked_fields(),
         context_length=MAX_TOKENS,
         tied_head=tied_head,
-        decoder_start_token_ids=(start,),
+        decoder_start_token_id=start,
         names=NAMES,
     )
 
