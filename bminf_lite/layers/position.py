@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-RopeParameters = dict[str, Any]
+RopeParameters = Mapping[str, Any]
 RopeFrequencies = tuple[np.ndarray, float]
 """Frequencies fp32 ``[head_dim / 2]``, and the factor on cosine and sine."""
 
