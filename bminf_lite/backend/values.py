@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 Array = Any
+CACHE_BLOCK = 256
+"""The key-value cache grows in blocks of so many tokens."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import LayerCache
+from ..backend.values import CACHE_BLOCK, LayerCache
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class KVCache:
     ``source`` is what the decoder of an encoder-decoder reads beside its own tokens.
     """
 
-    BLOCK = 256
+    BLOCK = CACHE_BLOCK
 
     def __init__(self, ops: Backend, shape: CacheShape, slots: int, capacity: int, limit: int):
         self.ops = ops

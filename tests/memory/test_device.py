@@ -12,7 +12,15 @@ from bminf_lite.cuda.runtime import driver
 from bminf_lite.cuda.runtime.bindings import LibraryError
 from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.memory.arena import Arena
-from bminf_lite.memory.device import CHUNK, MARGIN, MappedPages, WholePages, device_arena, device_limit, device_pages
+from bminf_lite.memory.device import (
+    CHUNK_BYTES,
+    MARGIN,
+    MappedPages,
+    WholePages,
+    device_arena,
+    device_limit,
+    device_pages,
+)
 
 MIB = 1 << 20
 
@@ -61,7 +69,7 @@ class FakeDriver:
     def cuMemCreate(self, handle, nbytes, properties, flags) -> None:
         if nbytes > self.free:
             raise LibraryError("cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY, out of memory")
-        assert 0 < nbytes <= CHUNK and nbytes % (2 * MIB) == 0
+        assert 0 < nbytes <= CHUNK_BYTES and nbytes % (2 * MIB) == 0
         self.serial += 1
         handle.value = self.serial
         self.handles[self.serial] = nbytes
@@ -126,23 +134,25 @@ def test_an_arena_takes_what_it_needs_and_gives_back_what_is_free(fake: FakeDriv
     assert (1 << 30) - fake.free == arena.reserved == 302 * MIB
     assert fake.accessible == set(fake.mapped)
     first.free()
-    assert arena._trim() == 200 * MIB and device.synchronized == 1
+    assert arena.trim() == 200 * MIB and device.synchronized == 1
     assert (1 << 30) - fake.free == arena.reserved == 102 * MIB
     again = arena.allocate(200 * MIB)
     assert again.address == fake.base
     second.free()
     again.free()
-    arena._trim()
+    arena.trim()
     arena.close()
     assert fake.free == 1 << 30 and not fake.handles and not fake.reserved
 
 
 def test_only_whole_chunks_can_be_given_back(fake: FakeDriver) -> None:
     pages = MappedPages(FakeDevice(fake), 512 * MIB)  # type: ignore[arg-type]
-    pages.map(2 * MIB, 2 * CHUNK)
-    assert pages.unmap(2 * MIB + CHUNK // 2, CHUNK + CHUNK // 2) == [(2 * MIB + CHUNK, CHUNK)]
+    pages.map(2 * MIB, 2 * CHUNK_BYTES)
+    assert pages.unmap(2 * MIB + CHUNK_BYTES // 2, CHUNK_BYTES + CHUNK_BYTES // 2) == [
+        (2 * MIB + CHUNK_BYTES, CHUNK_BYTES)
+    ]
     assert pages.unmap(2 * MIB, 2 * MIB) == []
-    pages.map(2 * MIB + CHUNK, 2 * MIB)
+    pages.map(2 * MIB + CHUNK_BYTES, 2 * MIB)
     pages.close()
     pages.close()
     assert fake.free == 1 << 30
@@ -195,7 +205,7 @@ def test_where_memory_cannot_be_mapped_the_whole_limit_is_taken(fake: FakeDriver
         arena.allocate(1)
     for block in blocks:
         block.free()
-    assert arena._trim() == 0
+    assert arena.trim() == 0
     arena.close()
     pages.close()
     assert fake.free == 1 << 30
@@ -212,7 +222,7 @@ def test_the_gpu_agrees_about_what_is_reserved(pages_type: type, cuda_device: dr
     blocks = [arena.allocate(nbytes) for nbytes in (3 * MIB, 300 * MIB, 1, 200 * MIB + 7)]
     assert before - cuda_device.memory()[0] == arena.reserved
     blocks[1].free()
-    arena._trim()
+    arena.trim()
     assert before - cuda_device.memory()[0] == arena.reserved
     blocks.append(arena.allocate(400 * MIB))
     assert before - cuda_device.memory()[0] == arena.reserved
@@ -237,7 +247,7 @@ def test_blocks_hold_what_is_written_to_them(cuda_device: driver.Device) -> None
         assert (array == i + 1).all()
     del blocks, array
     assert arena.used == 0, "a CuPy array keeps its block and lets go of it"
-    arena._trim()
+    arena.trim()
     assert arena.reserved == 0
 
 

@@ -30,11 +30,12 @@ from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
 from ...memory.device import MARGIN, device_arena
 from ..calibration import CalibrationOps
+from ..padding import HEAD_PAD, PAD
 from ..quantization import HostWeight
 from ..sampling import SamplerState
 from ..values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
 from . import launches
-from .arrays import PAD, Arrays, is_padded, pitch_of
+from .arrays import Arrays, is_padded, pitch_of
 from .calibration import CalibrationKernels, CudaCalibrationOps
 from .deferred import DeferredGate, DeferredMatmul, DeferredNorm, QuantizedActivations, ResidualStream, Weight
 from .fused import FusedGemms
@@ -44,8 +45,6 @@ from .materialize import STALE, MaterializingBackend
 from .weight_loader import Loader
 
 T = TypeVar("T")
-HEAD_PAD = 16
-"""Heads in the cache are padded to a multiple of so many elements, with zeros, for the tensor cores."""
 GEMV_FLOAT_MAX_ROWS = 4
 """Up to so many rows, float weights are multiplied row by row: cheaper than a product on the tensor cores."""
 
