@@ -19,7 +19,7 @@ from ..backend.base import Backend
 from ..errors import CheckpointError, UsageError, listed
 from ..layers.recording import LinearCall
 from ..quantize.stages import HiddenState
-from ..text.tokenizer import Tokenizer
+from ..text.checkpoint_files import load_tokenizer
 from .blockwise import Batch, LayerwiseCheckpoint, batch_windows
 from .comparison import BlockReport, Comparison, LinearReport
 from .corpus import Window
@@ -50,7 +50,7 @@ def check_pair(model: Path, reference: Path, texts: Sequence[str]) -> None:
             if mine != other
         ]
         if not problems:
-            tokenizers = [Tokenizer.load(p, ours.config.vocab_size) for p in (model, reference)]
+            tokenizers = [load_tokenizer(p, ours.config.vocab_size) for p in (model, reference)]
             for text in texts:
                 if tokenizers[0].encode(text) != tokenizers[1].encode(text):
                     problems.append("the tokenizers read the text differently: another vocabulary, or other settings")

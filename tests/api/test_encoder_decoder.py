@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,9 @@ from tiny_models import RandomWeights
 
 from bminf_lite import models
 from bminf_lite.api import Model
-from bminf_lite.engine.scheduler import EngineConfig
 from bminf_lite.errors import UsageError
 from bminf_lite.layers.cache import KVCache
+from bminf_lite.placement import make_engine_config
 from bminf_lite.text.prompts import EncodedPrompt
 
 CONFIG = {
@@ -49,9 +50,8 @@ def make_model(
     architecture = models.find(CONFIG)
     config = architecture.parse(CONFIG)
     network = architecture.Model(config, RandomWeights(CONFIG, 3, quantized), WatchedBackend(max_steps_in_flight))
-    limits = EngineConfig(config.context_length, config.vocab_size, config.cache_shape, max_batch, chunk,
-                    config.max_source_length, config.decoder_start_token_ids)  # fmt: skip
-    return Model(network, limits, eos_ids=frozenset(eos))
+    engine_config = make_engine_config(config, config.cache_shape, None, max_batch)
+    return Model(network, replace(engine_config, max_num_batched_tokens=chunk), eos_ids=frozenset(eos))
 
 
 def source_of(length: int, seed: int = 0) -> list[int]:

@@ -17,11 +17,12 @@ import tokenizer_kit
 from model_kit import WatchedBackend, make_model, prompt_of
 
 import bminf_lite
-from bminf_lite.api import Model, configured_eos_ids
+from bminf_lite.api import Model
 from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.text import prompts
 from bminf_lite.text.chat_template import ChatTemplate
+from bminf_lite.text.checkpoint_files import configured_eos_ids
 from bminf_lite.text.prompts import EncodedPrompt
-from bminf_lite.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CONTEXT = 128
@@ -240,8 +241,8 @@ def test_token_ids_need_no_tokenizer(folder, tmp_path):
 
 def test_the_tokenizer_is_read_when_it_is_needed(folder, monkeypatch):
     reads = []
-    original = Tokenizer.load.__func__
-    monkeypatch.setattr(Tokenizer, "load", classmethod(lambda cls, *a: reads.append(a) or original(cls, *a)))
+    original = prompts.load_tokenizer
+    monkeypatch.setattr(prompts, "load_tokenizer", lambda *a: reads.append(a) or original(*a))
     with load(folder) as model:
         model.logits([1, 2])
         assert not reads

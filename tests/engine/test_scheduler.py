@@ -14,7 +14,8 @@ from model_kit import WatchedBackend, make_model, prompt_of, request, run
 
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
-from bminf_lite.engine.scheduler import Request, Scheduler
+from bminf_lite.engine.generation import generate_tokens
+from bminf_lite.engine.request import Request
 from bminf_lite.errors import BminfError, OutOfMemory
 from bminf_lite.layers.cache import KVCache
 
@@ -183,8 +184,8 @@ def test_a_waiting_prompt_starts_when_a_slot_is_free(monkeypatch):
 
 def test_ending_a_request_from_outside():
     requests = [request(i, prompt_of(6, i), max_new_tokens=30) for i in range(3)]
-    with closing(Scheduler(FLOAT.network, requests, FLOAT.limits)) as scheduler:
-        for r in scheduler:
+    with closing(generate_tokens(FLOAT.network, requests, FLOAT.engine_config)) as steps:
+        for r in steps:
             if r.index == 1 and len(r.output_token_ids) == 4:
                 r.finish_reason = "stop"
     assert [len(r.output_token_ids) for r in requests] == [30, 4, 30]
