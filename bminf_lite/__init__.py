@@ -3,8 +3,8 @@
     model = bminf_lite.load("path")
     print(model.generate("Once", max_new_tokens=64))
 
-Everything here is imported when it is first used, so ``import bminf_lite`` costs a few milliseconds, and neither NumPy
-nor CuPy is imported before something needs it.
+Each name is imported when it is first used, so ``import bminf_lite`` takes a few milliseconds and imports neither NumPy
+nor CuPy.
 """
 
 from __future__ import annotations

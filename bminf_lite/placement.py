@@ -21,7 +21,7 @@ from .backend.quantization import HostWeight, Int8Weight
 from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
 from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
-from .engine.scheduler import EngineConfig
+from .engine.config import EngineConfig
 from .errors import OutOfMemory
 from .layers.cache import CacheShape
 from .memory.machine import available_memory
@@ -107,6 +107,7 @@ def make_engine_config(
         max_batch,
         max_num_batched_tokens=plan.chunk if plan is not None else CHUNK,
         cache_tokens=plan.context if plan is not None and plan.host_tables else 0,
+        is_encoder_decoder=bool(getattr(config, "max_source_length", 0)),
         max_source_length=getattr(config, "max_source_length", 0),
         decoder_start_token_ids=getattr(config, "decoder_start_token_ids", ()),
     )

@@ -15,7 +15,8 @@ from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.random_matrix import RandomMatrix
 from ..checkpoint.opened_model import ModelDescription, describe_model, open_model
 from ..checkpoint.recipe import Scheme
-from ..engine.scheduler import EngineConfig, Network
+from ..engine.config import EngineConfig
+from ..engine.model_runner import Network
 from ..layers.loading import Weights
 from ..memory.planner import MemoryPlan
 from ..models.spec import Role, Spec

@@ -151,7 +151,7 @@ def run_tests(
     Raises ``BminfError`` if :func:`.check_results` finds a wrong result, ``OutOfMemory`` if the cache does not fit.
     """
     measurements = []
-    for test in encoder_workloads(tests) if bench_model.engine_config.max_source_length else tests:
+    for test in encoder_workloads(tests) if bench_model.engine_config.is_encoder_decoder else tests:
         profiler.reset_peaks()
         with closing(Session(bench_model, test.batch, test.depth + test.tokens + WARM_UP_STEPS)) as session:
             runs = WORKLOAD_RUNNERS[test.kind](session, profiler, test, repetitions)

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..backend.sampling import SamplerState
 from ..backend.values import Array, ForwardBatch
+from ..engine.model_runner import EncoderDecoder
 from ..engine.sampling_params import SamplingParams, sampler_state
-from ..engine.scheduler import EncoderDecoder
 from ..errors import BminfError
 from ..layers.cache import KVCache, SourceCache
 from .model import BenchModel
@@ -34,9 +34,9 @@ class Session:
         self.random = np.random.default_rng(seed)
         engine_config = bench_model.engine_config
         self.start = engine_config.decoder_start_token_ids or (0,)
-        room = capacity + (len(self.start) if engine_config.max_source_length else 0)
+        room = capacity + (len(self.start) if engine_config.is_encoder_decoder else 0)
         self.cache = KVCache(self.ops, engine_config.cache_shape, batch, room, max(engine_config.context_length, room))
-        if engine_config.max_source_length:
+        if engine_config.is_encoder_decoder:
             self.cache.source = SourceCache(self.ops, engine_config.cache_shape, batch, capacity, capacity)
         self._sampler = self._greedy(batch)
         self._step: ForwardBatch | None = None

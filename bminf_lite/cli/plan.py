@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import Size, kv_cache_option, memory_limit_option, model_argument
+from ._options import kv_cache_option, memory_limit_option, model_argument, size
 
 if TYPE_CHECKING:
     from ..memory.planner import MemoryPlan
@@ -40,7 +40,7 @@ def speed(value: str) -> float:
     metavar="w8a8|w8a16|FILE",
     help="Plan as if migrated by this recipe; by default a checkpoint as it is, a config.json as w8a8.",
 )
-@click.option("--gpu-memory", type=Size(), metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
+@click.option("--gpu-memory", type=size, metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
 @click.option("--link", type=speed, metavar="GB/s",
               help="Speed from host memory to the GPU; without it measured on this machine's GPU.")  # fmt: skip
 @click.option("--bandwidth", type=speed, metavar="GB/s",

@@ -22,7 +22,7 @@ from ..backend.base import Backend
 from ..errors import CheckpointError, UsageError, listed
 from ..layers.recording import LinearCall, Observer
 from ..quantize.stages import HiddenState
-from ..text.tokenizer import Tokenizer
+from ..text.checkpoint_files import load_tokenizer
 from .blockwise import Batch, LayerwiseCheckpoint, batch_windows
 from .corpus import Window
 from .divergence import Divergence, DivergenceAccumulator
@@ -113,7 +113,7 @@ def check_pair(model: Path, reference: Path, texts: Sequence[str]) -> None:
             if mine != other
         ]
         if not problems:
-            one, other = (Tokenizer.load(p, ours.config.vocab_size) for p in (model, reference))
+            one, other = (load_tokenizer(p, ours.config.vocab_size) for p in (model, reference))
             if any(one.encode(text) != other.encode(text) for text in texts):
                 problems.append("the tokenizers read the text differently: their vocabularies or settings differ")
     if problems:

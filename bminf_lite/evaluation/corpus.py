@@ -16,6 +16,7 @@ import numpy as np
 
 from ..checkpoint.opened_model import open_model
 from ..errors import UsageError, listed
+from ..text.checkpoint_files import load_tokenizer
 from ..text.tokenizer import Tokenizer
 
 DEFAULT_WINDOW = 1024
@@ -106,7 +107,7 @@ def windows_for(
     stride = max(window // 2, 1) if stride is None else stride
     check_window(window, stride, config.context_length)
     return fit_windows(
-        sliding_windows(encode_texts(texts, Tokenizer.load(Path(folder), config.vocab_size)), window, stride), config
+        sliding_windows(encode_texts(texts, load_tokenizer(Path(folder), config.vocab_size)), window, stride), config
     )
 
 

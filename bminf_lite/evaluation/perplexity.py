@@ -42,10 +42,10 @@ def perplexity(model: Model, token_ids: Sequence[int], window: int = 512, stride
     See :func:`.corpus.sliding_windows`. Raises ``UsageError`` for fewer than 2 tokens, for a window shorter than 2
     tokens or longer than the model's context, and for a stride shorter than 1 token or longer than the window.
     """
-    check_window(window, window if stride is None else stride, model.limits.context_length)
+    check_window(window, window if stride is None else stride, model.engine_config.context_length)
     windows = sliding_windows([token_ids], window, stride)
-    if model.limits.max_source_length:
-        windows = [w.for_encoder_decoder(model.limits.decoder_start_token_ids) for w in windows]
+    if model.engine_config.is_encoder_decoder:
+        windows = [w.for_encoder_decoder(model.engine_config.decoder_start_token_ids) for w in windows]
     return Perplexity.from_losses(np.concatenate(list(window_losses(model, windows))))
 
 

@@ -23,8 +23,9 @@ from bminf_lite.bench.profiler import Profiler
 from bminf_lite.bench.runner import Workload, run_tests, workloads
 from bminf_lite.bench.session import UNWRITTEN, Session, check_results, chunks
 from bminf_lite.bench.shapes import read_shape, shape_names
+from bminf_lite.engine.generation import generate_tokens
+from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
-from bminf_lite.engine.scheduler import Request, Scheduler
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
 
 SHAPE = {
@@ -94,7 +95,7 @@ def test_a_session_decodes_what_the_engine_decodes(bench_model: BenchModel):
     """The same prompts, prefilled and decoded by both, give the same tokens."""
     prompts = [[5, 17, 250, 3, 99], [8, 8, 1, 0, 200]]
     requests = [Request(i, p, SamplingParams(max_new_tokens=6, seed=0, ignore_eos=True)) for i, p in enumerate(prompts)]
-    for _ in Scheduler(bench_model.network, requests, bench_model.engine_config):
+    for _ in generate_tokens(bench_model.network, requests, bench_model.engine_config):
         pass
     session = Session(bench_model, 2, 32)
     session.tokens = lambda shape: np.array(prompts, np.int32)  # type: ignore[method-assign]

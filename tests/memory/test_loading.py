@@ -103,7 +103,7 @@ def test_the_cache_takes_the_room_that_was_planned_for_it(folder: Path, monkeypa
         model.generate([5, 6], max_new_tokens=2)
         model.generate([[5, 6], [7]], max_new_tokens=2)
         assert set(asked) == {(1, CONTEXT), (2, CONTEXT)}  # which is the smallest block
-        model.limits = replace(model.limits, cache_tokens=2 * CONTEXT)
+        model.engine_config = replace(model.engine_config, cache_tokens=2 * CONTEXT)
         asked.clear()
         model.generate([5, 6], max_new_tokens=2)
         model.generate([[5, 6], [7]], max_new_tokens=2)
@@ -113,7 +113,7 @@ def test_the_cache_takes_the_room_that_was_planned_for_it(folder: Path, monkeypa
 def test_prompts_go_in_the_plan_s_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device_of(memory_that_streams(folder), monkeypatch)
     with bminf_lite.load(folder, context=CONTEXT) as model:
-        assert model.limits.max_num_batched_tokens < 2048
+        assert model.engine_config.max_num_batched_tokens < 2048
 
 
 @pytest.mark.parametrize("how", ["cut short", "written to", "replaced"])

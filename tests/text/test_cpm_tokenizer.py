@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.text import cpm_tokenizer
+from bminf_lite.text.checkpoint_files import has_tokenizer, load_tokenizer
 from bminf_lite.text.cpm_tokenizer import Cpm2Tokenizer, EvaTokenizer
 from bminf_lite.text.detokenizer import Detokenizer
 from bminf_lite.text.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ def cpm1(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("cpm1")
     (folder / "chinese_vocab.model").write_bytes(cpm_kit.sentencepiece_model())
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "CPM1Tokenizer"}')
-    return Tokenizer.load(folder, 1000)
+    return load_tokenizer(folder, 1000)
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str | None]:
@@ -149,21 +150,21 @@ def test_segmentation_is_jieba_s() -> None:
 @pytest.mark.parametrize(("name", "kind"), [("CPM2Tokenizer", Cpm2Tokenizer), ("EVATokenizer", EvaTokenizer)])
 def test_a_checkpoint_says_which_it_has(tmp_path: Path, name: str, kind: type) -> None:
     folder = cpm_kit.write_words(tmp_path, name)
-    assert Tokenizer.exists(folder)
-    loaded = Tokenizer.load(folder, len(WORDS))
+    assert has_tokenizer(folder)
+    loaded = load_tokenizer(folder, len(WORDS))
     assert type(loaded) is kind and [loaded.id_to_piece(i) for i in range(len(loaded))] == WORDS
     with pytest.raises(CheckpointError, match=r"vocab\.txt: has .* only 5 rows"):
-        Tokenizer.load(folder, 5)
+        load_tokenizer(folder, 5)
     (folder / "vocab.txt").write_text("a\nb\n")
     with pytest.raises(CheckpointError, match="no <unk> and no"):
-        Tokenizer.load(folder, 100)
+        load_tokenizer(folder, 100)
     (folder / "vocab.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        Tokenizer.load(folder, 100)
+        load_tokenizer(folder, 100)
     (folder / "vocab.txt").unlink()
-    assert not Tokenizer.exists(folder)
+    assert not has_tokenizer(folder)
     with pytest.raises(CheckpointError, match=r"has no vocab\.txt"):
-        Tokenizer.load(folder, 100)
+        load_tokenizer(folder, 100)
 
 
 def test_a_model_file_that_is_none(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_a_model_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CPM1Tokenizer"}))
     (tmp_path / "chinese_vocab.model").write_bytes(b"no model")
     with pytest.raises(CheckpointError, match="not a sentencepiece model"):
-        Tokenizer.load(tmp_path, 100)
+        load_tokenizer(tmp_path, 100)
 
 
 @pytest.mark.parametrize("text", [5, None, b"x", "\ud800"])

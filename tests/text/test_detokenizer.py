@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bminf_lite.text.detokenizer import Detokenizer
-from bminf_lite.text.tokenizer import JsonTokenizer
+from bminf_lite.text.json_tokenizer import JsonTokenizer
 
 BYTE_LEVEL = JsonTokenizer(tokenizer_kit.byte_level())
 SENTENCEPIECE = JsonTokenizer(tokenizer_kit.sentencepiece_like())
