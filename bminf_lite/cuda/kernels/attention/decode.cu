@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
                 scales[0] = here ? key_scales[tokens + at + lane] : __half{};
                 scales[1] = here ? value_scales[tokens + at + lane] : __half{};
                 const __half* const later = (lane ? value_scales : key_scales) + tokens + at + 2 * STEP;
-                if (lane < 2 && at + 2 * STEP < stop) prefetch(later);
+                if (lane < 2 && at + 2 * STEP < stop) prefetch_l2(later);
             }
         };
 #pragma unroll
