@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
     if (NORM && rows <= PREFETCH_MAX_ROWS)
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
-            if ((i * THREADS + thread) * 8 < k) prefetch(norm_weight + (i * THREADS + thread) * 8);
+            if ((i * THREADS + thread) * 8 < k) prefetch_l2(norm_weight + (i * THREADS + thread) * 8);
     wait_on_dependent_grids();
     const int row = min(index, rows - 1);
     const int padded = (k + 15) / 16 * 16, written = index < rows ? padded : 0;
