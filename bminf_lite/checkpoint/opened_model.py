@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from .. import models
 from ..backend.quantization import HostWeight, quantize_weight
 from ..errors import CheckpointError
+from ..models import Architecture
 from ..models.spec import Role, Spec
 from ._errors import checkpoint_error
 from .manifest import MANIFEST_FILE
@@ -31,9 +31,9 @@ TIED_ROWS = 64
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a ``config.json`` describes: the architecture's module, its parsed configuration, and its tensors."""
+    """What a ``config.json`` describes: the architecture, its parsed configuration, and its tensors."""
 
-    architecture: ModuleType
+    architecture: Architecture
     config: Any
     spec: Spec
 
@@ -68,8 +68,8 @@ class OpenedModel:
         return self.checkpoint.path
 
     @property
-    def architecture(self) -> ModuleType:
-        """The module of :mod:`bminf_lite.models` that implements the model."""
+    def architecture(self) -> Architecture:
+        """The architecture, from :mod:`bminf_lite.models`."""
         return self.description.architecture
 
     @property
