@@ -17,10 +17,6 @@ constexpr int STAGES =
 // fp16, they are larger by this; a scale is 515.5 at most.
 constexpr float VALUES_UP = 64;
 
-// What the new token sees: those before it and itself; the same, with a bias by the distance; or the whole source in
-// its slot, to which it adds nothing.
-enum AttentionKind { CAUSAL = 0, BIASED = 1, CROSS = 2 };
-
 // A block for heads of D elements: with 64 KiB of tiles at most and not all registers, so that the blocks of the
 // products before and behind it have room beside it; before 8.0 a block has no more than 64 KiB in all.
 template <int D>

@@ -3,10 +3,9 @@
 // the rest through global memory.
 #pragma once
 #include "common/cluster.cuh"
+#include "constants/decode.cuh"
 
 namespace bminf {
-
-constexpr int HEADS = 8;  // of a block at most: the columns of a product
 
 __device__ __forceinline__ float rescale_factor(float top, float new_top) {
     return top == -INF_F ? 0.0f : exp2_fast(top - new_top);

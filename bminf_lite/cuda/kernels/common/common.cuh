@@ -5,6 +5,8 @@
 #pragma once
 #include <cuda_fp16.h>
 
+#include "constants/activation.cuh"
+
 namespace bminf {
 
 constexpr int WARP = 32;
@@ -311,8 +313,6 @@ __device__ __forceinline__ float scaled(float acc, float x_scale, float w_scale)
 }
 
 // ---- activation functions, in fp32 -------------------------------------------------------------------------------
-
-enum Activation { SILU = 0, GELU_TANH = 1, RELU = 2, GELU = 3 };
 
 template <int F>
 __device__ __forceinline__ float activate(float x) {

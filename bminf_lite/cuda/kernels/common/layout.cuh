@@ -1,8 +1,7 @@
 // Where element (row, col) of a matrix lies, for every layout that a product reads or writes.
 // The definition is bminf_lite/cuda/kernels/gemm/layouts.py, and a test compares the two.
 #pragma once
-
-enum class Order : int { ROW = 1, COL32 = 2, COL4_4R2_8C = 3, COL32_2R_4R4 = 4 };  // values of cublasLtOrder_t
+#include "constants/order.cuh"
 
 // The offset of (row, col) in elements. `ld` is the distance in elements between rows (ROW), or between groups of 32
 // columns (all others). Four columns from a multiple of 4 on are contiguous in every layout, so they can be read or

@@ -3,8 +3,8 @@
 // It runs on every GPU, so it is what GPUs below compute capability 7.5 use, and what takes over where cublasLt has
 // no kernel. A block computes a tile of 64 x 64 sums with 256 threads, 4 x 4 sums a thread, 32 bytes of the inner
 // dimension at a time. Operands are row-major with rows of whole 16-byte vectors.
+#include "constants/dp4a.cuh"
 
-constexpr int TILE = 64;
 constexpr int DEPTH = 8;         // ints (4 codes each) of the inner dimension at a time
 constexpr int PITCH = TILE + 4;  // rows of shared memory stay 16-byte aligned and fall on different banks
 

@@ -11,14 +11,12 @@
 #include "common/cluster.cuh"
 #include "common/common.cuh"
 #include "common/wgmma.cuh"
+#include "constants/epilogue.cuh"
+#include "constants/gemm_hopper.cuh"
 
 namespace bminf {
 
-constexpr int BLOCK_M = 128;  // of a tile
-constexpr int BLOCK_K = 128;  // columns of a stage
-constexpr int PIPELINE_BYTES = 192 << 10;
 constexpr int WARPS = 2 * WARPGROUP / WARP;
-constexpr int BOX = 16 * 128;  // bytes of 16 rows of the result that a warp puts in order in shared memory at a time
 constexpr int BAND = 16;       // tiles of rows that share their parts of the weight while these are in the cache
 
 __device__ __forceinline__ void store_sums(unsigned address, const int (&sums)[4]) {
@@ -130,10 +128,6 @@ __device__ __forceinline__ void wgmma(int (&c)[32][4], unsigned long long x, uns
 }
 
 // ---- what leaves -------------------------------------------------------------------------------------------------
-
-// What becomes of the scaled product, numbered as in matvec.cu: values fp16, what is added to fp32, or of a gated layer
-// what is gated.
-enum Epilogue { TO_HALF = 0, ADD = 2, GATED = 3 };
 
 // Writes the box at (column, row), or adds it there, and leaves out what lies outside the matrix.
 template <int EPILOGUE>

@@ -10,6 +10,7 @@
 // int32 sums are exact in any order. The first units are under way before the kernel waits for its input.
 #include "common/async.cuh"
 #include "common/common.cuh"
+#include "constants/skinny_gemm.cuh"
 #include "gemm/skinny_gemm.cuh"
 
 using namespace bminf;
@@ -17,8 +18,6 @@ using namespace bminf;
 constexpr int WARPS = PIPELINE_WARPS;  // as many as the shared memory has room for
 constexpr int THREADS = WARPS * WARP;
 constexpr int STAGES = PIPELINE_STAGES;  // units under way per warp
-constexpr int ROWS = 16;                 // of the weight, in a group
-constexpr int STEP = 64;                 // bytes of a row that two products take
 constexpr int STEPS = PIPELINE_STEPS;
 constexpr int SEGMENT = STEPS * STEP;
 constexpr int STRIDE = SEGMENT + 64;  // in shared memory, so that the 8 lanes of a read meet all banks

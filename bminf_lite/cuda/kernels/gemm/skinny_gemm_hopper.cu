@@ -13,20 +13,16 @@
 #include "common/cluster.cuh"
 #include "common/common.cuh"
 #include "common/wgmma.cuh"
+#include "constants/skinny_gemm_hopper.cuh"
 #include "gemm/skinny_gemm.cuh"
 
 namespace bminf {
 
-constexpr int CLUSTER = 2;
-constexpr int ROWS = 64;    // of the weight in a tile
-constexpr int DEPTH = 128;  // columns of a box
 constexpr int BOX = ROWS * DEPTH;
-constexpr int BOXES = 2;  // in a stage
 constexpr int STAGE = BOXES * BOX;
-constexpr int WINDOW = 4;  // stages on their way: more only make others wait longer for what they read
 constexpr int WARPS = WARPGROUP / WARP;
 constexpr int COPYING = 2 * WARPGROUP;  // the first thread of the two warps that copy
-constexpr int THREADS = COPYING + 2 * WARP;
+static_assert(THREADS == COPYING + 2 * WARP);
 constexpr int PART_ROWS = ROWS / WARPS;  // of a tile, whose sums a warp has
 constexpr int PARTS = WARPS / CLUSTER;   // that a block finishes
 

@@ -6,16 +6,12 @@
 // evenly and the result is always the same. The first units are under way before the kernel waits for its input.
 #include "common/async.cuh"
 #include "common/common.cuh"
+#include "constants/epilogue.cuh"
+#include "constants/gemv.cuh"
 
 using namespace bminf;
 
-enum Input { HALF = 0, RMS_NORM = 1, LAYER_NORM = 2 };
-// GATED: rows n and n + N/2 are gate and up. ACTIVATED: a function of each output.
-enum Epilogue { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
-
-constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
-constexpr int CHUNK = 512;  // bytes of one row that a warp multiplies at once, 16 a thread
 constexpr int PIPELINE_BYTES =
     PIPELINE_CHUNKS * CHUNK;  // bytes under way per warp; a multiple of 4 chunks, as shared memory allows
 

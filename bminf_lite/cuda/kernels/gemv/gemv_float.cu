@@ -1,13 +1,11 @@
 // Few activation rows times a weight in fp16, or in int8 with activations that stay float. A warp computes one output
 // at a time in fp32, always in the same order.
 #include "common/common.cuh"
+#include "constants/epilogue.cuh"
+#include "constants/gemv.cuh"
 
 using namespace bminf;
 
-enum Input { HALF = 0, RMS_NORM = 1, LAYER_NORM = 2 };
-enum Epilogue { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
-
-constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
 
 // 16 bytes of a weight row times the same columns of x.
