@@ -105,7 +105,8 @@ class CudaBackend(Backend):
     def host(self, x: Array) -> np.ndarray:
         values = self.materializer.materialize(x)
         with self.arrays.current():
-            return cp.asnumpy(values, stream=self.stream)
+            found: np.ndarray = cp.asnumpy(values, stream=self.stream)
+            return found
 
     def complete(self, x: Array) -> cp.ndarray:
         values = self.materializer.materialize(x)
@@ -311,13 +312,13 @@ class CudaBackend(Backend):
         """``x`` quantized, as the weight's plan lays activations out."""
         assert weight.plan is not None
         layout = weight.plan.activation(x.shape[0])
-        again = isinstance(x, DeferredNorm) and x.used
-        if again and x.codes is not None and x.codes.layout == layout:
-            return x.codes
+        norm = x if isinstance(x, DeferredNorm) and x.used else None
+        if norm is not None and norm.codes is not None and norm.codes.layout == layout:
+            return norm.codes
         codes = self._allocate_codes(layout)
         self.materializer.transform(x, codes)
-        if again:
-            x.codes = codes
+        if norm is not None:
+            norm.codes = codes
         return codes
 
     def _allocate_codes(self, layout: Layout) -> QuantizedActivations:

@@ -72,7 +72,7 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads of it."""
-        kept = 0 if self.outliers is None else self.outliers.values.nbytes
+        kept: int = 0 if self.outliers is None else self.outliers.values.nbytes
         return kept + sum(x.nbytes for x in (self.matrix, self.scale, self.bias) if x is not None)
 
     @property
@@ -121,7 +121,8 @@ class ResidualStream:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.values.shape
+        shape: tuple[int, int] = self.values.shape
+        return shape
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from . import driver
+from .bindings import LibraryError
 from .driver import CaptureMode
 
 Result = TypeVar("Result")
@@ -65,7 +66,7 @@ def _abandon(stream: int) -> None:
     graph = driver.Graph()
     try:
         driver.load().cuStreamEndCapture(stream, graph)
-    except driver.LibraryError:
+    except LibraryError:
         return  # what went wrong invalidated the capture, which has ended all the same
     if graph:
         driver.load().cuGraphDestroy(graph)
