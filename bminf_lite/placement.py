@@ -16,11 +16,11 @@ import numpy as np
 
 from .backend.base import Backend
 from .backend.meta import MetaBackend
-from .backend.padding import HEAD_PAD
 from .backend.quantization import HostWeight, Int8Weight
 from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
 from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
+from .cuda.kernels.arrays import HEAD_PAD
 from .engine.config import EngineConfig
 from .errors import OutOfMemory
 from .layers.cache import CacheShape

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "converters": {"checkpoint", "errors"},
     "migration": {"evaluation", "quantize", "text", "backend", "checkpoint", "errors"},
     "evaluation": {"quantize", "text", "models", "layers", "backend", "checkpoint", "errors", "api"},
-    "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "errors"},
+    "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "text": {"errors"},
     "engine": {"layers", "backend", "errors"},
     "quantize": {"models", "layers", "backend", "checkpoint", "errors"},

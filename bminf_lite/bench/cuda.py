@@ -10,18 +10,17 @@ from typing import Any, cast
 import cupy as cp
 import numpy as np
 
-from ..backend.cuda.arrays import PAD
 from ..backend.cuda.backend import CudaBackend
 from ..backend.cuda.deferred import QuantizedActivations, Weight
-from ..backend.cuda.launches import GEMV_TO_HALF, ceil_div
 from ..backend.quantization import Int8Weight
 from ..backend.random_matrix import RandomMatrix
 from ..backend.values import Norm
-from ..cuda.kernels.gemm.layouts import Layout, round_up
-from ..cuda.kernels.gemm.skinny_gemm import Epilogue
+from ..cuda.kernels.arrays import PAD, ceil_div, round_up
+from ..cuda.kernels.constants import Epilogue
+from ..cuda.kernels.gemm.layouts import Layout
+from ..cuda.kernels.sources import load
 from ..cuda.runtime import libraries
 from ..cuda.runtime.cublaslt import Order
-from ..cuda.runtime.kernel import Kernel, Module
 from ..memory.device import measure_speeds
 from .cases import GEMM_ROWS, MATRICES, WIDTHS, KernelCase, cycle, gemv, layer_norm, quantize, rms_norm, softmax
 from .profiler import Ceilings, Profiler, Span, T
@@ -87,7 +86,7 @@ class CudaProfiler(Profiler):
         return Ceilings(data.nbytes / read_seconds, 2 * data.nbytes / copy_seconds, 2 * size**3 / product_seconds, link)
 
     def _reader(self, data: cp.ndarray) -> Callable[[], None]:
-        kernel: Kernel = Module(self.ops.device, "rowwise/bandwidth.cu", ["read_all"]).kernel("read_all", "pqp")
+        kernel = load(self.ops.device, "rowwise/bandwidth.cu", "read_all")
         out, grid = self.ops.arrays.zeros((1,), np.int32), 4 * self.ops.kernels.num_sms
 
         def read() -> None:
@@ -179,7 +178,7 @@ class CudaProfiler(Profiler):
         with arrays.current():
             scales.fill(1e-2)
         outputs = {
-            "igemm to fp16": (Epilogue.HALF, arrays.rows(rows, n, np.float16)),
+            "igemm to fp16": (Epilogue.TO_HALF, arrays.rows(rows, n, np.float16)),
             "igemm, added to fp32": (Epilogue.ADD, arrays.zeros((rows, round_up(n, PAD)), np.float32)[:, :n]),
             "igemm, gated": (Epilogue.GATED, arrays.rows(rows, n // 2, np.float16)),
         }
@@ -191,7 +190,7 @@ class CudaProfiler(Profiler):
 
     def _row_cases(self, rows: int, width: int) -> Iterator[KernelCase]:
         """Softmax, norms of the residual stream, and quantization; into preallocated results, but for softmax."""
-        arrays, transform, shape = self.ops.arrays, self.ops.kernels.transform, f"{rows} x {width}"
+        arrays, transform, shape = self.ops.arrays, self.ops.materializer.write_rows, f"{rows} x {width}"
         half = self._random(rows, width, np.float16)
         with arrays.current():
             residual = half.astype(np.float32)
@@ -233,10 +232,10 @@ class CudaProfiler(Profiler):
         weights = [self._weight(n, k, seed) for seed in range(ceil_div(WEIGHT_BYTES, n * k))]
         if not weights[0].is_row_major:
             return
-        x, out = self._random(1, k, np.float16), self.ops.arrays.rows(1, n, np.float16)
+        x, out, step = self._random(1, k, np.float16), self.ops.arrays.rows(1, n, np.float16), self.ops.kernels.step
         plain = [(cp, x, w.matrix.reshape(-1, w.pitch)[:n, :k], w.scale) for w in weights]
-        yield KernelCase("matvec", f"1 x {n} x {k}", cycle(self.ops.kernels.gemv, *(
-            (x, None, w, out, GEMV_TO_HALF) for w in weights)), n * k, plain=cycle(gemv, *plain))  # fmt: skip
+        run = cycle(self.ops.kernels.gemv.launch, *((step, x, None, w, out, Epilogue.TO_HALF) for w in weights))
+        yield KernelCase("matvec", f"1 x {n} x {k}", run, n * k, plain=cycle(gemv, *plain))
 
     def _gemm(self, rows: int, n: int, k: int, in_all: int = 0) -> Callable[[int], None]:
         """An int8 product from codes to int32 sums, over weights in turn that have ``in_all`` bytes together."""
@@ -260,5 +259,5 @@ class CudaProfiler(Profiler):
 
     def _random(self, rows: int, columns: int, dtype: type) -> cp.ndarray:
         matrix = self.ops.arrays.rows(rows, columns, dtype)
-        self.ops.kernels.fill_random(matrix, seed=0)
+        self.ops.kernels.pointwise.fill_random(matrix, seed=0)
         return matrix

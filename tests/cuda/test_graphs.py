@@ -11,6 +11,7 @@ import pytest
 
 from bminf_lite.cuda.runtime import driver
 from bminf_lite.cuda.runtime.bindings import LibraryError
+from bminf_lite.cuda.runtime.compiler import Sources
 from bminf_lite.cuda.runtime.graphs import CudaGraph
 from bminf_lite.cuda.runtime.kernel import Module
 from bminf_lite.memory.arena import Arena, Block
@@ -183,7 +184,7 @@ def test_a_graph_owns_its_scratch_and_keeps_dependent_launches_in_order(
     import cupy
 
     (tmp_path / "step.cu").write_text(STEP)
-    step = Module(cuda_device, "step.cu", ["step"], sources=tmp_path).kernel("step", "ppi")
+    step = Module(cuda_device, Sources(tmp_path), "step.cu", ["step"]).kernel("step")
     arena = device_arena(cuda_device, "64MiB")
     stream, n, steps = cupy.cuda.Stream(non_blocking=True), 50_000, 12
     start = arena.allocate(4 * n)

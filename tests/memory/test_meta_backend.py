@@ -20,7 +20,6 @@ from bminf_lite import placement as planning
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cuda import streamed_weights as streaming
 from bminf_lite.backend.cuda import weight_loader as loading
-from bminf_lite.backend.cuda.backend import HEAD_PAD
 from bminf_lite.backend.cuda.weight_loader import Loader
 from bminf_lite.backend.meta import MetaBackend
 from bminf_lite.backend.values import Placement
@@ -161,10 +160,6 @@ def test_every_layer_fits_a_slot_of_the_size_that_it_says(golden: Golden) -> Non
         assert all(image.nbytes <= size for image, size in zip(link.images, stack, strict=True))
     assert any(isinstance(value, StreamedBlocks) for value in vars(model).values())
     backend.loader.close()
-
-
-def test_heads_are_padded_as_planned() -> None:
-    assert planning.HEAD_PAD == HEAD_PAD
 
 
 def test_a_plan_holds_what_it_promises() -> None:

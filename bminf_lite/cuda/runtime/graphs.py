@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from . import driver
+from .bindings import LibraryError
 from .driver import CaptureMode
 
 Result = TypeVar("Result")
@@ -82,7 +83,7 @@ def _abandon(stream: int) -> None:
     graph = driver.Graph()
     try:
         driver.load().cuStreamEndCapture(stream, graph)
-    except driver.LibraryError:
+    except LibraryError:
         return  # what went wrong invalidated the capture, which has ended all the same
     if graph:
         driver.load().cuGraphDestroy(graph)

@@ -3,23 +3,9 @@
 // registers and written once.
 #include "common/common.cuh"
 #include "common/layout.cuh"
+#include "constants/rows.cuh"
 
 using namespace bminf;
-
-// Where a row's values come from: nowhere (the residual stream alone), memory, or an int32 product yet to be scaled.
-enum Source { NONE = 0, FROM_HALF = 1, FROM_FLOAT = 2, FROM_INT32 = 3 };
-// What is made of them. A norm first adds them to the residual stream; a gate has two halves side by side.
-enum RowOp {
-    IDENTITY = 0,
-    RMS_NORM = 1,
-    LAYER_NORM = 2,
-    GATE_SILU = 3,
-    GATE_GELU_TANH = 4,
-    GATE_RELU = 5,
-    GATE_GELU = 6
-};
-// What is written: int8 codes and a scale per row, or values.
-enum Target { CODES = 0, TO_HALF = 1, TO_FLOAT = 2 };
 
 // A matrix of values: fp16, fp32, or int32 sums with the scales and bias that turn them into fp16 values.
 struct Values {
