@@ -17,6 +17,8 @@ namespace bminf {
 // that slot; or its whole sequence in this step, whose keys lie at the sequence's tokens.
 enum AttentionMask { CAUSAL = 0, CROSS = 1, BIDIRECTIONAL = 2 };
 
+constexpr float LOG2_E = 1.4426950408889634f;
+
 // Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1, at positions from context_lens[b] on, and the slot
 // slots[b] of the cache. D is head_dim padded to a multiple of 16.
 struct PrefillParams {
