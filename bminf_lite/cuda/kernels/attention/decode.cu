@@ -21,6 +21,7 @@
 
 using namespace bminf;
 
+constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int STAGES = 2;  // tiles of a warp in shared memory
 // With an int8 cache the codes enter the products unscaled; the scales multiply the scores and the weights instead. The
 // weights are multiplied by this too, so that small ones do not underflow in fp16; a scale is at most 515.5.

@@ -15,7 +15,6 @@ struct HeadParams {
 };
 
 constexpr int PAIRS = 4;  // of a lane, for head_dim <= 64 * PAIRS
-constexpr float LOG2_E = 1.4426950408889634f;
 
 // rope_scale times cosine and sine of position * frequencies[i], for this lane's pairs.
 template <int PAIRS>
