@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..backend.quantization import exact_scales, fits_fp16, round_to_codes, row_maxima, rows_per_block
-from ._errors import checkpoint_error
+from ..errors import checkpoint_error
 from .compressed_tensors import pack, packed_width
 from .manifest import TensorReport
 from .reader import Checkpoint

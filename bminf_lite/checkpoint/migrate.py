@@ -24,9 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, UsageError, checkpoint_error
 from ..models.spec import Role, Spec
-from ._errors import checkpoint_error
 from .compressed_tensors import quantization_config
 from .conversion import ConversionTask, Converter, Progress
 from .manifest import MANIFEST_FILE, MigrationReport, SourceFile, TensorReport

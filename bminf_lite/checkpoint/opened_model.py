@@ -6,7 +6,8 @@ it returns can be built without further checks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,14 @@ import numpy as np
 
 from .. import models
 from ..backend.quantization import HostWeight, quantize_weight
-from ..errors import CheckpointError
+from ..errors import CheckpointError, checkpoint_error
 from ..models import Architecture
-from ..models.spec import Role, Spec
-from ._errors import checkpoint_error
+from ..models.spec import Parameter, Role, Spec
+from .compressed_tensors import QUANTIZATION_SUFFIXES, QuantizationConfig, packed_width
 from .manifest import MANIFEST_FILE
 from .reader import Checkpoint, open_checkpoint
 from .recipe import Scheme
-from .tensor_file import FLOAT_DTYPES
-from .validation import spec_problems
+from .tensor_file import FLOAT_DTYPES, TensorInfo
 
 TIED_ROWS = 64
 """How many rows are compared to tell whether a tensor is a copy of another."""
@@ -99,7 +99,7 @@ def open_model(path: str | Path) -> OpenedModel:
         description = describe_model(checkpoint.config)
         spec = description.spec
         checkpoint.rename(spec.aliases)
-        problems = spec_problems(spec, checkpoint.tensors, checkpoint.quantization) or _tied_problems(checkpoint, spec)
+        problems = _spec_problems(spec, checkpoint.tensors, checkpoint.quantization) or _tied_problems(checkpoint, spec)
         if problems:
             remedy = "the files do not fit config.json: get both anew from the same place, or export the model again"
             raise checkpoint_error(checkpoint.path, problems, remedy)
@@ -107,22 +107,6 @@ def open_model(path: str | Path) -> OpenedModel:
     except BaseException:
         checkpoint.close()
         raise
-
-
-def _tied_problems(checkpoint: Checkpoint, spec: Spec) -> list[str]:
-    """Tensors that the file holds although they are tied to others, and whose first rows differ from those."""
-    problems = []
-    for name, source in spec.tied.items():
-        pair = [checkpoint.tensors.get(name), checkpoint.tensors.get(source)]
-        if any(info is None or info.dtype not in FLOAT_DTYPES for info in pair):
-            continue
-        one, other = (np.asarray(checkpoint.stored(n)[:TIED_ROWS]).astype(np.float32) for n in (name, source))
-        if not np.array_equal(one, other, equal_nan=True):
-            problems.append(
-                f"tensor {name!r} differs from {source!r}, to which config.json ties it; correct "
-                "tie_word_embeddings there, or remove the tensor"
-            )
-    return problems
 
 
 class CheckpointWeights:
@@ -176,3 +160,88 @@ class CheckpointWeights:
         except ValueError:
             where = self.checkpoint.path / MANIFEST_FILE
             raise CheckpointError(f"{where}: {key} is {value!r}, which is no scheme") from None
+
+
+@dataclass(frozen=True)
+class _ExpectedTensor:
+    """A tensor that a checkpoint must, or may, hold, with its possible types and shapes."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    required: bool = True
+
+    def mismatches(self, info: TensorInfo) -> Iterator[str]:
+        """What is wrong with the tensor in the file."""
+        if info.shape not in self.shapes:
+            shapes = " or ".join(str(list(shape)) for shape in self.shapes)
+            yield f"tensor {self.name!r} has shape {list(info.shape)}; config.json needs {shapes}"
+        if info.dtype not in self.dtypes:
+            yield f"tensor {self.name!r} is {info.dtype}; it must be {' or '.join(self.dtypes)}"
+
+
+def _spec_problems(spec: Spec, tensors: Mapping[str, TensorInfo], quantization: QuantizationConfig | None) -> list[str]:
+    """Every missing, misshapen, wrongly typed or unexpected tensor; empty if the checkpoint fits."""
+    problems: list[str] = []
+    known: set[str] = set()
+    for name, parameter in spec.parameters.items():
+        if name in spec.tied:
+            known |= {name, *(name.removesuffix(".weight") + companion for companion in QUANTIZATION_SUFFIXES)}
+            continue
+        for expected in _expected_tensors(name, parameter, quantization):
+            known.add(expected.name)
+            if expected.name in tensors:
+                problems += expected.mismatches(tensors[expected.name])
+            elif expected.required:
+                dtypes, shape = " or ".join(expected.dtypes), list(expected.shapes[0])
+                problems.append(f"missing tensor {expected.name!r}, {dtypes} {shape}")
+    ignored = [re.compile(pattern) for pattern in spec.ignored]
+    problems += [
+        f"unexpected tensor {name!r}, {info.dtype} {list(info.shape)}; config.json describes a model without it"
+        for name, info in tensors.items()
+        if name not in known and not any(pattern.fullmatch(name) for pattern in ignored)
+    ]
+    return problems
+
+
+def _expected_tensors(
+    name: str, parameter: Parameter, quantization: QuantizationConfig | None
+) -> Iterator[_ExpectedTensor]:
+    """The tensors that represent a parameter in a file.
+
+    Only linear layers and the head can be quantized; ``Conv1D`` weights stay float in this format.
+    """
+    module = name.removesuffix(".weight")
+    quantizable = parameter.role in (Role.LINEAR, Role.HEAD) and not parameter.transposed
+    group = quantization.group_of(module) if quantization and quantizable else None
+    if group is None:
+        yield _ExpectedTensor(name, FLOAT_DTYPES, (parameter.shape,))
+        return
+    rows, columns = parameter.shape
+    if group.packed:
+        yield _ExpectedTensor(f"{module}.weight_packed", ("I32",), ((rows, packed_width(columns)),))
+        yield _ExpectedTensor(f"{module}.weight_shape", ("I64", "I32"), ((2,),))
+    else:
+        yield _ExpectedTensor(name, ("I8",), ((rows, columns),))
+    per_row = ((rows, 1), (rows,), (1,))
+    yield _ExpectedTensor(f"{module}.weight_scale", FLOAT_DTYPES, per_row)
+    yield _ExpectedTensor(f"{module}.weight_zero_point", ("I8", "I32", "I64"), per_row, required=False)
+    if quantization and (count := quantization.outliers.get(module)):
+        yield _ExpectedTensor(f"{module}.outlier_columns", ("I32",), ((count,),))
+        yield _ExpectedTensor(f"{module}.outlier_weight", ("F16",), ((rows, count),))
+
+
+def _tied_problems(checkpoint: Checkpoint, spec: Spec) -> list[str]:
+    """Tensors that the file holds although they are tied to others, and whose first rows differ from those."""
+    problems = []
+    for name, source in spec.tied.items():
+        pair = [checkpoint.tensors.get(name), checkpoint.tensors.get(source)]
+        if any(info is None or info.dtype not in FLOAT_DTYPES for info in pair):
+            continue
+        one, other = (np.asarray(checkpoint.stored(n)[:TIED_ROWS]).astype(np.float32) for n in (name, source))
+        if not np.array_equal(one, other, equal_nan=True):
+            problems.append(
+                f"tensor {name!r} differs from {source!r}, to which config.json ties it; correct "
+                "tie_word_embeddings there, or remove the tensor"
+            )
+    return problems

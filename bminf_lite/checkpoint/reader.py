@@ -19,8 +19,7 @@ import numpy as np
 
 from ..backend.quantization import HostWeight, Int8Weight, OutlierColumns
 from ..backend.stored_matrix import StoredMatrix
-from ..errors import CheckpointError
-from ._errors import checkpoint_error
+from ..errors import CheckpointError, checkpoint_error
 from .compressed_tensors import packed_width, parse_quantization, unpack
 from .manifest import MANIFEST_FILE
 from .safetensors_file import SafetensorsFile

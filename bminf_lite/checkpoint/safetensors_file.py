@@ -12,8 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
-from ._errors import checkpoint_error
+from ..errors import CheckpointError, checkpoint_error
 from .tensor_file import DTYPES, TensorFile, TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000

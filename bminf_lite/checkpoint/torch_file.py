@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError
-from ._errors import checkpoint_error
+from ..errors import CheckpointError, checkpoint_error
 from .tensor_file import DTYPES, TensorFile, TensorInfo
 from .torch_pickle import MAX_PICKLE_BYTES, Storage, StridedTensor, UnsupportedTorchFileError, describe, load
 

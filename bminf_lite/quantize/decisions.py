@@ -3,6 +3,11 @@
 Each product is decided as soon as its input is known, in the order in which the model computes them, so no activations
 have to be kept. Decisions are independent of each other: a factor on a matrix's rows changes neither the codes of these
 rows nor their errors.
+
+Some products have too large an error with int8 activations even after smoothing: typically down projections, where a
+single token makes a few channels a thousand times larger than all others. If the recipe allows it and it suffices, a
+few of their input columns stay fp16; else all their activations stay float, with int8 weights. Both cost little time,
+because the weights that are read hardly grow.
 """
 
 from __future__ import annotations
@@ -18,18 +23,19 @@ from ..backend.base import Backend
 from ..backend.quantization import Int8Weight
 from ..backend.values import Array
 from ..checkpoint.opened_model import OpenedModel
-from ..checkpoint.recipe import Recipe, Scheme
+from ..checkpoint.recipe import CalibrationSettings, Recipe, Scheme
 from ..checkpoint.weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
 from ..errors import CheckpointError
 from ..models.spec import Fold, Role
 from .calibration import Observation, sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
 from .gptq import GPTQInputs, gptq_quantize
-from .precision import select_precision
 from .smoothing import Smoothing, expand_channels, fold_factors, search_smoothing
 
 SEARCH_TOKENS = 512
 """How many tokens the search for a smoothing compares its settings on."""
+
+FP16_MAX = float(np.finfo(np.float16).max)
 
 EVALUATION_TOKENS = 4096
 """How many tokens the reported errors are measured on, which also decide whether activations stay float."""
@@ -186,3 +192,39 @@ class InputStatistics:
     def magnitudes(self) -> np.ndarray:
         """``max|x|`` of each input, fp32 ``[in]``."""
         return np.asarray(self.ops.host(self._top))
+
+
+def select_precision(
+    evaluator: ErrorEvaluator, candidate: QuantizationCandidate, settings: CalibrationSettings, input_max: np.ndarray
+) -> tuple[QuantizationCandidate, float]:
+    """``candidate``, or the first alternative that brings the largest error of the products to ``settings.max_error``.
+
+    Returns it with that error. w8a16 is the last resort, and taken whatever its error. ``input_max`` is ``max|x|`` per
+    input ``[in]``, before smoothing.
+    """
+    error = max(evaluator.errors(candidate))
+    if candidate.scheme is not Scheme.W8A8 or not 0 < settings.max_error < error:
+        return candidate, error
+    index = largest_inputs(evaluator, candidate, input_max, settings.outlier_columns)
+    alternatives = [replace(candidate, outliers=index)] if len(index) else []
+    for alternative in [*alternatives, replace(candidate, scheme=Scheme.W8A16)]:
+        error = max(evaluator.errors(alternative))
+        if error <= settings.max_error:
+            break
+    return alternative, error
+
+
+def largest_inputs(
+    evaluator: ErrorEvaluator, candidate: QuantizationCandidate, input_max: np.ndarray, count: int
+) -> np.ndarray:
+    """The ``count`` inputs that are largest after smoothing and whose weights fp16 can hold, int32, ascending."""
+    if count == 0:
+        return np.empty(0, np.int32)
+    factors = np.float32(1) if candidate.factors is None else candidate.factors
+    magnitudes = [
+        evaluator.ops.host(evaluator.calibration_ops.weight_column_absmax(matrix)) for matrix in evaluator.matrices
+    ]
+    weight_max = np.max(magnitudes, axis=0) * factors
+    size = np.where(weight_max <= FP16_MAX, input_max / factors, 0)
+    index = np.argsort(-size, kind="stable")[:count]
+    return np.sort(index[size[index] > 0]).astype(np.int32)

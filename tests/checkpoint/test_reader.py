@@ -119,7 +119,7 @@ def test_wrong_tensors_are_listed_together(make_checkpoint: MakeCheckpoint) -> N
     assert "4 problems" in text
     assert "missing tensor 'model.norm.weight', F32 or F16 or BF16 [16]" in text
     assert "unexpected tensor 'extra', F32 [3]" in text
-    assert f"tensor '{LINEAR}.weight' has shape [3, 5]; config.json asks for [24, 16]" in text
+    assert f"tensor '{LINEAR}.weight' has shape [3, 5]; config.json needs [24, 16]" in text
     assert "tensor 'lm_head.weight' is I32; it must be F32 or F16 or BF16" in text
 
 
@@ -309,7 +309,7 @@ def test_naive_layout_and_one_scale_for_a_tensor(make_checkpoint: MakeCheckpoint
         (Scheme.W8A8, {f"{LINEAR}.weight_zero_point": np.zeros((24, 1), np.int8)}, None),
         (Scheme.W8A16, {f"{LINEAR}.weight_shape": np.array([24, 99], np.int64)}, "takes weight_packed [24, 25]"),
         (Scheme.W8A16, {f"{LINEAR}.weight_shape": np.array([24, -4], np.int64)}, "takes weight_packed [24, -1]"),
-        (Scheme.W8A16, {f"{LINEAR}.weight_packed": np.zeros((24, 3), np.int32)}, "config.json asks for [24, 4]"),
+        (Scheme.W8A16, {f"{LINEAR}.weight_packed": np.zeros((24, 3), np.int32)}, "config.json needs [24, 4]"),
     ],
 )
 def test_broken_quantized_layers(

@@ -241,7 +241,7 @@ def test_pickles_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("nest", [b"\x85", b"a", b"s"], ids=["tuples", "lists", "dictionaries"])
 def test_deep_nesting(nest: bytes) -> None:
-    depth = 200_000
+    depth = 30_000
     code = {
         b"\x85": b")" + b"\x85" * depth,
         b"a": b"]" * depth + b"a" * (depth - 1),
@@ -289,8 +289,8 @@ EXPENSIVE: dict[str, Callable[[], bytes]] = {
     ),
     "a number of a million digits": lambda: b"\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20),
     "a decimal number of a million digits": lambda: b"I" + b"9" * (1 << 20) + b"\n",
-    "marks": lambda: b"(" * 500_000,
-    "a memo of many": lambda: b"N" + b"\x94" * 400_000,
+    "marks": lambda: b"(" * 200_000,
+    "a memo of many": lambda: b"N" + b"\x94" * 200_000,
 }
 
 

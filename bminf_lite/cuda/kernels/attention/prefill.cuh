@@ -14,6 +14,8 @@
 
 namespace bminf {
 
+constexpr float LOG2_E = 1.4426950408889634f;
+
 // Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1, at positions from context_lens[b] on, and the slot
 // slots[b] of the cache. D is head_dim padded to a multiple of 16.
 struct PrefillParams {
