@@ -1,4 +1,4 @@
-"""Tokenizers read from a checkpoint's folder, and what is said when they cannot be."""
+"""Tokenizers read from a checkpoint's folder, and the errors for files and text that are invalid."""
 
 from __future__ import annotations
 
@@ -35,14 +35,10 @@ def test_a_folder_gives_text_and_special_tokens(tmp_path):
     assert not tokenizer.byte_fallback
 
 
-def test_tokenizer_json_alone_is_enough(tmp_path):
+def test_other_files_are_optional_and_special_tokens_may_have_their_own(tmp_path):
     tokenizer = load_tokenizer(write(tmp_path), 1000)
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.chat_template) == (None, frozenset(), None)
-
-
-def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path):
-    tokenizer = load_tokenizer(write(tmp_path, config={}, special={"eos_token": "</s>"}), 1000)
-    assert tokenizer.eos_token == "</s>"
+    assert load_tokenizer(write(tmp_path, config={}, special={"eos_token": "</s>"}), 1000).eos_token == "</s>"
 
 
 @given(st.text(max_size=50))
@@ -94,12 +90,6 @@ def test_ids_and_text_are_those_of_transformers(tmp_path, kind):
 # -- the chat template ------------------------------------------------------------------------------------------------
 
 
-def test_a_template_file_goes_before_the_configuration(tmp_path):
-    write(tmp_path, config=CONFIG)
-    (tmp_path / "chat_template.jinja").write_text("from the file é", encoding="utf-8")
-    assert load_tokenizer(tmp_path, 1000).chat_template == "from the file é"
-
-
 @pytest.mark.parametrize(
     ("value", "template"),
     [
@@ -108,8 +98,10 @@ def test_a_template_file_goes_before_the_configuration(tmp_path):
         (None, None),
     ],
 )
-def test_of_several_templates_the_default_counts(tmp_path, value, template):
+def test_the_chat_template_is_the_file_else_the_default_of_the_configuration(tmp_path, value, template):
     assert load_tokenizer(write(tmp_path, config={"chat_template": value}), 1000).chat_template == template
+    (tmp_path / "chat_template.jinja").write_text("from the file é", encoding="utf-8")
+    assert load_tokenizer(tmp_path, 1000).chat_template == "from the file é"
 
 
 @pytest.mark.parametrize("value", [3, {"default": "a"}, ["a"], [{"name": "default", "template": 1}]])
@@ -121,15 +113,11 @@ def test_a_template_that_is_no_text_is_refused(tmp_path, value):
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_tokenizer_is_named(tmp_path):
+def test_a_missing_tokenizer_is_reported_with_the_way_to_convert_another_format(tmp_path):
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*token ids work"):
         load_tokenizer(tmp_path, 1000)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
-def test_another_format_comes_with_the_way_to_convert_it(tmp_path, name):
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=rf"{name}.*AutoTokenizer"):
+    (tmp_path / "vocab.json").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"vocab\.json.*AutoTokenizer"):
         load_tokenizer(tmp_path, 1000)
 
 
@@ -149,28 +137,20 @@ def test_a_malformed_configuration_is_named(tmp_path, name, content):
         load_tokenizer(tmp_path, 1000)
 
 
-def test_a_vocabulary_must_fit_the_embedding(tmp_path):
+def test_all_problems_of_a_vocabulary_are_listed(tmp_path):
     size = len(load_tokenizer(write(tmp_path), 1000))
     load_tokenizer(tmp_path, size)
-    with pytest.raises(CheckpointError, match=rf"{size - 1}\b.*\b{size - 1} rows"):
+    write(tmp_path, config={"bos_token": "<one>", "eos_token": "<two>"})
+    with pytest.raises(CheckpointError, match=rf"<one>.*<two>.*{size - 1}\b.*\b{size - 1} rows"):
         load_tokenizer(tmp_path, size - 1)
 
 
-def test_all_problems_of_a_vocabulary_are_listed(tmp_path):
-    write(tmp_path, config={"bos_token": "<one>", "eos_token": "<two>"})
-    with pytest.raises(CheckpointError, match=r"<one>.*<two>.*rows"):
-        load_tokenizer(tmp_path, 3)
-
-
-@pytest.mark.parametrize("text", ["ab\ud800c", "ab\udfff"])
-def test_half_a_surrogate_pair_is_refused_with_its_position(text):
-    with pytest.raises(UsageError, match=r"character 2 is '\\ud"):
-        JsonTokenizer(tokenizer_kit.byte_level()).encode(text)
-
-
-@pytest.mark.parametrize("text", [b"bytes", None, 3, ["a"]])
-def test_only_text_is_encoded(text):
-    with pytest.raises(UsageError, match=type(text).__name__):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(b"bytes", "bytes"), (None, "NoneType"), (3, "int"), (["a"], "list"), ("ab\ud800c", r"character 2 is '\\ud")],
+)
+def test_only_text_is_encoded(text, words):
+    with pytest.raises(UsageError, match=words):
         JsonTokenizer(tokenizer_kit.byte_level()).encode(text)
 
 
