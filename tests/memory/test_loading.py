@@ -94,7 +94,7 @@ def test_cache_and_chunks_are_as_planned(folder: Path, monkeypatch: pytest.Monke
         return layer_cache(slots, kv_heads, capacity, head_dim, **kind)
 
     with bminf_lite.load(folder, context=CONTEXT) as model:
-        assert model.limits.max_num_batched_tokens < 2048
+        assert model.engine_config.max_num_batched_tokens < 2048
         monkeypatch.setattr(device, "layer_cache", watch)
         model.generate([5, 6], max_new_tokens=2)
         model.generate([[5, 6], [7]], max_new_tokens=2)
