@@ -56,9 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under a checker, leave out what is marked ``repeats``."""
+    """Leave out what is marked ``compile_all`` unless ``-m`` names it, and ``repeats`` under a checker."""
+    left_out = []
+    if "compile_all" not in config.option.markexpr:
+        left_out += [item for item in items if item.get_closest_marker("compile_all")]
     if config.getoption("--under-checker"):
-        left_out = [item for item in items if item.get_closest_marker("repeats")]
+        left_out += [item for item in items if item.get_closest_marker("repeats")]
+    if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 

@@ -72,8 +72,8 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads of it."""
-        kept: int = 0 if self.outliers is None else self.outliers.values.nbytes
-        return kept + sum(x.nbytes for x in (self.matrix, self.scale, self.bias) if x is not None)
+        arrays = [self.matrix, self.scale, self.bias, None if self.outliers is None else self.outliers.values]
+        return sum(int(x.nbytes) for x in arrays if x is not None)
 
     @property
     def is_row_major(self) -> bool:

@@ -21,7 +21,7 @@ from ..constants import GEMM_PIPELINE_BYTES as PIPELINE_BYTES
 from ..constants import GEMM_ROWS as ROWS
 from ..constants import GEMM_STAGE_COLUMNS as STAGE_COLUMNS
 from ..constants import Activation, Epilogue
-from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..instantiations import BOOLEANS, Capability, KernelFamily, numbers
 from ..sources import load
 
 THREADS = 384
@@ -114,12 +114,7 @@ class ScaledGemm:
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         if capability == (9, 0):
-            values = (
-                [int(e) for e in EPILOGUES],
-                [int(a) for a in Activation],
-                BOOLEANS,
-                list(_TILE_CONFIG_BY_ARGUMENTS),
-            )
+            values = numbers(EPILOGUES), numbers(Activation), BOOLEANS, tuple(_TILE_CONFIG_BY_ARGUMENTS)
             yield KernelFamily(cls.source, "bminf::gemm_hopper", values, _possible)
 
     def supports(self, rows: int, channels: int, epilogue: Epilogue) -> bool:

@@ -15,7 +15,7 @@ share: they work on either, and this module imports no CuPy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -122,7 +122,7 @@ _INSIDE_GROUP = {
 }  # fmt: skip
 """The offset inside a group of 32 columns."""
 
-_PERMUTATION = {
+_PERMUTATION: Mapping[Order, tuple[Callable[[int, int], tuple[int, ...]], tuple[int, ...]]] = {
     Order.COL32: (lambda rows, cols: (rows, cols // 32, 32), (1, 0, 2)),
     Order.COL4_4R2_8C: (lambda rows, cols: (rows // 8, 4, 2, cols // 32, 8, 4), (3, 0, 2, 4, 1, 5)),
     Order.COL32_2R_4R4: (lambda rows, cols: (rows // 32, 4, 4, 2, cols // 32, 32), (4, 0, 2, 1, 3, 5)),

@@ -16,7 +16,7 @@ from ...runtime.kernel import Kernel
 from ..constants import SKINNY_ROWS as GROUP
 from ..constants import SKINNY_STEP as STEP
 from ..constants import Activation, Epilogue
-from ..instantiations import Capability, KernelFamily
+from ..instantiations import Capability, KernelFamily, numbers
 from ..sources import SOURCES, load
 
 MAX_ROWS = 32
@@ -138,7 +138,7 @@ def group_bytes(tiles: int) -> int:
     return GROUP * (8 * tiles + 2) * 4
 
 
-EPILOGUE_ARGUMENTS = [int(epilogue) for epilogue in Epilogue], [int(activation) for activation in Activation]
+EPILOGUE_ARGUMENTS = numbers(Epilogue), numbers(Activation)
 
 
 def possible_epilogue(tiles: int, epilogue: int, activation: int) -> bool:
