@@ -25,7 +25,7 @@ from bminf_lite.backend.cuda.weight_loader import Loader
 from bminf_lite.backend.meta import MetaBackend
 from bminf_lite.backend.values import Placement
 from bminf_lite.checkpoint.recipe import Scheme
-from bminf_lite.cuda.kernels.gemm.layouts import round_up
+from bminf_lite.cuda.kernels.arrays import round_up
 from bminf_lite.cuda.kernels.gemm.plans import GemmKind, GemmLayouts
 from bminf_lite.errors import OutOfMemory
 from bminf_lite.memory.arena import ALIGNMENT, Arena

@@ -28,6 +28,7 @@ from .layouts import Layout
 from .plans import GemmKind, GemmLayouts, MatmulProblem, bucket, kinds_for
 from .skinny_gemm import SkinnyGemm, tiles_for
 from .skinny_gemm_hopper import SkinnyGemmHopper
+from .tensor_core_plans import gemm_layouts
 
 PREPARED_LIMIT = 256
 """Shapes for which a plan keeps descriptors; those not used for longest are dropped beyond."""
@@ -70,7 +71,7 @@ class Int8Gemm:
     @functools.cached_property
     def row_major_kind(self) -> GemmKind:
         """The plan for operands that are not laid out beforehand."""
-        plain = tuple(kind for kind in self._kinds if GemmLayouts(kind, 1, 1).is_row_major)
+        plain = tuple(kind for kind in self._kinds if gemm_layouts(kind, 1, 1).is_row_major)
         return self.kind if self.kind in plain else self._first_exact(plain)
 
     @functools.cached_property
@@ -92,7 +93,7 @@ class Int8Gemm:
         """The plan for weights ``[out_features, in_features]``, both at least 1."""
         found = self._plans.get((out_features, in_features))
         if found is None:
-            found = GemmPlan(self, GemmLayouts(self.kind, out_features, in_features))
+            found = GemmPlan(self, gemm_layouts(self.kind, out_features, in_features))
             self._plans[out_features, in_features] = found
         return found
 
@@ -103,7 +104,7 @@ class Int8Gemm:
 
     def speed(self, kind: GemmKind, size: int) -> float:
         """10^12 operations per second that ``kind`` reaches on a product of ``size`` rows, outputs and inputs."""
-        plan = GemmPlan(self, GemmLayouts(kind, size, size))
+        plan = GemmPlan(self, gemm_layouts(kind, size, size))
         random = cp.random.RandomState(0)
         w, x = (random.randint(-127, 128, (size, size)).astype(np.int8) for _ in range(2))
         weight, acc = plan.pack_weight(w), cp.empty(plan.result(size).size, np.int32)
@@ -204,7 +205,7 @@ class Int8Gemm:
 
     def _self_test(self, kind: GemmKind, rows: int, out_features: int, in_features: int) -> str | None:
         try:
-            exact = self._is_exact(GemmPlan(self, GemmLayouts(kind, out_features, in_features)), rows)
+            exact = self._is_exact(GemmPlan(self, gemm_layouts(kind, out_features, in_features)), rows)
         except NoAlgorithm as error:
             return f"cublasLt has no algorithm for it: {error.__cause__ or error}"
         except DeviceError as error:
