@@ -154,8 +154,8 @@ def _find_cupy() -> dict[str, str]:
 def _measure_plans() -> list[GemmReport]:
     import cupy
 
-    from .int8_gemm import Int8Gemm
     from .kernels.gemm.cublaslt_matmul import MatmulContext
+    from .kernels.gemm.igemm import Int8Gemm
     from .kernels.gemm.plans import GemmKind
     from .runtime.driver import Device
 
