@@ -19,7 +19,7 @@ from ...cuda.kernels.arrays import PAD, is_padded, round_up
 
 
 class Allocator(Protocol):
-    """What arrays come from: an arena, or scratch within one."""
+    """A source of memory: an arena, or scratch within one."""
 
     def allocate(self, nbytes: int) -> Any:
         """A block with ``address`` that is free again when it is garbage."""

@@ -1,9 +1,9 @@
-"""Weights that live in host memory: layers copied into slots by a stream of their own, and tables that kernels read.
+"""Weights that live in host memory: layers copied into slots on a stream of their own, and tables that kernels read.
 
-A streamed layer is made like any other, but for its matrices: they are put into its slot, one behind the other from the
-slot's start, and what then is there is the layer's image, which goes to the host. To bring the layer back is one copy,
-and its arrays are where they were. Scales, biases and gains always stay on the device: they are small, and the kernel
-that finishes a layer's last product reads them when the next layer has begun.
+A streamed layer is made like any other, except that its matrices are placed in a slot, one behind the other. The slot's
+content is the layer's image, which is copied to the host. One copy brings the layer back, with its arrays at the same
+addresses. Scales, biases and norm weights always stay on the device: they are small, and the kernel that finishes a
+layer's last product reads them when the next layer has begun.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from ...memory.sizes import format_size
 
 runtime = cp.cuda.runtime
 HOST_RESERVE = 1 << 30
-"""What is left of the host's memory for everything else."""
+"""Bytes of the host's memory that are left to other uses."""
 THREADS = 8
 PAGE = 4096
 
 
 class HostMemory:
-    """``nbytes`` of the host at ``address``: pinned where the system allows it, else with a warning that says why not.
+    """``nbytes`` of the host at ``address``: pinned where the system allows it, else a warning gives the reason.
 
-    Where the host's own memory is about to run out, a temporary file takes its place, mapped into memory: the system
-    keeps what it can of it, and reads the rest from disk each time. Raises ``OutOfMemory`` where the disk has no room
-    either.
+    Where the host's memory is nearly full, a temporary file is mapped instead: the system keeps a part of it in memory
+    and reads the rest from disk. Raises ``OutOfMemory`` where the disk has no room either.
     """
 
     def __init__(self, nbytes: int):
@@ -64,7 +63,7 @@ class HostMemory:
                 stacklevel=3,
             )
             return False
-        # with the memory, which must not go before
+        # The finalizer keeps the memory, which must not be freed before it is unpinned.
         weakref.finalize(self, _unpin, self.address, self._memory).atexit = False
         return True
 
@@ -74,8 +73,9 @@ def _unpin(address: int, _memory: mmap.mmap) -> None:
 
 
 def _anonymous_memory(nbytes: int) -> mmap.mmap:
-    """Memory whose pages are there already, brought by some threads and large where the system has large ones: to pin
-    it then takes an eighth of the time in which the driver does the same.
+    """Memory whose pages several threads have touched, large ones where the system has them.
+
+    Pinning it then takes an eighth of the time that the driver needs for untouched pages.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without large pages
@@ -113,7 +113,7 @@ class SlotLink:
     """Slots of a GPU's memory, the images of the layers that pass through them, and a stream for the copies.
 
     A :class:`~bminf_lite.memory.streaming.Link`. ``compute`` is the stream of everything else; ``copied_bytes`` counts
-    what was given to the link.
+    what was copied to the device.
     """
 
     def __init__(self, device: int, compute: cp.cuda.Stream, slots: Sequence[Block]):
@@ -181,7 +181,7 @@ class PinnedBuffers:
 
     def copy(self, buffer: int, nbytes: int, address: int) -> None:
         source = self._memory.address + buffer * self._nbytes
-        with cp.cuda.Device(self._device):  # which each thread has its own notion of
+        with cp.cuda.Device(self._device):  # the current device is a state of each thread
             runtime.memcpyAsync(address, source, nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
             self._copied[buffer].record(self.stream)
 

@@ -28,7 +28,7 @@ from .streamed_weights import PinnedBuffers, SlotLink, host_table, open_slots
 T = TypeVar("T")
 runtime = cp.cuda.runtime
 FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-"""What checkpoints store; the device narrows these itself."""
+"""Types of floats in checkpoints, which the device rounds to fp16 itself."""
 NARROW_BYTES = 64 << 20
 TABLE_BLOCK = 16 << 20
 """Bytes of a table that are on the device at once on its way to the host's memory."""
@@ -107,7 +107,7 @@ class Loader:
         return Outliers(self.arrays.upload(stacked.index.astype(np.int32)), columns)
 
     def matrix(self, values: Any) -> FloatMatrix:
-        """A float matrix of the host, or one that is still in a file, as it is."""
+        """A float matrix of the host or of a file on the device, unchanged."""
         kind = KINDS.get(values.dtype, BF16)
         dtype = np.dtype(np.uint16) if kind == BF16 else values.dtype
         data = self.arrays.empty(values.shape, dtype)
@@ -206,7 +206,7 @@ class Loader:
 
     @contextmanager
     def _uploading(self) -> Iterator[None]:
-        """What the outermost of these makes is there when it ends; within, pieces of several matrices are under way."""
+        """Uploads may overlap inside; when the outermost of these contexts ends, they are complete."""
         self._depth += 1
         try:
             yield

@@ -87,7 +87,7 @@ def row_major_matmul(
 
 
 class GemmKind(str, Enum):
-    """How a product is computed: on tensor cores in a layout of theirs, on tensor cores from plain rows, or by dp4a."""
+    """How a product is computed: on tensor cores in a tensor-core layout or row-major, or by dp4a."""
 
     COL4_4R2_8C = "col4_4r2_8c"
     COL32_2R_4R4 = "col32_2r_4r4"
@@ -107,7 +107,7 @@ def kinds_for(capability: tuple[int, int]) -> tuple[GemmKind, ...]:
 
 
 def row_major_first(kinds: Sequence[GemmKind]) -> tuple[GemmKind, ...]:
-    """Plans over plain rows before those in tensor-core layouts: the matrix-vector kernels read plain rows only."""
+    """Row-major plans before those in tensor-core layouts: the matrix-vector kernels read rows only."""
     return tuple(sorted(kinds, key=[GemmKind.ROW_MAJOR, *(k for k in kinds if k is not GemmKind.ROW_MAJOR)].index))
 
 
@@ -138,15 +138,15 @@ class GemmLayouts:
 
     @cached_property
     def weight(self) -> Layout:
-        """Of the padded weight, int8."""
+        """The layout of the padded weight, int8."""
         return Layout.of(Order.ROW, *self.padded)
 
     def activation(self, rows: int) -> Layout:
-        """Of activation codes int8 ``[rows, in_features]``; only those need be written, padding may hold anything."""
+        """The layout of activation codes int8 ``[rows, in_features]``; padding may hold anything."""
         return Layout(Order.ROW, rows, self.in_features, self.padded[1])
 
     def result(self, rows: int) -> Layout:
-        """Of the sums int32 ``[rows, out_features]``; padding is zeros."""
+        """The layout of the sums int32 ``[rows, out_features]``; padding is zeros."""
         return Layout(Order.ROW, rows, self.out_features, self.padded[0], itemsize=4)
 
     def product(self, rows: int) -> MatmulProblem:

@@ -1,4 +1,4 @@
-"""What some architectures need over rows: activations, learned positions, outlier columns; and random matrices.
+"""Kernels over rows that some architectures need: activations, learned positions, outlier columns, random matrices.
 
 These are the launchers of ``pointwise.cu``, ``outliers.cu`` and ``random.cu``.
 """

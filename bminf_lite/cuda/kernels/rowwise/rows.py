@@ -1,4 +1,4 @@
-"""What stands between two products: reading rows, adding, normalising, gating, quantizing, as one pass over memory.
+"""The work between two products in one pass over memory: reading rows, adding, normalising, gating, quantizing.
 
 These are the launchers of ``rows.cu``, and of ``layer_norm_many_rows.cu`` and ``norm_unaligned.cu`` where those serve a
 norm better.
