@@ -1,6 +1,6 @@
-"""What a model's weights take on a GPU, found by building the model without its weights and without a GPU.
+"""The memory that a model's weights take on a GPU, found by building the model without weights and without a GPU.
 
-It is a backend whose arrays are numbers of bytes, so every architecture is measured by the code that loads it.
+It is a backend that counts bytes instead of making arrays, so the code that loads an architecture also measures it.
 """
 
 from __future__ import annotations
@@ -89,5 +89,5 @@ class MetaBackend(Backend):
 
 
 def aligned(nbytes: int) -> int:
-    """What a block of ``nbytes`` takes of an arena."""
+    """Bytes of an arena that a block of ``nbytes`` takes."""
     return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT

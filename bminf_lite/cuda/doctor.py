@@ -1,8 +1,8 @@
-"""What this machine has for running on a GPU, what is missing, and the command that installs each missing thing.
+"""A report on what a machine has for running on a GPU, what is missing, and the commands that install it.
 
-:func:`diagnose` asks :class:`Probes`, one function for each fact. A probe raises ``DeviceError`` where there is nothing
-to find, and no probe's failure keeps another from being asked, so the report is useful on a machine that has nothing at
-all. Nothing here imports CuPy until the machine has a driver, a GPU and CuPy.
+:func:`diagnose` calls :class:`Probes`, one function for each fact. A probe raises ``DeviceError`` where it finds
+nothing, and the others still run, so the report is useful on a machine that has nothing. CuPy is imported only where
+the machine has a driver, a GPU and CuPy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUIRED = {
     "cublasLt": "libcublasLt (multiplies matrices)",
     "headers": "the CUDA headers (cuda_fp16.h)",
 }
-"""What running on a GPU needs beside CuPy. The CUDA runtime is only reported: the driver and CuPy do without it."""
+"""Requirements beside CuPy. The CUDA runtime is reported only: neither the driver nor CuPy needs it."""
 
 Part = Library | Headers | DeviceError
 
@@ -61,7 +61,7 @@ class GemmReport:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something missing or wrong, and the command or step that helps; ``details`` are lines on how it was found out."""
+    """Something missing or wrong, and the command or step that helps; ``details`` are lines of explanation."""
 
     what: str
     remedy: str
@@ -154,8 +154,8 @@ def _find_cupy() -> dict[str, str]:
 def _measure_plans() -> list[GemmReport]:
     import cupy
 
-    from .int8_gemm import Int8Gemm
     from .kernels.gemm.cublaslt_matmul import MatmulContext
+    from .kernels.gemm.igemm import Int8Gemm
     from .kernels.gemm.plans import GemmKind
     from .runtime.driver import Device
 
@@ -163,7 +163,7 @@ def _measure_plans() -> list[GemmReport]:
     int8_gemm = Int8Gemm(device, MatmulContext.open(device, cupy.cuda.alloc))
     reports = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # what they say is in the report
+        warnings.simplefilter("ignore", RuntimeWarning)  # the report has their contents
         for kind in GemmKind:
             problem = int8_gemm.check(kind)
             tops = None if problem else int8_gemm.speed(kind, SPEED_SIZE)
@@ -189,7 +189,7 @@ class Probes:
 
 
 def diagnose(probes: Probes | None = None) -> Report:
-    """Find out what this machine has; loads libraries, and where all are there runs products on the first GPU."""
+    """Report on this machine; loads libraries, and where none is missing runs products on the first GPU."""
     probes = probes or Probes()
     problems: list[Problem] = []
     libcuda = _library(probes, "cuda")
@@ -265,7 +265,7 @@ def _gpus(probes: Probes, problems: list[Problem]) -> list[Gpu]:
 
 
 def _missing(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> list[Problem]:
-    """What is not there: one problem and one command for everything if CuPy is among it, else one for each part."""
+    """Missing parts: one problem and one command for all of them if CuPy is missing, else one for each part."""
     missing = {name: part for name in REQUIRED if isinstance(part := parts[name], DeviceError)}
     if not cupy:
         names = ["CuPy", *(REQUIRED[name] for name in missing)]
@@ -277,7 +277,7 @@ def _missing(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> lis
 
 
 def _mismatched(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> list[Problem]:
-    """What is there and does not fit the rest."""
+    """Parts whose versions do not fit the others."""
     problems = []
     remove = f"pip uninstall {' '.join(cupy)}, then {install_command('cupy', cuda)}"
     if len(cupy) > 1:

@@ -18,42 +18,52 @@ import pytest
 from cubin_info import kernel_info
 from fake_gpu import PROFILES
 from fake_gpu.launching import MODELS
-from fake_gpu.sources import split_expression
 
+from bminf_lite.cuda.kernels.sources import SOURCES
 from bminf_lite.cuda.runtime import compiler
+from bminf_lite.cuda.runtime.declarations import kernel_name
 from bminf_lite.errors import DeviceError
 
 TESTS = Path(__file__).parents[1]
-FILES = {
-    "h200": {
-        "models/test_goldens.py": ("tied and biases", "window and w8a8", "half and heads", "gives and opt"),
-        "models/test_encoder_decoders.py": ("few and buckets and t5", "gives and w8a8"),
-        "backend/test_cuda_memory.py": ("memory",),
-        "backend/test_early_attention.py": ("early",),
-        "backend/test_operations.py": ("cuda",),
-        "memory/test_streaming_gpu.py": ("equal_results", "survey"),
-    },
-    "sm_86": {
-        "models/test_goldens.py": ("gives and qwen2", "gives and grouped", "repeated and llama"),
-        "backend/test_sample.py": ("not real",),
-        "backend/test_encoder_operations.py": ("cuda",),
-        "evaluation/test_compare.py": ("gpu",),
-    },
-    "sm_120": {"models/test_goldens.py": ("gives and grouped", "repeated and qwen3")},
+GOLDENS, ENCODERS = "models/test_goldens.py", "models/test_encoder_decoders.py"
+REFERENCE, INT8_CACHE = (
+    "::test_the_gpu_gives_what_the_reference_gives",
+    "::test_the_gpu_gives_what_the_reference_gives_with_an_int8_cache",
+)
+REPLAY = "::test_repeated_decoding_equals_decoding_anew"
+CASES = {
+    "h200": (
+        *(f"{GOLDENS}{REFERENCE}[{kind}-llama: tied, biases, multi-query]" for kind in ("w8a8", "w8a16", "float")),
+        f"{GOLDENS}{REFERENCE}[w8a8-mistral: window]",
+        f"{GOLDENS}{REFERENCE}[w8a8-gpt_neox: half of heads, new keys]",
+        f"{GOLDENS}{REFERENCE}[w8a8-opt: norm after, projections]",
+        f"{GOLDENS}{INT8_CACHE}[w8a8-llama: grouped]",
+        f"{ENCODERS}{REFERENCE}[w8a8-t5: few buckets]",
+        "backend/test_cuda_memory.py",
+        "backend/test_early_attention.py",
+        "memory/test_streaming_gpu.py::test_streamed_and_resident_give_equal_results",
+    ),
+    "sm_86": (
+        f"{GOLDENS}{REFERENCE}[w8a8-qwen2: grouped]",
+        f"{GOLDENS}{REFERENCE}[w8a16-gpt2: plain]",
+        f"{GOLDENS}{REPLAY}[cuda-w8a8-llama: grouped]",
+        f"{ENCODERS}{REFERENCE}[w8a8-umt5: tied]",
+        "evaluation/test_compare.py::test_a_gpu_finds_what_a_cpu_finds",
+    ),
+    "sm_120": (
+        f"{GOLDENS}{REFERENCE}[w8a8-qwen3: grouped]",
+        f"{GOLDENS}{REPLAY}[cuda-w8a8-qwen3: grouped]",
+    ),
 }
-
+"""By profile: which tests run on it. A test that was renamed is an error."""
 MUCH_SHARED = 40 << 10
 
 
 def run(profile: str, report: Path) -> subprocess.CompletedProcess[str]:
     """The tests of a profile; what they asked of it goes to ``report``."""
-    files = FILES[profile]
-    chosen = " or ".join(
-        f"({Path(file).stem} and ({' or '.join(f'({word})' for word in words)}))" for file, words in files.items()
-    )
     command = [
         sys.executable, "-m", "pytest", f"--fake-gpu={profile}", f"--fake-gpu-report={report}", "-m", "gpu", "-x",
-        "-k", chosen, "-p", "no:cacheprovider", *(str(TESTS / file) for file in files),
+        "-p", "no:cacheprovider", *(str(TESTS / case) for case in CASES[profile]),
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
@@ -64,10 +74,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[F
     """The runs of all profiles and their reports, two at a time: each computes on one core."""
     folder = tmp_path_factory.mktemp("fake_gpu")
     with ThreadPoolExecutor(2) as pool:
-        yield {p: (pool.submit(run, p, folder / f"{p}.json"), folder / f"{p}.json") for p in FILES}
+        yield {p: (pool.submit(run, p, folder / f"{p}.json"), folder / f"{p}.json") for p in CASES}
 
 
-@pytest.fixture(scope="module", params=FILES)
+@pytest.fixture(scope="module", params=CASES)
 def asked(request: pytest.FixtureRequest, runs: dict[str, tuple[Future[Any], Path]]) -> tuple[str, dict[str, Any]]:
     """A profile, and what the tests asked of it, all of which passed."""
     future, report = runs[request.param]
@@ -81,7 +91,7 @@ def test_closing_gives_all_memory_back(asked: tuple[str, dict[str, Any]]):
 
 
 def test_every_kernel_that_is_launched_is_modelled(asked: tuple[str, dict[str, Any]]):
-    launched = {split_expression(e)[0] for _, e, _, how in asked[1]["requested"] if how["launches"]}
+    launched = {kernel_name(e) for _, e, _, how in asked[1]["requested"] if how["launches"]}
     assert len(launched) >= 10 and launched <= set(MODELS)
 
 
@@ -95,14 +105,14 @@ def test_real_sizes_stay_within_the_limits_of_the_gpu_and_of_the_machine_code(pr
     assert done.returncode == 0, done.stderr
     most: dict[str, Any] = {}
     for request in json.loads(done.stdout)["requested"]:
-        name = split_expression(request[1])[0]
+        name = kernel_name(request[1])
         if request[3]["shared"] > most.get(name, (0, 0, 0, {"shared": MUCH_SHARED}))[3]["shared"]:
             most[name] = request
     assert most
     reserved = 1024 if PROFILES[profile].capability >= (9, 0) else 0  # by the hardware, which ptxas counts
     for source, expression, defines, how in most.values():
         try:
-            cubin = compiler.compile(source, how["arch"], [expression], defines)
+            cubin = compiler.compile(source, how["arch"], [expression], defines, sources=SOURCES)
         except DeviceError as error:
             pytest.skip(str(error))
         static = cubin.usage[expression].shared

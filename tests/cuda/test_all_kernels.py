@@ -1,61 +1,77 @@
-"""Every kernel compiles for every architecture, and keeps what it works on in registers. NVRTC needs no GPU for that.
+"""Every kernel compiles for every architecture, keeps what it works on in registers, and takes what Python packs.
 
-All instantiations are thousands and take half an hour. Without further ado, each architecture compiles its share of a
-selection in which every two template arguments that can meet do meet on some architecture, and kernels whose own tests
-compile them for every architecture are left to these. With ``BMINF_LITE_ALL_KERNELS=1`` in the environment it is
-everything.
+NVRTC needs no GPU for that. A plain run compiles one instantiation of each kernel for two architectures. Tests marked
+``compile_all`` compile, for every architecture, a share of a selection in which every two template arguments that can
+meet do meet on some architecture. All instantiations are thousands and take half an hour: they are compiled with
+``BMINF_LITE_ALL_KERNELS=1`` in the environment.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from instantiations import CAPABILITIES, Family, families, grouped, pairs, pairwise
+from cubin_info import kernel_info, offsets_and_sizes
+from instantiations import CAPABILITIES, families, grouped, pairs, pairwise
 
+from bminf_lite.cuda.kernels.instantiations import KernelFamily
+from bminf_lite.cuda.kernels.sources import SOURCES
 from bminf_lite.cuda.runtime import compiler
 from bminf_lite.cuda.runtime.compiler import Cubin, Usage
+from bminf_lite.cuda.runtime.declarations import LETTERS, kernel_name
 
-pytestmark = pytest.mark.usefixtures("nvrtc")
+Instance = tuple[KernelFamily, tuple[object, ...]]
 
 EVERYTHING = bool(os.environ.get("BMINF_LITE_ALL_KERNELS"))
-SHARES = 4
-"""Of the selection, an architecture compiles every so many-th instantiation, beginning with its own number."""
+GROUPS = ("sm_75", "sm_80", "sm_86", "sm_89"), ("sm_90a", "sm_100a", "sm_120a")
+"""Architectures with the same kernels, but for those of compute capability 9.0 alone. They share the selection."""
 AT_ONCE = 24
 """Instantiations in one call of the compiler; two calls run at the same time."""
 OCCUPANCY_SPILL = 64
 """Bytes that ptxas may spill on its own account: it uses fewer registers than it may, to fit another block."""
-MAY_USE = {"attention_decode": 255, "bminf::gemm_hopper": 240}
+MAY_USE = {"attention_decode": 255, "gemm_hopper": 240}
 """Registers of a thread, in the largest blocks that are launched or as the kernel itself hands them out; 128 where
 nothing is said.
 """
-ELSEWHERE = ("attention/prefill.cu", "attention/prefill_hopper.cu", "sampling/sample.cu", "gemm/dp4a.cu")
+NEVER_SPILL = ("attention/prefill.cu", "attention/prefill_hopper.cu", "sampling/sample.cu", "gemm/dp4a.cu")
 
 
-def allowed_spill(family: Family, arguments: tuple[object, ...], usage: Usage) -> float:
+def allowed_spill(family: KernelFamily, arguments: tuple[object, ...], usage: Usage) -> float:
     """Bytes a thread. A row of over 32,768 elements has 128 of them in each thread's registers."""
+    if family.source in NEVER_SPILL:
+        return 0
     if family.name == "transform" and arguments[3][1] == 16:  # type: ignore[index]
         return float("inf")
-    return OCCUPANCY_SPILL if usage.registers < MAY_USE.get(family.name, 128) else 0
+    return OCCUPANCY_SPILL if usage.registers < MAY_USE.get(kernel_name(family.name), 128) else 0
 
 
-def selection(arch: str) -> list[tuple[Family, tuple[object, ...]]]:
-    """What is compiled for ``arch``."""
-    offset, chosen = list(CAPABILITIES).index(arch) % SHARES, []
+def selection(arch: str) -> list[Instance]:
+    """What is compiled for ``arch`` where everything is not."""
+    (group,) = (group for group in GROUPS if arch in group)
+    chosen: list[Instance] = []
     for family in families(arch):
-        if family.source in ELSEWHERE and not EVERYTHING:
-            continue
-        combinations = list(family.all()) if EVERYTHING else pairwise(family)
-        few = EVERYTHING or len(combinations) <= SHARES
-        chosen += [(family, arguments) for arguments in (combinations if few else combinations[offset::SHARES])]
+        combinations = pairwise(family)
+        if len(combinations) > len(group):
+            combinations = combinations[group.index(arch) :: len(group)]
+        chosen += [(family, arguments) for arguments in combinations]
     return chosen
 
 
-def compiled(arch: str, chosen: list[tuple[Family, tuple[object, ...]]]) -> dict[str, Usage]:
-    """What each of ``chosen`` uses, by expression."""
+def one_of_each(arch: str) -> list[Instance]:
+    """One instantiation of each kernel."""
+    found: dict[str, Instance] = {}
+    for family in families(arch):
+        found.setdefault(kernel_name(family.name), (family, next(family.all())))
+    return list(found.values())
+
+
+def compiled(arch: str, chosen: Sequence[Instance]) -> dict[str, tuple[Cubin, Usage]]:
+    """Each of ``chosen`` by expression."""
     calls = [
         (source, names[i : i + AT_ONCE], defines)
         for (source, defines), names in grouped(chosen).items()
@@ -63,52 +79,89 @@ def compiled(arch: str, chosen: list[tuple[Family, tuple[object, ...]]]) -> dict
     ]
 
     def work(call: tuple[str, list[str], tuple[str, ...]]) -> Cubin:
-        return compiler.compile(call[0], arch, call[1], call[2])
+        return compiler.compile(call[0], arch, call[1], call[2], sources=SOURCES)
 
     with ThreadPoolExecutor(2) as pool:
         cubins = list(pool.map(work, calls))
     for (source, names, _), cubin in zip(calls, cubins, strict=True):
         assert set(cubin.usage) == set(names), source
-    return {name: usage for cubin in cubins for name, usage in cubin.usage.items()}
+    return {name: (cubin, usage) for cubin in cubins for name, usage in cubin.usage.items()}
 
 
-@pytest.mark.parametrize("arch", CAPABILITIES)
-def test_compiles_without_spills(arch: str) -> None:
-    if int(re.sub(r"\D", "", arch)) not in compiler.architectures():
-        pytest.skip(f"this NVRTC is too old for {arch}")
-    chosen = selection(arch)
-    found = compiled(arch, chosen)
-    spilled = {
-        family.expression(arguments): usage
-        for family, arguments in chosen
-        for usage in [found[family.expression(arguments)]]
-        if max(usage.spill_stores, usage.spill_loads) > allowed_spill(family, arguments, usage)
-    }
+def check_spills(chosen: Sequence[Instance], found: dict[str, tuple[Cubin, Usage]]) -> None:
+    spilled = {}
+    for family, arguments in chosen:
+        name = family.expression(arguments)
+        usage = found[name][1]
+        if max(usage.spill_stores, usage.spill_loads) > allowed_spill(family, arguments, usage):
+            spilled[name] = usage
     assert not spilled
 
 
-def test_every_kernel_is_among_them() -> None:
-    """A kernel that somebody adds must be added to tests/cuda/instantiations.py too."""
-    sources = {f"{f.parent.name}/{f.name}": f.read_text() for f in Path(str(compiler.SOURCES)).rglob("*.cu")}
-    kernels = {
-        (name, kernel)
-        for name, text in sources.items()
-        for kernel in re.findall(r"__global__\s+void\s+(?:__launch_bounds__\(.*\)\s+)?(\w+)\s*\(", text)
-    }
-    known = {
-        (family.source, re.sub(r"^bminf::|<.*", "", family.name)) for arch in CAPABILITIES for family in families(arch)
-    }
+def skip_if_unknown(arch: str) -> None:
+    if int(re.sub(r"\D", "", arch)) not in compiler.architectures():
+        pytest.skip(f"this NVRTC is too old for {arch}")
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_one_of_each_compiles_and_takes_what_python_packs(arch: str) -> None:
+    skip_if_unknown(arch)
+    chosen = one_of_each(arch)
+    found = compiled(arch, chosen)
+    check_spills(chosen, found)
+    for family, arguments in chosen:
+        expression = family.expression(arguments)
+        cubin, _ = found[expression]
+        info = kernel_info(cubin.image, cubin.symbols[expression])
+        signature = SOURCES.declarations(family.source)[kernel_name(expression)].signature
+        expected = offsets_and_sizes(signature)
+        if len(info.parameters) == 1 < len(expected):  # a struct
+            assert info.parameters[0][1] in (sum(expected[-1]), -(-sum(expected[-1]) // 8) * 8)
+        else:
+            assert info.parameters == expected, signature
+            assert letters(cubin.symbols[expression]) in (signature, None), expression
+        assert 0 < info.max_threads <= 1024
+
+
+def letters(symbol: str) -> str | None:
+    """A kernel's signature from its mangled name, by the C++ runtime; None where there is none."""
+    try:
+        demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
+    except OSError:
+        return None
+    demangle.restype, demangle.argtypes = ctypes.c_char_p, (ctypes.c_char_p, *[ctypes.c_void_p] * 3)
+    text = demangle(symbol.encode(), None, None, None).decode()
+    types = text[text.rindex("(") + 1 : -1].split(", ")
+    return "".join("p" if t.endswith("*") else LETTERS.get(t.removeprefix("bminf::"), "?") for t in types)
+
+
+@pytest.mark.compile_all
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_compiles_without_spills(arch: str) -> None:
+    skip_if_unknown(arch)
+    chosen = [(family, a) for family in families(arch) for a in family.all()] if EVERYTHING else selection(arch)
+    check_spills(chosen, compiled(arch, chosen))
+
+
+def test_every_kernel_is_some_launchers() -> None:
+    """A kernel without a launcher is never compiled here."""
+    folder = Path(str(SOURCES.folder))
+    sources = [file.relative_to(folder).as_posix() for file in folder.rglob("*.cu")]
+    kernels = {(source, name) for source in sources for name in SOURCES.declarations(source)}
+    known = {(family.source, kernel_name(family.name)) for arch in CAPABILITIES for family in families(arch)}
     assert kernels == known
 
 
-def test_the_selection_covers_every_two_arguments() -> None:
-    """Over the architectures together, of those that have the same kernels."""
-    for archs in (("sm_75", "sm_80", "sm_86", "sm_89"), ("sm_90", "sm_90a", "sm_100", "sm_120")):
-        taken: dict[str, set[object]] = {}
-        for arch in archs:
-            for family, arguments in selection(arch):
-                assert family.possible(arguments)
-                taken.setdefault(family.name, set()).update(pairs(arguments))
-        for family in families(archs[0]):
-            if family.source not in ELSEWHERE:
-                assert {pair for arguments in family.all() for pair in pairs(arguments)} <= taken[family.name]
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_the_selection_covers_every_two_arguments(group: tuple[str, ...]) -> None:
+    """Over the architectures of a group together, of the kernels that all of them have."""
+    taken: dict[str, set[object]] = {}
+    shared = set.intersection(*({family.name for family in families(arch)} for arch in group))
+    for arch in group:
+        for family, arguments in selection(arch):
+            taken.setdefault(family.name, set()).update(pairs(arguments))
+    for family in families(group[0]):
+        missing = {pair for arguments in family.all() for pair in pairs(arguments)} - taken[family.name]
+        assert family.name not in shared or not missing, family.name

@@ -1,11 +1,9 @@
-"""Attention of new tokens: compiled for every architecture without spills; on a GPU, compared with the definition."""
+"""Attention of new tokens: its tiles fit every GPU; on a GPU, it is compared with the definition."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +17,10 @@ from bminf_lite.cuda.kernels.attention.prefill import (
     PrefillAttention,
     tile_config_for,
 )
-from bminf_lite.cuda.runtime import compiler
-from bminf_lite.cuda.runtime.compiler import Usage
 from bminf_lite.cuda.runtime.driver import Device
 
-CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 """KiB of shared memory a block, from the CUDA programming guide's table of compute capabilities."""
-DEPTHS = [16, 32, 64, 80, 96, 128, 192, 256]
 
 
 def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[AttentionTileConfig]:
@@ -41,20 +35,7 @@ def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[Atte
     return {tile_config_for(capability, *kind) for kind in [*chosen, *others]}
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_compiles_without_spills(capability: tuple[int, int], tmp_path: Path) -> None:
-    arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
-    names = [(t.source, t.expression(e)) for t in tile_configs(capability, DEPTHS) for e in attention.ELEMENTS]
-
-    def work(name: tuple[str, str]) -> Usage:
-        return compiler.compile(name[0], arch, [name[1]], cache=tmp_path).usage[name[1]]
-
-    with ThreadPoolExecutor(2) as pool:
-        for name, usage in zip(names, pool.map(work, names), strict=True):
-            assert usage.spill_stores == usage.spill_loads == usage.stack == 0, name
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", MOST_SHARED)
 def test_shared_memory_fits(capability: tuple[int, int]) -> None:
     for tile_config in tile_configs(capability, range(16, attention.MAX_HEAD_DIM + 1, 16)):
         assert tile_config.shared <= MOST_SHARED[capability] << 10, tile_config

@@ -160,7 +160,7 @@ def test_the_first_choice_for_this_gpu_works(igemm):
 
 
 def test_a_plain_weight_without_padding_is_not_copied(igemm):
-    if not igemm.plan(64, 64).shapes.is_row_major:
+    if not igemm.plan(64, 64).layouts.is_row_major:
         pytest.skip("this GPU lays weights out")
     codes = random_codes(64, 64)
     assert igemm.plan(64, 64).pack_weight(codes).data.ptr == codes.data.ptr
@@ -171,9 +171,9 @@ def test_a_plain_weight_without_padding_is_not_copied(igemm):
 @pytest.mark.parametrize("kind", list(GemmKind))
 def test_a_weight_is_laid_out_as_the_plan_says(igemm, kind):
     from bminf_lite.cuda.kernels.gemm.igemm import GemmPlan
-    from bminf_lite.cuda.kernels.gemm.plans import GemmLayouts
+    from bminf_lite.cuda.kernels.gemm.tensor_core_plans import gemm_layouts
 
-    plan = GemmPlan(igemm, GemmLayouts(kind, 45, 71))
+    plan = GemmPlan(igemm, gemm_layouts(kind, 45, 71))
     codes = random_codes(45, 71)
     padded = plan.weight.unpack(plan.pack_weight(codes))
     assert padded.shape == plan.layouts.padded

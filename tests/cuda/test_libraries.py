@@ -105,7 +105,7 @@ def test_versions_read_as_people_write_them():
     assert libraries.text(()) == "unknown"
 
 
-@pytest.mark.parametrize("module", ["libraries", "cublaslt", "layouts", "plans", "doctor"])
+@pytest.mark.parametrize("module", ["runtime.libraries", "runtime.cublaslt", "kernels.gemm.plans", "doctor"])
 def test_importing_does_not_import_cupy_or_load_a_library(module):
     program = f"import sys, bminf_lite.cuda.{module}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()

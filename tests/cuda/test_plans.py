@@ -17,6 +17,7 @@ from bminf_lite.cuda.kernels.gemm.plans import (
     kinds_for,
     row_major_matmul,
 )
+from bminf_lite.cuda.kernels.gemm.tensor_core_plans import gemm_layouts
 from bminf_lite.cuda.runtime.cublaslt import ComputeType, DataType, Order
 
 DTYPES = {DataType.R_8I: np.int8, DataType.R_32I: np.int32, DataType.R_32F: np.float32}
@@ -45,7 +46,7 @@ def execute(product: MatmulProblem, a: np.ndarray, b: np.ndarray, d: np.ndarray)
 
 @given(st.sampled_from(list(GemmKind)), SIZES, SIZES, SIZES)
 def test_every_plan_computes_the_product_whatever_lies_in_the_padding(kind, rows, out, inner):
-    shapes = GemmLayouts(kind, out, inner)
+    shapes = gemm_layouts(kind, out, inner)
     random = np.random.default_rng(rows + out + inner)
     x = random.integers(-128, 128, (rows, inner)).astype(np.int8)
     codes = random.integers(-128, 128, (out, inner)).astype(np.int8)
@@ -103,12 +104,12 @@ def test_the_table_of_plans(capability, first):
     kinds = kinds_for(capability)
     assert kinds[0] is first
     assert kinds[-1] is GemmKind.DP4A, "what works everywhere comes last"
-    assert any(GemmLayouts(kind, 1, 1).is_row_major for kind in kinds)
+    assert any(gemm_layouts(kind, 1, 1).is_row_major for kind in kinds)
 
 
 def test_a_weight_that_needs_no_padding_gets_none():
     assert GemmLayouts(GemmKind.ROW_MAJOR, 4096, 14336).padded == (4096, 14336)
-    assert GemmLayouts(GemmKind.COL32_2R_4R4, 4096, 14336).weight.nbytes == 4096 * 14336
+    assert gemm_layouts(GemmKind.COL32_2R_4R4, 4096, 14336).weight.nbytes == 4096 * 14336
 
 
 @given(st.integers(1, 1 << 20))

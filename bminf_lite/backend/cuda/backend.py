@@ -92,7 +92,9 @@ class CudaBackend(Backend):
 
     def adopt(self, values: Any) -> Array:
         with cp.cuda.Device(self.arrays.device):
-            self.stream.wait_event(cp.cuda.get_current_stream().record())  # what CuPy may still be doing to it there
+            self.stream.wait_event(
+                cp.cuda.get_current_stream().record()
+            )  # work on it that CuPy's stream has not finished
         with self.arrays.current():
             return cp.from_dlpack(values) if hasattr(values, "__dlpack__") else cp.asarray(values)
 
@@ -118,7 +120,7 @@ class CudaBackend(Backend):
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         if self.loader.streams_steps:
-            return work  # which waits for copies rather than for launches; a graph could not copy for the next step
+            return work  # a graph cannot copy the next step's weights, and such steps wait for copies anyway
         return CapturedGraph(self.arena, self.arrays, work)
 
     def describe(self) -> str:

@@ -1,9 +1,9 @@
-"""What the GPU's operations exchange beside arrays: weights and codes, and values that are not finished.
+"""The values that the GPU's operations exchange beside arrays: weights, codes, and deferred values.
 
-An operation may return one of the latter (:class:`DeferredMatmul`, :class:`DeferredGate`, :class:`ResidualStream`,
-:class:`DeferredNorm`) instead of an array, because its consumer computes the rest in passing: an int32 product is still
-to be scaled, a norm is still to be taken. The next operation's kernel reads the unfinished value and saves a pass over
-memory. What it computes is the same, rounding included.
+An operation may return a deferred value (:class:`DeferredMatmul`, :class:`DeferredGate`, :class:`ResidualStream`,
+:class:`DeferredNorm`) instead of an array: an int32 product that is not scaled yet, a norm that is not computed yet.
+The next operation's kernel computes the rest while it reads the value, which saves a pass over memory. The result is
+the same, rounding included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Outliers:
 
 @dataclass(eq=False, slots=True)
 class QuantizedActivations:
-    """Quantized activations int8, which lie as ``layout`` says, and the rows' scales fp32."""
+    """Quantized activations int8 in ``layout``, and the rows' scales fp32."""
 
     layout: Layout
     values: cp.cuda.MemoryPointer
@@ -72,8 +72,8 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads of it."""
-        kept: int = 0 if self.outliers is None else self.outliers.values.nbytes
-        return kept + sum(x.nbytes for x in (self.matrix, self.scale, self.bias) if x is not None)
+        arrays = [self.matrix, self.scale, self.bias, None if self.outliers is None else self.outliers.values]
+        return sum(int(x.nbytes) for x in arrays if x is not None)
 
     @property
     def is_row_major(self) -> bool:
@@ -83,7 +83,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class DeferredMatmul:
-    """``x @ weight.T`` before scaling: int32 sums ``acc``, laid out as ``layout`` says, and the rows' scales."""
+    """``x @ weight.T`` before scaling: int32 sums ``acc`` in ``layout``, and the rows' scales."""
 
     acc: cp.ndarray
     layout: Layout
@@ -111,8 +111,9 @@ class DeferredGate:
 class ResidualStream:
     """The residual stream fp32 ``[T, features]``, and a product that is still to be added to it.
 
-    ``norms`` are the norms of its present value that have not been taken yet. They must be before it changes, if anyone
-    still has them; held strongly they and it would keep each other, and their memory, until the garbage collector runs.
+    ``norms`` are the norms of its present value that are not computed yet. Those still in use must be computed before
+    the value changes. The references are weak because a norm refers to its stream: a cycle would hold the memory of
+    both until the garbage collector runs.
     """
 
     values: cp.ndarray
@@ -127,10 +128,11 @@ class ResidualStream:
 
 @dataclass(eq=False)
 class DeferredNorm:
-    """A norm of the residual stream, unrounded. ``values`` once it had to be computed on its own, fp32.
+    """A norm of the residual stream, unrounded. ``values`` fp32 are set once a kernel has computed it on its own.
 
-    One that was ``used`` is not computed again for others: once the residual stream changes it is ``stale``. Where many
-    products read one, as all layers of a decoder do the encoder's output, its ``codes`` are kept from the second on.
+    A norm is ``used`` once a kernel has computed it while reading. If the residual stream changes after that, it is
+    ``stale`` and must not be read again. Where several products read one norm, as all layers of a decoder read the
+    encoder's output, its ``codes`` are kept from the second on.
     """
 
     residual: ResidualStream

@@ -81,9 +81,9 @@ class Materializer:
         )
 
     def as_residual(self, x: Array) -> ResidualStream:
-        """``x`` as a residual stream; another one's norm, where the norm comes after the layer, becomes one.
+        """``x`` as a residual stream. Where a layer ends with a norm, the norm of one stream becomes the next stream.
 
-        An array is the same stream each time, so that changing it finds the norms that were taken of it.
+        An array is the same stream each time, so that the norms of its present value are known when it changes.
         """
         if isinstance(x, ResidualStream):
             return x
@@ -115,7 +115,7 @@ class Materializer:
         return out
 
     def materialize(self, x: Array) -> cp.ndarray:
-        """``x`` as an array: fp32 for the residual stream and its norms, fp16 for other unfinished values."""
+        """``x`` as an array: fp32 for the residual stream and its norms, fp16 for other deferred values."""
         if isinstance(x, cp.ndarray):
             return x
         if isinstance(x, ResidualStream):
@@ -132,7 +132,7 @@ class Materializer:
         return self.to_half(x)
 
     def flush_residual(self, residual: ResidualStream) -> None:
-        """Before the residual stream changes: take the norms of its present value, and add what is pending."""
+        """Before the residual stream changes: compute the norms of its present value, and add what is pending."""
         for reference in residual.norms:
             norm = reference()
             if norm is not None and norm.used:

@@ -1,4 +1,4 @@
-"""Weights that live in host memory: layers copied into slots by a stream of their own, and tables that kernels read.
+"""Weights that live in host memory: layers copied into slots on a stream of their own, and tables that kernels read.
 
 A streamed layer is made like any other, except that its matrices are allocated in its slot, from the slot's start. The
 slot's contents are then copied to the host as the layer's image. One copy of the image brings the layer back, and its

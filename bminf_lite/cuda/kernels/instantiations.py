@@ -7,12 +7,17 @@ on GPUs of that compute capability.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 Capability = tuple[int, int]
 BOOLEANS = ("false", "true")
 """As CUDA C++ names them."""
+
+
+def numbers(values: Iterable[int]) -> tuple[int, ...]:
+    """The values of an enumeration, or of some of its members, as template arguments."""
+    return tuple(map(int, values))
 
 
 class Together(tuple[object, ...]):
@@ -36,7 +41,7 @@ class KernelFamily:
 
     source: str
     name: str
-    values: tuple[Sequence[object], ...] = ()
+    values: tuple[tuple[object, ...], ...] = ()
     possible: Callable[..., bool] = anything
     defines: tuple[str, ...] = ()
 

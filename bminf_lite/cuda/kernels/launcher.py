@@ -1,4 +1,4 @@
-"""What all launchers share: the kernels of one GPU, loaded when first needed, on one stream."""
+"""The part that all launchers share: the kernels of one GPU, loaded when first needed, on one stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .sources import load
 
 
 class StepContext:
-    """What launches of one step must know of those before them. It is made when a step begins and dropped at its end.
+    """The state that launches of one step depend on. It is made when a step begins and dropped when it ends.
 
     ``one_block_per_sm`` says whether the kernel launched last has one block on each multiprocessor. The caches that the
     step has written are known from its first kernel on: that kernel, ``embed``, lets no other start before it has
@@ -42,7 +42,7 @@ class Launcher:
         self.num_sms = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         self.has_clusters = device.compute_capability >= (9, 0)
         self.max_shared = device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
-        self.half_shared = self.max_shared // 2  # of which, with what every block takes beside it, only one fits
+        self.half_shared = self.max_shared // 2  # two blocks with so much, and their static shared memory, do not fit
         self.kernel = functools.cache(self._load)
 
     def _load(self, source: str, expression: str, cache: bool = False, defines: tuple[str, ...] = ()) -> Kernel:

@@ -59,7 +59,7 @@ class GraphExec(c_void_p):
 
 
 class Status(IntEnum):
-    """``CUresult``: those that are told apart."""
+    """``CUresult``: the values that this package distinguishes."""
 
     OUT_OF_MEMORY = 2
 
@@ -212,14 +212,14 @@ def device_count() -> int:
 
 
 Observer = Callable[[str, int, int], AbstractContextManager[None]]
-"""Told of each launch by its name, the bytes that it moves (0 where that is not known) and its stream. What it returns
-is entered before the launch and left after it, so that a profiler may put events around it."""
+"""Called for each launch with its name, the bytes that it moves (0 where that is not known) and its stream. The context
+that it returns is entered before the launch and left after it, so that a profiler may put events around it."""
 
 
 class Device:
     """One GPU, with its primary context retained and current in the thread that made this object.
 
-    ``observer``, where it is set, is told of every launch that is made through this object.
+    ``observer``, where it is set, is called for every launch that is made through this object.
     """
 
     def __init__(self, index: int = 0) -> None:

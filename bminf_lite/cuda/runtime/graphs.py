@@ -1,7 +1,7 @@
 """A Python function's GPU work, recorded once and replayed with one call.
 
-A graph holds addresses, so whatever the function reads and writes must stay where it was: its inputs and outputs live
-in memory that outlasts the graph, and what it allocates on the way must come from memory that belongs to the graph.
+A graph holds addresses, so all memory that the function reads and writes must stay where it was. Its inputs and outputs
+live in memory that outlasts the graph. What it allocates must come from memory that belongs to the graph.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _abandon(stream: int) -> None:
     try:
         driver.load().cuStreamEndCapture(stream, graph)
     except LibraryError:
-        return  # what went wrong invalidated the capture, which has ended all the same
+        return  # the failure invalidated the capture, which has ended nevertheless
     if graph:
         driver.load().cuGraphDestroy(graph)
 

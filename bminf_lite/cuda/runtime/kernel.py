@@ -24,7 +24,7 @@ from .driver import Device, FunctionAttribute, LaunchAttribute, LaunchAttributeI
 Dimensions = int | tuple[int, ...]
 
 CONFIGURATIONS = 64
-"""Grids and the like for which a kernel keeps what the driver is told; beyond, those not used for longest go."""
+"""Launch configurations that a kernel keeps; beyond that, the least recently used is dropped."""
 _PARAMETER_BUFFER_POINTER, _PARAMETER_BUFFER_SIZE = 1, 2
 _SHARED_WITHOUT_ASKING = 48 * 1024
 _ALL_SHARED, _AS_NEEDED = 100, -1  # percent of what L1 cache and shared memory divide between them
@@ -32,7 +32,7 @@ _ALL_SHARED, _AS_NEEDED = 100, -1  # percent of what L1 cache and shared memory 
 
 @dataclass(frozen=True)
 class KernelAttributes:
-    """What the driver says of a loaded kernel: registers and bytes of local memory a thread, static shared a block."""
+    """A loaded kernel: registers and bytes of local memory per thread, static shared memory per block."""
 
     registers: int
     local: int

@@ -4,7 +4,7 @@ Four libraries are used: the driver (``libcuda``), the runtime (``libcudart``), 
 matrix products (``libcublasLt``). The driver comes with the operating system. The others are searched for through
 cuda-pathfinder (wheels, conda, ``CUDA_PATH``), then in NVIDIA's wheels folder by folder, then by the dynamic linker.
 A library whose CUDA version is newer than the driver supports is passed over, because it would load and then fail at
-its first call. Nothing here imports CuPy, and nothing is loaded before it is asked for.
+its first call. Nothing here imports CuPy, and nothing is loaded before it is needed.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from .bindings import bind
 NBYTES = 128
 """Of a ``CUtensorMap``; in memory and among a kernel's parameters it lies at a multiple of 64."""
 ROW_BYTES = 128
-"""What a box has of each row."""
+"""Bytes of each row in a box."""
 _ALIGNMENT = 64
 _NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_128B, _PROMOTE_256B, _ZEROS_OUTSIDE = 0, 3, 2, 3, 0
 _PROTOTYPES: dict[str, tuple[type, ...]] = {
@@ -58,7 +58,7 @@ def tensor_map_2d(
     The address and a row's bytes are multiples of 16. A copy brings ``box_rows`` rows (256 at most) of ``ROW_BYTES``
     each, zeros where they lie outside the matrix, or takes what lies inside. In shared memory they are rows of
     ``ROW_BYTES`` whose 16-byte pieces are exchanged by the row's lowest three bits. With ``promote_256b`` the cache
-    fetches the 128 bytes beside them along: good where they are needed much later, a loss where they are asked for too.
+    also fetches the 128 bytes beside them: a gain where they are needed much later, a loss where they are needed soon.
     """
     buffer = ctypes.create_string_buffer(NBYTES + _ALIGNMENT)
     place = -ctypes.addressof(buffer) % _ALIGNMENT

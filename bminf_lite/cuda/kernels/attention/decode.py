@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ....backend.values import AttentionSpec, ForwardBatch, LayerCache
 from ..arrays import address, ceil_div, nbytes_of, pitch_of
 from ..constants import DECODE_HEADS, DecodeMask
-from ..instantiations import Capability, KernelFamily
+from ..instantiations import Capability, KernelFamily, numbers
 from ..launcher import Launcher, StepContext
 from .heads import ELEMENTS, bias_arguments, element_of, head_arguments, head_pitch_of
 
@@ -53,8 +53,7 @@ class AttentionDecode:
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         clusters = (1, 2, 4, MAX_CLUSTER) if capability >= (9, 0) else (1,)
-        masks = [int(mask) for mask in DecodeMask]
-        yield KernelFamily(cls.source, "attention_decode", (DEPTHS, clusters, masks, ELEMENTS))
+        yield KernelFamily(cls.source, "attention_decode", (DEPTHS, clusters, numbers(DecodeMask), ELEMENTS))
 
     def split_kv(self, spec: AttentionSpec, batch: ForwardBatch, max_context_len: int) -> KVSplit:
         """How the blocks share a context of ``max_context_len`` tokens at most."""

@@ -1,4 +1,4 @@
-"""What the attention kernels' launchers read of a specification and of a cache."""
+"""Arguments of the attention kernels that come from a specification and a cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..arrays import address
 
 MAX_HEAD_DIM = 256
 ELEMENTS = HALF, INT8 = "__half", "bminf::int8"
-"""What a cache may hold, as the kernels name it."""
+"""Element types of a cache, as the kernels name them."""
 
 
 def head_pitch_of(cache: LayerCache) -> int:
@@ -17,7 +17,7 @@ def head_pitch_of(cache: LayerCache) -> int:
 
 
 def element_of(cache: LayerCache) -> str:
-    """What the cache holds, as the kernels name it."""
+    """The element type of a cache, as the kernels name it."""
     return HALF if cache.key_scales is None else INT8
 
 

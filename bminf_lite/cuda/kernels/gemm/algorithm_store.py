@@ -38,7 +38,7 @@ class AlgorithmStore:
         self._keep(key, bytes(algorithm).hex())
 
     def choice(self, key: str) -> bool | None:
-        """What was decided under ``key``."""
+        """The choice kept under ``key``; None where there is none."""
         stored = self._known.get(key)
         return stored if isinstance(stored, bool) else None
 

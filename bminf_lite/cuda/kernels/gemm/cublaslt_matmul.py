@@ -1,6 +1,6 @@
 """Products on one GPU by cublasLt: descriptors made once, algorithms chosen once, then one C call each.
 
-A :class:`MatmulContext` owns the library's handle, the workspace and what was learnt about algorithms. It makes a
+A :class:`MatmulContext` owns the library's handle, the workspace and the choices of algorithms. It makes a
 :class:`PreparedMatmul` product for each shape, which is then run on any stream with three addresses. The first run
 outside a graph capture may time the algorithms that cublasLt's heuristic proposes, by computing this very product with
 each of them; inside a capture nothing is timed, allocated or waited for. All products of one ``MatmulContext`` share
@@ -36,7 +36,7 @@ from .algorithm_store import AlgorithmStore
 from .plans import MatmulOperand, MatmulProblem
 
 WORKSPACE_BYTES = 32 << 20
-"""What NVIDIA recommends for GPUs from compute capability 9.0 on."""
+"""NVIDIA's recommendation for GPUs from compute capability 9.0 on."""
 PROPOSALS = 8
 TIMED_RUNS = 3
 
@@ -49,7 +49,7 @@ class MatmulContext:
     """Runs products on the current GPU; see the module's docstring.
 
     ``allocate(nbytes)`` gives the workspace: an object with an address ``ptr``, which is kept. ``store`` remembers
-    algorithms; without one, each process times anew. The observer of ``device``, if it has one, is told of products.
+    algorithms; without one, each process times anew. The observer of ``device``, if any, is called for each product.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MatmulContext:
         return cls(lt, allocate, AlgorithmStore(identity, folder), device)
 
     def clear_workspace(self, stream: int) -> None:
-        """Write zeros to the workspace; what the GPU's cache held is then gone, or most of it."""
+        """Write zeros to the workspace, which evicts most of the GPU's cache."""
         from cupy.cuda import runtime
 
         runtime.memsetAsync(self.workspace.ptr, 0, WORKSPACE_BYTES, stream)
@@ -129,7 +129,7 @@ class PreparedMatmul:
         )  # fmt: skip
 
     def _proposals(self) -> list[Algorithm]:
-        """What the heuristic proposes, the best by its estimate first."""
+        """The heuristic's proposals, the best by its estimate first."""
         lt, (a, b, d) = self._matmul_context.lt, (layout.handle for layout in self._layouts)
         results, count = (HeuristicResult * PROPOSALS)(), ctypes.c_int()
         try:

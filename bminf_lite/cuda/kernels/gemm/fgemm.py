@@ -19,7 +19,7 @@ from .cublaslt_matmul import MatmulContext, PreparedMatmul, common_alignment
 from .plans import MatmulOperand, MatmulProblem, row_major_matmul
 
 PREPARED_LIMIT = 1024
-"""Shapes for which descriptors are kept; those not used for longest are dropped beyond."""
+"""Shapes for which descriptors are kept; beyond that, the least recently used is dropped."""
 
 _DATA_TYPES = {"float16": DataType.R_16F, "bfloat16": DataType.R_16BF, "float32": DataType.R_32F}
 

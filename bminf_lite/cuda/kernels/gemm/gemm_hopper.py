@@ -21,7 +21,7 @@ from ..constants import GEMM_PIPELINE_BYTES as PIPELINE_BYTES
 from ..constants import GEMM_ROWS as ROWS
 from ..constants import GEMM_STAGE_COLUMNS as STAGE_COLUMNS
 from ..constants import Activation, Epilogue
-from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..instantiations import BOOLEANS, Capability, KernelFamily, numbers
 from ..sources import load
 
 THREADS = 384
@@ -42,7 +42,7 @@ class GemmTileConfig:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: the ring of stages, where results are put in order, two barriers for each stage."""
+        """Bytes of shared memory: the pipeline's stages, staging for results, and two barriers for each stage."""
         return PIPELINE_BYTES + STAGING_BYTES + 16 * (PIPELINE_BYTES // (STAGE_COLUMNS * (ROWS + self.width)))
 
     @property
@@ -52,7 +52,7 @@ class GemmTileConfig:
 
     @property
     def blocks(self) -> int:
-        """Of a cluster."""
+        """Blocks of a cluster."""
         return self.cluster * self.split_k
 
     def serves(self, epilogue: Epilogue, stages: int) -> bool:
@@ -69,17 +69,17 @@ class GemmTileConfig:
 
 
 EXCHANGE = 1500
-"""What it costs that blocks exchange sums, in rows of the weight by stages of the ring."""
+"""Cost of exchanging sums between blocks, in rows of the weight times stages of the pipeline."""
 TILE_CONFIGS = (
     *(GemmTileConfig(width, cluster) for width in (256, 128) for cluster in (2, 1)),
     GemmTileConfig(128, split_k=2),
 )
 MIN_ROWS = 33
-"""From so many rows on, the kernel is faster than cublasLt and a kernel that scales; below, that for a few rows is."""
+"""Rows from which on this kernel is the fastest. Below, the kernel for a few rows is."""
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose launches are remembered."""
 SELF_TESTS = (300, 400, 272), (100, 400, 2000)
-"""Rows, rows of the weight and inner sizes of products that the kernel must get right before it is trusted."""
+"""Rows, rows of the weight and inner sizes of products that must be exact before the kernel is used."""
 
 
 PitchedPointer = tuple[int, int]
@@ -88,7 +88,7 @@ PitchedPointer = tuple[int, int]
 
 @dataclass(frozen=True)
 class _KernelLaunch:
-    """What launches of one shape have in common; ``numbers`` are the kernel's, from ``rows`` to ``column_tiles``."""
+    """The part of a launch that depends on the shape; ``numbers`` are parameters, from ``rows`` to ``column_tiles``."""
 
     kernel: Kernel
     grid: int
@@ -114,12 +114,7 @@ class ScaledGemm:
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         if capability == (9, 0):
-            values = (
-                [int(e) for e in EPILOGUES],
-                [int(a) for a in Activation],
-                BOOLEANS,
-                list(_TILE_CONFIG_BY_ARGUMENTS),
-            )
+            values = numbers(EPILOGUES), numbers(Activation), BOOLEANS, tuple(_TILE_CONFIG_BY_ARGUMENTS)
             yield KernelFamily(cls.source, "bminf::gemm_hopper", values, _possible)
 
     def supports(self, rows: int, channels: int, epilogue: Epilogue) -> bool:

@@ -1,10 +1,10 @@
 """Exact int8 products on the GPU: ``acc = x @ w.T``, int8 times int8 summed in int32.
 
-:class:`Int8Gemm` picks the best plan that works on its GPU. A plan is trusted only after it has computed products known
-beforehand, bit for bit; one that fails gives way to the next with a warning. Each weight shape has one
-:class:`GemmPlan`, which says how weights, activations and results lie in memory (:class:`.layouts.Layout`), lays a
-weight out once, and runs the product with addresses alone. After the first run of a shape, a run allocates nothing and
-waits for nothing, so it may be captured into a graph.
+:class:`Int8Gemm` picks the best plan that works on its GPU. A plan is used only after it has computed known
+products bit for bit; where it fails, a warning is issued and the next plan is tried. Each weight shape has one
+:class:`GemmPlan`, which knows the layouts of weights, activations and results, packs a weight once, and runs the
+product from addresses. After the first run of a shape, a run allocates nothing and waits for nothing, so it may be
+captured into a graph.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from .layouts import Layout
 from .plans import GemmKind, GemmLayouts, MatmulProblem, bucket, kinds_for
 from .skinny_gemm import SkinnyGemm, tiles_for
 from .skinny_gemm_hopper import SkinnyGemmHopper
+from .tensor_core_plans import gemm_layouts
 
 PREPARED_LIMIT = 256
-"""Shapes for which a plan keeps descriptors; those not used for longest are dropped beyond."""
+"""Shapes for which a plan keeps descriptors; beyond that, the least recently used is dropped."""
 MAX_BATCH = 65535
 ALIGNMENT = 16
 """Every operand of a plan must lie at a multiple of this many bytes."""
@@ -70,7 +71,7 @@ class Int8Gemm:
     @functools.cached_property
     def row_major_kind(self) -> GemmKind:
         """The plan for operands that are not laid out beforehand."""
-        plain = tuple(kind for kind in self._kinds if GemmLayouts(kind, 1, 1).is_row_major)
+        plain = tuple(kind for kind in self._kinds if gemm_layouts(kind, 1, 1).is_row_major)
         return self.kind if self.kind in plain else self._first_exact(plain)
 
     @functools.cached_property
@@ -92,7 +93,7 @@ class Int8Gemm:
         """The plan for weights ``[out_features, in_features]``, both at least 1."""
         found = self._plans.get((out_features, in_features))
         if found is None:
-            found = GemmPlan(self, GemmLayouts(self.kind, out_features, in_features))
+            found = GemmPlan(self, gemm_layouts(self.kind, out_features, in_features))
             self._plans[out_features, in_features] = found
         return found
 
@@ -103,7 +104,7 @@ class Int8Gemm:
 
     def speed(self, kind: GemmKind, size: int) -> float:
         """10^12 operations per second that ``kind`` reaches on a product of ``size`` rows, outputs and inputs."""
-        plan = GemmPlan(self, GemmLayouts(kind, size, size))
+        plan = GemmPlan(self, gemm_layouts(kind, size, size))
         random = cp.random.RandomState(0)
         w, x = (random.randint(-127, 128, (size, size)).astype(np.int8) for _ in range(2))
         weight, acc = plan.pack_weight(w), cp.empty(plan.result(size).size, np.int32)
@@ -169,11 +170,11 @@ class Int8Gemm:
 
     @property
     def store(self) -> AlgorithmStore:
-        """What was measured of products on this GPU, by this process and earlier ones."""
+        """Measurements of products on this GPU, by this process and earlier ones."""
         return self._matmul_context.store
 
     def clear_cache(self, stream: int) -> None:
-        """Fill the GPU's cache with something that nobody needs."""
+        """Fill the GPU's cache with unrelated data."""
         self._matmul_context.clear_workspace(stream)
 
     def launch_dp4a(
@@ -204,7 +205,7 @@ class Int8Gemm:
 
     def _self_test(self, kind: GemmKind, rows: int, out_features: int, in_features: int) -> str | None:
         try:
-            exact = self._is_exact(GemmPlan(self, GemmLayouts(kind, out_features, in_features)), rows)
+            exact = self._is_exact(GemmPlan(self, gemm_layouts(kind, out_features, in_features)), rows)
         except NoAlgorithm as error:
             return f"cublasLt has no algorithm for it: {error.__cause__ or error}"
         except DeviceError as error:
@@ -217,7 +218,7 @@ class Int8Gemm:
         codes = random.integers(-128, 128, (layouts.out_features, layouts.in_features), np.int8)
         x = random.integers(-128, 128, (rows, layouts.in_features), np.int8)
         layout, result = plan.activation(rows), plan.result(rows)
-        # What lies in an activation's padding must not matter.
+        # An activation's padding must not change the result.
         buffer = np.full(layout.size, 85, np.int8)
         buffer[layout.offset(np.arange(rows)[:, None], np.arange(layouts.in_features)).ravel()] = x.ravel()
         w, xs, acc = plan.pack_weight(cp.asarray(codes)), cp.asarray(buffer), cp.full(result.size, -1, np.int32)
@@ -227,10 +228,10 @@ class Int8Gemm:
 
 
 class GemmPlan:
-    """Products with weights of one shape. Activations and results lie as :meth:`activation` and :meth:`result` say.
+    """Products with weights of one shape. :meth:`activation` and :meth:`result` are the layouts of the other matrices.
 
-    ``skinny_gemm`` says whether the kernel for a few rows computes those: None for whichever is faster, found by timing
-    both once for each number of tiles.
+    ``skinny_gemm`` says whether the kernel for a few rows computes those. With None the faster kernel does, found by
+    timing both once for each number of tiles.
     """
 
     def __init__(self, igemm: Int8Gemm, layouts: GemmLayouts, skinny_gemm: bool | None = None) -> None:
@@ -244,15 +245,15 @@ class GemmPlan:
 
     @property
     def weight(self) -> Layout:
-        """Of the weight after :meth:`pack_weight`, padded: int8, at least ``[out_features, in_features]``."""
+        """The layout of the packed weight, padded: int8, at least ``[out_features, in_features]``."""
         return self.layouts.weight
 
     def activation(self, rows: int) -> Layout:
-        """Of activation codes int8 ``[rows, in_features]``; the padding in the buffer may hold anything."""
+        """The layout of activation codes int8 ``[rows, in_features]``; the padding in the buffer may hold anything."""
         return self._activation(rows)
 
     def result(self, rows: int) -> Layout:
-        """Of the sums int32 ``[rows, out_features]``."""
+        """The layout of the sums int32 ``[rows, out_features]``."""
         return self._result(rows)
 
     def pack_weight(self, codes: cp.ndarray) -> cp.ndarray:
@@ -282,7 +283,7 @@ class GemmPlan:
     def uses_skinny_gemm(self, w: int, x: int, rows: int, stream: int) -> bool:
         """Whether the kernel for a few rows computes the product, which :meth:`run` describes.
 
-        It is timed on these operands when that has to be found out, with memory from CuPy's current allocator.
+        The first time, both kernels are timed on these operands, with memory from CuPy's current allocator.
         """
         known = self.skinny_gemm_choice(rows)
         if known is None:
@@ -293,7 +294,7 @@ class GemmPlan:
         return known
 
     def skinny_gemm_choice(self, rows: int) -> bool | None:
-        """What :meth:`uses_skinny_gemm` says, None where that has to be found out."""
+        """The answer of :meth:`uses_skinny_gemm`; None where it is not known before a measurement."""
         if not self.layouts.is_row_major or not self._igemm.skinny_gemm.supports(rows):
             return False
         return self._skinny_gemm if self._skinny_gemm is not None else self._skinny_gemm_faster.get(tiles_for(rows))

@@ -2,13 +2,10 @@
 
 A plan is ``acc = x @ w.T``: activation codes ``x`` int8 ``[rows, in]`` times a weight ``w`` int8 ``[out, in]``, summed
 in int32. It describes buffers and operations and owns nothing, so every plan can be tested on a machine without a GPU.
-Padding is the plan's business: ``in``, ``out`` and ``rows`` may be any number from 1 on. The weight's padding is zeros,
-so that an activation's padding may hold anything.
+A plan pads: ``in``, ``out`` and ``rows`` may be any number from 1 on. The weight's padding is zeros, so an activation's
+padding may hold anything.
 
-What ran where: ``ROW_MAJOR`` and ``DP4A`` were checked bit for bit on an H200 (compute capability 9.0, cublasLt 13.1).
-cublasLt refuses products in COL32 there, so the products of ``COL4_4R2_8C`` and ``COL32_2R_4R4`` have not been executed
-by this project. Their layouts equal what ``cublasLtMatrixTransform`` writes on that GPU, byte by byte, a NumPy model
-executes their descriptors in the tests, and on a GPU that they are meant for they are checked before they are trusted.
+``ROW_MAJOR`` and ``DP4A`` were checked bit for bit on an H200 (compute capability 9.0, cublasLt 13.1).
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from functools import cached_property
 
 from ...runtime.cublaslt import ComputeType, DataType, Order
 from ..arrays import round_up
-from .layouts import GROUP, Layout
+from .layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def row_major_matmul(
 
 
 class GemmKind(str, Enum):
-    """How a product is computed: on tensor cores in a layout of theirs, on tensor cores from plain rows, or by dp4a."""
+    """How a product is computed: on tensor cores in a tensor-core layout or row-major, or by dp4a."""
 
     COL4_4R2_8C = "col4_4r2_8c"
     COL32_2R_4R4 = "col32_2r_4r4"
@@ -110,69 +107,57 @@ def kinds_for(capability: tuple[int, int]) -> tuple[GemmKind, ...]:
 
 
 def row_major_first(kinds: Sequence[GemmKind]) -> tuple[GemmKind, ...]:
-    """Plans over plain rows before those in tensor-core layouts: the matrix-vector kernels read plain rows only."""
+    """Row-major plans before those in tensor-core layouts: the matrix-vector kernels read rows only."""
     return tuple(sorted(kinds, key=[GemmKind.ROW_MAJOR, *(k for k in kinds if k is not GemmKind.ROW_MAJOR)].index))
 
 
-_WEIGHT_ORDER = {GemmKind.COL4_4R2_8C: Order.COL4_4R2_8C, GemmKind.COL32_2R_4R4: Order.COL32_2R_4R4}
-_ROW_MAJOR_MULTIPLE = 16
-"""Plain rows are padded to whole 16-byte vectors; cublasLt's fast int8 kernels want no less."""
+_ROW_MULTIPLE = 16
+"""Rows are padded to whole 16-byte vectors; cublasLt's fast int8 kernels want no less."""
 
 
 @dataclass(frozen=True)
 class GemmLayouts:
-    """The buffers of one plan for weights ``[out_features, in_features]``."""
+    """The buffers of one plan for weights ``[out_features, in_features]``, all row-major.
+
+    :class:`.tensor_core_plans.TensorCoreGemmLayouts` are those of the plans in tensor-core layouts.
+    """
 
     kind: GemmKind
     out_features: int
     in_features: int
 
-    @cached_property
+    @property
     def is_row_major(self) -> bool:
         """Whether codes and results are row-major; otherwise activations and results are in COL32."""
-        return self.kind not in _WEIGHT_ORDER
+        return True
 
     @cached_property
     def padded(self) -> tuple[int, int]:
         """(out_features, in_features) as the weight is stored, the rest filled with zeros."""
-        multiple = _ROW_MAJOR_MULTIPLE if self.is_row_major else GROUP
-        return round_up(self.out_features, multiple), round_up(self.in_features, multiple)
+        return round_up(self.out_features, _ROW_MULTIPLE), round_up(self.in_features, _ROW_MULTIPLE)
 
     @cached_property
     def weight(self) -> Layout:
-        """Of the padded weight, int8."""
-        return Layout.of(_WEIGHT_ORDER.get(self.kind, Order.ROW), *self.padded)
+        """The layout of the padded weight, int8."""
+        return Layout.of(Order.ROW, *self.padded)
 
     def activation(self, rows: int) -> Layout:
-        """Of activation codes int8 ``[rows, in_features]``; only those need be written, padding may hold anything."""
-        if self.is_row_major:
-            return Layout(Order.ROW, rows, self.in_features, self.padded[1])
-        return Layout.of(Order.COL32, rows, self.in_features)
+        """The layout of activation codes int8 ``[rows, in_features]``; padding may hold anything."""
+        return Layout(Order.ROW, rows, self.in_features, self.padded[1])
 
     def result(self, rows: int) -> Layout:
-        """Of the sums int32 ``[rows, out_features]``; padding is zeros."""
-        if self.is_row_major:
-            return Layout(Order.ROW, rows, self.out_features, self.padded[0], itemsize=4)
-        return Layout.of(Order.COL32, rows, self.out_features, itemsize=4)
+        """The layout of the sums int32 ``[rows, out_features]``; padding is zeros."""
+        return Layout(Order.ROW, rows, self.out_features, self.padded[0], itemsize=4)
 
     def product(self, rows: int) -> MatmulProblem:
         """The cublasLt operation for ``rows`` activations. ``DP4A`` has that of ``ROW_MAJOR``."""
         out, inner = self.padded
         x, d = self.activation(rows), self.result(rows)
-        if self.is_row_major:
-            return row_major_matmul(
-                MatmulOperand(DataType.R_8I, Order.ROW, rows, inner, x.ld),
-                MatmulOperand(DataType.R_8I, Order.ROW, out, inner, self.weight.ld),
-                MatmulOperand(DataType.R_32I, Order.ROW, rows, out, d.ld),
-                ComputeType.COMPUTE_32I,
-            )
-        return MatmulProblem(
-            MatmulOperand(DataType.R_8I, Order.COL32, rows, inner, x.ld),
-            MatmulOperand(DataType.R_8I, self.weight.order, out, inner, self.weight.ld),
-            MatmulOperand(DataType.R_32I, Order.COL32, rows, out, d.ld),
-            transpose_a=False,
-            transpose_b=True,
-            compute=ComputeType.COMPUTE_32I,
+        return row_major_matmul(
+            MatmulOperand(DataType.R_8I, Order.ROW, rows, inner, x.ld),
+            MatmulOperand(DataType.R_8I, Order.ROW, out, inner, self.weight.ld),
+            MatmulOperand(DataType.R_32I, Order.ROW, rows, out, d.ld),
+            ComputeType.COMPUTE_32I,
         )
 
     def batched(self, rows: int, count: int, w_stride: int, x_stride: int) -> MatmulProblem:

@@ -16,7 +16,7 @@ from ...runtime.kernel import Kernel
 from ..constants import SKINNY_ROWS as GROUP
 from ..constants import SKINNY_STEP as STEP
 from ..constants import Activation, Epilogue
-from ..instantiations import Capability, KernelFamily
+from ..instantiations import Capability, KernelFamily, numbers
 from ..sources import SOURCES, load
 
 MAX_ROWS = 32
@@ -58,7 +58,7 @@ class SkinnyGemm:
 
     source = "gemm/skinny_gemm.cu"
     is_fastest = False
-    """Whether nothing else need be tried: on some shapes cublasLt and a kernel that scales are faster."""
+    """Whether the kernel is used without timing it: elsewhere cublasLt is faster on some shapes."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -66,7 +66,7 @@ class SkinnyGemm:
 
     @functools.cached_property
     def version(self) -> str:
-        """Names the kernel's source: what was measured of another version says nothing about this one."""
+        """A hash of the kernel's source: measurements of another version do not count for this one."""
         return hashlib.sha256(SOURCES.source(self.source).encode()).hexdigest()[:16]
 
     @classmethod
@@ -110,7 +110,7 @@ class SkinnyGemm:
 
     @functools.cached_property
     def _shared(self) -> int:
-        """What a block may have, less what the kernel always takes."""
+        """Shared memory per block, less what the kernel always takes."""
         return self._device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) - RESERVED_SHARED_MEMORY
 
     @functools.cached_property
@@ -138,7 +138,7 @@ def group_bytes(tiles: int) -> int:
     return GROUP * (8 * tiles + 2) * 4
 
 
-EPILOGUE_ARGUMENTS = [int(epilogue) for epilogue in Epilogue], [int(activation) for activation in Activation]
+EPILOGUE_ARGUMENTS = numbers(Epilogue), numbers(Activation)
 
 
 def possible_epilogue(tiles: int, epilogue: int, activation: int) -> bool:

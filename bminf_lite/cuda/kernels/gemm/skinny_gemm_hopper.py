@@ -1,7 +1,7 @@
 """Exact int8 products of a few rows on compute capability 9.0: the same as :mod:`.skinny_gemm`, faster.
 
 The asynchronous tensor cores of ``skinny_gemm_hopper.cu`` take weights and activations from shared memory as the copy
-engine brings them, so that a product takes as long as reading its weight, whatever the number of rows.
+engine brings them, so a product takes as long as reading its weight, independent of the number of rows.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from ....backend.values import Norm
 from ...runtime.driver import shared_memory_per_block
 from ..arrays import WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput
-from ..instantiations import Capability, KernelFamily
+from ..instantiations import Capability, KernelFamily, numbers
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import norm_arguments, vectors_for
 
@@ -129,7 +129,7 @@ def best_unit(rows: int, pitch: int) -> int:
 
 
 HALF, RMS_NORM, LAYER_NORM = map(int, GemvInput)
-INPUTS, NUMBERS, ACTIVATION_NUMBERS = ([int(m) for m in members] for members in (GemvInput, EPILOGUES, Activation))
+INPUTS, NUMBERS, ACTIVATION_NUMBERS = numbers(GemvInput), numbers(EPILOGUES), numbers(Activation)
 
 
 def _possible(source: int, vectors: int, epilogue: int, activation: int, unit: int) -> bool:

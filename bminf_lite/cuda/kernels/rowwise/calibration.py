@@ -1,4 +1,4 @@
-"""What a calibration computes of float matrices and activations: the launcher of ``calibration.cu``."""
+"""A calibration's computations over float matrices and activations: the launcher of ``calibration.cu``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What some architectures need over rows: activations, learned positions, outlier columns; and random matrices.
+"""Kernels over rows that some architectures need: activations, learned positions, outlier columns, random matrices.
 
 These are the launchers of ``pointwise.cu``, ``outliers.cu`` and ``random.cu``.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ....backend.values import ForwardBatch
 from ..arrays import address, ceil_div, nbytes_of, pitch_of
 from ..constants import Activation
-from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..instantiations import BOOLEANS, Capability, KernelFamily, numbers
 from ..launcher import Launcher, StepContext
 from .rows import FROM_INT32, RowSource, orders_for
 
@@ -31,8 +31,7 @@ class PointwiseKernels:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        activations = [int(activation) for activation in Activation]
-        yield KernelFamily(cls.source, "activate_rows", (BOOLEANS, orders_for(capability), activations))
+        yield KernelFamily(cls.source, "activate_rows", (BOOLEANS, orders_for(capability), numbers(Activation)))
         yield KernelFamily(cls.source, "add_positions")
         yield from (
             KernelFamily(cls.outliers_source, n, (("__half", "float"),)) for n in ("split_columns", "add_columns")

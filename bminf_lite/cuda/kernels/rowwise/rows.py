@@ -1,4 +1,4 @@
-"""What stands between two products: reading rows, adding, normalising, gating, quantizing, as one pass over memory.
+"""The work between two products in one pass over memory: reading rows, adding, normalising, gating, quantizing.
 
 These are the launchers of ``rows.cu``, and of ``layer_norm_many_rows.cu`` and ``norm_unaligned.cu`` where those serve a
 norm better.
@@ -18,7 +18,7 @@ from ...runtime.cublaslt import Order
 from ...runtime.kernel import Kernel
 from ..arrays import PAD, address, ceil_div, is_padded, nbytes_of, pitch_of, pointer_and_pitch, round_up
 from ..constants import UNALIGNED_NORM_THREADS, RowOp, Source, Target
-from ..instantiations import BOOLEANS, Capability, KernelFamily, Together
+from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
 
 if TYPE_CHECKING:
@@ -97,9 +97,12 @@ class RowKernels:
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         orders, kinds = orders_for(capability), ("float", "__half")
         sizes = sorted({*row_shapes(2), *row_shapes(4)})
-        row_ops, row_sizes = [int(op) for op in RowOp], [Together(size) for size in sizes]
+        row_sizes = tuple(Together(size) for size in sizes)
         yield KernelFamily(
-            cls.source, "transform", (range(4), row_ops, range(3), row_sizes, orders, orders), _possible_transform
+            cls.source,
+            "transform",
+            (numbers(Source), numbers(RowOp), numbers(Target), row_sizes, orders, orders),
+            _possible_transform,
         )
         yield KernelFamily(cls.source, "dequantize", (("int", "float"), orders, BOOLEANS, kinds), _possible_dequantize)
         yield from (KernelFamily(cls.source, name) for name in ("embed", "last_rows", "int8_to_half"))

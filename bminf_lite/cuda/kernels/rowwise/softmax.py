@@ -30,7 +30,7 @@ class Softmax:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        shapes = [Together(s) for s in sorted(row_shapes(4)) if s[0] * s[1] * 8 <= BLOCK_ROW]
+        shapes = tuple(Together(s) for s in sorted(row_shapes(4)) if s[0] * s[1] * 8 <= BLOCK_ROW)
         clusters = (1, 2, 4, 8) if capability >= (9, 0) else (1,)
         kinds, whole = ("float", "__half"), BOOLEANS[::-1]
         yield KernelFamily(cls.source, "softmax", (kinds, whole, shapes, clusters), _possible)
