@@ -92,19 +92,19 @@ __device__ __forceinline__ void prepare_new_token(
                 if (lane == 0) *(which == 0 ? key_scale : value_scale) = new_token.scales[which] = scale;
             }
         } else {
-            __half* const near = which < 0 ? new_token.query[task] : reinterpret_cast<__half*>(new_token.kv[which]);
-            __half* const far = which < 0 ? nullptr : reinterpret_cast<__half*>(cached);
+            __half* const prepared = which < 0 ? new_token.query[task] : reinterpret_cast<__half*>(new_token.kv[which]);
+            __half* const stored = which < 0 ? nullptr : reinterpret_cast<__half*>(cached);
 #pragma unroll
             for (int p = 0; p < PAIRS; ++p) {
                 const int pair = p * WARP + lane;
                 if (pair >= half) continue;
-                near[pair] = __float2half_rn(low[p]), near[half + pair] = __float2half_rn(high[p]);
-                if (far) far[pair] = near[pair], far[half + pair] = near[half + pair];
+                prepared[pair] = __float2half_rn(low[p]), prepared[half + pair] = __float2half_rn(high[p]);
+                if (stored) stored[pair] = prepared[pair], stored[half + pair] = prepared[half + pair];
             }
 #pragma unroll 1
             for (int d = at.head_dim + lane; d < D; d += WARP) {
-                near[d] = __float2half_rn(0.0f);
-                if (far && d < at.head_pitch) far[d] = near[d];
+                prepared[d] = __float2half_rn(0.0f);
+                if (stored && d < at.head_pitch) stored[d] = prepared[d];
             }
         }
 #pragma unroll
@@ -162,9 +162,9 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
     // tiles.
     const auto load_scales = [&](int at) {
         if constexpr (IS_INT8<CACHE>) {
-            const bool here = at + lane < stop;
-            scales[0] = here ? key_scales[tokens + at + lane] : __half{};
-            scales[1] = here ? value_scales[tokens + at + lane] : __half{};
+            const bool inside = at + lane < stop;
+            scales[0] = inside ? key_scales[tokens + at + lane] : __half{};
+            scales[1] = inside ? value_scales[tokens + at + lane] : __half{};
             const __half* const later = (lane ? value_scales : key_scales) + tokens + at + 2 * STEP;
             if (lane < 2 && at + 2 * STEP < stop) prefetch_l2(later);
         }
