@@ -28,7 +28,7 @@ constexpr int WARPS = 2 * WARPGROUP / WARP;  // that multiply
 constexpr int BOX = 16 * 128;                // bytes of a box of the result: 16 rows of 128 bytes
 constexpr int BAND = 16;                     // row tiles that are computed together, see TileScheduler
 
-// ---- the pipeline of operands ----------------------------------------------------------------------------------------
+// ---- the pipeline of operands ------------------------------------------------------------------------------------
 
 // Loads a box into both blocks of a cluster of two, at the same shared address; the barriers of both expect its bytes.
 __device__ __forceinline__ void tma_load_2d_multicast(
