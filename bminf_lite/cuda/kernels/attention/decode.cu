@@ -27,10 +27,6 @@ constexpr int STAGES = 2;  // tiles of a warp in shared memory
 // weights are multiplied by this too, so that small ones do not underflow in fp16; a scale is at most 515.5.
 constexpr float VALUE_SCALE_FACTOR = 64;
 
-// What the new token sees: all tokens up to itself; the same with a bias by distance; or the whole source in its slot,
-// to which it adds nothing.
-enum AttentionKind { CAUSAL = 0, BIASED = 1, CROSS = 2 };
-
 // The shape of a block for heads of D elements. Tiles take at most 64 KiB, and on 9.0 registers are limited (SHARES),
 // so that blocks of the kernels before and after fit on the same SM. Before 8.0 a block has 64 KiB of shared memory in
 // all.

@@ -7,10 +7,9 @@
 // top).
 #pragma once
 #include "common/cluster.cuh"
+#include "constants/decode.cuh"
 
 namespace bminf {
-
-constexpr int HEADS = 8;  // query heads of a block at most: the columns of an mma.sync
 
 // 2^(top - new_top), and 0 for the top of an empty set.
 __device__ __forceinline__ float rescale_factor(float top, float new_top) {

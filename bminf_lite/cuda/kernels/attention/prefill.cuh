@@ -10,12 +10,9 @@
 #include "attention/int8_cache.cuh"
 #include "common/async.cuh"
 #include "common/tensor_cores.cuh"
+#include "constants/prefill.cuh"
 
 namespace bminf {
-
-// What a query sees: the keys of its sequence up to its own, in the sequence's slot of the cache; the whole source in
-// that slot; or its whole sequence in this step, whose keys lie at the sequence's tokens.
-enum AttentionMask { CAUSAL = 0, CROSS = 1, BIDIRECTIONAL = 2 };
 
 constexpr float LOG2_E = 1.4426950408889634f;
 

@@ -7,6 +7,8 @@
 #pragma once
 #include <cuda_fp16.h>
 
+#include "constants/activation.cuh"
+
 namespace bminf {
 
 constexpr int WARP = 32;
@@ -330,8 +332,6 @@ __device__ __forceinline__ float scaled(float acc, float x_scale, float w_scale)
 }
 
 // ---- activation functions, in fp32 -------------------------------------------------------------------------------
-
-enum Activation { SILU = 0, GELU_TANH = 1, RELU = 2, GELU = 3 };
 
 // F is an Activation.
 template <int F>

@@ -1,8 +1,7 @@
 // The memory layouts of a product's operands and results: the offset of element (row, col).
 // bminf_lite/cuda/kernels/gemm/layouts.py defines them, and a test compares the two.
 #pragma once
-
-enum class Order : int { ROW = 1, COL32 = 2, COL4_4R2_8C = 3, COL32_2R_4R4 = 4 };  // values of cublasLtOrder_t
+#include "constants/order.cuh"
 
 // In elements. `ld` is the distance between rows (ROW) or between groups of 32 columns (the others). In every layout
 // four columns from a multiple of 4 on are contiguous, so a thread may access them at once.

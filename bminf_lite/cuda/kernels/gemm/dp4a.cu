@@ -1,14 +1,15 @@
 // Exact int8 batched GEMM without tensor cores, for GPUs before compute capability 7.5, and where cublasLt has no
 // kernel:
 //
+//
 //     out[b] = x[b] @ w[b].T, summed in int32
 //
 // x: int8 [B, rows, k]; w: int8 [B, columns, k]; out: int32 [B, rows, columns]; all row-major, k a multiple of 16.
 //
 // The grid is (column tiles, row tiles, B). A block of 256 threads computes a tile of 64 x 64 sums, each thread 4 x 4
 // of them, and loads 32 bytes of k at a time through shared memory, where they are transposed to [k / 4][row].
+#include "constants/dp4a.cuh"
 
-constexpr int TILE = 64;
 constexpr int DEPTH = 8;         // ints (4 codes each) of k at a time
 constexpr int PITCH = TILE + 4;  // of rows of shared memory: 16-byte aligned, few bank conflicts
 

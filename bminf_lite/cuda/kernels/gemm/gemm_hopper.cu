@@ -18,14 +18,12 @@
 #include "common/cluster.cuh"
 #include "common/common.cuh"
 #include "common/wgmma.cuh"
+#include "constants/epilogue.cuh"
+#include "constants/gemm_hopper.cuh"
 
 namespace bminf {
 
-constexpr int BLOCK_M = 128;  // rows of a tile
-constexpr int BLOCK_K = 128;  // columns of a stage
-constexpr int PIPELINE_BYTES = 192 << 10;
 constexpr int WARPS = 2 * WARPGROUP / WARP;  // that multiply
-constexpr int BOX = 16 * 128;                // bytes of a box of the result: 16 rows of 128 bytes
 constexpr int BAND = 16;                     // row tiles that are computed together, see TileScheduler
 
 // ---- the pipeline of operands ------------------------------------------------------------------------------------
@@ -102,9 +100,6 @@ struct TileScheduler {
 };
 
 // ---- the epilogue ------------------------------------------------------------------------------------------------
-
-// What becomes of the values y, numbered as in gemv.cu: written as fp16, added to fp32, or gated and written as fp16.
-enum Epilogue { TO_HALF = 0, ADD = 2, GATED = 3 };
 
 // Writes the box to (column, row), or adds it there; elements outside the matrix are left out.
 template <int EPILOGUE>

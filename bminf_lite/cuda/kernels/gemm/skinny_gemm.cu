@@ -17,6 +17,7 @@
 // its input.
 #include "common/async.cuh"
 #include "common/common.cuh"
+#include "constants/skinny_gemm.cuh"
 #include "gemm/skinny_gemm.cuh"
 
 using namespace bminf;
@@ -24,8 +25,6 @@ using namespace bminf;
 constexpr int WARPS = PIPELINE_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int STAGES = PIPELINE_STAGES;  // units in a warp's pipeline
-constexpr int ROWS = 16;                 // channels of a group
-constexpr int STEP = 64;                 // columns of two instructions
 constexpr int STEPS = PIPELINE_STEPS;
 constexpr int SEGMENT = STEPS * STEP;
 constexpr int STRIDE = SEGMENT + 64;  // of rows in shared memory: avoids bank conflicts

@@ -1,11 +1,9 @@
 // The epilogue of the skinny GEMMs: from int32 sums to outputs.
 #pragma once
 #include "common/common.cuh"
+#include "constants/epilogue.cuh"
 
 namespace bminf {
-
-// GATED: rows n and n + N/2 are gate and up.
-enum Epilogue { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4, TO_INT32 = 5 };
 
 // The scale and the bias of a channel, a row of the weight.
 struct Channel {

@@ -17,20 +17,16 @@
 #include "common/cluster.cuh"
 #include "common/common.cuh"
 #include "common/wgmma.cuh"
+#include "constants/skinny_gemm_hopper.cuh"
 #include "gemm/skinny_gemm.cuh"
 
 namespace bminf {
 
-constexpr int CLUSTER = 2;
-constexpr int ROWS = 64;    // channels of a tile
-constexpr int DEPTH = 128;  // columns of a box
 constexpr int BOX = ROWS * DEPTH;
-constexpr int BOXES = 2;  // in a stage
 constexpr int STAGE = BOXES * BOX;
-constexpr int WINDOW = 4;  // stages of the weight in flight; more add latency to the loads of x and gain no bandwidth
 constexpr int WARPS = WARPGROUP / WARP;
 constexpr int FIRST_LOADER = 2 * WARPGROUP;  // the first thread of the two warps that load
-constexpr int THREADS = FIRST_LOADER + 2 * WARP;
+static_assert(THREADS == FIRST_LOADER + 2 * WARP);
 constexpr int PART_ROWS = ROWS / WARPS;  // channels of a part: what a warp has of a tile
 constexpr int PARTS = WARPS / CLUSTER;   // that a block finishes of each tile
 

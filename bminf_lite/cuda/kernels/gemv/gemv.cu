@@ -13,16 +13,12 @@
 // copies of the first units start before the kernel waits for its input.
 #include "common/async.cuh"
 #include "common/common.cuh"
+#include "constants/epilogue.cuh"
+#include "constants/gemv.cuh"
 
 using namespace bminf;
 
-enum Input { HALF = 0, RMS_NORM = 1, LAYER_NORM = 2 };
-// GATED: rows n and n + N/2 are gate and up. ACTIVATED: a function of each output.
-enum Epilogue { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
-
-constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
-constexpr int CHUNK = 512;                               // bytes of a row: 16 for each lane of a warp
 constexpr int PIPELINE_BYTES = PIPELINE_CHUNKS * CHUNK;  // of a warp; a whole number of units for every U
 
 __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {

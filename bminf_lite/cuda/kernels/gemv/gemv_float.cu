@@ -9,13 +9,11 @@
 // The grid is (any, rows). Each block puts its normed input row into shared memory as fp16; then each warp computes one
 // output at a time, in fp32 and in a fixed order, so that results do not depend on the grid.
 #include "common/common.cuh"
+#include "constants/epilogue.cuh"
+#include "constants/gemv.cuh"
 
 using namespace bminf;
 
-enum Input { HALF = 0, RMS_NORM = 1, LAYER_NORM = 2 };
-enum Epilogue { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
-
-constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
 
 // acc plus the product of 16 bytes of a weight row and the same columns of x.

@@ -2,6 +2,7 @@
 // Matrices are as their file has them: dense, fp16, bf16 or fp32. Unless stated otherwise, a block handles one row, and
 // its threads handle neighbouring columns.
 #include "common/common.cuh"
+#include "constants/calibration.cuh"
 
 using namespace bminf;
 
@@ -10,9 +11,6 @@ struct bf16 {
 };
 
 __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
-
-constexpr int THREADS = 256;
-constexpr int STRIP = 64;  // rows of a block of column_absmax
 
 // The range of scales that are normal numbers in fp16.
 constexpr float SMALLEST = 6.103515625e-05f, LARGEST = 65504.0f;

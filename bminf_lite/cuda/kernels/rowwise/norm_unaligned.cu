@@ -3,11 +3,10 @@
 //     out = (x - mean) * norm_weight / sqrt(mean((x - mean)^2) + eps) + norm_bias
 //
 // The row is read once for each reduction and once more for the output, so it need not fit into registers.
+#include "constants/norm_unaligned.cuh"
 #include "rowwise/unaligned.cuh"
 
 using namespace bminf;
-
-constexpr int THREADS = 512;
 
 // Folds function(sum, element) over the row: fp32 sums of eight elements, which are added in fp64, as in normalise_row.
 template <class F>

@@ -12,23 +12,9 @@
 #include "common/common.cuh"
 #include "common/layout.cuh"
 #include "common/values.cuh"
+#include "constants/rows.cuh"
 
 using namespace bminf;
-
-// The type of x: absent (the residual stream alone), fp16, fp32, or an int32 product, see Values.
-enum Source { NONE = 0, FROM_HALF = 1, FROM_FLOAT = 2, FROM_INT32 = 3 };
-// What is computed of x. A norm first adds it to the residual stream; for a gate, x has two halves side by side.
-enum RowOp {
-    IDENTITY = 0,
-    RMS_NORM = 1,
-    LAYER_NORM = 2,
-    GATE_SILU = 3,
-    GATE_GELU_TANH = 4,
-    GATE_RELU = 5,
-    GATE_GELU = 6
-};
-// What is written: int8 codes and a scale for each row, or fp16 or fp32.
-enum Target { CODES = 0, TO_HALF = 1, TO_FLOAT = 2 };
 
 // Eight elements of x as they are in memory. All of a thread's elements are fetched before any is converted, so that
 // their loads are in flight together. Threads beyond the end of a row fetch its first elements, which are cleared

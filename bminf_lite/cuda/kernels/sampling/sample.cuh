@@ -2,11 +2,11 @@
 // row, and sums over a block.
 #pragma once
 #include "common/common.cuh"
+#include "constants/sampling.cuh"
 
 using namespace bminf;
 typedef unsigned long long u64;
 
-constexpr int THREADS = BLOCK;
 constexpr int EACH = CHUNK / THREADS;  // token ids of a thread, a multiple of 4
 constexpr int WARPS = THREADS / WARP;
 constexpr int PROMPT_FLAG = 1 << 30;
