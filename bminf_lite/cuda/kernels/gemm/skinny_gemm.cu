@@ -223,7 +223,7 @@ __device__ __forceinline__ void epilogue(
             channels[m] = {w_scale[local], bias ? bias[local] : 0.0f};
         }
         const float before = EPILOGUE == ADD ? residual.at(i, index) : 0.0f;
-        store_output<EPILOGUE, F>(out, first + index, channel_sums, x_scale[token], channels, bias != nullptr, before);
+        store_scaled<EPILOGUE, F>(out, first + index, channel_sums, x_scale[token], channels, bias != nullptr, before);
     }
 }
 

@@ -13,7 +13,7 @@
 // copies of the first units start before the kernel waits for its input.
 #include "common/async.cuh"
 #include "common/common.cuh"
-#include "constants/epilogue.cuh"
+#include "common/epilogue.cuh"
 #include "constants/gemv.cuh"
 
 using namespace bminf;
@@ -162,15 +162,10 @@ __device__ __forceinline__ void epilogue(
             if constexpr (EPILOGUE == ADD) e.residual = static_cast<const float*>(out)[output];
         }
         const float y = __fadd_rn(scaled(__int2float_rn(sums[i]), x_scale, e.w_scale[0]), e.bias[0]);
-        if constexpr (EPILOGUE == TO_HALF) static_cast<__half*>(out)[output] = __float2half_rn(y);
-        if constexpr (EPILOGUE == TO_FLOAT) static_cast<float*>(out)[output] = y;
-        if constexpr (EPILOGUE == ACTIVATED)
-            static_cast<__half*>(out)[output] = __float2half_rn(activate<F>(rounded(y)));
-        if constexpr (EPILOGUE == ADD) static_cast<float*>(out)[output] = __fadd_rn(e.residual, rounded(y));
-        if constexpr (EPILOGUE == GATED) {
-            const float up = __fadd_rn(scaled(__int2float_rn(sums[block.count + i]), x_scale, e.w_scale[1]), e.bias[1]);
-            static_cast<__half*>(out)[output] = __float2half_rn(gated<F>(y, up));
-        }
+        float up = 0;
+        if constexpr (EPILOGUE == GATED)
+            up = __fadd_rn(scaled(__int2float_rn(sums[block.count + i]), x_scale, e.w_scale[1]), e.bias[1]);
+        store_output<EPILOGUE, F>(out, output, y, up, e.residual);
     }
 }
 
