@@ -193,6 +193,7 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
     for (; first < to; first += STEP) {
         const int new_row = newest ? position - first : TOKENS;
         float s[TOKENS / 16][4], tile_top[2] = {-INF_F, -INF_F};
+        // Scores of the tile, to the base 2.
         const unsigned key_tile = wait_tile();
         if (new_row < TOKENS) Tiles::store_token(key_tile, new_row, new_token.kv[0]);
         Tiles::mma_qk(key_tile, new_token.query, s);
@@ -220,6 +221,7 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
         for (int d = 4; d < WARP; d *= 2)
 #pragma unroll
             for (int h = 0; h < 2; ++h) tile_top[h] = fmaxf(tile_top[h], __shfl_xor_sync(FULL, tile_top[h], d));
+        // Online softmax: rescale what was summed if a larger score has appeared.
         if (tile_top[0] > top[0] || tile_top[1] > top[1]) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -229,6 +231,7 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
                 for (int n = 0; n < D / 16; ++n) o[n][h] *= old, o[n][h + 2] *= old;
             }
         }
+        // The weights and their rounding errors as right operands of the product with the values.
         unsigned weights[TOKENS / 16][2][2];
 #pragma unroll
         for (int j = 0; j < TOKENS / 16; ++j)
