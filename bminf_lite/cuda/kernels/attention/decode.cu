@@ -88,19 +88,19 @@ __device__ __forceinline__ void prepare_new_token(
                 if (lane == 0) *(which == 0 ? key_scale : value_scale) = new_token.scales[which] = scale;
             }
         } else {
-            __half* const near = which < 0 ? new_token.query[task] : reinterpret_cast<__half*>(new_token.kv[which]);
-            __half* const far = which < 0 ? nullptr : reinterpret_cast<__half*>(cached);
+            __half* const prepared = which < 0 ? new_token.query[task] : reinterpret_cast<__half*>(new_token.kv[which]);
+            __half* const stored = which < 0 ? nullptr : reinterpret_cast<__half*>(cached);
 #pragma unroll
             for (int p = 0; p < PAIRS; ++p) {
                 const int pair = p * WARP + lane;
                 if (pair >= half) continue;
-                near[pair] = __float2half_rn(low[p]), near[half + pair] = __float2half_rn(high[p]);
-                if (far) far[pair] = near[pair], far[half + pair] = near[half + pair];
+                prepared[pair] = __float2half_rn(low[p]), prepared[half + pair] = __float2half_rn(high[p]);
+                if (stored) stored[pair] = prepared[pair], stored[half + pair] = prepared[half + pair];
             }
 #pragma unroll 1
             for (int d = at.head_dim + lane; d < D; d += WARP) {
-                near[d] = __float2half_rn(0.0f);
-                if (far && d < at.head_pitch) far[d] = near[d];
+                prepared[d] = __float2half_rn(0.0f);
+                if (stored && d < at.head_pitch) stored[d] = prepared[d];
             }
         }
 #pragma unroll
@@ -158,9 +158,9 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
     // tiles.
     const auto load_scales = [&](int at) {
         if constexpr (IS_INT8<CACHE>) {
-            const bool here = at + lane < stop;
-            scales[0] = here ? key_scales[tokens + at + lane] : __half{};
-            scales[1] = here ? value_scales[tokens + at + lane] : __half{};
+            const bool inside = at + lane < stop;
+            scales[0] = inside ? key_scales[tokens + at + lane] : __half{};
+            scales[1] = inside ? value_scales[tokens + at + lane] : __half{};
             const __half* const later = (lane ? value_scales : key_scales) + tokens + at + 2 * STEP;
             if (lane < 2 && at + 2 * STEP < stop) prefetch_l2(later);
         }
@@ -193,6 +193,7 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
     for (; first < to; first += STEP) {
         const int new_row = newest ? position - first : TOKENS;
         float s[TOKENS / 16][4], tile_top[2] = {-INF_F, -INF_F};
+        // Scores of the tile, to the base 2.
         const unsigned key_tile = wait_tile();
         if (new_row < TOKENS) Tiles::store_token(key_tile, new_row, new_token.kv[0]);
         Tiles::mma_qk(key_tile, new_token.query, s);
@@ -220,6 +221,7 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
         for (int d = 4; d < WARP; d *= 2)
 #pragma unroll
             for (int h = 0; h < 2; ++h) tile_top[h] = fmaxf(tile_top[h], __shfl_xor_sync(FULL, tile_top[h], d));
+        // Online softmax: rescale what was summed if a larger score has appeared.
         if (tile_top[0] > top[0] || tile_top[1] > top[1]) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -229,6 +231,7 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
                 for (int n = 0; n < D / 16; ++n) o[n][h] *= old, o[n][h + 2] *= old;
             }
         }
+        // The weights and their rounding errors as right operands of the product with the values.
         unsigned weights[TOKENS / 16][2][2];
 #pragma unroll
         for (int j = 0; j < TOKENS / 16; ++j)

@@ -41,7 +41,7 @@ struct PrefillParams {
 // The tile of one block; the grid is (kv_heads, at least the number of tiles of all sequences).
 struct WorkTile {
     int first, rows, group;             // first row of the tile, rows of the sequence, query heads per key-value head
-    int before, window;                 // position of the sequence's first token
+    int before, window;                 // position of the sequence's first token; see PrefillParams
     int first_position, last_position;  // of the tile's rows
     int begin, end;                     // keys that any row sees; begin is a multiple of KEYS
     int sequence, start;                // the sequence and its first token

@@ -17,7 +17,7 @@ namespace bminf {
 
 constexpr int COLUMNS = 64;  // fp16 elements in 128 bytes
 
-// ---- named barriers -------------------------------------------------------------------------------------------------------
+// ---- named barriers ----------------------------------------------------------------------------------------------
 
 // A named barrier for THREADS threads, of which some wait and the others only arrive.
 template <int THREADS>

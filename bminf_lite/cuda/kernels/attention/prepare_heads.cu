@@ -9,7 +9,6 @@
 //
 // A block prepares the heads of one token, one warp a head at a time.
 #include "attention/int8_cache.cuh"
-#include "common/sequences.cuh"
 #include "common/values.cuh"
 
 using namespace bminf;
@@ -26,7 +25,14 @@ __global__ void __launch_bounds__(256) prepare_heads(
     const Values source = {data, x_scale, w_scale, bias, pitch};
     const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
     const int token = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;
-    const int sequence = find_sequence(cu_seqlens, sequences, token);
+    int sequence = 0, last = sequences;  // the sequence of the token, by bisection
+    while (last - sequence > 1) {
+        const int middle = (sequence + last) / 2;
+        if (cu_seqlens[middle] <= token)
+            sequence = middle;
+        else
+            last = middle;
+    }
     const int position = context_lens[sequence] + token - cu_seqlens[sequence];
     if (position >= capacity) return;
     const size_t cached = (static_cast<size_t>(slots[sequence]) * kv_heads * capacity + position) * head_pitch;

@@ -147,9 +147,9 @@ private:
             for (int i = 0; i < 4; ++i)
 #pragma unroll
                 for (int m = 0; m < 4; m += 2) {  // two elements of two tokens
-                    const unsigned near = i < 2 ? codes[m].x : codes[m].y,
-                                   far = i < 2 ? codes[m + 1].x : codes[m + 1].y;
-                    const uint2 pairs = codes_to_half2(as_bytes(__byte_perm(near, far, i % 2 ? 0x7362 : 0x5140)));
+                    const unsigned token0 = i < 2 ? codes[m].x : codes[m].y,
+                                   token1 = i < 2 ? codes[m + 1].x : codes[m + 1].y;
+                    const uint2 pairs = codes_to_half2(as_bytes(__byte_perm(token0, token1, i % 2 ? 0x7362 : 0x5140)));
                     v[i][m] = pairs.x, v[i][m + 1] = pairs.y;
                 }
         } else {

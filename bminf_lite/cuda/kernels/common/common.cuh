@@ -199,7 +199,7 @@ __device__ __forceinline__ void row_sum_max(double& sum, float& top, RowScratch<
     }
 }
 
-// ---- a row in registers: vector i of thread t holds the elements 8 (i THREADS + t) to 8 (i THREADS + t) + 7 --------
+// ---- a row in registers: vector i of thread t holds the elements 8 (i THREADS + t) to 8 (i THREADS + t) + 7 ------
 
 // The minimum of resident blocks per SM for __launch_bounds__: with fewer threads, too few loads are in flight.
 constexpr int resident_blocks(int threads, int vectors) {

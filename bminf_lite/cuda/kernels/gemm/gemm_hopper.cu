@@ -26,7 +26,7 @@ namespace bminf {
 constexpr int WARPS = 2 * WARPGROUP / WARP;  // that multiply
 constexpr int BAND = 16;                     // row tiles that are computed together, see TileScheduler
 
-// ---- the pipeline of operands ----------------------------------------------------------------------------------------
+// ---- the pipeline of operands ------------------------------------------------------------------------------------
 
 // Loads a box into both blocks of a cluster of two, at the same shared address; the barriers of both expect its bytes.
 __device__ __forceinline__ void tma_load_2d_multicast(
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
     int row_tiles, int column_tiles, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
     const __grid_constant__ TensorMap out_map) {
     static_assert(CLUSTER == 1 || SPLIT_K == 1, "the blocks of a cluster share the weight or a tile");
-    constexpr int SHARE = BLOCK_N / 2, COLUMNS = EPILOGUE == GATED ? SHARE : BLOCK_N, OWN = BLOCK_N / 8 / SPLIT_K;
+    constexpr int HALF = BLOCK_N / 2, COLUMNS = EPILOGUE == GATED ? HALF : BLOCK_N, OWN = BLOCK_N / 8 / SPLIT_K;
     extern __shared__ __align__(1024) char shared[];
     const unsigned tiles = cast_smem_ptr_to_uint(shared), staging = tiles + PIPELINE_BYTES;
     Pipeline<BLOCK_N, CLUSTER> pipeline(tiles, staging + WARPS * 2 * BOX);
@@ -294,9 +294,9 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
                     tma_load_2d(pipeline.x(), x_map, k * BLOCK_K, origin.x, pipeline.full());
 #pragma unroll
                     for (int i = 0; i < 2 / CLUSTER; ++i) {
-                        const int share = CLUSTER > 1 ? block_rank_in_cluster() : i;
-                        const int row = origin.y + share * (EPILOGUE == GATED ? columns : SHARE);
-                        const unsigned target = pipeline.w() + share * SHARE * BLOCK_K;
+                        const int half = CLUSTER > 1 ? block_rank_in_cluster() : i;
+                        const int row = origin.y + half * (EPILOGUE == GATED ? columns : HALF);
+                        const unsigned target = pipeline.w() + half * HALF * BLOCK_K;
                         if constexpr (CLUSTER > 1)
                             tma_load_2d_multicast(target, w_map, k * BLOCK_K, row, pipeline.full());
                         else

@@ -16,6 +16,7 @@
 // memory by atomics; int32 sums are exact in any order. The copies of the first units start before the kernel waits for
 // its input.
 #include "common/async.cuh"
+#include "common/block_range.cuh"
 #include "common/common.cuh"
 #include "constants/skinny_gemm.cuh"
 #include "gemm/skinny_gemm.cuh"
@@ -40,25 +41,6 @@ __device__ __forceinline__ void mma_m16n8k32(int (&c)[4], int a0, int a1, int a2
 #endif
 }
 
-// The outputs of one block: `count` of `outputs` groups, from `first` on. All blocks have the same number, give or take
-// one. With GATED each group of outputs has two groups of the weight: a block numbers its groups locally, the gate's
-// before those of up.
-template <int EPILOGUE>
-struct BlockRange {
-    static constexpr int MATRICES = EPILOGUE == GATED ? 2 : 1;
-    int outputs, first, count;
-
-    __device__ __forceinline__ explicit BlockRange(int n) {
-        outputs = (n / MATRICES + ROWS - 1) / ROWS;
-        first = static_cast<int>(static_cast<long long>(outputs) * blockIdx.x / gridDim.x);
-        count = static_cast<int>(static_cast<long long>(outputs) * (blockIdx.x + 1) / gridDim.x) - first;
-    }
-    __device__ __forceinline__ int groups() const { return count * MATRICES; }
-    __device__ __forceinline__ int group(int local) const {  // of the weight
-        return MATRICES == 2 && local >= count ? outputs + first + local - count : first + local;
-    }
-};
-
 // The units of one warp, as (group of the block, segment).
 struct WarpUnits {
     int groups, group, segment, remaining;
@@ -80,14 +62,14 @@ struct WarpUnits {
 template <int EPILOGUE>
 struct WeightStream {
     const int8* weight;
-    const BlockRange<EPILOGUE>& block;
+    const BlockRange<EPILOGUE, ROWS>& block;
     int pitch, lane, stage = 0, phase = 0;
     char* pipeline;
     unsigned barriers;
     WarpUnits ahead;
 
     __device__ __forceinline__ WeightStream(
-        const int8* weight, const BlockRange<EPILOGUE>& block, int pitch, char* pipelines,
+        const int8* weight, const BlockRange<EPILOGUE, ROWS>& block, int pitch, char* pipelines,
         unsigned long long* all_barriers, const WarpUnits& units)
         : weight(weight),
           block(block),
@@ -189,7 +171,7 @@ struct Residual {
     float loaded[2];
 
     __device__ __forceinline__
-    Residual(const BlockRange<EPILOGUE>& block, const void* out, long long pitch, int rows, int n) {
+    Residual(const BlockRange<EPILOGUE, ROWS>& block, const void* out, long long pitch, int rows, int n) {
         values = static_cast<const float*>(out) + block.first * ROWS;
         const int width = block.count * ROWS;
 #pragma unroll
@@ -207,23 +189,24 @@ struct Residual {
 // Applies the epilogue to the block's sums, the channels of a row after each other.
 template <int TILES, int EPILOGUE, int F>
 __device__ __forceinline__ void epilogue(
-    const int* sums, const float* x_scale, const float* w_scale, const float* bias, const BlockRange<EPILOGUE>& block,
-    const Residual<EPILOGUE>& residual, void* out, long long out_pitch, int rows, int n) {
+    const int* sums, const float* x_scale, const float* w_scale, const float* bias,
+    const BlockRange<EPILOGUE, ROWS>& block, const Residual<EPILOGUE>& residual, void* out, long long out_pitch,
+    int rows, int n) {
     const int width = block.count * ROWS, first = block.first * ROWS, end = n / block.MATRICES - first;
     for (int i = threadIdx.x; i < rows * width; i += THREADS) {
         const int token = i / width, channel = i % width;
         if (channel >= end) continue;
         const size_t index = token * out_pitch + channel;
-        int channel_sums[BlockRange<EPILOGUE>::MATRICES];
-        Channel channels[BlockRange<EPILOGUE>::MATRICES];
+        int channel_sums[BlockRange<EPILOGUE, ROWS>::MATRICES];
+        Channel channels[BlockRange<EPILOGUE, ROWS>::MATRICES];
 #pragma unroll
-        for (int m = 0; m < BlockRange<EPILOGUE>::MATRICES; ++m) {
+        for (int m = 0; m < BlockRange<EPILOGUE, ROWS>::MATRICES; ++m) {
             const int local = m * width + channel;
             channel_sums[m] = sums[accumulator_index<TILES>(local, token)];
             channels[m] = {w_scale[local], bias ? bias[local] : 0.0f};
         }
         const float before = EPILOGUE == ADD ? residual.at(i, index) : 0.0f;
-        store_output<EPILOGUE, F>(out, first + index, channel_sums, x_scale[token], channels, bias != nullptr, before);
+        store_scaled<EPILOGUE, F>(out, first + index, channel_sums, x_scale[token], channels, bias != nullptr, before);
     }
 }
 
@@ -238,7 +221,7 @@ __global__ void __launch_bounds__(THREADS, 1) skinny_gemm(
     __shared__ __align__(8) unsigned long long barriers[WARPS * STAGES];
     __shared__ float row_scales[8 * TILES];
     launch_dependent_grids();
-    const BlockRange<EPILOGUE> block(n);
+    const BlockRange<EPILOGUE, ROWS> block(n);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, channels = block.groups() * ROWS;
     int* sums = reinterpret_cast<int*>(shared + WARPS * STAGES * UNIT);
     float* scales = reinterpret_cast<float*>(sums + channels * 8 * TILES);

@@ -253,7 +253,7 @@ __device__ __forceinline__ void epilogue_warps(
             for (int t = 0; t < TILES; ++t) {
                 const int row = t * 8 + token, channel = channel_of(tile, i);
                 if (row < outputs.rows && channel < outputs.count)
-                    store_output<EPILOGUE, F>(
+                    store_scaled<EPILOGUE, F>(
                         outputs.out, row * outputs.pitch + channel, sums[i][t], x_scale[t], channels[i],
                         outputs.bias != nullptr, residual[i][t]);
             }

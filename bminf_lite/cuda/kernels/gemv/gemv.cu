@@ -12,8 +12,9 @@
 // work. They add their sums with atomics; int32 sums are exact in any order, so the result does not depend on it. The
 // copies of the first units start before the kernel waits for its input.
 #include "common/async.cuh"
+#include "common/block_range.cuh"
 #include "common/common.cuh"
-#include "constants/epilogue.cuh"
+#include "common/epilogue.cuh"
 #include "constants/gemv.cuh"
 
 using namespace bminf;
@@ -90,24 +91,6 @@ __device__ __forceinline__ float quantize_input(
     return s.scale;
 }
 
-// The outputs of one block: `count` from `first` on. All blocks have the same number, give or take one. With GATED each
-// output has two rows of the weight: a block numbers its rows locally, the gate's before those of up.
-template <int EPILOGUE>
-struct BlockRange {
-    static constexpr int MATRICES = EPILOGUE == GATED ? 2 : 1;
-    int outputs, first, count;
-
-    __device__ __forceinline__ explicit BlockRange(int n) {
-        outputs = n / MATRICES;
-        first = static_cast<int>(static_cast<long long>(outputs) * blockIdx.x / gridDim.x);
-        count = static_cast<int>(static_cast<long long>(outputs) * (blockIdx.x + 1) / gridDim.x) - first;
-    }
-    __device__ __forceinline__ int rows() const { return count * MATRICES; }
-    __device__ __forceinline__ int row(int local) const {  // of the weight
-        return MATRICES == 2 && local >= count ? outputs + first + local - count : first + local;
-    }
-};
-
 // The units of one warp, as (row of the block, segment of the row): every WARPS-th unit of the block.
 struct WarpUnits {
     int row, segment, segments, row_step, segment_step, remaining;
@@ -131,7 +114,7 @@ struct EpilogueOperands {
 
 template <int EPILOGUE>
 __device__ __forceinline__ EpilogueOperands prefetch_epilogue(
-    const BlockRange<EPILOGUE>& block, const float* __restrict__ w_scale, const float* __restrict__ bias,
+    const BlockRange<EPILOGUE, 1>& block, const float* __restrict__ w_scale, const float* __restrict__ bias,
     const void* out) {
     EpilogueOperands e = {};
     if (threadIdx.x < block.count) {
@@ -149,7 +132,7 @@ __device__ __forceinline__ EpilogueOperands prefetch_epilogue(
 // Scales the block's sums and writes its outputs.
 template <int EPILOGUE, int F>
 __device__ __forceinline__ void epilogue(
-    const int* sums, float x_scale, const BlockRange<EPILOGUE>& block, EpilogueOperands e,
+    const int* sums, float x_scale, const BlockRange<EPILOGUE, 1>& block, EpilogueOperands e,
     const float* __restrict__ w_scale, const float* __restrict__ bias, void* out) {
     for (int i = threadIdx.x; i < block.count; i += THREADS) {
         const int output = block.first + i;
@@ -162,15 +145,10 @@ __device__ __forceinline__ void epilogue(
             if constexpr (EPILOGUE == ADD) e.residual = static_cast<const float*>(out)[output];
         }
         const float y = __fadd_rn(scaled(__int2float_rn(sums[i]), x_scale, e.w_scale[0]), e.bias[0]);
-        if constexpr (EPILOGUE == TO_HALF) static_cast<__half*>(out)[output] = __float2half_rn(y);
-        if constexpr (EPILOGUE == TO_FLOAT) static_cast<float*>(out)[output] = y;
-        if constexpr (EPILOGUE == ACTIVATED)
-            static_cast<__half*>(out)[output] = __float2half_rn(activate<F>(rounded(y)));
-        if constexpr (EPILOGUE == ADD) static_cast<float*>(out)[output] = __fadd_rn(e.residual, rounded(y));
-        if constexpr (EPILOGUE == GATED) {
-            const float up = __fadd_rn(scaled(__int2float_rn(sums[block.count + i]), x_scale, e.w_scale[1]), e.bias[1]);
-            static_cast<__half*>(out)[output] = __float2half_rn(gated<F>(y, up));
-        }
+        float up = 0;
+        if constexpr (EPILOGUE == GATED)
+            up = __fadd_rn(scaled(__int2float_rn(sums[block.count + i]), x_scale, e.w_scale[1]), e.bias[1]);
+        store_output<EPILOGUE, F>(out, output, y, up, e.residual);
     }
 }
 
@@ -181,7 +159,7 @@ template <int U, int EPILOGUE>
 struct WeightStream {
     static constexpr int UNIT = U * CHUNK;
     const int8* weight;
-    const BlockRange<EPILOGUE>& block;
+    const BlockRange<EPILOGUE, 1>& block;
     int pitch;
 #if __CUDA_ARCH__ >= 900
     static constexpr int STAGES = PIPELINE_BYTES / UNIT;
@@ -196,12 +174,12 @@ struct WeightStream {
 #endif
 
     __device__ __forceinline__ WeightStream(
-        const int8* weight, const BlockRange<EPILOGUE>& block, int pitch, char* pipelines,
+        const int8* weight, const BlockRange<EPILOGUE, 1>& block, int pitch, char* pipelines,
         unsigned long long* all_barriers)
         : weight(weight),
           block(block),
           pitch(pitch),
-          unit(threadIdx.x / WARP, block.rows(), (pitch + UNIT - 1) / UNIT) {
+          unit(threadIdx.x / WARP, block.groups(), (pitch + UNIT - 1) / UNIT) {
 #if __CUDA_ARCH__ >= 900
         const int warp = threadIdx.x / WARP;
         stages = cast_smem_ptr_to_uint(pipelines + warp * PIPELINE_BYTES);
@@ -221,13 +199,13 @@ struct WeightStream {
 #if __CUDA_ARCH__ >= 900
         if (lane == 0) {
             const int column = unit.segment * UNIT, bytes = min(UNIT, pitch - column);
-            const int8* source = weight + static_cast<size_t>(block.row(unit.row)) * pitch + column;
+            const int8* source = weight + static_cast<size_t>(block.group(unit.row)) * pitch + column;
             mbarrier_arrive_expect_tx(barriers + 8 * stage, bytes);
             cp_async_bulk(stages + stage * UNIT, source, bytes, barriers + 8 * stage);
         }
 #else
         const int column = unit.segment * UNIT + threadIdx.x % WARP * 16;
-        const int8* source = weight + static_cast<size_t>(block.row(unit.row)) * pitch + column;
+        const int8* source = weight + static_cast<size_t>(block.group(unit.row)) * pitch + column;
 #pragma unroll
         for (int i = 0; i < U; ++i)
             loaded[i] = column + i * CHUNK < pitch ? __ldcs(reinterpret_cast<const int4*>(source + i * CHUNK)) : int4{};
@@ -269,7 +247,7 @@ __global__ void __launch_bounds__(THREADS) gemv(
     const float* __restrict__ w_scale, const float* __restrict__ bias, void* out, int n, int k, int pitch) {
     extern __shared__ __align__(128) char shared[];
     launch_dependent_grids();
-    const BlockRange<EPILOGUE> block(n);
+    const BlockRange<EPILOGUE, 1> block(n);
     using Stream = WeightStream<U, EPILOGUE>;
     __shared__ __align__(8) unsigned long long barriers[WARPS * Stream::STAGES];
 #if __CUDA_ARCH__ >= 900
@@ -280,12 +258,12 @@ __global__ void __launch_bounds__(THREADS) gemv(
     const int width = (pitch + U * CHUNK - 1) / (U * CHUNK) * (U * CHUNK);
     int* sums = reinterpret_cast<int*>(codes + width);
     Stream stream(weight, block, pitch, shared, barriers);
-    for (int i = threadIdx.x; i < block.rows(); i += THREADS) sums[i] = 0;
+    for (int i = threadIdx.x; i < block.groups(); i += THREADS) sums[i] = 0;
     wait_on_dependent_grids();
     const float x_scale = quantize_input<INPUT, VECTORS>(x, norm_weight, norm_bias, eps, k, pitch, width, codes);
     const EpilogueOperands operands = prefetch_epilogue<EPILOGUE>(block, w_scale, bias, out);
     sync_threads<THREADS>();
-    for (WarpUnits unit(threadIdx.x / WARP, block.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK)); unit.remaining > 0;
+    for (WarpUnits unit(threadIdx.x / WARP, block.groups(), (pitch + U * CHUNK - 1) / (U * CHUNK)); unit.remaining > 0;
          unit.next()) {
         const int sum = stream.multiply(codes + unit.segment * (U * CHUNK));
         if (threadIdx.x % WARP == 0) atomicAdd(sums + unit.row, sum);

@@ -9,7 +9,7 @@
 // The grid is (any, rows). Each block puts its normed input row into shared memory as fp16; then each warp computes one
 // output at a time, in fp32 and in a fixed order, so that results do not depend on the grid.
 #include "common/common.cuh"
-#include "constants/epilogue.cuh"
+#include "common/epilogue.cuh"
 #include "constants/gemv.cuh"
 
 using namespace bminf;
@@ -82,11 +82,10 @@ __global__ void __launch_bounds__(THREADS) gemv_float(
         const float y = product(i);
         const float up = EPILOGUE == GATED ? product(outputs + i) : 0.0f;
         if (lane != 0) continue;
-        const long long to = blockIdx.y * out_pitch + i;
-        if constexpr (EPILOGUE == TO_HALF) static_cast<__half*>(out)[to] = __float2half_rn(y);
-        if constexpr (EPILOGUE == TO_FLOAT) static_cast<float*>(out)[to] = y;
-        if constexpr (EPILOGUE == ACTIVATED) static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)));
-        if constexpr (EPILOGUE == ADD) static_cast<float*>(out)[to] += rounded(y);
-        if constexpr (EPILOGUE == GATED) static_cast<__half*>(out)[to] = __float2half_rn(gated<F>(y, up));
+        const long long index = blockIdx.y * out_pitch + i;
+        if constexpr (EPILOGUE == ADD)
+            static_cast<float*>(out)[index] += rounded(y);
+        else
+            store_output<EPILOGUE, F>(out, index, y, up, 0.0f);
     }
 }

@@ -1,10 +1,11 @@
-// How fast this GPU's memory can be read: every vector once, with as little else as possible.
+// Reads memory as fast as the GPU can, for measuring its bandwidth: each thread loads vectors of 16 bytes, EACH in
+// flight at a time, over a grid-stride loop.
 #include "common/common.cuh"
 
-constexpr int EACH = 8;  // vectors of 16 bytes that a thread has under way
+constexpr int EACH = 8;  // vectors that a thread has in flight
 
-// data: `count` vectors. out: one int, written only where the sum happens to be 1, which keeps the reads from being
-// removed.
+// data: `count` vectors. out: one int, written only if the sum happens to be 1; without it the compiler would remove
+// the loads.
 __global__ void __launch_bounds__(512) read_all(const int4* __restrict__ data, long long count, int* out) {
     const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
     int sum = 0;

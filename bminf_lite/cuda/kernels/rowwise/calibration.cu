@@ -1,5 +1,6 @@
-// Trying ways to quantize a weight: what a calibration computes of float matrices and of activations. The matrices are
-// as their file has them, dense, fp16, bf16 or fp32; a block takes a row, its threads neighbouring columns.
+// The kernels of calibration: they quantize a float weight with trial factors, and measure activations and errors.
+// Matrices are as their file has them: dense, fp16, bf16 or fp32. Unless stated otherwise, a block handles one row, and
+// its threads handle neighbouring columns.
 #include "common/common.cuh"
 #include "constants/calibration.cuh"
 
@@ -9,13 +10,12 @@ struct bf16 {
     unsigned short bits;
 };
 
-__device__ __forceinline__ float number(__half x) { return __half2float(x); }
-__device__ __forceinline__ float number(float x) { return x; }
-__device__ __forceinline__ float number(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 
-// Scales that fp16 holds in full: none is subnormal or infinite.
+// The range of scales that are normal numbers in fp16.
 constexpr float SMALLEST = 6.103515625e-05f, LARGEST = 65504.0f;
 
+// The scale of a row with absmax `top` in fp32; 1 for a zero row.
 __device__ __forceinline__ float exact_scale(float top) {
     const float scale = __fdiv_rn(top, 127.0f);
     return scale > 0 ? scale : 1.0f;
@@ -25,7 +25,7 @@ __device__ __forceinline__ float factor_of(const float* factors, int column) {
     return factors ? factors[column] : 1.0f;
 }
 
-// top[row] = max|w factor|, and *fp32_scales = 1 where the scale of a row does not fit fp16.
+// top[row] = max over c of |w[row, c] * factors[c]|; *fp32_scales = 1 if the scale of any row is out of range for fp16.
 template <class T>
 __global__ void __launch_bounds__(THREADS)
     row_absmax(const T* w, const float* __restrict__ factors, float* top, int* fp32_scales, int k) {
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(THREADS)
     const T* row = w + static_cast<size_t>(blockIdx.x) * k;
     float largest = 0;
     for (int c = threadIdx.x; c < k; c += THREADS)
-        largest = absmax(largest, __fmul_rn(number(row[c]), factor_of(factors, c)));
+        largest = absmax(largest, __fmul_rn(to_float(row[c]), factor_of(factors, c)));
     double none = 0;
     row_sum_max<THREADS, false, true>(none, largest, scratch, 0);
     if (threadIdx.x != 0) return;
@@ -43,8 +43,9 @@ __global__ void __launch_bounds__(THREADS)
     if (!(scale >= SMALLEST && scale <= LARGEST)) *fp32_scales = 1;
 }
 
-// codes = clip(rint(w factor / scale)) with rows of `pitch`; the scales are fp16 numbers unless one of them does not
-// fit fp16. They are there when the kernel ends, because products read a weight before their predecessor has ended.
+// codes[row, c] = clip(rint(w[row, c] * factors[c] / scale), -127, 127), with scale = top[row] / 127, rounded to fp16
+// unless *fp32_scales. codes: int8 [n, pitch]. It does not call launch_dependent_grids, because products read weights
+// before they wait for their predecessor.
 template <class T>
 __global__ void __launch_bounds__(THREADS) row_codes(
     const T* w, const float* __restrict__ factors, const float* top, const int* fp32_scales, float* scales, int8* codes,
@@ -55,13 +56,14 @@ __global__ void __launch_bounds__(THREADS) row_codes(
     if (threadIdx.x == 0) scales[index] = scale;
     const T* row = w + index * k;
     for (int c = threadIdx.x; c < k; c += THREADS) {
-        const float ratio = __fdiv_rn(__fmul_rn(number(row[c]), factor_of(factors, c)), scale);
+        const float ratio = __fdiv_rn(__fmul_rn(to_float(row[c]), factor_of(factors, c)), scale);
         codes[index * pitch + c] = static_cast<int8>(fminf(fmaxf(rintf(ratio), -127.0f), 127.0f));
     }
     __threadfence();
 }
 
-// top[column] = max(top[column], |x| / divisor), with a divisor per row, or none. Magnitudes order as their bits do.
+// top[c] = max(top[c], max over rows of |x[row, c]| / divisors[row]); divisors may be null. The grid is (column blocks,
+// strips of rows). The bits of non-negative floats order like the floats, hence the integer atomicMax.
 template <class T>
 __global__ void __launch_bounds__(THREADS)
     column_absmax(const T* x, long long pitch, const float* divisors, float* top, int rows, int k) {
@@ -71,42 +73,42 @@ __global__ void __launch_bounds__(THREADS)
     const int first = blockIdx.y * STRIP, last = min(rows, first + STRIP);
     float largest = 0;
     for (int row = first; row < last; ++row) {
-        float value = number(x[row * pitch + column]);
+        float value = to_float(x[row * pitch + column]);
         if (divisors && divisors[row] > 0) value = __fdiv_rn(value, divisors[row]);
         largest = absmax(largest, value);
     }
     atomicMax(reinterpret_cast<unsigned*>(top) + column, __float_as_uint(largest));
 }
 
-// Columns of the matrix as fp16 rows: out[j, row] = w[row, index[j]] factor.
+// out[j, row] = fp16(w[row, index[j]] * factors[index[j]]): columns of the weight as rows. The grid is (row blocks, j).
 template <class T>
 __global__ void __launch_bounds__(THREADS)
     take_columns(const T* w, const float* factors, const int* index, __half* out, long long pitch, int n, int k) {
     wait_on_dependent_grids();
     const int row = blockIdx.x * THREADS + threadIdx.x, column = index[blockIdx.y];
     if (row >= n) return;
-    const float value = __fmul_rn(number(w[static_cast<size_t>(row) * k + column]), factor_of(factors, column));
+    const float value = __fmul_rn(to_float(w[static_cast<size_t>(row) * k + column]), factor_of(factors, column));
     out[blockIdx.y * pitch + row] = __float2half_rn(value);
 }
 
-// The matrix in fp16, with rows of `pitch`.
+// out[row, c] = fp16(w[row, c]); out: [n, pitch].
 template <class T>
 __global__ void __launch_bounds__(THREADS) to_half(const T* w, __half* out, long long pitch, int k) {
     wait_on_dependent_grids();
     const size_t index = blockIdx.x;
-    for (int c = threadIdx.x; c < k; c += THREADS) out[index * pitch + c] = __float2half_rn(number(w[index * k + c]));
+    for (int c = threadIdx.x; c < k; c += THREADS) out[index * pitch + c] = __float2half_rn(to_float(w[index * k + c]));
 }
 
-// out[i] = x[index[i]], in fp32.
+// out[i] = x[index[i]] in fp32, whole rows.
 template <class T>
 __global__ void __launch_bounds__(THREADS)
     take_rows(const T* x, long long pitch, const int* index, float* out, long long out_pitch, int k) {
     wait_on_dependent_grids();
     const T* row = x + index[blockIdx.x] * pitch;
-    for (int c = threadIdx.x; c < k; c += THREADS) out[blockIdx.x * out_pitch + c] = number(row[c]);
+    for (int c = threadIdx.x; c < k; c += THREADS) out[blockIdx.x * out_pitch + c] = to_float(row[c]);
 }
 
-// out = x / factors in fp16, or x where there are none.
+// out[row, c] = fp16(x[row, c] / factors[c]); factors may be null.
 __global__ void __launch_bounds__(THREADS)
     divide_rows(const float* x, long long pitch, const float* factors, __half* out, long long out_pitch, int k) {
     wait_on_dependent_grids();
@@ -116,19 +118,19 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// Of each row, sum (got - expected)^2 to squares[row] and sum expected^2 to squares[rows + row], in fp64.
+// squares[row] = sum over c of (got - expected)^2 and squares[rows + row] = sum over c of expected^2, in fp64.
 __global__ void __launch_bounds__(THREADS) row_squares(
     const float* got, long long got_pitch, const float* expected, long long pitch, double* squares, int rows, int n) {
     __shared__ RowScratch<THREADS> scratch;
     wait_on_dependent_grids();
     const size_t row = blockIdx.x;
-    double noise = 0, size = 0;
+    double error = 0, total = 0;
     for (int c = threadIdx.x; c < n; c += THREADS) {
         const double e = expected[row * pitch + c], d = __fsub_rn(got[row * got_pitch + c], expected[row * pitch + c]);
-        noise += d * d, size += e * e;
+        error += d * d, total += e * e;
     }
     float none = 0;
-    row_sum_max<THREADS, true, false>(noise, none, scratch, 0);
-    row_sum_max<THREADS, true, false>(size, none, scratch, 1);
-    if (threadIdx.x == 0) squares[row] = noise, squares[rows + row] = size;
+    row_sum_max<THREADS, true, false>(error, none, scratch, 0);
+    row_sum_max<THREADS, true, false>(total, none, scratch, 1);
+    if (threadIdx.x == 0) squares[row] = error, squares[rows + row] = total;
 }

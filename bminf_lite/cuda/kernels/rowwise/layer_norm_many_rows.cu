@@ -1,14 +1,18 @@
-// LayerNorms of many wide rows. Weight and bias are as long as a row, and reading all three takes the L2 cache longer
-// than the memory takes for the row: a block keeps weight and bias in shared memory and takes row after row, the next
-// on its way while it reduces and writes this one.
+// LayerNorm of many wide rows:
+//
+//     out = (x - mean) * norm_weight / sqrt(variance + eps) + norm_bias
+//
+// x: fp32 [rows, k]; out: T [rows, k], fp16 or fp32. Persistent: weight and bias are as long as a row, and reading them
+// from L2 for each row would take longer than reading the row from memory. So each block keeps them in shared memory
+// and normalises row after row, loading the next row while it reduces and writes the present one.
 #include "common/common.cuh"
 
 using namespace bminf;
 
 constexpr int VECTORS = 2;
 
-// At least as many rows as blocks, of k <= 8 VECTORS THREADS elements. norm_bias is null without HAS_BIAS. out may be
-// x.
+// rows >= gridDim.x, k <= 8 * VECTORS * THREADS. norm_bias is null without HAS_BIAS. out may be x. Dynamic shared
+// memory: weight and, with HAS_BIAS, bias, each padded to a multiple of 16 floats.
 template <bool HAS_BIAS, class T, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm_persistent(
     const float* x, long long pitch, const float* norm_weight, const float* norm_bias, float eps, T* out,
@@ -31,14 +35,14 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm_persistent
     const auto fetch = [&](long long row) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            const float* place = x + row * pitch + (column_of(i) < padded ? column_of(i) : 0);
-            next[i][0] = ld_global_v4(place);
-            next[i][1] = ld_global_v4(place + 4);
+            const float* source = x + row * pitch + (column_of(i) < padded ? column_of(i) : 0);
+            next[i][0] = ld_global_v4(source);
+            next[i][1] = ld_global_v4(source + 4);
         }
     };
     fetch(blockIdx.x);
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-        __syncthreads();  // weight and bias are there, and the row before has left its scratch
+        __syncthreads();  // weight and bias have been written, and the scratch of the previous row has been read
         float v[VECTORS][8];
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {

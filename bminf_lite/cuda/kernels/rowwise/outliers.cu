@@ -1,10 +1,11 @@
-// Outlier columns: a few inputs of an int8 weight whose product is taken in fp16 beside the int8 product of the others.
+// Outlier columns (LLM.int8(), https://arxiv.org/abs/2208.07339): a few columns of the input are multiplied in fp16,
+// the others in int8.
 #include "common/common.cuh"
 
 using namespace bminf;
 
-// A block takes a row of x: its chosen columns go to `kept` as fp16, and all of it to `rest`, with zeros in their
-// place.
+// kept[row, j] = fp16(x[row, index[j]]); rest = x with zeros in these columns. x: [rows, pitch]; kept: fp16 [rows,
+// columns]; rest: [rows, rest_pitch]. A block handles one row.
 template <class T>
 __global__ void __launch_bounds__(256) split_columns(
     const T* x, long long pitch, const int* index, int columns, T* rest, long long rest_pitch, __half* kept, int k) {
@@ -25,8 +26,9 @@ __global__ void __launch_bounds__(256) split_columns(
     }
 }
 
-// out = sums + kept @ weight + bias, summed in fp32. sums: fp32 [rows, n]; kept: fp16 [rows, columns]; weight: fp16
-// [columns, pitch], the columns as rows. A block takes 256 outputs of a row. Dynamic shared memory: `columns` floats.
+// out = sums + kept @ weight + bias in fp32. sums: fp32 [rows, n], the int8 product; kept: fp16 [rows, columns];
+// weight: fp16 [columns, pitch], the weight's columns as rows; bias: fp32 [n] or null. The grid is (rows, blocks of 256
+// outputs). Dynamic shared memory: `columns` floats.
 template <class T>
 __global__ void __launch_bounds__(256) add_columns(
     const float* sums, long long sums_pitch, const __half* kept, int columns, const __half* __restrict__ weight,

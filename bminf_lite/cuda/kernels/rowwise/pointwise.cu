@@ -1,6 +1,5 @@
 // Two elementwise kernels of the GPT architectures: the activation of a feed-forward layer without a gate, and learned
 // position embeddings.
-#include "common/sequences.cuh"
 #include "common/values.cuh"
 
 using namespace bminf;
@@ -28,7 +27,14 @@ __global__ void __launch_bounds__(256) add_positions(
     float* residual, long long residual_pitch, int k) {
     wait_on_dependent_grids();
     const int token = blockIdx.x;
-    const int sequence = find_sequence(cu_seqlens, sequences, token);
+    int sequence = 0, last = sequences;  // the sequence of the token, by bisection
+    while (last - sequence > 1) {
+        const int middle = (sequence + last) / 2;
+        if (cu_seqlens[middle] <= token)
+            sequence = middle;
+        else
+            last = middle;
+    }
     const long long position = context_lens[sequence] + token - cu_seqlens[sequence];
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
         float x[8], r[8];

@@ -1,4 +1,4 @@
-// Random matrices, made up where they are needed; backend/random_matrix.py says what they hold.
+// Random matrices by SplitMix64, generated on the GPU; backend/random_matrix.py defines their contents.
 #include "common/common.cuh"
 
 using namespace bminf;
@@ -11,11 +11,11 @@ __device__ __forceinline__ u64 split_mix(u64 seed, u64 index) {
     return x ^ x >> 31;
 }
 
-__device__ __forceinline__ void put(int8* to, int code) { *to = static_cast<int8>(code); }
-__device__ __forceinline__ void put(__half* to, int code) { *to = __float2half_rn(code / 64.0f); }
+__device__ __forceinline__ void store_code(int8* to, int code) { *to = static_cast<int8>(code); }
+__device__ __forceinline__ void store_code(__half* to, int code) { *to = __float2half_rn(code / 64.0f); }
 
-// out: rows of `pitch` elements, of which `columns` are written. A thread makes eight of them. Products read weights
-// before their predecessor has ended, so nobody starts before these are there.
+// Fills out [rows, pitch] up to column `columns`; a thread writes eight elements. It does not call
+// launch_dependent_grids, because products read weights before they wait for their predecessor.
 template <class T>
 __global__ void __launch_bounds__(256) fill_random(T* out, long long pitch, int rows, int columns, u64 seed) {
     wait_on_dependent_grids();
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(256) fill_random(T* out, long long pitch, int 
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         const int code = max(-127, static_cast<int>(static_cast<int8>(word >> (8 * j) & 0xff)));
-        if (column + j < columns) put(out + row * pitch + column + j, code);
+        if (column + j < columns) store_code(out + row * pitch + column + j, code);
     }
     __threadfence();
 }

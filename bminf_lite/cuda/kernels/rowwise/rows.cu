@@ -58,7 +58,12 @@ struct Raw {
 template <int SOURCE, Order ORDER>
 __device__ __forceinline__ void load_unaligned_up(const Values& v, int row, int column, int k, float (&x)[8]) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = column + j < k ? v.at<SOURCE == FROM_INT32, ORDER>(row, k + column + j) : 0.0f;
+    for (int j = 0; j < 8; ++j) {
+        const int c = k + column + j;
+        x[j] = 0;
+        if (column + j >= k) continue;
+        x[j] = v.at<SOURCE == FROM_INT32, ORDER>(row, c);
+    }
 }
 
 // Up to this number of rows the norm's weight is prefetched to L2 before the kernel waits for its input, because the

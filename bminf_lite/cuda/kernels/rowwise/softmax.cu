@@ -1,13 +1,15 @@
-// Softmax over rows, with scale, bias and mask. A row is read once, held in the registers of a few threads, of a block
-// or of the blocks of a cluster, and written once, over itself if that is asked for. Only what fits no cluster is read
-// twice.
+// Softmax over rows with scale, bias and mask:
+//
+//     out = softmax(scale * x + bias, -inf where mask is 0); zeros for a row that is masked entirely
+//
+// x, out: T [rows, k], fp16 or fp32; bias: fp32; mask: bytes. A row is held in registers by a few threads, a block, or
+// the blocks of a cluster, so that it is read and written once. softmax_two_pass reads longer rows twice.
 #include "common/cluster.cuh"
 #include "rowwise/unaligned.cuh"
 
 using namespace bminf;
 
-// Rows of k elements of T. bias fp32 and mask (bytes, 0 or 1) have rows of their own, or one for all (pitch 0), or are
-// null.
+// The scores of rows of k elements. bias and mask may be null; a pitch of 0 repeats one row for all.
 template <class T>
 struct Scores {
     const T* x;
@@ -19,10 +21,11 @@ struct Scores {
     long long mask_pitch;
     int k;
 
-    // N vectors of eight, -inf where nothing is. WHOLE: k is a multiple of 8, and every vector is aligned.
+    // Reads N vectors of eight scores, with -inf in columns from k on. WHOLE: k is a multiple of 8 and all rows are
+    // aligned to 16 bytes.
     template <bool WHOLE, int N, class Columns>
     __device__ __forceinline__ void read(long long row, Columns column_of, float (&s)[N][8]) const {
-        const auto place_of = [&](int i) { return column_of(i) < k ? column_of(i) : 0; };
+        const auto clamped = [&](int i) { return column_of(i) < k ? column_of(i) : 0; };
         if constexpr (WHOLE) {
             constexpr int PARTS = sizeof(T) / 2;
             uint4 raw[N][PARTS];
@@ -30,7 +33,7 @@ struct Scores {
             for (int i = 0; i < N; ++i)
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part)
-                    raw[i][part] = ld_global_v4(x + row * pitch + place_of(i) + part * (16 / sizeof(T)));
+                    raw[i][part] = ld_global_v4(x + row * pitch + clamped(i) + part * (16 / sizeof(T)));
 #pragma unroll
             for (int i = 0; i < N; ++i) load8(reinterpret_cast<const T*>(raw[i]), s[i]);
         } else {
@@ -46,7 +49,7 @@ struct Scores {
             for (int i = 0; i < N; ++i) {
                 float b[8];
                 if (WHOLE)
-                    load8(bias + row * bias_pitch + place_of(i), b);
+                    load8(bias + row * bias_pitch + clamped(i), b);
                 else
                     load_some(bias + row * bias_pitch + column_of(i), k - column_of(i), false, b);
 #pragma unroll
@@ -55,7 +58,7 @@ struct Scores {
         if (mask)
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                const unsigned char* seen = mask + row * mask_pitch + place_of(i);
+                const unsigned char* seen = mask + row * mask_pitch + clamped(i);
                 unsigned char byte[8];
                 if (WHOLE) *reinterpret_cast<uint2*>(byte) = *reinterpret_cast<const uint2*>(seen);
 #pragma unroll
@@ -70,7 +73,7 @@ struct Scores {
     }
 };
 
-// The largest of some scores, and the sum of their exponentials relative to it. A NaN shows in the sum.
+// The partial softmax of some scores: the largest one, and the sum of exp(score - top). A NaN score makes the sum NaN.
 struct SoftmaxPartial {
     float top, sum;
 
@@ -79,7 +82,7 @@ struct SoftmaxPartial {
     }
 };
 
-// `s` becomes exp(s - top), with 0 for a top of -inf.
+// s = exp(s - top), and 0 if top is -inf; returns the sum.
 __device__ __forceinline__ float exponentials(float (&s)[8], float top) {
     const float base = top == -INF_F ? 0.0f : top;
     float sum = 0;
@@ -88,7 +91,7 @@ __device__ __forceinline__ float exponentials(float (&s)[8], float top) {
     return sum;
 }
 
-// One part from those of LANES neighbouring lanes.
+// Combines the partials of LANES neighbouring lanes.
 template <int LANES>
 __device__ __forceinline__ SoftmaxPartial reduce_lanes(SoftmaxPartial own) {
     float top = own.top;
@@ -121,13 +124,13 @@ __device__ __forceinline__ SoftmaxPartial reduce_cluster(SoftmaxPartial own) {
         cluster_sync<CLUSTER>();
         const int rank = threadIdx.x % CLUSTER;
         own = reduce_lanes<CLUSTER>({ld_shared_cluster<CLUSTER>(&top, rank), ld_shared_cluster<CLUSTER>(&sum, rank)});
-        cluster_sync<CLUSTER>();  // nobody may leave while its part is being read
+        cluster_sync<CLUSTER>();  // no block may end while others read its shared memory
     }
     return own;
 }
 
-// THREADS, each with VECTORS of eight, in each of CLUSTER blocks hold a row of k <= 8 VECTORS THREADS CLUSTER. out may
-// be x.
+// THREADS threads in each of CLUSTER blocks hold a row in VECTORS vectors of eight each: k <= 8 * VECTORS * THREADS *
+// CLUSTER. Rows of few threads share a block. out may be x.
 template <class T, bool WHOLE, int THREADS, int VECTORS, int CLUSTER>
 __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1) softmax(
     const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* mask,
@@ -150,11 +153,11 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? residen
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) own.sum += exponentials(s[i], top);
     const SoftmaxPartial whole = reduce_cluster<CLUSTER>(reduce_block<THREADS>(own));
-    const float share = whole.sum == 0 ? 0.0f : __fdiv_rn(own.factor(whole.top), whole.sum);
+    const float factor = whole.sum == 0 ? 0.0f : __fdiv_rn(own.factor(whole.top), whole.sum);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) s[i][j] = __fmul_rn(s[i][j], share);
+        for (int j = 0; j < 8; ++j) s[i][j] = __fmul_rn(s[i][j], factor);
         if constexpr (WHOLE)
             store_vector(out + row * out_pitch, column_of(i), written, s[i]);
         else
@@ -162,7 +165,7 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? residen
     }
 }
 
-// A block for each row of any width, which is read twice.
+// A row of any width, read twice; a block handles one row. out may be x.
 template <class T, bool WHOLE>
 __global__ void __launch_bounds__(512) softmax_two_pass(
     const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* mask,
@@ -182,12 +185,12 @@ __global__ void __launch_bounds__(512) softmax_two_pass(
         own.top = top;
     }
     const SoftmaxPartial whole = reduce_block<512>(own);
-    const float share = whole.sum == 0 ? 0.0f : __fdiv_rn(1.0f, whole.sum);
+    const float factor = whole.sum == 0 ? 0.0f : __fdiv_rn(1.0f, whole.sum);
     for (int column = threadIdx.x * 8; column < k; column += 512 * 8) {
         scores.template read<WHOLE>(row, [column](int) { return column; }, s);
         exponentials(s[0], whole.top);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) s[0][j] = __fmul_rn(s[0][j], share);
+        for (int j = 0; j < 8; ++j) s[0][j] = __fmul_rn(s[0][j], factor);
         store_some(out + row * out_pitch + column, k - column, WHOLE, s[0]);
     }
 }

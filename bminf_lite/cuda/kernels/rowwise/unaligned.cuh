@@ -1,15 +1,13 @@
-// Vectors of eight in rows that need not be padded nor aligned.
+// Loads and stores of eight elements in rows of any length and alignment.
 #pragma once
 #include "common/common.cuh"
 
 namespace bminf {
 
-__device__ __forceinline__ float as_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float as_float(float x) { return x; }
-__device__ __forceinline__ void put(__half* p, float x) { *p = __float2half_rn(x); }
-__device__ __forceinline__ void put(float* p, float x) { *p = x; }
+__device__ __forceinline__ void store_element(__half* p, float x) { *p = __float2half_rn(x); }
+__device__ __forceinline__ void store_element(float* p, float x) { *p = x; }
 
-// The first `count` of eight elements, one by one where they are fewer, or not `aligned` to 16 bytes; else zero.
+// Loads the first `count` of eight elements; the others become 0. `aligned`: p is a multiple of 16 bytes.
 template <class T>
 __device__ __forceinline__ void load_some(const T* p, int count, bool aligned, float (&x)[8]) {
     if (aligned && count >= 8) {
@@ -17,9 +15,10 @@ __device__ __forceinline__ void load_some(const T* p, int count, bool aligned, f
         return;
     }
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = j < count ? as_float(p[j]) : 0.0f;
+    for (int j = 0; j < 8; ++j) x[j] = j < count ? to_float(p[j]) : 0.0f;
 }
 
+// Stores the first `count` of eight elements.
 template <class T>
 __device__ __forceinline__ void store_some(T* p, int count, bool aligned, const float (&x)[8]) {
     if (aligned && count >= 8) {
@@ -28,7 +27,7 @@ __device__ __forceinline__ void store_some(T* p, int count, bool aligned, const 
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-        if (j < count) put(p + j, x[j]);
+        if (j < count) store_element(p + j, x[j]);
 }
 
 }  // namespace bminf

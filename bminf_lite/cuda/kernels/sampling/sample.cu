@@ -1,20 +1,22 @@
-// Choosing the next token of each row of fp32 logits: the same tokens as bminf_lite/backend/sampling.py, which defines
-// them. Every fp32 operation is rounded on its own there, hence the intrinsics here, which are never fused.
+// Sampling: chooses the next token of each row of fp32 logits, the same token as bminf_lite/backend/sampling.py, which
+// defines it. The definition rounds every fp32 operation on its own, hence the intrinsics, which the compiler does not
+// fuse.
 //
-// Four kernels, each with a block for every CHUNK ids of every row. The block of a row that ends last does what needs
-// the whole row, so nothing waits for a block that may not run. Weights are integers: their sums do not depend on the
-// order in which atomics add them up.
+// Logits are [B, pitch]; see Arguments. The grid of each kernel is (chunks of CHUNK ids, B). The last block of a row to
+// arrive does what needs the whole row, so that no block waits for another. Weights are integers, so their sums do not
+// depend on the order of atomics.
 //
-//   best_token   maximum and log-sum-exp; chooses the token of rows of temperature 0
-//   histogram    weight and number of tokens by bucket of likelihood: in which buckets top-k and top-p end
-//   cut_tail     the tokens of just those buckets: the exact token with which they end
-//   draw_token   the weight of each chunk, then of each token in the chunk that is drawn
+//   best_token   argmax and log-sum-exp; chooses the token of rows with temperature 0
+//   histogram    weight and number of tokens by bucket of likelihood: finds the buckets in which top-k and top-p end
+//   cut_tail     lists the tokens of these buckets and finds the exact token with which top-k and top-p end
+//   draw_token   sums the weights of each chunk, draws a chunk, then a token in it
 //
-// The scratch must be zero before the first launch; a launch leaves what it counts in at zero again.
+// The scratch memory must be zero before the first launch; the counters in it are zero again after each.
 #include "sampling/sample.cuh"
 
 // ---- the most likely token ---------------------------------------------------------------------------------------
 
+// exp(from - to), the factor for a sum relative to `from`. 1 for equal arguments, infinities included.
 __device__ __forceinline__ float rescale(float from, float to) { return from == to ? 1.0f : __expf(from - to); }
 
 __device__ __forceinline__ MaxLogSumExp merge(const MaxLogSumExp& a, const MaxLogSumExp& b) {
@@ -33,7 +35,7 @@ __device__ __forceinline__ MaxLogSumExp merge_lanes(MaxLogSumExp best) {
     return best;
 }
 
-// In a fixed order; the result is thread 0's.
+// Merges over a block in a fixed order; thread 0 has the result.
 __device__ __forceinline__ MaxLogSumExp merge_block(MaxLogSumExp best) {
     __shared__ MaxLogSumExp of_warp[WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -79,12 +81,13 @@ __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
 
 // ---- in which buckets top-k and top-p end ------------------------------------------------------------------------
 
-// Numbers and 64-bit weights by bin, in 32-bit words, because shared memory adds no longer ones at once.
+// The number and the 64-bit weight of tokens by bin. Weights are two 32-bit words, because 64-bit atomics on shared
+// memory are compare-and-swap loops.
 template <int BINS>
 struct Histogram {
     unsigned number[BINS], low[BINS], high[BINS];
 
-    // By a whole block; the caller synchronizes.
+    // Called by the whole block; the caller synchronizes.
     __device__ void clear() {
         for (int i = threadIdx.x; i < BINS; i += THREADS) number[i] = low[i] = high[i] = 0;
     }
@@ -95,7 +98,8 @@ struct Histogram {
         const unsigned rest = static_cast<unsigned>(w >> 32) + carry;
         if (rest) atomicAdd(&high[bin], rest);
     }
-    // By a whole warp; bin -1 adds nothing. Many equal logits fall into one bin, whose atomics would go one by one.
+    // Called by a whole warp, with a token in each lane; bin -1 adds nothing. If all lanes have the same bin, which is
+    // frequent with equal logits, the warp adds once instead of 32 times.
     __device__ void add(int bin, u64 w) {
         int same;
         __match_all_sync(FULL, bin, &same);
@@ -110,17 +114,18 @@ struct Histogram {
     }
 };
 
-// The weight of a token without weight is never drawn, and all such rank behind those with weight: they have none.
+// The bucket of a token by its likelihood, the most likely first. Tokens whose weight rounds to 0 have no bucket (-1):
+// they are never drawn and rank after all others.
 __device__ __forceinline__ int bucket_of(const TokenWeight& w) {
     return w.weight ? min(BUCKETS - 1, static_cast<int>(-w.log2 * BUCKETS_PER_OCTAVE)) : -1;
 }
 
-// Running totals over the buckets: before[b] of all buckets before b.
+// Exclusive prefix sums over the buckets; entry BUCKETS is the total.
 struct Totals {
     u64 number[BUCKETS + 1], weight[BUCKETS + 1];
 };
 
-// The first bucket with which the running total reaches `target`, by a whole warp; 1 <= target <= before[BUCKETS].
+// The first bucket b with before[b + 1] >= target, for 1 <= target <= before[BUCKETS]. Called by a whole warp.
 __device__ __forceinline__ int first_reaching(const u64* before, u64 target) {
     static_assert(BUCKETS == WARP * WARP, "two steps of a warp");
     const int lane = threadIdx.x % WARP;
@@ -128,14 +133,16 @@ __device__ __forceinline__ int first_reaching(const u64* before, u64 target) {
     return coarse + __popc(__ballot_sync(FULL, before[coarse + lane + 1] < target));
 }
 
-// By a whole warp: which tokens cut_tail needs, and what comes before them.
+// Finds the buckets whose tokens cut_tail lists, and the weight and number of the tokens before them. Called by a whole
+// warp.
 __device__ __forceinline__ void plan_cuts(const Arguments& a, const Totals& totals) {
     const u64 tokens = totals.number[BUCKETS], total = totals.weight[BUCKETS];
     const int k = a.top_k[blockIdx.y];
     const float p = a.top_p[blockIdx.y];
     const bool by_k = 0 < k && k < tokens, by_p = p < 1.0f;
     const int k_bucket = by_k ? first_reaching(totals.number, k) : -1;
-    // How much top-k keeps of its bucket is not known yet, so top-p may end in any of some buckets.
+    // The weight that top-k keeps of its last bucket is not known yet. Its bounds give the first and the last bucket in
+    // which top-p can end.
     int first = k_bucket, last = k_bucket;
     if (by_p) {
         first = first_reaching(totals.weight, top_p_bound(p, by_k ? totals.weight[k_bucket] : total));
@@ -149,7 +156,7 @@ __device__ __forceinline__ void plan_cuts(const Arguments& a, const Totals& tota
     if (!row.cutting) return;
     row.weight_before = totals.weight[first];
     if (!by_k) return;
-    const int gap = min(last + 1, k_bucket);  // from here to top-k's bucket nothing is listed
+    const int gap = min(last + 1, k_bucket);  // no token of the buckets from here to k_bucket is listed
     row.k_rank = k - static_cast<int>(totals.number[k_bucket] - totals.number[gap] + totals.number[first]);
     row.k_weight_before = totals.weight[k_bucket] - totals.weight[gap] + totals.weight[first];
 }
@@ -198,14 +205,14 @@ __global__ void __launch_bounds__(THREADS, 3) histogram(const Arguments a) {
 
 // ---- the exact end of top-k and top-p ----------------------------------------------------------------------------
 
-constexpr int DIGIT = 8;       // bits decided at a time
-constexpr int CACHED = CHUNK;  // candidates held in shared memory: at least what one block may find
+constexpr int DIGIT = 8;       // bits of a key that a pass of the radix select decides
+constexpr int CACHED = CHUNK;  // keys in shared memory: at least those that one block can list
 
 struct Prefix {
-    u64 key, weight;  // the last key of a prefix of the ranking, and the weight of its listed tokens
+    u64 key, weight;  // the last key of a prefix of the ranking, and the weight of the listed tokens in it
 };
 
-// The highest bit in which any two keys differ, 0 if none do; by a whole block.
+// The highest bit in which any two keys differ, 0 if none do. Called by the whole block.
 __device__ __forceinline__ int highest_difference(const u64* keys, int n) {
     __shared__ unsigned low, high;
     u64 differ = 0;
@@ -222,8 +229,8 @@ __device__ __forceinline__ int highest_difference(const u64* keys, int n) {
     return max(0, 63 - __clzll(static_cast<long long>(static_cast<u64>(high) << 32 | low)));
 }
 
-// The shortest prefix, by rank, of the n listed keys that reaches `target` in weight or in number. Digit by digit from
-// the highest that differs, until one key is left. By a whole block.
+// The shortest prefix, by rank, of the n listed keys that reaches `target` in weight or in number: a radix select,
+// digit by digit from the highest one that differs, until one key is left. Called by the whole block.
 __device__ Prefix shortest_prefix(
     const u64* keys, int n, bool by_weight, u64 target, float largest, float temperature, Histogram<1 << DIGIT>& bins) {
     __shared__ u64 next_cut, next_target, next_weight, last_key;
@@ -237,7 +244,7 @@ __device__ Prefix shortest_prefix(
             int digit = -1;
             u64 w = 0;
             if (base + threadIdx.x < n) {
-                // The last digit may overlap the one before: a key that differs there gets a bin behind all that agree.
+                // The last digit may overlap the previous one: keys that differ there get bins after those that agree.
                 const u64 key = keys[base + threadIdx.x], above = (key ^ cut) >> shift;
                 if (above < 1 << DIGIT) {
                     digit = static_cast<int>(above);
@@ -272,7 +279,7 @@ __device__ Prefix shortest_prefix(
 __global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
     __shared__ u64 cache[CACHED];
     __shared__ Histogram<1 << DIGIT> bins;
-    __shared__ unsigned found, place;
+    __shared__ unsigned found, base;
     wait_on_dependent_grids();
     launch_dependent_grids();
     const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
@@ -291,9 +298,9 @@ __global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
     __syncthreads();
     u64* const list = a.list();
     if (found) {
-        if (threadIdx.x == 0) place = atomicAdd(&a.row().listed, found);
+        if (threadIdx.x == 0) base = atomicAdd(&a.row().listed, found);
         __syncthreads();
-        for (unsigned i = threadIdx.x; i < found; i += THREADS) list[place + i] = cache[i];
+        for (unsigned i = threadIdx.x; i < found; i += THREADS) list[base + i] = cache[i];
     }
     if (!is_last_block(a)) return;
 
@@ -323,7 +330,7 @@ struct Weights {
     u64 of[EACH], sum;
 };
 
-// Of a thread's ids from `first` on, 0 for those that are not kept.
+// The weights of a thread's ids from `first` on; 0 for tokens that top-k, top-p or min-p drop.
 __device__ __forceinline__ Weights
 kept_weights(const Arguments& a, const Row& row, const ThreadLogits& own, int first) {
     const float temperature = a.temperature[blockIdx.y];
@@ -352,8 +359,8 @@ __global__ void __launch_bounds__(THREADS, 3) draw_token(const Arguments a) {
 
     __shared__ int drawn_chunk;
     __shared__ u64 drawn_position;
-    const int share = (a.chunks + THREADS - 1) / THREADS;
-    const int begin = threadIdx.x * share, end = min(begin + share, a.chunks);
+    const int chunks = (a.chunks + THREADS - 1) / THREADS;
+    const int begin = threadIdx.x * chunks, end = min(begin + chunks, a.chunks);
     u64 weight = 0;
     for (int i = begin; i < end; ++i) weight += sums[i];
     const Sum over_row = sum_over_block(weight);

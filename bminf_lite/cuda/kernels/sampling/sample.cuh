@@ -1,4 +1,5 @@
-// What the sampling kernels share: the definition's arithmetic, the state of a row, and sums over a block.
+// What the sampling kernels share: the arithmetic of the definition (bminf_lite/backend/sampling.py), the state of a
+// row, and sums over a block.
 #pragma once
 #include "common/common.cuh"
 #include "constants/sampling.cuh"
@@ -6,7 +7,7 @@
 using namespace bminf;
 typedef unsigned long long u64;
 
-constexpr int EACH = CHUNK / THREADS;  // ids of a thread, a multiple of 4
+constexpr int EACH = CHUNK / THREADS;  // token ids of a thread, a multiple of 4
 constexpr int WARPS = THREADS / WARP;
 constexpr int PROMPT_FLAG = 1 << 30;
 constexpr int WEIGHT_BITS = 40;
@@ -15,26 +16,28 @@ constexpr float EXP2[7] = {0x1.430912p-13f, 0x1.5d87fep-10f, 0x1.3b2ab6p-7f, 0x1
                            0x1.ebfbe0p-3f,  0x1.62e430p-1f,  0x1p+0f};
 constexpr u64 LAST_KEY = ~0ull;
 
-// What the kernels know of a row.
+// The state of a row between the kernels. top-p ends in one of the buckets first to last; top-k ends in k_bucket (-1:
+// no top-k) with the listed token of rank k_rank.
 struct Row {
-    u64 cut;                             // the last key that top-k and top-p keep
-    u64 total_weight;                    // without top-k: what top-p is a part of
-    u64 weight_before, k_weight_before;  // of tokens ranked before the first and before top-k's bucket, and not listed
-    unsigned arrival_count, listed;      // blocks that have ended; entries of the list
-    float largest, top, log_sum;         // largest penalised and largest given logit, log(sum(exp(given - top)))
-    int drawing, cutting;                // whether draw_token and cut_tail have anything to do
-    int first, last, k_bucket, k_rank;   // top-p ends in first..last, top-k (-1: off) as listed number k_rank
+    u64 cut;                             // the rank key of the last token that top-k and top-p keep
+    u64 total_weight;                    // of all tokens
+    u64 weight_before, k_weight_before;  // of unlisted tokens before `first` and before k_bucket
+    unsigned arrival_count, listed;      // blocks that have arrived; entries of list()
+    float largest, top, log_sum;         // largest logit with penalties and without, log(sum(exp(given - top)))
+    int drawing, cutting;                // whether draw_token and cut_tail have work
+    int first, last, k_bucket, k_rank;   // buckets, see below
 };
 static_assert(sizeof(Row) <= ROW_BYTES, "the host allocates ROW_BYTES for each row");
 
-// What one block, or the whole row, found in best_token.
+// The result of best_token for a chunk or a row: the rank key of the best token, the largest logit as given, and
+// sum(exp(given - top)).
 struct MaxLogSumExp {
     u64 key;
     float top, sum;
 };
 
-// The same for every kernel. [B] each but logits [B, pitch], counts [B, vocab] and result [2, B]; counts, tokens and
-// context_lens may be null.
+// The parameters of all kernels. logits: [B, pitch]; counts: [B, vocab]; result: [2, B], tokens and the bits of their
+// log probabilities; the others: [B]. counts, tokens and context_lens may be null.
 struct Arguments {
     const float *logits, *temperature;
     const int* top_k;
@@ -46,7 +49,7 @@ struct Arguments {
     int rows, vocab, pitch, chunks;
 
     __device__ Row& row() const { return *reinterpret_cast<Row*>(scratch + size_t(blockIdx.y) * ROW_BYTES); }
-    __device__ MaxLogSumExp* parts() const {  // [rows, chunks]; draw_token's sums take their place
+    __device__ MaxLogSumExp* parts() const {  // [rows, chunks]; draw_token overlays its sums
         return reinterpret_cast<MaxLogSumExp*>(scratch + size_t(rows) * ROW_BYTES) + size_t(blockIdx.y) * chunks;
     }
     __device__ u64* weights() const {  // [rows, BUCKETS]
@@ -65,6 +68,8 @@ struct Arguments {
 
 // ---- the definition's arithmetic ---------------------------------------------------------------------------------
 
+// A logit with the repetition, presence and frequency penalties. count: how often the token was generated, plus
+// PROMPT_FLAG if it is in the prompt.
 __device__ __forceinline__ float penalised(float x, int count, float repetition, float presence, float frequency) {
     if (count == 0) return x;
     const float generated = __int2float_rn(count & (PROMPT_FLAG - 1));
@@ -73,9 +78,10 @@ __device__ __forceinline__ float penalised(float x, int count, float repetition,
     return __fsub_rn(x, generated > 0.0f ? presence : 0.0f);
 }
 
+// weight: exp((x - largest) / temperature) in units of 2^-WEIGHT_BITS, an integer.
 struct TokenWeight {
     u64 weight;
-    float log2;  // of the likelihood, relative to the most likely token: not positive, and never falls as x grows
+    float log2;  // log2 of it, before rounding: not positive, and monotonic in x
 };
 
 __device__ __forceinline__ TokenWeight token_weight(float x, float largest, float temperature) {
@@ -89,20 +95,21 @@ __device__ __forceinline__ TokenWeight token_weight(float x, float largest, floa
     return {static_cast<u64>(__float2ll_rn(__fmul_rn(power, scale))), t};
 }
 
-// floor(a * b / 2**32); the bits that fell off are left in `rest`.
+// floor(a * b / 2^32); `rest` gets the low 32 bits of the product.
 __device__ __forceinline__ u64 scaled_down(u64 a, u64 b, unsigned& rest) {
     const u64 low = a * b;
     rest = static_cast<unsigned>(low);
     return __umul64hi(a, b) << 32 | low >> 32;
 }
 
-// The weight that top-p keeps at least, of `total`.
+// The least weight that top-p keeps of `total`: ceil(top_p * total), at least 1.
 __device__ __forceinline__ u64 top_p_bound(float top_p, u64 total) {
     unsigned rest;
     const u64 floor = scaled_down(static_cast<u64>(static_cast<double>(top_p) * 4294967296.0), total, rest);
     return max(1ull, floor + (rest != 0));
 }
 
+// The first word of Philox4x32-10 with key `seed` and counter (step, sequence, 0, 0).
 __device__ __forceinline__ unsigned random_word(u64 seed, int sequence, int step) {
     unsigned c0 = step, c1 = sequence, c2 = 0, c3 = 0, k0 = static_cast<unsigned>(seed), k1 = seed >> 32;
 #pragma unroll
@@ -118,13 +125,15 @@ __device__ __forceinline__ unsigned random_word(u64 seed, int sequence, int step
     return c0;
 }
 
-// Ascending keys are descending x, of equals ascending ids; a NaN comes first of all. -0 and 0 are equal.
+// A key by which tokens are ranked: ascending keys are descending logits, and ascending ids among equal logits. NaN is
+// ranked first; -0 equals 0.
 __device__ __forceinline__ u64 rank_key(float x, int id) {
     const unsigned bits = __float_as_uint(__fadd_rn(x, 0.0f));
     const unsigned down = x != x ? 0u : bits >> 31 ? bits : ~(bits | 0x80000000u);
     return static_cast<u64>(down) << 32 | static_cast<unsigned>(id);
 }
 
+// The logit in a rank key.
 __device__ __forceinline__ float value_of(u64 key) {
     const unsigned down = key >> 32;
     return __uint_as_float(down >> 31 ? down : ~down & 0x7fffffffu);
@@ -132,11 +141,12 @@ __device__ __forceinline__ float value_of(u64 key) {
 
 // ---- rows, blocks and chunks -------------------------------------------------------------------------------------
 
-// A thread's EACH ids from `first` on: the logits as given (-inf past the last) and with penalties.
+// The logits of a thread's EACH ids: as given and with penalties (x); -inf beyond the vocabulary.
 struct ThreadLogits {
     float given[EACH], x[EACH];
 };
 
+// Loads the logits of the ids from `first` on.
 __device__ __forceinline__ ThreadLogits load_logits(const Arguments& a, int first) {
     ThreadLogits own;
     const float* logits = a.logits + size_t(blockIdx.y) * a.pitch + first;
@@ -160,7 +170,7 @@ __device__ __forceinline__ ThreadLogits load_logits(const Arguments& a, int firs
     return own;
 }
 
-// Whether this block is the last of its row to get here: then it sees what the others wrote before.
+// Whether this block is the last of its row to arrive here. The last one sees what the others wrote before.
 __device__ __forceinline__ bool is_last_block(const Arguments& a) {
     __shared__ bool last;
     __syncthreads();
@@ -176,9 +186,10 @@ __device__ __forceinline__ bool is_last_block(const Arguments& a) {
 }
 
 struct Sum {
-    u64 before, total;  // of the threads before this one, and of all
+    u64 before, total;  // over the threads before this one, and over all
 };
 
+// Exclusive prefix sum and total over the threads of a block.
 __device__ __forceinline__ Sum sum_over_block(u64 x) {
     __shared__ u64 of_warp[WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -200,8 +211,8 @@ __device__ __forceinline__ Sum sum_over_block(u64 x) {
     return sum;
 }
 
-// Everything that follows from a row's choice; token -1 where there is none. By one thread, which
-// has nothing to wait for: an atomic whose result is not used is only sent.
+// Writes the choice of a row, -1 if there is none, and updates its state: counts, step, tokens and context_lens. Called
+// by one thread. Atomics whose result is unused do not stall it.
 __device__ __forceinline__ void finish_row(const Arguments& a, int token, float top, float log_sum) {
     const int row = blockIdx.y;
     float logprob = NAN_F;
