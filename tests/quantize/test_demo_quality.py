@@ -14,7 +14,7 @@ import bminf_lite
 from bminf_lite.evaluation.perplexity import perplexity
 
 DEMO = Path(str(resources.files("bminf_lite.demo_model")))
-TOKENS = 4096
+TOKENS = 1536
 WINDOW = 512
 
 
