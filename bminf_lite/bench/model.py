@@ -1,4 +1,4 @@
-"""What is measured: a network on its device, from a checkpoint or of random weights, and how large it is."""
+"""The model under measurement: a network on its device, from a checkpoint or with random weights, and its size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.random_matrix import RandomMatrix
 from ..checkpoint.opened_model import ModelDescription, describe_model, open_model
 from ..checkpoint.recipe import Scheme
-from ..engine.scheduler import EngineConfig, Network
+from ..engine.config import EngineConfig
+from ..engine.model_runner import Network
 from ..layers.loading import Weights
 from ..memory.planner import MemoryPlan
 from ..models.spec import Role, Spec
@@ -24,9 +25,10 @@ from ..placement import checkpoint_requirements, make_engine_config, plan_placem
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model that is ready to run. ``parameters`` counts elements, tied ones once; ``nbytes`` is what was loaded.
+    """A model that is ready to run.
 
-    ``plan`` says where its weights live; None on a CPU.
+    ``parameters`` counts elements, tied ones once; ``nbytes`` are the bytes that were loaded. ``plan`` says where the
+    weights are; None on a CPU.
     """
 
     name: str
@@ -49,7 +51,7 @@ class BenchModel:
 def random_model(
     name: str, config: Mapping[str, Any], ops: Backend, kv_cache: str = "fp16", seed: int = 0
 ) -> BenchModel:
-    """A model of the shape ``config`` with random int8 weights, made on the device; ``kv_cache`` as ``load`` takes it.
+    """A model of the shape ``config`` with random int8 weights, made on the device; ``kv_cache`` as in ``load``.
 
     Layers that do not fit the memory limit are streamed, as those of a checkpoint are.
     """
@@ -98,7 +100,7 @@ class CountingWeights:
 
 
 class RandomWeights:
-    """Random w8a8 weights for ``spec``, of sizes that keep activations about as large as they come in."""
+    """Random w8a8 weights for ``spec``, scaled so that a layer's output is about as large as its input."""
 
     def __init__(self, spec: Spec, seed: int = 0):
         self._spec = spec

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .. import __version__
+from ..version import __version__
 from .recipe import Recipe, Scheme
 
 MANIFEST_FILE = "bminf_lite.json"

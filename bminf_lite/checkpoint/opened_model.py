@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from .. import models
 from ..backend.quantization import HostWeight, quantize_weight
 from ..errors import CheckpointError, checkpoint_error
+from ..models import Architecture
 from ..models.spec import Parameter, Role, Spec
 from .compressed_tensors import QUANTIZATION_SUFFIXES, QuantizationConfig, packed_width
 from .manifest import MANIFEST_FILE
@@ -31,9 +31,9 @@ TIED_ROWS = 64
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a ``config.json`` describes: the architecture's module, its parsed configuration, and its tensors."""
+    """What a ``config.json`` describes: the architecture, its parsed configuration, and its tensors."""
 
-    architecture: ModuleType
+    architecture: Architecture
     config: Any
     spec: Spec
 
@@ -68,8 +68,8 @@ class OpenedModel:
         return self.checkpoint.path
 
     @property
-    def architecture(self) -> ModuleType:
-        """The module of :mod:`bminf_lite.models` that implements the model."""
+    def architecture(self) -> Architecture:
+        """The architecture, from :mod:`bminf_lite.models`."""
         return self.description.architecture
 
     @property

@@ -26,7 +26,7 @@ def inspect(model: Path, as_json: bool) -> None:
       bminf-lite inspect MODEL --json | jq .parameters
     """
     from ..checkpoint.inspect import inspect as describe
-    from ..evaluation.comparison import nan_to_none
+    from ..evaluation.compare import nan_to_none
 
     found = describe(model)
     click.echo(json.dumps(nan_to_none(found), indent=2, ensure_ascii=False) if as_json else "\n".join(lines(found)))

@@ -26,8 +26,8 @@ from ..errors import OutOfMemory, UsageError
 from ..evaluation.corpus import encode_texts, parse_config, read_texts, sliding_windows
 from ..quantize import calibration
 from ..quantize.decisions import QuantizationSearch
+from ..text.checkpoint_files import load_tokenizer
 from ..text.prompts import validate_token_ids
-from ..text.tokenizer import Tokenizer
 from .held_out import CalibrationSplit, check_max_divergence, measure_cost, split_samples
 
 SAMPLE_TOKENS = 512
@@ -111,7 +111,7 @@ def load_calibration_split(source: str | Path, text: CalibrationSource, samples:
     config = parse_config(source)
     if isinstance(text, (str, Path)):
         texts = read_texts(Path(text))
-        documents = encode_texts(texts, Tokenizer.load(Path(source), config.vocab_size))
+        documents = encode_texts(texts, load_tokenizer(Path(source), config.vocab_size))
     else:
         documents = [np.array(validate_token_ids(text, config.vocab_size), np.int32)]
     total = sum(map(len, documents))

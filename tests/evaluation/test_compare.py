@@ -34,8 +34,7 @@ from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.recipe import Recipe, Scheme
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.evaluation.blockwise import Batch, scheme_of
-from bminf_lite.evaluation.compare import check_pair, compare
-from bminf_lite.evaluation.comparison import brace_join
+from bminf_lite.evaluation.compare import brace_join, check_pair, compare
 from bminf_lite.evaluation.corpus import Window, read_texts, truncate_windows, windows_for
 from bminf_lite.evaluation.divergence import DivergenceAccumulator, log_softmax
 from bminf_lite.models.spec import Role, Spec
