@@ -17,7 +17,7 @@ import numpy as np
 from .. import models
 from ..backend.quantization import HostWeight, quantize_weight
 from ..errors import CheckpointError, checkpoint_error
-from ..models import Architecture
+from ..models import Architecture, ModelConfig
 from ..models.spec import Parameter, Role, Spec
 from .compressed_tensors import QUANTIZATION_SUFFIXES, QuantizationConfig, packed_width
 from .manifest import MANIFEST_FILE
@@ -34,14 +34,14 @@ class ModelDescription:
     """What a ``config.json`` describes: the architecture, its parsed configuration, and its tensors."""
 
     architecture: Architecture
-    config: Any
+    config: ModelConfig
     spec: Spec
 
 
 def describe_model(config: Mapping[str, Any]) -> ModelDescription:
     """The model of a parsed ``config.json``. Raises :class:`CheckpointError` for one that cannot be run."""
-    architecture = models.find(dict(config))
-    parsed = architecture.parse(dict(config))
+    architecture = models.find(config)
+    parsed = architecture.parse(config)
     return ModelDescription(architecture, parsed, architecture.spec(parsed))
 
 
@@ -73,8 +73,8 @@ class OpenedModel:
         return self.description.architecture
 
     @property
-    def config(self) -> Any:
-        """The configuration as the architecture parsed it."""
+    def config(self) -> ModelConfig:
+        """The parsed configuration."""
         return self.description.config
 
     @property
