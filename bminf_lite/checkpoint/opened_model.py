@@ -46,11 +46,18 @@ def describe_model(config: Mapping[str, Any]) -> ModelDescription:
 
 
 class OpenedModel:
-    """An open checkpoint whose tensors are those of ``description``. A context manager that closes its files."""
+    """An open checkpoint whose tensors are those of ``description``. A context manager that closes its files.
+
+    ``path`` is the folder; ``architecture``, ``config`` and ``spec`` are those of the description.
+    """
 
     def __init__(self, checkpoint: Checkpoint, description: ModelDescription):
         self.checkpoint = checkpoint
         self.description = description
+        self.path = checkpoint.path
+        self.architecture = description.architecture
+        self.config = description.config
+        self.spec = description.spec
 
     def __enter__(self) -> OpenedModel:
         return self
@@ -61,26 +68,6 @@ class OpenedModel:
     def close(self) -> None:
         """Close the files; matrices that were not read yet cannot be read any more."""
         self.checkpoint.close()
-
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        return self.checkpoint.path
-
-    @property
-    def architecture(self) -> Architecture:
-        """The architecture, from :mod:`bminf_lite.models`."""
-        return self.description.architecture
-
-    @property
-    def config(self) -> ModelConfig:
-        """The parsed configuration."""
-        return self.description.config
-
-    @property
-    def spec(self) -> Spec:
-        """The model's tensors."""
-        return self.description.spec
 
     def weights(self) -> CheckpointWeights:
         """The tensors by the names that the model uses. Raises :class:`CheckpointError` for a wrong manifest."""
