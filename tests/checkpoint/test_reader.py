@@ -12,7 +12,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch_writer
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -40,26 +39,13 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def as_torch_files(folder: Path, legacy: bool) -> None:
-    """Write the safetensors of a folder as PyTorch files."""
-    for file in folder.glob("*.safetensors"):
-        name = file.name.replace("model", "pytorch_model").replace("safetensors", "bin")
-        torch_writer.save(folder / name, load_file(file), legacy)
-        file.unlink()
-    for index in list(folder.glob("*.index.json")):
-        text = index.read_text().replace("model-", "pytorch_model-").replace("safetensors", "bin")
-        index.rename(folder / "pytorch_model.bin.index.json").write_text(text)
-
-
 @FORMS
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_reads_every_tensor(make_checkpoint: MakeCheckpoint, shards: int, dtype: Any, form: str) -> None:
     tensors = random_tensors(CONFIG, dtype)
-    folder = make_checkpoint(tensors=tensors, shards=shards)
+    folder = make_checkpoint(tensors=tensors, shards=shards, form=form)
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
-    if form != "safetensors":
-        as_torch_files(folder, form == "legacy")
     with open_model(folder) as model:
         checkpoint = model.checkpoint
         assert checkpoint.config["vocab_size"] == 40 and checkpoint.generation_config == {"eos_token_id": 2}

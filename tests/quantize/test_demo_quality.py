@@ -46,12 +46,12 @@ def demo() -> Demo:
     return Demo()
 
 
-@pytest.mark.parametrize("recipe, bound", [("w8a16", 0.001), ("w8a8", 0.005), ("w8a8-smooth", 0.002), ("auto", 0.002)])
+@pytest.mark.parametrize("recipe, bound", [("w8a16", 0.0005), ("w8a8", 0.004), ("w8a8-smooth", 0.004), ("auto", 0.003)])
 def test_int8_costs_little(demo: Demo, tmp_path: Path, recipe: str, bound: float) -> None:
     assert demo.cost(DEMO, tmp_path / "out", recipe) < bound
 
 
-CASES = {"norms": 0.03, "neurons": 0.005, "values": 0.008, "spike": 0.04}
+CASES = {"norms": 0.03, "neurons": 0.012, "values": 0.012, "spike": 0.02}
 """Where the outliers are, and their least cost for plain w8a8: several times that of the demo model."""
 
 
@@ -68,4 +68,4 @@ def test_outliers_cost_plain_int8_much_and_a_calibration_finds_them(demo: Demo, 
     with bminf_lite.load(source, "cpu") as model:
         np.testing.assert_allclose(demo.predictions(model), demo.expected, atol=1e-3)
     assert demo.cost(source, tmp_path / "plain", "w8a8") > CASES[case]
-    assert demo.cost(source, tmp_path / "auto", "auto") < 0.01
+    assert demo.cost(source, tmp_path / "auto", "auto") < 0.003
