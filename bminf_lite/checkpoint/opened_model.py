@@ -17,7 +17,7 @@ import numpy as np
 from .. import models
 from ..backend.quantization import HostWeight, quantize_weight
 from ..errors import CheckpointError, checkpoint_error
-from ..models import Architecture
+from ..models import Architecture, ModelConfig
 from ..models.spec import Parameter, Role, Spec
 from .compressed_tensors import QUANTIZATION_SUFFIXES, QuantizationConfig, packed_width
 from .manifest import MANIFEST_FILE
@@ -34,23 +34,30 @@ class ModelDescription:
     """What a ``config.json`` describes: the architecture, its parsed configuration, and its tensors."""
 
     architecture: Architecture
-    config: Any
+    config: ModelConfig
     spec: Spec
 
 
 def describe_model(config: Mapping[str, Any]) -> ModelDescription:
     """The model of a parsed ``config.json``. Raises :class:`CheckpointError` for one that cannot be run."""
-    architecture = models.find(dict(config))
-    parsed = architecture.parse(dict(config))
+    architecture = models.find(config)
+    parsed = architecture.parse(config)
     return ModelDescription(architecture, parsed, architecture.spec(parsed))
 
 
 class OpenedModel:
-    """An open checkpoint whose tensors are those of ``description``. A context manager that closes its files."""
+    """An open checkpoint whose tensors are those of ``description``. A context manager that closes its files.
+
+    ``path`` is the folder; ``architecture``, ``config`` and ``spec`` are those of the description.
+    """
 
     def __init__(self, checkpoint: Checkpoint, description: ModelDescription):
         self.checkpoint = checkpoint
         self.description = description
+        self.path = checkpoint.path
+        self.architecture = description.architecture
+        self.config = description.config
+        self.spec = description.spec
 
     def __enter__(self) -> OpenedModel:
         return self
@@ -61,26 +68,6 @@ class OpenedModel:
     def close(self) -> None:
         """Close the files; matrices that were not read yet cannot be read any more."""
         self.checkpoint.close()
-
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        return self.checkpoint.path
-
-    @property
-    def architecture(self) -> Architecture:
-        """The architecture, from :mod:`bminf_lite.models`."""
-        return self.description.architecture
-
-    @property
-    def config(self) -> Any:
-        """The configuration as the architecture parsed it."""
-        return self.description.config
-
-    @property
-    def spec(self) -> Spec:
-        """The model's tensors."""
-        return self.description.spec
 
     def weights(self) -> CheckpointWeights:
         """The tensors by the names that the model uses. Raises :class:`CheckpointError` for a wrong manifest."""

@@ -45,8 +45,8 @@ class Record:
 class TorchFile(TensorFile):
     """An open file. Raises :class:`CheckpointError` if it is damaged or does more than rebuilding tensors.
 
-    Its content must be a dictionary of tensors, or with ``entry`` a dictionary that holds one under that key. Names in
-    the pickle that match a pattern of ``ignored`` are skipped; tensors may not need them.
+    Its content must be a dictionary of tensors, or a dictionary that holds one under the key ``entry``. Names in the
+    pickle that match a pattern of ``ignored`` are skipped; tensors may not need them.
     """
 
     def __init__(self, path: Path, entry: str | None = None, ignored: Sequence[str] = ()):
@@ -293,11 +293,7 @@ def _other_form(start: bytes) -> str:
 
 def _chosen(content: Any, entry: str | None) -> Mapping[Any, Any]:
     """The dictionary that must hold the tensors."""
-    chosen = content
-    if entry is not None:
-        if not isinstance(content, dict) or entry not in content:
-            raise UnsupportedTorchFileError(f"it has no entry {entry!r}")
-        chosen = content[entry]
+    chosen = content[entry] if isinstance(content, dict) and entry in content else content
     if not isinstance(chosen, dict):
         raise UnsupportedTorchFileError(f"it holds {describe(chosen)} instead of a dictionary of tensors")
     return chosen

@@ -27,7 +27,7 @@ from ..checkpoint.torch_file import TorchFile
 from ..checkpoint.writer import CheckpointWriter, TensorDeclaration, write_json
 from ..errors import CheckpointError, UsageError, listed
 
-SHARD = re.compile(r"mp_rank_(\d+)_model_states\.pt|mp_rank_(\d+)|.*\.(?:pt|bin)")
+RANK = re.compile(r"mp_rank_(\d+)(?:\D*\.(?:pt|bin))?")
 POINTERS = ("latest_checkpointed_iteration.txt", "latest")
 UNUSED = (
     "numpy.*", "_codecs.encode", "argparse.Namespace", "copy_reg._reconstructor", "copyreg._reconstructor",
@@ -66,7 +66,7 @@ class Shards:
         self.files: list[TorchFile] = []
         try:
             for path in find_shards(source):
-                self.files.append(open_shard(path))
+                self.files.append(TorchFile(path, "module", UNUSED))
             self.names = self._names(ignored)
         except BaseException:
             self.close()
@@ -132,27 +132,19 @@ def find_shards(source: Path) -> list[Path]:
             inner = source / Path(iteration).name
             if inner.is_dir():
                 return find_shards(inner)
-    found = [path for path in sorted(source.iterdir()) if path.is_file() and SHARD.fullmatch(path.name)]
-    ranked = [path for path in found if path.name.startswith("mp_rank_")] or found
-    if not ranked:
+    files = [path for path in sorted(source.iterdir()) if path.is_file()]
+    ranks = {int(match[1]): path for path in files if (match := RANK.fullmatch(path.name))}
+    if ranks:
+        if sorted(ranks) != list(range(len(ranks))):
+            raise CheckpointError(f"{source}: has the shards {sorted(ranks)}; those between or before them are missing")
+        return [path for _, path in sorted(ranks.items())]
+    found = [path for path in files if path.suffix in (".pt", ".bin")]
+    if not found:
         raise CheckpointError(f"{source}: holds neither mp_rank_*_model_states.pt nor another *.pt or *.bin file")
-    if not ranked[0].name.startswith("mp_rank_") and len(ranked) > 1:
-        names = ", ".join(path.name for path in ranked)
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
         raise CheckpointError(f"{source}: holds {names}; name the one that is the model")
-    numbers = [int(re.sub(r"\D", "", path.name)) for path in ranked if path.name.startswith("mp_rank_")]
-    if sorted(numbers) != list(range(len(numbers))):
-        raise CheckpointError(f"{source}: has the shards {sorted(numbers)}; those between or before them are missing")
-    return [path for _, path in sorted(zip(numbers, ranked, strict=True))] if numbers else ranked
-
-
-def open_shard(path: Path) -> TorchFile:
-    """A shard: its ``module`` entry, or the whole file if there is none."""
-    try:
-        return TorchFile(path, "module", UNUSED)
-    except CheckpointError as error:
-        if "no entry 'module'" not in str(error):
-            raise
-        return TorchFile(path, ignored=UNUSED)
+    return found
 
 
 def unwrapped(name: str) -> str:

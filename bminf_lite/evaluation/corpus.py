@@ -10,12 +10,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..checkpoint.opened_model import open_model
 from ..errors import UsageError, listed
+from ..models import ModelConfig
 from ..text.checkpoint_files import load_tokenizer
 from ..text.tokenizer import Tokenizer
 
@@ -111,16 +111,17 @@ def windows_for(
     )
 
 
-def parse_config(folder: str | Path) -> Any:
+def parse_config(folder: str | Path) -> ModelConfig:
     """The parsed configuration of the model in a folder; raises ``CheckpointError``."""
     with open_model(folder) as model:
         return model.config
 
 
-def fit_windows(windows: Sequence[Window], config: Any) -> list[Window]:
+def fit_windows(windows: Sequence[Window], config: ModelConfig) -> list[Window]:
     """The windows for a model of that configuration; see :meth:`Window.for_encoder_decoder`."""
-    start = getattr(config, "decoder_start_token_ids", ())
-    return [window.for_encoder_decoder(start) for window in windows] if start else list(windows)
+    if not config.is_encoder_decoder:
+        return list(windows)
+    return [window.for_encoder_decoder(config.decoder_start_token_ids) for window in windows]
 
 
 def check_window(window: int, stride: int, context: int | None = None) -> None:

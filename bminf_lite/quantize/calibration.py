@@ -60,7 +60,7 @@ def run_calibration(
     second. Products come in the order of computation; those of a layer come once for each batch.
     """
     config = model.config
-    batches = make_batches(samples, getattr(config, "decoder_start_token_ids", ()))
+    batches = make_batches(samples, config.decoder_start_token_ids)
     position = 0, 1
 
     def show(call: LinearCall) -> None:

@@ -53,7 +53,7 @@ class LayerwiseModel:
         self._limit: int = config.context_length
         shape = config.cache_shape
         self._shape = CacheShape(1, shape.kv_heads, shape.head_dim)
-        self._encoders: int = getattr(config, "encoder_layers", 0)
+        self._encoders: int = config.encoder_layers if config.is_encoder_decoder else 0
         kind = "decoder layer" if self._encoders else "layer"
         self.names = [f"encoder layer {i}" for i in range(self._encoders)]
         self.names += [f"{kind} {i}" for i in range(config.layers)]

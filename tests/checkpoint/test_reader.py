@@ -12,13 +12,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch_writer
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import CONFIG, MakeCheckpoint, random_tensors
 
-from bminf_lite.backend.quantization import Int8Weight, quantize_weight
+from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.checkpoint.compressed_tensors import pack, quantization_config, unpack
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.reader import open_checkpoint
@@ -40,26 +39,13 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def as_torch_files(folder: Path, legacy: bool) -> None:
-    """Write the safetensors of a folder as PyTorch files."""
-    for file in folder.glob("*.safetensors"):
-        name = file.name.replace("model", "pytorch_model").replace("safetensors", "bin")
-        torch_writer.save(folder / name, load_file(file), legacy)
-        file.unlink()
-    for index in list(folder.glob("*.index.json")):
-        text = index.read_text().replace("model-", "pytorch_model-").replace("safetensors", "bin")
-        index.rename(folder / "pytorch_model.bin.index.json").write_text(text)
-
-
 @FORMS
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_reads_every_tensor(make_checkpoint: MakeCheckpoint, shards: int, dtype: Any, form: str) -> None:
     tensors = random_tensors(CONFIG, dtype)
-    folder = make_checkpoint(tensors=tensors, shards=shards)
+    folder = make_checkpoint(tensors=tensors, shards=shards, form=form)
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
-    if form != "safetensors":
-        as_torch_files(folder, form == "legacy")
     with open_model(folder) as model:
         checkpoint = model.checkpoint
         assert checkpoint.config["vocab_size"] == 40 and checkpoint.generation_config == {"eos_token_id": 2}
@@ -77,29 +63,6 @@ def test_safetensors_go_before_torch_files(make_checkpoint: MakeCheckpoint) -> N
     (folder / "pytorch_model.bin").write_bytes(b"not looked at")
     with open_checkpoint(folder) as checkpoint:
         assert [file.name for file in checkpoint.files()] == ["config.json", "model.safetensors"]
-
-
-def test_tied_heads_come_from_the_embedding(make_checkpoint: MakeCheckpoint) -> None:
-    """A copy of the embedding in the file is ignored, and anything else refused."""
-    folder = make_checkpoint(tie_word_embeddings=True)
-    embedding = random_tensors(CONFIG)["model.embed_tokens.weight"]
-    with open_model(folder) as model:
-        np.testing.assert_array_equal(model.weights().weight("lm_head.weight"), embedding)
-    (folder / "bminf_lite.json").write_text('{"tied_head": "w8a16"}')
-    with open_model(folder) as model:
-        head = model.weights().weight("lm_head.weight")
-        assert isinstance(head, Int8Weight) and not head.dynamic
-        np.testing.assert_array_equal(head.codes, quantize_weight(embedding).codes)
-    (folder / "bminf_lite.json").write_text('{"tied_head": "int3"}')
-    with open_model(folder) as model, pytest.raises(CheckpointError, match="int3"):
-        model.weights()
-    for copy, tensors in ((True, {"lm_head.weight": embedding}), (False, {})):
-        folder = make_checkpoint(f"copy {copy}", tensors=random_tensors(CONFIG) | tensors, tie_word_embeddings=True)
-        if not copy:
-            assert "'lm_head.weight' differs from 'model.embed_tokens.weight'" in message(folder)
-            continue
-        with open_model(folder) as model:
-            np.testing.assert_array_equal(model.weights().weight("lm_head.weight"), embedding)
 
 
 def test_of_very_many_problems_the_first_and_the_last_are_listed(make_checkpoint: MakeCheckpoint) -> None:

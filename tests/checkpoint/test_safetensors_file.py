@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from bminf_lite.checkpoint.safetensors_file import SafetensorsFile
-from bminf_lite.checkpoint.tensor_file import DTYPES
 from bminf_lite.errors import CheckpointError
 
 TYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.int32, np.int8, np.uint8, np.bool_]
@@ -164,13 +163,3 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path, change: str) -> None:
         os.utime(path, ns=(0, 0))
     with pytest.raises(CheckpointError, match="changed since it was opened"):
         file.read("a")
-
-
-def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
-    assert "cannot be opened" in message(tmp_path / "absent.safetensors")
-
-
-def test_every_type_of_the_format_has_its_size() -> None:
-    for name, dtype in DTYPES.items():
-        bits = "".join(c for c in name.split("_")[0] if c.isdigit()) or "8"
-        assert dtype.itemsize * 8 == int(bits)

@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,19 +220,6 @@ def test_plain_values_are_what_python_reads(value: Any, protocol: int) -> None:
     got = load(io.BytesIO(code)).value
     assert got == shared
     assert got[0] is got[1] or value is None or isinstance(value, (bool, int, float, str, bytes, tuple))
-
-
-def test_ordered_dictionaries_with_a_state() -> None:
-    """A model's state_dict has the versions of its modules as an attribute."""
-    value = OrderedDict(b=1, a=2)
-    value._metadata = OrderedDict(x={"version": 1})  # type: ignore[attr-defined]
-    got = load(io.BytesIO(pickle.dumps(value, 2))).value
-    assert got == {"b": 1, "a": 2} and list(got) == ["b", "a"]
-
-
-def test_pickles_one_after_the_other() -> None:
-    stream = io.BytesIO(dumps(1) + dumps([2]) + b"rest")
-    assert [load(stream).value, load(stream).value, stream.read()] == [1, [2], b"rest"]
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------

@@ -104,8 +104,3 @@ def test_shards(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limi
     content = json.loads(index.read_text())
     assert content["weight_map"] == {name: file.name for name, file in found.items()}
     assert content["metadata"]["total_size"] == sum(sizes)
-
-
-def test_files_are_closed_when_the_folder_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(OSError):
-        CheckpointWriter(tmp_path / "absent", {"a": TensorDeclaration("I8", (1,))}, set())

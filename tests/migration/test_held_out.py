@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import bminf_lite
 from bminf_lite.cli import main
-from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.errors import CheckpointError
 from bminf_lite.evaluation.compare import compare
 from bminf_lite.evaluation.corpus import Window
 from bminf_lite.migration.held_out import MAX_HELD_OUT, measure_cost, split_samples
@@ -54,17 +54,12 @@ def tiny_ids(text: Path) -> list[int]:
     return tiny_checkpoint.byte_tokenizer().encode(text.read_text(), add_special_tokens=False).ids
 
 
-def test_a_bad_model_is_not_written(source: Path, text: Path, tmp_path: Path):
-    with pytest.raises(CheckpointError, match="1e-09 are allowed: it was not written"):
-        bminf_lite.migrate(source, tmp_path / "out", calibrate=text, device="cpu", max_divergence=1e-9)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "text.txt"]
-
-
-def test_an_earlier_result_stays_where_the_new_one_is_bad(source: Path, text: Path, tmp_path: Path):
+def test_a_bad_model_is_not_written_and_an_earlier_result_stays(source: Path, text: Path, tmp_path: Path):
     bminf_lite.migrate(source, tmp_path / "out", "w8a16")
-    with pytest.raises(CheckpointError, match="not written"):
+    with pytest.raises(CheckpointError, match="1e-09 are allowed: it was not written"):
         bminf_lite.migrate(source, tmp_path / "out", calibrate=text, device="cpu", max_divergence=1e-9, force=True)
     assert json.loads((tmp_path / "out" / "bminf_lite.json").read_text())["recipe"]["name"] == "w8a16"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source", "text.txt"]
 
 
 def test_what_is_no_number_is_more_than_any_limit(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -76,22 +71,6 @@ def test_what_is_no_number_is_more_than_any_limit(source: Path, tmp_path: Path, 
     monkeypatch.setattr("bminf_lite.migration.held_out.compare", broken)
     with pytest.raises(CheckpointError, match="nan nats"):
         measure_cost(source, source, [np.arange(9)], "cpu", 1e9)
-
-
-@pytest.mark.parametrize("limit", [0, -1, math.nan])
-def test_a_limit_that_makes_no_sense(source: Path, text: Path, tmp_path: Path, limit: float):
-    with pytest.raises(UsageError, match="must be more than 0"):
-        bminf_lite.migrate(source, tmp_path / "out", calibrate=text, max_divergence=limit)
-
-
-def test_a_limit_needs_a_text(source: Path, tmp_path: Path):
-    with pytest.raises(UsageError, match="needs a text"):
-        bminf_lite.migrate(source, tmp_path / "out", max_divergence=0.1)
-
-
-def test_a_dry_run_measures_nothing(source: Path, text: Path, tmp_path: Path):
-    report = bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=text, device="cpu", dry_run=True)
-    assert not report.cost and not (tmp_path / "out").exists()
 
 
 def test_the_command_ends_with_the_cost(source: Path, text: Path, tmp_path: Path):

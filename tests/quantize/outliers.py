@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from bminf_lite.backend.functions import silu
 from bminf_lite.checkpoint.weight_rewrite import WeightRewrite
-from bminf_lite.models.spec import Fold, Parameter, Spec
+from bminf_lite.models.spec import Fold, Spec
 
 Tensors = dict[str, np.ndarray]
 FACTORS = (10, 30, 100)
@@ -96,12 +96,8 @@ def multiplied(tensor: np.ndarray, rewrite: WeightRewrite) -> np.ndarray:
 
 def width(spec: Spec, fold: Fold) -> int:
     """The number of channels that a fold's producers have."""
-    return features(spec.parameters[fold.producers[0]])[0]
-
-
-def features(parameter: Parameter) -> tuple[int, ...]:
-    """Outputs and inputs of a matrix, however it is stored; the length of a vector."""
-    return parameter.shape[::-1] if parameter.transposed else parameter.shape
+    producer = spec.parameters[fold.producers[0]]
+    return producer.shape[-1 if producer.transposed else 0]
 
 
 def write(source: Path, folder: Path, put_in: Callable[[Tensors, dict], None]) -> Path:

@@ -19,7 +19,7 @@ from bminf_lite.layers.cache import KVCache
 from bminf_lite.layers.recording import LinearHooks
 from bminf_lite.quantize import calibration
 from bminf_lite.quantize.calibration import Observation, make_batches, run_calibration, sample_rows
-from bminf_lite.quantize.decisions import QuantizationSearch
+from bminf_lite.quantize.decisions import Decision, QuantizationSearch
 
 SAMPLES = [np.arange(5, 45, dtype=np.int32), np.arange(100, 117, dtype=np.int32)]
 
@@ -126,11 +126,27 @@ def test_rows_are_spread_and_always_the_same() -> None:
     assert 400 < (rows < 50_000).sum() < 600 and len(set((rows % 512).tolist())) > 300
 
 
-def test_decisions_on_a_backend_that_rounds_to_fp16(source: Path) -> None:
-    """As on a GPU: measured with the arithmetic that will run."""
+def calibrate(source: Path, ops: Backend) -> tuple[list[np.ndarray], list[Decision]]:
+    """The input of each product, and the decisions."""
+    samples = [np.random.default_rng(i).integers(0, 256, n).astype(np.int32) for i, n in enumerate((96, 128, 17))]
+    seen: list[np.ndarray] = []
     with open_model(source) as model:
-        ops = Backend(np.float16)
         search = QuantizationSearch(model, load_recipe("auto"), ops)
-        run_calibration(model, SAMPLES, ops, search)
-        products = search.result().report["products"]
-    assert len(products) == 9 and all(0 < p["error"] < 1e-3 for p in products)
+
+        def both(observation: Observation) -> None:
+            seen.append(np.array(ops.host(observation.x), np.float32))
+            search(observation)
+
+        run_calibration(model, samples, ops, both)
+    return seen, search.decisions
+
+
+def test_every_backend_observes_and_decides_like_the_reference(source: Path, backend: Backend) -> None:
+    """The reference rounds where a GPU rounds."""
+    seen, decisions = calibrate(source, backend)
+    expected_inputs, expected = calibrate(source, Backend(np.float16))
+    for got, want in zip(seen, expected_inputs, strict=True):
+        assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+    for decision, other in zip(decisions, expected, strict=True):
+        assert (decision.tensors, decision.scheme) == (other.tensors, other.scheme)
+        assert 0 < decision.error < 1e-3 and decision.error == pytest.approx(other.error, rel=0.2)

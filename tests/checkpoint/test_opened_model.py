@@ -1,0 +1,88 @@
+"""A checkpoint's tensors as a model uses them: under other names, tied, or stored the other way round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tiny_checkpoints import CONFIG, MakeCheckpoint, random_tensors
+
+from bminf_lite.backend.quantization import Int8Weight, quantize_weight
+from bminf_lite.checkpoint.migrate import migrate
+from bminf_lite.checkpoint.opened_model import open_model
+from bminf_lite.errors import CheckpointError
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+OPT = {
+    "model_type": "opt", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "ffn_dim": 24, "max_position_embeddings": 8,
+}  # fmt: skip
+MATRIX = "transformer.h.1.mlp.c_fc.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def write(folder: Path, config: dict[str, Any], prefix: str = "transformer.") -> dict[str, np.ndarray]:
+    """A random checkpoint whose file omits ``prefix`` from its names; returns its tensors by their full names."""
+    tensors = random_tensors(config)
+    folder.mkdir()
+    save_file({name.removeprefix(prefix): values for name, values in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def test_a_tied_head_is_the_embedding(make_checkpoint: MakeCheckpoint) -> None:
+    """A copy of it in the file is ignored, and anything else is refused."""
+    embedding, untied = random_tensors(CONFIG)[EMBEDDING], random_tensors(CONFIG)
+    folder = make_checkpoint(tie_word_embeddings=True)
+    copied = make_checkpoint("copied", untied | {"lm_head.weight": embedding}, tie_word_embeddings=True)
+    for path in (folder, copied):
+        with open_model(path) as model:
+            np.testing.assert_array_equal(model.weights().weight("lm_head.weight"), embedding)
+    with pytest.raises(CheckpointError, match=rf"'lm_head\.weight' differs from '{EMBEDDING}'"):
+        open_model(make_checkpoint("other", untied, tie_word_embeddings=True))
+    (folder / "bminf_lite.json").write_text('{"tied_head": "w8a16"}')
+    with open_model(folder) as model:
+        head = model.weights().weight("lm_head.weight")
+    assert isinstance(head, Int8Weight) and not head.dynamic
+    np.testing.assert_array_equal(head.codes, quantize_weight(embedding).codes)
+
+
+@pytest.mark.parametrize(("config", "prefix"), [(GPT2, "transformer."), (OPT, "model.")])
+def test_names_without_a_prefix_are_known(tmp_path: Path, config: dict[str, Any], prefix: str) -> None:
+    tensors = write(tmp_path / "source", config, prefix)
+    migrate(tmp_path / "source", tmp_path / "out")
+    for folder in ("source", "out"):
+        with open_model(tmp_path / folder) as model:
+            for name, parameter in model.spec.parameters.items():
+                if parameter.role.value == "vector":
+                    np.testing.assert_array_equal(model.weights().vector(name), tensors[name])
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a16"])
+def test_matrices_stored_in_out_are_quantized_when_loaded(tmp_path: Path, recipe: str) -> None:
+    """Their file stays what other readers open; the model runs the quantized matrix ``[out, in]``."""
+    tensors = write(tmp_path / "source", GPT2, "")
+    report = migrate(tmp_path / "source", tmp_path / "out", recipe)
+    assert set(report.late) == {n for n in tensors if n.endswith(("c_fc.weight", "c_proj.weight", "c_attn.weight"))}
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    with open_model(tmp_path / "source") as model:
+        np.testing.assert_array_equal(model.weights().weight(MATRIX), tensors[MATRIX].T)
+    with open_model(tmp_path / "out") as model:
+        np.testing.assert_array_equal(model.checkpoint.vector(MATRIX), tensors[MATRIX])
+        weight = model.weights().weight(MATRIX)
+    expected = quantize_weight(tensors[MATRIX].T, dynamic=recipe == "w8a8")
+    assert isinstance(weight, Int8Weight) and weight.dynamic == expected.dynamic
+    np.testing.assert_array_equal(weight.codes, expected.codes)
+    np.testing.assert_array_equal(weight.scale, expected.scale)
+
+
+@pytest.mark.parametrize("manifest", [{"tied_head": "int3"}, {"quantized_when_loaded": {MATRIX: "int3"}}])
+def test_unknown_schemes_in_a_manifest_are_refused(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    write(tmp_path / "source", GPT2)
+    (tmp_path / "source" / "bminf_lite.json").write_text(json.dumps(manifest))
+    with open_model(tmp_path / "source") as model, pytest.raises(CheckpointError, match="'int3', which is no scheme"):
+        model.weights()
