@@ -26,8 +26,13 @@ from bminf_lite.errors import DeviceError
 TESTS = Path(__file__).parents[1]
 FILES = {
     "h200": {
-        "models/test_goldens.py": ("tied and biases", "window and w8a8", "half and heads", "gives and opt"),
-        "models/test_encoder_decoders.py": ("few and buckets and t5", "gives and w8a8"),
+        "models/test_goldens.py": (
+            "tied and biases",
+            "window and w8a8",
+            "half and heads",
+            "gives and opt",
+            "few and buckets and umt5",
+        ),
         "backend/test_cuda_memory.py": ("memory",),
         "backend/test_early_attention.py": ("early",),
         "backend/test_operations.py": ("cuda",),
