@@ -32,7 +32,7 @@ class Sequences:
         self.counts, self.slots = [COUNTS[i] for i in chosen], list(range(count))
         self.tokens = [random_tokens(i) for i in chosen]
         self.cache = KVCache(self.ops, limits.cache_shape, count, max(COUNTS) + 1, limits.context_length)
-        if limits.max_source_length:
+        if bench_model.network.is_encoder_decoder:
             self._read([SOURCES[i] for i in chosen], chosen)
 
     def _read(self, lengths: list[int], chosen: list[int]) -> None:
@@ -41,7 +41,7 @@ class Sequences:
         source.set_lengths(dict(enumerate(lengths)))
         tokens = np.concatenate([random_tokens(100 + i)[:n] for i, n in zip(chosen, lengths, strict=True)])
         batch = make_batch(self.ops, lengths, [0] * len(lengths), self.slots, tokens)
-        self.bench_model.network.encode_to_cache(batch, source)  # type: ignore[attr-defined]
+        self.bench_model.network.encode_to_cache(batch, source)
         self.cache.source = source
 
     def logits(self) -> np.ndarray:
