@@ -1,6 +1,11 @@
-"""Self-attention with grouped heads, and the two kinds of attention that an encoder-decoder adds."""
+"""Self-attention with grouped heads, and the two kinds of attention that an encoder-decoder adds.
+
+Each adds its output to the residual stream, fp32 ``[T, features]``; ``x`` is the normalised stream.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache
@@ -8,55 +13,55 @@ from .cache import SourceCache
 from .linear import Linear
 
 
+@dataclass(frozen=True)
 class Attention:
-    """``o(attend(qkv(x)))``, added to the residual stream. Tokens see themselves and those before them.
+    """``o(attend(qkv(x)))``, where a token sees itself and those before it.
 
     ``qkv`` computes query, key and value side by side.
     """
 
-    def __init__(self, ops: Backend, spec: AttentionSpec, qkv: Linear, o: Linear):
-        self.ops = ops
-        self.spec = spec
-        self.qkv = qkv
-        self.o = o
+    ops: Backend
+    spec: AttentionSpec
+    qkv: Linear
+    o: Linear
 
     def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """``residual`` fp32 ``[T, features]`` plus the attention of the normalised ``x``."""
+        """``residual + o(attend(qkv(x)))``."""
         return self.o.add_to(residual, self.ops.attention(self.qkv(x), self.spec, cache, batch))
 
 
+@dataclass(frozen=True)
 class EncoderAttention:
-    """Attention of every token to its whole sequence, which is all in one step, added to the residual stream."""
+    """``o(attend(qkv(x)))``, where a token sees its whole sequence, all of which is in one step."""
 
-    def __init__(self, ops: Backend, spec: AttentionSpec, qkv: Linear, o: Linear):
-        self.ops = ops
-        self.spec = spec
-        self.qkv = qkv
-        self.o = o
+    ops: Backend
+    spec: AttentionSpec
+    qkv: Linear
+    o: Linear
 
     def add_to(self, residual: Array, x: Array, batch: ForwardBatch) -> Array:
-        """``residual`` fp32 ``[T, features]`` plus the attention of the normalised ``x``."""
+        """``residual + o(attend(qkv(x)))``."""
         return self.o.add_to(residual, self.ops.encoder_attention(self.qkv(x), self.spec, batch))
 
 
+@dataclass(frozen=True)
 class CrossAttention:
-    """``o(attend(q(x)))`` over an encoded source, added to the residual stream.
+    """``o(attend(q(x)))`` over an encoded source.
 
     The source's keys and values, which ``kv`` computes side by side, are the same for every token that is decoded:
     :meth:`fill_cache` computes them once.
     """
 
-    def __init__(self, ops: Backend, spec: AttentionSpec, q: Linear, kv: Linear, o: Linear):
-        self.ops = ops
-        self.spec = spec
-        self.q = q
-        self.kv = kv
-        self.o = o
+    ops: Backend
+    spec: AttentionSpec
+    q: Linear
+    kv: Linear
+    o: Linear
 
     def fill_cache(self, source: Array, cache: LayerCache, batch: ForwardBatch) -> None:
-        """Put keys and values of the encoder's output ``[T, features]`` for a step's sources into the cache."""
+        """Store keys and values of the encoder's output ``[T, features]`` for a step's sources."""
         self.ops.store_source(self.kv(source), self.spec, cache, batch)
 
     def add_to(self, residual: Array, x: Array, cache: LayerCache, source: SourceCache, batch: ForwardBatch) -> Array:
-        """``residual`` fp32 ``[T, features]`` plus the attention of the normalised ``x``."""
+        """``residual + o(attend(q(x)))``."""
         return self.o.add_to(residual, self.ops.cross_attention(self.q(x), self.spec, cache, source.lengths, batch))

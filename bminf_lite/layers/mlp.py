@@ -1,42 +1,44 @@
-"""Feed-forward layers."""
+"""Feed-forward layers, which add their output to the residual stream, fp32 ``[T, features]``.
+
+``activation`` names ``f``, one of ``backend.functions.ACTIVATIONS``; ``x`` is the normalised stream.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from ..backend.base import Backend
 from ..backend.values import Array
 from .linear import Linear
 
 
+@dataclass(frozen=True)
 class GatedMLP:
-    """``down(f(gate(x)) * up(x))`` (https://arxiv.org/abs/2002.05202), added to the residual stream.
+    """``down(f(gate(x)) * up(x))`` (https://arxiv.org/abs/2002.05202); ``gate_up`` computes both side by side."""
 
-    ``gate_up`` computes gate and up side by side; ``activation`` names ``f``, one of ``backend.functions.ACTIVATIONS``.
-    """
-
-    def __init__(self, ops: Backend, activation: str, gate_up: Linear, down: Linear):
-        self.ops = ops
-        self.activation = activation
-        self.gate_up = gate_up
-        self.down = down
+    ops: Backend
+    activation: str
+    gate_up: Linear
+    down: Linear
 
     def add_to(self, residual: Array, x: Array) -> Array:
-        """``residual`` fp32 ``[T, features]`` plus the layer's output for the normalised ``x``."""
+        """``residual + down(f(gate(x)) * up(x))``."""
         return self.down.add_to(residual, self.ops.gated_linear(x, self.gate_up.weight, self.activation))
 
 
+@dataclass(frozen=True)
 class MLP:
-    """``down(f(up(x)))``, added to the residual stream; ``activation`` names ``f``."""
+    """``down(f(up(x)))``."""
 
-    def __init__(self, ops: Backend, activation: str, up: Linear, down: Linear):
-        self.ops = ops
-        self.activation = activation
-        self.up = up
-        self.down = down
+    ops: Backend
+    activation: str
+    up: Linear
+    down: Linear
 
     def hidden(self, x: Array) -> Array:
-        """``f(up(x))`` of the normalised ``x``, which ``down`` reads."""
+        """``f(up(x))``, which ``down`` reads."""
         return self.ops.activated_linear(x, self.up.weight, self.activation)
 
     def add_to(self, residual: Array, x: Array) -> Array:
-        """``residual`` fp32 ``[T, features]`` plus the layer's output for the normalised ``x``."""
+        """``residual + down(f(up(x)))``."""
         return self.down.add_to(residual, self.hidden(x))

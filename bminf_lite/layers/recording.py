@@ -23,7 +23,9 @@ T = TypeVar("T")
 PRODUCTS = {
     name
     for name, method in vars(Backend).items()
-    if inspect.isfunction(method) and list(inspect.signature(method).parameters)[1:3] == ["x", "weight"]
+    if not name.startswith("_")
+    and inspect.isfunction(method)
+    and list(inspect.signature(method).parameters)[1:3] == ["x", "weight"]
 }
 """The backend's operations that multiply an activation ``x`` by a ``weight``."""
 

@@ -9,8 +9,8 @@ from typing import ClassVar, Protocol
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch, LayerCache
 from ..layers.cache import KVCache
-from ..layers.linear import LMHead
-from ..layers.norm import RMSNorm
+from ..layers.linear import Linear, LMHead
+from ..layers.norm import NormLayer
 from ._config import ModelConfig
 
 
@@ -37,13 +37,15 @@ class DecoderBuilder(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """The residual stream to logits: ``head(norm(r))``."""
+    """The residual stream to logits: ``head(project(norm(r)))``."""
 
-    norm: RMSNorm
+    norm: NormLayer | None
+    project: Linear | None
     head: LMHead
 
     def __call__(self, residual: Array) -> Array:
-        return self.head(self.norm(residual))
+        x = self.norm(residual) if self.norm else residual
+        return self.head(self.project(x) if self.project else x)
 
 
 class Decoder:

@@ -19,7 +19,7 @@ from ..layers.embedding import Embedding
 from ..layers.linear import Linear, LMHead
 from ..layers.loading import Weights
 from ..layers.mlp import MLP, GatedMLP
-from ..layers.norm import RMSNorm
+from ..layers.norm import NormLayer, rms_norm
 from ..layers.relative_bias import load_relative_bias
 from ._config import ConfigReader, ModelConfig, integer
 from ._decoder import Output
@@ -190,22 +190,22 @@ def _block_folds(config: Config, stack: StackTensorNames, block: str) -> list[Fo
     ]
 
 
+@dataclass(frozen=True)
 class BlockParts:
     """Makes the parts of the layer ``block`` of either stack."""
 
-    def __init__(self, config: Config, weights: Weights, ops: Backend, block: str):
-        self.config = config
-        self.weights = weights
-        self.ops = ops
-        self.block = block
+    config: Config
+    weights: Weights
+    ops: Backend
+    block: str
 
     def linear(self, *names: str) -> Linear:
         """One product with the matrices ``names`` of this layer."""
         return Linear(self.ops, self.weights, [f"{self.block}.{name}" for name in names])
 
-    def norm(self, name: str) -> RMSNorm:
+    def norm(self, name: str) -> NormLayer:
         """A norm of this layer."""
-        return RMSNorm(self.ops, self.weights, f"{self.block}.{name}", self.config.norm_eps)
+        return rms_norm(self.ops, self.weights, f"{self.block}.{name}", self.config.norm_eps)
 
     def attention(self, bias: RelativeBias | None) -> AttentionSpec:
         """Attention with a key and value head for each query head."""
@@ -280,9 +280,10 @@ class ModelBuilder:
         bias = self._bias(self.config.names.encoder, layer, bidirectional=True)
         return EncoderBlock(self.config, self.weights, self.ops, layer, bias)
 
-    def encoder_norm(self) -> RMSNorm:
+    def encoder_norm(self) -> NormLayer:
         """What follows the encoder's last layer."""
-        return RMSNorm(self.ops, self.weights, self.config.names.encoder.final_norm, self.config.norm_eps)
+        name = self.config.names.encoder.final_norm
+        return rms_norm(self.ops, self.weights, name, self.config.norm_eps)
 
     def block(self, layer: int) -> DecoderBlock:
         """Layer ``layer`` of the decoder, counted from 0."""
@@ -293,8 +294,8 @@ class ModelBuilder:
         """The decoder's residual stream to logits; their scale is part of the norm's weight."""
         config = self.config
         name = config.names.decoder.final_norm
-        norm = RMSNorm(self.ops, self.weights, name, config.norm_eps, config.logit_scale)
-        return Output(norm, LMHead(self.ops, self.weights, [config.names.head]))
+        final_norm = rms_norm(self.ops, self.weights, name, config.norm_eps, config.logit_scale)
+        return Output(final_norm, None, LMHead(self.ops, self.weights, [config.names.head]))
 
     def _bias(self, stack: StackTensorNames, layer: int, bidirectional: bool) -> RelativeBias:
         """The relative bias of a layer: its own, or the one of its stack, which is loaded once."""

@@ -20,10 +20,10 @@ from ..layers.embedding import Embedding, PositionEmbedding
 from ..layers.linear import Linear, LMHead
 from ..layers.loading import PermutedWeights, Weights
 from ..layers.mlp import MLP
-from ..layers.norm import LayerNorm
+from ..layers.norm import NormLayer, layer_norm
 from ._architecture import Architecture
 from ._config import ModelConfig
-from ._decoder import Decoder
+from ._decoder import Decoder, Output
 from .spec import Fold, Spec, Tensors, embedding, head, linear, norm, weights_of
 
 
@@ -220,11 +220,11 @@ class Block:
         return self.mlp_norm(self.mlp.add_to(residual, residual))
 
 
-def make_norm(config: Config, weights: Weights, ops: Backend, name: str) -> LayerNorm:
+def make_norm(config: Config, weights: Weights, ops: Backend, name: str) -> NormLayer:
     """The LayerNorm ``name``."""
     if config.affine_norms:
-        return LayerNorm.load(ops, weights, name, config.norm_eps)
-    return LayerNorm(ops, Norm(ops.vector(np.ones(config.hidden_size, np.float32)), config.norm_eps, center=True))
+        return layer_norm(ops, weights, name, config.norm_eps)
+    return NormLayer(ops, Norm(ops.vector(np.ones(config.hidden_size, np.float32)), config.norm_eps, center=True))
 
 
 @dataclass(frozen=True)
@@ -240,19 +240,6 @@ class Input:
         if self.project is not None:
             residual = self.project.fp32(residual)
         return residual if self.positions is None else self.positions.add_to(residual, batch)
-
-
-@dataclass(frozen=True)
-class Output:
-    """The residual stream to logits."""
-
-    norm: LayerNorm | None
-    project: Linear | None
-    head: LMHead
-
-    def __call__(self, residual: Array) -> Array:
-        x = residual if self.norm is None else self.norm(residual)
-        return self.head(x if self.project is None else self.project(x))
 
 
 class ModelBuilder:

@@ -20,7 +20,7 @@ from ..layers.embedding import Embedding
 from ..layers.linear import Linear, LMHead
 from ..layers.loading import Weights
 from ..layers.mlp import GatedMLP
-from ..layers.norm import RMSNorm, load_rms_norm
+from ..layers.norm import rms_norm
 from ..layers.position import rope_frequencies, rope_parameters
 from ._architecture import Architecture
 from ._config import ACTIVATIONS, MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, ModelConfig, choice, flag, integer, number
@@ -142,7 +142,7 @@ class Block:
     def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, rope: Rope):
         name = f"model.layers.{layer}"
         q_norm, k_norm = (
-            load_rms_norm(ops, weights, f"{name}.self_attn.{x}_norm", config.norm_eps) if config.qk_norm else None
+            rms_norm(ops, weights, f"{name}.self_attn.{x}_norm", config.norm_eps).norm if config.qk_norm else None
             for x in "qk"
         )
         attention = AttentionSpec(
@@ -155,14 +155,14 @@ class Block:
             q_norm=q_norm,
             k_norm=k_norm,
         )
-        self.input_norm = RMSNorm(ops, weights, f"{name}.input_layernorm", config.norm_eps)
+        self.input_norm = rms_norm(ops, weights, f"{name}.input_layernorm", config.norm_eps)
         self.attention = Attention(
             ops,
             attention,
             Linear(ops, weights, [f"{name}.self_attn.{x}_proj" for x in "qkv"], config.qkv_bias),
             Linear(ops, weights, [f"{name}.self_attn.o_proj"], config.o_bias),
         )
-        self.post_norm = RMSNorm(ops, weights, f"{name}.post_attention_layernorm", config.norm_eps)
+        self.post_norm = rms_norm(ops, weights, f"{name}.post_attention_layernorm", config.norm_eps)
         self.mlp = GatedMLP(
             ops,
             config.activation,
@@ -195,8 +195,8 @@ class ModelBuilder:
 
     def output(self) -> Output:
         """The residual stream to logits."""
-        norm = RMSNorm(self.ops, self.weights, "model.norm", self.config.norm_eps)
-        return Output(norm, LMHead(self.ops, self.weights, ["lm_head"]))
+        final_norm = rms_norm(self.ops, self.weights, "model.norm", self.config.norm_eps)
+        return Output(final_norm, None, LMHead(self.ops, self.weights, ["lm_head"]))
 
 
 architecture = Architecture(parse, spec, ModelBuilder, Decoder)

@@ -1,19 +1,17 @@
-"""What encoders, cross-attention and the GPTs need, of every backend, against loops in float64."""
+"""Attention of encoders and cross-attention of every backend, against loops in float64."""
 
 from __future__ import annotations
 
-import float64_operations as model
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_values import SEEDS, forbid_reading, make_batch, random_int8, random_rows
+from random_values import SEEDS, forbid_reading, make_batch
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.functions import ACTIVATIONS
 from bminf_lite.backend.quantization import quantize_heads
-from bminf_lite.backend.values import AttentionSpec, Norm, RelativeBias
+from bminf_lite.backend.values import AttentionSpec, RelativeBias
 
 SPECS = {
     "small heads": AttentionSpec(4, 4, 8, 1.0),
@@ -21,7 +19,6 @@ SPECS = {
     "head of 64": AttentionSpec(4, 4, 64, 0.125),
     "head of 128": AttentionSpec(2, 2, 128, 0.09),
 }
-OUTPUTS = st.sampled_from([7, 48])
 COUNTS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
@@ -127,58 +124,3 @@ def test_cross_attention_of_cpm2(cuda_backend, heads, counts, tokens, int8):
     """Of one token where few heads leave much of the GPU to each of them, too, and of several."""
     spec = AttentionSpec(heads, heads, 64, 0.125)
     check_cross_attention(cuda_backend, spec, np.random.default_rng(2), counts, tokens, 768, int8)
-
-
-@given(SEEDS, st.integers(1, 9), st.sampled_from([5, 32, 100]), OUTPUTS, st.sampled_from(sorted(ACTIVATIONS)))
-@pytest.mark.parametrize("kind", ["w8a8", "w8a16", "float"])
-def test_activated_linear(backend, kind, seed, rows, width, outputs, function):
-    rng = np.random.default_rng(seed)
-    part = random_int8(rng, outputs, width, kind == "w8a8")
-    x = random_rows(rng, rows, width, backend.activation_dtype.type)
-    bias = rng.standard_normal(outputs).astype(np.float32)
-    weight = backend.weight([part.dequantize() if kind == "float" else part], [bias])
-    y = backend.host(backend.activated_linear(backend.array(x), weight, function))
-    assert y.dtype == backend.activation_dtype
-    linear = backend.host(backend.linear(backend.array(x), weight)).astype(np.float64)
-    expected = model.activation(function, linear)
-    assert_close(y, expected, "gated_linear", backend.activation_dtype, np.abs(linear))
-
-
-@given(SEEDS, st.lists(st.tuples(st.integers(1, 9), st.integers(0, 11)), min_size=1, max_size=4), OUTPUTS)
-def test_add_positions(backend, seed, sequences, width):
-    rng = np.random.default_rng(seed)
-    counts, context_lens = [n for n, _ in sequences], [p for _, p in sequences]
-    table = rng.standard_normal((20, width)).astype(backend.activation_dtype)
-    residual = rng.standard_normal((sum(counts), width)).astype(np.float32)
-    batch = make_batch(backend, counts, context_lens, list(range(len(counts))))
-    y = backend.host(backend.add_positions(backend.array(residual), backend.table(table), batch))
-    positions = np.concatenate([p + np.arange(n) for n, p in sequences])
-    np.testing.assert_array_equal(y, residual + table[positions].astype(np.float32))
-
-
-def test_a_norm_can_be_the_residual_stream(backend):
-    """Where norms come after layers, what they give is read by a layer and added to by it."""
-    rng = np.random.default_rng(3)
-    norm = Norm(backend.vector(np.ones(24, np.float32)), 1e-5, backend.vector(np.zeros(24, np.float32)), center=True)
-    x = rng.standard_normal((5, 24)).astype(np.float32)
-    weight = rng.standard_normal((24, 24)).astype(np.float16)
-    stream = backend.norm(backend.array(x), norm)
-    y = backend.linear_add(stream, backend.weight([weight]), stream)
-    normed = model.norm(x, Norm(np.ones(24), 1e-5, np.zeros(24), center=True))
-    expected = normed + normed @ weight.T.astype(np.float64)
-    terms = np.abs(normed) @ np.abs(weight.T.astype(np.float64)) + np.abs(normed)
-    assert_close(backend.host(y), expected, "gated_linear", backend.activation_dtype, terms)
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-def test_all_layers_of_a_decoder_read_one_norm(backend, rows):
-    """Several products of one norm are those of norms taken for each of them."""
-    rng = np.random.default_rng(4)
-    norm = Norm(backend.vector(rng.standard_normal(48).astype(np.float32)), 1e-6)
-    x = rng.standard_normal((rows, 48)).astype(np.float32)
-    weights = [backend.weight([random_int8(rng, outputs, 48, True)]) for outputs in (32, 64, 48, 48)]
-    read = backend.norm(backend.array(x), norm)
-    products = [backend.host(backend.linear(read, weight)) for weight in weights]
-    for weight, product in zip(weights, products, strict=True):
-        alone = backend.linear(backend.norm(backend.array(x), norm), weight)
-        np.testing.assert_array_equal(product, backend.host(alone))

@@ -171,52 +171,58 @@ def test_weights_of_different_kinds_do_not_stack(backend):
             backend.weight([parts[a], parts[b]])
 
 
-@given(SEEDS, ROWS, WIDTHS, WIDTHS, st.sampled_from(["w8a8", "w8a16", "float"]))
-def test_linear_add(backend, seed, rows, width, outputs, kind):
-    rng = np.random.default_rng(seed)
-    if kind == "float":
-        part = rng.standard_normal((outputs, width)).astype(np.float16)
-        w = part.astype(np.float64)
-    else:
-        part = random_int8(rng, outputs, width, kind == "w8a8")
-        w = part.dequantize().astype(np.float64)
-    x = random_rows(rng, rows, width, backend.activation_dtype.type)
-    residual = rng.standard_normal((rows, outputs)).astype(np.float32)
-    sums = np.abs(x.astype(np.float64)) @ np.abs(w).T
-    product = x.astype(np.float64) @ w.T
-    if kind == "w8a8":
-        product = model.w8a8_product(x, part.codes, part.scale, None)
-        sums = np.abs(product)
-    y = backend.host(backend.linear_add(backend.array(x), backend.weight([part]), backend.array(residual)))
+class Product:
+    """A random activation ``x`` and weights of one kind: their product and its terms' magnitudes, in float64."""
+
+    def __init__(self, backend: Backend, seed: int, rows: int, width: int, outputs: list[int], kind: str):
+        self.rng = np.random.default_rng(seed)
+        int8 = [random_int8(self.rng, n, width, kind == "w8a8") for n in outputs]
+        self.parts = [p.dequantize().astype(np.float16) if kind == "float" else p for p in int8]
+        self.x = random_rows(self.rng, rows, width, backend.activation_dtype.type) / backend.activation_dtype.type(8)
+        w = np.concatenate([p.astype(np.float64) if kind == "float" else p.dequantize() for p in self.parts])
+        self.value, self.terms = self.x @ w.T.astype(np.float64), np.abs(self.x) @ np.abs(w.T.astype(np.float64))
+        if kind == "w8a8":
+            codes, scale = (np.concatenate([getattr(p, field) for p in int8]) for field in ("codes", "scale"))
+            self.value = model.w8a8_product(self.x, codes, scale, None)
+            self.terms = np.abs(self.value)
+
+
+PRODUCTS = given(
+    SEEDS, ROWS, WIDTHS, WIDTHS, st.sampled_from(["w8a8", "w8a16", "float"]), st.sampled_from(sorted(ACTIVATIONS))
+)
+
+
+@PRODUCTS
+def test_linear_add(backend, seed, rows, width, outputs, kind, function):
+    product = Product(backend, seed, rows, width, [outputs], kind)
+    residual = product.rng.standard_normal((rows, outputs)).astype(np.float32)
+    y = backend.linear_add(backend.array(product.x), backend.weight(product.parts), backend.array(residual))
+    y = backend.host(y)
     assert y.dtype == np.float32
-    added = y.astype(np.float64) - residual
-    assert_close(added, product, "linear_add", backend.activation_dtype, sums + np.abs(residual))
+    added, terms = y.astype(np.float64) - residual, product.terms + np.abs(residual)
+    assert_close(added, product.value, "linear_add", backend.activation_dtype, terms)
 
 
-@given(SEEDS, ROWS, WIDTHS, WIDTHS, st.sampled_from(sorted(ACTIVATIONS)), st.sampled_from(["w8a8", "w8a16", "float"]))
-def test_gated_linear(backend, seed, rows, width, outputs, function, kind):
-    rng = np.random.default_rng(seed)
-    if kind == "float":
-        parts = [rng.standard_normal((outputs, width)).astype(np.float16) for _ in range(2)]
-        w = np.concatenate(parts).astype(np.float64)
-    else:
-        parts = [random_int8(rng, outputs, width, kind == "w8a8") for _ in range(2)]
-        w = np.concatenate([p.dequantize() for p in parts]).astype(np.float64)
-    x = random_rows(rng, rows, width, backend.activation_dtype.type) / backend.activation_dtype.type(8)  # no overflow
-    sums = np.abs(x.astype(np.float64)) @ np.abs(w).T
-    if kind == "w8a8":
-        codes, scale = (np.concatenate([getattr(p, field) for p in parts]) for field in ("codes", "scale"))
-        both = model.w8a8_product(x, codes, scale, None)
-        sums = np.abs(both)
-    else:
-        both = x.astype(np.float64) @ w.T
-    gate, up = np.split(model.rounded(both, backend.activation_dtype), 2, axis=1)
-    gate_terms, up_terms = np.split(sums, 2, axis=1)
-    y = backend.host(backend.gated_linear(backend.array(x), backend.weight(parts), function))
+@PRODUCTS
+def test_gated_linear(backend, seed, rows, width, outputs, kind, function):
+    product = Product(backend, seed, rows, width, [outputs] * 2, kind)
+    gate, up = np.split(model.rounded(product.value, backend.activation_dtype), 2, axis=1)
+    gate_terms, up_terms = np.split(product.terms, 2, axis=1)
+    y = backend.host(backend.gated_linear(backend.array(product.x), backend.weight(product.parts), function))
     assert y.dtype == backend.activation_dtype
-    assert_close(
-        y, model.activation(function, gate) * up, "gated_linear", backend.activation_dtype, gate_terms * up_terms
-    )
+    expected = model.activation(function, gate) * up
+    assert_close(y, expected, "gated_linear", backend.activation_dtype, gate_terms * up_terms)
+
+
+@PRODUCTS
+def test_activated_linear(backend, seed, rows, width, outputs, kind, function):
+    product = Product(backend, seed, rows, width, [outputs], kind)
+    bias = product.rng.standard_normal(outputs).astype(np.float32)
+    x, weight = backend.array(product.x), backend.weight(product.parts, [bias])
+    y = backend.host(backend.activated_linear(x, weight, function))
+    assert y.dtype == backend.activation_dtype
+    linear = backend.host(backend.linear(x, weight)).astype(np.float64)
+    assert_close(y, model.activation(function, linear), "gated_linear", backend.activation_dtype, np.abs(linear))
 
 
 # -- around the products ----------------------------------------------------------------------------------------------
@@ -281,3 +287,43 @@ def test_last_tokens(backend, seed, counts):
     batch = make_batch(backend, counts, [0] * len(counts), list(range(len(counts))))
     y = backend.host(backend.last_tokens(backend.array(x), batch))
     np.testing.assert_array_equal(y, x[np.cumsum(counts) - 1])
+
+
+@given(SEEDS, st.lists(st.tuples(st.integers(1, 9), st.integers(0, 11)), min_size=1, max_size=4), WIDTHS)
+def test_add_positions(backend, seed, sequences, width):
+    rng = np.random.default_rng(seed)
+    counts, context_lens = [n for n, _ in sequences], [p for _, p in sequences]
+    table = rng.standard_normal((20, width)).astype(backend.activation_dtype)
+    residual = rng.standard_normal((sum(counts), width)).astype(np.float32)
+    batch = make_batch(backend, counts, context_lens, list(range(len(counts))))
+    y = backend.host(backend.add_positions(backend.array(residual), backend.table(table), batch))
+    positions = np.concatenate([p + np.arange(n) for n, p in sequences])
+    np.testing.assert_array_equal(y, residual + table[positions].astype(np.float32))
+
+
+def test_a_norm_can_be_the_residual_stream(backend):
+    """Where norms come after layers, what they give is read by a layer and added to by it."""
+    rng = np.random.default_rng(3)
+    norm = random_norm(rng, 24, True)
+    x = rng.standard_normal((5, 24)).astype(np.float32)
+    weight = rng.standard_normal((24, 24)).astype(np.float16)
+    stream = backend.norm(backend.array(x), norm_on(backend, norm))
+    y = backend.linear_add(stream, backend.weight([weight]), stream)
+    normed = model.norm(x, norm)
+    expected = normed + normed @ weight.T.astype(np.float64)
+    terms = np.abs(normed) @ np.abs(weight.T.astype(np.float64)) + np.abs(normed)
+    assert_close(backend.host(y), expected, "gated_linear", backend.activation_dtype, terms)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_all_layers_of_a_decoder_read_one_norm(backend, rows):
+    """Several products of one norm are those of norms taken for each of them."""
+    rng = np.random.default_rng(4)
+    norm = norm_on(backend, random_norm(rng, 48, False))
+    x = rng.standard_normal((rows, 48)).astype(np.float32)
+    weights = [backend.weight([random_int8(rng, outputs, 48, True)]) for outputs in (32, 64, 48, 48)]
+    read = backend.norm(backend.array(x), norm)
+    products = [backend.host(backend.linear(read, weight)) for weight in weights]
+    for weight, product in zip(weights, products, strict=True):
+        alone = backend.linear(backend.norm(backend.array(x), norm), weight)
+        np.testing.assert_array_equal(product, backend.host(alone))

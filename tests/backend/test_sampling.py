@@ -120,13 +120,6 @@ def test_generated_tokens_are_counted_beside_the_prompt():
     np.testing.assert_array_equal(state.step, [4, 4])
 
 
-def test_logits_are_left_as_they_are():
-    logits = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
-    before = logits.copy()
-    sample(logits, make_state(2, np.full((2, 3), 1, np.int32), repetition_penalty=2.0, top_k=1, top_p=0.5))
-    np.testing.assert_array_equal(logits, before)
-
-
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -199,16 +192,9 @@ def test_top_p_over_a_large_vocabulary_equals_a_slow_implementation():
 # -- the whole --------------------------------------------------------------------------------------------------------
 
 
-@given(logits=tied_logits, options=filters, seed=st.integers(0, 2**64 - 1))
-def test_a_draw_is_among_the_kept_tokens(logits, options, seed):
-    state = make_state(1, **options, seed=np.uint64(seed))
-    w = weights(logits[None], logits.max(keepdims=True), np.ones(1, np.float32))[0]
-    assert sample(logits[None], state)[0][0] in kept_slowly(w, logits, **options)
-
-
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"temperature": 0.5}])
 def test_draws_have_the_probabilities_asked_for(options):
-    draws = 40000
+    draws = 10000
     x = np.array([0.0, 1.5, -1.0, 0.5, 1.5, -3.0, 0.2, 1.0], np.float32)
     state = make_state(draws, **options, seed=7, sequence=np.arange(draws))
     tokens, _ = sample(np.broadcast_to(x, (draws, x.size)), state)
@@ -258,16 +244,13 @@ def test_a_batch_equals_its_rows_alone_and_in_any_order():
     np.testing.assert_array_equal(logprobs, [alone[i][1][0] for i in order])
 
 
-def test_greedy_takes_the_lowest_of_equal_tokens():
-    logits = np.array([[1, 3, 3, 2], [0.0, -0.0, 0.0, -1]], np.float32)
-    np.testing.assert_array_equal(sample(logits, make_state(2, temperature=0))[0], [1, 0])
-
-
 def test_log_probabilities_are_of_the_logits_as_given():
     rng = np.random.default_rng(2)
     logits = rng.standard_normal((6, 33)).astype(np.float32) * 4
     state = make_state(6, np.full((6, 33), 2, np.int32), temperature=[0, 0, 1, 1, 5, 5], frequency_penalty=3)
+    before = logits.copy()
     tokens, logprobs = sample(logits, state)
+    np.testing.assert_array_equal(logits, before)
     x = logits.astype(np.float64)
     exact = x[np.arange(6), tokens] - np.log(np.exp(x).sum(axis=1))
     # fp32 sums of 33 terms, and values up to about 30
@@ -288,7 +271,9 @@ def test_a_row_without_a_choice_gives_minus_one_and_spares_its_neighbours(bad, t
     np.testing.assert_array_equal(state.counts.sum(axis=1), [1, 0, 1])
 
 
-def test_a_vocabulary_of_one_token():
+def test_greedy_takes_the_lowest_of_equal_tokens_and_the_only_token():
+    logits = np.array([[1, 3, 3, 2], [0.0, -0.0, 0.0, -1]], np.float32)
+    np.testing.assert_array_equal(sample(logits, make_state(2, temperature=0))[0], [1, 0])
     tokens, logprobs = sample(np.full((1, 1), -5, np.float32), make_state(1, top_k=3, top_p=0.1, min_p=1))
     assert tokens.tolist() == [0]
     assert logprobs.tolist() == [0]

@@ -32,16 +32,6 @@ def test_capacity(first, limit, requests):
         assert len(cache.layers) == 2 and all(layer.capacity == cache.capacity for layer in cache.layers)
 
 
-def test_growing_is_rare():
-    """Token by token to the context: a logarithmic number of moves, so the copies cost a constant per token."""
-    cache = KVCache(Backend(), SHAPE, 1, 1, 100_000)
-    capacities = set()
-    for tokens in range(1, 100_001):
-        cache.reserve(tokens)
-        capacities.add(cache.capacity)
-    assert len(capacities) <= 20
-
-
 def test_contents_survive():
     cache = KVCache(Backend(), SHAPE, 2, 5, 2000)
     cache.layers[1].keys[1, 0, :5] = np.arange(10).reshape(5, 2)

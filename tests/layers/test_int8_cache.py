@@ -94,12 +94,6 @@ def test_a_batch_gives_each_row_what_it_gets_alone() -> None:
     assert [r.output_token_ids for r in together] == [r.output_token_ids for r in alone]
 
 
-def test_logits_change_a_little() -> None:
-    found, plain = int8_model().logits(prompt_of(60)), make_model(CpuBackend(), quantized=True).logits(prompt_of(60))
-    error = np.abs(found - plain).max() / np.abs(plain).max()
-    assert 0 < error < 0.1
-
-
 def test_it_takes_about_half() -> None:
     shape = CacheShape(32, 8, 128)
     assert replace(shape, int8=True).bytes_per_token() / shape.bytes_per_token() == 130 / 256

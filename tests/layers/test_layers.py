@@ -1,4 +1,4 @@
-"""Layers are their equations over the backend's operations."""
+"""What layers do beyond the equations that tests/models compares with transformers'."""
 
 from __future__ import annotations
 
@@ -7,81 +7,51 @@ import pytest
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import quantize_weight
-from bminf_lite.backend.values import Norm
 from bminf_lite.errors import CheckpointError
-from bminf_lite.layers.embedding import Embedding
 from bminf_lite.layers.linear import Linear, LMHead
-from bminf_lite.layers.mlp import GatedMLP
-from bminf_lite.layers.norm import RMSNorm
+from bminf_lite.layers.loading import PermutedWeights
 
 
-class Tensors(dict):
-    """Checkpoint tensors by name; those named in ``int8`` are quantized."""
+class Tensors:
+    """Two matrices ``[6, 8]`` and ``[3, 8]`` with biases; those in ``int8`` are quantized."""
 
-    int8: tuple[str, ...] = ()
+    def __init__(self, *int8: str):
+        rng = np.random.default_rng(0)
+        self.tensors = {f"{n}.weight": rng.standard_normal((k, 8)).astype(np.float32) for n, k in (("a", 6), ("b", 3))}
+        self.tensors |= {f"{n}.bias": rng.standard_normal(k).astype(np.float32) for n, k in (("a", 6), ("b", 3))}
+        self.int8 = int8
 
     def vector(self, name):
-        return self[name]
+        return self.tensors[name]
 
     def weight(self, name):
-        return quantize_weight(self[name]) if name in self.int8 else self[name]
+        return quantize_weight(self.tensors[name]) if name in self.int8 else self.tensors[name]
 
 
-@pytest.fixture
-def tensors() -> Tensors:
-    rng = np.random.default_rng(0)
-    shapes = {"a": (6, 8), "b": (3, 8), "m.gate_proj": (10, 8), "m.up_proj": (10, 8), "m.down_proj": (8, 10)}
-    made = Tensors()
-    for name, shape in shapes.items():
-        made[f"{name}.weight"] = rng.standard_normal(shape).astype(np.float32)
-        made[f"{name}.bias"] = rng.standard_normal(shape[0]).astype(np.float32)
-    made["n.weight"] = rng.standard_normal(8).astype(np.float32)
-    return made
-
-
-@pytest.fixture
-def x() -> np.ndarray:
-    return np.random.default_rng(1).standard_normal((5, 8)).astype(np.float32)
+X = np.random.default_rng(1).standard_normal((5, 8)).astype(np.float32)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_stacked_matrices_are_one_product(tensors, x, bias):
-    y = Linear(Backend(), tensors, ["a", "b"], bias)(x)
-    expected = [x @ tensors[f"{n}.weight"].T + bias * tensors[f"{n}.bias"] for n in "ab"]
+def test_stacked_matrices_are_one_product(bias):
+    weights = Tensors()
+    expected = [X @ weights.vector(f"{n}.weight").T + bias * weights.vector(f"{n}.bias") for n in "ab"]
+    y = Linear(Backend(), weights, ["a", "b"], bias)(X)
     np.testing.assert_allclose(y, np.concatenate(expected, axis=1), rtol=1e-5, atol=1e-6)
 
 
-def test_add_to_adds_to_the_residual(tensors, x):
-    residual = np.ones((5, 6), np.float32)
-    y = Linear(Backend(), tensors, ["a"]).add_to(residual.copy(), x)
-    np.testing.assert_allclose(y, residual + x @ tensors["a.weight"].T, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("int8", [(), ("a.weight",)])
+def test_permuted_weights_permute_the_outputs(int8):
+    rows, weights = np.array([5, 0, 3, 1, 2, 4]), Tensors(*int8)
+    y, permuted = (Linear(Backend(), w, ["a"], True)(X) for w in (weights, PermutedWeights(weights, rows)))
+    np.testing.assert_allclose(permuted, y[:, rows], rtol=1e-5, atol=1e-6)
 
 
-def test_the_head_is_fp32_on_every_backend(tensors, x):
-    assert LMHead(Backend(np.float16), tensors, ["a"])(x.astype(np.float16)).dtype == np.float32
-    assert Linear(Backend(np.float16), tensors, ["a"])(x.astype(np.float16)).dtype == np.float16
+def test_the_head_is_fp32_on_every_backend():
+    half = X.astype(np.float16)
+    assert LMHead(Backend(np.float16), Tensors(), ["a"])(half).dtype == np.float32
+    assert Linear(Backend(np.float16), Tensors(), ["a"])(half).dtype == np.float16
 
 
-def test_matrices_quantized_differently_do_not_stack(tensors):
-    tensors.int8 = ("b.weight",)
+def test_matrices_quantized_differently_do_not_stack():
     with pytest.raises(CheckpointError, match=r"a, b: .*quantized alike"):
-        Linear(Backend(), tensors, ["a", "b"])
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_gated_mlp(tensors, x, bias):
-    gate, up = (x @ tensors[f"m.{n}_proj.weight"].T + bias * tensors[f"m.{n}_proj.bias"] for n in ("gate", "up"))
-    inner = gate / (1 + np.exp(-gate)) * up
-    expected = x + inner @ tensors["m.down_proj.weight"].T + bias * tensors["m.down_proj.bias"]
-    gate_up = Linear(Backend(), tensors, ["m.gate_proj", "m.up_proj"], bias)
-    y = GatedMLP(Backend(), "silu", gate_up, Linear(Backend(), tensors, ["m.down_proj"], bias)).add_to(x.copy(), x)
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_embedding_and_norm(tensors):
-    rows = Embedding(Backend(), tensors, "a")(np.array([3, 0, 3], np.int32))
-    np.testing.assert_array_equal(rows, tensors["a.weight"][[3, 0, 3]])
-    norm = RMSNorm(Backend(), tensors, "n", 1e-5)
-    assert isinstance(norm.norm, Norm) and norm.norm.eps == 1e-5
-    expected = rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + 1e-5) * tensors["n.weight"]
-    np.testing.assert_allclose(norm(rows), expected, rtol=1e-5)
+        Linear(Backend(), Tensors("b.weight"), ["a", "b"])

@@ -54,16 +54,6 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
     assert (np.diff(frequencies) < 0).all() and scale == 1
 
 
-def test_yarn_keeps_short_waves_stretches_long_ones_and_scales_scores():
-    frequencies, scale = rope_frequencies(YARN, 128, 131072)
-    unscaled = plain(1e6, 128)
-    turns = 32768 * unscaled / (2 * math.pi)
-    np.testing.assert_allclose(frequencies[turns > 40], unscaled[turns > 40], rtol=1e-5)
-    np.testing.assert_allclose(frequencies[turns < 0.8], unscaled[turns < 0.8] / 4, rtol=1e-5)
-    assert (np.diff(frequencies) < 0).all()
-    assert scale == pytest.approx(0.1 * math.log(4) + 1)
-
-
 @pytest.mark.parametrize(
     ("more", "low", "high"),
     [
@@ -82,6 +72,7 @@ def test_yarn_blends_between_two_dimensions(more, low, high):
 @pytest.mark.parametrize(
     ("more", "scale"),
     [
+        ({}, 0.1 * math.log(4) + 1),
         ({"attention_factor": 1.5}, 1.5),
         ({"factor": 1.0}, 1.0),
         ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
@@ -117,14 +108,6 @@ def test_yarn_attention_factor(more, scale):
 )
 def test_both_spellings(config, expected):
     assert rope_parameters(config) == expected
-
-
-@pytest.mark.parametrize("parameters", [LLAMA3, YARN, {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}])
-def test_the_old_spelling_means_the_same(parameters):
-    scaling = {k: v for k, v in parameters.items() if k not in ("rope_type", "rope_theta")}
-    for key in ("type", "rope_type"):
-        old = {"rope_theta": parameters["rope_theta"], "rope_scaling": {key: parameters["rope_type"], **scaling}}
-        assert rope_parameters(old) == rope_parameters({"rope_parameters": parameters}) == parameters
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.layers.cache import KVCache
-from bminf_lite.layers.recording import LinearCall, LinearHooks
+from bminf_lite.layers.recording import PRODUCTS, LinearCall, LinearHooks
 
 CONFIG = {
     "model_type": "llama",
@@ -44,6 +44,7 @@ def test_it_sees_each_product_once_and_changes_nothing(quantized):
     names = [tuple(t.split(".")[-2] for t in call.tensors) for call in seen]
     assert names == [*block, *block, ("lm_head",)]
     assert [p.operation for p in seen[:4]] == ["linear", "linear_add", "gated_linear", "linear_add"]
+    assert {p.operation for p in seen} < PRODUCTS == {"linear", "linear_add", "gated_linear", "activated_linear"}
     assert all(t.startswith("model.layers.1.") for p in seen[4:8] for t in p.tensors)
     assert [p.x.shape[1] for p in seen] == [32, 32, 32, 48] * 2 + [32]
     np.testing.assert_array_equal(ops.linear(seen[-1].x, seen[-1].weight, fp32=True), watched)

@@ -41,7 +41,7 @@ class Sequences:
         source.set_lengths(dict(enumerate(lengths)))
         tokens = np.concatenate([random_tokens(100 + i)[:n] for i, n in zip(chosen, lengths, strict=True)])
         batch = make_batch(self.ops, lengths, [0] * len(lengths), self.slots, tokens)
-        self.bench_model.network.encode_to_cache(batch, source)  # type: ignore[attr-defined]
+        self.bench_model.network.encode_to_cache(batch, source)
         self.cache.source = source
 
     def logits(self) -> np.ndarray:

@@ -26,17 +26,10 @@ PARAMETERS = {
 """Counted from the shapes; the papers say 2.6, 11, 2.8, 2.8, 0.97, 0.3, 7, 1.24, 8 and 70 billion."""
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
 def test_a_published_shape_has_its_parameters(name):
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     architecture = models.find(config)
     spec = architecture.spec(architecture.parse(config))
     count = sum(math.prod(p.shape) for key, p in spec.parameters.items() if key not in spec.tied)
-    assert count == pytest.approx(PARAMETERS[name], rel=1e-3)
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
-def test_every_shape_parses(path):
-    config = json.loads(path.read_text())
-    architecture = models.find(config)
-    assert architecture.spec(architecture.parse(config)).parameters
+    assert count == pytest.approx(PARAMETERS.get(name, count), rel=1e-3)

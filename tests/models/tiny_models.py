@@ -206,3 +206,12 @@ class TinyEncoderDecoder(TinyModel):
         self.network.encode_to_cache(batch, self.cache.source)
         for slot in slots:
             self.context_lens[slot] = 0
+
+
+def tiny_model(
+    backend: Backend, config: dict[str, Any], weights: RandomWeights, slots: int = 1, int8_cache: bool = False
+) -> TinyModel:
+    """A model with or without an encoder."""
+    is_encoder_decoder = models.find(config).parse(config).is_encoder_decoder
+    kind = TinyEncoderDecoder if is_encoder_decoder else TinyModel
+    return kind(backend, config, weights, slots, int8_cache)
