@@ -12,14 +12,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .api import Model, load
     from .engine.outputs import Piece, Result
     from .engine.sampling_params import SamplingParams
     from .errors import BminfError, CheckpointError, DeviceError, OutOfMemory, UsageError
     from .migration.migrate import migrate
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BminfError",

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from . import backend, models
+from . import backend
 from .backend.base import Backend
-from .checkpoint.reader import open_checkpoint
+from .checkpoint.opened_model import open_model
 from .engine.config import EngineConfig
 from .engine.generation import generate_tokens
 from .engine.model_runner import ModelRunner, Network
@@ -23,7 +23,6 @@ from .engine.sampling_params import SamplingOptions, SamplingParams
 from .errors import UsageError
 from .layers.cache import KVCache
 from .layers.finite_check import with_finite_checks
-from .layers.loading import Weights
 from .placement import checkpoint_requirements, make_engine_config, plan_placement
 from .text.chat_template import Message
 from .text.checkpoint_files import configured_eos_ids
@@ -63,19 +62,17 @@ def load(
             raise UsageError(f"{name} is {value!r}, but must be a whole number, 1 or more")
     if kv_cache not in ("fp16", "int8"):
         raise UsageError(f"kv_cache is {kv_cache!r}, not fp16 or int8")
-    with open_checkpoint(path) as checkpoint:
-        architecture = models.find(checkpoint.config)
-        config = architecture.parse(checkpoint.config)
-        spec = architecture.spec(config)
-        checkpoint.validate(spec)
+    with open_model(path) as opened:
+        checkpoint, config = opened.checkpoint, opened.config
         eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, config.vocab_size)
         ops = backend.create(device, memory_limit)
         try:
             cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
             KVCache(ops, cache_shape, 1, 1, 1).close()  # raises now if the backend cannot have such a cache
-            plan = plan_placement(ops, spec, lambda: checkpoint_requirements(checkpoint, kv_cache=kv_cache), context)
-            weights: Weights = checkpoint.weights(spec, stored=True)
-            network = architecture.Model(config, *(with_finite_checks(weights, ops) if check else (weights, ops)))
+            plan = plan_placement(ops, opened.spec, lambda: checkpoint_requirements(opened, kv_cache=kv_cache), context)
+            weights = opened.weights()
+            built_from = with_finite_checks(weights, ops) if check else (weights, ops)
+            network = opened.architecture.Model(config, *built_from)
         except BaseException:
             ops.close()
             raise

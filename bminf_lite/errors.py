@@ -34,6 +34,14 @@ class CheckpointError(BminfError):
     """A checkpoint, or a file of it, cannot be used. Lists all problems that were found."""
 
 
+def checkpoint_error(title: object, problems: Sequence[str], remedy: str = "") -> CheckpointError:
+    """An error that lists all ``problems`` under ``title`` (a path, mostly), followed by the remedy."""
+    text = listed(title, problems)
+    if remedy:
+        text += ("; " if len(problems) == 1 else "\n") + remedy
+    return CheckpointError(text)
+
+
 class UsageError(BminfError, ValueError):
     """An argument is out of range: a sampling parameter, a prompt, a recipe, a device name."""
 

@@ -1,25 +1,26 @@
-"""From a checkpoint, or from a configuration alone, to what its model asks of a device.
+"""The memory that a checkpoint's model needs, or a configuration's, and the plan of where its weights live.
 
-The model is built on a :class:`~bminf_lite.backend.meta.MetaBackend` with weights that have a shape and no values, so
-this costs milliseconds for any size, and holds for every architecture.
+The model is built on a :class:`~bminf_lite.backend.meta.MetaBackend` with weights that have a shape and no values. That
+takes milliseconds for any size and needs no formula per architecture.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from . import models
 from .backend.base import Backend
 from .backend.meta import MetaBackend
 from .backend.quantization import HostWeight, Int8Weight
-from .checkpoint.reader import Checkpoint, open_checkpoint, read_json
+from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
+from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
+from .cuda.kernels.arrays import HEAD_PAD
 from .engine.config import EngineConfig
 from .errors import OutOfMemory
 from .layers.cache import CacheShape
@@ -29,15 +30,13 @@ from .memory.sizes import format_size
 from .models.spec import Role, Spec
 
 LIBRARY_BYTES = 48 << 20
-"""What cublasLt's workspace and the kernels' own small arrays take on the device."""
-HEAD_PAD = 16
-"""Heads in a GPU's cache are padded to a multiple of so many elements."""
+"""Bytes of cublasLt's workspace and the kernels' own small arrays on the device."""
 
 SchemeOf = Callable[[str], Scheme]
 
 
 class MetaWeights:
-    """A model's tensors without their values. ``scheme_of`` says how a matrix is quantized, by its name."""
+    """A model's tensors without their values. ``scheme_of`` returns how a matrix is quantized, by its name."""
 
     def __init__(self, spec: Spec, scheme_of: SchemeOf):
         self.spec = spec
@@ -59,39 +58,34 @@ class MetaWeights:
 
 
 def requirements_of(path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16") -> MemoryRequirements:
-    """What the checkpoint in the folder ``path`` asks of a device, or the model whose ``config.json`` the file is.
+    """The memory that the model needs whose checkpoint is the folder ``path``, or whose ``config.json`` is that file.
 
-    With ``recipe`` as if it were migrated by that; by default a checkpoint as it is, and a configuration as
-    ``w8a8``. Raises ``CheckpointError`` and ``UsageError``.
+    With a ``recipe``, as if it were migrated by that. Without one, a checkpoint is taken as it is and a configuration
+    as ``w8a8``. Raises ``CheckpointError`` and ``UsageError``.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".json":
-        config = read_json(path)
-        architecture = models.find(config)
-        spec = architecture.spec(architecture.parse(config))
-        return requirements(architecture, config, recipe_schemes(spec, load_recipe(recipe or "w8a8")), kv_cache)
-    with open_checkpoint(path) as checkpoint:
-        return checkpoint_requirements(checkpoint, recipe, kv_cache)
+        described = describe_model(read_json(path))
+        return requirements(described, recipe_schemes(described.spec, load_recipe(recipe or "w8a8")), kv_cache)
+    with open_model(path) as model:
+        return checkpoint_requirements(model, recipe, kv_cache)
 
 
 def checkpoint_requirements(
-    checkpoint: Checkpoint, recipe: str | Path | None = None, kv_cache: str = "fp16"
+    model: OpenedModel, recipe: str | Path | None = None, kv_cache: str = "fp16"
 ) -> MemoryRequirements:
-    """What the model of an open checkpoint asks of a device, as it is stored or as if it were migrated."""
-    architecture = models.find(checkpoint.config)
-    spec = architecture.spec(architecture.parse(checkpoint.config))
-    checkpoint.validate(spec)
-    scheme_of = recipe_schemes(spec, load_recipe(recipe)) if recipe is not None else stored_schemes(checkpoint, spec)
-    return requirements(architecture, checkpoint.config, scheme_of, kv_cache)
+    """The memory that the model of an open checkpoint needs, as it is stored or as if it were migrated."""
+    scheme_of = model.weights().scheme_of if recipe is None else recipe_schemes(model.spec, load_recipe(recipe))
+    return requirements(model.description, scheme_of, kv_cache)
 
 
 def plan_placement(
     ops: Backend, spec: Spec, get_requirements: Callable[[], MemoryRequirements], context: int | None = None
 ) -> MemoryPlan | None:
-    """MemoryPlan for the memory that a backend can still get, and tell it where the weights are to live.
+    """Plan for the memory that a backend can still allocate, and set ``ops.placement`` accordingly.
 
-    None where its memory is the host's, in which all weights of ``spec`` must fit. Raises ``OutOfMemory``, saying what
-    would fit.
+    None if its memory is the host's, which must have room for all weights of ``spec``. Raises ``OutOfMemory``, with
+    what would fit.
     """
     memory = ops.memory()
     if "available" not in memory:
@@ -105,7 +99,7 @@ def plan_placement(
 def make_engine_config(
     config: Any, cache_shape: CacheShape, plan: MemoryPlan | None, max_batch: int = EngineConfig.max_batch
 ) -> EngineConfig:
-    """What bounds the runs of a model of that parsed configuration, whose weights live where ``plan`` says."""
+    """The limits for a model of the parsed configuration ``config`` under ``plan``."""
     return EngineConfig(
         config.context_length,
         config.vocab_size,
@@ -120,9 +114,9 @@ def make_engine_config(
 
 
 def _require_host_memory(spec: Spec) -> None:
-    """Raise ``OutOfMemory`` where a CPU's weights, fp32 whatever they are stored as, are more than the host has free.
+    """Raise ``OutOfMemory`` if the weights, which a CPU keeps in fp32, exceed what the host has free.
 
-    Linux would give that memory all the same, and kill a process once it is used.
+    Linux would grant the memory and kill a process when it is used.
     """
     needed, free = sum(4 * math.prod(p.shape) for p in spec.parameters.values()), available_memory()
     if free is not None and needed > free:
@@ -132,13 +126,11 @@ def _require_host_memory(spec: Spec) -> None:
         )
 
 
-def requirements(
-    architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf, kv_cache: str = "fp16"
-) -> MemoryRequirements:
-    """What a model of ``config`` asks of a device; ``kv_cache`` is ``fp16`` or ``int8``."""
-    parsed = architecture.parse(config)
+def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "fp16") -> MemoryRequirements:
+    """The memory that a model needs; ``kv_cache`` is ``fp16`` or ``int8``."""
+    config = model.config
     meta = MetaBackend()
-    architecture.Model(parsed, MetaWeights(architecture.spec(parsed), scheme_of), meta)
+    model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes
     return MemoryRequirements(
         layers=tuple(layers),
@@ -146,37 +138,20 @@ def requirements(
         fixed=meta.non_layer_bytes + LIBRARY_BYTES,
         tables=meta.table_bytes,
         fixed_read=meta.non_layer_bytes - meta.table_bytes,
-        cache_per_token=cache_bytes(parsed.cache_shape, kv_cache) * len(meta.layer_bytes),  # a source has its own
+        # An encoder-decoder caches its source, too.
+        cache_per_token=cache_bytes(config.cache_shape, kv_cache) * len(meta.layer_bytes),
         scratch_per_token=meta.token_bytes,
-        scratch_per_sequence=16 * parsed.vocab_size,
-        context_length=parsed.context_length,
+        scratch_per_sequence=16 * config.vocab_size,
+        context_length=config.context_length,
     )
 
 
 def cache_bytes(shape: CacheShape, kv_cache: str) -> int:
-    """What a token of one sequence takes in a GPU's cache: fp16, or int8 with an fp16 scale per head."""
-    padded = -(-shape.head_dim // HEAD_PAD) * HEAD_PAD
-    per_head = padded + 2 if kv_cache == "int8" else 2 * padded
-    return 2 * shape.layers * shape.kv_heads * per_head
+    """Bytes that a token of one sequence takes in a GPU's cache."""
+    head_dim = -(-shape.head_dim // HEAD_PAD) * HEAD_PAD
+    return replace(shape, head_dim=head_dim, int8=kv_cache == "int8").bytes_per_token()
 
 
 def recipe_schemes(spec: Spec, recipe: Recipe) -> SchemeOf:
-    """Schemes as migration with ``recipe`` chooses them."""
+    """Schemes as ``recipe`` chooses them."""
     return lambda name: recipe.scheme_of(name, spec.parameters[name].role is Role.HEAD)
-
-
-def stored_schemes(checkpoint: Checkpoint, spec: Spec) -> SchemeOf:
-    """Schemes as a checkpoint has them; what is quantized when it is loaded is so as its manifest says."""
-    weights = checkpoint.weights(spec)
-
-    def scheme_of(name: str) -> Scheme:
-        if name in spec.tied:
-            return weights.tied_scheme
-        if spec.parameters[name].transposed:
-            return weights.late.get(name, Scheme.FLOAT)
-        group = checkpoint.quantization.group_of(name.removesuffix(".weight")) if checkpoint.quantization else None
-        if group is None:
-            return Scheme.FLOAT
-        return Scheme.W8A8 if group.dynamic else Scheme.W8A16
-
-    return scheme_of

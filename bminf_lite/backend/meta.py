@@ -10,15 +10,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..cuda.kernels.gemm.layouts import GROUP, round_up
+from ..cuda.kernels.arrays import PAD, round_up
 from ..memory.arena import ALIGNMENT
 from .base import Backend
 from .quantization import HostWeight, int8_parts, stack_outliers
 from .values import Array
 
 T = TypeVar("T")
-PAD = GROUP
-"""Rows, columns and vectors are padded to a multiple of so many elements; where plain rows are taken, to half of it."""
 
 
 class MetaBackend(Backend):

@@ -22,8 +22,8 @@ from typing import Any
 
 import click
 
-from .. import __version__
 from ..errors import BminfError, UsageError
+from ..version import __version__
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 

@@ -1,20 +1,22 @@
-"""One range of device memory that everything comes from, so that a limit on it is true.
+"""Blocks of one reserved range of device memory, never more of it than a limit.
 
-An arena reserves as many addresses as its limit and maps memory to them page by page, as it is needed and not before.
-Blocks are placed by best fit in memory that is mapped and free; only where no such range is large enough are pages
-mapped, where the fewest are needed. So a limit bounds what the device is asked for, a freed block is reusable at once
-together with its free neighbours, and the same calls always give the same addresses. A model asks for the same sizes
-layer after layer: so a freed block first waits as it is for a call of its size, and is joined with its neighbours when
-a call finds neither one of its size nor other room. Joining them at every layer would take a fifth of a short prompt's
-time: so an arena may have some ``slack``, and maps memory while no more than that waits.
+An arena reserves as many addresses as its limit and maps memory to them in pages, when a block needs them. A block goes
+where it fits best among what is mapped and free; if it fits nowhere, pages are mapped where the fewest are missing. So
+the limit bounds what is taken from the device, free neighbours serve larger blocks, and the same calls always return
+the same addresses.
 
-What is free changes at once, by one assignment: Ctrl-C, which may come at any point and which a dialogue outlives,
-leaves it as it was before or as it is after, and nothing is handed out twice.
+A model allocates the same sizes in every layer. A freed block is therefore kept as it is, in a bin of blocks of its
+size, and the next block of that size takes it: joining neighbours at every layer would take a fifth of a short prompt's
+time. The bins are joined with the rest of the free memory when a block finds no other room; with some ``slack``, more
+memory is mapped instead as long as the bins hold no more than that.
 
-The memory is ordered by one stream: a block may be freed, and its memory handed out again, while work that uses it is
-still in that stream. Whoever uses a block in another stream keeps it until that stream has caught up.
+The memory is ordered by one stream: a block may be freed, and its memory allocated again, while work that uses it is
+still queued on that stream. A block that another stream uses must be kept until that stream has caught up.
 
-Nothing here knows of CUDA; see :mod:`.device` for pages of a GPU.
+``KeyboardInterrupt`` may be raised inside any method and leaves the arena consistent. Memory leaves one place before it
+enters another, so an interrupt can lose a block's memory but never give it to two blocks.
+
+Nothing here depends on CUDA; :mod:`.device` has the pages of a GPU.
 """
 
 from __future__ import annotations
@@ -22,20 +24,22 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from ..errors import OutOfMemory
-from .intervals import Intervals, SizedIntervals
 from .sizes import format_size
 
 ALIGNMENT = 512
 REMEDY = "raise the memory limit, or use a shorter context or a smaller batch"
 
+Range = tuple[int, int]
+"""Offsets ``[start, end)``."""
+
 
 class Pages(Protocol):
-    """Reserved addresses, from ``base`` on, to which memory is mapped in multiples of ``granularity`` bytes."""
+    """Reserved addresses from ``base`` on, to which memory is mapped in multiples of ``granularity`` bytes."""
 
     @property
     def base(self) -> int: ...
@@ -44,10 +48,10 @@ class Pages(Protocol):
     def granularity(self) -> int: ...
 
     def map(self, offset: int, nbytes: int) -> None:
-        """Map memory to a range; raises ``OutOfMemory``, with nothing mapped, where there is none."""
+        """Map memory to a range. Raises ``OutOfMemory``, with nothing mapped, if the device has none left."""
 
     def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """Give back what can be given back of a mapped range that is out of use: the ``(offset, nbytes)`` that were.
+        """Give back what can be given back of a mapped, unused range; returns each ``(offset, nbytes)`` given back.
 
         Waits until the device has finished with them.
         """
@@ -56,25 +60,23 @@ class Pages(Protocol):
         """Give back everything; twice is harmless."""
 
 
-_Allocation = tuple[int, int, "Block | None"]
-"""Of a block: where it starts, how much it takes, and the block of a meter that stands for it."""
-
-
 class Block:
-    """``nbytes`` of an arena's memory from ``address`` on, its own until :meth:`free` or garbage collection."""
+    """``nbytes`` of an arena's memory from ``address`` on, until :meth:`free` or garbage collection.
+
+    ``shadow`` is the block that stands for this one in a :class:`Meter`.
+    """
 
     __slots__ = ("__weakref__", "_allocation", "_arena", "address", "nbytes")
 
-    def __init__(self, arena: Arena, allocation: _Allocation, address: int, nbytes: int) -> None:
+    def __init__(self, arena: Arena, start: int, size: int, nbytes: int, shadow: Block | None) -> None:
         self._arena = arena
-        self._allocation: _Allocation | None = allocation
-        self.address = address
+        self._allocation: tuple[int, int, Block | None] | None = (start, size, shadow)
+        self.address = arena._base + start
         self.nbytes = nbytes
 
     def free(self) -> None:
         """Give the memory back to the arena; twice is harmless."""
-        # Garbage collection may call this at any moment, also inside the arena: so it takes no lock. If Ctrl-C comes
-        # before the last line, the memory is lost, which is better than being free twice.
+        # No lock: garbage collection may call this inside the arena's own methods.
         allocation, self._allocation = self._allocation, None
         if allocation is not None:
             self._arena._freed.append(allocation)
@@ -85,8 +87,8 @@ class Block:
 class Arena:
     """Blocks of ``pages``, never more than ``limit`` bytes (rounded down to whole pages). Safe to use from any thread.
 
-    ``remedy`` is what the error says to do when the limit is reached. ``slack`` is how many bytes of freed blocks may
-    wait while more memory is mapped, as long as the limit and the device allow it.
+    ``remedy`` is what the error recommends when the limit is reached. ``slack`` is how many bytes of freed blocks may
+    stay in their bins while more memory is mapped.
     """
 
     def __init__(self, pages: Pages, limit: int, remedy: str = REMEDY, slack: int = 0) -> None:
@@ -96,10 +98,10 @@ class Arena:
         self._pages = pages
         self._base = pages.base
         self._lock = threading.Lock()
-        self._freed: deque[_Allocation] = deque()
-        self._mapped = Intervals()
-        self._ready = SizedIntervals()  # free and mapped, but for what waits
-        self._waiting: dict[int, list[int]] = {}  # starts of freed blocks, by size
+        self._freed: deque[tuple[int, int, Block | None]] = deque()  # since the last call
+        self._bins: dict[int, list[int]] = {}  # starts of freed blocks, by size
+        self._mapped: list[Range] = []
+        self._ready: list[Range] = []  # what is mapped, free and in no bin
         self._meter: Meter | None = None
         self._used = 0
         self._peak_used = 0
@@ -116,8 +118,8 @@ class Arena:
 
     @property
     def reserved(self) -> int:
-        """Bytes mapped: what the device has lent to this arena."""
-        return self._mapped.total
+        """Bytes mapped, which other users of the device cannot have."""
+        return _total(self._mapped)
 
     @property
     def peak_used(self) -> int:
@@ -131,12 +133,12 @@ class Arena:
         """Let the peaks start again from what is used and reserved now."""
         with self._lock:
             self._collect()
-            self._peak_used, self._peak_reserved = self._used, self._mapped.total
+            self._peak_used, self._peak_reserved = self._used, self.reserved
 
     def allocate(self, nbytes: int) -> Block:
         """A block of ``nbytes``, aligned to ``ALIGNMENT`` bytes; its contents are undefined.
 
-        Raises ``OutOfMemory``, with every block as it was, where the limit leaves no room or the device has none left.
+        Raises ``OutOfMemory``, with every block as it was, if the limit leaves no room or the device has none left.
         """
         if nbytes < 0:
             raise ValueError(f"a block of {nbytes} bytes")
@@ -144,13 +146,12 @@ class Arena:
         with self._lock:
             if self._freed:
                 self._collect()
-            waiting = self._waiting.get(size)
-            start = waiting.pop() if waiting else self._find_range(size, nbytes)
+            starts = self._bins.get(size)
+            start = starts.pop() if starts else self._find_room(size, nbytes)
             self._used += size
             if self._used > self._peak_used:
                 self._peak_used = self._used
-            shadow = None if self._meter is None else self._meter.allocate(nbytes)
-            return Block(self, (start, size, shadow), self._base + start, nbytes)
+            return Block(self, start, size, nbytes, None if self._meter is None else self._meter.allocate(nbytes))
 
     def scratch(self, nbytes: int) -> Scratch:
         """An arena within one block of ``nbytes`` of this one; raises ``OutOfMemory`` as :meth:`allocate` does."""
@@ -158,7 +159,7 @@ class Arena:
 
     @contextmanager
     def measure(self) -> Iterator[Meter]:
-        """Learn how large a :class:`Scratch` must be to serve the calls that this arena serves inside the ``with``.
+        """Find how large a :class:`Scratch` must be to serve the calls that this arena serves inside the ``with``.
 
         The same calls in the same order fit into ``scratch(meter.peak)`` exactly. One measurement at a time.
         """
@@ -173,83 +174,79 @@ class Arena:
                 self._collect()
                 self._meter = None
 
+    def trim(self) -> int:
+        """Give free pages back to the device, once it has finished with them; returns the bytes."""
+        with self._lock:
+            return self._trim()
+
     def close(self) -> None:
         """Give everything back to the device. Blocks that are not freed lose their memory; twice is harmless."""
         self._finalizer()
 
     def _collect(self) -> None:
+        """Put freed blocks into their bins."""
         while self._freed:
             start, size, shadow = self._freed.popleft()
             self._used -= size
-            waiting = self._waiting.get(size)
-            if waiting is None:
-                self._waiting[size] = [start]
+            starts = self._bins.get(size)
+            if starts is None:
+                self._bins[size] = [start]
             else:
-                waiting.append(start)
+                starts.append(start)
             if shadow is not None:
                 shadow.free()
 
-    def _add_waiting(self, ready: SizedIntervals) -> None:
-        ready.add_all(sorted((start, start + size) for size, starts in self._waiting.items() for start in starts))
-
-    def _free(self) -> Intervals:
-        """What no block has: memory that is ready, and addresses without memory."""
-        return Intervals(*self._ready, *self._mapped.missing(0, self.limit))
-
-    def _find_range(self, size: int, nbytes: int) -> int:
-        """Where a block goes that no waiting one is as large as; memory is mapped to it."""
-        ready = self._ready.copy()
-        start = ready.take(size)
-        if start is None and self._waiting and self._map_more(size):
-            ready = self._ready.copy()
-            start = ready.take(size)
-        elif start is None and self._waiting:
-            self._add_waiting(ready)
-            start = ready.take(size)
-            self._ready, self._waiting = ready, {}
+    def _find_room(self, size: int, nbytes: int) -> int:
+        """The start of a mapped range for a block of which the bins have none, taken from the free memory."""
+        start = self._take(size)
+        if start is None and self._bins:
+            if not self._map_instead_of_joining(size):
+                self._join_bins()
+            start = self._take(size)
         if start is None:
-            start = self._find_range_to_map(size)
-            if start is None:
-                raise OutOfMemory(self._explain(nbytes, "no free range is large enough"))
-            self._map(start, size, nbytes)
-            ready = self._ready.copy()
-            ready.remove(start, start + size)
-        self._ready = ready
+            self._map_for(size, nbytes)
+            start = self._take(size)
+            assert start is not None
         return start
 
-    def _map_more(self, size: int) -> bool:
-        """Whether memory was mapped for a block so that what waits, no more than the slack, can go on waiting."""
-        if self._mapped.total - self._used - self._ready.total > self._slack:
+    def _take(self, size: int) -> int | None:
+        """The start of the smallest range that is ready and large enough, of several the first; None without any."""
+        fits = [(end - start, start, i) for i, (start, end) in enumerate(self._ready) if end - start >= size]
+        if not fits:
+            return None
+        found, start, i = min(fits)
+        rest = [(start + size, start + found)] if found > size else []
+        self._ready = self._ready[:i] + rest + self._ready[i + 1 :]
+        return start
+
+    def _join_bins(self) -> None:
+        freed = [(start, start + size) for size, starts in self._bins.items() for start in starts]
+        # One assignment: CPython raises an interrupt after a call or at the end of a loop, but not within this one.
+        self._ready, self._bins = _union(self._ready, freed), {}
+
+    def _map_instead_of_joining(self, size: int) -> bool:
+        """Map memory for a block, if what the bins hold is within the slack; whether that succeeded."""
+        if sum(size * len(starts) for size, starts in self._bins.items()) > self._slack:
             return False
-        start = self._find_range_to_map(size)
+        start = self._cheapest_range(size)
         if start is None:
             return False
         try:
             self._map_missing(start, size)
         except OutOfMemory:
-            self._slack = 0  # asking in vain each time would take longer than joining
+            self._slack = 0  # from now on the bins are joined, which is faster than a refusal each time
             return False
         return True
 
-    def _find_range_to_map(self, size: int) -> int | None:
-        """The start of the free range that is large enough and needs the fewest bytes mapped."""
-        best = None
-        for start, end in self._free():
-            if end - start >= size:
-                needed = sum(high - low for low, high in self._mapped.missing(*self._whole_pages(start, start + size)))
-                if best is None or needed < best[0]:
-                    best = (needed, start)
-        return best and best[1]
-
-    def _whole_pages(self, start: int, end: int) -> tuple[int, int]:
-        granularity = self._pages.granularity
-        return start // granularity * granularity, -(-end // granularity) * granularity
-
-    def _map(self, start: int, size: int, nbytes: int) -> None:
+    def _map_for(self, size: int, nbytes: int) -> None:
+        """Map memory for a block of ``nbytes``, which takes ``size``; raises ``OutOfMemory`` if that cannot be."""
+        start = self._cheapest_range(size)
+        if start is None:
+            raise OutOfMemory(self._explain(nbytes, "no free range is large enough"))
         try:
             self._map_missing(start, size)
         except OutOfMemory as error:
-            # Another process has taken memory that the limit allows: pages that are free here may make up for it.
+            # Another process has taken memory that the limit allows. Free pages elsewhere may make up for it.
             if not self._trim():
                 raise OutOfMemory(self._explain(nbytes, str(error))) from error
             try:
@@ -257,43 +254,59 @@ class Arena:
             except OutOfMemory as again:
                 raise OutOfMemory(self._explain(nbytes, str(again))) from again
 
+    def _cheapest_range(self, size: int) -> int | None:
+        """The start of the free range that is large enough and needs the fewest bytes mapped, of several the first."""
+        costs = [
+            (_total(_subtract([self._whole_pages(start, size)], self._mapped)), start)
+            for start, end in self._free_ranges()
+            if end - start >= size
+        ]
+        return min(costs)[1] if costs else None
+
+    def _free_ranges(self) -> list[Range]:
+        """Free memory that is in no bin, and addresses without memory."""
+        return _union(self._ready, _subtract([(0, self.limit)], self._mapped))
+
+    def _whole_pages(self, start: int, size: int) -> Range:
+        granularity = self._pages.granularity
+        return start // granularity * granularity, -(-(start + size) // granularity) * granularity
+
     def _map_missing(self, start: int, size: int) -> None:
-        for low, high in self._mapped.missing(*self._whole_pages(start, start + size)):
-            mapped, ready = self._mapped.copy(), self._ready.copy()
-            mapped.add(low, high)
-            ready.add(low, high)
-            self._pages.map(low, high - low)
-            self._mapped, self._ready = mapped, ready
-            self._peak_reserved = max(self._peak_reserved, self._mapped.total)
+        for low, high in _subtract([self._whole_pages(start, size)], self._mapped):
+            before, self._mapped = self._mapped, _union(self._mapped, [(low, high)])
+            try:
+                self._pages.map(low, high - low)
+            except Exception:  # but not an interrupt, after which pages may be mapped
+                self._mapped = before
+                raise
+            self._peak_reserved = max(self._peak_reserved, self.reserved)
+            self._ready = _union(self._ready, [(low, high)])
 
     def _trim(self) -> int:
-        """Give pages that are wholly free back to the device, which it must have finished with; returns the bytes."""
         self._collect()
-        joined = self._ready.copy()
-        self._add_waiting(joined)
-        self._ready, self._waiting = joined, {}
-        granularity, before = self._pages.granularity, self._mapped.total
-        for start, end in list(self._ready):
-            first, last = -(-start // granularity) * granularity, end // granularity * granularity
-            for offset, nbytes in self._pages.unmap(first, last - first) if first < last else ():
-                mapped, ready = self._mapped.copy(), self._ready.copy()
-                mapped.remove(offset, offset + nbytes)
-                ready.remove(offset, offset + nbytes)
-                self._mapped, self._ready = mapped, ready
-        return before - self._mapped.total
+        self._join_bins()
+        granularity, before = self._pages.granularity, self.reserved
+        for start, end in self._ready:
+            pages = -(-start // granularity) * granularity, end // granularity * granularity
+            if pages[0] < pages[1]:
+                self._ready = _subtract(self._ready, [pages])
+                unmapped = [(offset, offset + n) for offset, n in self._pages.unmap(pages[0], pages[1] - pages[0])]
+                self._mapped = _subtract(self._mapped, unmapped)
+                self._ready = _union(self._ready, _subtract([pages], unmapped))
+        return before - self.reserved
 
     def _explain(self, nbytes: int, reason: str) -> str:
-        free = self._free()
+        free = self._free_ranges()
         largest = max((end - start for start, end in free), default=0)
         return (
             f"out of device memory: {format_size(nbytes)} asked for, {format_size(self._used)} in use, "
-            f"{format_size(free.total)} free of which {format_size(largest)} in one piece, "
+            f"{format_size(_total(free))} free of which {format_size(largest)} in one piece, "
             f"{format_size(self.limit)} allowed; {reason}; {self.remedy}"
         )
 
 
-class _MappedRange:
-    """Pages that are there already: mapping them only records how far they are in use."""
+class _MappedPages:
+    """Pages that are mapped already: mapping them only records how far they are in use."""
 
     granularity = ALIGNMENT
 
@@ -309,11 +322,11 @@ class _MappedRange:
 
 
 class Scratch(Arena):
-    """An arena within one block of another, such as what a CUDA graph's work allocates and owns as long as it lives."""
+    """An arena within one block of another, such as the memory that a CUDA graph's work uses as long as it lives."""
 
     def __init__(self, block: Block) -> None:
         size = -(-block.nbytes // ALIGNMENT) * ALIGNMENT  # a block ends where the next aligned one may begin
-        super().__init__(_MappedRange(block.address), size, remedy="this block was made too small for its use")
+        super().__init__(_MappedPages(block.address), size, remedy="this block was made too small for its use")
         self._block = block
 
     def free(self) -> None:
@@ -325,9 +338,40 @@ class Meter(Arena):
     """An arena without memory or limit that serves the calls another one serves: ``peak`` is the room they need."""
 
     def __init__(self) -> None:
-        super().__init__(_MappedRange(0), 1 << 62)
+        super().__init__(_MappedPages(0), 1 << 62)
 
     @property
     def peak(self) -> int:
         """Bytes that a :class:`Scratch` must have to serve the same calls."""
         return self.peak_reserved
+
+
+def _union(ranges: Iterable[Range], more: Iterable[Range]) -> list[Range]:
+    """The ranges that cover the same offsets: in order, disjoint, and none touching the next."""
+    joined: list[Range] = []
+    for start, end in sorted([*ranges, *more]):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _subtract(ranges: list[Range], holes: Iterable[Range]) -> list[Range]:
+    """What the holes leave of the ranges."""
+    for low, high in holes:
+        left: list[Range] = []
+        for start, end in ranges:
+            if end <= low or high <= start:
+                left.append((start, end))
+                continue
+            if start < low:
+                left.append((start, low))
+            if high < end:
+                left.append((high, end))
+        ranges = left
+    return ranges
+
+
+def _total(ranges: list[Range]) -> int:
+    return sum(end - start for start, end in ranges)

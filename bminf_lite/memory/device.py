@@ -1,7 +1,7 @@
-"""Pages of a GPU's memory, and how much of it may be used.
+"""A GPU's memory: how much of it may be used, its pages for an arena, and its speed.
 
 With the driver's virtual memory management, addresses are reserved first and memory is mapped to them later, so an
-arena takes from the GPU what it needs and no more. GPUs and drivers without it get the whole amount at once.
+arena takes no more from the GPU than it needs. Without it, the whole amount is allocated at once.
 """
 
 from __future__ import annotations
@@ -17,43 +17,40 @@ from ..errors import OutOfMemory, UsageError
 from .arena import Arena, Pages
 from .sizes import format_size, parse_size
 
-CHUNK = 64 << 20
-"""Mapped memory is taken in pieces of at most this size, which are also what can be given back."""
+CHUNK_BYTES = 64 << 20
+"""Memory is mapped in chunks of at most this size. A chunk can only be given back as a whole."""
 MARGIN = 256 << 20
-"""What is left free by default: for the display, for the libraries' own needs and for kernels' local memory."""
+"""Bytes left free by default, for the display, the libraries' own needs and kernels' local memory."""
 SLACK = 32 << 20
-"""Freed blocks that may wait for calls of their sizes: those of a layer of an 8B model, for a prompt that is so short
-(400 tokens) that the GPU would wait for the host to join them. At most a thousandth of the limit: what lies between
-them in pieces is lost to larger blocks."""
+"""Bytes of freed blocks that need not be joined (see :mod:`.arena`). They hold a layer of an 8B model for a prompt of
+400 tokens, where the GPU would wait for the host. Larger blocks cannot use them, so they are at most a thousandth of
+the limit."""
 
 _ON_DEVICE, _PINNED, _READ_AND_WRITE, _MINIMUM_GRANULARITY = 1, 1, 3, 0
 
 
-def device_limit(memory_limit: int | str | None, free_bytes: int) -> int:
-    """Bytes that may be used of ``free_bytes``: what the user allows (``"6GiB"``, ``"500MB"``, bytes), or with None all
-    but a margin. Raises ``UsageError`` for a text that is no size. A limit beyond what is free is kept: it
-    may be free by the time it is needed.
+def device_limit(memory_limit: int | str | None, free_bytes: int, total_bytes: int) -> int:
+    """Bytes that may be used of a GPU: ``memory_limit`` (``"6GiB"``, ``"500MB"``, bytes), or with None what is free
+    less a margin. A limit may exceed what is free now: the memory may be free when it is needed.
+
+    Raises ``UsageError`` for a text that is no size, and for a limit larger than the GPU.
     """
     if memory_limit is None:
         return max(0, free_bytes - MARGIN)
-    return parse_size(memory_limit)
+    limit = parse_size(memory_limit)
+    if limit > total_bytes:
+        raise UsageError(f"the memory limit is {format_size(limit)}, but the GPU has {format_size(total_bytes)}")
+    return limit
 
 
 def device_arena(device: Device, memory_limit: int | str | None = None) -> Arena:
-    """An arena of the GPU's memory under ``memory_limit``, as in :func:`device_limit`.
-
-    Raises ``UsageError`` for a limit larger than the GPU.
-    """
-    free, total = device.memory()
-    limit = device_limit(memory_limit, free)
-    if limit > total:
-        raise UsageError(f"the memory limit is {format_size(limit)}, but the GPU has {format_size(total)}")
-    pages = device_pages(device, limit)
-    return Arena(pages, limit, slack=min(SLACK, limit // 1024))
+    """An arena of the GPU's memory under ``memory_limit``, as :func:`device_limit` takes it."""
+    limit = device_limit(memory_limit, *device.memory())
+    return Arena(device_pages(device, limit), limit, slack=min(SLACK, limit // 1024))
 
 
 def device_pages(device: Device, nbytes: int) -> Pages:
-    """Pages for ``nbytes``: mapped as they are needed where the GPU can do that, all at once where it cannot."""
+    """Pages for ``nbytes``: mapped when they are needed if the GPU can do that, else all at once."""
     if device.attribute(DeviceAttribute.VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
         return MappedPages(device, nbytes)
     return WholePages(device, nbytes)
@@ -129,7 +126,7 @@ class MappedPages:
 
 
 class WholePages:
-    """``nbytes`` taken at once: one page, there from the start until :meth:`close`."""
+    """``nbytes`` allocated at once: one page, mapped until :meth:`close`."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
@@ -158,8 +155,8 @@ class WholePages:
 
 
 def _chunks(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(offset, offset + nbytes, CHUNK):
-        yield start, min(CHUNK, offset + nbytes - start)
+    for start in range(offset, offset + nbytes, CHUNK_BYTES):
+        yield start, min(CHUNK_BYTES, offset + nbytes - start)
 
 
 def _refused(device: Device, nbytes: int) -> OutOfMemory:
@@ -179,13 +176,16 @@ class Speeds:
 
 
 def measure_speeds(device: Device, nbytes: int = 256 << 20, runs: int = 5) -> Speeds:
-    """Copy ``nbytes`` to the device and within it; the fastest of some runs. A copy within reads and writes."""
+    """Copy ``nbytes`` to the device and within it, and take the fastest of ``runs``.
+
+    A copy within the device counts twice, as it reads and writes.
+    """
     import cupy as cp
 
     runtime = cp.cuda.runtime
     with cp.cuda.Device(device.index), cp.cuda.Stream(non_blocking=True) as stream:
         host = cp.cuda.PinnedMemory(nbytes)
-        source, target = cp.cuda.Memory(nbytes), cp.cuda.Memory(nbytes)  # from no pool, which would keep it
+        source, target = cp.cuda.Memory(nbytes), cp.cuda.Memory(nbytes)  # a pool would keep the memory
 
         def seconds(address: int, kind: int) -> float:
             before, after = cp.cuda.Event(), cp.cuda.Event()
@@ -193,7 +193,7 @@ def measure_speeds(device: Device, nbytes: int = 256 << 20, runs: int = 5) -> Sp
             runtime.memcpyAsync(target.ptr, address, nbytes, kind, stream.ptr)
             after.record(stream)
             after.synchronize()
-            return cp.cuda.get_elapsed_time(before, after) / 1e3
+            return float(cp.cuda.get_elapsed_time(before, after)) / 1e3
 
         link = min(seconds(host.ptr, runtime.memcpyHostToDevice) for _ in range(runs))
         within = min(seconds(source.ptr, runtime.memcpyDeviceToDevice) for _ in range(runs))

@@ -1,4 +1,4 @@
-"""The machine to plan for: this one, as far as it can be measured, or one that somebody describes."""
+"""The machine to plan for: this one, measured, or one that the user describes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from pathlib import Path
 
 from ..cuda.doctor import require_usable
 from ..cuda.runtime.driver import Device
-from ..errors import DeviceError, UsageError
+from ..errors import DeviceError
 from .device import device_limit, measure_speeds
 from .planner import Machine
-from .sizes import format_size
 
 MEMINFO = Path("/proc/meminfo")
 CONTEXT_BYTES = 544 << 20
-"""What a CUDA context, the libraries and the kernels' code took of an H200; smaller GPUs take less."""
+"""Bytes of a CUDA context, the libraries and the kernels' code on an H200. They are fewer on smaller GPUs."""
 
 
 def machine_of(
@@ -23,10 +22,10 @@ def machine_of(
     link: float | None = None,
     bandwidth: float | None = None,
 ) -> Machine:
-    """A GPU with ``gpu_memory`` bytes, ``link`` and ``bandwidth`` (bytes per second); what is not given is that of this
-    machine's first GPU, measured unless both memory and link are given.
+    """A GPU with ``gpu_memory`` bytes, ``link`` and ``bandwidth`` in bytes per second, and this host's memory.
 
-    Raises ``UsageError`` for a limit larger than the GPU, and ``DeviceError`` where there is no usable GPU to measure.
+    If ``gpu_memory`` or ``link`` is missing, this machine's first GPU is measured for what is not given. Raises
+    ``UsageError`` for a limit larger than the GPU, and ``DeviceError`` without a usable GPU to measure.
     """
     if gpu_memory is None or link is None:
         gpu = first_gpu()
@@ -43,7 +42,7 @@ def _free_of(gpu_memory: int) -> int:
 
 
 def first_gpu() -> Device:
-    """This machine's first GPU, or a ``DeviceError`` that says what can be given instead."""
+    """This machine's first GPU. Raises ``DeviceError``, with the options to give instead, if it is not usable."""
     try:
         require_usable(0)
     except DeviceError as error:
@@ -52,17 +51,13 @@ def first_gpu() -> Device:
 
 
 def usable_memory(memory_limit: int | str | None, free_bytes: int, total_bytes: int) -> int:
-    """Bytes to plan with on a GPU of which ``free_bytes`` of ``total_bytes`` are free now: no more than the limit, and
-    no more than is free less a margin. Raises ``UsageError`` for a limit larger than the GPU, or one that is no size.
-    """
-    limit = device_limit(memory_limit, free_bytes)
-    if limit > total_bytes:
-        raise UsageError(f"the memory limit is {format_size(limit)}, but the GPU has {format_size(total_bytes)}")
-    return min(limit, device_limit(None, free_bytes))
+    """Bytes to plan with: at most the limit, and at most what is free now less a margin; raises as ``device_limit``."""
+    limit, free = (device_limit(given, free_bytes, total_bytes) for given in (memory_limit, None))
+    return min(limit, free)
 
 
 def available_memory(meminfo: Path = MEMINFO) -> int | None:
-    """Bytes that this host can give without swapping, its page cache included; None where that is not known."""
+    """Bytes that this host can allocate without swapping, its page cache included; None if that is not known."""
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     except OSError:

@@ -1,15 +1,14 @@
 """What fits on a GPU, what must be streamed to it, and how fast that will be: arithmetic, before anything is loaded.
 
-A model's layers either stay on the device or are streamed: each step of the model copies them, one after another, from
-host memory into one of a few slots. Those that stay are evenly_spaced evenly through the depth, so that copies and
-compute take turns being ahead of each other by little, and two slots are enough. As many stay as the memory allows
-beside what must be there anyhow: the other weights, the key-value cache, scratch and the slots. Embedding tables, of
-which a token reads one row, go to host memory before any layer does: the device reads rows from there.
+A plan never exceeds the memory and streams as little as it can. Weights that do not fit stay in host memory. First to
+go there are embedding tables, of which a token reads one row; then an encoder's layers, which run once for a prompt;
+then the layers that decode. Each step copies its streamed layers, one after another, into one of a few slots of device
+memory. Streamed layers are spread evenly through the depth, so that copies and compute never fall far behind each
+other and two slots are enough.
 
-A step takes as long as the busier of link and compute. The link copies every streamed layer once; compute reads every
-weight and the cache once, at a share of the memory bandwidth, and each layer costs some time of its own. The same layer
-always goes to the same slot. Where the last streamed layer and the first share one, the link also waits for that
-layer's compute.
+A step takes as long as the busier of link and compute. The link copies every streamed layer once. Compute reads every
+weight and the cache once, at a share of the memory bandwidth, and each layer costs some time of its own. A layer always
+goes to the same slot; if the last streamed layer and the first share one, the link also waits for that layer's compute.
 """
 
 from __future__ import annotations
@@ -17,41 +16,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..backend.values import Placement
+from ..backend.values import CACHE_BLOCK, Placement
 from ..errors import OutOfMemory, UsageError
 from .sizes import format_size
 
-SLOTS = 2
 CHUNK = 2048
+"""Prompt tokens that are processed at once, if memory allows."""
 SMALLEST_CHUNK = 32
-CACHE_BLOCK = 256
-"""The cache grows in blocks of so many tokens."""
 ENOUGH_CONTEXT = 4096
-"""Where the context is not given, layers are streamed for the sake of so many tokens, but not of more."""
+"""If the context is not given, layers are streamed to make room for so many tokens, but not for more."""
 CACHE_SHARE = 4
-"""Where layers are streamed and the context is not given, the cache takes one part in so many of the memory."""
+"""If layers are streamed and the context is not given, the cache takes at most memory / CACHE_SHARE."""
 SCRATCH_SHARE = 16
-"""Where layers are streamed, prompts go in chunks so small that scratch takes one part in so many of the memory."""
+"""If layers are streamed, a chunk is so small that its scratch takes at most memory / SCRATCH_SHARE."""
 EFFICIENCY = 0.97
-"""The share of the memory bandwidth at which a decode step reads, beside what each layer costs. With the next constant,
-what was measured on an H200 for the shapes 8B, 1B and CPM-2, contexts up to 32,768 and batches up to 32 is met within
-10 %.
-"""
+"""The share of the memory bandwidth at which a decode step reads. With ``LAYER_SECONDS`` it meets what was measured on
+an H200 within 10 %, for the shapes 8B, 1B and CPM-2, contexts up to 32,768 and batches up to 32."""
 LAYER_SECONDS = 9e-6
-"""What a layer's kernels take to start and to end, whatever they read."""
+"""Seconds that a layer's kernels take to start and to end, whatever they read."""
 COPY_LATENCY = 10e-6
 """Seconds from one copy's end to the next one's first byte."""
 
 
 @dataclass(frozen=True)
 class MemoryRequirements:
-    """What a model asks of a device, in bytes.
+    """Device memory that a model needs, in bytes.
 
-    ``layers`` are the matrices of each layer, ``prompt_layers`` those of an encoder, which runs once for a prompt and
-    not for each token. ``fixed`` is all other weights and what libraries keep; of those, ``tables`` are embedding
-    tables, and ``fixed_read`` is read for each token. ``cache_per_token`` is what one token of one sequence takes,
-    ``scratch_per_token`` what a token of a prompt's chunk takes while it is processed, and ``scratch_per_sequence``
-    what a sequence of the batch takes (its logits). ``context_length`` is in tokens.
+    - ``layers``: the matrices of each layer that decodes;
+    - ``prompt_layers``: those of each layer of an encoder, which runs once for a prompt;
+    - ``fixed``: all other weights and what libraries allocate;
+    - ``tables``: the part of ``fixed`` that is embedding tables;
+    - ``fixed_read``: the part of ``fixed`` that each token reads;
+    - ``cache_per_token``: the key-value cache of a token of one sequence;
+    - ``scratch_per_token``: activations of a token of a prompt's chunk;
+    - ``scratch_per_sequence``: logits of a sequence of the batch.
+
+    ``context_length`` is the model's, in tokens.
     """
 
     layers: tuple[int, ...]
@@ -71,10 +71,10 @@ class MemoryRequirements:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is: device memory that may be used, in bytes; link and bandwidth in bytes per second.
+    """``memory`` is what may be used of the device and ``host_memory`` what the host has free, in bytes.
 
-    ``link`` is from pinned host memory to the device, ``bandwidth`` is reading device memory. What is None is not
-    known, and neither are predictions that need it. ``host_memory`` is what the host has free, in bytes.
+    ``link`` is the speed of copies from pinned host memory to the device and ``bandwidth`` that of reading device
+    memory, in bytes per second. None means unknown; predictions that need it are None, too.
     """
 
     memory: int
@@ -85,11 +85,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where a model's layers live, and what follows from it.
+    """Where a model's weights live, and what follows from it.
 
-    ``streamed`` are the numbers of the layers that do not stay, in order, and ``streamed_prompt`` those of an encoder's
-    layers; with ``host_tables`` the embedding tables are in host memory. ``context`` is the tokens per sequence that
-    the cache has room for, ``batch`` the sequences, ``chunk`` the prompt tokens that are processed at once.
+    ``streamed`` are the numbers of the streamed layers, in order, and ``streamed_prompt`` those of an encoder's; with
+    ``host_tables`` the embedding tables are in host memory. The cache has room for ``context`` tokens of ``batch``
+    sequences. ``chunk`` is the prompt tokens that are processed at once.
     """
 
     requirements: MemoryRequirements
@@ -100,38 +100,38 @@ class MemoryPlan:
     streamed: tuple[int, ...] = ()
     streamed_prompt: tuple[int, ...] = ()
     host_tables: bool = False
-    slots: int = SLOTS
+    slots: int = Placement.slots
 
     @property
     def resident_bytes(self) -> int:
-        """The weights that stay on the device, and what libraries keep there."""
+        """Weights that stay on the device, and what libraries allocate there."""
         return self.requirements.weights - self.host_bytes
 
     @property
     def streamed_bytes(self) -> int:
-        """What each step copies to the device."""
+        """Layers that each step copies to the device."""
         return sum(self.requirements.layers[i] for i in self.streamed)
 
     @property
     def prompt_bytes(self) -> int:
-        """What the encoding of a prompt copies to the device."""
+        """An encoder's layers that each prompt copies to the device."""
         return sum(self.requirements.prompt_layers[i] for i in self.streamed_prompt)
 
     @property
     def host_bytes(self) -> int:
-        """What the host keeps in pinned memory."""
+        """Weights in pinned host memory."""
         return self.streamed_bytes + self.prompt_bytes + (self.requirements.tables if self.host_tables else 0)
 
     @property
     def placement(self) -> Placement:
-        """What a backend has to know of this plan."""
+        """The plan as a backend takes it."""
         first = len(self.requirements.prompt_layers)
         numbers = (*self.streamed_prompt, *(first + index for index in self.streamed))
         return Placement(numbers, self.slots, self.slot_size, self.host_tables)
 
     @property
     def slot_size(self) -> int:
-        """A slot, which holds any streamed layer."""
+        """Bytes of a slot, which holds any streamed layer."""
         decoder = (self.requirements.layers[i] for i in self.streamed)
         encoder = (self.requirements.prompt_layers[i] for i in self.streamed_prompt)
         return max((*decoder, *encoder), default=0)
@@ -163,12 +163,12 @@ class MemoryPlan:
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host has memory for its part; True where that is not known."""
+        """Whether ``host_bytes`` fit the host's memory; True if that is not known."""
         return self.machine.host_memory is None or self.host_bytes <= self.machine.host_memory
 
     @property
     def compute_seconds(self) -> float | None:
-        """A decode step without any copy: every weight and the whole cache read once."""
+        """A decode step without copies, which reads every weight and the whole cache once."""
         if self.machine.bandwidth is None:
             return None
         requirements = self.requirements
@@ -181,14 +181,14 @@ class MemoryPlan:
 
     @property
     def link_seconds(self) -> float | None:
-        """The copies of one step, one after another."""
+        """All copies of a decode step, one after another."""
         if self.machine.link is None:
             return None
         return self.streamed_bytes / self.machine.link + len(self.streamed) * COPY_LATENCY
 
     @property
     def step_seconds(self) -> float | None:
-        """A decode step of the whole batch, or None where something that it depends on is not known."""
+        """A decode step of the whole batch; None if it depends on what is not known."""
         if not self.streamed:
             return self.compute_seconds
         link, compute = self.link_seconds, self.compute_seconds
@@ -210,28 +210,30 @@ class MemoryPlan:
 def step_time(streamed: int, layers: int, slots: int, link: float, compute: float) -> float:
     """Seconds of a step whose copies take ``link`` and whose kernels take ``compute`` in all.
 
-    In the steady state the busier of the two never waits, but for one case: where the last streamed layer and the
-    first of the next step have the same slot, its copy starts when that layer's compute, ``compute / layers``, ends.
+    In the steady state the busier of the two never waits, with one exception: if the last streamed layer and the first
+    have the same slot, the first one's copy starts when the last one's compute, ``compute / layers``, has ended.
     """
     stall = compute / layers if streamed % slots == 1 else 0.0
     return max(link + stall, compute)
 
 
 def evenly_spaced(layers: int, streamed: int) -> tuple[int, ...]:
-    """``streamed`` of ``layers``, evenly: any run of ``n`` layers has ``n * streamed / layers``, rounded up or down."""
+    """``streamed`` numbers below ``layers``: any ``n`` layers in a row have ``n * streamed / layers`` of them, rounded
+    up or down.
+    """
     return tuple(i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers)
 
 
 def plan_memory(
-    requirements: MemoryRequirements, machine: Machine, context: int | None = None, batch: int = 1, slots: int = SLOTS
+    requirements: MemoryRequirements, machine: Machine, context: int | None = None, batch: int = 1
 ) -> MemoryPlan:
-    """The plan that streams least. ``context`` is the tokens per sequence that the cache must have room for.
+    """The plan that streams least with room for ``context`` tokens per sequence, by default :func:`default_context`.
 
-    By default that is :func:`default_context`. Raises ``OutOfMemory``, saying what would fit, where even the streaming
-    of every layer leaves no room; ``UsageError`` for a context or a batch out of range.
+    Raises ``OutOfMemory``, with what would fit, if there is no room even with every layer streamed; ``UsageError`` for
+    a context or a batch out of range.
     """
     _check(requirements, context, batch)
-    everything = MemoryPlan(requirements, machine, context or CACHE_BLOCK, batch, CHUNK, slots=slots)
+    everything = MemoryPlan(requirements, machine, context or CACHE_BLOCK, batch, CHUNK)
     if context is None:
         everything = replace(everything, context=default_context(everything))
     if everything.fits:
@@ -243,8 +245,9 @@ def plan_memory(
 
 
 def default_context(plan: MemoryPlan) -> int:
-    """The model's context, or as much of it as fits beside all weights, if that is enough; or else as much as fits a
-    share of the memory, beside which layers are streamed. Whole blocks, one at least.
+    """Tokens per sequence: the model's context, or as many as fit beside all weights, if those are enough.
+
+    Otherwise layers are streamed, and the cache gets a share of the memory: whole blocks, one at least.
     """
     whole, per_token = plan.requirements.context_length, plan.batch * plan.requirements.cache_per_token
     beside = context_beside(replace(plan, streamed=(), streamed_prompt=(), host_tables=False))
@@ -255,7 +258,7 @@ def default_context(plan: MemoryPlan) -> int:
 
 
 def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
-    """Plans that take less and less: fewer layers stay, and at last prompts go in smaller chunks."""
+    """Plans in order of preference: more and more is streamed, and at last chunks become smaller."""
     layers, encoder = len(everything.requirements.layers), len(everything.requirements.prompt_layers)
     chunk, fewest = everything.chunk, everything.slots + 1
     bound = everything.machine.memory // SCRATCH_SHARE
@@ -274,7 +277,7 @@ def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
 
 
 def smallest(plan: MemoryPlan) -> MemoryPlan:
-    """``plan`` with as little on the device as can be: every layer streamed, where that saves memory."""
+    """``plan`` with the least memory: every layer is streamed, if that saves memory."""
     bare = replace(plan, streamed=(), streamed_prompt=(), host_tables=True)
     without_encoder = replace(bare, streamed_prompt=tuple(range(len(plan.requirements.prompt_layers))))
     all_layers = tuple(range(len(plan.requirements.layers)))
@@ -283,12 +286,12 @@ def smallest(plan: MemoryPlan) -> MemoryPlan:
 
 
 def largest_context(plan: MemoryPlan) -> int:
-    """The tokens per sequence that ``plan``'s memory holds if all else is as small as can be; 0 where none fits."""
+    """The tokens per sequence that fit ``plan``'s memory if all else is as small as possible; 0 if none do."""
     return context_beside(smallest(replace(plan, chunk=SMALLEST_CHUNK, context=0)))
 
 
 def context_beside(plan: MemoryPlan) -> int:
-    """The tokens per sequence that the memory holds beside all else of ``plan``; 0 where none fits."""
+    """The tokens per sequence that fit the memory beside all else of ``plan``; 0 if none do."""
     bare = replace(plan, context=0)
     per_block = replace(plan, context=CACHE_BLOCK).cache_bytes
     blocks = max(0, bare.machine.memory - bare.total_bytes) // max(per_block, 1)
@@ -296,7 +299,7 @@ def context_beside(plan: MemoryPlan) -> int:
 
 
 def suggestions(plan: MemoryPlan) -> list[str]:
-    """What to change to stream less, each with what it would bring."""
+    """Changes that would stream less, each with its effect."""
     if not plan.streamed and not plan.streamed_prompt:
         return []
     found = []
@@ -315,8 +318,8 @@ def suggestions(plan: MemoryPlan) -> list[str]:
 
 
 def _change(plan: MemoryPlan, what: str, context: int | None = None, batch: int | None = None) -> str:
-    """What a smaller context or batch would bring, in words; empty for nothing."""
-    other = plan_memory(plan.requirements, plan.machine, context or plan.context, batch or plan.batch, plan.slots)
+    """The effect of a smaller context or batch, in words; empty if it has none."""
+    other = plan_memory(plan.requirements, plan.machine, context or plan.context, batch or plan.batch)
     more = len(plan.streamed) - len(other.streamed)
     if more <= 0:
         return ""

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Amounts of memory as text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_size(size: int | str) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """Bytes for people to read: ``"512 bytes"``, ``"2.0 MiB"``, ``"139.8 GiB"``."""
+    """Bytes as text: ``"512 bytes"``, ``"2.0 MiB"``, ``"139.8 GiB"``."""
     for exponent, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes >= 1 << exponent:
             return f"{nbytes / (1 << exponent):.1f} {unit}"

@@ -1,9 +1,8 @@
 """From a file to a device through a few buffers of pinned memory: threads read while the link copies.
 
 A device copies from pageable memory at a fraction of its link's speed, because the driver first copies to pinned memory
-of its own, with one thread. Here some threads read pieces of files straight into pinned buffers, each of which is given
-to the device as soon as it is full. Nobody waits for anybody between one matrix and the next: a model's layers are made
-while the pieces of earlier ones are still on their way.
+of its own, with one thread. Here, threads read pieces of files straight into pinned buffers, and the copy of a buffer
+is queued when it is full. Reading, copying and building layers overlap: no matrix waits for the one before it.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ Read = Callable[[memoryview, int], None]
 
 
 class Uploads(Protocol):
-    """Copies from staging buffers to the device, from any thread. Only :meth:`wait` waits."""
+    """Copies from staging buffers to the device, callable from any thread. Only :meth:`wait` waits."""
 
     def copy(self, buffer: int, nbytes: int, address: int) -> None:
-        """Copy the first ``nbytes`` of a buffer to ``address``, after everything that the device was given before."""
+        """Copy the first ``nbytes`` of a buffer to ``address``, after all work that is queued already."""
 
     def wait(self, buffer: int) -> None:
-        """Return when the device has finished with the last copy from a buffer, if there was one."""
+        """Wait for the last copy from a buffer, if there was one."""
 
 
 class Staging:
-    """Buffers of one size, and the threads that fill them. Close it when everything was given to the device."""
+    """Buffers of one size, and the threads that fill them."""
 
     def __init__(self, uploads: Uploads, buffers: Sequence[memoryview], threads: int = THREADS) -> None:
         self.uploads = uploads
@@ -44,21 +43,21 @@ class Staging:
             self._free.put(buffer)
 
     def upload(self, read: Read, nbytes: int, address: int) -> None:
-        """Begin to bring ``nbytes`` from where ``read(buffer, offset)`` gets them to ``address`` on the device.
+        """Start to copy ``nbytes`` that ``read(buffer, offset)`` reads to ``address`` on the device.
 
-        What the device is given after :meth:`finish` finds them there; until then nothing else may use that memory.
+        Work that is queued after :meth:`finish` finds them there. Until then nothing else may use that memory.
         """
         for offset in range(0, nbytes, self._size):
             count = min(self._size, nbytes - offset)
             self._futures.append(self._threads.submit(self._copy_piece, read, offset, count, address + offset))
 
     def finish(self) -> None:
-        """Return when all pieces were given to the device, or raise what reading one of them raised."""
+        """Wait until all pieces are queued for the device. Raises what reading one of them raised."""
         parts = self._futures
         try:
             wait(parts)
         finally:
-            wait(parts)  # after Ctrl-C too: as long as they run they use the memory at their addresses
+            wait(parts)  # after Ctrl-C, too: while they run they write to the device
             self._futures = []
         for part in parts:
             part.result()

@@ -1,14 +1,15 @@
 """Layers that pass through a few slots of device memory, copied from the host just before they are needed.
 
-:class:`StreamedBlocks` is what a model iterates over. Each step takes the streamed layers in the same order, so what is
-copied next is always known: as soon as a slot is free the next layer's copy is given to the link, also across the end
-of a step. Copies run in the background, in order. Events hold them and compute apart: compute that uses a slot starts
-after the copy into it has ended, and a copy starts after all compute that used its slot. Nothing waits on the host.
+A model iterates over :class:`StreamedBlocks`, and each layer it gets is on the device when its kernels run. Every step
+takes the streamed layers in the same order, so the next copy is always known: when a slot is free, the next layer's
+copy into it is queued, also across the end of a step. Copies run in the background, in order. Events order them and
+compute: compute that uses a slot starts after the copy into it, and a copy starts after all compute that used its slot.
+The host waits for nothing.
 
-A step may end early, by an exception or by Ctrl-C at any point. What is in the slots is believed only if it was
-recorded after everything that made it true; otherwise the next step starts over, with copies that wait for all compute.
+A step may end early, by an exception or Ctrl-C at any point. A slot's contents are recorded only after the copy was
+queued, so the next step finds a record missing and starts over, with copies that wait for all compute.
 
-Nothing here knows of a device: the tests run the same code on a simulated one.
+Nothing here depends on CUDA: a :class:`Link` does the copies, and the tests have a simulated one.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ T = TypeVar("T")
 
 
 class Link(Protocol):
-    """Copies into slots, and their order with compute. Every method gives work to the device and returns."""
+    """Copies into slots, and their order with compute. Every method queues work and returns."""
 
     def copy(self, layer: int, slot: int) -> None:
-        """Copy the ``layer``-th streamed layer into ``slot``, after the copies before and after the slot's release."""
+        """Copy the ``layer``-th streamed layer into ``slot``, after earlier copies and the slot's last release."""
 
     def await_copy(self, slot: int) -> None:
-        """Compute that is given from now on starts after the last copy into ``slot`` that was given."""
+        """Compute that is queued from now on starts after the last queued copy into ``slot``."""
 
     def release(self, slot: int) -> None:
-        """Copies into ``slot`` that are given from now on start after all compute that was given."""
+        """Copies into ``slot`` that are queued from now on start after all compute that is queued already."""
 
 
 class Prefetcher:
-    """Keeps ``slots`` slots filled with what comes next of ``layers`` layers, which are needed in turn, for ever.
+    """Keeps ``slots`` slots filled with the next of ``layers`` layers, which are used in turn, again and again.
 
-    Layer ``j`` always goes to slot ``j % slots``, so its arrays have one place.
+    Layer ``j`` always goes to slot ``j % slots``, so its arrays never move.
     """
 
     def __init__(self, link: Link, layers: int, slots: int) -> None:
@@ -45,18 +46,18 @@ class Prefetcher:
         self._next = 0
 
     def slot_of(self, layer: int) -> int:
-        """Where a streamed layer goes."""
+        """The slot of a streamed layer."""
         return layer % len(self._holds)
 
     def acquire(self, layer: int) -> None:
-        """Compute that is given from now on, until :meth:`release`, may use the layer."""
+        """Compute that is queued from now on, until :meth:`release`, may use the layer."""
         slot = self.slot_of(layer)
         if self._holds[slot] != layer:
             self._start_over(layer)
         self.link.await_copy(slot)
 
     def release(self, layer: int) -> None:
-        """All compute that uses the layer was given; its slot goes to the next one."""
+        """All compute that uses the layer is queued; its slot is for the next one."""
         slot = self.slot_of(layer)
         self.link.release(slot)
         self._holds[slot] = None
@@ -78,25 +79,25 @@ class Prefetcher:
 
 
 class StreamedBlocks(Generic[T]):
-    """The blocks of a stack, of which those whose numbers are in ``streamed`` pass through slots.
+    """The blocks of a stack; those whose numbers are in ``streamed`` pass through slots.
 
-    A block may be used until the iteration goes on. One iteration at a time: a new one ends the one before.
+    A block may be used until the iteration goes on. A new iteration ends the one before.
     """
 
     def __init__(self, blocks: Sequence[T], streamed: Iterable[int], link: Link, slots: int) -> None:
         self._blocks = blocks
         self._layer_of_block = {index: layer for layer, index in enumerate(sorted(streamed))}
         self._prefetcher = Prefetcher(link, len(self._layer_of_block), slots)
-        self._under_way: Generator[T, None, None] | None = None
+        self._iteration: Generator[T, None, None] | None = None
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[T]:
-        if self._under_way is not None:  # left early, and kept alive by the traceback of what made it end
-            self._under_way.close()
-        self._under_way = self._run()
-        return self._under_way
+        if self._iteration is not None:  # it was left early, and a traceback may keep it alive
+            self._iteration.close()
+        self._iteration = self._run()
+        return self._iteration
 
     def _run(self) -> Generator[T, None, None]:
         for index, block in enumerate(self._blocks):
@@ -109,4 +110,4 @@ class StreamedBlocks(Generic[T]):
                 yield block
             finally:
                 self._prefetcher.release(layer)
-        self._under_way = None
+        self._iteration = None

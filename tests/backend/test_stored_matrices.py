@@ -50,7 +50,7 @@ def test_tables(placed: Backend, shape: tuple[int, int], dtype: np.dtype, monkey
     if placed.name != "cpu":
         from bminf_lite.backend.cuda import weight_loader as loading
 
-        monkeypatch.setattr(loading, "TABLE_BLOCK", 7 * 2 * shape[1])
+        monkeypatch.setattr(loading, "TABLE_BYTES", 7 * 2 * shape[1])
     values = random(shape, dtype)
     tokens = np.arange(shape[0], dtype=np.int32)
     rows = [placed.host(placed.embed(placed.array(tokens), placed.table(v))) for v in (stored(values), values)]

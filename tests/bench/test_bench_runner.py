@@ -16,10 +16,10 @@ from bminf_lite.backend.functions import normalise, softmax
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.values import Norm
 from bminf_lite.bench import cases as plain
-from bminf_lite.bench import trace as inside
+from bminf_lite.bench import runner as inside
 from bminf_lite.bench.calls import LinearCosts, trace_calls
-from bminf_lite.bench.instruments import Profiler
 from bminf_lite.bench.model import BenchModel, random_model
+from bminf_lite.bench.profiler import Profiler
 from bminf_lite.bench.runner import Workload, run_tests, workloads
 from bminf_lite.bench.session import UNWRITTEN, Session, check_results, chunks
 from bminf_lite.bench.shapes import read_shape, shape_names
@@ -231,7 +231,7 @@ def test_kernels(profiler: Profiler, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plain, "WIDTHS", (64, 96))
     monkeypatch.setattr(plain, "MATRICES", ((48, 64),))
     monkeypatch.setattr(profiler, "kernels", lambda: plain.plain_cases(np, profiler.ops, elements=1000))
-    times = inside.kernel_times(profiler)
+    times = inside.time_kernels(profiler)
     assert {t.kernel for t in times} == {"softmax", "rms_norm", "quantize", "matvec", "product"}
     assert all(t.seconds > 0 and t.nbytes > 0 for t in times)
     assert all(bool(t.operations) == (t.kernel == "product") for t in times)

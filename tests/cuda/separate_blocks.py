@@ -43,4 +43,4 @@ class SeparateBlocks(Arena):
 def separate_arena(device: Device, memory_limit: int | str | None = None) -> Arena:
     """In place of ``memory.device.device_arena``."""
     device.make_current()
-    return SeparateBlocks(NoPages(), device_limit(memory_limit, device.memory()[0]))
+    return SeparateBlocks(NoPages(), device_limit(memory_limit, *device.memory()))

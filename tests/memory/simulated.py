@@ -1,7 +1,7 @@
-"""A device and a link that exist in simulated time, and make every mistake of a scheduler show.
+"""A device and a link that exist in simulated time, where every mistake in the order of copies and compute shows.
 
-A copy destroys its slot as soon as its events allow it to start, and its data arrive only when compute waits for them:
-so compute that reads too early finds poison, and a copy that starts too early poisons what compute still reads.
+A copy destroys its slot as soon as its events allow it to start, and its data arrive only when compute waits for them.
+So compute that reads too early finds poison, and a copy that starts too early poisons what compute still reads.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bminf_lite.memory.streaming import StreamedBlocks
 T = TypeVar("T")
 POISON = 0xFF
 """As fp32: NaN."""
+SLOT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -35,31 +36,34 @@ class Span:
 
 @dataclass
 class SimulatedLink:
-    """Streamed layers of ``sizes`` bytes over a link of ``bandwidth`` bytes per second.
+    """Copies that take ``seconds`` each.
 
-    With ``images`` and ``memory``, bytes really move. ``refuse_at`` numbers the calls that raise, as Ctrl-C would.
+    With ``images`` and ``memory``, bytes really move. ``refuse_at`` is the number of the call that raises
+    ``KeyboardInterrupt``.
     """
 
-    sizes: Sequence[int]
     slots: int
-    bandwidth: float = 1.0
+    seconds: float = 1e-3
     images: list[np.ndarray] = field(default_factory=list)
     memory: list[np.ndarray] = field(default_factory=list)
-    refuse_at: set[int] = field(default_factory=set)
+    refuse_at: int = 0
 
     def __post_init__(self) -> None:
-        self.link_time = 0.0
-        self.compute_time = 0.0
+        self.link_time = self.compute_time = 0.0
         self.free = [0.0] * self.slots
         self.ready = [0.0] * self.slots
         self.arriving: list[int | None] = [None] * self.slots
         self.spans: list[Span] = []
         self.calls = 0
 
+    @property
+    def copies(self) -> list[Span]:
+        return [span for span in self.spans if span.what == "copy"]
+
     def copy(self, layer: int, slot: int) -> None:
         self._refuse()
         start = max(self.link_time, self.free[slot])
-        self.link_time = self.ready[slot] = start + self.sizes[layer] / self.bandwidth
+        self.link_time = self.ready[slot] = start + self.seconds
         self.spans.append(Span("copy", layer, slot, start, self.link_time))
         self.arriving[slot] = layer
         if self.memory:
@@ -88,15 +92,14 @@ class SimulatedLink:
 
     def _refuse(self) -> None:
         self.calls += 1
-        if self.calls in self.refuse_at:
+        if self.calls == self.refuse_at:
             raise KeyboardInterrupt
 
 
 class SimulatedDevice(Backend):
-    """NumPy whose weight matrices of the ``streamed`` layers lie in slots, as on a GPU, which has ``memory_bytes``."""
+    """NumPy with ``memory_bytes``; weight matrices of the ``streamed`` layers lie in slots."""
 
     name = "simulated"
-    SLOT_BYTES = 1 << 20
 
     def __init__(self, streamed: Sequence[int] = (), slots: int = 2, memory_bytes: int = 1 << 30) -> None:
         super().__init__()
@@ -105,7 +108,6 @@ class SimulatedDevice(Backend):
         self.links: list[SimulatedLink] = []
         self._layers = 0
         self._slot: np.ndarray | None = None
-        self._filled = 0
 
     @property
     def link(self) -> SimulatedLink:
@@ -116,21 +118,19 @@ class SimulatedDevice(Backend):
         return {"available": self.memory_bytes, "used": 0}
 
     def blocks(self, build: Callable[[int], T], count: int) -> StreamedBlocks[T]:
-        first, slots = self._layers, self.placement.slots
+        streamed = [index - self._layers for index in self.placement.streamed if 0 <= index - self._layers < count]
         self._layers += count
-        streamed = [index - first for index in self.placement.streamed if first <= index < first + count]
-        link = SimulatedLink([0] * len(streamed), slots, 1e9)
-        link.memory = [np.zeros(self.SLOT_BYTES, np.uint8) for _ in range(slots)]
+        slots = self.placement.slots
+        link = SimulatedLink(slots, memory=[np.zeros(SLOT_BYTES, np.uint8) for _ in range(slots)])
         self.links.append(link)
         built = []
         for index in range(count):
-            if index in streamed:
-                self._slot, self._filled = link.memory[len(link.images) % slots], 0
+            slot = link.memory[len(link.images) % slots]
+            self._slot = slot if index in streamed else None
             built.append(build(index))
             if self._slot is not None:
-                link.images.append(self._slot[: self._filled].copy())
-            self._slot = None
-        link.sizes = [len(image) for image in link.images]
+                link.images.append(slot[: len(slot) - len(self._slot)].copy())
+        self._slot = None
         for slot in link.memory:
             slot[:] = POISON
         return StreamedBlocks(built, streamed, link, slots)
@@ -139,8 +139,8 @@ class SimulatedDevice(Backend):
         weight = super().weight(parts, biases)
         if self._slot is None:
             return weight
-        end = self._filled + weight.values.nbytes
-        place = self._slot[self._filled : end].view(np.float32).reshape(weight.values.shape)
+        nbytes = weight.values.nbytes
+        place = self._slot[:nbytes].view(np.float32).reshape(weight.values.shape)
         place[...] = weight.values
-        self._filled = end
+        self._slot = self._slot[nbytes:]
         return replace(weight, values=place)

@@ -69,19 +69,12 @@ def test_reading_goes_on_while_the_device_copies() -> None:
     stage.close()
 
 
-def test_threads_read_side_by_side() -> None:
+@pytest.mark.parametrize("sizes", [[8], [1, 1, 1, 1]], ids=["of one matrix", "of several"])
+def test_threads_read_pieces_side_by_side(sizes: list[int]) -> None:
     _, stage = staging_of(8, 1, 5, threads=4)
     together = threading.Barrier(4, timeout=10)
-    stage.upload(lambda buffer, offset: together.wait() and None, 8, 0)
-    stage.finish()
-    stage.close()
-
-
-def test_pieces_of_several_matrices_are_under_way_at_once() -> None:
-    _, stage = staging_of(4, 8, 5, threads=4)
-    together = threading.Barrier(4, timeout=10)
-    for i in range(4):
-        stage.upload(lambda buffer, offset: together.wait() and None, 1, i)
+    for size in sizes:
+        stage.upload(lambda buffer, offset: together.wait() and None, size, 0)
     stage.finish()
     stage.close()
 
@@ -105,52 +98,16 @@ def test_what_reading_raises_is_raised_and_all_threads_have_ended() -> None:
     stage.close()
 
 
-# -- matrices in files ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> tuple[Path, np.ndarray, StoredMatrix]:
+def test_rows_of_a_stored_matrix(tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(-127, 128, (300, 70)).astype(np.int8)
     save_file({"x": values}, str(tmp_path / "a.safetensors"))
     file = SafetensorsFile(tmp_path / "a.safetensors")
     matrix = StoredMatrix((300, 70), values.dtype, lambda buffer, offset: file.read_tensor("x", buffer, offset))
-    return tmp_path / "a.safetensors", values, matrix
-
-
-def test_a_stored_matrix_is_an_array_when_asked(stored: tuple[Path, np.ndarray, StoredMatrix]) -> None:
-    _, values, matrix = stored
     np.testing.assert_array_equal(np.asarray(matrix), values)
     np.testing.assert_array_equal(matrix[[5, 2]], values[[5, 2]])
     np.testing.assert_array_equal(np.concatenate([matrix, matrix]), np.concatenate([values, values]))
     assert np.asarray(matrix, np.float32).dtype == np.float32 and matrix.nbytes == values.nbytes
-
-
-@pytest.mark.parametrize("index", [slice(10, 200), slice(299, None), slice(5, 5), slice(8, 2), slice(-3, None)])
-def test_rows_of_a_stored_matrix_are_one(stored: tuple[Path, np.ndarray, StoredMatrix], index: slice) -> None:
-    _, values, matrix = stored
-    part = matrix[index]
-    assert isinstance(part, StoredMatrix) and part.nbytes == values[index].nbytes
-    np.testing.assert_array_equal(np.asarray(part), values[index])
-
-
-@pytest.mark.parametrize("how", ["shorter", "written to"])
-def test_a_file_that_changes_is_an_error(stored: tuple[Path, np.ndarray, StoredMatrix], how: str) -> None:
-    path, _, matrix = stored
-    device, stage = staging_of(matrix.nbytes, 4096, 2)
-    seen = []
-
-    def read(buffer: memoryview, offset: int) -> None:
-        if offset >= 8192 and not seen:
-            seen.append(offset)
-            with path.open("r+b") as file:
-                if how == "shorter":
-                    file.truncate(9000)
-                else:
-                    file.write(b"x")
-        matrix.read(buffer, offset)
-
-    with pytest.raises(CheckpointError, match=r"changed since it was opened|became shorter"):
-        stage.upload(read, matrix.nbytes, 0)
-        stage.finish()
-    assert len(device.memory) == matrix.nbytes
-    stage.close()
+    for index in (slice(10, 200), slice(299, None), slice(5, 5), slice(8, 2), slice(-3, None)):
+        part = matrix[index]
+        assert isinstance(part, StoredMatrix) and part.nbytes == values[index].nbytes
+        np.testing.assert_array_equal(np.asarray(part), values[index])

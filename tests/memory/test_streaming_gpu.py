@@ -1,11 +1,12 @@
-"""Streaming on a real GPU: equal logits, a limit that holds as the driver sees it, and copies as fast as the link."""
+"""Streaming on a GPU: equal logits, limits that hold, failures that leave everything usable, and the link's speed."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +16,14 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 from model_kit import CONFIG, make_model, prompt_of, request, run
-from tiny_models import RandomWeights
 
-from bminf_lite import models
 from bminf_lite.api import Model, load
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.meta import MetaBackend
 from bminf_lite.backend.values import Placement
 from bminf_lite.bench.model import random_model
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.cuda.runtime.driver import Device
-from bminf_lite.errors import CheckpointError
+from bminf_lite.errors import CheckpointError, OutOfMemory
 from bminf_lite.memory.device import measure_speeds
 from bminf_lite.memory.planner import MemoryPlan, evenly_spaced
 
@@ -64,16 +62,73 @@ def test_streamed_and_resident_give_equal_results(streaming: Backend, cuda_backe
     assert [r.output_token_ids for r in both[0]] == [r.output_token_ids for r in both[1]]
 
 
-def test_the_survey_counts_what_the_arena_gives() -> None:
-    backend, config = open_backend(), CONFIG | {"hidden_size": 96, "intermediate_size": 160, "vocab_size": 320}
-    before = backend.arena.used
-    architecture = models.find(config)
-    parsed, weights, meta = architecture.parse(config), RandomWeights(config, 1, True), MetaBackend()
-    architecture.Model(parsed, weights, meta)
-    model = architecture.Model(parsed, weights, backend)
-    assert backend.arena.used - before == sum(meta.layer_bytes[0]) + meta.non_layer_bytes
-    assert model is not None
-    backend.close()
+@pytest.mark.parametrize("trouble", ["does not pin", "nearly full"])
+def test_weights_that_cannot_be_pinned_are_streamed_all_the_same(
+    streaming: Backend, cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trouble: str
+) -> None:
+    from bminf_lite.backend.cuda import streamed_weights
+
+    def refuse(*_: int) -> None:
+        raise streamed_weights.runtime.CUDARuntimeError(2)
+
+    if trouble == "nearly full":
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(streamed_weights, "available_memory", lambda: streamed_weights.HOST_RESERVE)
+    else:
+        monkeypatch.setattr(streamed_weights.runtime, "hostRegister", refuse)
+    with pytest.warns(RuntimeWarning, match=trouble):
+        model = make_model(streaming, num_hidden_layers=LAYERS)
+    resident = make_model(cuda_backend, num_hidden_layers=LAYERS)
+    np.testing.assert_array_equal(model.logits(prompt_of(9)), resident.logits(prompt_of(9)))
+    assert list(tmp_path.iterdir()) == [], "the file has no name"
+
+
+@pytest.mark.filterwarnings("ignore:the host's memory")
+def test_a_disk_that_is_full_too_is_an_error(streaming: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bminf_lite.backend.cuda import streamed_weights
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(streamed_weights, "available_memory", lambda: 0)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutOfMemory, match=r"neither the host's memory nor .*No space left"):
+        make_model(streaming, num_hidden_layers=LAYERS)
+
+
+@pytest.mark.parametrize("slot_bytes, message", [(512, "too small"), (1 << 40, "out of device memory")])
+def test_slots_that_are_too_small_or_too_large_are_an_error(streaming: Backend, slot_bytes: int, message: str) -> None:
+    streaming.placement = replace(streaming.placement, slot_bytes=slot_bytes)
+    with pytest.raises(OutOfMemory, match=message):
+        make_model(streaming, num_hidden_layers=LAYERS)
+
+
+def test_after_a_layer_that_fails_weights_are_made_outside_of_slots(streaming: Any) -> None:
+    def fail(index: int) -> None:
+        raise ValueError("a damaged weight")
+
+    streaming.placement = Placement((0,), 2, 1 << 20)
+    with pytest.raises(ValueError, match="damaged"):
+        streaming.blocks(fail, 2)
+    before = streaming.arena.used
+    kept = streaming.weight([np.zeros((64, 64), np.float16)])
+    assert kept is not None and streaming.arena.used == before + 64 * 64 * 2
+
+
+def test_a_plan_holds_what_it_promises() -> None:
+    """Under limits that hold more or less of the model, a prompt and completion of the planned length stay within."""
+    sizes = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 2048}
+    streamed = []
+    for mebibytes in (54, 62):
+        backend = open_backend(mebibytes << 20)
+        bench_model = random_model("small", CONFIG | sizes | {"max_position_embeddings": 256}, backend)
+        assert bench_model.plan is not None and bench_model.plan.context == 256
+        model = Model(bench_model.network, bench_model.engine_config)
+        model.generate(prompt_of(252), max_new_tokens=4, seed=1, ignore_eos=True)
+        assert backend.memory()["peak_reserved"] <= backend.memory()["limit"] <= mebibytes << 20
+        streamed.append(len(bench_model.plan.streamed))
+        model.close()
+    assert streamed == [8, 5]
 
 
 def wide_model(memory_limit: int) -> tuple[Model, MemoryPlan]:
@@ -194,10 +249,11 @@ def test_a_file_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path, how:
 
 
 def test_running_out_of_memory_leaves_the_model_usable() -> None:
-    model, _ = wide_model(480 << 20)
+    backend = open_backend(72 << 20)
+    backend.placement = Placement(evenly_spaced(LAYERS, 5), 2, 1 << 20, True)
+    model = make_model(backend, num_hidden_layers=LAYERS, max_position_embeddings=1 << 17)
     expected = model.generate(prompt_of(50), max_new_tokens=5, temperature=0).token_ids
-    with pytest.raises(MemoryError):
-        for _ in model.stream([prompt_of(900 + i) for i in range(64)], max_new_tokens=50):
-            time.sleep(0)
+    with pytest.raises(OutOfMemory):
+        model.generate([[1] * 60_000] * 64, max_new_tokens=2)
     assert model.generate(prompt_of(50), max_new_tokens=5, temperature=0).token_ids == expected
     model.close()

@@ -1,7 +1,7 @@
 """Arrays in an arena's memory, laid out as the kernels expect.
 
-Rows are ``PAD`` elements or a multiple long in memory, so that a kernel may read and write whole vectors anywhere; an
-array of other widths is a view of a padded one.
+Rows take a multiple of ``PAD`` elements in memory, so that a kernel may read and write whole vectors anywhere. An array
+of another width is a view of a padded one.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from typing import Any, Protocol
 import cupy as cp
 import numpy as np
 
-from ...cuda.kernels.gemm.layouts import round_up
-
-PAD = 32
-"""Elements that rows and vectors are padded to: COL32 results come in groups of 32 columns."""
+from ...cuda.kernels.arrays import PAD, is_padded, round_up
 
 
 class Allocator(Protocol):
-    """What arrays come from: an arena, or scratch within one."""
+    """Memory for arrays: an arena, or scratch within one."""
 
     def allocate(self, nbytes: int) -> Any:
-        """A block with ``address`` that is free again when it is garbage."""
+        """A block at ``address``, which garbage collection frees."""
         ...
 
 
@@ -39,7 +36,7 @@ class Arrays:
         self._pinned: deque[tuple[int, Any]] = deque()
 
     def memory(self, nbytes: int) -> cp.cuda.MemoryPointer:
-        """Raw memory, which lives as long as something refers to it. Also what CuPy's own operations allocate with."""
+        """Raw memory that lives as long as something refers to it; CuPy's own operations allocate with it, too."""
         block = self.allocator.allocate(nbytes)
         return cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(block.address, max(nbytes, 1), block, self.device), 0)
 
@@ -54,14 +51,14 @@ class Arrays:
         return array
 
     def rows(self, rows: int, columns: int, dtype: Any) -> cp.ndarray:
-        """A matrix ``[rows, columns]`` with padded rows; the padding, if any, is zero."""
+        """A matrix ``[rows, columns]`` with padded rows. Without padding its contents are undefined, else zeros."""
         pitch = round_up(columns, PAD)
         if pitch == columns:
             return cp.ndarray((rows, columns), dtype, self.memory(rows * columns * np.dtype(dtype).itemsize))
         return self.zeros((rows, pitch), dtype)[:, :columns]
 
     def vector(self, values: np.ndarray) -> cp.ndarray:
-        """fp32 ``[n]`` from the host, with zeros behind it."""
+        """fp32 ``[n]`` from the host, padded with zeros."""
         padded = np.zeros(round_up(len(values), PAD), np.float32)
         padded[: len(values)] = values
         return self.upload(padded)[: len(values)]
@@ -83,7 +80,7 @@ class Arrays:
         return copy
 
     def download(self, x: cp.ndarray) -> Callable[[], np.ndarray]:
-        """Start copying a contiguous array to pinned host memory; calling the result waits and gives a NumPy array."""
+        """Start copying a contiguous array to pinned host memory. The returned function waits for it."""
         pinned = self._take_pinned(x.nbytes)
         runtime = cp.cuda.runtime
         runtime.memcpyAsync(pinned.ptr, x.data.ptr, x.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
@@ -115,20 +112,9 @@ class Arrays:
 
     @contextmanager
     def within(self, allocator: Allocator) -> Iterator[None]:
-        """Allocate from ``allocator`` for a while."""
+        """Allocate from ``allocator`` inside the ``with``."""
         before, self.allocator = self.allocator, allocator
         try:
             yield
         finally:
             self.allocator = before
-
-
-def is_padded(x: cp.ndarray) -> bool:
-    """Whether the rows of ``x`` are padded and aligned as every kernel expects."""
-    pitch = round_up(x.shape[1], PAD)
-    return bool(x.strides == (pitch * x.itemsize, x.itemsize) and x.data.ptr % 16 == 0)
-
-
-def pitch_of(x: cp.ndarray) -> int:
-    """Elements from one row of a padded matrix to the next."""
-    return x.strides[0] // x.itemsize

@@ -1,9 +1,9 @@
 """Weights that live in host memory: layers copied into slots by a stream of their own, and tables that kernels read.
 
-A streamed layer is made like any other, but for its matrices: they are put into its slot, one behind the other from the
-slot's start, and what then is there is the layer's image, which goes to the host. To bring the layer back is one copy,
-and its arrays are where they were. Scales, biases and gains always stay on the device: they are small, and the kernel
-that finishes a layer's last product reads them when the next layer has begun.
+A streamed layer is made like any other, except that its matrices are allocated in its slot, from the slot's start. The
+slot's contents are then copied to the host as the layer's image. One copy of the image brings the layer back, and its
+arrays are where they were. Scales, biases and norms always stay on the device: they are small, and the kernel that
+finishes a layer's last product reads them after the next layer has begun.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ import numpy as np
 
 from ...errors import OutOfMemory
 from ...memory import staging
-from ...memory.arena import Arena, Block, Scratch
+from ...memory.arena import Block, Scratch
 from ...memory.machine import available_memory
 from ...memory.sizes import format_size
 
 runtime = cp.cuda.runtime
 HOST_RESERVE = 1 << 30
-"""What is left of the host's memory for everything else."""
-THREADS = 8
-PAGE = 4096
+"""Bytes of the host's memory that are left for everything else."""
+TOUCH_THREADS = 8
+PAGE_BYTES = 4096
 
 
 class HostMemory:
-    """``nbytes`` of the host at ``address``: pinned where the system allows it, else with a warning that says why not.
+    """``nbytes`` of host memory at ``address``, pinned if the system allows it; otherwise a warning says why not.
 
-    Where the host's own memory is about to run out, a temporary file takes its place, mapped into memory: the system
-    keeps what it can of it, and reads the rest from disk each time. Raises ``OutOfMemory`` where the disk has no room
-    either.
+    If the host's memory is nearly full, a temporary file that is mapped into memory takes its place: the system caches
+    what it can of it and reads the rest from disk each time. Raises ``OutOfMemory`` if the disk has no room either.
     """
 
     def __init__(self, nbytes: int):
@@ -64,7 +63,7 @@ class HostMemory:
                 stacklevel=3,
             )
             return False
-        # with the memory, which must not go before
+        # the finalizer refers to the memory, which must live until it is unpinned
         weakref.finalize(self, _unpin, self.address, self._memory).atexit = False
         return True
 
@@ -74,18 +73,19 @@ def _unpin(address: int, _memory: mmap.mmap) -> None:
 
 
 def _anonymous_memory(nbytes: int) -> mmap.mmap:
-    """Memory whose pages are there already, brought by some threads and large where the system has large ones: to pin
-    it then takes an eighth of the time in which the driver does the same.
+    """Memory whose pages several threads have touched, large pages if the system has them.
+
+    To pin it then takes an eighth of the time that the driver's own allocation takes.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    content, share = np.frombuffer(memory, np.uint8), -(-nbytes // (THREADS * PAGE)) * PAGE
+    content, share = np.frombuffer(memory, np.uint8), -(-nbytes // (TOUCH_THREADS * PAGE_BYTES)) * PAGE_BYTES
 
     def touch(first: int) -> None:
-        content[first : first + share : PAGE] = 0
+        content[first : first + share : PAGE_BYTES] = 0
 
-    with ThreadPoolExecutor(THREADS, "bminf-lite-touch") as threads:
+    with ThreadPoolExecutor(TOUCH_THREADS, "bminf-lite-touch") as threads:
         list(threads.map(touch, range(0, nbytes, share)))
     return memory
 
@@ -113,7 +113,7 @@ class SlotLink:
     """Slots of a GPU's memory, the images of the layers that pass through them, and a stream for the copies.
 
     A :class:`~bminf_lite.memory.streaming.Link`. ``compute`` is the stream of everything else; ``copied_bytes`` counts
-    what was given to the link.
+    the bytes of all queued copies.
     """
 
     def __init__(self, device: int, compute: cp.cuda.Stream, slots: Sequence[Block]):
@@ -126,15 +126,18 @@ class SlotLink:
             self._ready = [cp.cuda.Event(disable_timing=True) for _ in slots]
             self._free = [cp.cuda.Event(disable_timing=True) for _ in slots]
 
-    def next_slot(self) -> Scratch:
-        """The memory for the matrices of the next layer to be made."""
-        return Scratch(self.slots[len(self.images) % len(self.slots)])
+    @property
+    def _next_slot(self) -> Block:
+        return self.slots[len(self.images) % len(self.slots)]
+
+    def scratch_in_next_slot(self) -> Scratch:
+        """Memory for the matrices of the next layer to be made."""
+        return Scratch(self._next_slot)
 
     def keep(self, matrices: Scratch) -> None:
-        """Copy what was made in :meth:`next_slot` to the host, as the next layer's image."""
-        image = HostMemory(matrices.peak_reserved)
-        slot = self.slots[len(self.images) % len(self.slots)]
-        runtime.memcpyAsync(image.address, slot.address, image.nbytes, runtime.memcpyDeviceToHost, self.compute.ptr)
+        """Copy what was made in :meth:`scratch_in_next_slot` to the host, as the next layer's image."""
+        image, source = HostMemory(matrices.peak_reserved), self._next_slot.address
+        runtime.memcpyAsync(image.address, source, image.nbytes, runtime.memcpyDeviceToHost, self.compute.ptr)
         self.images.append(image)
 
     def copy(self, layer: int, slot: int) -> None:
@@ -153,7 +156,7 @@ class SlotLink:
         self._free[slot].record(self.compute)
 
     def close(self) -> None:
-        """Wait for the copies under way, and give the slots and the images back."""
+        """Wait for the queued copies, then free the slots and the images."""
         self.copies.synchronize()
         self.images.clear()
         self.slots = ()
@@ -181,7 +184,7 @@ class PinnedBuffers:
 
     def copy(self, buffer: int, nbytes: int, address: int) -> None:
         source = self._memory.address + buffer * self._nbytes
-        with cp.cuda.Device(self._device):  # which each thread has its own notion of
+        with cp.cuda.Device(self._device):  # each thread has a current device of its own
             runtime.memcpyAsync(address, source, nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
             self._copied[buffer].record(self.stream)
 
@@ -192,15 +195,10 @@ class PinnedBuffers:
 def host_table(rows: int, pitch: int, device: int) -> cp.ndarray | None:
     """Room for an fp16 table ``[rows, pitch]`` in pinned memory that kernels read.
 
-    None where the system does not pin so much: pageable memory is out of the device's reach.
+    None if the system does not pin so much: the device cannot read pageable memory.
     """
     memory = HostMemory(rows * pitch * 2)
     if not memory.pinned:
         return None
     pointer = cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(memory.address, memory.nbytes, memory, device), 0)
     return cp.ndarray((rows, pitch), np.float16, pointer)
-
-
-def open_slots(device: int, compute: cp.cuda.Stream, arena: Arena, slots: int, slot_bytes: int) -> SlotLink:
-    """A link with ``slots`` slots in ``arena``'s memory."""
-    return SlotLink(device, compute, [arena.allocate(slot_bytes) for _ in range(slots)])

@@ -1,4 +1,4 @@
-"""A model's weights on their way to one GPU: into its memory, or to where they are streamed from."""
+"""Makes a model's weights for one GPU: in its memory, or in host memory from which they are streamed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 
+from ...cuda.kernels.arrays import PAD, round_up
 from ...cuda.kernels.gemm.igemm import Int8Gemm
-from ...cuda.kernels.gemm.layouts import round_up
+from ...cuda.kernels.rowwise.calibration import BF16, KINDS, FloatMatrix
 from ...memory.arena import Arena
 from ...memory.staging import Staging
 from ...memory.streaming import StreamedBlocks
@@ -19,27 +20,28 @@ from ..quantization import HostWeight, Int8Weight, int8_parts, stack_biases, sta
 from ..random_matrix import RandomMatrix
 from ..stored_matrix import StoredMatrix
 from ..values import Array, Placement
-from .arrays import PAD, Allocator, Arrays
-from .calibration import KINDS, CalibrationKernels, FloatMatrix
+from .arrays import Allocator, Arrays
 from .deferred import Outliers, Weight
-from .streamed_weights import PinnedBuffers, SlotLink, host_table, open_slots
+from .kernels import Kernels
+from .streamed_weights import PinnedBuffers, SlotLink, host_table
 
 T = TypeVar("T")
 runtime = cp.cuda.runtime
 FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-"""What checkpoints store; the device narrows these itself."""
+"""Types that the device itself rounds to fp16."""
 NARROW_BYTES = 64 << 20
-TABLE_BLOCK = 16 << 20
-"""Bytes of a table that are on the device at once on its way to the host's memory."""
+"""Bytes of a matrix that are on the device at once while it is rounded to fp16."""
+TABLE_BYTES = 16 << 20
+"""Bytes of a table that are on the device at once on its way to host memory."""
 
 
 class Loader:
-    """Makes weights with ``arrays``; ``int8_gemm`` says how those of int8 products lie in memory.
+    """Makes weights with ``arrays``; ``int8_gemm`` knows the layout of those of int8 products.
 
-    ``streams_steps`` says whether the stack of layers that was made last is streamed.
+    ``streams_steps``: whether the stack of layers that was made last is streamed.
     """
 
-    def __init__(self, arena: Arena, arrays: Arrays, kernels: CalibrationKernels, int8_gemm: Int8Gemm):
+    def __init__(self, arena: Arena, arrays: Arrays, kernels: Kernels, int8_gemm: Int8Gemm):
         self.arena = arena
         self.arrays = arrays
         self.kernels = kernels
@@ -49,15 +51,15 @@ class Loader:
         self._links: list[SlotLink] = []
         self._layers = 0
         self._staging: Staging | None = None
-        self._depth = 0  # of what is being made
+        self._depth = 0  # of nested ``_uploading``
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of layers that were given to the link so far."""
+        """Bytes of layers in all copies that were queued so far."""
         return sum(link.copied_bytes for link in self._links)
 
     def close(self) -> None:
-        """Wait for the copies under way, and give the host's memory back."""
+        """Wait for the queued copies, then free the host's memory."""
         for link in self._links:
             link.close()
         if self._staging is not None:
@@ -66,49 +68,44 @@ class Loader:
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
         """See :meth:`Backend.weight`."""
         with self._uploading():
-            return self._weight(parts, biases)
-
-    def _weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None]) -> Weight:
-        stacked = stack_biases(parts, biases)
-        bias = None if stacked is None else self.arrays.vector(stacked)
-        n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
-        quantized = int8_parts(parts)
-        if not quantized:
-            values: list[Any] = [p if isinstance(p, StoredMatrix) else np.asarray(p) for p in parts]
-            data = self._upload_rows(values, n, k, np.float16, PAD, PAD, self._matrices)
-            return Weight(data, None, bias, n, k, data.shape[1])
-        outliers = self._outliers(quantized)
-        scale = self.arrays.vector(np.concatenate([p.scale.astype(np.float32) for p in quantized]))
-        codes = [p.codes for p in quantized]
-        if not quantized[0].dynamic:
-            data = self._upload_rows(codes, n, k, np.int8, PAD, PAD, self._matrices)
-            return Weight(data, scale, bias, n, k, data.shape[1], outliers=outliers)
-        plan = self.int8_gemm.plan(n, k)
-        rows, pitch = plan.layouts.padded
-        if plan.layouts.is_row_major:
-            data = self._upload_rows(codes, n, k, np.int8, rows, pitch, self._matrices)
-            return Weight(data, scale, bias, n, k, pitch, plan, outliers)
-        with self.arrays.current():
-            plain = self._upload_rows(codes, n, k, np.int8, rows, pitch, self.arena)
-            self._finish_uploads()
-            packed = plan.pack_weight(plain[:n, :k])
-            with self.arrays.within(self._matrices):
-                data = self.arrays.empty(packed.shape, np.int8)
-            data[...] = packed
-        return Weight(data, scale, bias, n, k, pitch, plan, outliers)
+            stacked = stack_biases(parts, biases)
+            bias = None if stacked is None else self.arrays.vector(stacked)
+            n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
+            quantized = int8_parts(parts)
+            padded = round_up(n, PAD), round_up(k, PAD)
+            if not quantized:
+                values: list[Any] = [p if isinstance(p, StoredMatrix) else np.asarray(p) for p in parts]
+                return Weight(self._stack(values, padded, np.float16, self._matrices), None, bias, n, k, padded[1])
+            outliers = self._outliers(quantized)
+            scale = self.arrays.vector(np.concatenate([p.scale.astype(np.float32) for p in quantized]))
+            codes = [p.codes for p in quantized]
+            plan = self.int8_gemm.plan(n, k) if quantized[0].dynamic else None
+            if plan is not None:
+                padded = plan.layouts.padded
+            if plan is None or plan.layouts.is_row_major:
+                data = self._stack(codes, padded, np.int8, self._matrices)
+            else:
+                with self.arrays.current():
+                    plain = self._stack(codes, padded, np.int8, self.arena)
+                    self._finish_uploads()
+                    packed = plan.pack_weight(plain[:n, :k])
+                    with self.arrays.within(self._matrices):
+                        data = self.arrays.empty(packed.shape, np.int8)
+                    data[...] = packed
+            return Weight(data, scale, bias, n, k, padded[1], plan, outliers)
 
     def _outliers(self, parts: Sequence[Int8Weight]) -> Outliers | None:
         stacked = stack_outliers(parts)
         if stacked is None:
             return None
         values = np.ascontiguousarray(stacked.values.T.astype(np.float16))
-        columns = self._upload_rows([values], values.shape[0], values.shape[1], np.float16, 1, PAD, self.arena)
+        columns = self._padded_rows(values)
         return Outliers(self.arrays.upload(stacked.index.astype(np.int32)), columns)
 
     def matrix(self, values: Any) -> FloatMatrix:
-        """A float matrix of the host, or one that is still in a file, as it is."""
-        kind = KINDS.get(values.dtype, "bf16")
-        dtype = np.dtype(np.uint16) if kind == "bf16" else values.dtype
+        """A float matrix of the host or of a file, in its own type."""
+        kind = KINDS.get(values.dtype, BF16)
+        dtype = np.dtype(np.uint16) if kind == BF16 else values.dtype
         data = self.arrays.empty(values.shape, dtype)
         if isinstance(values, StoredMatrix):
             self._file_staging().upload(values.read, values.nbytes, data.data.ptr)
@@ -120,57 +117,55 @@ class Loader:
     def blocks(self, build: Callable[[int], T], count: int, place: Placement) -> Iterable[T]:
         """See :meth:`Backend.blocks`; ``place`` counts the layers of all stacks."""
         with self._uploading():
-            return self._blocks(build, count, place)
-
-    def _blocks(self, build: Callable[[int], T], count: int, place: Placement) -> Iterable[T]:
-        first = self._layers
-        self._layers += count
-        streamed = [index - first for index in place.streamed if first <= index < first + count]
-        self.streams_steps = bool(streamed)
-        if not streamed:
-            return [build(index) for index in range(count)]
-        link = open_slots(self.arrays.device, self.arrays.stream, self.arena, place.slots, place.slot_bytes)
-        self._links.append(link)
-        built = []
-        for index in range(count):
-            if index not in streamed:
-                built.append(build(index))
-                continue
-            matrices = self._matrices = link.next_slot()
-            try:
-                built.append(build(index))
-            finally:
-                self._matrices = self.arena
-            self._finish_uploads()
-            link.keep(matrices)
-        self.arrays.stream.synchronize()
-        return StreamedBlocks(built, streamed, link, place.slots)
+            first = self._layers
+            self._layers += count
+            streamed = [index - first for index in place.streamed if first <= index < first + count]
+            self.streams_steps = bool(streamed)
+            if not streamed:
+                return [build(index) for index in range(count)]
+            slots = [self.arena.allocate(place.slot_bytes) for _ in range(place.slots)]
+            link = SlotLink(self.arrays.device, self.arrays.stream, slots)
+            self._links.append(link)
+            built = []
+            for index in range(count):
+                if index not in streamed:
+                    built.append(build(index))
+                    continue
+                matrices = self._matrices = link.scratch_in_next_slot()
+                try:
+                    built.append(build(index))
+                finally:
+                    self._matrices = self.arena
+                self._finish_uploads()
+                link.keep(matrices)
+            self.arrays.stream.synchronize()
+            return StreamedBlocks(built, streamed, link, place.slots)
 
     def table(self, values: np.ndarray, on_host: bool) -> Array:
-        """See :meth:`Backend.table`; in pinned host memory if ``on_host``, and if the system has so much of it."""
+        """See :meth:`Backend.table`; in pinned host memory if ``on_host`` and the system pins so much."""
         with self._uploading():
-            return self._table(values, on_host)
+            rows, columns = values.shape
+            table = host_table(rows, round_up(columns, PAD), self.arrays.device) if on_host else None
+            if table is None:
+                return self._padded_rows(values)[:, :columns]
+            at_once = max(1, TABLE_BYTES // (2 * table.shape[1]))
+            for first in range(0, rows, at_once):
+                block = self._padded_rows(values[first : first + at_once])
+                self._finish_uploads()
+                target, stream = table[first:].data.ptr, self.arrays.stream.ptr
+                runtime.memcpyAsync(target, block.data.ptr, block.nbytes, runtime.memcpyDeviceToHost, stream)
+            return table[:, :columns]
 
-    def _table(self, values: np.ndarray, on_host: bool) -> cp.ndarray:
+    def _padded_rows(self, values: np.ndarray) -> cp.ndarray:
+        """A host matrix in fp16 with padded rows, outside of any slot."""
         rows, columns = values.shape
-        table = host_table(rows, round_up(columns, PAD), self.arrays.device) if on_host else None
-        if table is None:
-            return self._upload_rows([values], rows, columns, np.float16, 1, PAD, self.arena)[:, :columns]
-        at_once = max(1, TABLE_BLOCK // (2 * table.shape[1]))
-        for first in range(0, rows, at_once):
-            part = values[first : first + at_once]
-            block = self._upload_rows([part], part.shape[0], columns, np.float16, 1, PAD, self.arena)
-            self._finish_uploads()
-            target, stream = table[first:].data.ptr, self.arrays.stream.ptr
-            runtime.memcpyAsync(target, block.data.ptr, block.nbytes, runtime.memcpyDeviceToHost, stream)
-        return table[:, :columns]
+        return self._stack([values], (rows, round_up(columns, PAD)), np.float16, self.arena)
 
-    def _upload_rows(
-        self, parts: Sequence[np.ndarray], n: int, k: int, dtype: type, row_multiple: int, pitch_multiple: int,
-        allocator: Allocator,
-    ) -> cp.ndarray:  # fmt: skip
-        """Host matrices stacked into one ``[n, k]``, padded with zeros to multiples of rows and columns."""
-        shape = round_up(n, row_multiple), round_up(k, pitch_multiple)
+    def _stack(
+        self, parts: Sequence[np.ndarray], shape: tuple[int, int], dtype: type, allocator: Allocator
+    ) -> cp.ndarray:
+        """Host matrices of the same width, one below the other, padded with zeros to ``shape``."""
+        n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
         with self.arrays.within(allocator):
             data = self.arrays.empty(shape, dtype) if shape == (n, k) else self.arrays.zeros(shape, dtype)
         first = 0
@@ -181,10 +176,10 @@ class Loader:
         return data
 
     def _upload(self, part: np.ndarray, place: cp.ndarray, k: int) -> None:
-        """A host matrix into the first ``k`` columns of rows on the device, converted to their type."""
+        """Copy a host matrix into the first ``k`` columns of rows on the device, converted to their type."""
         whole = place.shape[1] == k
         if isinstance(part, RandomMatrix):
-            self.kernels.fill_random(place[:, :k], part.seed)
+            self.kernels.pointwise.fill_random(place[:, :k], part.seed)
         elif place.dtype == np.float16 and part.dtype != place.dtype and part.dtype in FLOATS:
             self._narrow(part, place)
         elif isinstance(part, StoredMatrix) and whole and part.dtype == place.dtype:
@@ -197,15 +192,15 @@ class Loader:
                 place[:, :k] = cp.asarray(values)
 
     def _narrow(self, part: Any, place: cp.ndarray) -> None:
-        """Round a float matrix to fp16 on the device, some rows at a time, which bounds the memory that it takes."""
+        """Round a float matrix to fp16 on the device, some rows at a time to bound the memory."""
         rows, k = part.shape
         step = max(1, NARROW_BYTES // max(k * part.dtype.itemsize, 1))
         for first in range(0, rows, step):
-            self.kernels.to_half(self.matrix(part[first : first + step]), place[first : first + step])
+            self.kernels.calibration.to_half(self.matrix(part[first : first + step]), place[first : first + step])
 
     @contextmanager
     def _uploading(self) -> Iterator[None]:
-        """What the outermost of these makes is there when it ends; within, pieces of several matrices are under way."""
+        """Finish uploads when the outermost of nested ``with`` ends, so that those of several matrices overlap."""
         self._depth += 1
         try:
             yield
