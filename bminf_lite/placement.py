@@ -27,6 +27,7 @@ from .layers.cache import CacheShape
 from .memory.machine import available_memory
 from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
 from .memory.sizes import format_size
+from .models import ModelConfig
 from .models.spec import Role, Spec
 
 LIBRARY_BYTES = 48 << 20
@@ -97,7 +98,7 @@ def plan_placement(
 
 
 def make_engine_config(
-    config: Any, cache_shape: CacheShape, plan: MemoryPlan | None, max_batch: int = EngineConfig.max_batch
+    config: ModelConfig, cache_shape: CacheShape, plan: MemoryPlan | None, max_batch: int = EngineConfig.max_batch
 ) -> EngineConfig:
     """The limits for a model of the parsed configuration ``config`` under ``plan``."""
     return EngineConfig(
@@ -107,9 +108,9 @@ def make_engine_config(
         max_batch,
         max_num_batched_tokens=plan.chunk if plan is not None else CHUNK,
         cache_tokens=plan.context if plan is not None and plan.host_tables else 0,
-        is_encoder_decoder=bool(getattr(config, "max_source_length", 0)),
-        max_source_length=getattr(config, "max_source_length", 0),
-        decoder_start_token_ids=getattr(config, "decoder_start_token_ids", ()),
+        is_encoder_decoder=config.is_encoder_decoder,
+        max_source_length=config.max_source_length,
+        decoder_start_token_ids=config.decoder_start_token_ids,
     )
 
 
