@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from itertools import zip_longest
 
@@ -22,14 +21,6 @@ EOS = frozenset([11, 23])
 EXACT = make_model(quantized=True)
 FLOAT = make_model()
 CONTEXT = EXACT.engine_config.context_length
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_blocks() -> Iterator[None]:
-    """Caches that start small and often grow."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCache, "BLOCK", 8)
-        yield
 
 
 def outcome(r: Request) -> tuple[list[int], str | None, list[float]]:
