@@ -10,7 +10,7 @@ from model_kit import WatchedBackend, make_model, run
 
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
-from bminf_lite.errors import UsageError
+from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.text.prompts import EncodedPrompt
 
 CONFIG = {
@@ -83,6 +83,19 @@ def test_an_interrupted_stream_gives_its_memory_back():
     assert not model.ops.memory_is_free
     stream.close()
     assert model.ops.memory_is_free
+
+
+def test_out_of_memory_for_sources_gives_the_decoder_s_cache_back():
+    class FullBackend(WatchedBackend):
+        def layer_cache(self, slots, kv_heads, capacity, head_dim, *, int8=False):
+            if len(self.arrays) == 2 * CONFIG["num_decoder_layers"]:
+                raise MemoryError("none left")
+            return super().layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
+
+    ops = FullBackend()
+    with pytest.raises(OutOfMemory, match="none left") as failure:
+        make_model(ops, **CONFIG).generate(source_of(9))
+    assert failure and ops.memory_is_free
 
 
 @pytest.mark.parametrize(
