@@ -1,7 +1,7 @@
 """The exceptions that a caller catches.
 
-Each message says what was wrong, the value, the bound and the remedy. The command line prints the message alone
-(exit code 1, or 2 for :class:`UsageError`) and shows a traceback only with ``--debug``.
+A message gives the wrong value, the bound and the remedy. The command line prints only the message (exit code 1, or 2
+for :class:`UsageError`), with a traceback under ``--debug``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CheckpointError(BminfError):
 
 
 def checkpoint_error(title: object, problems: Sequence[str], remedy: str = "") -> CheckpointError:
-    """An error that lists all ``problems`` under ``title`` (a path, mostly), followed by the remedy."""
+    """An error that lists all ``problems`` under ``title``, usually a path, followed by the remedy."""
     text = listed(title, problems)
     if remedy:
         text += ("; " if len(problems) == 1 else "\n") + remedy

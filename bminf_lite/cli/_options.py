@@ -61,6 +61,14 @@ kv_cache_option = click.option(
     help="The type of the key-value cache; int8 takes half the memory.",
 )
 
+
+def model_options(command: Command) -> Command:
+    """The argument MODEL, and the options of :func:`bminf_lite.load` that every command for text has."""
+    for option in (kv_cache_option, memory_limit_option, device_option, model_argument):
+        command = option(command)
+    return command
+
+
 stop_option = click.option(
     "--stop", multiple=True, metavar="TEXT", help="End the completion before this text. May be given several times."
 )

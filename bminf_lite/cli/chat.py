@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import BminfError, UsageError
-from ._options import (
-    device_option,
-    given_options,
-    kv_cache_option,
-    memory_limit_option,
-    model_argument,
-    sampling_options,
-    stop_option,
-)
+from ._options import given_options, model_options, sampling_options, stop_option
 from ._prompts import require_stdin
 
 if TYPE_CHECKING:
@@ -32,10 +24,7 @@ CLEAR = "/clear"
 
 
 @click.command()
-@model_argument
-@device_option
-@memory_limit_option
-@kv_cache_option
+@model_options
 @sampling_options
 @stop_option
 @click.option("--system", metavar="TEXT", help="The system message.")

@@ -8,23 +8,13 @@ from pathlib import Path
 
 import click
 
-from ._options import (
-    device_option,
-    given_options,
-    kv_cache_option,
-    memory_limit_option,
-    model_argument,
-    sampling_options,
-)
+from ._options import given_options, model_options, sampling_options
 from ._prompts import read_stdin
 
 
 @click.command("fill-blank")
-@model_argument
+@model_options
 @click.argument("text", metavar="TEXT | -")
-@device_option
-@memory_limit_option
-@kv_cache_option
 @sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object that also lists the fillings.")
 def fill_blank(

@@ -12,15 +12,7 @@ import click
 
 from ..errors import UsageError
 from ..memory.sizes import format_size
-from ._options import (
-    device_option,
-    given_options,
-    kv_cache_option,
-    memory_limit_option,
-    model_argument,
-    sampling_options,
-    stop_option,
-)
+from ._options import given_options, model_options, sampling_options, stop_option
 from ._prompts import Prompt, read_file, read_stdin
 
 if TYPE_CHECKING:
@@ -30,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@model_argument
+@model_options
 @click.argument("prompt", metavar="[PROMPT | -]", required=False)
 @click.option(
     "--prompts",
@@ -38,9 +30,6 @@ if TYPE_CHECKING:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help='Many prompts: an object per line with "prompt" or "messages", and an optional "id".',
 )
-@device_option
-@memory_limit_option
-@kv_cache_option
 @sampling_options
 @stop_option
 @click.option("--chat", is_flag=True, help="Treat the prompt as a user's message, in the checkpoint's chat template.")

@@ -121,7 +121,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _library_errors(message: str) -> Iterator[None]:
-    """Turn what the tokenizers library raises for a faulty file (``Exception``, or a panic of Rust) into our error."""
+    """Turn the library's exceptions for a faulty file (``Exception``, or a panic of Rust) into ``CheckpointError``."""
     try:
         yield
     except BaseException as e:
@@ -131,7 +131,7 @@ def _library_errors(message: str) -> Iterator[None]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
+    """The object in a JSON file; empty if the file does not exist."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -144,7 +144,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(folder: Path, name: str, value: Any) -> str | None:
-    """The text of a special token, which files give as a string or as an object with its ``content``."""
+    """The text of a special token, which is a string or an object with a ``content``."""
     text = value.get("content") if isinstance(value, dict) else value
     if text is not None and not isinstance(text, str):
         raise CheckpointError(f"{folder}: {name} is {value!r}, but must be text or an object whose content is text")
@@ -152,7 +152,7 @@ def _token_text(folder: Path, name: str, value: Any) -> str | None:
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """A ``chat_template.jinja`` file, else the configuration's ``chat_template``, the default if it lists several."""
+    """The file ``chat_template.jinja``, else the configuration's ``chat_template``, or the default one of a list."""
     path = folder / "chat_template.jinja"
     try:
         return path.read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.values import LayerCache
-from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.generation import generate_tokens
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.placement import make_engine_config
 
 CONFIG = {
     "model_type": "llama",
@@ -75,12 +76,12 @@ def make_model(
     **config: Any,
 ) -> Model:
     """A model without a tokenizer. Quantized, its products are exact, so a row is the same bits in any batch."""
-    full = CONFIG | config
+    full = config if "model_type" in config else CONFIG | config
     architecture = models.find(full)
     parsed = architecture.parse(full)
     network = architecture.Model(parsed, RandomWeights(full, 7, quantized), ops or WatchedBackend())
-    engine_config = EngineConfig(parsed.context_length, parsed.vocab_size, parsed.cache_shape, max_batch, chunk)
-    return Model(network, engine_config, eos_ids=eos_ids)
+    engine_config = make_engine_config(parsed, parsed.cache_shape, None, max_batch)
+    return Model(network, replace(engine_config, max_num_batched_tokens=chunk), eos_ids=eos_ids)
 
 
 def run(model: Model, requests: list[Request]) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Generation on a GPU with the bundled model: recorded steps, eager steps, alone or together give the same tokens."""
+"""Generation on a GPU with the bundled model: captured or eager steps, alone or together, give the same tokens."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def tokens(model: bminf_lite.Model, prompts: list[str], **options: Any) -> list[
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "temperature", "penalties"])
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "batch"])
-def test_recorded_and_eager_steps_give_the_same_tokens(model, prompts, options, monkeypatch):
-    recorded = tokens(model, prompts, **options)
-    assert tokens(model, prompts, **options) == recorded
+def test_captured_and_eager_steps_give_the_same_tokens(model, prompts, options, monkeypatch):
+    captured = tokens(model, prompts, **options)
+    assert tokens(model, prompts, **options) == captured
     monkeypatch.setattr(model.ops, "capture", lambda work: work)
-    assert tokens(model, prompts, **options) == recorded
+    assert tokens(model, prompts, **options) == captured
 
 
 def test_a_sequence_alone_and_among_others(model):

@@ -16,6 +16,7 @@ import tokenizer_kit
 from model_kit import WatchedBackend, make_model, prompt_of
 
 import bminf_lite
+from bminf_lite import backend
 from bminf_lite.api import Model
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.text import prompts
@@ -131,13 +132,13 @@ def test_the_end_token_is_reported_but_has_no_text(folder, tmp_path):
 
 def test_a_completion_keeps_the_space_before_its_first_word_and_an_answer_does_not(tmp_path):
     """With a tokenizer that makes the space part of the word, and drops it at the start of a text."""
-    backend = tokenizer_kit.sentencepiece_like()
-    folder = tiny_checkpoint.write(tmp_path, vocab_size=backend.get_vocab_size(), bos_token_id=1, eos_token_id=2)
+    spm = tokenizer_kit.sentencepiece_like()
+    folder = tiny_checkpoint.write(tmp_path, vocab_size=spm.get_vocab_size(), bos_token_id=1, eos_token_id=2)
     (folder / "generation_config.json").write_text("{}")
-    backend.save(str(folder / "tokenizer.json"))
+    spm.save(str(folder / "tokenizer.json"))
     with load(folder) as model:
         head = model.network.output.head.weight
-        bias = np.where(np.arange(len(head.values)) == backend.token_to_id("▁the"), 1e6, 0)
+        bias = np.where(np.arange(len(head.values)) == spm.token_to_id("▁the"), 1e6, 0)
         object.__setattr__(head, "bias", bias.astype(np.float32))  # the model always says "the"
         ids = model.tokenizer.encode("cat")
         for prompt, options in (("cat", {}), (ids, {}), ("cat", {"add_special_tokens": False})):
@@ -240,19 +241,6 @@ def test_the_tokenizer_s_end_token_is_the_last_resort(tmp_path):
         assert model.eos_ids == set()
 
 
-def test_a_tied_head_is_quantized_as_the_recipe_says(tmp_path):
-    source = tiny_checkpoint.write(tmp_path / "source", tie_word_embeddings=True)
-    bminf_lite.migrate(source, tmp_path / "int8")
-    manifest = json.loads((tmp_path / "int8" / "bminf_lite.json").read_text())
-    with load(source) as plain, load(tmp_path / "int8") as migrated:
-        assert plain.network.output.head.weight.scale is None
-        assert (manifest["tied_head"], migrated.network.output.head.weight.dynamic) == ("w8a8", True)
-    (tmp_path / "int8" / "bminf_lite.json").write_text(json.dumps(manifest | {"tied_head": None}))
-    with load(tmp_path / "int8") as migrated:
-        assert migrated.network.output.head.weight.scale is None
-        assert migrated.network.blocks[0].mlp.down.weight.dynamic
-
-
 @pytest.mark.parametrize(
     "options",
     [{"max_batch": 0}, {"max_batch": 2.5}, {"max_batch": True}, {"context": -1}, {"context": "x"}, {"memory_limit": -1},
@@ -266,13 +254,11 @@ def test_invalid_arguments_of_load(folder, options):
 
 
 def test_a_model_that_fails_to_load_gives_its_device_back(folder, monkeypatch):
-    from bminf_lite import backend
-
     closed = []
     ops = WatchedBackend()
     monkeypatch.setattr(ops, "close", lambda: closed.append(True))
-    monkeypatch.setattr(backend, "create", lambda *_: ops)
     monkeypatch.setattr(ops, "table", lambda *_: 1 / 0)
+    monkeypatch.setattr(backend, "create", lambda *_: ops)
     with pytest.raises(ZeroDivisionError):
         bminf_lite.load(folder)
     assert closed == [True]
@@ -313,15 +299,11 @@ def test_results_are_timed_and_serialisable(model):
     t = result.timings
     assert (t.prompt_tokens, t.new_tokens) == (6, 5)
     assert 0 < t.prompt_seconds < t.total_seconds == t.prompt_seconds + t.decode_seconds
-    assert t.prompt_tokens_per_second == 6 / t.prompt_seconds
-    assert t.decode_tokens_per_second == 4 / t.decode_seconds
+    assert (t.prompt_tokens_per_second, t.decode_tokens_per_second) == (6 / t.prompt_seconds, 4 / t.decode_seconds)
     value = json.loads(json.dumps(result.to_dict()))
-    assert value["token_ids"] == result.token_ids
-    assert value["logprobs"] == result.logprobs
+    assert (value["token_ids"], value["logprobs"]) == (result.token_ids, result.logprobs)
     one = model.generate("hello", max_new_tokens=1)
-    assert one.timings.decode_tokens_per_second == 0
-    assert one.logprobs is None
-    assert "logprobs" not in one.to_dict()
+    assert one.timings.decode_tokens_per_second == 0 and one.logprobs is None and "logprobs" not in one.to_dict()
 
 
 def test_logits_do_not_depend_on_the_chunk():

@@ -57,16 +57,12 @@ def test_each_answer_continues_the_dialogue(model: Path) -> None:
     assert result.stderr == "error: there is no /quit; the only command is /clear\n"
 
 
-def test_options_are_those_of_generate(model: Path) -> None:
+def test_clear_forgets_and_options_are_those_of_generate(model: Path) -> None:
     options = ["--temperature", "1", "--seed", "3", "--presence-penalty", "0.5", "--system", "be kind"]
-    result = chat(model, ["hi", "and?"], *options)
-    expected = answers(model, ["hi", "and?"], "be kind", temperature=1.0, seed=3, presence_penalty=0.5)
-    assert result.stdout == expected, result.stderr
-
-
-def test_clear_forgets(model: Path) -> None:
-    result = chat(model, ["hi", "/clear", "what is new?"], "--system", "be kind")
-    assert result.stdout == answers(model, ["hi"], "be kind") + answers(model, ["what is new?"], "be kind")
+    result = chat(model, ["hi", "/clear", "what is new?"], *options)
+    sampling = {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}
+    expected = [answers(model, [line], "be kind", **sampling) for line in ("hi", "what is new?")]
+    assert result.stdout == "".join(expected), result.stderr
 
 
 def test_a_dialogue_longer_than_the_context_loses_its_start(model: Path) -> None:

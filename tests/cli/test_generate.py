@@ -24,11 +24,13 @@ def generate(model: Path, *arguments: str, stdin: bytes | None = None) -> Result
 
 
 def test_text_goes_to_stdout_and_equals_the_api(model: Path) -> None:
-    result = generate(model, "hello", "--max-new-tokens", "12", "--temperature", "1", "--seed", "3")
-    assert result.exit_code == 0, result.stderr
+    options = ["--max-new-tokens", "12", "--temperature", "1", "--seed", "3"]
     with bminf_lite.load(model, device="cpu") as loaded:
-        expected = loaded.generate("hello", max_new_tokens=12, temperature=1.0, seed=3)
-    assert (result.stdout, result.stderr) == (f"{expected}\n", "")
+        expected = loaded.generate("hello", max_new_tokens=12, temperature=1.0, seed=3).text
+    for stop in ([], [expected[6], expected[3]]):
+        result = generate(model, "hello", *options, *(part for text in stop for part in ("--stop", text)))
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout == expected[: min(map(expected.index, stop), default=None)] + "\n" and not result.stderr
 
 
 def test_a_dash_reads_stdin_without_its_last_newline_and_stats_go_to_stderr(model: Path) -> None:
@@ -74,19 +76,6 @@ def test_chat_renders_the_template(model: Path) -> None:
     with bminf_lite.load(model, device="cpu") as loaded:
         expected = loaded.generate(text, add_special_tokens=False, max_new_tokens=6)
     assert (value["prompt_tokens"], value["token_ids"]) == (len(text), expected.token_ids)
-
-
-def test_stop_texts_end_the_completion(model: Path) -> None:
-    def complete(seed: int, *more: str) -> str:
-        options = ("--max-new-tokens", "40", "--temperature", "1", "--seed", str(seed))
-        return generate(model, "hello", *options, *more).stdout.removesuffix("\n")
-
-    seed, marks = next(  # the random model writes random bytes: look for two places with two letters each
-        (seed, found) for seed in range(50) if len(found := re.findall(r"[!-~]{2}", complete(seed)[3:])) > 1
-    )
-    text = complete(seed)
-    expected = text[: min(text.index(mark) for mark in marks)]
-    assert complete(seed, "--stop", marks[1], "--stop", marks[0]) == expected
 
 
 def test_defaults_come_from_the_checkpoint(tmp_path: Path) -> None:

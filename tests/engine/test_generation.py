@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from itertools import zip_longest
 
@@ -22,14 +21,6 @@ EOS = frozenset([11, 23])
 EXACT = make_model(quantized=True)
 FLOAT = make_model()
 CONTEXT = EXACT.engine_config.context_length
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_blocks() -> Iterator[None]:
-    """Caches that start small and often grow."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCache, "BLOCK", 8)
-        yield
 
 
 def outcome(r: Request) -> tuple[list[int], str | None, list[float]]:
@@ -118,14 +109,17 @@ def test_seeds():
 # -- how a request ends -----------------------------------------------------------------------------------------------
 
 
-def test_the_end_token_ends_unless_it_is_ignored():
+def test_what_ends_a_request():
     tokens = greedy_by_hand(FLOAT, prompt_of(5), 20)
-    eos = tokens[7]
-    first = tokens.index(eos)
-    (r,) = run(FLOAT, [request(0, prompt_of(5), frozenset([eos]), max_new_tokens=20)])
-    assert (r.output_token_ids, r.finish_reason, r.ended_by_eos) == (tokens[: first + 1], "stop", True)
-    (r,) = run(FLOAT, [request(0, prompt_of(5), frozenset([eos]), max_new_tokens=20, ignore_eos=True)])
+    eos = frozenset([tokens[7]])
+    (r,) = run(FLOAT, [request(0, prompt_of(5), eos, max_new_tokens=20)])
+    assert r.output_token_ids == tokens[: tokens.index(tokens[7]) + 1]
+    assert (r.finish_reason, r.ended_by_eos) == ("stop", True)
+    (r,) = run(FLOAT, [request(0, prompt_of(5), eos, max_new_tokens=20, ignore_eos=True)])
     assert (r.output_token_ids, r.finish_reason, r.ended_by_eos) == (tokens, "length", False)
+    for length in (CONTEXT - 1, CONTEXT - 5):
+        (r,) = run(FLOAT, [request(0, prompt_of(length), max_new_tokens=1000)])
+        assert (len(r.output_token_ids), r.finish_reason) == (CONTEXT - length, "length")
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [0, 1, 3])
@@ -134,12 +128,6 @@ def test_no_step_is_wasted_on_a_request_that_is_alone(max_steps_in_flight, new):
     ops = WatchedBackend(max_steps_in_flight)
     result = make_model(ops).generate(prompt_of(4), max_new_tokens=new)
     assert (len(result.token_ids), result.finish_reason, ops.samples) == (new, "length", new)
-
-
-def test_the_end_by_context():
-    for length in (CONTEXT - 1, CONTEXT - 5):
-        (r,) = run(FLOAT, [request(0, prompt_of(length), max_new_tokens=1000)])
-        assert (len(r.output_token_ids), r.finish_reason) == (CONTEXT - length, "length")
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [0, 2])
@@ -239,24 +227,19 @@ class FullBackend(WatchedBackend):
         return super().layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
 
 
-def test_out_of_memory_while_decoding_leaves_a_usable_model():
+def test_out_of_memory_leaves_a_usable_model():
+    """At the start, and while decoding. Memory is free although the failures' tracebacks are alive."""
     ops = FullBackend(40)
     model = make_model(ops)
-    pieces = []
-    with pytest.raises(OutOfMemory, match=r"no room for .* tokens of 1 sequences.*64 bytes") as failure:
-        pieces.extend(model.stream(prompt_of(8), max_new_tokens=80))
-    assert 8 < len(pieces) < 80
-    assert ops.memory_is_free  # although the failure's traceback is alive
-    assert failure and len(model.generate(prompt_of(8), max_new_tokens=8).token_ids) == 8
-
-
-def test_out_of_memory_at_the_start_leaves_a_usable_model():
-    ops = FullBackend(40)
-    model = make_model(ops)
-    with pytest.raises(OutOfMemory, match="max_batch"):
+    with pytest.raises(OutOfMemory, match="max_batch") as at_start:
         model.generate([prompt_of(20, i) for i in range(8)], max_new_tokens=4)
     assert ops.memory_is_free
-    assert len(model.generate(prompt_of(20), max_new_tokens=4).token_ids) == 4
+    pieces = []
+    with pytest.raises(OutOfMemory, match=r"no room for .* tokens of 1 sequences.*64 bytes") as while_decoding:
+        pieces.extend(model.stream(prompt_of(8), max_new_tokens=80))
+    assert 8 < len(pieces) < 80
+    assert ops.memory_is_free
+    assert at_start and while_decoding and len(model.generate(prompt_of(8), max_new_tokens=8).token_ids) == 8
 
 
 @pytest.mark.parametrize("when", [1, 2, 7])

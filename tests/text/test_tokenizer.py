@@ -6,8 +6,6 @@ import json
 
 import pytest
 import tokenizer_kit
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.text.checkpoint_files import load_tokenizer
@@ -39,14 +37,6 @@ def test_other_files_are_optional_and_special_tokens_may_have_their_own(tmp_path
     tokenizer = load_tokenizer(write(tmp_path), 1000)
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.chat_template) == (None, frozenset(), None)
     assert load_tokenizer(write(tmp_path, config={}, special={"eos_token": "</s>"}), 1000).eos_token == "</s>"
-
-
-@given(st.text(max_size=50))
-def test_text_survives_byte_level_tokens(text):
-    tokenizer = JsonTokenizer(tokenizer_kit.byte_level())
-    for special in tokenizer_kit.SPECIAL:
-        text = text.replace(special, "")
-    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_the_post_processor_frames_a_prompt(tmp_path):

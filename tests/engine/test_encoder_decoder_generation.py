@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_kit import WatchedBackend, run
-from tiny_models import RandomWeights
+from model_kit import WatchedBackend, make_model, run
 
-from bminf_lite import models
-from bminf_lite.api import Model
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
-from bminf_lite.errors import UsageError
-from bminf_lite.layers.cache import KVCache
-from bminf_lite.placement import make_engine_config
+from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.text.prompts import EncodedPrompt
 
 CONFIG = {
@@ -34,25 +26,9 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_blocks() -> Iterator[None]:
-    """Caches that start small and often grow."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCache, "BLOCK", 8)
-        yield
-
-
-def make_model(quantized: bool = False, max_batch: int = 16, chunk: int = 2048, max_steps_in_flight: int = 0) -> Model:
-    architecture = models.find(CONFIG)
-    config = architecture.parse(CONFIG)
-    network = architecture.Model(config, RandomWeights(CONFIG, 3, quantized), WatchedBackend(max_steps_in_flight))
-    engine_config = make_engine_config(config, config.cache_shape, None, max_batch)
-    return Model(network, replace(engine_config, max_num_batched_tokens=chunk), eos_ids=frozenset())
-
-
 EOS = frozenset([11, 23])
-EXACT = make_model(quantized=True)
-FLOAT = make_model()
+EXACT = make_model(quantized=True, **CONFIG)
+FLOAT = make_model(**CONFIG)
 
 
 def source_of(length: int, seed: int = 0) -> list[int]:
@@ -84,7 +60,10 @@ def test_a_ragged_batch_equals_its_prompts_alone(lengths, max_batch, chunk, max_
     def requests():
         return [Request(i, [1], params, EOS, source) for i, source in enumerate(sources)]
 
-    together = run(make_model(True, max_batch, chunk, max_steps_in_flight), requests())
+    together = run(
+        make_model(WatchedBackend(max_steps_in_flight), quantized=True, max_batch=max_batch, chunk=chunk, **CONFIG),
+        requests(),
+    )
     for request, alone in zip(together, requests(), strict=True):
         run(EXACT, [alone])
         assert (request.output_token_ids, request.finish_reason) == (alone.output_token_ids, alone.finish_reason)
@@ -97,13 +76,26 @@ def test_decoding_ends_with_the_context():
 
 
 def test_an_interrupted_stream_gives_its_memory_back():
-    model = make_model()
+    model = make_model(**CONFIG)
     stream = model.stream([source_of(9), source_of(30)], max_new_tokens=30)
     for _ in range(5):
         next(stream)
     assert not model.ops.memory_is_free
     stream.close()
     assert model.ops.memory_is_free
+
+
+def test_out_of_memory_for_sources_gives_the_decoder_s_cache_back():
+    class FullBackend(WatchedBackend):
+        def layer_cache(self, slots, kv_heads, capacity, head_dim, *, int8=False):
+            if len(self.arrays) == 2 * CONFIG["num_decoder_layers"]:
+                raise MemoryError("none left")
+            return super().layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
+
+    ops = FullBackend()
+    with pytest.raises(OutOfMemory, match="none left") as failure:
+        make_model(ops, **CONFIG).generate(source_of(9))
+    assert failure and ops.memory_is_free
 
 
 @pytest.mark.parametrize(
