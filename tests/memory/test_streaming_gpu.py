@@ -117,9 +117,9 @@ def test_after_a_layer_that_fails_weights_are_made_outside_of_slots(streaming: A
 
 def test_a_plan_holds_what_it_promises() -> None:
     """Under limits that hold more or less of the model, a prompt and completion of the planned length stay within."""
-    sizes = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 2048}
+    sizes = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 512}
     streamed = []
-    for mebibytes in (54, 62):
+    for mebibytes in (52, 58):
         backend = open_backend(mebibytes << 20)
         bench_model = random_model("small", CONFIG | sizes | {"max_position_embeddings": 256}, backend)
         assert bench_model.plan is not None and bench_model.plan.context == 256
