@@ -96,9 +96,9 @@ def test_a_disk_that_is_full_too_is_an_error(streaming: Backend, monkeypatch: py
         make_model(streaming, num_hidden_layers=LAYERS)
 
 
-@pytest.mark.parametrize("slot_bytes, message", [(512, "too small"), (1 << 40, "out of device memory")])
-def test_slots_that_are_too_small_or_too_large_are_an_error(streaming: Backend, slot_bytes: int, message: str) -> None:
-    streaming.placement = replace(streaming.placement, slot_bytes=slot_bytes)
+@pytest.mark.parametrize("slot_size, message", [(512, "too small"), (1 << 40, "out of device memory")])
+def test_slots_that_are_too_small_or_too_large_are_an_error(streaming: Backend, slot_size: int, message: str) -> None:
+    streaming.placement = replace(streaming.placement, slot_size=slot_size)
     with pytest.raises(OutOfMemory, match=message):
         make_model(streaming, num_hidden_layers=LAYERS)
 
