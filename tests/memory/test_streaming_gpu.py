@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -14,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_checkpoint
 from model_kit import CONFIG, make_model, prompt_of, request, run
 
-from bminf_lite.api import Model, load
+from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.values import Placement
 from bminf_lite.bench.model import random_model
-from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.cuda.runtime.driver import Device
-from bminf_lite.errors import CheckpointError, OutOfMemory
+from bminf_lite.errors import OutOfMemory
 from bminf_lite.memory.device import measure_speeds
 from bminf_lite.memory.planner import MemoryPlan, evenly_spaced
 
@@ -219,33 +216,6 @@ def test_a_step_takes_what_the_link_allows() -> None:
     assert plan.link_seconds is not None
     print(f"link {link / 1e9:.1f} GB/s, {plan.streamed_bytes / 2**20:.0f} MiB in {seconds * 1e3:.2f} ms")
     assert seconds <= plan.link_seconds / 0.85
-
-
-@pytest.mark.parametrize("how", ["cut short", "written to"])
-def test_a_file_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path, how: str) -> None:
-    """And no crash: nothing is mapped. The same process then loads another."""
-    from bminf_lite.backend.cuda.backend import CudaBackend
-
-    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96}
-    migrate(tiny_checkpoint.write(tmp_path / "source", **sizes), tmp_path / "int8")
-    shutil.copytree(tmp_path / "int8", tmp_path / "changing")
-    file, calls, weight = tmp_path / "changing" / "model.safetensors", [], CudaBackend.weight
-
-    def change(self: CudaBackend, *arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 5:
-            os.truncate(file, 5000 if how == "cut short" else file.stat().st_size)
-        return weight(self, *arguments)
-
-    def tokens() -> list[int]:
-        with load(tmp_path / "int8", "cuda") as model:
-            return model.generate([5, 6, 7], max_new_tokens=4, temperature=0).token_ids
-
-    expected = tokens()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="changed since it was opened"):
-        patch.setattr(CudaBackend, "weight", change)
-        load(tmp_path / "changing", "cuda")
-    assert tokens() == expected
 
 
 def test_running_out_of_memory_leaves_the_model_usable() -> None:
