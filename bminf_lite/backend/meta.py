@@ -1,6 +1,6 @@
-"""What a model's weights take on a GPU, found by building the model without its weights and without a GPU.
+"""Counts the bytes of a model's weights on a GPU, by building the model without its weights and without a GPU.
 
-It is a backend whose arrays are numbers of bytes, so every architecture is measured by the code that loads it.
+It is a backend that adds up sizes instead of making arrays, so the code that loads an architecture also measures it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class MetaBackend(Backend):
         self._in_layer = False
         self._widest = 0
         self._deepest = 0
-        self._stream = 0
+        self._residual = 0
 
     @property
     def token_bytes(self) -> int:
-        """The widest product's sums, the codes of its input and of the next one's, and the residual stream thrice:
-        itself, what is to be added to it, and its norm or a copy of it.
+        """The widest product's sums, the codes of its input and of the next one's, and three rows as wide as the
+        residual stream: the stream, an update of it, and its norm or a copy.
         """
-        return self._widest + self._deepest + 3 * self._stream
+        return self._widest + self._deepest + 3 * self._residual
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
         built = []
@@ -80,7 +80,7 @@ class MetaBackend(Backend):
         table = aligned(rows * pitch * 2)
         self.table_bytes += table
         self.non_layer_bytes += table
-        self._stream = max(self._stream, pitch * 4)
+        self._residual = max(self._residual, pitch * 4)
 
     def vector(self, values: np.ndarray) -> Array:
         self.non_layer_bytes += aligned(round_up(len(values), PAD) * 4)
@@ -90,5 +90,5 @@ class MetaBackend(Backend):
 
 
 def aligned(nbytes: int) -> int:
-    """What a block of ``nbytes`` takes of an arena."""
+    """Bytes that a block of ``nbytes`` takes in an arena."""
     return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
