@@ -3,8 +3,8 @@
     model = bminf_lite.load("path")
     print(model.generate("Once", max_new_tokens=64))
 
-Everything here is imported when it is first used, so ``import bminf_lite`` costs a few milliseconds, and neither NumPy
-nor CuPy is imported before something needs it.
+Each name is imported when it is first used, so ``import bminf_lite`` takes a few milliseconds and imports neither NumPy
+nor CuPy.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .api import Model, load
     from .engine.outputs import Piece, Result
     from .engine.sampling_params import SamplingParams
     from .errors import BminfError, CheckpointError, DeviceError, OutOfMemory, UsageError
     from .migration.migrate import migrate
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BminfError",

@@ -1,34 +1,38 @@
-"""A loaded model: text in, text out. Joins the tokenizer, which knows no tensors, to the loop, which knows no text."""
+"""A loaded model: joins the checkpoint, the network on its device, the engine and text. Holds no algorithm."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from . import backend, models
+from . import backend
 from .backend.base import Backend
-from .backend.values import Array, ForwardBatch
-from .checkpoint.reader import open_checkpoint
-from .engine.outputs import Piece, Result, Timings
-from .engine.sampling_params import SamplingParams
-from .engine.scheduler import EncoderDecoder, EngineConfig, Network, Request, Scheduler
-from .errors import CheckpointError, UsageError, listed
-from .layers.cache import KVCache, SourceCache
+from .checkpoint.opened_model import open_model
+from .engine.config import EngineConfig
+from .engine.generation import generate_tokens
+from .engine.model_runner import ModelRunner, Network
+from .engine.outputs import Piece, Result, make_piece
+from .engine.request import Request
+from .engine.sampling_params import SamplingOptions, SamplingParams
+from .errors import UsageError
+from .layers.cache import KVCache
 from .layers.finite_check import with_finite_checks
-from .layers.loading import Weights
 from .placement import checkpoint_requirements, make_engine_config, plan_placement
-from .text.chat_template import ChatTemplate, check_messages
+from .text.chat_template import Message
+from .text.checkpoint_files import configured_eos_ids
 from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
-from .text.prompts import EncodedPrompt, Message, Prompt, is_batch, is_conversation, validate_token_ids
+from .text.prompts import EncodedPrompt, Prompt, PromptEncoder, dialogue_messages, is_batch
 from .text.text_stream import TextStream
 from .text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def load(
@@ -42,12 +46,15 @@ def load(
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
-    ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``memory_limit`` bounds the GPU memory that the model and
-    everything it does may take (bytes, or a text such as ``"6GiB"``): what does not fit is streamed from host memory,
-    as docs/memory.md says. ``context`` is how many tokens the cache is to have room for beside the weights; by default
-    as many as the model takes, or fewer where memory is short. On a CPU neither matters. ``kv_cache`` is ``fp16`` (fp32
-    on a CPU) or ``int8``, which takes half the memory; ``max_batch`` bounds the sequences that are decoded together.
-    With ``check`` a NaN or an infinity in an activation is an error that names the layer; on a GPU, that is slow.
+    - ``device``: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+    - ``memory_limit``: the most GPU memory that the model may use, in bytes or as text such as ``"6GiB"``. Layers that
+      do not fit are streamed from host memory; see docs/memory.md. Without effect on a CPU.
+    - ``max_batch``: the most sequences that are decoded together.
+    - ``kv_cache``: ``fp16`` (fp32 on a CPU), or ``int8``, which takes half the memory.
+    - ``context``: tokens that the cache must have room for beside the weights. The default is the model's context
+      length, or less where memory is short. Without effect on a CPU.
+    - ``check``: raise an error that names the layer where an activation is NaN or infinite. Slow on a GPU.
+
     Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``, which says what would fit, or ``UsageError``.
     """
     for name, value in {"max_batch": max_batch, "context": 1 if context is None else context}.items():
@@ -55,50 +62,54 @@ def load(
             raise UsageError(f"{name} is {value!r}, but must be a whole number, 1 or more")
     if kv_cache not in ("fp16", "int8"):
         raise UsageError(f"kv_cache is {kv_cache!r}, not fp16 or int8")
-    with open_checkpoint(path) as checkpoint:
-        architecture = models.find(checkpoint.config)
-        config = architecture.parse(checkpoint.config)
-        spec = architecture.spec(config)
-        checkpoint.validate(spec)
+    with open_model(path) as opened:
+        checkpoint, config = opened.checkpoint, opened.config
         eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, config.vocab_size)
         ops = backend.create(device, memory_limit)
         try:
             cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
-            KVCache(ops, cache_shape, 1, 1, 1).close()  # refused now, if ever
-            plan = plan_placement(ops, spec, lambda: checkpoint_requirements(checkpoint, kv_cache=kv_cache), context)
-            weights: Weights = checkpoint.weights(spec, stored=True)
-            network = architecture.Model(config, *(with_finite_checks(weights, ops) if check else (weights, ops)))
+            KVCache(ops, cache_shape, 1, 1, 1).close()  # raises now if the backend cannot have such a cache
+            plan = plan_placement(ops, opened.spec, lambda: checkpoint_requirements(opened, kv_cache=kv_cache), context)
+            weights = opened.weights()
+            built_from = with_finite_checks(weights, ops) if check else (weights, ops)
+            network = opened.architecture.Model(config, *built_from)
         except BaseException:
             ops.close()
             raise
-        limits = make_engine_config(config, cache_shape, plan, max_batch)
-        return Model(network, limits, checkpoint.path, checkpoint.generation_config, eos_ids)
+        engine_config = make_engine_config(config, cache_shape, plan, max_batch)
+        return Model(network, engine_config, checkpoint.path, checkpoint.generation_config, eos_ids)
 
 
 class Model:
     """A model on its device. Close it, or use it as a context manager, to give the device's memory back.
 
-    Several streams may be under way at the same time, in one thread. ``folder`` is where the tokenizer's files are:
-    they are read when text first needs them, and a model without them takes and gives token ids. ``generation_config``
-    holds the defaults of sampling; ``eos_ids`` are the tokens that end a completion, None for the tokenizer's.
+    Several streams of one thread may interleave. ``folder`` holds the tokenizer's files, which are read when text first
+    needs them; a model without them takes and gives token ids. ``generation_config`` holds the defaults of sampling.
+    ``eos_ids`` are the tokens that end a completion; None means the tokenizer's.
     """
 
     def __init__(
         self,
         network: Network,
-        limits: EngineConfig,
+        engine_config: EngineConfig,
         folder: Path | None = None,
         generation_config: Mapping[str, Any] | None = None,
         eos_ids: frozenset[int] | None = None,
     ):
         self.network = network
-        self.limits = limits
-        self.folder = folder
+        self.engine_config = engine_config
         self.generation_config = generation_config or {}
         self.ops: Backend = network.ops
         self._configured_eos_ids = eos_ids
-        self._tokenizer: Tokenizer | None = None
-        self._template: ChatTemplate | None = None
+        self._prompts = PromptEncoder(
+            folder,
+            lambda array: self.ops.host(self.ops.adopt(array)),
+            vocab_size=engine_config.vocab_size,
+            context_length=engine_config.context_length,
+            is_encoder_decoder=engine_config.is_encoder_decoder,
+            max_source_length=engine_config.max_source_length,
+            decoder_start_length=len(engine_config.decoder_start_token_ids),
+        )
         self._closed = False
 
     @property
@@ -108,19 +119,15 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer; ``CheckpointError`` if its files are missing or wrong."""
-        if self._tokenizer is None:
-            if self.folder is None:
-                raise UsageError("this model was made without a tokenizer: give prompts as lists of token ids")
-            self._tokenizer = Tokenizer.load(self.folder, self.limits.vocab_size)
-        return self._tokenizer
+        """The checkpoint's tokenizer; ``CheckpointError`` if its files are missing or malformed."""
+        return self._prompts.tokenizer
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a completion: the configuration's, else the tokenizer's."""
         if self._configured_eos_ids is not None:
             return self._configured_eos_ids
-        return self.tokenizer.eos_ids if self._has_tokenizer else frozenset()
+        return self.tokenizer.eos_ids if self._prompts.has_tokenizer else frozenset()
 
     def describe(self) -> str:
         """The device in words."""
@@ -131,10 +138,10 @@ class Model:
         return self.ops.memory()
 
     def close(self) -> None:
-        """Give the device's memory back; the model, and streams that are under way, cannot be used afterwards."""
+        """Give the device's memory back. Afterwards the model and its unfinished streams raise ``UsageError``."""
         if not self._closed:
             self._closed = True
-            self._template = None
+            self._prompts.close()
             self.ops.close()
 
     def __reduce__(self) -> str:
@@ -149,168 +156,107 @@ class Model:
     # -- text -----------------------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompt: str | EncodedPrompt, **options: Any) -> Result: ...
+    def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str
+        self, prompt: Prompt, *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
+    ) -> Result: ...
     @overload
-    def generate(self, prompt: Sequence[int] | Sequence[Message], **options: Any) -> Result: ...
-    @overload
-    def generate(self, prompt: Sequence[Prompt], **options: Any) -> list[Result]: ...
-    def generate(self, prompt: Any, **options: Any) -> Result | list[Result]:
-        """Complete a prompt, or a list of prompts: a :data:`Prompt` gives a result, a list gives a list in its order.
+    def generate(
+        self, prompt: Sequence[Prompt], *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
+    ) -> list[Result]: ...
+    def generate(
+        self, prompt: Any, *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
+    ) -> Result | list[Result]:
+        """Complete a prompt or a list of prompts. One prompt gives a result, a list gives a list in the same order.
 
-        A prompt is text, a list of token ids, a list of messages (``{"role": "user", "content": ...}``) to answer, or
-        what :meth:`encode` returned. ``options`` are those of :class:`SamplingParams` (defaults from the checkpoint's
-        ``generation_config.json``) and ``add_special_tokens``, see :meth:`encode`. Prompts of one list draw
-        differently with the same seed. Raises ``UsageError`` for wrong arguments, all wrong prompts at once;
-        ``CheckpointError`` for wrong tokenizer files; ``OutOfMemory``, after which fewer or shorter prompts may fit.
+        A prompt is text, a list of token ids, a list of messages (``{"role": "user", "content": ...}``) to answer, or a
+        result of :meth:`encode`. ``options`` are the fields of :class:`SamplingParams`, whose defaults come from the
+        checkpoint's ``generation_config.json``; for ``add_special_tokens`` see :meth:`encode`. Prompts of one list draw
+        differently with the same seed. Raises ``UsageError`` for invalid arguments, which lists all invalid prompts;
+        ``CheckpointError`` for missing or malformed tokenizer files; ``OutOfMemory``, after which the model can still
+        be used for fewer or shorter prompts.
         """
-        with closing(self.stream(prompt, **options)) as pieces:
+        with closing(self.stream(prompt, add_special_tokens=add_special_tokens, **options)) as pieces:
             results = {piece.index: piece.result for piece in pieces if piece.result is not None}
         ordered = [results[i] for i in range(len(results))]
         return ordered if is_batch(prompt) else ordered[0]
 
-    def stream(self, prompt: Any, *, add_special_tokens: bool = True, **options: Any) -> Generator[Piece, None, None]:
-        """Like :meth:`generate`, piece by piece as the text appears. Arguments are checked before the first piece.
+    def stream(
+        self, prompt: Prompt | Sequence[Prompt], *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
+    ) -> Generator[Piece, None, None]:
+        """Like :meth:`generate`, but yields pieces as the text appears. Arguments are checked before the first piece.
 
         Closing the stream ends generation and gives its memory back.
         """
         self._require_open()
         params = SamplingParams.from_checkpoint(self.generation_config, **options)
-        encoded = self._encode_all(list(prompt) if is_batch(prompt) else [prompt], add_special_tokens, is_batch(prompt))
-        tokenizer = self.tokenizer if params.stop or self._has_tokenizer else None
-        requests = [self._request(i, p, with_seed(params)) for i, p in enumerate(encoded)]
+        encoded = self._prompts.encode_all(prompt, add_special_tokens)
+        tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
+        requests = [self._request(i, p, params.with_seed()) for i, p in enumerate(encoded)]
         texts = [TextStream(tokenizer, params.stop, p.token_ids if p.continues else ()) for p in encoded]
         return self._run(requests, texts)
 
-    def encode(self, prompt: Any, add_special_tokens: bool = True) -> EncodedPrompt:
-        """A prompt's tokens, checked: one at least, and so many that a new one fits the model's context.
+    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
+        """The tokens of a prompt, checked: at least one, and few enough to leave room for a new token.
 
-        To an encoder-decoder the prompt is what its encoder reads, and must fit that.
-
-        ``add_special_tokens`` lets the tokenizer frame a text as the checkpoint does (begin-of-text before it). Raises
-        ``UsageError`` for a wrong prompt, ``CheckpointError`` if text needs a tokenizer and there is none.
+        For an encoder-decoder, the prompt is what its encoder reads. ``add_special_tokens`` frames a text as the
+        checkpoint does, for example with a begin-of-text token. Raises ``UsageError`` for an invalid prompt,
+        ``CheckpointError`` if text needs a tokenizer that is missing.
         """
-        ids: Sequence[int]
-        target: tuple[int, ...] = ()
-        continues = not self.limits.max_source_length
-        stop_ids: frozenset[int] = frozenset()
-        if isinstance(prompt, EncodedPrompt):
-            ids, continues, target, stop_ids = prompt.token_ids, prompt.continues, prompt.target, prompt.stop_ids
-        elif isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt, add_special_tokens)
-            target = self.tokenizer.target_ids if add_special_tokens else ()
-        elif is_conversation(prompt):
-            ids, continues = self._encode_conversation(prompt), False
-        else:
-            ids = prompt
-        ids = self._validate_token_ids(ids)
-        if not ids:
-            raise UsageError("the prompt is empty: give at least one token")
-        if self.limits.max_source_length:
-            return self._validate_source(EncodedPrompt(ids, continues, self._validate_token_ids(target), stop_ids))
-        context = self.limits.context_length
-        if len(ids) >= context:
-            raise UsageError(
-                f"the prompt has {len(ids):,} tokens, but the model's context is {context:,} and a new token must fit: "
-                f"shorten the prompt by {len(ids) - context + 1:,}"
-            )
-        return EncodedPrompt(ids, continues, stop_ids=stop_ids)
+        return self._prompts.encode(prompt, add_special_tokens)
 
-    def fill_blank(self, text: str, **options: Any) -> list[FilledSpan]:
-        """What belongs in place of each ``<span>`` of ``text``, with its position; for T5, CPM-2 and their kin.
+    def fill_blank(self, text: str, **options: Unpack[SamplingOptions]) -> list[FilledSpan]:
+        """The text for each ``<span>`` of ``text``, with its position; for models such as T5 and CPM-2.
 
-        ``options`` are those of :meth:`generate` but ``stop``. Raises ``UsageError`` for a text without ``<span>`` or
-        with too many, and for a model that was not trained for it.
+        ``options`` are those of :meth:`generate` except ``stop``. Raises ``UsageError`` for a text without ``<span>``
+        or with too many, and for a model that was not trained to fill blanks.
         """
-        if not isinstance(text, str):
-            raise UsageError(f"a text with blanks must be text, but is {type(text).__name__}")
         if options.get("stop"):
             raise UsageError("stop texts do not apply to blanks, which end where the next one begins")
-        if not self.limits.max_source_length:
+        if not self.engine_config.is_encoder_decoder:
             raise UsageError(NO_BLANKS)
         blanked = encode_blanks(self.tokenizer, text)
-        tokens = self.generate(blanked.prompt, **options).token_ids
-        return blanked.fillings(self.tokenizer, tokens, self.eos_ids)
+        return blanked.fillings(self.tokenizer, self.generate(blanked.prompt, **options).token_ids, self.eos_ids)
 
-    def dialogue(self, context: Sequence[str], **options: Any) -> Result:
-        """Answer the last utterance of a dialogue whose two speakers take turns. ``options`` as in :meth:`generate`.
+    def dialogue(self, context: Sequence[str], **options: Unpack[SamplingOptions]) -> Result:
+        """Answer the last utterance of a dialogue between two speakers who take turns.
 
-        For a model with a chat template the last utterance is the user's. Raises ``UsageError`` for another model but
-        EVA, and for what is no list of texts.
+        For a model with a chat template the last utterance is the user's. ``options`` are those of :meth:`generate`.
+        Raises ``UsageError`` for a model that has no chat template and is not EVA, and for a ``context`` that is not a
+        list of texts.
         """
-        if isinstance(context, str) or not context or not all(isinstance(turn, str) for turn in context):
-            raise UsageError("a dialogue is a list of utterances, one at least, each a text")
-        roles = ["user", "assistant"] * len(context)
-        messages = [{"role": role, "content": turn} for role, turn in zip(roles, reversed(context), strict=False)]
-        return self.generate(messages[::-1], **options)
+        return self.generate(dialogue_messages(context), **options)
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The text of a conversation by the checkpoint's chat template, special tokens included.
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object) -> str:
+        """The text of a conversation by the checkpoint's chat template, including special tokens.
 
-        It ends where an answer begins, or without ``add_generation_prompt`` with the last message. ``variables`` are
-        passed to the template (``tools``, ``enable_thinking``, ...). Encode the text without ``add_special_tokens``.
+        It ends where an answer begins, or with the last message if not ``add_generation_prompt``. ``variables`` are
+        passed to the template: ``tools``, ``enable_thinking``, ... Encode the text without ``add_special_tokens``.
         Raises ``UsageError`` if there is no template, or for messages that it refuses.
         """
-        if self._template is None:
-            tokenizer = self.tokenizer
-            if tokenizer.chat_template is None:
-                raise UsageError("this checkpoint has no chat template: give a plain prompt instead of messages")
-            self._template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-        return self._template.render(messages, add_generation_prompt, **variables)
-
-    def _encode_conversation(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation in tokens, by a tokenizer that knows how or by the chat template."""
-        check_messages(messages)
-        turns = self.tokenizer.encode_turns([m.get("content", "") for m in messages], self.limits.max_source_length)
-        return self.tokenizer.encode(self.chat(messages), add_special_tokens=False) if turns is None else turns
-
-    def _validate_token_ids(self, token_ids: Any) -> tuple[int, ...]:
-        offers = hasattr(token_ids, "__dlpack__") or hasattr(token_ids, "__cuda_array_interface__")
-        if offers and not isinstance(token_ids, np.ndarray):
-            token_ids = self.ops.host(self.ops.adopt(token_ids))
-        return validate_token_ids(token_ids, self.limits.vocab_size)
-
-    def _encode_all(self, prompts: list[Any], add_special_tokens: bool, numbered: bool) -> list[EncodedPrompt]:
-        encoded, problems = [], []
-        for i, prompt in enumerate(prompts):
-            try:
-                encoded.append(self.encode(prompt, add_special_tokens))
-            except UsageError as error:  # noqa: PERF203, the others' problems are wanted too
-                problems.append(f"prompt {i}: {error}" if numbered else str(error))
-        if problems:
-            raise UsageError(problems[0] if len(problems) == 1 else listed(f"{len(prompts)} prompts", problems))
-        return encoded
-
-    def _validate_source(self, prompt: EncodedPrompt) -> EncodedPrompt:
-        """``prompt`` if an encoder-decoder can take it."""
-        longest, context = self.limits.max_source_length, self.limits.context_length
-        if len(prompt.token_ids) > longest:
-            raise UsageError(
-                f"the prompt has {len(prompt.token_ids):,} tokens, but the model's encoder reads {longest:,} at most: "
-                f"shorten the prompt by {len(prompt.token_ids) - longest:,}"
-            )
-        if len(prompt.target) + len(self.limits.decoder_start_token_ids) >= context:
-            raise UsageError(f"the target has {len(prompt.target):,} tokens, but the decoder's context is {context:,}")
-        return prompt
+        return self._prompts.render(messages, add_generation_prompt, **variables)
 
     def _request(self, index: int, prompt: EncodedPrompt, params: SamplingParams) -> Request:
-        """What the loop is asked to do for a prompt: to continue it, or to read it and decode."""
-        if not self.limits.max_source_length:
-            return Request(index, prompt.token_ids, params, self.eos_ids | prompt.stop_ids)
-        start = (*self.limits.decoder_start_token_ids, *prompt.target)
-        return Request(index, start, params, self.eos_ids | prompt.stop_ids, prompt.token_ids)
+        """The engine's form of a prompt: tokens to continue, or a source to encode and the decoder's first tokens."""
+        eos_ids = self.eos_ids | prompt.stop_ids
+        if not self.engine_config.is_encoder_decoder:
+            return Request(index, prompt.token_ids, params, eos_ids)
+        start = (*self.engine_config.decoder_start_token_ids, *prompt.target)
+        return Request(index, start, params, eos_ids, source_token_ids=prompt.token_ids)
 
     def _run(self, requests: list[Request], texts: list[TextStream]) -> Generator[Piece, None, None]:
         if not requests:
             return
         self._require_open()
-        with closing(Scheduler(self.network, requests, self.limits)) as scheduler:
-            for request in scheduler:
-                yield next_piece(request, texts[request.index])
+        with closing(generate_tokens(self.network, requests, self.engine_config)) as steps:
+            for request in steps:
+                stream, tokens = texts[request.index], request.take_new_tokens()
+                # The end-of-sequence token has no text, even if the vocabulary gives it one.
+                visible = tokens[:-1] if request.ended_by_eos else tokens
+                text, stopped = stream.push(visible, last=request.finish_reason is not None)
+                if stopped:
+                    request.finish_reason = "stop"
+                yield make_piece(request, tokens, text, stream.text)
                 self._require_open()
-
-    @property
-    def _has_tokenizer(self) -> bool:
-        return self._tokenizer is not None or (self.folder is not None and Tokenizer.exists(self.folder))
 
     def _require_open(self) -> None:
         if self._closed:
@@ -324,91 +270,27 @@ class Model:
         device: bool = False,
         source: Sequence[int] | np.ndarray | None = None,
     ) -> Any:
-        """Logits after each token: fp32 ``[tokens, vocab]``.
+        """Logits after each token, fp32 ``[tokens, vocab]``.
 
-        A NumPy array, or with ``device`` the backend's own array, not copied to the host: on a GPU a CuPy array that is
-        complete, so other libraries may take it through DLPack and read it on any stream. Its memory is used again as
-        soon as nobody holds it, so hold it until they have read it. ``token_ids`` may be such an array too.
+        The result is a NumPy array, or with ``device`` the backend's own array without a copy to the host. On a GPU
+        that is a finished CuPy array, which other libraries may take through DLPack and read on any stream. Keep a
+        reference until they have read it, because its memory is reused afterwards. ``token_ids`` may be such an array.
 
-        An encoder-decoder needs the ``source`` that its encoder reads, and ``token_ids`` are then the decoder's. Raises
-        ``UsageError`` for ids outside of the vocabulary or the context.
+        An encoder-decoder needs the ``source`` that its encoder reads, and ``token_ids`` are the decoder's. Raises
+        ``UsageError`` for ids outside the vocabulary, and for too many.
         """
         self._require_open()
-        ids = np.array(self._validate_token_ids(token_ids), np.int32)
-        if not 0 < len(ids) <= self.limits.context_length:
-            raise UsageError(f"logits takes 1 to {self.limits.context_length:,} token ids, not {len(ids):,}")
-        chunk = self.limits.max_num_batched_tokens
-        with closing(KVCache(self.ops, self.limits.cache_shape, 1, len(ids), self.limits.context_length)) as cache:
-            self._read_source(source, cache)
+        config = self.engine_config
+        ids = np.array(self._prompts.validate_token_ids(token_ids), np.int32)
+        if not 0 < len(ids) <= config.context_length:
+            raise UsageError(f"logits takes 1 to {config.context_length:,} token ids, not {len(ids):,}")
+        source_ids = self._prompts.validate_token_ids(() if source is None else source)
+        longest = config.max_source_length
+        if not (0 < len(source_ids) <= longest if config.is_encoder_decoder else source is None):
+            wanted = f"a source of 1 to {longest:,} token ids" if config.is_encoder_decoder else "no source"
+            raise UsageError(f"logits of this model need {wanted}, not {'none' if source is None else len(source_ids)}")
+        with closing(ModelRunner(self.network, config, 1, len(ids), len(source_ids))) as runner:
             if device:
-                return self.ops.complete(self._logits(ids, 0, cache))
-            chunks = (self._logits(ids[i : i + chunk], i, cache) for i in range(0, len(ids), chunk))
-            return np.concatenate([self.ops.host(logits) for logits in chunks])
-
-    def _read_source(self, source: Sequence[int] | np.ndarray | None, cache: KVCache) -> None:
-        """Encode what an encoder-decoder's logits depend on beside the decoder's tokens."""
-        longest = self.limits.max_source_length
-        ids = np.array(self._validate_token_ids(() if source is None else source), np.int32)
-        if not (0 < len(ids) <= longest if longest else source is None):
-            wanted = f"a source of 1 to {longest:,} token ids" if longest else "no source"
-            raise UsageError(f"logits of this model need {wanted}, not {'none' if source is None else len(ids)}")
-        if longest:
-            cache.source = SourceCache(self.ops, self.limits.cache_shape, 1, len(ids), longest)
-            cache.source.set_lengths({0: len(ids)})
-            cast(EncoderDecoder, self.network).encode_to_cache(ForwardBatch.packed(self.ops.array, [ids]), cache.source)
-
-    def _logits(self, ids: np.ndarray, past: int, cache: KVCache) -> Array:
-        return self.network(ForwardBatch.packed(self.ops.array, [ids], [past]), cache, all_logits=True)
-
-
-def next_piece(request: Request, stream: TextStream) -> Piece:
-    """The piece for the tokens that a request got since its last piece; a complete stop string ends the request."""
-    new, request.num_delivered = request.output_token_ids[request.num_delivered :], len(request.output_token_ids)
-    # The end-of-text token has no text, whatever the vocabulary says.
-    text, stopped = stream.push(new[:-1] if request.ended_by_eos else new, last=request.finish_reason is not None)
-    if stopped:
-        request.finish_reason = "stop"
-    if request.finish_reason is None:
-        return Piece(request.index, text, new)
-    timings = Timings(
-        prompt_tokens=len(request.input_token_ids),
-        new_tokens=len(request.output_token_ids),
-        prompt_seconds=request.first_token_time - request.start_time,
-        decode_seconds=request.last_token_time - request.first_token_time,
-    )
-    logprobs = list(request.logprobs) if request.params.logprobs else None
-    result = Result(
-        stream.text,
-        list(request.output_token_ids),
-        request.finish_reason,
-        len(request.input_token_ids),
-        timings,
-        logprobs,
-    )
-    return Piece(request.index, text, new, request.finish_reason, result)
-
-
-def configured_eos_ids(
-    generation_config: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int
-) -> frozenset[int] | None:
-    """The ``eos_token_id`` (an id or a list) of ``generation_config.json``, else of ``config.json``, else None.
-
-    Raises ``CheckpointError`` for what is no id of the vocabulary.
-    """
-    for name, values in (("generation_config.json", generation_config), ("config.json", config)):
-        value = values.get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size]
-        if wrong:
-            raise CheckpointError(
-                f"{name}: eos_token_id is {value!r}, but must be a token id from 0 to {vocab_size - 1}, or a list"
-            )
-        return frozenset(ids)
-    return None
-
-
-def with_seed(params: SamplingParams) -> SamplingParams:
-    """``params`` with a seed: a random one if there is none."""
-    return params if params.seed is not None else replace(params, seed=secrets.randbits(64))
+                (logits,) = runner.logits(ids, source_ids, all_at_once=True)
+                return self.ops.complete(logits)
+            return np.concatenate([self.ops.host(logits) for logits in runner.logits(ids, source_ids)])

@@ -12,10 +12,10 @@ MAX_LISTED = 40
 
 
 def listed(title: object, problems: Sequence[str]) -> str:
-    """The ``problems`` under ``title`` (a path, mostly): one on the same line, several on a line of their own each.
+    """The ``problems`` under ``title``, usually a path: one problem on the same line, several on a line each.
 
-    Of more than :data:`MAX_LISTED` those in the middle are left out: a checkpoint that does not fit its configuration
-    has thousands, and they would push the title off the screen.
+    Of more than :data:`MAX_LISTED` problems those in the middle are left out. A checkpoint that does not fit its
+    configuration has thousands, and would push the title off the screen.
     """
     if len(problems) == 1:
         return f"{title}: {problems[0]}"
@@ -27,11 +27,19 @@ def listed(title: object, problems: Sequence[str]) -> str:
 
 
 class BminfError(Exception):
-    """Everything that this package raises on purpose."""
+    """The base class of this package's exceptions."""
 
 
 class CheckpointError(BminfError):
-    """A checkpoint, or a file of it, cannot be used. Lists the problems found, not only the first."""
+    """A checkpoint, or a file of it, cannot be used. Lists all problems that were found."""
+
+
+def checkpoint_error(title: object, problems: Sequence[str], remedy: str = "") -> CheckpointError:
+    """An error that lists all ``problems`` under ``title`` (a path, mostly), followed by the remedy."""
+    text = listed(title, problems)
+    if remedy:
+        text += ("; " if len(problems) == 1 else "\n") + remedy
+    return CheckpointError(text)
 
 
 class UsageError(BminfError, ValueError):
@@ -43,4 +51,4 @@ class DeviceError(BminfError, RuntimeError):
 
 
 class OutOfMemory(DeviceError, MemoryError):
-    """The memory limit is reached. Says how much was asked for, how much is in use and how much is allowed."""
+    """The memory limit is reached. Says how much was requested, how much is in use and how much is allowed."""

@@ -10,19 +10,18 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from . import models
 from .backend.base import Backend
 from .backend.meta import MetaBackend
-from .backend.padding import HEAD_PAD
 from .backend.quantization import HostWeight, Int8Weight
-from .checkpoint.reader import Checkpoint, open_checkpoint, read_json
+from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
+from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
-from .engine.scheduler import EngineConfig
+from .cuda.kernels.arrays import HEAD_PAD
+from .engine.config import EngineConfig
 from .errors import OutOfMemory
 from .layers.cache import CacheShape
 from .memory.machine import available_memory
@@ -66,23 +65,18 @@ def requirements_of(path: str | Path, recipe: str | Path | None = None, kv_cache
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".json":
-        config = read_json(path)
-        architecture = models.find(config)
-        spec = architecture.spec(architecture.parse(config))
-        return requirements(architecture, config, recipe_schemes(spec, load_recipe(recipe or "w8a8")), kv_cache)
-    with open_checkpoint(path) as checkpoint:
-        return checkpoint_requirements(checkpoint, recipe, kv_cache)
+        described = describe_model(read_json(path))
+        return requirements(described, recipe_schemes(described.spec, load_recipe(recipe or "w8a8")), kv_cache)
+    with open_model(path) as model:
+        return checkpoint_requirements(model, recipe, kv_cache)
 
 
 def checkpoint_requirements(
-    checkpoint: Checkpoint, recipe: str | Path | None = None, kv_cache: str = "fp16"
+    model: OpenedModel, recipe: str | Path | None = None, kv_cache: str = "fp16"
 ) -> MemoryRequirements:
     """The memory that the model of an open checkpoint needs, as it is stored or as if it were migrated."""
-    architecture = models.find(checkpoint.config)
-    spec = architecture.spec(architecture.parse(checkpoint.config))
-    checkpoint.validate(spec)
-    scheme_of = recipe_schemes(spec, load_recipe(recipe)) if recipe is not None else stored_schemes(checkpoint, spec)
-    return requirements(architecture, checkpoint.config, scheme_of, kv_cache)
+    scheme_of = model.weights().scheme_of if recipe is None else recipe_schemes(model.spec, load_recipe(recipe))
+    return requirements(model.description, scheme_of, kv_cache)
 
 
 def plan_placement(
@@ -113,6 +107,7 @@ def make_engine_config(
         max_batch,
         max_num_batched_tokens=plan.chunk if plan is not None else CHUNK,
         cache_tokens=plan.context if plan is not None and plan.host_tables else 0,
+        is_encoder_decoder=bool(getattr(config, "max_source_length", 0)),
         max_source_length=getattr(config, "max_source_length", 0),
         decoder_start_token_ids=getattr(config, "decoder_start_token_ids", ()),
     )
@@ -131,13 +126,11 @@ def _require_host_memory(spec: Spec) -> None:
         )
 
 
-def requirements(
-    architecture: ModuleType, config: dict[str, Any], scheme_of: SchemeOf, kv_cache: str = "fp16"
-) -> MemoryRequirements:
-    """The memory that a model of ``config`` needs; ``kv_cache`` is ``fp16`` or ``int8``."""
-    parsed = architecture.parse(config)
+def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "fp16") -> MemoryRequirements:
+    """The memory that a model needs; ``kv_cache`` is ``fp16`` or ``int8``."""
+    config = model.config
     meta = MetaBackend()
-    architecture.Model(parsed, MetaWeights(architecture.spec(parsed), scheme_of), meta)
+    model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes
     return MemoryRequirements(
         layers=tuple(layers),
@@ -145,11 +138,11 @@ def requirements(
         fixed=meta.non_layer_bytes + LIBRARY_BYTES,
         tables=meta.table_bytes,
         fixed_read=meta.non_layer_bytes - meta.table_bytes,
-        cache_per_token=cache_bytes(parsed.cache_shape, kv_cache)
-        * len(meta.layer_bytes),  # an encoder-decoder caches its source, too
+        # An encoder-decoder caches its source, too.
+        cache_per_token=cache_bytes(config.cache_shape, kv_cache) * len(meta.layer_bytes),
         scratch_per_token=meta.token_bytes,
-        scratch_per_sequence=16 * parsed.vocab_size,
-        context_length=parsed.context_length,
+        scratch_per_sequence=16 * config.vocab_size,
+        context_length=config.context_length,
     )
 
 
@@ -162,20 +155,3 @@ def cache_bytes(shape: CacheShape, kv_cache: str) -> int:
 def recipe_schemes(spec: Spec, recipe: Recipe) -> SchemeOf:
     """Schemes as ``recipe`` chooses them."""
     return lambda name: recipe.scheme_of(name, spec.parameters[name].role is Role.HEAD)
-
-
-def stored_schemes(checkpoint: Checkpoint, spec: Spec) -> SchemeOf:
-    """Schemes as a checkpoint has them; what is quantized when it is loaded is so as its manifest says."""
-    weights = checkpoint.weights(spec)
-
-    def scheme_of(name: str) -> Scheme:
-        if name in spec.tied:
-            return weights.tied_scheme
-        if spec.parameters[name].transposed:
-            return weights.late.get(name, Scheme.FLOAT)
-        group = checkpoint.quantization.group_of(name.removesuffix(".weight")) if checkpoint.quantization else None
-        if group is None:
-            return Scheme.FLOAT
-        return Scheme.W8A8 if group.dynamic else Scheme.W8A16
-
-    return scheme_of

@@ -18,9 +18,18 @@ from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.cuda.runtime.driver import Device
 from bminf_lite.errors import DeviceError
 
-settings.register_profile("bminf_lite", deadline=None, max_examples=30, print_blob=True)
-settings.register_profile("under a checker", settings.get_profile("bminf_lite"), max_examples=3, derandomize=True)
-settings.load_profile("bminf_lite")
+settings.register_profile("plain", deadline=None, max_examples=30, derandomize=True)
+settings.register_profile("random", deadline=None, max_examples=100, print_blob=True)
+settings.register_profile("under a checker", settings.get_profile("plain"), max_examples=3)
+settings.load_profile("plain")
+"""``pytest`` draws the same examples every time. ``--hypothesis-profile=random`` draws others, and prints how to
+reproduce a failure."""
+
+LEFT_OUT = {
+    "compile_all": "compile every kernel for every architecture",
+    "slow": "take seconds each",
+}
+"""Markers of tests that a plain run leaves out, and what these tests do."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,11 +65,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under a checker, leave out what is marked ``repeats``."""
+    """Leave out the tests of ``LEFT_OUT`` unless ``-m`` selects by marker, and ``repeats`` under a checker."""
+    markers = [] if config.option.markexpr else list(LEFT_OUT)
     if config.getoption("--under-checker"):
-        left_out = [item for item in items if item.get_closest_marker("repeats")]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+        markers.append("repeats")
+    kept: list[pytest.Item] = []
+    left_out: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        marker = next((m for m in markers if item.get_closest_marker(m)), None)
+        (kept if marker is None else left_out.setdefault(marker, [])).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=[item for group in left_out.values() for item in group])
+    config.stash[LEFT_OUT_COUNTS] = {marker: len(group) for marker, group in left_out.items()}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what the run left out, and how to run it."""
+    for marker, count in config.stash.get(LEFT_OUT_COUNTS, {}).items():
+        if marker in LEFT_OUT:
+            terminalreporter.write_line(f"left out: {count} tests that {LEFT_OUT[marker]}; run them with -m {marker}")
+    if why_no_gpu():
+        terminalreporter.write_line(f"skipped: tests that need a GPU ({why_no_gpu()})")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -72,6 +97,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 FAKE_GPU = pytest.StashKey[Any]()
+LEFT_OUT_COUNTS = pytest.StashKey[dict[str, int]]()
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def test_every_architecture_is_listed() -> None:
     assert re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE) == ["model_type", *models.names()]
 
 
-PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (REPOSITORY / "docs").glob("*.md"))]
+PAGES = ["README.md", *sorted(str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES)

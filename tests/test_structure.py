@@ -18,14 +18,15 @@ REPOSITORY = Path(__file__).parents[1]
 MAY_IMPORT = {
     "": {"api", "migration", "engine", "errors"},
     "cli": {
-        "", "api", "bench", "migration", "evaluation", "placement", "engine", "text", "models", "backend", "checkpoint",
-        "memory", "cuda", "demo_model", "errors",
+        "", "api", "bench", "converters", "migration", "evaluation", "placement", "engine", "text", "models", "backend",
+        "checkpoint", "memory", "cuda", "demo_model", "errors",
     },
     "bench": {"placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "api": {"placement", "engine", "text", "models", "layers", "backend", "checkpoint", "memory", "errors"},
-    "migration": {"evaluation", "quantize", "text", "models", "backend", "checkpoint", "errors"},
+    "converters": {"checkpoint", "errors"},
+    "migration": {"evaluation", "quantize", "text", "backend", "checkpoint", "errors"},
     "evaluation": {"quantize", "text", "models", "layers", "backend", "checkpoint", "errors", "api"},
-    "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "errors"},
+    "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "text": {"errors"},
     "engine": {"layers", "backend", "errors"},
     "quantize": {"models", "layers", "backend", "checkpoint", "errors"},
@@ -40,8 +41,8 @@ MAY_IMPORT = {
 }  # fmt: skip
 """By part of the package: what it may import beside itself. ``""`` is ``bminf_lite/__init__.py``, the public API."""
 
-VOCABULARY = {"bminf_lite.__version__", "bminf_lite.backend.values"}
-"""What every part may name: a constant, and the plain values that operations exchange. They import nothing of ours."""
+VOCABULARY = {"bminf_lite.version", "bminf_lite.backend.values"}
+"""Modules that every part may import: a constant, and the plain values that operations exchange."""
 
 MAY_IMPORT_CUPY = ("cuda/", "backend/cuda/", "memory/device.py", "bench/cuda.py")
 

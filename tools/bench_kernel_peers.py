@@ -18,8 +18,9 @@ import torch.nn.functional as F
 
 from bminf_lite import backend
 from bminf_lite.bench.cases import KernelCase
-from bminf_lite.bench.instruments import Profiler, make_profiler
+from bminf_lite.bench.profiler import Profiler
 from bminf_lite.bench.report import markdown_table
+from bminf_lite.bench.runner import make_profiler
 
 RUNS = 10
 ROUNDS = 7

@@ -25,10 +25,9 @@ import transformers
 
 import bminf_lite
 from bminf_lite import backend
-from bminf_lite.bench.instruments import make_profiler
 from bminf_lite.bench.model import random_model
 from bminf_lite.bench.report import markdown_table
-from bminf_lite.bench.runner import Workload, run_tests
+from bminf_lite.bench.runner import Workload, make_profiler, run_tests
 from bminf_lite.bench.shapes import read_shape
 
 ENGINE = "bminf-lite int8"

@@ -1,12 +1,14 @@
-"""Every operation, defined once, over NumPy. This is the contract that other backends follow, and their reference.
+"""Every operation, defined once, over NumPy: the reference for other backends.
 
-A backend owns a device. Layers call its operations and pass its arrays on; a faster backend overrides an operation
-with a kernel and must return the same integers bit for bit, and the same floats within the tolerances that
+A backend owns a device. Layers call its operations and pass its arrays on. A faster backend overrides operations with
+kernels. It must return the same integers bit for bit, and the same floats within the tolerances that
 ``tests/backend/tolerances.py`` gives with their reasons.
 
 Numbers (see docs/numerics.md): the residual stream, norms, softmax, rotary angles and logits are fp32. Other
 activations are rounded to ``activation_dtype`` between operations: fp32 here, fp16 on a GPU. Constructed with
-``activation_dtype=np.float16`` this class rounds where a GPU rounds, which makes the two comparable tightly.
+``activation_dtype=np.float16`` this class rounds where a GPU rounds, so that the two can be compared tightly.
+
+Shapes: ``T`` tokens of a step, of ``B`` sequences; see :class:`~bminf_lite.backend.values.ForwardBatch`.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ EXACT_IN_FP32 = 1024
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight matrix ``[out, in]`` as this backend multiplies by it.
+    """A weight matrix ``[out, in]`` on the device.
 
     ``values`` holds fp32 weights, or int8 codes as fp32 numbers (exact, and BLAS multiplies them) with ``scale`` fp32
-    ``[out]``. ``dynamic``: activations are quantized per token. ``bias`` is fp32 ``[out]``. ``outliers`` are columns
-    beside an int8 weight, in the activation type.
+    ``[out]``. ``dynamic``: activations are quantized per token. ``bias`` is fp32 ``[out]``. ``outliers`` are input
+    columns of an int8 weight that stay float.
     """
 
     values: np.ndarray
@@ -55,25 +57,26 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.values.shape  # type: ignore[return-value]
+        return self.values.shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product reads of it."""
+        """Bytes that a product reads: values, scale and bias."""
         return sum(x.nbytes for x in (self.values, self.scale, self.bias) if x is not None)
 
 
 class Backend:
-    """The operations over NumPy. ``name`` is the device's, as in ``--device``."""
+    """The operations over NumPy."""
 
     name = "cpu"
+    """The device's name, as in ``--device``."""
     max_steps_in_flight = 0
-    """How many decode steps may be under way before the host must look at a result."""
+    """How many decode steps the host may launch before it reads the result of the first."""
 
     def __init__(self, activation_dtype: type = np.float32):
         self.activation_dtype = np.dtype(activation_dtype)
         self.placement = Placement()
-        """Where a model's weights are to live; whoever changes it does so before a model is built."""
+        """Where a model's weights will live; to be set before the model is built."""
 
     # -- arrays ---------------------------------------------------------------------------------------------------
 
@@ -84,8 +87,8 @@ class Backend:
     def adopt(self, values: Any) -> Array:
         """Another library's array on this device, of the same shape and dtype, without a copy.
 
-        ``values`` offers it through DLPack, or on a GPU through ``__cuda_array_interface__``. Operations on it wait for
-        what its library has begun on the stream that is current there, or that the interface names.
+        ``values`` supports DLPack, or on a GPU ``__cuda_array_interface__``. Operations on the array wait for the work
+        on its library's current stream, or on the stream that the interface names.
         """
         return np.from_dlpack(values)
 
@@ -98,19 +101,18 @@ class Backend:
         return np.asarray(x)
 
     def complete(self, x: Array) -> Array:
-        """``x`` as an array of this device that others may read: nothing is left to compute. Waits for the device."""
+        """``x`` as an array that other libraries may read: deferred values are computed. Waits for the device."""
         return x
 
     def fetch(self, x: Array) -> Callable[[], np.ndarray]:
-        """Start copying ``x`` to the host; calling the result waits for it. Later work does not change the copy."""
+        """Start copying ``x`` to the host. Calling the result waits for the copy, which later work does not change."""
         copy = np.array(x)
         return lambda: copy
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        """``work``, made cheap to call again and again.
+        """``work``, captured in a graph where the backend has graphs: later calls replay it.
 
-        ``work`` must do the same operations on the same arrays each time and return the same arrays, so that a
-        backend may record it once and replay it.
+        ``work`` must do the same operations on the same arrays at each call, and return the same arrays.
         """
         return work
 
@@ -119,21 +121,21 @@ class Backend:
         return "CPU (NumPy reference)"
 
     def memory(self) -> dict[str, int]:
-        """Device memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; and
-        ``available``, what can still be had. Nothing where the memory is the host's.
+        """Device memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``, and
+        ``available``, which can still be allocated. Empty where the memory is the host's.
         """
         return {}
 
     def close(self) -> None:
-        """Give the device's memory back. Arrays of this backend must not be used afterwards."""
+        """Free the device's memory. Arrays of this backend must not be used afterwards."""
 
     # -- loading --------------------------------------------------------------------------------------------------
 
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
         """A device weight from host matrices stacked along ``out``; all int8 with equal ``dynamic``, or all float.
 
-        ``biases``, if given, is as long as ``parts``; a missing one counts as zeros if another is there. Raises
-        ``ValueError`` where the kinds differ.
+        ``biases``, if given, has an entry fp32 ``[out]`` or None for each part; None counts as zeros if another part
+        has a bias. Raises ``ValueError`` for parts that are not quantized alike.
         """
         bias = stack_biases(parts, biases)
         if quantized := int8_parts(parts):
@@ -148,20 +150,20 @@ class Backend:
         return self._round(np.asarray(values).astype(np.float32))
 
     def vector(self, values: np.ndarray) -> Array:
-        """A gain, a bias or frequencies, fp32."""
+        """A norm's weight, a bias or frequencies, fp32 ``[n]``."""
         return np.array(values, np.float32)
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
-        """The layers of a stack; a step iterates over them from the first to the last, and uses each in its turn.
+        """The layers of a stack, which ``build(i)`` makes. A step iterates over them and uses each in its turn.
 
-        A model of several stacks makes the one that decodes last; the others then run once for a whole prompt.
-        ``build(i)`` makes layer ``i``. The weight matrices that it makes must be that layer's alone: a backend may keep
-        them on the host as its :attr:`placement` says, and bring them to the device when an iteration gets there.
+        A model with several stacks makes the stack that decodes last; the others run once per prompt. The weight
+        matrices that ``build(i)`` makes must belong to layer ``i`` alone: a backend may keep them on the host, as its
+        :attr:`placement` says, and copy them to the device when an iteration reaches the layer.
         """
         return [build(index) for index in range(count)]
 
     def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False) -> LayerCache:
-        """An empty key-value cache of one layer, in the activation type or in int8 with a scale per token and head."""
+        """A key-value cache of one layer for ``capacity`` tokens per slot; see :class:`LayerCache`."""
         shape = (slots, kv_heads, capacity, head_dim)
         if int8:
             codes, scales = (np.zeros((2, *shape), np.int8), np.zeros((2, *shape[:3]), np.float16))
@@ -178,7 +180,7 @@ class Backend:
             setattr(cache, name, getattr(larger, name))
 
     def calibration_ops(self) -> CalibrationOps:
-        """What a calibration computes beside the model."""
+        """The operations of a calibration on this device."""
         return CalibrationOps(self)
 
     # -- quantization and products --------------------------------------------------------------------------------
@@ -192,15 +194,15 @@ class Backend:
         return exact_int_matmul(x.astype(np.float32), w.astype(np.float32)).astype(np.int32)
 
     def linear(self, x: Array, weight: Weight, fp32: bool = False, out: Array = None) -> Array:
-        """``x @ weight.T + bias``: ``[T, in]`` -> ``[T, out]`` in the activation type, or fp32 if asked for.
+        """``x @ weight.T + bias``: ``[T, in]`` -> ``[T, out]`` in the activation type, or in ``fp32``.
 
-        With an int8 weight and dynamic activations: ``x`` is quantized per token and
-        ``y = s_x * (s_w * fp32(acc))`` in fp32, then the bias, then the cast. With int8 weights alone:
-        ``y = s_w * sum(code * x)``. The inputs of outlier columns are zero in both, and their product in the
-        activation type, summed in fp32, is added before the bias.
+        For an int8 weight with dynamic activations, ``x`` is quantized per token and ``y = s_x * (s_w * fp32(acc))`` in
+        fp32; then the bias is added and the result rounded. For an int8 weight without, ``y = s_w * sum(code * x)``.
+        The inputs of outlier columns count as zeros in both. The product of those columns, in the activation type and
+        summed in fp32, is added before the bias.
 
-        The result goes into ``out`` where it is given, of that shape and type. It may be ``x`` where the weight is
-        square: the product reads a copy of it in int8.
+        The result is written to ``out`` if there is one, of that shape and type. ``out`` may be ``x`` if the weight is
+        square, because the product reads a copy of ``x`` in int8.
         """
         y = self._matmul(x, weight)
         return stored(y if fp32 else self._round(y), out)
@@ -208,7 +210,7 @@ class Backend:
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:
         """``residual + linear(x, weight)``, fp32 ``[T, out]``.
 
-        ``residual`` may be overwritten with the result; so may ``x`` with the product, where the weight is square.
+        ``residual`` may be overwritten with the result, and ``x`` with the product if the weight is square.
         """
         residual += self.linear(x, weight)
         return residual
@@ -216,7 +218,7 @@ class Backend:
     def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:
         """``f(gate) * up`` where ``[gate, up] = linear(x, weight)``: ``[T, in]`` -> ``[T, out / 2]``.
 
-        ``activation`` names ``f``, one of :data:`ACTIVATIONS`; it is computed in fp32.
+        ``activation`` names ``f``, one of :data:`ACTIVATIONS`, which is computed in fp32.
         """
         gate, up = np.split(self.linear(x, weight).astype(np.float32), 2, axis=-1)
         return self._round(ACTIVATIONS[activation](gate) * up)
@@ -224,7 +226,7 @@ class Backend:
     def activated_linear(self, x: Array, weight: Weight, activation: str) -> Array:
         """``f(linear(x, weight))``: ``[T, in]`` -> ``[T, out]``.
 
-        ``activation`` names ``f``, one of :data:`ACTIVATIONS`; it is computed in fp32.
+        ``activation`` names ``f``, one of :data:`ACTIVATIONS`, which is computed in fp32.
         """
         return self._round(ACTIVATIONS[activation](self.linear(x, weight).astype(np.float32)))
 
@@ -243,18 +245,18 @@ class Backend:
         return residual
 
     def norm(self, residual: Array, norm: Norm, out: Array = None) -> Array:
-        """RMSNorm or LayerNorm of each row in fp32, left unrounded for the quantization that follows.
+        """RMSNorm or LayerNorm of each row in fp32, not rounded before the quantization that follows.
 
-        fp32 ``[T, features]`` -> ``[T, features]``; into ``out`` where it is given, which may be ``residual``.
+        fp32 ``[T, features]`` -> ``[T, features]``, written to ``out`` if there is one, which may be ``residual``.
         """
         return stored(normalise(residual, norm), out)
 
     def softmax(self, x: Array, scale: float = 1.0, bias: Array = None, mask: Array = None, out: Array = None) -> Array:
         """Softmax of ``scale * x + bias`` over each row, in fp32: ``[T, features]`` fp32 or fp16 -> the same.
 
-        ``bias`` fp32 and ``mask`` bool are ``[T, features]``, or ``[features]`` for all rows. What is not visible
-        gets exactly 0, and so does a row without anything visible. The result goes into ``out`` where it is given, of
-        the shape and type of ``x``; it may be ``x``.
+        ``bias`` fp32 and ``mask`` bool are ``[T, features]``, or ``[features]`` for all rows. Where ``mask`` is false
+        the result is exactly 0, also for a whole row. The result is written to ``out`` if there is one, of the shape
+        and type of ``x``; it may be ``x``.
         """
         scores = x.astype(np.float32) * np.float32(scale)
         return stored(softmax(scores if bias is None else scores + bias, mask).astype(x.dtype), out)
@@ -264,11 +266,12 @@ class Backend:
         return x if batch.is_decode else x[batch.cu_seqlens[1:] - 1]
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """Causal self-attention of a step's tokens over the cache, which gets their keys and values.
+        """Causal self-attention of a step's tokens over the cache, to which their keys and values are added.
 
         ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side. Query and key heads are
-        normalised (if asked for), rotated to their position and rounded; keys and values go into the cache; then each
-        query attends to its own sequence: scores and softmax in fp32. Returns ``[T, heads * head_dim]``.
+        normalised if the ``spec`` has norms, rotated to their position and rounded. Keys and values are stored in the
+        cache. Then each query attends to its own sequence, with scores and softmax in fp32. Returns
+        ``[T, heads * head_dim]``.
         """
         tokens = qkv.shape[0]
         q, k, v = split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads)
@@ -286,7 +289,7 @@ class Backend:
         return self._round(out.reshape(tokens, -1))
 
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
-        """Self-attention in both directions: each token sees all tokens of its sequence, which are all in this step.
+        """Self-attention in both directions: each token sees its whole sequence, all of which is in this step.
 
         ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side. There are no rotary positions,
         norms of heads or windows. Returns ``[T, heads * head_dim]``.
@@ -299,9 +302,9 @@ class Backend:
         return self._round(out.reshape(qkv.shape[0], -1))
 
     def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
-        """Put the keys and values of a step's sources, key and value heads side by side, into their slots.
+        """Store the keys and values of whole sources from the start of their slots on.
 
-        ``kv`` is ``[T, 2 * kv_heads * head_dim]``. A source is whole, and starts at its slot's first place.
+        ``kv`` is ``[T, 2 * kv_heads * head_dim]``: key and value heads side by side.
         """
         k, v = split_heads(kv, spec, spec.kv_heads, spec.kv_heads)
         for rows, slot, _ in sequences(batch):
@@ -323,11 +326,11 @@ class Backend:
         return self._round(out.reshape(q.shape))
 
     def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
-        """Choose each sequence's next token, as ``backend.sampling`` defines: fp32 ``[B, vocab]`` -> int32 ``[2, B]``.
+        """Choose each sequence's next token, as :mod:`.sampling` defines it: fp32 ``[B, vocab]`` -> int32 ``[2, B]``.
 
         Row 0 holds the tokens (-1 where no token can be chosen), row 1 the bits of their fp32 log-probabilities. The
-        sampler's state advances. A decoding ``batch`` becomes the next one: the tokens are its input (0 for -1), and
-        ``context_lens`` grows by one.
+        sampler's state advances. A decoding ``batch`` is changed in place to the next one: its ``tokens`` are the
+        chosen tokens (0 for -1), and its ``context_lens`` grow by one.
         """
         tokens, logprobs = sample_tokens(logits, sampler)
         if batch is not None:
@@ -337,12 +340,13 @@ class Backend:
 
     # -- shared by the operations ---------------------------------------------------------------------------------
 
-    def _round(self, x: np.ndarray) -> np.ndarray:
+    def _round(self, x: Array) -> Array:
+        """``x`` in the activation type; too large numbers become infinities."""
         with np.errstate(over="ignore"):
             return x.astype(self.activation_dtype, copy=False)
 
     def _store(self, cache: LayerCache, slot: int, first: int, keys: np.ndarray, values: np.ndarray) -> None:
-        """Keep the keys and values ``[n, kv_heads, head_dim]`` of a slot's tokens from ``first`` on."""
+        """Store the keys and values ``[n, kv_heads, head_dim]`` of a slot's tokens from ``first`` on."""
         place = slice(first, first + len(keys))
         keys, values = self._round(keys), self._round(values)
         if cache.key_scales is not None:
@@ -350,7 +354,7 @@ class Backend:
             cache.key_scales[slot, :, place], cache.value_scales[slot, :, place] = key_scales.T, value_scales.T
         cache.keys[slot, :, place], cache.values[slot, :, place] = keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
-    def _matmul(self, x: np.ndarray, weight: Weight) -> np.ndarray:
+    def _matmul(self, x: Array, weight: Weight) -> Array:
         if weight.outliers is None:
             y = self._matmul_without_outliers(x, weight)
         else:
@@ -361,7 +365,7 @@ class Backend:
             y = self._matmul_without_outliers(rest, weight) + kept
         return y if weight.bias is None else y + weight.bias
 
-    def _matmul_without_outliers(self, x: np.ndarray, weight: Weight) -> np.ndarray:
+    def _matmul_without_outliers(self, x: Array, weight: Weight) -> Array:
         if weight.scale is None:
             return x.astype(np.float32) @ weight.values.T
         if weight.dynamic:
@@ -372,7 +376,7 @@ class Backend:
 
 
 def cached(cache: LayerCache, slot: int, tokens: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A slot's first keys and values ``[kv_heads, tokens, head_dim]``; of codes, ``scale * code`` as ``dtype``."""
+    """A slot's first keys and values ``[kv_heads, tokens, head_dim]``; int8 ones as ``scale * code`` in ``dtype``."""
     keys, values = cache.keys[slot, :, :tokens], cache.values[slot, :, :tokens]
     if cache.key_scales is None:
         return keys, values
@@ -381,7 +385,7 @@ def cached(cache: LayerCache, slot: int, tokens: int, dtype: Any) -> tuple[np.nd
     return keys.astype(dtype, copy=False), values.astype(dtype, copy=False)
 
 
-def exact_int_matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+def exact_int_matmul(x: Array, w: Array) -> Array:
     """``x @ w.T`` of integers held in fp32, exactly: fp32 ``[T, K]``, ``[N, K]`` -> fp32 or int32 ``[T, N]``."""
     if x.shape[1] <= EXACT_IN_FP32:
         return x @ w.T
@@ -393,7 +397,7 @@ def exact_int_matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def sequences(batch: ForwardBatch) -> Iterator[tuple[slice, int, int]]:
-    """For each sequence of a step: its rows among the step's tokens, its slot, and how many tokens it has already."""
+    """For each sequence of a step: its rows among the step's tokens, its slot, and how many tokens the cache holds."""
     for b in range(batch.batch_size):
         yield (
             slice(int(batch.cu_seqlens[b]), int(batch.cu_seqlens[b + 1])),
@@ -402,7 +406,7 @@ def sequences(batch: ForwardBatch) -> Iterator[tuple[slice, int, int]]:
         )
 
 
-def positions_of(batch: ForwardBatch) -> np.ndarray:
+def positions_of(batch: ForwardBatch) -> Array:
     """Each token's position in its sequence, ``[T]``."""
     return np.arange(int(batch.cu_seqlens[-1])) - np.repeat(
         batch.cu_seqlens[:-1] - batch.context_lens, np.diff(batch.cu_seqlens)
@@ -410,7 +414,7 @@ def positions_of(batch: ForwardBatch) -> np.ndarray:
 
 
 def split_heads(x: np.ndarray, spec: AttentionSpec, *counts: int) -> list[np.ndarray]:
-    """Columns ``[T, sum(counts) * head_dim]`` as so many heads each, fp32 ``[T, count, head_dim]``."""
+    """``[T, sum(counts) * head_dim]`` split into parts of ``counts`` heads, each fp32 ``[T, count, head_dim]``."""
     heads = x.astype(np.float32).reshape(x.shape[0], sum(counts), spec.head_dim)
     return np.split(heads, np.cumsum(counts)[:-1], axis=1)
 
@@ -428,7 +432,7 @@ def attend(
     """One sequence's attention in fp32.
 
     ``q`` is ``[n, heads, head_dim]`` at positions ``context_len..context_len+n``; ``keys`` and ``values`` are
-    ``[kv_heads, total, head_dim]``, of which a query sees all, or with ``causal`` those up to its own position and
+    ``[kv_heads, total, head_dim]``. A query sees all of them, or with ``causal`` those up to its own position and
     within the window. Returns ``[n, heads, head_dim]``.
     """
     n, heads, head_dim = q.shape

@@ -1,40 +1,50 @@
-"""Trying ways to quantize a weight on the device where it will run: what a calibration asks of a backend.
+"""The operations of a calibration, which tries several quantizations of a weight on the device where it will run.
 
-This is the definition, over NumPy, as :class:`.base.Backend` is of a model's operations; another backend's trials
-return the same codes, scales and magnitudes, and the same errors but for the order of summation.
+This is their definition, over NumPy, as :class:`.base.Backend` is of a model's operations. Another backend returns the
+same codes, scales and magnitudes, and the same errors up to the order of summation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from .quantization import OutlierColumns, quantize_weight
+from .quantization import HostWeight, OutlierColumns, quantize_weight
 from .values import Array
 
-if TYPE_CHECKING:
-    from .base import Backend
+
+class Operations(Protocol):
+    """The operations of a backend that a calibration uses."""
+
+    activation_dtype: np.dtype
+
+    def host(self, x: Array) -> np.ndarray: ...
+
+    def weight(self, parts: Sequence[HostWeight]) -> Any: ...
 
 
 class CalibrationOps:
-    """What ``ops`` can do with the weights and activations of a calibration.
+    """Operations on the weights and activations of a calibration.
 
-    A *matrix* is a float weight ``[out, in]`` on the device, every bit of it, as :meth:`matrix` makes it; *rows* are
-    inputs of a product, fp32 ``[n, in]``.
+    A *matrix* is a float weight ``[out, in]`` on the device, not rounded, as :meth:`matrix` makes it. *Rows* are inputs
+    of a product, fp32 ``[n, in]``.
     """
 
-    def __init__(self, ops: Backend):
+    def __init__(self, ops: Operations):
         self.ops = ops
 
     def matrix(self, values: np.ndarray) -> Array:
-        """A float matrix in fp32, fp16 or bf16 on the device; it may still be in a file."""
+        """A float matrix ``[out, in]`` in fp32, fp16 or bf16, or a stored one, on the device."""
         return np.asarray(values).astype(np.float32)
 
     def column_absmax(self, x: Array, before: Array | None = None) -> Array:
-        """``max|x|`` of each column of an activation, fp32 ``[in]``, and of ``before``, which may be overwritten."""
+        """``max|x|`` of each column of an activation ``[T, in]`` -> fp32 ``[in]``.
+
+        If ``before`` is given, the maximum of both; ``before`` may be overwritten.
+        """
         values = self.ops.host(x)
         top = np.maximum(values.max(axis=0), -values.min(axis=0)).astype(np.float32)
         return top if before is None else np.maximum(top, before)
@@ -44,20 +54,20 @@ class CalibrationOps:
         return np.abs(matrix).max(axis=0)
 
     def relative_column_absmax(self, matrix: Array) -> Array:
-        """``max(|w| / max|w of its row|)`` of each column, fp32 ``[in]``; a row of zeros counts as it is."""
+        """``max(|w| / max|w of its row|)`` of each column, fp32 ``[in]``; 0 for a row of zeros."""
         rows = np.abs(matrix).max(axis=1, keepdims=True)
         return (np.abs(matrix) / np.where(rows > 0, rows, np.float32(1))).max(axis=0)
 
     def rows(self, x: Array, index: np.ndarray) -> Array:
-        """Some rows of an activation ``[T, in]``."""
+        """The rows ``index`` of an activation ``[T, in]``, fp32 ``[n, in]``."""
         return self.ops.host(x)[index].astype(np.float32)
 
     def joined(self, parts: Sequence[Array]) -> Array:
-        """Rows one after another."""
+        """Rows ``[n_i, in]`` concatenated."""
         return np.concatenate(parts)
 
     def divided(self, rows: Array, factors: np.ndarray | None) -> Array:
-        """``rows / factors``, with ``factors`` fp32 ``[in]``, in the activation type."""
+        """``rows / factors``, with ``factors`` fp32 ``[in]`` or None for ones, in the activation type."""
         quotient = rows if factors is None else rows / factors
         return quotient.astype(self.ops.activation_dtype)
 
@@ -68,10 +78,10 @@ class CalibrationOps:
         factors: np.ndarray | None = None,
         outliers: np.ndarray | None = None,
     ) -> Any:
-        """The matrix, its columns multiplied by ``factors``, as ``linear`` takes it: w8a8, w8a16 if not ``dynamic``.
+        """The matrix, its columns multiplied by ``factors``, as a weight for ``linear``.
 
-        With None for ``dynamic`` it stays float. The input columns ``outliers`` (int32 ``[n]``, ascending) stay fp16.
-        The matrix must be finite, and so must its product with the factors.
+        It is w8a8 if ``dynamic`` is true, w8a16 if it is false, and float if it is None. The input columns ``outliers``
+        (int32 ``[n]``, ascending) stay fp16. The matrix times the factors must be finite.
         """
         weight = matrix if factors is None else matrix * factors
         if dynamic is None:

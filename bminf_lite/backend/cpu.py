@@ -1,4 +1,4 @@
-"""The CPU: the reference itself."""
+"""The CPU: the definition itself, in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formulas that the operations of :mod:`.base` are made of, over NumPy and in fp32."""
+"""The formulas in the operations of :mod:`.base`, over NumPy and in fp32."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .values import Norm, Rope
 
 
 def normalise(x: np.ndarray, norm: Norm) -> np.ndarray:
-    """``norm`` over the last axis, in fp32."""
+    """``norm`` of ``[..., features]`` over the last axis, in fp32."""
     x = x.astype(np.float32, copy=False)
     if norm.center:
         x = x - x.mean(axis=-1, keepdims=True)
     inverse = np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(norm.eps))
-    y = x * norm.weight * inverse
+    y: np.ndarray = x * norm.weight * inverse
     return y if norm.bias is None else y + norm.bias
 
 
@@ -30,7 +30,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope | None) -> np.ndarra
 
 
 def stored(result: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    """``result``, or ``out`` with it."""
+    """``result``, copied into ``out`` if there is one."""
     if out is None:
         return result
     out[...] = result
@@ -38,25 +38,28 @@ def stored(result: np.ndarray, out: np.ndarray | None) -> np.ndarray:
 
 
 def softmax(scores: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-    """Softmax over the last axis in fp32. Positions outside ``mask`` get exactly 0; so does a row with none."""
+    """Softmax over the last axis in fp32. Where ``mask`` is false the result is exactly 0, also for a whole row."""
     if mask is not None:
         scores = np.where(mask, scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - np.where(np.isneginf(top), np.float32(0), top))
     total = weights.sum(axis=-1, keepdims=True)
-    return weights / np.where(total == 0, np.float32(1), total)
+    probabilities: np.ndarray = weights / np.where(total == 0, np.float32(1), total)
+    return probabilities
 
 
 def silu(x: np.ndarray) -> np.ndarray:
     """``x * sigmoid(x)`` in fp32."""
     with np.errstate(over="ignore"):
-        return x / (np.float32(1) + np.exp(-x))
+        y: np.ndarray = x / (np.float32(1) + np.exp(-x))
+    return y
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:
     """GELU's tanh form (https://arxiv.org/abs/1606.08415) in fp32."""
     inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
-    return np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
+    y: np.ndarray = np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
+    return y
 
 
 ERFC_COEFFICIENTS = (
@@ -75,7 +78,7 @@ ERFC_COEFFICIENTS = (
     -0.488992617,
     0.090051267,
 )
-"""``erfc(z) = t exp(p(t) - z^2)`` with ``t = 1 / (1 + z / 2)`` for ``z >= 0``, within 2e-9 of its value: a fit."""
+"""A fit: ``erfc(z) = t exp(p(t) - z^2)`` with ``t = 1 / (1 + z / 2)`` for ``z >= 0``, within 2e-9 of its value."""
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
@@ -84,12 +87,14 @@ def gelu(x: np.ndarray) -> np.ndarray:
     t = 1 / (1 + z / 2)
     with np.errstate(under="ignore", invalid="ignore"):
         tail = t / 2 * np.exp(np.polynomial.polynomial.polyval(t, ERFC_COEFFICIENTS) - z * z)
-        return (x * np.where(x < 0, tail, 1 - tail)).astype(np.float32)
+        y: np.ndarray = (x * np.where(x < 0, tail, 1 - tail)).astype(np.float32)
+    return y
 
 
 def relu(x: np.ndarray) -> np.ndarray:
     """``max(x, 0)``."""
-    return np.maximum(x, np.float32(0))
+    y: np.ndarray = np.maximum(x, np.float32(0))
+    return y
 
 
 ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {

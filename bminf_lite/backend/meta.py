@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..cuda.kernels.gemm.layouts import round_up
+from ..cuda.kernels.arrays import PAD, round_up
 from ..memory.arena import ALIGNMENT
 from .base import Backend
-from .padding import PAD
 from .quantization import HostWeight, int8_parts, stack_outliers
 from .values import Array
 

@@ -1,9 +1,9 @@
 """Symmetric int8 weights: the one definition of their codes and scales.
 
 Per output channel, ``a = max|w|`` and ``scale = fp16(a / 127)``; the codes are computed with the *rounded* scale,
-``code = clip(rint(w / fp32(scale)), -127, 127)``, rounding half to even. So what is stored is what was meant. A row of
-zeros has scale 1. If any row's fp16 scale would be subnormal, all scales of that tensor are kept in fp32, because a
-subnormal fp16 loses precision silently.
+``code = clip(rint(w / fp32(scale)), -127, 127)``, rounding half to even. So the codes fit the scales that are stored. A
+row of zeros has scale 1. If any row's fp16 scale would be subnormal, all scales of that tensor are kept in fp32,
+because a subnormal fp16 number has fewer bits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ FP16_SMALLEST_NORMAL = float(np.finfo(np.float16).tiny)
 FP16_LARGEST = float(np.finfo(np.float16).max)
 CODE_MAX = 127
 LARGEST_HEAD_SCALE = np.float16(515.5)
-"""127 times the next larger one is infinite in fp16."""
+"""The largest scale of a head: 127 times the next larger one is infinite in fp16."""
 BLOCK_ELEMENTS = 1 << 18
-"""1 MiB of fp32: a block, its ratios and its codes together fit the second-level cache of a core."""
+"""1 MiB of fp32: a block, its ratios and its codes together fit the L2 cache of a core."""
 
 
 @dataclass(frozen=True)
 class OutlierColumns:
-    """A few input columns of an int8 weight that stay fp16, because their inputs would cost the others their precision.
+    """Input columns of an int8 weight that stay fp16: their inputs are so large that the others would lose precision.
 
     ``index`` is int32 ``[n]``, ascending; ``values`` is fp16 ``[out, n]``. The weight's codes are zero there.
     """
@@ -40,7 +40,7 @@ class Int8Weight:
     ``codes`` is int8 ``[out, in]``; ``scale`` is ``[out]`` in fp16 (or fp32, or bf16 as some writers store it), and the
     weight is ``scale[:, None] * codes``. ``dynamic`` says whether activations are quantized too, per token at run time
     (w8a8), or stay float (w8a16). Codes of -128 occur in files that others wrote, and are read as they are.
-    ``outliers`` are columns to be added to that; None as a rule.
+    ``outliers`` are columns to be added to that.
     """
 
     codes: np.ndarray
@@ -50,11 +50,11 @@ class Int8Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape  # type: ignore[return-value]
+        return self.codes.shape
 
     def dequantize(self) -> np.ndarray:
         """The weight as fp32 ``[out, in]``."""
-        weight = self.scale.astype(np.float32)[:, None] * self.codes.astype(np.float32)
+        weight = self.scale.astype(np.float32)[:, None] * np.asarray(self.codes, np.float32)
         if self.outliers is not None:
             weight[:, self.outliers.index] = self.outliers.values
         return weight
@@ -93,7 +93,8 @@ def weight_scales(row_max: np.ndarray) -> np.ndarray:
 
 def row_maxima(block: np.ndarray) -> np.ndarray:
     """The largest magnitude of each row, fp32 ``[rows, in]`` -> fp32 ``[rows]``; NaN for a row that holds a NaN."""
-    return np.maximum(block.max(axis=1, initial=0), -block.min(axis=1, initial=0))
+    maxima: np.ndarray = np.maximum(block.max(axis=1, initial=0), -block.min(axis=1, initial=0))
+    return maxima
 
 
 def round_to_codes(block: np.ndarray, scale: np.ndarray, ratio: np.ndarray, codes: np.ndarray) -> None:
@@ -112,8 +113,8 @@ def rows_per_block(in_features: int) -> int:
 def quantize_weight(weight: np.ndarray, dynamic: bool = True) -> Int8Weight:
     """Quantize a float matrix ``[out, in]`` per output channel; see the module's docstring for the formula.
 
-    Works in blocks of rows, so beside its result it needs little memory. Raises ``ValueError`` for a NaN or an
-    infinity: such a row has no scale.
+    Works in blocks of rows, so it needs little memory beside its result. Raises ``ValueError`` for a NaN or an
+    infinity, because such a row has no scale.
     """
     out_features, in_features = weight.shape
     step = rows_per_block(in_features)
@@ -137,8 +138,8 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quantize activations per token (row): float ``[..., K]`` -> int8 codes ``[..., K]``, fp32 scale ``[...]``.
 
     In fp32: ``a = max|x|``, ``r = 127 / a`` (0 for a row of zeros), ``code = clip(rint(x * r), -127, 127)``, and the
-    scale kept is ``a / 127``. A row that holds a NaN or an infinity gets the scale NaN, so its results are NaN too and
-    never plausible numbers. A row whose ``127 / a`` overflows fp32 (``a`` below about 3.7e-37) counts as zeros.
+    scale kept is ``a / 127``. A row that holds a NaN or an infinity gets the scale NaN, so its results are NaN too. A
+    row whose ``127 / a`` overflows fp32 (``a`` below about 3.7e-37) counts as zeros.
     """
     x = x.astype(np.float32, copy=False)
     with np.errstate(all="ignore"):
@@ -157,7 +158,7 @@ def quantize_heads(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     With ``a = max|x|``, ``scale = fp16(a / 127)`` rounded up, and ``code = rint(x / fp32(scale))``: a code is wrong by
     half a step at most, however small ``a`` is. A head of zeros has scale 0. The scale is at most
     :data:`LARGEST_HEAD_SCALE`, and codes are clipped to 127. Where ``a`` is a NaN or more than fp16 holds, the scale
-    is NaN, so nothing that is read is plausible.
+    is NaN, and so is what attention reads.
     """
     x = x.astype(np.float32, copy=False)
     a = np.abs(x).max(axis=-1, initial=0)

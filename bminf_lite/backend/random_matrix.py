@@ -1,4 +1,4 @@
-"""Matrices that a backend makes up on its own device: a benchmark then needs neither a checkpoint nor host memory."""
+"""Random matrices that a backend generates on its device: a benchmark needs neither a checkpoint nor host memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 GROUP = 8
-"""Codes that one 64-bit random word gives, a byte each."""
+"""Codes per 64-bit random word, a byte each."""
 FLOAT_UNIT = 64
 """A float element is a code over this, which fp16 holds exactly."""
 WORDS_AT_ONCE = 1 << 20
 STEP = 0x9E3779B97F4A7C15
-"""By so much the generator's state grows from one word to the next."""
+"""The increment of the generator's state from one word to the next."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class RandomMatrix:
     """A matrix of random codes in -127..127 (int8), or of such codes over 64 (fp16): the same on every backend.
 
     Row ``r`` and columns ``8 g`` to ``8 g + 7`` are the bytes, lowest first, of SplitMix64's output number
-    ``r * ceil(columns / 8) + g`` after ``seed`` (https://doi.org/10.1145/2714064.2660195), with -127 for -128. It
-    converts to a NumPy array; a backend may draw it on its device instead. A slice of its rows is such a matrix again;
+    ``r * ceil(columns / 8) + g`` after ``seed`` (https://doi.org/10.1145/2714064.2660195), with -127 for -128. A random
+    matrix converts to a NumPy array, or a backend generates it on its device. A slice of its rows is a random matrix;
     any other part is an array.
     """
 
@@ -32,7 +32,8 @@ class RandomMatrix:
 
     def __getitem__(self, index: Any) -> RandomMatrix | np.ndarray:
         if not isinstance(index, slice) or index.step not in (None, 1):
-            return np.asarray(self)[index]
+            part: np.ndarray = np.asarray(self)[index]
+            return part
         first, end, _ = index.indices(self.shape[0])
         words = first * -(-self.shape[1] // GROUP)
         return RandomMatrix((max(end - first, 0), self.shape[1]), self.dtype, self.seed + words * STEP & (1 << 64) - 1)

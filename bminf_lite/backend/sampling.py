@@ -1,6 +1,6 @@
 """Choosing the next token from logits: the definition that every backend reproduces token for token.
 
-For each row of fp32 logits, in this order, every fp32 operation rounded on its own (no fused multiply-add):
+The steps for each row of fp32 logits follow. Every fp32 operation is rounded on its own (no fused multiply-add).
 
 1. Repetition penalty ``r`` over the tokens of prompt and completion, as in Hugging Face transformers: ``x / r`` where
    ``x > 0``, else ``x * r``. Then, over generated tokens and as in OpenAI's definition, ``x - frequency * n`` where
@@ -16,7 +16,7 @@ For each row of fp32 logits, in this order, every fp32 operation rounded on its 
    the seed as key and ``(step, sequence, 0, 0)`` as counter, selects the position ``floor(u * total / 2**32)`` in
    the kept weights laid end to end by ascending token id.
 
-Because the generator is keyed by the sequence and its step, a sequence draws the same whatever it is batched with.
+The generator is keyed by the sequence and its step, so the draws of a sequence do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ EXP2_COEFFICIENTS = tuple(np.float32(log(2) ** k / factorial(k)) for k in range(
 
 @dataclass
 class SamplerState:
-    """How each of ``B`` sequences samples, and how far it is. Arrays of any device, changed in place by ``sample``.
+    """Sampling parameters and progress of ``B`` sequences. Arrays of any device, which ``sample`` changes in place.
 
     ``temperature``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty`` and ``frequency_penalty`` are
     fp32 ``[B]``, ``top_k`` is int32 ``[B]`` (0: off), ``seed`` is uint64 ``[B]``. ``sequence`` int32 ``[B]`` tells the
     sequences of one seed apart; ``step`` int32 ``[B]`` counts the tokens drawn so far. ``counts`` is int32 ``[B, V]``:
     how often each token was generated, plus ``PROMPT_FLAG`` where the prompt holds it; ``None`` without any penalty.
-    ``greedy`` is what the host knows without asking a device: no row draws (each temperature is 0) and no row has
-    penalties, so the token is the largest logit's. A state that is not marked may be greedy all the same.
+    ``greedy`` is known on the host: each temperature is 0 and no row has penalties, so the token is the largest
+    logit's. It may be False for such a state too.
     """
 
     temperature: Any
@@ -65,7 +65,7 @@ class SamplerState:
     greedy: bool = False
 
     def map(self, function: Callable[[Any], Any]) -> SamplerState:
-        """The same state with ``function`` of each of its arrays: to copy them, or to move them to a device."""
+        """The state with ``function`` applied to each of its arrays: to copy them, or to move them to a device."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in values.items():
             if value is not None and not isinstance(value, bool):
@@ -129,7 +129,8 @@ def weights(x: np.ndarray, largest: np.ndarray, temperature: np.ndarray) -> np.n
     for coefficient in EXP2_COEFFICIENTS[1:]:
         power *= f
         power += coefficient
-    return np.rint(np.ldexp(power, n.astype(np.int32) + WEIGHT_BITS)).astype(np.int64)
+    rounded: np.ndarray = np.rint(np.ldexp(power, n.astype(np.int32) + WEIGHT_BITS)).astype(np.int64)
+    return rounded
 
 
 def keep(w: np.ndarray, x: np.ndarray, top_k: int, top_p: float, min_p: float) -> None:
@@ -149,14 +150,14 @@ def keep(w: np.ndarray, x: np.ndarray, top_k: int, top_p: float, min_p: float) -
 def largest_mask(x: np.ndarray, k: int) -> np.ndarray:
     """Where the ``k`` tokens ranked first are: bool ``[V]``. Linear time."""
     smallest = np.partition(x, x.size - k)[x.size - k]
-    mask = x > smallest
+    mask: np.ndarray = x > smallest
     ties = np.flatnonzero(x == smallest)
     mask[ties[: k - np.count_nonzero(mask)]] = True
     return mask
 
 
 def shortest_prefix(x: np.ndarray, w: np.ndarray, bound: int) -> np.ndarray:
-    """The ids ranked first, as few as weigh ``bound`` together. Sorts only about as many tokens as it returns."""
+    """The fewest ids ranked first that weigh ``bound`` together, in order. Sorts about as many tokens as it returns."""
     size = min(256, x.size)
     while True:
         ids = np.flatnonzero(largest_mask(x, size))
@@ -199,7 +200,8 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def log_softmax_at(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """``log softmax(logits)[b, tokens[b]]`` in fp32 ``[B]``; rows whose token is -1 hold no meaning."""
+    """``log softmax(logits)[b, tokens[b]]`` in fp32 ``[B]``; undefined in rows whose token is -1."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     chosen = np.take_along_axis(shifted, np.maximum(tokens, 0)[:, None], axis=1)[:, 0]
-    return chosen - np.log(np.exp(shifted).sum(axis=1))
+    logprobs: np.ndarray = chosen - np.log(np.exp(shifted).sum(axis=1))
+    return logprobs

@@ -1,4 +1,4 @@
-"""Matrices that are still in a file, for a backend to read into memory of its own choice."""
+"""Matrices in a file, which a backend reads into the memory where it needs them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 class StoredMatrix:
     """A row-major matrix of ``dtype`` in a file.
 
-    ``read(buffer, offset)`` fills a buffer with its bytes from ``offset`` on, from any thread, and raises
-    ``CheckpointError`` if the file has changed or is too short. It converts to a NumPy array, which is read then. A
-    slice of its rows is such a matrix again; any other part is an array.
+    ``read(buffer, offset)`` fills a buffer with the matrix's bytes from ``offset`` on, from any thread, and raises
+    ``CheckpointError`` if the file has changed or is too short. Converting a stored matrix to a NumPy array reads it. A
+    slice of its rows is a stored matrix; any other part is an array.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,8 @@ class StoredMatrix:
 
     def __getitem__(self, index: Any) -> StoredMatrix | np.ndarray:
         if not isinstance(index, slice) or index.step not in (None, 1):
-            return np.asarray(self)[index]
+            part: np.ndarray = np.asarray(self)[index]
+            return part
         first, end, _ = index.indices(self.shape[0])
         before = first * (self.nbytes // max(self.shape[0], 1))
 

@@ -1,10 +1,10 @@
-"""The values that layers and backends exchange. They hold arrays of some device and name none.
+"""The values that layers and backends exchange. They hold arrays of a device and do not name it.
 
-``Array`` is whatever a backend computes with: a NumPy array, a CuPy array, or a value that a backend has not finished
-computing because its consumer can do so more cheaply. A layer passes arrays on and never looks inside.
+An ``Array`` is what a backend computes with: a NumPy array, a CuPy array, or a deferred value, which a backend computes
+when the next operation reads it. Layers pass arrays on and read nothing of them but ``shape``.
 
-A step processes the new tokens of several sequences at once, packed one after another without padding; so a batch of
-ragged prompts and a single decoded token are the same thing, and no token ever sees another sequence's.
+A step processes the new tokens of several sequences at once, packed one after another without padding. Prefilling
+ragged prompts and decoding one token of each sequence are therefore the same operation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 Array = Any
+"""``[T, features]`` in docstrings: ``T`` tokens of a step, ``B`` sequences."""
 CACHE_BLOCK = 256
 """The key-value cache grows in blocks of so many tokens."""
 
@@ -24,11 +25,10 @@ CACHE_BLOCK = 256
 class ForwardBatch:
     """The new tokens of ``B`` sequences, ``T`` in all, on the device.
 
-    ``tokens`` int32 ``[T]``; sequence ``b`` owns ``tokens[cu_seqlens[b]:cu_seqlens[b + 1]]`` (``cu_seqlens`` int32 ``[B
-    + 1]``), has ``context_lens[b]`` tokens in the cache already (int32 ``[B]``) and lives in row ``slots[b]`` of it
-    (int32 ``[B]``). ``batch_size`` is ``B``, ``max_query_len`` the largest number of new tokens of any sequence and
-    ``max_context_len`` an upper bound of what any sequence will have in the cache after this step; the host knows these
-    without asking the device.
+    ``tokens`` is int32 ``[T]``. Sequence ``b`` owns ``tokens[cu_seqlens[b]:cu_seqlens[b + 1]]`` (``cu_seqlens`` is
+    int32 ``[B + 1]``). Its row of the cache is ``slots[b]``, which holds ``context_lens[b]`` tokens before the step
+    (both int32 ``[B]``). ``batch_size``, ``max_query_len`` and ``max_context_len`` are known on the host: ``B``, the
+    largest number of new tokens of a sequence, and an upper bound of the tokens of a sequence after the step.
     """
 
     tokens: Array
@@ -75,9 +75,8 @@ class Placement:
     """Where a model's weights live, for a backend whose memory is not the host's.
 
     ``streamed`` are the numbers of the layers whose matrices stay on the host and pass through ``slots`` slots of
-    device memory, each of ``slot_size`` bytes. Numbers count on from one stack to the next, and each stack that is
-    streamed has slots of its own. With ``host_tables``, embedding tables stay on the host and the device reads rows
-    from there.
+    device memory of ``slot_size`` bytes each. Numbers count on from one stack to the next, and each streamed stack
+    has its own slots. With ``host_tables``, embedding tables stay on the host, and the device reads rows from there.
     """
 
     streamed: tuple[int, ...] = ()
@@ -114,7 +113,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class RelativeBias:
-    """What attention adds to a score for the distance ``key - query`` of two positions.
+    """The bias that attention adds to a score for the distance ``key - query`` of two positions.
 
     ``values`` is fp32 ``[heads, 2 * max_distance + 1]``: a column for each distance from ``-max_distance`` to
     ``max_distance``. A longer distance counts as ``max_distance``.
@@ -153,8 +152,8 @@ class AttentionSpec:
 class LayerCache:
     """Keys and values of one layer, each ``[slots, kv_heads, capacity, head_dim]``.
 
-    In the backend's activation type; or, where there are scales fp16 ``[slots, kv_heads, capacity]``, int8 codes with a
-    scale per token and head.
+    They are in the backend's activation type, or int8 codes with a scale per token and head: then the scales are fp16
+    ``[slots, kv_heads, capacity]``.
     """
 
     keys: Array
@@ -165,4 +164,4 @@ class LayerCache:
     @property
     def capacity(self) -> int:
         """Tokens that fit per slot."""
-        return self.keys.shape[2]
+        return int(self.keys.shape[2])

@@ -1,7 +1,15 @@
-"""Measuring the engine: tokens per second, where a step's time goes, single kernels, and the limits of the device.
+"""Measuring speed: tokens per second of a model, the parts of one step, single kernels, and the device's limits.
 
-A benchmark runs the model's own steps with random tokens, on a checkpoint or on random weights of a given shape, and
-checks what comes out. It knows no architecture. What differs between devices (clocks, the limits of the hardware, how
-single kernels are launched) is an :class:`~bminf_lite.bench.instruments.Profiler`, and only :mod:`.cuda` of this
-package names a GPU.
+A benchmark runs a model's own forward passes on random tokens, and checks their results. It contains nothing that is
+specific to an architecture. Each module does one part, and imports only those above it:
+
+- :mod:`.shapes`: the configurations from which models with random weights are made
+- :mod:`.model`: the model under measurement, from a checkpoint or with random weights
+- :mod:`.calls`: observes the backend's operations, and counts the bytes and operations of products
+- :mod:`.cases`: the single kernels that are timed, and the plain formulas that they are compared with
+- :mod:`.profiler`: what measuring needs of a device: clock, memory peaks, limits, the parts of a step; serves the CPU
+- :mod:`.cuda`: the profiler of an NVIDIA GPU, the only module here that imports CuPy
+- :mod:`.session`: sequences of random tokens that are prefilled and decoded
+- :mod:`.runner`: runs the measurements: workloads, one traced step, kernels
+- :mod:`.report` and :mod:`.plot`: the results as tables, JSON, CSV and drawings
 """

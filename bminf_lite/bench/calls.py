@@ -1,4 +1,4 @@
-"""Watching a backend's operations from outside: what is called in a step, with what, and for how long."""
+"""Observing a backend's operations: which are called in a step, with which arguments, and for how long."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ OPERATIONS = (
     "embed", "add_positions", "norm", "linear", "linear_add", "gated_linear", "activated_linear", "last_tokens",
     "attention", "encoder_attention", "store_source", "cross_attention", "sample",
 )  # fmt: skip
-"""The operations that a step is made of."""
+"""The operations of a forward pass and of sampling."""
 LINEAR_OPERATIONS = ("linear", "linear_add", "gated_linear", "activated_linear")
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of an operation, and the host's clock before and after it."""
+    """One call of an operation; ``start`` and ``end`` are seconds by the host's clock."""
 
     name: str
     args: tuple[Any, ...]
@@ -32,9 +32,9 @@ class OpCall:
 
 @contextmanager
 def trace_calls(ops: Backend, callback: Callable[[OpCall], object]) -> Iterator[None]:
-    """Tell of the calls of ``ops``' operations, as they return, without those that operations make of each other.
+    """Pass each call of an operation of ``ops`` to ``callback`` after it returns; calls inside of calls are left out.
 
-    A call refers to its arrays: whoever keeps it keeps their memory.
+    An :class:`OpCall` refers to its arrays, so keeping it keeps their memory.
     """
     inside = False
 
@@ -68,13 +68,13 @@ def trace_calls(ops: Backend, callback: Callable[[OpCall], object]) -> Iterator[
 
 @dataclass
 class LinearCosts:
-    """What the products of some steps cost: bytes of weights read, and operations, two for each element and row."""
+    """What products cost: bytes of weights read, and operations, two for each element of a weight and row."""
 
     nbytes: int = 0
     operations: int = 0
 
     def add(self, call: OpCall) -> None:
-        """Count a call, if it is of a product."""
+        """Count the call if it is a product."""
         if call.name in LINEAR_OPERATIONS:
             x, weight = call.args[:2]
             self.nbytes += weight.nbytes
@@ -82,22 +82,22 @@ class LinearCosts:
 
 
 def moved_bytes(call: OpCall) -> int:
-    """Bytes that an operation of the CPU's backend must read and write, as far as its arguments tell."""
+    """Bytes that an operation of the CPU's backend must read and write, by its arguments and result."""
     if call.name in ("embed", "add_positions"):
-        return 2 * call.result.nbytes
+        return 2 * int(call.result.nbytes)
     total = 0
     for value in (*call.args, call.result):
         if isinstance(value, LayerCache) and call.name == "attention":
             tokens = int((call.args[-1].context_lens + 1).sum())
-            total += 2 * tokens * value.keys[0, :, 0].nbytes
+            total += 2 * tokens * int(value.keys[0, :, 0].nbytes)
         elif isinstance(value, Weight):
-            total += value.nbytes
+            total += int(value.nbytes)
         else:
-            total += getattr(value, "nbytes", 0)
+            total += int(getattr(value, "nbytes", 0))
     return total
 
 
 def describe(call: OpCall) -> str:
-    """An operation with the shapes of what goes in and comes out."""
+    """An operation's name with the shapes of its first array and of its result."""
     first = next((list(a.shape) for a in call.args if hasattr(a, "shape")), [])
     return f"{call.name} {first} -> {list(getattr(call.result, 'shape', ()))}"

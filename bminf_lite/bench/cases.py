@@ -1,6 +1,6 @@
-"""Formulas of single kernels over any array library that follows NumPy: what a benchmark of a kernel compares with.
+"""Single kernels to time, and plain formulas that compute the same, for comparison.
 
-They are written as one would write them first, an expression per step. The same inputs go to the kernels.
+The formulas work over NumPy or CuPy, one expression per step, without any optimization.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from ..backend.random_matrix import RandomMatrix
 from ..backend.values import Norm
 
 WIDTHS = (256, 1024, 4096, 8192, 16384)
-"""Elements of a row."""
+"""Row widths."""
 MATRICES = ((4096, 4096), (14336, 4096), (4096, 14336))
-"""Outputs and inputs of weights."""
+"""Shapes ``[out, in]`` of weights."""
 GEMM_ROWS = (2, 8, 16, 32, 512, 2048)
+"""Numbers of activation rows of a product."""
 
 
 @dataclass(frozen=True)
 class KernelCase:
     """One kernel at one size.
 
-    ``run(i)`` does the work for the ``i``-th time, on inputs of its own where the device's cache would hold the same
-    ones; ``plain(i)`` does it by a formula of :mod:`.plain`. ``nbytes`` is what one run must read and write,
-    ``operations`` are those of a product (0: the kernel is bound by memory, and its rate is bytes per second).
+    ``run(i)`` runs the kernel for the ``i``-th time, on several inputs in turn where the device's cache would hold a
+    single one. ``plain(i)`` computes the same by a plain formula. ``nbytes`` is what one run must read and write.
+    ``operations`` are those of a product, or 0 for a kernel that is bound by memory, whose rate is in bytes per second.
     """
 
     kernel: str
@@ -41,25 +42,25 @@ class KernelCase:
 
 
 def softmax(xp: Any, x: Any) -> Any:
-    """Over the last axis, fp32."""
+    """fp32, over the last axis."""
     weights = xp.exp(x - x.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def rms_norm(xp: Any, x: Any, gain: Any) -> Any:
+def rms_norm(xp: Any, x: Any, weight: Any) -> Any:
     """fp32 rows -> fp16."""
-    return (x / xp.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5) * gain).astype(np.float16)
+    return (x / xp.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5) * weight).astype(np.float16)
 
 
-def layer_norm(xp: Any, x: Any, gain: Any, bias: Any) -> Any:
+def layer_norm(xp: Any, x: Any, weight: Any, bias: Any) -> Any:
     """fp32 rows -> fp16."""
     centred = x - x.mean(axis=-1, keepdims=True)
     inverse = 1 / xp.sqrt((centred * centred).mean(axis=-1, keepdims=True) + 1e-5)
-    return (centred * inverse * gain + bias).astype(np.float16)
+    return (centred * inverse * weight + bias).astype(np.float16)
 
 
 def quantize(xp: Any, x: Any) -> tuple[Any, Any]:
-    """fp16 rows -> int8 codes and fp32 scales; rows of zeros are not looked after."""
+    """fp16 rows -> int8 codes and fp32 scales; a row of zeros gives NaN."""
     x = x.astype(np.float32)
     a = xp.abs(x).max(axis=-1, keepdims=True)
     return xp.clip(xp.rint(x * (127 / a)), -127, 127).astype(np.int8), a / 127
@@ -71,25 +72,25 @@ def gemv(xp: Any, x: Any, weight: Any, scale: Any) -> Any:
 
 
 def cycle(function: Callable[..., Any], *inputs: tuple[Any, ...]) -> Callable[[int], Any]:
-    """``run(i)`` calls ``function`` with the ``i``-th of the inputs, from the first again after the last."""
+    """``run(i)`` that calls ``function`` with the ``i``-th of the inputs, cyclically."""
     return lambda i: function(*inputs[i % len(inputs)])
 
 
 def plain_cases(xp: Any, ops: Backend, elements: int = 1 << 22) -> Iterator[KernelCase]:
-    """What NumPy takes for each formula, and the backend's own operation where it has one."""
+    """The cases of the CPU: each formula, and the backend's own operation where it has one."""
     random = np.random.default_rng(0)
     for width in WIDTHS:
         rows = max(1, elements // width)
         x = random.standard_normal((rows, width), np.float32)
-        half, gain, shape = x.astype(np.float16), np.ones(width, np.float32), f"{rows} x {width}"
+        half, weight, shape = x.astype(np.float16), np.ones(width, np.float32), f"{rows} x {width}"
+        norm, plain_norm = cycle(ops.norm, (x, Norm(weight, 1e-5))), cycle(rms_norm, (xp, x, weight))
         yield KernelCase("softmax", shape, cycle(softmax, (xp, x)), 2 * x.nbytes)
-        yield KernelCase("rms_norm", shape, cycle(ops.norm, (x, Norm(gain, 1e-5))), 2 * x.nbytes,
-                   plain=cycle(rms_norm, (xp, x, gain)))  # fmt: skip
-        yield KernelCase("quantize", shape, cycle(quantize_rows, (half,)), 3 * half.size,
-                   plain=cycle(quantize, (xp, half)))  # fmt: skip
+        yield KernelCase("rms_norm", shape, norm, 2 * x.nbytes, plain=plain_norm)
+        plain_quantize = cycle(quantize, (xp, half))
+        yield KernelCase("quantize", shape, cycle(quantize_rows, (half,)), 3 * half.size, plain=plain_quantize)
     for n, k in MATRICES:
-        weight = ops.weight([Int8Weight(np.asarray(RandomMatrix((n, k))), np.ones(n, np.float32))])
+        matrix = ops.weight([Int8Weight(np.asarray(RandomMatrix((n, k))), np.ones(n, np.float32))])
         for rows in (1, 16):
-            x = random.standard_normal((rows, k), np.float32)
-            yield KernelCase("matvec" if rows == 1 else "product", f"{rows} x {n} x {k}", cycle(ops.linear, (x, weight)
-                       ), weight.nbytes, operations=0 if rows == 1 else 2 * rows * n * k)  # fmt: skip
+            run = cycle(ops.linear, (random.standard_normal((rows, k), np.float32), matrix))
+            kernel, operations = ("matvec", 0) if rows == 1 else ("product", 2 * rows * n * k)
+            yield KernelCase(kernel, f"{rows} x {n} x {k}", run, matrix.nbytes, operations)

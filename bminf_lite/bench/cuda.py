@@ -1,4 +1,4 @@
-"""Measuring on an NVIDIA GPU: by events on the backend's stream, and launch by launch, without tools beside CuPy."""
+"""The profiler of an NVIDIA GPU: device time by events on the backend's stream, per step and per kernel launch."""
 
 from __future__ import annotations
 
@@ -10,42 +10,41 @@ from typing import Any, cast
 import cupy as cp
 import numpy as np
 
-from ..backend.cuda.arrays import PAD
 from ..backend.cuda.backend import CudaBackend
 from ..backend.cuda.deferred import QuantizedActivations, Weight
-from ..backend.cuda.launches import GEMV_TO_HALF, ceil_div
 from ..backend.quantization import Int8Weight
 from ..backend.random_matrix import RandomMatrix
 from ..backend.values import Norm
-from ..cuda.kernels.gemm.layouts import Layout, round_up
-from ..cuda.kernels.gemm.skinny_gemm import Epilogue
+from ..cuda.kernels.arrays import PAD, ceil_div, round_up
+from ..cuda.kernels.constants import Epilogue
+from ..cuda.kernels.gemm.layouts import Layout
+from ..cuda.kernels.sources import load
 from ..cuda.runtime import libraries
 from ..cuda.runtime.cublaslt import Order
-from ..cuda.runtime.kernel import Kernel, Module
 from ..memory.device import measure_speeds
 from .cases import GEMM_ROWS, MATRICES, WIDTHS, KernelCase, cycle, gemv, layer_norm, quantize, rms_norm, softmax
-from .instruments import Ceilings, Profiler, Span
+from .profiler import Ceilings, Profiler, Span, T
 
 RUNS_AT_ONCE = 10
-"""Runs of a kernel in one recording."""
+"""Runs of a kernel in one graph."""
 HOLD_READS = 100
-"""Reads of the whole buffer that keep the GPU busy while the host launches a step: 20 ms or more."""
+"""Reads of the whole buffer that keep the GPU busy for 20 ms or more while the host launches a step."""
 GEMM_SIZE = 8192
 ELEMENTS = 1 << 26
-"""Of the matrices that row kernels are timed on: 128 to 256 MiB, several times what a GPU's cache holds."""
+"""Of the matrices on which row kernels are timed: 128 to 256 MiB, several times the size of a GPU's cache."""
 WEIGHT_BYTES = 256 << 20
-"""Of the weights that products are timed on, in turn: so much that no cache holds them."""
+"""Of all weights that a product is timed with in turn: more than a cache holds."""
 
 
 class CudaProfiler(Profiler):
-    """Of a GPU: device time by events, kernels by the device's observer, memory by the arena."""
+    """Measures a GPU: time by events, kernels by the device's observer, memory by the arena."""
 
     ops: CudaBackend
 
     def __init__(self, ops: CudaBackend, ceiling_bytes: int = 1 << 30):
         super().__init__(ops, ceiling_bytes)
 
-    def time(self, work: Callable[[], Any]) -> tuple[float, Any]:
+    def time(self, work: Callable[[], T]) -> tuple[float, T]:
         start, end = cp.cuda.Event(), cp.cuda.Event()
         start.record(self.ops.stream)
         result = work()
@@ -74,9 +73,7 @@ class CudaProfiler(Profiler):
     # -- limits -------------------------------------------------------------------------------------------------------
 
     def ceilings(self) -> Ceilings:
-        """Read by a kernel that does nothing else, copy and link by the driver, and int8 products by the backend's best
-        plan.
-        """
+        """Measure reading by a kernel of its own, copy and link by the driver, and int8 products by the backend."""
         runtime, stream = cp.cuda.runtime, self.ops.stream.ptr
         data = self._random(self.ceiling_bytes // 1024, 1024, np.int8)
         target = self.ops.arrays.empty(data.shape, data.dtype)
@@ -89,7 +86,7 @@ class CudaProfiler(Profiler):
         return Ceilings(data.nbytes / read_seconds, 2 * data.nbytes / copy_seconds, 2 * size**3 / product_seconds, link)
 
     def _reader(self, data: cp.ndarray) -> Callable[[], None]:
-        kernel: Kernel = Module(self.ops.device, "rowwise/bandwidth.cu", ["read_all"]).kernel("read_all", "pqp")
+        kernel = load(self.ops.device, "rowwise/bandwidth.cu", "read_all")
         out, grid = self.ops.arrays.zeros((1,), np.int32), 4 * self.ops.kernels.num_sms
 
         def read() -> None:
@@ -101,10 +98,10 @@ class CudaProfiler(Profiler):
     # -- inside a step ------------------------------------------------------------------------------------------------
 
     def trace(self, step: Callable[[], Any]) -> list[Span]:
-        """The launches of one ``step()`` in order, as it is run without a graph, each between two events.
+        """The launches of one ``step()`` in order, run without a graph, each between two events.
 
-        The events keep kernels from overlapping, and a pair takes a few microseconds of its own where a kernel is
-        shorter. The GPU is kept busy until everything is launched, so that the gaps are its own and not the host's.
+        The events keep kernels from overlapping, and a pair of them takes a few microseconds. The GPU is kept busy
+        until the host has launched the whole step, so that the gaps show the GPU's time and not the host's.
         """
         step()
         hold = self._reader(self._random(self.ceiling_bytes // 1024, 1024, np.int8))
@@ -136,19 +133,19 @@ class CudaProfiler(Profiler):
     # -- kernels ------------------------------------------------------------------------------------------------------
 
     def median_seconds(self, run: Callable[[int], Any], runs: int = 7) -> float:
-        """By recordings of several runs, so that the host's time does not count."""
+        """By a graph of several runs, so that the host's time does not count."""
 
         def several() -> None:
             for i in range(RUNS_AT_ONCE):
                 run(i)
 
         work = self.ops.capture(several)
-        for _ in range(3):  # the third records
+        for _ in range(3):  # the third call captures the graph
             work()
         return median(self.time(work)[0] for _ in range(runs)) / RUNS_AT_ONCE
 
     def plain_seconds(self, run: Callable[[int], Any]) -> float:
-        """By events around several runs; on the matrices of :data:`ELEMENTS` the GPU takes longer than the host."""
+        """By events around several runs; with :data:`ELEMENTS` elements the GPU takes longer than the host."""
 
         def several() -> None:
             with self.ops.arrays.current():
@@ -172,7 +169,7 @@ class CudaProfiler(Profiler):
                 yield from self._finished_cases(rows, n, k)
 
     def _finished_cases(self, rows: int, n: int, k: int) -> Iterator[KernelCase]:
-        """Int8 products from codes to what an operation gives, where one kernel does both, with weights in turn."""
+        """Int8 products with a fused epilogue, where one kernel supports it, over several weights in turn."""
         weights = [self._weight(n, k, seed) for seed in range(ceil_div(WEIGHT_BYTES, n * k))]
         plan, fused, arrays = weights[0].plan, self.ops.fused, self.ops.arrays
         assert plan is not None
@@ -181,7 +178,7 @@ class CudaProfiler(Profiler):
         with arrays.current():
             scales.fill(1e-2)
         outputs = {
-            "igemm to fp16": (Epilogue.HALF, arrays.rows(rows, n, np.float16)),
+            "igemm to fp16": (Epilogue.TO_HALF, arrays.rows(rows, n, np.float16)),
             "igemm, added to fp32": (Epilogue.ADD, arrays.zeros((rows, round_up(n, PAD)), np.float32)[:, :n]),
             "igemm, gated": (Epilogue.GATED, arrays.rows(rows, n // 2, np.float16)),
         }
@@ -192,8 +189,8 @@ class CudaProfiler(Profiler):
                 yield KernelCase(name, f"{rows} x {n} x {k}", run, bytes_moved, 2 * rows * n * k)
 
     def _row_cases(self, rows: int, width: int) -> Iterator[KernelCase]:
-        """Softmax, norms of the residual stream, and quantization; new results only where there is one in place too."""
-        arrays, transform, shape = self.ops.arrays, self.ops.kernels.transform, f"{rows} x {width}"
+        """Softmax, norms of the residual stream, and quantization; into preallocated results, but for softmax."""
+        arrays, transform, shape = self.ops.arrays, self.ops.materializer.write_rows, f"{rows} x {width}"
         half = self._random(rows, width, np.float16)
         with arrays.current():
             residual = half.astype(np.float32)
@@ -221,7 +218,7 @@ class CudaProfiler(Profiler):
         )
 
     def _projection_cases(self, rows: int, width: int) -> Iterator[KernelCase]:
-        """A square projection from fp16 to fp16, quantizing included, and the same written over its input."""
+        """A square projection from fp16 to fp16 with quantization, into a new array and over its input."""
         weight = self._weight(width, width, 0, 1 / (73.6 * width**0.5))  # results as large as inputs, run after run
         x, nbytes, operations = self._random(rows, width, np.float16), width * (width + 4 * rows), 2 * rows * width**2
         shape = f"{rows} x {width} x {width}"
@@ -231,17 +228,17 @@ class CudaProfiler(Profiler):
         yield KernelCase("projection, in place", shape, run, nbytes, operations)
 
     def _gemv_cases(self, n: int, k: int) -> Iterator[KernelCase]:
-        """One row times a weight, over several weights in turn, as a model's layers are."""
+        """One row times a weight, over several weights in turn, as in a model's layers."""
         weights = [self._weight(n, k, seed) for seed in range(ceil_div(WEIGHT_BYTES, n * k))]
         if not weights[0].is_row_major:
             return
-        x, out = self._random(1, k, np.float16), self.ops.arrays.rows(1, n, np.float16)
+        x, out, step = self._random(1, k, np.float16), self.ops.arrays.rows(1, n, np.float16), self.ops.kernels.step
         plain = [(cp, x, w.matrix.reshape(-1, w.pitch)[:n, :k], w.scale) for w in weights]
-        yield KernelCase("matvec", f"1 x {n} x {k}", cycle(self.ops.kernels.gemv, *(
-            (x, None, w, out, GEMV_TO_HALF) for w in weights)), n * k, plain=cycle(gemv, *plain))  # fmt: skip
+        run = cycle(self.ops.kernels.gemv.launch, *((step, x, None, w, out, Epilogue.TO_HALF) for w in weights))
+        yield KernelCase("matvec", f"1 x {n} x {k}", run, n * k, plain=cycle(gemv, *plain))
 
     def _gemm(self, rows: int, n: int, k: int, in_all: int = 0) -> Callable[[int], None]:
-        """An int8 product from codes to int32 sums, over so many weights in turn that they have ``in_all`` bytes."""
+        """An int8 product from codes to int32 sums, over weights in turn that have ``in_all`` bytes together."""
         weights = [self._weight(n, k, seed) for seed in range(max(1, ceil_div(in_all, n * k)))]
         plan = weights[0].plan
         assert plan is not None
@@ -253,7 +250,7 @@ class CudaProfiler(Profiler):
             plan.run(acc.data.ptr, w.data.ptr, x.data.ptr, rows, self.ops.stream.ptr)
 
         with self.ops.arrays.current():
-            run(0)  # chooses an algorithm, which cannot be recorded
+            run(0)  # chooses an algorithm, which cannot be captured
         return run
 
     def _weight(self, n: int, k: int, seed: int, scale: float = 1e-4) -> Weight:
@@ -262,5 +259,5 @@ class CudaProfiler(Profiler):
 
     def _random(self, rows: int, columns: int, dtype: type) -> cp.ndarray:
         matrix = self.ops.arrays.rows(rows, columns, dtype)
-        self.ops.kernels.fill_random(matrix, seed=0)
+        self.ops.kernels.pointwise.fill_random(matrix, seed=0)
         return matrix

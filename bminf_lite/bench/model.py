@@ -1,4 +1,4 @@
-"""What is measured: a network on its device, from a checkpoint or of random weights, and how large it is."""
+"""The model under measurement: a network on its device, from a checkpoint or with random weights, and its size."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 
-from .. import models
 from ..backend.base import Backend
 from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.random_matrix import RandomMatrix
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.opened_model import ModelDescription, describe_model, open_model
 from ..checkpoint.recipe import Scheme
-from ..engine.scheduler import EngineConfig, Network
+from ..engine.config import EngineConfig
+from ..engine.model_runner import Network
 from ..layers.loading import Weights
 from ..memory.planner import MemoryPlan
 from ..models.spec import Role, Spec
@@ -26,9 +25,10 @@ from ..placement import checkpoint_requirements, make_engine_config, plan_placem
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model that is ready to run. ``parameters`` counts elements, tied ones once; ``nbytes`` is what was loaded.
+    """A model that is ready to run.
 
-    ``plan`` says where its weights live; None on a CPU.
+    ``parameters`` counts elements, tied ones once; ``nbytes`` are the bytes that were loaded. ``plan`` says where the
+    weights are; None on a CPU.
     """
 
     name: str
@@ -51,42 +51,31 @@ class BenchModel:
 def random_model(
     name: str, config: Mapping[str, Any], ops: Backend, kv_cache: str = "fp16", seed: int = 0
 ) -> BenchModel:
-    """A model of the shape ``config`` with random int8 weights, made on the device; ``kv_cache`` as ``load`` takes it.
+    """A model of the shape ``config`` with random int8 weights, made on the device; ``kv_cache`` as in ``load``.
 
     Layers that do not fit the memory limit are streamed, as those of a checkpoint are.
     """
-    architecture = models.find(dict(config))
-    spec = architecture.spec(architecture.parse(dict(config)))
-    plan = plan_placement(ops, spec, lambda: requirements(architecture, dict(config), lambda _: Scheme.W8A8, kv_cache))
-    return _build(name, architecture, dict(config), RandomWeights(spec, seed), ops, plan, kv_cache)
+    described = describe_model(config)
+    spec = described.spec
+    plan = plan_placement(ops, spec, lambda: requirements(described, lambda _: Scheme.W8A8, kv_cache))
+    return _build(name, described, RandomWeights(spec, seed), ops, plan, kv_cache)
 
 
 def checkpoint_model(path: Path, ops: Backend, kv_cache: str = "fp16") -> BenchModel:
     """The model in the folder ``path``. Raises ``CheckpointError``, ``OutOfMemory``."""
-    with open_checkpoint(path) as checkpoint:
-        architecture = models.find(checkpoint.config)
-        spec = architecture.spec(architecture.parse(checkpoint.config))
-        checkpoint.validate(spec)
-        plan = plan_placement(ops, spec, lambda: checkpoint_requirements(checkpoint, kv_cache=kv_cache))
-        weights = checkpoint.weights(spec, stored=True)
-        return _build(path.resolve().name, architecture, checkpoint.config, weights, ops, plan, kv_cache)
+    with open_model(path) as model:
+        plan = plan_placement(ops, model.spec, lambda: checkpoint_requirements(model, kv_cache=kv_cache))
+        return _build(path.resolve().name, model.description, model.weights(), ops, plan, kv_cache)
 
 
 def _build(
-    name: str,
-    architecture: ModuleType,
-    config: dict[str, Any],
-    weights: Weights,
-    ops: Backend,
-    plan: MemoryPlan | None,
-    kv_cache: str,
+    name: str, model: ModelDescription, weights: Weights, ops: Backend, plan: MemoryPlan | None, kv_cache: str
 ) -> BenchModel:
-    parsed = architecture.parse(config)
-    spec = architecture.spec(parsed)
+    config, spec = model.config, model.spec
     counted = CountingWeights(weights)
-    network = architecture.Model(parsed, counted, ops)
+    network = model.architecture.Model(config, counted, ops)
     int8 = kv_cache == "int8"
-    engine_config = make_engine_config(parsed, replace(parsed.cache_shape, int8=int8), plan)
+    engine_config = make_engine_config(config, replace(config.cache_shape, int8=int8), plan)
     parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
     return BenchModel(f"{name}, int8 cache" if int8 else name, network, engine_config, parameters, counted.nbytes, plan)
 
@@ -111,7 +100,7 @@ class CountingWeights:
 
 
 class RandomWeights:
-    """Random w8a8 weights for ``spec``, of sizes that keep activations about as large as they come in."""
+    """Random w8a8 weights for ``spec``, scaled so that a layer's output is about as large as its input."""
 
     def __init__(self, spec: Spec, seed: int = 0):
         self._spec = spec

@@ -1,4 +1,4 @@
-"""Drawing a report: cost curves, the parts of a step, or the speed of kernels over their sizes. Needs matplotlib."""
+"""A report as a drawing: cost curves, the parts of a step, or kernel speeds by size. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ CURVES = (
     ("tg", "depth", "context length, tokens"),
     ("tg", "batch", "sequences at once"),
 )
-"""Of which tests the time is drawn against what."""
-
+"""Which kind of workload has its time drawn over which of its fields, and the label of that axis."""
 
 Drawing = Callable[[Any], None]
 """Draws onto matplotlib's axes."""
 
 
 def check_target(path: Path) -> None:
-    """Raise ``UsageError`` where nothing can be drawn into ``path``: before anything is measured, that is."""
+    """Raise ``UsageError`` if no drawing can be saved as ``path``; to be called before measuring."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -39,7 +38,7 @@ def check_target(path: Path) -> None:
 
 
 def save(report: Report, path: Path) -> None:
-    """Draw what ``report`` holds into ``path``, of the type that its suffix says; see :func:`check_target`."""
+    """Draw everything in ``report`` into ``path``, in the format of its suffix; see :func:`check_target`."""
     check_target(path)
     from matplotlib.figure import Figure
 
@@ -57,7 +56,7 @@ def save(report: Report, path: Path) -> None:
 
 
 def _curves(measurements: Sequence[Measurement]) -> list[Drawing]:
-    """A drawing for each curve that has two points; all tests in one drawing where no curve has."""
+    """A drawing for each curve that has two points; one drawing of all measurements if there is no such curve."""
     drawings: list[Drawing] = []
     for kind, variable, label in CURVES:
         lines: dict[str, list[Measurement]] = defaultdict(list)
@@ -97,7 +96,7 @@ def _draw_tests(axes: Any, measurements: Sequence[Measurement]) -> None:
 
 
 def _draw_trace(axes: Any, report: Report) -> None:
-    """The share of each kind of part, the largest first."""
+    """The time of each kind of kernel, the longest first."""
     assert report.trace is not None
     total: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
@@ -113,7 +112,7 @@ def _draw_trace(axes: Any, report: Report) -> None:
 
 
 def _kinds(report: Report) -> list[bool]:
-    """Whether the kernels' rates are operations, and whether they are bytes: those that there are."""
+    """Which kinds of kernel rates the report has: False for bytes per second, True for operations per second."""
     return sorted({bool(k.operations) for k in report.kernels})
 
 

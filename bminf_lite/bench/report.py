@@ -1,4 +1,4 @@
-"""A benchmark's results for people (Markdown tables), for programs (JSON) and for spreadsheets (CSV)."""
+"""A benchmark's results as Markdown tables, as JSON and as CSV."""
 
 from __future__ import annotations
 
@@ -10,46 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .instruments import Ceilings, Span
 from .model import BenchModel
-from .runner import Measurement, Workload
+from .profiler import Ceilings, Span
+from .runner import KernelTime, Measurement, Trace, Workload
 
 Row = Mapping[str, Any]
 UNKNOWN = Ceilings(math.nan, math.nan, math.nan)
 
 
-@dataclass(frozen=True)
-class KernelTime:
-    """A kernel's time at one size: seconds, bytes moved or operations done, the plain formula's seconds, and the most
-    bytes of memory that it takes for itself.
-    """
-
-    kernel: str
-    shape: str
-    seconds: float
-    nbytes: int
-    operations: int
-    plain_seconds: float | None
-    allocated: int | None = None
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One decode step at ``depth``: its parts in order, each timed alone, and the time of the step as it is run."""
-
-    depth: int
-    spans: Sequence[Span]
-    step_seconds: float
-
-    @property
-    def alone(self) -> float:
-        """The sum of the parts' times."""
-        return sum(span.seconds for span in self.spans)
-
-
 @dataclass
 class Report:
-    """Everything that one run of the benchmark found."""
+    """The results of one run of the benchmark."""
 
     device: str
     versions: Mapping[str, str]
@@ -91,13 +62,13 @@ class Report:
         }
 
     def _percent_of_link(self, m: Measurement) -> float | None:
-        """Of decoding, where what was copied before it began and after it ended is little of the whole."""
+        """Of decoding only: the copies that begin before it or end after it are a small part of all."""
         if self.ceilings.link is None or m.test.kind != "tg":
             return None
         return 100 * m.streamed_bytes * m.speed / self.ceilings.link
 
     def _prediction(self, test: Workload) -> float | None:
-        """What ``plan`` says of decoding, with the speeds that were measured here; None where it says nothing."""
+        """The speed of decoding that ``plan`` predicts from the limits measured here; None without a plan."""
         plan = self.bench_model.plan if self.bench_model is not None else None
         if plan is None or test.kind != "tg":
             return None
@@ -116,7 +87,7 @@ class Report:
         }
 
     def _name_rows(self, trace: Trace) -> list[Row]:
-        """The parts of a trace by name, those that take longest together first."""
+        """The parts of a trace grouped by name, the longest total first."""
         groups: dict[str, list[Span]] = {}
         for span in trace.spans:
             groups.setdefault(span.name, []).append(span)
@@ -148,7 +119,7 @@ class Report:
     # -- forms --------------------------------------------------------------------------------------------------------
 
     def markdown(self) -> str:
-        """Tables of figures that fit a terminal, and below them what they are measured against."""
+        """Rounded tables, and below them the limits of the device."""
         parts = []
         for name, rows in self.rows().items():
             parts.append(markdown_table([ROW_FORMATTERS[name](row) for row in rows]))
@@ -167,7 +138,7 @@ class Report:
         return "\n\n".join(parts)
 
     def json(self) -> str:
-        """One object, figures unrounded."""
+        """One object with unrounded figures."""
         whole: dict[str, Any] = {
             "device": self.device,
             "versions": dict(self.versions),
@@ -186,7 +157,7 @@ class Report:
         return json.dumps(whole, indent=2)
 
     def csv(self) -> str:
-        """A header and rows for each table, with an empty line between tables."""
+        """A header and rows for each table; an empty line separates tables."""
         parts = []
         for rows in self.rows().values():
             text = io.StringIO()
@@ -202,7 +173,7 @@ def _size(nbytes: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that count, or all before the point."""
+    """Three significant digits, or all digits before the point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
@@ -281,7 +252,7 @@ ROW_FORMATTERS = {
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """Rows of text with the same keys as a Markdown table whose columns line up; those of figures to the right."""
+    """Rows with the same keys as a Markdown table with aligned columns; columns of figures are aligned to the right."""
     names = list(rows[0])
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
     right = {name: all(row[name][:1].isdigit() or not row[name] for row in rows) for name in names}

@@ -1,4 +1,4 @@
-"""Speed of whole steps: tokens of prompts and sources, and decoded tokens, per second, and what they moved and took."""
+"""Runs the measurements: workloads of prompts, sources and decoded tokens, one traced decode step, single kernels."""
 
 from __future__ import annotations
 
@@ -7,26 +7,40 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from ..backend.base import Backend
+from ..backend.cpu import CpuBackend
 from ..errors import UsageError
 from .calls import LinearCosts, trace_calls
-from .instruments import Profiler
 from .model import BenchModel
+from .profiler import Profiler, Span, T
 from .session import Session, check_results
 
-T = TypeVar("T")
 WARM_UP_STEPS = 3
-"""Decode steps before the first that counts: one as it is, one that a backend may record, one that replays it."""
+"""Decode steps before the first that counts: one eager step, one that is captured, one that is replayed."""
+TRACED_STEPS = 20
+"""Decode steps whose mean is the time of a traced step with graphs."""
+
+
+def make_profiler(ops: Backend) -> Profiler:
+    """The profiler of the device on which ``ops`` computes."""
+    if isinstance(ops, CpuBackend):
+        return Profiler(ops)
+    from ..backend.cuda.backend import CudaBackend
+    from .cuda import CudaProfiler
+
+    assert isinstance(ops, CudaBackend)
+    return CudaProfiler(ops)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """``tokens`` prompt tokens (``pp``) or decoded tokens (``tg``) of ``batch`` sequences, behind ``depth`` tokens.
+    """``tokens`` prompt tokens (``pp``) or decoded tokens (``tg``) of ``batch`` sequences, after ``depth`` tokens.
 
-    An encoder-decoder encodes a source (``enc``) instead of a prompt, and decodes behind a source of ``depth`` tokens.
+    An encoder-decoder encodes a source (``enc``) instead of a prompt, and decodes after a source of ``depth`` tokens.
     """
 
     kind: str
@@ -41,11 +55,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a test took: seconds of each repetition, bytes that one token had to move, and peaks of memory in bytes.
+    """The result of a workload: seconds of each repetition, bytes per token, and peaks of memory in bytes.
 
-    Bytes are those of the weights, once for each step, and of keys and values; activations are left out. ``operations``
-    are those of the products for one token, a multiplication and an addition counted as two. ``streamed_bytes`` are
-    those that were copied to the device for one token, because not all layers fit there.
+    ``token_bytes`` counts the weights, once for each step, and the keys and values; activations are left out.
+    ``operations`` are those of the products for one token, a multiplication and an addition counted as two.
+    ``streamed_bytes`` are the bytes of streamed weights that were copied to the device for one token.
     """
 
     test: Workload
@@ -68,7 +82,7 @@ class Measurement:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of the speeds; 0 for a single one."""
+        """The standard deviation of the speeds; 0 for a single repetition."""
         return statistics.stdev(self.speeds) if len(self.speeds) > 1 else 0.0
 
     @property
@@ -78,14 +92,45 @@ class Measurement:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that had to be moved at the median speed."""
+        """Bytes per second at the median speed."""
         return self.token_bytes * self.speed
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """A kernel's time at one size.
+
+    ``nbytes`` and ``operations`` are those of :class:`.KernelCase`, ``plain_seconds`` those of its plain formula, and
+    ``allocated`` are the most bytes of memory that one run allocates.
+    """
+
+    kernel: str
+    shape: str
+    seconds: float
+    nbytes: int
+    operations: int
+    plain_seconds: float | None
+    allocated: int | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One decode step after ``depth`` tokens: its parts in order, each timed alone, and its time with graphs."""
+
+    depth: int
+    spans: Sequence[Span]
+    step_seconds: float
+
+    @property
+    def alone(self) -> float:
+        """The sum of the parts' seconds."""
+        return sum(span.seconds for span in self.spans)
 
 
 def workloads(
     prompts: Sequence[int], generated: Sequence[int], depths: Sequence[int], batches: Sequence[int]
 ) -> list[Workload]:
-    """Every combination; 0 prompt or generated tokens leave that kind out. Raises ``UsageError`` for too small ones."""
+    """Every combination; 0 prompt or generated tokens give no workload. Raises ``UsageError`` for numbers too small."""
     options = (("-p", prompts, 0), ("-n", generated, 0), ("-d", depths, 0), ("-b", batches, 1))
     wrong = [f"{name} is {n}, but must be {least} or more" for name, ns, least in options for n in ns if n < least]
     if wrong:
@@ -101,13 +146,12 @@ def run_tests(
     repetitions: int,
     on_result: Callable[[Measurement], Any] = lambda _: None,
 ) -> list[Measurement]:
-    """Run each test ``repetitions`` times after a warm-up, and tell ``on_result`` of each result.
+    """Run each workload ``repetitions`` times after a warm-up, and pass each result to ``on_result``.
 
-    Raises ``BminfError`` where the results show that nothing sensible was computed, ``OutOfMemory`` where the cache
-    does not fit.
+    Raises ``BminfError`` if :func:`.check_results` finds a wrong result, ``OutOfMemory`` if the cache does not fit.
     """
     measurements = []
-    for test in encoder_workloads(tests) if bench_model.engine_config.max_source_length else tests:
+    for test in encoder_workloads(tests) if bench_model.engine_config.is_encoder_decoder else tests:
         profiler.reset_peaks()
         with closing(Session(bench_model, test.batch, test.depth + test.tokens + WARM_UP_STEPS)) as session:
             runs = WORKLOAD_RUNNERS[test.kind](session, profiler, test, repetitions)
@@ -129,14 +173,15 @@ def run_tests(
 
 
 def encoder_workloads(tests: Iterable[Workload]) -> list[Workload]:
-    """``tests`` for an encoder-decoder: each length of prompts becomes one of sources, behind which nothing can be."""
+    """``tests`` for an encoder-decoder: each prompt becomes a source, which has no tokens before it."""
     return list(dict.fromkeys(replace(t, kind="enc", depth=0) if t.kind == "pp" else t for t in tests))
 
 
 @dataclass
 class Repetitions:
-    """The repetitions of a test: their seconds, the bytes that they streamed together, and what the products cost of
-    one repetition, or of one step of ``tg``.
+    """The repetitions of a workload: their seconds and the bytes that they streamed together.
+
+    ``costs`` are those of one repetition, or of one step of ``tg``.
     """
 
     costs: LinearCosts = field(default_factory=LinearCosts)
@@ -144,7 +189,7 @@ class Repetitions:
     streamed_bytes: int = 0
 
     def time(self, profiler: Profiler, work: Callable[[], T]) -> T:
-        """One repetition, and its results."""
+        """Run one repetition; returns its results."""
         before = profiler.streamed_bytes()
         taken, results = profiler.time(work)
         self.seconds.append(taken)
@@ -166,7 +211,7 @@ def _prefill(session: Session, profiler: Profiler, test: Workload, repetitions: 
 
 
 def _encode(session: Session, profiler: Profiler, test: Workload, repetitions: int) -> Repetitions:
-    """The encoder, and the decoder's keys and values of the source; an untimed step shows that they are there."""
+    """Time the encoder and the decoder's keys and values of the source; check them by an untimed decoder step."""
     runs = Repetitions()
     with trace_calls(session.ops, runs.costs.add):
         session.prepare_encode(test.tokens)()
@@ -196,7 +241,7 @@ WORKLOAD_RUNNERS = {"pp": _prefill, "enc": _encode, "tg": _decode}
 
 
 def cache_bytes_per_token(bench_model: BenchModel, test: Workload) -> float:
-    """Bytes of the keys and values that a token's query sees and that it adds; a chunk of ``pp`` reads them once."""
+    """Bytes of the keys and values that a token reads and adds; a chunk of ``pp`` reads them once."""
     if test.kind == "enc":
         return bench_model.cache_bytes(1)
     if test.kind == "tg":
@@ -204,3 +249,28 @@ def cache_bytes_per_token(bench_model: BenchModel, test: Workload) -> float:
     chunk = min(test.tokens, bench_model.engine_config.max_num_batched_tokens)
     read = sum(test.depth + min(first + chunk, test.tokens) for first in range(0, test.tokens, chunk))
     return bench_model.cache_bytes(read / test.tokens + 1)
+
+
+def trace_step(bench_model: BenchModel, profiler: Profiler, batch: int = 1, depth: int = 0) -> Trace:
+    """Time the parts of one decode step of ``batch`` sequences after ``depth`` tokens; results are checked."""
+    with closing(Session(bench_model, batch, depth + TRACED_STEPS + WARM_UP_STEPS)) as session:
+        position = session.fill_context(depth)
+        session.prepare_decode(position)
+        session.decode(WARM_UP_STEPS)
+        session.prepare_decode(position)
+        seconds, results = profiler.time(lambda: session.decode(TRACED_STEPS))
+        check_results(results, bench_model.engine_config.vocab_size, "the traced step")
+        session.prepare_decode(position)
+        session.set_max_context_len(position + 2)  # the trace runs two steps, whose bytes depend on this
+        return Trace(depth, profiler.trace(session.decode_eagerly), seconds / TRACED_STEPS)
+
+
+def time_kernels(profiler: Profiler) -> list[KernelTime]:
+    """Time every kernel case of the profiler."""
+    times = []
+    for case in profiler.kernels():
+        plain = profiler.plain_seconds(case.plain) if case.plain else None
+        seconds = profiler.median_seconds(case.run)
+        allocated = profiler.allocated(case.run)
+        times.append(KernelTime(case.kernel, case.shape, seconds, case.nbytes, case.operations, plain, allocated))
+    return times

@@ -1,4 +1,4 @@
-"""Sequences of random tokens on their way: the steps that a benchmark times, and the check of what they gave."""
+"""Sequences of random tokens: the forward passes that a benchmark times, and the check of their results."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 
 from ..backend.sampling import SamplerState
 from ..backend.values import Array, ForwardBatch
+from ..engine.model_runner import EncoderDecoder
 from ..engine.sampling_params import SamplingParams, sampler_state
-from ..engine.scheduler import EncoderDecoder
 from ..errors import BminfError
 from ..layers.cache import KVCache, SourceCache
 from .model import BenchModel
 
 GREEDY = SamplingParams(seed=0, ignore_eos=True)
 UNWRITTEN = -2
-"""What the place of the chosen tokens holds before a step; no step gives it."""
+"""Fills the array of chosen tokens before a step; no step chooses it."""
 
 
 class Session:
-    """``batch`` sequences with room for ``capacity`` tokens each. Close it to give the cache's memory back.
+    """``batch`` sequences with room for ``capacity`` tokens each, decoded greedily. Close it to free the cache.
 
-    Results are int32 ``[2, batch]`` as ``Backend.sample`` gives them, greedy: tokens, and log-probabilities as bits.
+    Results are int32 ``[2, batch]`` as ``Backend.sample`` returns them: tokens, and their log-probabilities' bits.
     """
 
     def __init__(self, bench_model: BenchModel, batch: int, capacity: int, seed: int = 0):
@@ -34,9 +34,9 @@ class Session:
         self.random = np.random.default_rng(seed)
         engine_config = bench_model.engine_config
         self.start = engine_config.decoder_start_token_ids or (0,)
-        room = capacity + (len(self.start) if engine_config.max_source_length else 0)
+        room = capacity + (len(self.start) if engine_config.is_encoder_decoder else 0)
         self.cache = KVCache(self.ops, engine_config.cache_shape, batch, room, max(engine_config.context_length, room))
-        if engine_config.max_source_length:
+        if engine_config.is_encoder_decoder:
             self.cache.source = SourceCache(self.ops, engine_config.cache_shape, batch, capacity, capacity)
         self._sampler = self._greedy(batch)
         self._step: ForwardBatch | None = None
@@ -44,7 +44,7 @@ class Session:
         self._last: Array | None = None
 
     def close(self) -> None:
-        """Give the memory back; nothing can be run afterwards."""
+        """Free the memory; nothing can be run afterwards."""
         self._replay = self._last = None
         self.cache.close()
 
@@ -55,7 +55,7 @@ class Session:
     def fill_context(self, depth: int) -> int:
         """Process ``depth`` random tokens; returns the position of the next.
 
-        For an encoder-decoder ``depth`` is the length of the source, one at least, and its decoder is at its start.
+        For an encoder-decoder ``depth`` is the length of the source, one at least; the decoder runs its start tokens.
         """
         self.poison(0)
         if self.cache.source is not None:
@@ -67,9 +67,9 @@ class Session:
         return depth
 
     def poison(self, first: int) -> None:
-        """Fill the cache from position ``first`` on with NaN: a step that reads what it has not written then shows.
+        """Fill the cache from position ``first`` on with NaN, so that reading an unwritten place gives a wrong result.
 
-        Of an int8 cache, the scales.
+        Of an int8 cache, the scales are filled.
         """
         self._poison(self.cache, first)
 
@@ -82,9 +82,9 @@ class Session:
     # -- prefill ------------------------------------------------------------------------------------------------------
 
     def prepare_prefill(self, count: int, past: int = 0) -> Callable[[], list[np.ndarray]]:
-        """``count`` random tokens for each sequence behind ``past`` earlier ones, in chunks as the engine cuts them.
+        """Prepare ``count`` random prompt tokens for each sequence after ``past`` tokens, in the engine's chunks.
 
-        What is returned processes them and gives the tokens chosen after each step.
+        The returned function processes them, and returns the tokens chosen after each chunk.
         """
         tokens = self.tokens((self.batch, count))
         steps = []
@@ -95,9 +95,9 @@ class Session:
         return lambda: self._run(steps)
 
     def prepare_encode(self, count: int) -> Callable[[], None]:
-        """``count`` random tokens as the source of each sequence, and NaN where their keys and values will be.
+        """Prepare a source of ``count`` random tokens for each sequence, with NaN in the cache of its keys and values.
 
-        What is returned encodes them, and computes what the decoder needs of them.
+        The returned function runs the encoder and fills that cache.
         """
         network, source = cast(EncoderDecoder, self.bench_model.network), self.cache.source
         assert source is not None
@@ -114,7 +114,7 @@ class Session:
         return encode
 
     def start_decoding(self) -> list[np.ndarray]:
-        """Run the tokens that a decoder starts with; the tokens that it chooses."""
+        """Run the decoder's start tokens; returns the tokens chosen."""
         return self._run([(ForwardBatch.packed(self.ops.array, [self.start] * self.batch), self._greedy(self.batch))])
 
     def _run(self, steps: list[tuple[ForwardBatch, SamplerState]]) -> list[np.ndarray]:
@@ -133,7 +133,7 @@ class Session:
     # -- decode -------------------------------------------------------------------------------------------------------
 
     def prepare_decode(self, past: int) -> None:
-        """Random tokens at position ``past`` are the next step's input. Work that was recorded stays valid."""
+        """Make random tokens at position ``past`` the next step's input. A captured graph stays valid."""
         tokens = self.tokens((self.batch,))
         if self._step is None:
             self._step = ForwardBatch.packed(self.ops.array, tokens[:, None], [past] * self.batch)
@@ -144,18 +144,18 @@ class Session:
             self.ops.assign(self._last, np.full((2, self.batch), UNWRITTEN, np.int32))
 
     def set_max_context_len(self, tokens: int) -> None:
-        """Let steps that are run eagerly from now on assume so many tokens in the cache at most, not its capacity."""
+        """Let eager steps from now on assume at most ``tokens`` tokens in the cache, instead of its capacity."""
         assert self._step is not None
         self._step.max_context_len = tokens
 
     def decode_eagerly(self) -> Array:
-        """One step, launched operation by operation."""
+        """One step without a graph."""
         step = self._step
         assert step is not None
         return self.ops.sample(self.bench_model.network(step, self.cache), self._sampler, step)
 
     def decode(self, count: int) -> list[np.ndarray]:
-        """``count`` steps as the engine runs them, the host as far ahead of the device as it may be."""
+        """``count`` steps as the engine runs them, with the most steps in flight that the backend allows."""
         if self._replay is None:
             self._replay = self.ops.capture(self.decode_eagerly)
         results: list[np.ndarray] = []
@@ -169,7 +169,7 @@ class Session:
 
 
 def chunks(batch: int, tokens: int, chunk: int) -> Iterator[list[tuple[int, int, int]]]:
-    """The parts of each prefill step of up to ``chunk`` tokens: ``(sequence, first, end)`` each."""
+    """The parts ``(sequence, first, end)`` of each prefill step of up to ``chunk`` tokens."""
     parts: list[tuple[int, int, int]] = []
     room = chunk
     for sequence in range(batch):
@@ -187,9 +187,9 @@ def chunks(batch: int, tokens: int, chunk: int) -> Iterator[list[tuple[int, int,
 
 
 def check_results(results: list[np.ndarray], vocab_size: int, where: str) -> None:
-    """Raise ``BminfError`` unless each token is one of the vocabulary, likely, and not always the same.
+    """Raise ``BminfError`` unless tokens are in the vocabulary, log-probabilities are possible, and results differ.
 
-    ``results`` are those of steps with different inputs; a device that does nothing, or computes NaN, shows here.
+    ``results`` are those of steps with different inputs. The check finds a device that does nothing or computes NaN.
     """
     tokens = np.concatenate([r[0] for r in results])
     logprobs = np.concatenate([r[1] for r in results]).view(np.float32)

@@ -1,4 +1,4 @@
-"""Model shapes: files in the form of a checkpoint's ``config.json``, from which random weights can be made."""
+"""Model shapes: configurations in the form of a checkpoint's ``config.json``, for models with random weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def shape_names() -> list[str]:
 
 
 def read_shape(name: str) -> dict[str, Any]:
-    """The configuration of that name, or in the file of that path.
+    """The configuration of the shape ``name``, or that in the file ``name``.
 
-    Raises ``UsageError`` for a name that is neither, ``CheckpointError`` for a file that is no JSON object.
+    Raises ``UsageError`` if there is neither, ``CheckpointError`` for a file that is not a JSON object.
     """
     if name in shape_names():
         with resources.as_file(resources.files("bminf_lite").joinpath("configs", f"{name}.json")) as path:

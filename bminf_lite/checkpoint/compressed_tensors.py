@@ -1,17 +1,17 @@
-"""The compressed-tensors format: what its ``quantization_config`` says, and how int8 codes are stored.
+"""The compressed-tensors format: its ``quantization_config``, and the layout of int8 codes.
 
 Three layouts of a quantized layer ``X`` are read. ``int-quantized`` and ``naive-quantized`` keep ``X.weight`` as int8
 ``[out, in]``; ``pack-quantized`` keeps ``X.weight_packed``, int32 ``[out, ceil(in / 4)]`` with ``code + 128`` in each
 byte, and ``X.weight_shape``, int64 ``[2]``. All have ``X.weight_scale``, ``[out, 1]``. Two are written:
-``int-quantized`` where activations are quantized too, ``pack-quantized`` where they are not, because those are what
-both transformers and vLLM open.
+``int-quantized`` where activations are quantized too, ``pack-quantized`` where they are not, because both transformers
+and vLLM open these.
 
-A configuration that this package cannot run as it is meant is refused, and the error names the setting.
+A configuration that this package cannot run is refused, and the error names the setting.
 
-Outlier columns are this project's own: ``X.outlier_columns``, int32 ``[n]``, names inputs whose codes are zero, and
-``X.outlier_weight``, fp16 ``[out, n]``, holds their weights. A reader that does not know them would compute something
-else. So the format of their group is :data:`OUTLIER_FORMAT` (else it is as ``int-quantized``), a name that such
-readers refuse, and ``outlier_columns`` says how many each layer has.
+Outlier columns are an extension of this project: ``X.outlier_columns``, int32 ``[n]``, are inputs whose codes are zero,
+and ``X.outlier_weight``, fp16 ``[out, n]``, holds their weights. A reader without them would compute wrong results. So
+their group, otherwise like ``int-quantized``, has the format :data:`OUTLIER_FORMAT`, which other readers refuse, and
+``outlier_columns`` in the configuration counts those of each layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ._errors import checkpoint_error
+from ..errors import checkpoint_error
 from .recipe import Scheme
 
 INT8_FORMATS = ("int-quantized", "naive-quantized")
@@ -34,7 +34,7 @@ OUTLIER_FORMAT = "bminf-lite-outlier-columns-1"
 READ_FORMATS = (*INT8_FORMATS, PACKED_FORMAT, OUTLIER_FORMAT)
 OUTLIERS = (".outlier_columns", ".outlier_weight")
 QUANTIZATION_SUFFIXES = (".weight_scale", ".weight_packed", ".weight_shape", ".weight_zero_point", *OUTLIERS)
-"""What may stand beside, or instead of, the ``.weight`` of a quantized layer."""
+"""The suffixes of tensors beside, or instead of, the ``.weight`` of a quantized layer."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class QuantizationConfig:
     def group_of(self, module: str) -> ConfigGroup | None:
         """The group of the linear layer ``module`` (``model.layers.0.mlp.up_proj``), or None if it stays float.
 
-        A target that names the layer goes before one that names its class, as the format's other readers have it.
+        A target that names the layer has precedence over one that names its class, as in the format's other readers.
         """
         if any(_matches(target, module) for target in self.ignore):
             return None
@@ -156,28 +156,20 @@ def _mismatches(where: str, args: object, dynamic: bool, strategies: Sequence[st
     if not isinstance(args, dict):
         return [f"{where} must be an object, not {args!r}"]
     default_strategy = "channel" if args.get("group_size") == -1 else "tensor"
-    found = {
-        "num_bits": args.get("num_bits", 8),
-        "type": args.get("type", "int"),
-        "symmetric": args.get("symmetric", True),
-        "dynamic": args.get("dynamic", False),
-        "strategy": args.get("strategy") or default_strategy,
-        "group_size": None if args.get("group_size") == -1 else args.get("group_size"),
-        "block_structure": args.get("block_structure"),
-    }
-    wanted = {
-        "num_bits": (8,),
-        "type": ("int",),
-        "symmetric": (True,),
-        "dynamic": (dynamic,),
-        "strategy": strategies,
-        "group_size": (None,),
-        "block_structure": (None,),
+    given = args | {"strategy": args.get("strategy") or default_strategy}
+    wanted: dict[str, tuple[Any, Sequence[Any]]] = {  # by key, the format's default and the values that can be run
+        "num_bits": (8, [8]),
+        "type": ("int", ["int"]),
+        "symmetric": (True, [True]),
+        "dynamic": (False, [dynamic]),
+        "strategy": (None, strategies),
+        "group_size": (None, [None, -1]),
+        "block_structure": (None, [None]),
     }
     return [
-        f"{where}.{key} is {value!r}; this version runs {' or '.join(map(repr, wanted[key]))}"
-        for key, value in found.items()
-        if value not in wanted[key]
+        f"{where}.{key} is {given[key]!r}; this version runs {' or '.join(map(repr, allowed))}"
+        for key, (default, allowed) in wanted.items()
+        if given.setdefault(key, default) not in allowed
     ]
 
 

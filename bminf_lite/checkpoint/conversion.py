@@ -1,10 +1,9 @@
-"""The work of a migration: read a block of rows, quantize it, write it, on several threads.
+"""The conversion of tensors: read a block of rows, quantize it, write it, on several threads.
 
-A block is about a mebibyte of fp32, so that everything that happens to it happens in a core's cache, and memory does
-not grow with the size of a tensor. Threads suffice: NumPy, reading, writing and hashing all release the interpreter's
-lock. Blocks are independent but for one thing: the scales of a tensor are fp16 unless one of its rows is too small for
-that, which is known when the last block has been seen. Then the tensor is converted again with fp32 scales, over what
-was written; that is rare.
+A block is about a mebibyte of fp32, so its conversion stays in a core's cache, and memory does not grow with the size
+of a tensor. Threads suffice, because NumPy, reading, writing and hashing release the interpreter's lock. Blocks depend
+on each other in one way: the scales of a tensor are fp16 unless one row is too small for that, which the last block
+may show. Then, rarely, the tensor is converted and written again with fp32 scales.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..backend.quantization import exact_scales, fits_fp16, round_to_codes, row_maxima, rows_per_block
-from ._errors import checkpoint_error
+from ..errors import checkpoint_error
 from .compressed_tensors import pack, packed_width
 from .manifest import TensorReport
 from .reader import Checkpoint
@@ -29,12 +28,12 @@ from .weight_rewrite import NO_REWRITE, WeightRewrite
 from .writer import CheckpointWriter, TensorDeclaration
 
 Progress = Callable[[int, int, str], None]
-"""Called with the bytes of the source that are done, all of them, and the name of the tensor at work."""
+"""Called with the bytes of the source that are done, all of them, and the name of a tensor."""
 
 
 @dataclass(frozen=True)
 class ConversionTask:
-    """A tensor of the source and what becomes of it."""
+    """A tensor of the source, and how it is converted."""
 
     name: str
     info: TensorInfo
@@ -72,6 +71,11 @@ class ConversionTask:
         return {self.data_name: TensorDeclaration("I32", (rows, packed_width(columns))), **shape, **others}
 
     @property
+    def nbytes(self) -> int:
+        """The size of :meth:`outputs`."""
+        return sum(declared.nbytes for declared in self.outputs().values())
+
+    @property
     def rows(self) -> int:
         """How many rows the tensor has, all axes but the last taken together."""
         return math.prod(self.info.shape[:-1])
@@ -104,10 +108,10 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class ConvertedBlock:
-    """What a block gave, each per row: scales, and sums of squares of weights and errors in units of the scale.
+    """The result of a block, per row: scales, and sums of squares of weights and errors in units of the scale.
 
     Empty for a block that is copied. ``bad_row`` is the first row of the tensor with a NaN or an infinity.
-    ``needs_fp32_scale``: the scales do not fit fp16. Either way the block was not written.
+    ``needs_fp32_scale`` says that the scales do not fit fp16. Both mean that the block was not written.
     """
 
     scale: np.ndarray = field(default_factory=lambda: np.empty(0, np.float16))
@@ -160,7 +164,7 @@ class Converter:
         return reports
 
     def _finish(self, task: ConversionTask, parts: list[ConvertedBlock]) -> TensorReport:
-        """Bring the parts of a tensor together, after converting it again if its scales need fp32."""
+        """Complete a tensor, after converting it again if its scales need fp32."""
         if task.scheme is Scheme.FLOAT:
             return _report(task, task.info.nbytes)
         if any(part.needs_fp32_scale for part in parts):
@@ -171,11 +175,10 @@ class Converter:
             self.writer.write(f"{task.module}.weight_shape", np.array(task.info.shape, np.int64))
         if task.rewrite.outliers is not None:
             self.writer.write(f"{task.module}.outlier_columns", task.rewrite.outliers)
-        size = sum(declared.nbytes for declared in task.outputs().values())
-        return _report(task, size - 4 * scale.size + scale.nbytes, scale, signal, noise)
+        return _report(task, task.nbytes - 4 * scale.size + scale.nbytes, scale, signal, noise)
 
     def _convert_all(self, blocks: Iterable[RowBlock]) -> Iterator[tuple[RowBlock, ConvertedBlock]]:
-        """Convert on all threads, a few blocks ahead, and yield the results in order."""
+        """Convert a few blocks ahead on all threads, and yield the results in order."""
         pending: deque[tuple[RowBlock, Future[ConvertedBlock]]] = deque()
         for block in blocks:
             pending.append((block, self._pool.submit(self._convert, block)))
@@ -231,7 +234,7 @@ class Converter:
         return ConvertedBlock(scale, signal, np.einsum("ij,ij->i", ratio, ratio))
 
     def _extract_outliers(self, task: ConversionTask, values: np.ndarray) -> np.ndarray:
-        """The columns of ``values`` ``[rows, in]`` that stay fp16, ``[rows, n]``; zeros are left behind."""
+        """Replace the columns of ``values`` ``[rows, in]`` that stay fp16 by zeros, and return them, ``[rows, n]``."""
         if task.rewrite.outliers is None:
             return np.empty((len(values), 0), np.float16)
         with np.errstate(over="ignore"):
@@ -240,8 +243,8 @@ class Converter:
         return kept
 
     def _buffer(self, name: str, size: int, dtype: type) -> np.ndarray:
-        """Memory of this thread, used again for every block: fresh pages would cost more than the arithmetic."""
-        buffers = self._scratch.__dict__
+        """Memory of this thread, reused for every block: fresh pages would cost more than the arithmetic."""
+        buffers: dict[str, np.ndarray] = self._scratch.__dict__
         if name not in buffers or buffers[name].size < size:
             buffers[name] = np.empty(size, dtype)
         return buffers[name][:size]
@@ -256,7 +259,7 @@ def _calibrated_scales(block: RowBlock) -> np.ndarray:
 
 
 def _apply_factors(values: np.ndarray, rewrite: WeightRewrite, block: RowBlock) -> None:
-    """Move the factors of a calibration into rows ``[rows, in]``; powers of two are exact in every float type."""
+    """Multiply rows ``[rows, in]`` by the factors of a calibration; powers of two are exact in every float type."""
     with np.errstate(over="ignore"):
         if rewrite.row_factors is not None:
             values *= rewrite.row_factors[block.start : block.stop, None].astype(values.dtype)
@@ -271,7 +274,7 @@ def _blocks(task: ConversionTask, fp32_scale: bool = False) -> Iterator[RowBlock
 
 
 def _report(task: ConversionTask, size: int, *per_row: np.ndarray) -> TensorReport:
-    """The report of a tensor that takes ``size`` bytes now; ``per_row`` are its scales, signal and noise."""
+    """The report of a tensor of ``size`` bytes; ``per_row`` are its scales, signal and noise."""
     report = TensorReport(task.name, task.info.shape, task.info.dtype, task.scheme, task.info.nbytes, size)
     if not per_row or per_row[0].size == 0:
         return report

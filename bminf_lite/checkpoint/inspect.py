@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for any architecture: nothing is computed but statistics of the scales."""
+"""The content of a checkpoint of any architecture. Only statistics of the scales are computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .reader import Checkpoint, open_checkpoint
 
 
 def inspect(path: str | Path) -> dict[str, Any]:
-    """A description of the checkpoint in the folder ``path``, made of what JSON can hold.
+    """A description of the checkpoint in the folder ``path``, as JSON values.
 
     ``model_type``, ``architectures``, ``parameters`` (how many, scales not counted), ``bytes`` and ``file_bytes``,
     ``dtypes`` (bytes per type), ``quantization`` (None, or its groups), ``migration`` (recipe, tool version and sources

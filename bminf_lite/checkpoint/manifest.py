@@ -1,10 +1,9 @@
-"""What a migration says about itself: the report that it returns, and the manifest that it leaves in the folder.
+"""The report that a migration returns, and the manifest that it writes into the folder.
 
-``bminf_lite.json`` holds ``format_version``, the tool's version, the recipe, ``tied_head`` (the scheme in which a head
-without a tensor of its own is to be quantized, or null), ``quantized_when_loaded`` (by name, the schemes of matrices
-that are stored ``[in, out]``), the source files with their sizes and SHA-256 checksums, and a :class:`TensorReport` for
-every tensor. After a calibration, ``calibration`` says what was run and decided, and
-``cost`` how far the result is from the source on text that was held out.
+``bminf_lite.json`` holds ``format_version``, the tool's version, the recipe, ``tied_head`` (the scheme for a head
+without a tensor of its own, or null), ``quantized_when_loaded`` (by name, the schemes of matrices that are stored
+``[in, out]``), the source files with their sizes and SHA-256 checksums, and a :class:`TensorReport` for every tensor.
+After a calibration, ``calibration`` holds its decisions, and ``cost`` the distance from the source on held-out text.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .. import __version__
+from ..version import __version__
 from .recipe import Recipe, Scheme
 
 MANIFEST_FILE = "bminf_lite.json"
 FORMAT_VERSION, OUTLIER_FORMAT_VERSION = 1, 2
-"""The second is that of checkpoints with outlier columns, which no version of this package before them can run."""
+"""The second is for checkpoints with outlier columns, which the first versions of this package cannot run."""
 
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What became of one tensor.
+    """The migration of one tensor.
 
     ``snr_db`` is the signal-to-noise ratio of the int8 tensor, ``10 log10(sum w^2 / sum (w - scale * code)^2)``, and
-    ``worst_row`` the row where it is smallest. They are None for tensors that stay float, for a dry run, and where
-    nothing was lost (the ratio is infinite). Sizes are in bytes, scales included.
+    ``worst_row`` the row where it is smallest. They are None for tensors that stay float, for a dry run, and for an
+    infinite ratio (nothing was lost). Sizes are in bytes, scales included.
     """
 
     name: str
@@ -54,12 +53,11 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class MigrationReport:
-    """The outcome of a migration: sizes in bytes, and what became of each tensor, in the order of the source.
+    """The result of a migration: the tensors and files in the order of the source, and sizes of all tensors in bytes.
 
-    The sizes are those of all tensors; ``tied_head`` is the scheme in which a head without a tensor of its own will be
-    quantized when the checkpoint is loaded, or None. ``calibration`` is empty where nothing was calibrated. ``late``
-    holds the schemes, by name, of matrices that stay float in the file because they are stored ``[in, out]``, and are
-    quantized when they are loaded. ``cost`` says how far the result is from the source, where that was measured.
+    ``tied_head`` is the scheme for a head without a tensor of its own, or None; ``late`` holds the schemes, by name, of
+    matrices that are stored ``[in, out]``. Both stay float in the file and are quantized when they are loaded.
+    ``calibration`` holds a calibration's decisions, and ``cost`` the measured distance from the source.
     """
 
     recipe: Recipe

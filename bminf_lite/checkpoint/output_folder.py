@@ -1,11 +1,11 @@
 """A folder that appears complete or not at all.
 
-The files are written into a hidden folder beside the target, on the same file system; when everything is on the disk,
-it takes the target's name in one step. A run that is killed leaves the target as it was, and its hidden folder is
-removed by the next run for the same target. An existing target is replaced only when asked to, and then the two
-exchange names in one step (``renameat2`` of Linux), so there is a complete folder under that name at every moment.
-Where the system cannot exchange names, the old folder is renamed first and put back if the second step fails; a run
-that is killed between the two is repaired by the next run.
+The files are written into a hidden folder beside the target, on the same file system. When they are on the disk, the
+folder is renamed to the target in one step. A run that is killed leaves the target as it was; the next run for the same
+target removes the hidden folder. With ``force`` the new folder and an existing target exchange names in one step
+(``renameat2`` of Linux), so a complete folder has that name at every moment. Where the system cannot exchange names,
+the old folder is renamed first, and renamed back if the second step fails; the next run repairs what a run that was
+killed between the two steps left.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _OLD = ".old"
 
 @contextmanager
 def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
-    """Yields an empty folder to fill; when the block ends without an exception it becomes ``target``.
+    """Yield an empty folder to fill; when the block ends without an exception it becomes ``target``.
 
-    ``needed`` is the size in bytes of what will be written. Raises :class:`CheckpointError` if the target exists and
-    ``force`` is not given, if it exists and is no migrated checkpoint, or if the disk is, or becomes, full.
+    ``needed`` is the size of the result in bytes. Raises :class:`CheckpointError` if the target exists without
+    ``force``, if it exists and is no migrated checkpoint, or if the disk is, or becomes, full.
     """
     target = target.resolve()
     partial, lock = target.parent / f".{target.name}.{secrets.token_hex(4)}{_PARTIAL}", -1
@@ -52,7 +52,7 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
             raise _disk_full(target, needed) from error
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
             raise CheckpointError(
-                f"{target}: another process made it meanwhile, and it stays; name another folder, or use --force"
+                f"{target}: another process made it meanwhile; name another folder, or replace it with --force"
             ) from error
         raise CheckpointError(f"{target}: cannot be written: {error}") from error
     finally:
@@ -75,7 +75,7 @@ def check_target(target: Path, force: bool) -> None:
 
 
 def check_space(target: Path, needed: int) -> None:
-    """Raise :class:`CheckpointError` if ``needed`` bytes are more than what is free where ``target`` will be."""
+    """Raise :class:`CheckpointError` if fewer than ``needed`` bytes are free on the disk of ``target``."""
     if shutil.disk_usage(target.parent).free < needed:
         raise _disk_full(target, needed)
 
@@ -89,7 +89,7 @@ def _disk_full(target: Path, needed: int) -> CheckpointError:
 
 
 def _clear_leftovers(target: Path) -> None:
-    """Remove what killed runs for the same target left behind; folders of running ones are locked, and stay."""
+    """Remove the folders of killed runs for the same target; those of running ones are locked, and stay."""
     for leftover in _siblings(target, _OLD):
         if target.exists():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -105,7 +105,7 @@ def _clear_leftovers(target: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, also if Ctrl-C comes in the midst of it."""
+    """Remove a folder completely, also if Ctrl-C interrupts it."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except KeyboardInterrupt:
@@ -119,7 +119,7 @@ def _siblings(target: Path, suffix: str) -> list[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a folder for as long as the descriptor is open, or raise ``OSError``. The system unlocks what died."""
+    """Lock a folder while the descriptor is open, or raise ``OSError``. The system unlocks it if the process dies."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,7 +130,7 @@ def _lock(folder: Path) -> int:
 
 
 def _publish(partial: Path, target: Path, force: bool) -> None:
-    """Give ``partial`` the name ``target``; what had it before gets the name ``partial``."""
+    """Rename ``partial`` to ``target``, and an earlier ``target`` to ``partial``."""
     if not force or not target.exists():
         os.rename(partial, target)
     elif not _exchange(partial, target):

@@ -1,14 +1,14 @@
 """Recipes: which tensors become int8, and how.
 
-A recipe is a TOML file. ``linear`` decides for the linear layers, ``head`` for the output projection, and ``[rules]``
-for tensors whose checkpoint name matches a pattern (``*`` matches any characters); the first pattern that matches goes
-before the other two. Each decision is one of
+A recipe is a TOML file. ``linear`` decides for the linear layers and ``head`` for the output projection, except for
+tensors whose checkpoint name matches a pattern in ``[rules]`` (``*`` matches any characters; the first match decides).
+Each decision is one of
 
 - ``w8a8``: int8 weights, activations quantized per token at run time;
 - ``w8a16``: int8 weights, float activations;
 - ``float``: as in the source.
 
-A tied head has no tensor of its own: it is quantized as ``head`` says when the checkpoint is loaded.
+A tied head has no tensor of its own; it is quantized with ``head``'s scheme when the checkpoint is loaded.
 
 A recipe with a table ``[calibration]`` needs a text to calibrate on; the keys of the table are the fields of
 :class:`Calibration`.
@@ -33,12 +33,14 @@ else:
     import tomli as tomllib
 
 
-KEYS = {"name", "description", "linear", "head", "rules", "calibration"}
-"""What a recipe may say."""
+OPTIONAL_KEYS: dict[str, tuple[type, str]] = {
+    "name": (str, "text"), "description": (str, "text"), "rules": (dict, "a table"), "calibration": (dict, "a table"),
+}  # fmt: skip
+"""The keys of a recipe beside ``linear`` and ``head``, and the types of their values."""
 
 
 class Scheme(str, Enum):
-    """What becomes of a weight matrix."""
+    """How a weight matrix is stored and run."""
 
     W8A8 = "w8a8"
     W8A16 = "w8a16"
@@ -47,13 +49,13 @@ class Scheme(str, Enum):
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What to do with what the model's activations on a text show.
+    """What a calibration may change.
 
     ``smoothing`` moves factors per channel from activations into weights. A w8a8 product whose output error stays above
     ``max_error`` becomes w8a16; 0 turns that off. The error of a product is the mean over tokens of
-    ``|y_int8 - y|^2 / |y|^2``, so 0.001 is a signal-to-noise ratio of 30 dB. Before it becomes w8a16, up to
-    ``outlier_columns`` of its inputs are kept in fp16, if that is enough; only bminf-lite opens such a checkpoint.
-    ``rounding`` is ``nearest``, or ``gptq`` for rounding that makes up for its errors, where that shows a gain.
+    ``|y_int8 - y|^2 / |y|^2``, so 0.001 is a signal-to-noise ratio of 30 dB. Instead of that, up to
+    ``outlier_columns`` of its inputs stay fp16 if that suffices; only bminf-lite opens such a checkpoint.
+    ``rounding`` is ``nearest``, or ``gptq`` for rounding that compensates its errors, where that gains enough.
     """
 
     smoothing: bool = True
@@ -129,17 +131,10 @@ def parse_recipe(text: str, source: str) -> Recipe:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"recipe {source}: not valid TOML: {error}") from error
-    problems = [f"unknown key {key!r}" for key in raw.keys() - KEYS]
-    strings = {"name": Path(source).stem, "description": ""}
-    for key in strings:
-        value = raw.get(key, strings[key])
-        if not isinstance(value, str):
-            problems.append(f"{key} must be text, not {value!r}")
-        strings[key] = value
-    rules = raw.get("rules", {})
-    if not isinstance(rules, dict):
-        problems.append(f"rules must be a table of patterns, not {rules!r}")
-        rules = {}
+    problems = [f"unknown key {key!r}" for key in raw.keys() - {"linear", "head", *OPTIONAL_KEYS}]
+    wrong = [key for key, (kind, _) in OPTIONAL_KEYS.items() if not isinstance(raw.get(key, kind()), kind)]
+    problems += [f"{key} must be {OPTIONAL_KEYS[key][1]}, not {raw.pop(key)!r}" for key in wrong]
+    rules, calibration = raw.get("rules", {}), raw.get("calibration", {})
     decisions = {key: raw.get(key) for key in ("linear", "head")} | {f"rules.{key}": rules[key] for key in rules}
     allowed = [scheme.value for scheme in Scheme]
     problems += [
@@ -147,30 +142,22 @@ def parse_recipe(text: str, source: str) -> Recipe:
         for key, value in decisions.items()
         if value not in allowed
     ]
-    problems += _calibration_problems(raw.get("calibration", {}))
+    problems += [f"unknown key 'calibration.{key}'" for key in calibration.keys() - _CALIBRATION_VALUES.keys()]
+    for key, (fits, what) in _CALIBRATION_VALUES.items():
+        if key in calibration and not fits(calibration[key]):
+            problems.append(f"calibration.{key} is {calibration[key]!r}, not {what}")
+    if calibration.get("outlier_columns") and not calibration.get("max_error"):
+        problems.append("calibration.outlier_columns needs calibration.max_error, above which products get them")
     if problems:
         raise UsageError(f"recipe {source}: " + "; ".join(sorted(problems)))
     return Recipe(
-        strings["name"],
+        raw.get("name", Path(source).stem),
         Scheme(raw["linear"]),
         Scheme(raw["head"]),
         {pattern: Scheme(scheme) for pattern, scheme in rules.items()},
-        strings["description"],
-        CalibrationSettings(**raw["calibration"]) if "calibration" in raw else None,
+        raw.get("description", ""),
+        CalibrationSettings(**calibration) if "calibration" in raw else None,
     )
-
-
-def _calibration_problems(table: object) -> list[str]:
-    """What is wrong with the table ``[calibration]``."""
-    if not isinstance(table, dict):
-        return [f"calibration must be a table, not {table!r}"]
-    problems = [f"unknown key 'calibration.{key}'" for key in table.keys() - _CALIBRATION_VALUES.keys()]
-    for key, (fits, what) in _CALIBRATION_VALUES.items():
-        if key in table and not fits(table[key]):
-            problems.append(f"calibration.{key} is {table[key]!r}, not {what}")
-    if table.get("outlier_columns") and not table.get("max_error"):
-        problems.append("calibration.outlier_columns needs calibration.max_error: it says which products they are for")
-    return problems
 
 
 def _is_share(value: object) -> bool:
@@ -183,7 +170,7 @@ _CALIBRATION_VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
     "outlier_columns": (lambda value: type(value) is int and 0 <= value <= 256, "a whole number from 0 to 256"),
     "rounding": (lambda value: value in ("nearest", "gptq"), "nearest or gptq"),
 }
-"""The keys of ``[calibration]``: which values they take, and that in words."""
+"""The keys of ``[calibration]``: a test of their values, and its description."""
 
 
 def _built_in() -> Any:

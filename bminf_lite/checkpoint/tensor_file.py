@@ -1,15 +1,11 @@
-"""A file of tensors, whatever its format: what a checkpoint's reader asks of it.
+"""A file of tensors, whatever its format.
 
-Two ways to the data. :meth:`TensorFile.view` is a view of a memory map: nothing is copied, and the pages come when they
-are touched. :meth:`TensorFile.read_tensor` reads a range of a tensor into the caller's memory. Both first compare the
-file's size and modification time with what they were when it was opened, so a file that was overwritten or cut short
-meanwhile is an error. A view that is already out cannot be guarded: who cuts the file under it kills the process, as
-with any memory map.
+Tensors are read into memory of the caller's, never through a memory map that outlives the call. Every read compares the
+file's size and modification time with those of its opening, so a file that was overwritten or cut short is an error.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -41,12 +37,12 @@ DTYPES: dict[str, np.dtype] = {
 """The types that this package can read, by their names in safetensors."""
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
-"""What an unquantized weight may be."""
+"""The types of unquantized weights."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a file: ``nbytes`` is the size of its values, ``offset`` where in ``file`` they begin (bytes)."""
+    """A tensor of a file: ``nbytes`` is the size of its values, which begin ``offset`` bytes into ``file``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,18 +52,17 @@ class TensorInfo:
 
 
 class TensorFile(ABC):
-    """An open file. Raises :class:`CheckpointError` if it cannot be opened, or is no file of its format."""
+    """An open file. Raises :class:`CheckpointError` if it cannot be opened or is not of its format."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._map: mmap.mmap | None = None
         try:
             self._fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
         try:
             self._state = self._stat()
-            if self._read(0, 32).startswith(b"version https://git-lfs"):
+            if self._read_bytes(0, 32).startswith(b"version https://git-lfs"):
                 raise CheckpointError(f"{path}: is a Git LFS pointer, not the weights; run `git lfs pull` there")
             self.tensors: Mapping[str, TensorInfo] = self._read_header()
         except BaseException:
@@ -78,21 +73,48 @@ class TensorFile(ABC):
     def _read_header(self) -> Mapping[str, TensorInfo]:
         """The file's tensors by name."""
 
-    @abstractmethod
-    def view(self, name: str) -> np.ndarray:
-        """The tensor, read-only; without a copy wherever the file holds it as an array."""
-
-    @abstractmethod
-    def read_tensor(self, name: str, buffer: memoryview, offset: int = 0) -> None:
-        """Fill ``buffer`` with a tensor's bytes, in row-major order, from ``offset`` on."""
-
     @property
     def nbytes(self) -> int:
         """The size of the file."""
         return self._state[0]
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` (bytes) from ``offset`` bytes after the start of the file."""
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in new memory; bf16 comes as ``ml_dtypes.bfloat16``."""
+        info = self.tensors[name]
+        values = np.empty(info.shape, DTYPES[info.dtype])
+        if values.size:
+            self.read_tensor(name, values.reshape(-1).view(np.uint8).data)
+        return values
+
+    def read_tensor(self, name: str, buffer: memoryview, offset: int = 0) -> None:
+        """Fill ``buffer`` with a tensor's bytes in row-major order, from ``offset`` on."""
+        info = self.tensors[name]
+        assert offset + len(buffer) <= info.nbytes
+        self._read_into(buffer, info.offset + offset)
+
+    def check_unchanged(self) -> None:
+        """Raise :class:`CheckpointError` if the file was written to since it was opened."""
+        if self._stat() != self._state:
+            raise CheckpointError(f"{self.path}: changed since it was opened; nothing else may write to it meanwhile")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _stat(self) -> tuple[int, int]:
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns
+
+    def _read_bytes(self, offset: int, size: int) -> bytes:
+        """``size`` bytes from ``offset`` on, or as many as there are."""
+        content = bytearray(max(min(size, self.nbytes - offset), 0))
+        self._read_into(memoryview(content), offset)
+        return bytes(content)
+
+    def _read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill ``buffer`` from ``offset`` bytes after the start of the file."""
         self.check_unchanged()
         done = 0
         while done < len(buffer):
@@ -103,32 +125,3 @@ class TensorFile(ABC):
             if count == 0:
                 raise CheckpointError(f"{self.path}: became shorter while it was read; nothing else may write to it")
             done += count
-
-    def check_unchanged(self) -> None:
-        """Raise :class:`CheckpointError` if the file was written to since it was opened."""
-        if self._stat() != self._state:
-            raise CheckpointError(f"{self.path}: changed since it was opened; nothing else may write to it meanwhile")
-
-    def close(self) -> None:
-        """Close the file. Views that were handed out stay valid: the memory map lives as long as they do."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-        self._map = None
-
-    def _stat(self) -> tuple[int, int]:
-        status = os.fstat(self._fd)
-        return status.st_size, status.st_mtime_ns
-
-    def _read(self, offset: int, size: int) -> bytes:
-        """``size`` bytes from ``offset`` on, or as many as there are."""
-        content = bytearray(max(min(size, self.nbytes - offset), 0))
-        self.read_into(memoryview(content), offset)
-        return bytes(content)
-
-    def _memory_map(self) -> mmap.mmap:
-        """The whole file, which must not be empty, read-only."""
-        self.check_unchanged()
-        if self._map is None:
-            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
-        return self._map

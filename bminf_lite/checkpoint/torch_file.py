@@ -1,147 +1,202 @@
 """One PyTorch file, ``pytorch_model.bin`` or ``*.pt``, read without PyTorch and without trusting it.
 
-The form since PyTorch 1.6 is a zip archive with a pickle, which describes the tensors, and a record per storage. The
-form before that is a sequence of pickles (a magic number, a version, byte order, the description, the storages' keys)
-followed by the storages. What the pickle may say is :mod:`.torch_pickle`'s matter. Here every tensor is checked to lie
-within its storage and every storage within the file, and is then, as in safetensors, a view of the file's memory map.
-Only where the file holds it in another order (a transposed matrix, say) or out of alignment is a tensor copied, and
-then by itself. So memory stays at the largest tensor, whatever the size of the file.
+Since PyTorch 1.6 the file is a zip archive with a pickle, which describes the tensors, and a record per storage. Before
+that it is a sequence of pickles (a magic number, a version, byte order, the description, the storages' keys) followed
+by the storages. :mod:`.torch_pickle` reads the pickles. Every record is checked to lie in the file, stored and alone;
+every storage to fit its record, and every tensor to fit its storage. A tensor that the file holds in another order (a
+transposed matrix) is put in order while it is read, so memory stays small whatever the size of the file.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import mmap
+import struct
+import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError
-from ._errors import checkpoint_error
+from ..errors import CheckpointError, checkpoint_error
 from .tensor_file import DTYPES, TensorFile, TensorInfo
-from .torch_pickle import MAX_PICKLE_BYTES, load
-from .torch_values import Storage, StridedTensor, UnsupportedPickleError, describe
-from .torch_zip import Record, UnsupportedZipError, zip_records
+from .torch_pickle import MAX_PICKLE_BYTES, Storage, StridedTensor, UnsupportedTorchFileError, describe, load
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
 
+MAX_DIRECTORY_BYTES = 1 << 26
+"""The most bytes of a zip directory: half a million records."""
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A part of the file, in bytes."""
+
+    offset: int
+    size: int
+
 
 class TorchFile(TensorFile):
-    """An open file. Raises :class:`CheckpointError` if it is damaged, or asks for more than rebuilding tensors.
+    """An open file. Raises :class:`CheckpointError` if it is damaged or does more than rebuilding tensors.
 
     Its content must be a dictionary of tensors, or with ``entry`` a dictionary that holds one under that key. Names in
-    the pickle that match a pattern of ``ignored`` are passed over; tensors may not need them.
+    the pickle that match a pattern of ``ignored`` are skipped; tensors may not need them.
     """
 
     def __init__(self, path: Path, entry: str | None = None, ignored: Sequence[str] = ()):
         self._entry = entry
         self._ignored = ignored
-        self._strides: dict[str, tuple[int, ...]] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}  # in bytes, of tensors that are not in row-major order
+        self._map: mmap.mmap | None = None
         super().__init__(path)
 
-    def view(self, name: str) -> np.ndarray:
-        """The tensor, read-only: a view of the file's memory map, or a copy if it does not lie there as an array."""
-        self.check_unchanged()
-        array = self._strided(name)
-        if not (array.flags.c_contiguous and array.flags.aligned):
-            array = array.copy()
-        array.flags.writeable = False
-        return array
-
     def read_tensor(self, name: str, buffer: memoryview, offset: int = 0) -> None:
-        """Fill ``buffer`` with a tensor's bytes in row-major order, from ``offset`` on.
-
-        A tensor that the file holds in that order is read without touching the memory map.
-        """
-        info = self.tensors[name]
-        assert offset + len(buffer) <= info.nbytes
-        array = self._strided(name)
-        if array.flags.c_contiguous:
-            self.read_into(buffer, info.offset + offset)
+        """Fill ``buffer`` with a tensor's bytes in row-major order, from ``offset`` on."""
+        if name not in self._strides:
+            super().read_tensor(name, buffer, offset)
             return
         self.check_unchanged()
+        if self._map is None:
+            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+        info = self.tensors[name]
+        array = np.ndarray(info.shape, DTYPES[info.dtype], self._map, info.offset, self._strides[name])
         first, end = offset // array.itemsize, -(-(offset + len(buffer)) // array.itemsize)
         start = offset - first * array.itemsize
         buffer[:] = array.flat[first:end].view(np.uint8).data[start : start + len(buffer)]
 
-    def _strided(self, name: str) -> np.ndarray:
-        info = self.tensors[name]
-        dtype = DTYPES[info.dtype]
-        if info.nbytes == 0:
-            return np.empty(info.shape, dtype)
-        return np.ndarray(info.shape, dtype, self._memory_map(), info.offset, self._strides[name])
+    def close(self) -> None:
+        """Close the file."""
+        super().close()
+        self._map = None
 
     # -- the file's form ------------------------------------------------------------------------------------------
 
     def _read_header(self) -> Mapping[str, TensorInfo]:
-        start = self._read(0, 265)
+        start = self._read_bytes(0, 265)
         try:
             if start.startswith(b"PK\x03\x04"):
                 content, places = self._read_zip()
             elif start.startswith(b"\x80"):
                 content, places = self._read_legacy()
             else:
-                raise CheckpointError(f"{self.path}: {_what_else(start)}")
+                raise CheckpointError(f"{self.path}: {_other_form(start)}")
             return self._locate_all(_chosen(content, self._entry), places)
-        except (UnsupportedPickleError, UnsupportedZipError) as error:
+        except UnsupportedTorchFileError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
 
     def _read_zip(self) -> tuple[Any, Mapping[str, Record]]:
-        """The content, and where the storages are by key."""
-        records = zip_records(self._read, self.nbytes)
+        """The content, and the places of the storages by key."""
+        records = self._zip_records()
         roots = [name.removesuffix("data.pkl") for name in records if name.split("/", 1)[-1] == "data.pkl"]
         if len(roots) != 1:
-            raise UnsupportedZipError("it is a zip archive without the data.pkl of a PyTorch file")
+            raise UnsupportedTorchFileError("it is a zip archive without the data.pkl of a PyTorch file")
         root = roots[0]
         if f"{root}constants.pkl" in records:
-            raise UnsupportedZipError(
+            raise UnsupportedTorchFileError(
                 "it is a TorchScript program, not a checkpoint; save the model's state_dict() instead"
             )
         order = records.get(f"{root}byteorder")
-        if order is not None and self._read(order.offset, min(order.size, 16)) != b"little":
-            raise UnsupportedZipError("its numbers are not little-endian, which this version does not read")
+        if order is not None and self._read_bytes(order.offset, min(order.size, 16)) != b"little":
+            raise UnsupportedTorchFileError("its numbers are not little-endian, which this version does not read")
         pickled = records[f"{root}data.pkl"]
         if pickled.size > MAX_PICKLE_BYTES:
-            raise UnsupportedPickleError(f"its pickle has {pickled.size:,} bytes, and {MAX_PICKLE_BYTES:,} are allowed")
-        content = load(io.BytesIO(self._read(pickled.offset, pickled.size)), self._ignored).value
+            raise UnsupportedTorchFileError(
+                f"its pickle has {pickled.size:,} bytes, and {MAX_PICKLE_BYTES:,} are allowed"
+            )
+        content = load(io.BytesIO(self._read_bytes(pickled.offset, pickled.size)), self._ignored).value
         prefix = f"{root}data/"
         return content, {k.removeprefix(prefix): record for k, record in records.items() if k.startswith(prefix)}
 
+    def _zip_records(self) -> dict[str, Record]:
+        """The records of the archive by name. The standard library reads its directory, but no record."""
+        try:
+            with zipfile.ZipFile(_DirectoryReader(self)) as archive:
+                entries = archive.infolist()
+        except UnsupportedTorchFileError:
+            raise
+        except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, OSError, struct.error) as error:
+            raise UnsupportedTorchFileError(
+                f"its zip directory cannot be read ({error}); it is damaged or truncated"
+            ) from error
+        records: dict[str, Record] = {}
+        end = 0
+        for entry in sorted(entries, key=lambda entry: entry.header_offset):
+            record, name = self._zip_record(entry), entry.orig_filename
+            if name in records:
+                raise UnsupportedTorchFileError(f"its record {name!r} is there twice")
+            if entry.header_offset < end:
+                raise UnsupportedTorchFileError(f"its record {name!r} overlaps the one before it")
+            end = record.offset + record.size
+            if end > self.nbytes:
+                raise UnsupportedTorchFileError(
+                    f"its record {name!r} ends after the file's {self.nbytes:,} bytes; it is truncated"
+                )
+            records[name] = record
+        return records
+
+    def _zip_record(self, entry: zipfile.ZipInfo) -> Record:
+        """A record's place. The directory and the header in front of the record must agree.
+
+        A compressed record is refused, because a small file could claim any size.
+        """
+        name = entry.orig_filename
+        header = self._read_bytes(entry.header_offset, _LOCAL_HEADER.size) if entry.header_offset >= 0 else b""
+        if len(header) < _LOCAL_HEADER.size:
+            raise UnsupportedTorchFileError(f"its record {name!r} lies outside of the file")
+        magic, _, flags, method, _, _, _, _, _, name_size, extra_size = _LOCAL_HEADER.unpack(header)
+        local_name = self._read_bytes(entry.header_offset + _LOCAL_HEADER.size, name_size)
+        if magic != b"PK\3\4" or local_name != name.encode("utf-8" if entry.flag_bits & 0x800 else "cp437"):
+            raise UnsupportedTorchFileError(f"its record {name!r} is not where the directory says")
+        if (flags | entry.flag_bits) & 0x1:
+            raise UnsupportedTorchFileError(f"its record {name!r} is encrypted")
+        if method != zipfile.ZIP_STORED or entry.compress_type != zipfile.ZIP_STORED:
+            raise UnsupportedTorchFileError(
+                f"its record {name!r} is compressed, which torch.save never does; save the checkpoint with it"
+            )
+        if entry.file_size != entry.compress_size:
+            raise UnsupportedTorchFileError(
+                f"its record {name!r} has {entry.compress_size:,} bytes and claims {entry.file_size:,}"
+            )
+        return Record(entry.header_offset + _LOCAL_HEADER.size + name_size + extra_size, entry.file_size)
+
     def _read_legacy(self) -> tuple[Any, Mapping[str, Record]]:
-        """The content, and where the storages are by key."""
-        stream = io.BytesIO(self._read(0, MAX_PICKLE_BYTES))
+        """The content, and the places of the storages by key."""
+        stream = io.BytesIO(self._read_bytes(0, MAX_PICKLE_BYTES))
         try:
             magic, version, system = (load(stream).value for _ in range(3))
-        except UnsupportedPickleError as error:
-            raise UnsupportedPickleError(f"is a pickle, but no PyTorch file ({error})") from error
+        except UnsupportedTorchFileError as error:
+            raise UnsupportedTorchFileError(f"is a pickle, but no PyTorch file ({error})") from error
         if magic != LEGACY_MAGIC or version != LEGACY_VERSION or not isinstance(system, dict):
-            raise UnsupportedPickleError("is a pickle, but no PyTorch file; save a state_dict() with torch.save")
+            raise UnsupportedTorchFileError("is a pickle, but no PyTorch file; save a state_dict() with torch.save")
         if system.get("little_endian") is not True:
-            raise UnsupportedPickleError("its numbers are not little-endian, which this version does not read")
+            raise UnsupportedTorchFileError("its numbers are not little-endian, which this version does not read")
         content = load(stream, self._ignored)
         keys = load(stream).value
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-            raise UnsupportedPickleError("its list of storages is not a list of keys")
+            raise UnsupportedTorchFileError("its list of storages is not a list of keys")
         return content.value, self._legacy_places(keys, content.storages, stream.tell())
 
     def _legacy_places(self, keys: list[str], storages: Mapping[str, Storage], position: int) -> dict[str, Record]:
-        """Where the storages are: one after the other from ``position`` on, each after its number of elements."""
+        """The places of the storages: one after the other from ``position`` on, each after its number of elements."""
         places: dict[str, Record] = {}
         for key in keys:
             storage = storages.get(key)
             if storage is None or key in places:
-                raise UnsupportedPickleError(f"its list of storages has the key {key[:80]!r}, unknown or twice")
-            count = int.from_bytes(self._read(position, 8), "little")
+                raise UnsupportedTorchFileError(f"its list of storages has the key {key[:80]!r}, unknown or twice")
+            count = int.from_bytes(self._read_bytes(position, 8), "little")
             size = storage.whole * DTYPES[storage.dtype].itemsize
             if position + 8 + size > self.nbytes:
-                raise UnsupportedPickleError(
+                raise UnsupportedTorchFileError(
                     f"it is truncated at the storage {key[:80]!r}: download or export it again"
                 )
             if count != storage.whole:
-                raise UnsupportedPickleError(f"storage {key[:80]!r} has {count:,} elements, not {storage.whole:,}")
+                raise UnsupportedTorchFileError(f"storage {key[:80]!r} has {count:,} elements, not {storage.whole:,}")
             places[key] = Record(position + 8, size)
             position += 8 + size
         return places
@@ -159,15 +214,17 @@ class TorchFile(TensorFile):
             if isinstance(located, str):
                 problems.append(f"tensor {name!r}: {located}")
                 continue
-            tensors[name], self._strides[name] = located
+            tensors[name] = located
+            if located.nbytes and not _is_row_major(tensor):
+                self._strides[name] = tuple(step * DTYPES[tensor.dtype].itemsize for step in tensor.strides)
         if problems:
             raise checkpoint_error(self.path, problems)
         if not tensors:
             raise CheckpointError(f"{self.path}: holds no tensors")
         return tensors
 
-    def _locate(self, tensor: StridedTensor, places: Mapping[str, Record]) -> tuple[TensorInfo, tuple[int, ...]] | str:
-        """A tensor's place and its strides in bytes, or what is wrong with it."""
+    def _locate(self, tensor: StridedTensor, places: Mapping[str, Record]) -> TensorInfo | str:
+        """A tensor's place, or what is wrong with it."""
         storage, itemsize = tensor.storage, DTYPES[tensor.dtype].itemsize
         record = places.get(storage.key)
         width = DTYPES[storage.dtype].itemsize
@@ -176,23 +233,57 @@ class TorchFile(TensorFile):
         if storage.whole * width > record.size:
             return f"its storage {storage.key[:80]!r} has {record.size:,} bytes, not {storage.whole * width:,}"
         elements = math.prod(tensor.shape)
-        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
-        begin = (storage.start * width) + tensor.offset * itemsize
-        if elements and (tensor.offset + reach + 1) * itemsize > storage.size * width:
+        last = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
+        if elements and (last + 1) * itemsize > storage.size * width:
             return f"reaches beyond its storage of {storage.size * width:,} bytes"
         if elements * itemsize > storage.size * width:
             return f"repeats its storage of {storage.size * width:,} bytes to {elements * itemsize:,}"
         if math.prod(max(size, 1) for size in tensor.shape) * itemsize >= 1 << 62:
             return "has more elements than can be addressed"
-        strides = tuple(
-            step * itemsize if size > 1 else itemsize for size, step in zip(tensor.shape, tensor.strides, strict=True)
-        )
-        info = TensorInfo(tensor.dtype, tensor.shape, self.path, record.offset + begin, elements * itemsize)
-        return info, strides
+        begin = record.offset + storage.start * width + tensor.offset * itemsize
+        return TensorInfo(tensor.dtype, tensor.shape, self.path, begin, elements * itemsize)
 
 
-def _what_else(start: bytes) -> str:
-    """What a file is whose form is neither of the two."""
+class _DirectoryReader:
+    """The file for ``zipfile``, which reads as many bytes at once as the file claims; here, that is bounded."""
+
+    def __init__(self, file: TorchFile):
+        self._file = file
+        self._position = 0
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.nbytes}[whence]
+        if position < 0:
+            raise ValueError("a place before the start of the file")
+        self._position = position
+        return position
+
+    def read(self, size: int | None = -1) -> bytes:
+        rest = max(self._file.nbytes - self._position, 0)
+        size = rest if size is None or size < 0 else min(size, rest)
+        if size > MAX_DIRECTORY_BYTES:
+            raise UnsupportedTorchFileError(
+                f"its zip directory has {size:,} bytes, and {MAX_DIRECTORY_BYTES:,} are allowed"
+            )
+        content = self._file._read_bytes(self._position, size)
+        self._position += len(content)
+        return content
+
+
+def _is_row_major(tensor: StridedTensor) -> bool:
+    expected = 1
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _other_form(start: bytes) -> str:
+    """Why a file that begins like this is neither of the two forms."""
     if not start:
         return "is empty; download or export it again"
     if start[257:262] == b"ustar":
@@ -201,12 +292,12 @@ def _what_else(start: bytes) -> str:
 
 
 def _chosen(content: Any, entry: str | None) -> Mapping[Any, Any]:
-    """The dictionary that is to hold the tensors."""
+    """The dictionary that must hold the tensors."""
     chosen = content
     if entry is not None:
         if not isinstance(content, dict) or entry not in content:
-            raise UnsupportedPickleError(f"it has no entry {entry!r}")
+            raise UnsupportedTorchFileError(f"it has no entry {entry!r}")
         chosen = content[entry]
     if not isinstance(chosen, dict):
-        raise UnsupportedPickleError(f"it holds {describe(chosen)} instead of a dictionary of tensors")
+        raise UnsupportedTorchFileError(f"it holds {describe(chosen)} instead of a dictionary of tensors")
     return chosen

@@ -1,32 +1,24 @@
-"""What a calibration decided for a tensor, as migration carries it out.
-
-Calibration itself is ``bminf_lite.quantize``'s business; here are the words in which it tells migration the result.
-"""
+"""What a calibration decided for a tensor, for migration to carry out. Calibration is :mod:`bminf_lite.quantize`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
-from .recipe import Recipe, Scheme
-
-if TYPE_CHECKING:
-    from ..models.spec import Spec
-    from .reader import Checkpoint
+from .recipe import Scheme
 
 
 @dataclass(frozen=True)
 class WeightRewrite:
-    """How one tensor differs from what the recipe alone says.
+    """How one tensor differs from what the recipe alone gives. None leaves a property as it is.
 
-    ``scheme``, if given, replaces the recipe's. The tensor's rows are multiplied by ``row_factors`` and its columns by
-    ``column_factors``, both fp32 and powers of two, before anything else happens to it; a vector is a row. Of an int8
-    tensor the columns ``outliers`` (int32 ``[n]``, ascending) are kept in fp16. ``codes`` int8 ``[out, in]`` and
-    ``scale`` ``[out]``, if given, are what to store; row factors apply to the scales.
+    ``scheme`` replaces the recipe's. The tensor's rows are multiplied by ``row_factors`` and its columns by
+    ``column_factors``, both fp32 powers of two, before anything else happens to it; a vector is one row. The columns
+    ``outliers`` (int32 ``[n]``, ascending) of an int8 tensor stay fp16. ``codes`` int8 ``[out, in]`` and ``scale``
+    ``[out]`` are stored instead of rounding; row factors apply to that scale.
     """
 
     scheme: Scheme | None = None
@@ -36,10 +28,10 @@ class WeightRewrite:
     codes: np.ndarray | None = None
     scale: np.ndarray | None = None
 
-    def factors(self) -> dict[str, np.ndarray]:
-        """The factors that are there, by the name of the field."""
-        found = {"row_factors": self.row_factors, "column_factors": self.column_factors}
-        return {name: values for name, values in found.items() if values is not None}
+    def merged(self, other: WeightRewrite) -> WeightRewrite:
+        """This rewrite, with every property that ``other`` sets."""
+        given = {field.name: getattr(other, field.name) for field in fields(other)}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
 NO_REWRITE = WeightRewrite()
@@ -47,14 +39,7 @@ NO_REWRITE = WeightRewrite()
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """The result of a calibration: rewrites by tensor name, and what the manifest says about it."""
+    """The result of a calibration: rewrites by tensor name, and its entry in the manifest."""
 
     rewrites: Mapping[str, WeightRewrite] = field(default_factory=dict)
     report: Mapping[str, Any] = field(default_factory=dict)
-
-
-CalibrateFn = Callable[["Checkpoint", "Spec", Recipe], CalibrationResult]
-"""Runs a checkpoint whose files were found to be right, and decides."""
-
-VerifyFn = Callable[[Path], Mapping[str, Any]]
-"""Judges a complete folder before it takes its name, and says for the manifest what it found."""

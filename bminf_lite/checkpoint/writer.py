@@ -1,12 +1,12 @@
 """Writing safetensors piece by piece, so that no tensor has to be in memory at once.
 
 The ``safetensors`` library writes a file from tensors that are all in memory. Here they are declared first, which fixes
-where each one lies; then their bytes are written in any order, from any thread, and the header comes last. So a file
-that was never finished has no valid header and cannot be mistaken for a complete one.
+their places; then their bytes are written in any order, from any thread, and the header comes last. So an unfinished
+file has no valid header and cannot be mistaken for a complete one.
 
-Some small tensors have a type that is known only when everything else is written: the scales of a weight are fp16, or
-fp32 if one of them is too small for fp16. They are declared as *late*, with the widest type that they may have, and are
-put after the others.
+The type of some small tensors is known only when everything else is written: the scales of a weight are fp16, or fp32
+if one of them is too small for fp16. They are declared as *late*, with their widest possible type, and follow the
+others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from .tensor_file import DTYPES
 
 SHARD_BYTES = 5_000_000_000
-"""The usual size of a shard: what hubs and readers expect."""
+"""The usual size of a shard on hubs."""
 
 _METADATA = {"format": "pt"}  # transformers refuses a file without it
 _TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -47,8 +47,8 @@ class SafetensorsWriter:
 
     ``data_bytes`` is the size of all tensors, known when the file is finished.
 
-    Tensors lie in the order of their element sizes, the widest first, because a reader that maps the file wants them
-    aligned and the format allows no gap.
+    Tensors lie in the order of their element sizes, the widest first: this aligns them for readers that map the file,
+    and the format allows no gap.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorDeclaration], late: Mapping[str, TensorDeclaration]):
@@ -84,7 +84,7 @@ class SafetensorsWriter:
         self.close()
 
     def _settled_header(self, late: Mapping[str, np.ndarray]) -> bytes:
-        """Write the late tensors in this order; returns the header that says so."""
+        """Write the late tensors in this order, and return the header for it."""
         end, settled = self._late_start, {}
         for name, array in late.items():
             assert array.nbytes <= self._late[name].nbytes, name
@@ -104,7 +104,7 @@ class SafetensorsWriter:
 class CheckpointWriter:
     """``model.safetensors`` in ``folder``, or shards of at most ``shard_bytes`` with their index.
 
-    A tensor larger than that has a shard for itself. ``late`` names those of ``tensors`` that ``finish`` brings.
+    A larger tensor has a shard of its own. ``late`` names the late ones of ``tensors``.
     """
 
     def __init__(

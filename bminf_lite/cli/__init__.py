@@ -1,12 +1,11 @@
-"""The command line. Each file of this folder is a command of the same name; a file whose name starts with ``_`` is not.
-An underscore in the name is a hyphen in the command's.
+"""The command line. Each file of this folder is a command of the same name, unless the name starts with ``_``.
 
-Commands parse, call the Python API and print: results on stdout, progress and messages on stderr. A file imports
-click alone at its top and the rest inside its command, so that ``--help`` answers at once.
+An underscore in a file's name is a hyphen in the command's. Commands parse arguments, call the Python API and print:
+results on stdout, progress and messages on stderr. At its top a file imports only click, so that ``--help`` is quick;
+its functions import the rest.
 
-Exit codes: 0; 1 for a failed job; 2 for wrong usage; 130 after Ctrl-C. An error is one message without a traceback,
-unless ``--debug`` asks for it. Output that cannot be written is a failed job; if it is because its reader has left, a
-quiet one.
+Exit codes: 0; 1 for a failed job; 2 for wrong usage; 130 after Ctrl-C. An error is one message, with a traceback only
+under ``--debug``. Output that cannot be written is a failed job, without a message if the reader has closed the pipe.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any
 
 import click
 
-from .. import __version__
 from ..errors import BminfError, UsageError
+from ..version import __version__
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
@@ -36,14 +35,12 @@ def _debug_option() -> click.Option:
         root = context.find_root()
         root.obj = root.obj or value
 
-    return click.Option(
-        ["--debug"], is_flag=True, expose_value=False, is_eager=True, callback=remember,
-        help="Show a traceback when something fails.",
-    )  # fmt: skip
+    text = "Show a traceback when something fails."
+    return click.Option(["--debug"], is_flag=True, expose_value=False, is_eager=True, callback=remember, help=text)
 
 
 class CommandLine(click.Group):
-    """Finds the commands among the files here, and turns exceptions into messages and exit codes."""
+    """Finds the commands in this folder, and turns exceptions into messages and exit codes."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
@@ -52,19 +49,19 @@ class CommandLine(click.Group):
         if name not in self.list_commands(context):
             return None
         module = name.replace("-", "_")
-        command = getattr(importlib.import_module(f"{__name__}.{module}"), module)
+        command: click.Command = getattr(importlib.import_module(f"{__name__}.{module}"), module)
         if not any(p.name == "debug" for p in command.params):
             command.params.append(_debug_option())
         return command
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """As click has it, also where stdout or stderr cannot be written to, or their encoding lacks a character."""
+        """Like click's, but handles stdout or stderr that cannot be written, or whose encoding lacks a character."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         try:
             return super().main(*args, **options)
-        except OSError as error:  # from help, a version or a message: what commands print is inside of invoke
+        except OSError as error:  # from printing help, a version or a message: invoke() handles those of commands
             _print_error(error)
             sys.exit(FAILED)
         finally:
@@ -77,7 +74,7 @@ class CommandLine(click.Group):
             raise
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
-                raise  # whoever read our output has left: click ends the process quietly
+                raise  # the reader of the output has closed the pipe: click ends the process quietly
             if context.obj:
                 traceback.print_exception(error)
             else:
@@ -86,22 +83,22 @@ class CommandLine(click.Group):
 
 
 def _print_error(error: BaseException) -> None:
-    with suppress(OSError):  # the exit code still tells
+    with suppress(OSError):  # stderr cannot be written: the exit code remains
         click.echo(_message(error), err=True)
 
 
 def _discard_stdout() -> None:
-    """Drop what stdout and stderr did not take: Python would try again at exit, report it and change the exit code."""
+    """Drop output that could not be written: Python would retry at exit, report it and change the exit code."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
-        except OSError:  # noqa: PERF203, each may fail by itself
+        except OSError:  # noqa: PERF203, either may fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return "\ninterrupted"  # below the "^C" that a terminal shows
+        return "\ninterrupted"  # on the line below the terminal's "^C"
     if isinstance(error, BminfError):
         return f"error: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.filename:

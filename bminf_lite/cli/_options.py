@@ -1,12 +1,30 @@
-"""Options that several commands share, and sizes for people."""
+"""Arguments and options that several commands share, and sizes as text."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..engine.sampling_params import SamplingOptions
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def size(value: str) -> int:
+    """The type of options that are an amount of memory such as ``6GiB``: its bytes."""
+    from ..memory.sizes import parse_size
+
+    try:
+        return parse_size(value)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
+
 
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
 
@@ -21,38 +39,65 @@ stride_option = click.option(
 )
 
 device_option = click.option(
-    "--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N",
-    help="Where to run: auto takes a GPU if one can be used, and else the CPU.",
-)  # fmt: skip
-
-
-class Size(click.ParamType):
-    """An amount of memory such as ``6GiB``, in bytes."""
-
-    name = "size"
-
-    def convert(self, value: str | int, parameter: click.Parameter | None, context: click.Context | None) -> int:
-        from ..memory.sizes import parse_size
-
-        try:
-            return parse_size(value)
-        except UsageError as error:
-            self.fail(str(error), parameter, context)
-
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="auto|cpu|cuda|cuda:N",
+    help="Where to run: auto takes a GPU if one can be used, otherwise the CPU.",
+)
 
 memory_limit_option = click.option(
-    "--memory-limit", type=Size(), metavar="SIZE",
+    "--memory-limit",
+    type=size,
+    metavar="SIZE",
     help="The most GPU memory to use, for example 6GiB or 800MiB; by default almost all that is free.",
-)  # fmt: skip
+)
 
 kv_cache_option = click.option(
-    "--kv-cache", type=click.Choice(["fp16", "int8"]), default="fp16", show_default=True,
+    "--kv-cache",
+    type=click.Choice(["fp16", "int8"]),
+    default="fp16",
+    show_default=True,
     help="The type of the key-value cache; int8 takes half the memory.",
-)  # fmt: skip
+)
+
+stop_option = click.option(
+    "--stop", multiple=True, metavar="TEXT", help="End the completion before this text. May be given several times."
+)
+
+_SAMPLING_OPTIONS = (
+    ("--max-new-tokens", int, "N", "The most tokens to generate. [128]"),
+    ("--temperature", float, "T", "0 takes the most likely token; larger is more random. [0]"),
+    ("--top-k", int, "K", "Draw from the K most likely tokens; 0 is off. [0]"),
+    ("--top-p", float, "P", "Draw from the fewest most likely tokens whose probabilities add up to P; 1 is off. [1]"),
+    ("--min-p", float, "P", "Drop tokens less likely than P times the most likely one, 0 to 1; 0 is off. [0]"),
+    ("--repetition-penalty", float, "R", "Over 1 discourages tokens of the prompt and the completion; 1 is off. [1]"),
+    ("--frequency-penalty", float, "F", "Subtracted from a token's logit for each time it was generated. [0]"),
+    ("--presence-penalty", float, "F", "Subtracted from a token's logit once it was generated. [0]"),
+    ("--seed", int, "S", "The same seed gives the same tokens on the same device. [random]"),
+)
+
+
+def sampling_options(command: Command) -> Command:
+    """The numbers among :class:`~bminf_lite.engine.sampling_params.SamplingParams`; None if not given."""
+    for name, kind, metavar, text in reversed(_SAMPLING_OPTIONS):
+        command = click.option(name, type=kind, metavar=metavar, help=text)(command)
+    return command
+
+
+def given_options(sampling: Mapping[str, Any], stop: tuple[str, ...] = ()) -> SamplingOptions:
+    """The sampling options that were given; ``UsageError`` if one is out of range, before a model is loaded."""
+    from ..engine.sampling_params import SamplingParams
+
+    given = cast("SamplingOptions", {name: value for name, value in sampling.items() if value is not None})
+    if stop:
+        given["stop"] = stop
+    SamplingParams.from_checkpoint({}, **given)
+    return given
 
 
 def size_text(size: float) -> str:
-    """A number of bytes in powers of 1000, as files are usually measured: ``17.0 MB``."""
+    """A number of bytes in powers of 1000, as file sizes usually are: ``17.0 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -6,22 +6,23 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError, listed
 
-Messages = list[dict[str, Any]]
+if TYPE_CHECKING:
+    from ..text.chat_template import Message
 
 
 @dataclass(frozen=True)
 class Prompt:
     """Text to continue, or messages of a conversation to answer. ``id`` names it in the output."""
 
-    content: str | Messages
+    content: str | list[Message]
     id: str | int | None = None
 
     def as_chat(self, system: str | None) -> Prompt:
-        """The prompt as a conversation, with ``system`` before it unless it starts with a system message of its own."""
+        """The prompt as a conversation, which starts with ``system`` unless it has a system message."""
         messages = [{"role": "user", "content": self.content}] if isinstance(self.content, str) else self.content
         if system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
@@ -29,10 +30,7 @@ class Prompt:
 
 
 def read_stdin() -> Prompt:
-    """All of stdin as one prompt, without the newline that ends it.
-
-    Raises ``UsageError`` if it is not UTF-8, or closed.
-    """
+    """All of stdin as one prompt, without its last newline. ``UsageError`` if it is closed or not UTF-8."""
     require_stdin()
     return Prompt(_decode(sys.stdin.buffer.read(), "stdin").removesuffix("\n"))
 
@@ -44,10 +42,9 @@ def require_stdin() -> None:
 
 
 def read_file(path: Path) -> list[Prompt]:
-    """The prompts of a JSONL file: an object per line with ``prompt`` or ``messages``, and perhaps ``id``.
+    """The prompts of a JSONL file: an object per line with ``prompt`` or ``messages``, and an optional ``id``.
 
-    Without an ``id``, the line's number is one. Empty lines are skipped. Raises ``UsageError``, which lists the bad
-    lines.
+    The default ``id`` is the line's number. Empty lines are skipped. Raises ``UsageError``, which lists the bad lines.
     """
     prompts: list[Prompt] = []
     problems: list[str] = []
@@ -66,7 +63,7 @@ def read_file(path: Path) -> list[Prompt]:
 
 
 def _decode(content: bytes, source: str) -> str:
-    """The text without a byte order mark, with which some editors begin a file."""
+    """The text, without the byte order mark that some editors write."""
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -74,7 +71,9 @@ def _decode(content: bytes, source: str) -> str:
 
 
 def _parse(line: str, number: int) -> Prompt:
-    """A line's prompt; raises ``ValueError`` that says what is wrong with it."""
+    """A line's prompt; ``ValueError`` says what is wrong with it."""
+    from ..text.chat_template import check_messages
+
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -95,13 +94,5 @@ def _parse(line: str, number: int) -> Prompt:
         if not isinstance(value["prompt"], str):
             raise ValueError(f"prompt is {value['prompt']!r}, but must be a string")
         return Prompt(value["prompt"], name)
-    return Prompt(_check_messages(value["messages"]), name)
-
-
-def _check_messages(messages: Any) -> Messages:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages is {messages!r}, but must be a list of one object or more")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{index}] is {message!r}, but must be an object with role and content")
-    return messages
+    check_messages(value["messages"])
+    return Prompt(value["messages"], name)

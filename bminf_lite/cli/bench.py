@@ -1,4 +1,4 @@
-"""``bench``: how fast a model runs here, and what of the hardware's limits that is."""
+"""``bench``: how fast a model runs on this device, and which share of the hardware's limits that is."""
 
 from __future__ import annotations
 
@@ -11,35 +11,29 @@ import click
 from ._options import device_option, kv_cache_option, memory_limit_option
 
 if TYPE_CHECKING:
-    from ..bench.instruments import Ceilings
+    from ..bench.profiler import Ceilings
     from ..bench.report import Report
     from ..bench.runner import Measurement, Workload
 
 
-class Numbers(click.ParamType):
+def numbers(value: str) -> tuple[int, ...]:
     """Whole numbers separated by commas, such as ``512,2048``."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers such as 512,2048", parameter, context)
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 512,2048") from None
 
 
 @click.command()
 @click.argument("model", metavar="[MODEL]", required=False, type=click.Path(path_type=Path))
 @click.option("--shape", metavar="NAME", help="Random int8 weights, instead of a model, of a shape that comes with "
               "the package (\"bench\" alone lists them) or of a config.json.")  # fmt: skip
-@click.option("-p", "prompts", type=Numbers(), default=(512,), metavar="N,...",
+@click.option("-p", "prompts", type=numbers, default="512", metavar="N,...",
               help="Lengths of prompts, or of an encoder's sources; 0 for none. [512]")  # fmt: skip
-@click.option("-n", "generated", type=Numbers(), default=(128,), metavar="N,...",
+@click.option("-n", "generated", type=numbers, default="128", metavar="N,...",
               help="Numbers of tokens to decode; 0 for none. [128]")  # fmt: skip
-@click.option("-b", "batches", type=Numbers(), default=(1,), metavar="N,...", help="Sequences at once. [1]")
-@click.option("-d", "depths", type=Numbers(), default=(0,), metavar="N,...",
+@click.option("-b", "batches", type=numbers, default="1", metavar="N,...", help="Sequences at once. [1]")
+@click.option("-d", "depths", type=numbers, default="0", metavar="N,...",
               help="Tokens in the cache before a test begins, or in the source that it decodes. [0]")  # fmt: skip
 @click.option("-r", "repetitions", type=click.IntRange(1), default=5, show_default=True, help="Runs of each test.")
 @click.option("-o", "output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True,
@@ -118,13 +112,11 @@ def run(
     memory_limit: int | None,
     kv_cache: str,
 ) -> Report:
-    """Everything that was asked for. The limits of the device come last, when the model's memory is free again."""
+    """Run all measurements. The device's limits are measured last, after the model's memory has been freed."""
     from .. import backend
-    from ..bench.instruments import make_profiler
     from ..bench.model import checkpoint_model, random_model
     from ..bench.report import Report
-    from ..bench.runner import run_tests
-    from ..bench.trace import kernel_times, trace_step
+    from ..bench.runner import make_profiler, run_tests, time_kernels, trace_step
 
     ops = backend.create(device, memory_limit)
     try:
@@ -139,7 +131,7 @@ def run(
         if report.bench_model is not None and not trace and not kernels:
             report.measurements = run_tests(report.bench_model, profiler, tests, repetitions, _show_progress)
         if kernels:
-            report.kernels = kernel_times(profiler)
+            report.kernels = time_kernels(profiler)
     finally:
         ops.close()
     report.ceilings = measure_ceilings(device)
@@ -147,9 +139,9 @@ def run(
 
 
 def measure_ceilings(device: str) -> Ceilings:
-    """The limits of a device of which nothing is in use."""
+    """The limits of a device with all of its memory free."""
     from .. import backend
-    from ..bench.instruments import make_profiler
+    from ..bench.runner import make_profiler
 
     ops = backend.create(device)
     try:

@@ -6,17 +6,26 @@ import io
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import BminfError, UsageError
-from ._options import device_option, kv_cache_option, memory_limit_option, model_argument
+from ._options import (
+    device_option,
+    given_options,
+    kv_cache_option,
+    memory_limit_option,
+    model_argument,
+    sampling_options,
+    stop_option,
+)
 from ._prompts import require_stdin
-from ._sampling import sampling_options, sampling_overrides, stop_option
 
 if TYPE_CHECKING:
     from ..api import Model
+    from ..engine.sampling_params import SamplingOptions
+    from ..text.prompts import EncodedPrompt
 
 PROMPT = "> "
 CLEAR = "/clear"
@@ -41,10 +50,10 @@ def chat(
 ) -> None:
     """Talk to a model.
 
-    Each line is answered by the model in the folder MODEL, which must have a chat template or be EVA; what was said
-    before is remembered as far as the model's context reaches. Ctrl-C stops an answer, /clear forgets everything but
-    the system message, and Ctrl-D ends. Options of sampling that are not given come from the model's
-    generation_config.json, and else are as in brackets.
+    The model in the folder MODEL, which must have a chat template or be EVA, answers each line. It remembers the
+    dialogue as far as its context reaches. Ctrl-C stops an answer, /clear forgets everything but the system message,
+    and Ctrl-D ends. The defaults of sampling options are those of the model's generation_config.json, or else those in
+    brackets.
 
     \b
     Example:
@@ -54,19 +63,19 @@ def chat(
     from ..api import load
 
     require_stdin()
-    given = sampling_overrides(sampling, stop)
+    given = given_options(sampling, stop)
     with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
         dialogue = Dialogue(loaded, system, given)
-        loaded.encode([*dialogue.start, {"role": "user", "content": "?"}])  # refused before the first line, if ever
+        loaded.encode([*dialogue.start, {"role": "user", "content": "?"}])  # an error appears before the first line
         if sys.stdin.isatty():
             click.echo(f"{loaded.describe()}. Ctrl-C stops an answer, {CLEAR} starts anew, Ctrl-D ends.", err=True)
         run_dialogue(dialogue)
 
 
 class Dialogue:
-    """What was said so far, and the model that answers."""
+    """The messages so far, and the model that answers."""
 
-    def __init__(self, model: Model, system: str | None, options: dict[str, Any]):
+    def __init__(self, model: Model, system: str | None, options: SamplingOptions):
         self.model = model
         self.options = options
         self.start = [] if system is None else [{"role": "system", "content": system}]
@@ -77,9 +86,9 @@ class Dialogue:
         self.turns = []
 
     def answer(self, text: str) -> None:
-        """Print an answer as it comes. Ctrl-C ends it there; what was said by then is part of the dialogue.
+        """Print an answer while it is generated. Ctrl-C cuts it off; the part until then stays in the dialogue.
 
-        What cannot be answered (too long, no memory for it) is told and forgotten, and the dialogue goes on.
+        A line that cannot be answered (it is too long, or memory is short) is reported and forgotten.
         """
         self.turns.append({"role": "user", "content": text})
         try:
@@ -90,8 +99,8 @@ class Dialogue:
         else:
             self.turns.append({"role": "assistant", "content": said})
 
-    def _print_reply(self, prompt: Any) -> str:
-        """The answer, printed, as far as it came."""
+    def _print_reply(self, prompt: EncodedPrompt) -> str:
+        """Print the answer, and return it up to an interrupt."""
         said = ""
         try:
             with closing(self.model.stream(prompt, **self.options)) as pieces:
@@ -104,8 +113,8 @@ class Dialogue:
             click.echo()
         return said
 
-    def _fitting_prompt(self) -> Any:
-        """The dialogue in tokens, without its first exchanges if the model's context cannot hold them."""
+    def _fitting_prompt(self) -> EncodedPrompt:
+        """The dialogue in tokens, without the first exchanges that the model's context cannot hold."""
         kept = self.turns
         while True:
             try:
@@ -122,9 +131,9 @@ class Dialogue:
 
 
 def run_dialogue(dialogue: Dialogue) -> None:
-    """Read lines and have them answered, until the end of the input."""
+    """Read and answer lines until the end of the input."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused as a prompt, and no more
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 then becomes an invalid prompt
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         with suppress(ImportError):

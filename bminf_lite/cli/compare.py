@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ._options import device_option, memory_limit_option, model_argument, stride_option, text_argument, window_option
 
 if TYPE_CHECKING:
-    from ..evaluation.comparison import Comparison, LinearReport
+    from ..evaluation.compare import Comparison, LinearReport
 
 MAX_SHOWN = 5
 

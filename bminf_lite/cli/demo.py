@@ -1,4 +1,4 @@
-"""``demo``: everything once, on the small model that comes with the package."""
+"""``demo``: migrate, generate and compare, on the small model that comes with the package."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def demo() -> None:
     """Migrate the bundled model, and generate with it.
 
     Migrates the small fp32 checkpoint that comes with the package into a temporary folder, streams a completion, and
-    compares int8 with float on a text that the model has not seen.
+    compares int8 with float on a text that is not in the training data.
 
     \b
     Example:

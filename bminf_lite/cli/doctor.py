@@ -1,4 +1,4 @@
-"""``doctor``: what this machine has for running on a GPU, and what is missing."""
+"""``doctor``: what this machine has, and what it lacks, for running on a GPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import click
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
-@click.option("--device", type=click.Choice(["auto", "cuda"]), default="auto", show_default=True,
-              help="With cuda, fail (exit code 1) where a GPU cannot be used.")  # fmt: skip
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="With cuda, fail (exit code 1) if no GPU can be used.",
+)
 def doctor(as_json: bool, device: str) -> None:
     """Report the driver, the GPUs, the CUDA libraries and the speed of int8 products.
 
-    For each thing that is missing, the report gives the command that installs it. Running on the CPU needs none of it,
-    so the exit code is 0 unless a GPU is asked for.
+    For each missing component, the report gives the command that installs it. Running on the CPU needs none of them, so
+    the exit code is 0 unless --device is cuda.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""``fill-blank``: what belongs in the blanks of a text."""
+"""``fill-blank``: a text with its blanks filled."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from pathlib import Path
 
 import click
 
-from ._options import device_option, kv_cache_option, memory_limit_option, model_argument
+from ._options import (
+    device_option,
+    given_options,
+    kv_cache_option,
+    memory_limit_option,
+    model_argument,
+    sampling_options,
+)
 from ._prompts import read_stdin
-from ._sampling import sampling_options, sampling_overrides
 
 
 @click.command("fill-blank")
@@ -20,7 +26,7 @@ from ._sampling import sampling_options, sampling_overrides
 @memory_limit_option
 @kv_cache_option
 @sampling_options
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object that has the fillings by themselves.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object that also lists the fillings.")
 def fill_blank(
     model: Path,
     text: str,
@@ -32,9 +38,9 @@ def fill_blank(
 ) -> None:
     """Fill the blanks of a text.
 
-    Prints TEXT with each <span> in it replaced by what the model in the folder MODEL finds to belong there: CPM-2, T5
-    or their kin. With - the text is read from stdin. Options of sampling that are not given come from
-    the model's generation_config.json, and else are as in brackets.
+    Prints TEXT with each <span> replaced by a filling of the model in the folder MODEL, for example CPM-2 or T5. With -
+    the text is read from stdin. The defaults of sampling options are those of the model's generation_config.json, or
+    else those in brackets.
 
     \b
     Example:
@@ -44,7 +50,7 @@ def fill_blank(
     from ..api import load
     from ..text.infilling import fill_spans
 
-    given = sampling_overrides(sampling)
+    given = given_options(sampling)
     if text == "-":
         text = str(read_stdin().content)
     with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:

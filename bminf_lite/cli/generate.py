@@ -1,4 +1,4 @@
-"""``generate``: continue a prompt, or answer a message, as the text appears."""
+"""``generate``: continue a prompt or answer a message, printing the text as it appears."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ import click
 
 from ..errors import UsageError
 from ..memory.sizes import format_size
-from ._options import device_option, kv_cache_option, memory_limit_option, model_argument
+from ._options import (
+    device_option,
+    given_options,
+    kv_cache_option,
+    memory_limit_option,
+    model_argument,
+    sampling_options,
+    stop_option,
+)
 from ._prompts import Prompt, read_file, read_stdin
-from ._sampling import sampling_options, sampling_overrides, stop_option
 
 if TYPE_CHECKING:
     from ..api import Model
@@ -25,8 +32,12 @@ if TYPE_CHECKING:
 @click.command()
 @model_argument
 @click.argument("prompt", metavar="[PROMPT | -]", required=False)
-@click.option("--prompts", metavar="FILE.jsonl", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help='Many prompts: an object per line with "prompt" or "messages", and perhaps "id".')  # fmt: skip
+@click.option(
+    "--prompts",
+    metavar="FILE.jsonl",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help='Many prompts: an object per line with "prompt" or "messages", and an optional "id".',
+)
 @device_option
 @memory_limit_option
 @kv_cache_option
@@ -36,7 +47,7 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per result, when it is complete.")
 @click.option("--stats", is_flag=True, help="Report tokens, times and speeds on stderr.")
-@click.option("--check", is_flag=True, help="Name the layer where a NaN or an infinity comes up first; slow.")
+@click.option("--check", is_flag=True, help="Name the layer where a NaN or an infinity first appears; slow.")
 def generate(
     model: Path,
     prompt: str | None,
@@ -54,8 +65,8 @@ def generate(
 ) -> None:
     """Generate text with a model.
 
-    Continues PROMPT with the model in the folder MODEL, and prints the text as it comes; with - the prompt is read
-    from stdin. Options of sampling that are not given come from the model's generation_config.json, and else are as in
+    Continues PROMPT with the model in the folder MODEL, and prints the text as it appears. With - the prompt is read
+    from stdin. The defaults of sampling options are those of the model's generation_config.json, or else those in
     brackets.
 
     \b
@@ -70,7 +81,7 @@ def generate(
         raise click.UsageError("Give either PROMPT (or - for stdin) or --prompts.")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
-    given = sampling_overrides(sampling, stop)
+    given = given_options(sampling, stop)
     wanted = read_file(prompts) if prompts is not None else [read_stdin() if prompt == "-" else Prompt(str(prompt))]
     if chat:
         wanted = [p.as_chat(system) for p in wanted]
@@ -102,7 +113,7 @@ def encode(model: Model, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
 
 
 def print_stream(pieces: Iterable[Piece]) -> list[Result]:
-    """Print one prompt's text as it comes."""
+    """Print one prompt's text as it appears."""
     for piece in pieces:
         click.echo(piece.text, nl=False)
         if piece.result is not None:
@@ -112,7 +123,7 @@ def print_stream(pieces: Iterable[Piece]) -> list[Result]:
 
 
 def print_results(pieces: Iterable[Piece], prompts: Sequence[Prompt], as_json: bool) -> list[Result]:
-    """Print each result when it and those before it are complete, with its prompt's id if it has one."""
+    """Print the results in the order of their prompts, each as soon as it and those before it are complete."""
     from tqdm import tqdm
 
     done: dict[int, Result] = {}
@@ -131,14 +142,14 @@ def print_results(pieces: Iterable[Piece], prompts: Sequence[Prompt], as_json: b
 
 
 def result_text(result: Result, name: str | int | None, as_json: bool) -> str:
-    """A result as a line of JSON, or as its text under a heading."""
+    """A result as a line of JSON, with its prompt's id if there is one, or as text under a heading."""
     if as_json:
         return json.dumps(({} if name is None else {"id": name}) | result.to_dict(), ensure_ascii=False)
     return f"--- {name}\n{result}"
 
 
 def stats_text(results: Sequence[Result], seconds: float) -> str:
-    """What was done and how fast; ``seconds`` is the wall-clock time of all of it."""
+    """Tokens, times and speeds; ``seconds`` is the wall-clock time of the whole run."""
     lines = [
         f"prompt {t.prompt_tokens} tokens in {t.prompt_seconds:.3f} s ({t.prompt_tokens_per_second:.1f} tokens/s), "
         f"new {t.new_tokens} tokens in {t.total_seconds:.3f} s (decode {t.decode_tokens_per_second:.1f} tokens/s), "
@@ -154,6 +165,6 @@ def stats_text(results: Sequence[Result], seconds: float) -> str:
 
 
 def memory_text(memory: dict[str, int]) -> str:
-    """What the model took of the GPU at most."""
+    """The most GPU memory that the model used."""
     used, reserved, limit = (format_size(memory[name]) for name in ("peak_used", "peak_reserved", "limit"))
     return f"GPU memory {used} used and {reserved} reserved at most, {limit} allowed"

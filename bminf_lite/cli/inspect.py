@@ -1,4 +1,4 @@
-"""``inspect``: what is in a checkpoint."""
+"""``inspect``: the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def inspect(model: Path, as_json: bool) -> None:
     """Show what is in a checkpoint.
 
     Prints the architecture and sizes of the folder MODEL, every tensor's type and shape, and the smallest, median and
-    largest scale of each int8 tensor. Nothing is loaded, so it works for any architecture and any size.
+    largest scale of each int8 tensor. No model is built, so it works for any architecture and any size.
 
     \b
     Example:
@@ -26,14 +26,14 @@ def inspect(model: Path, as_json: bool) -> None:
       bminf-lite inspect MODEL --json | jq .parameters
     """
     from ..checkpoint.inspect import inspect as describe
-    from ..evaluation.comparison import nan_to_none
+    from ..evaluation.compare import nan_to_none
 
     found = describe(model)
     click.echo(json.dumps(nan_to_none(found), indent=2, ensure_ascii=False) if as_json else "\n".join(lines(found)))
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The description for people: a summary, and a line per tensor."""
+    """The description as text: a summary, and a line per tensor."""
     kinds = ", ".join(f"{dtype} {size_text(size)}" for dtype, size in found["dtypes"].items())
     facts = {
         "architecture": ", ".join([str(found["model_type"]), *(found["architectures"] or [])]),

@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|w8a8-smooth|auto|FILE",
               help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 with outliers moved into the "
-                   "weights; what a calibration finds best for each product; or a TOML file.")  # fmt: skip
+                   "weights (w8a8-smooth); that, with float activations where int8 is too coarse (auto); or a TOML "
+                   "file.")  # fmt: skip
 @click.option("--calibrate", type=click.Path(path_type=Path), metavar="FILE",
               help='Text to calibrate on, or JSONL with a "text" per line; w8a8-smooth and auto need it.')  # fmt: skip
 @click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True,
               help="How many pieces of that text, of up to 512 tokens each.")  # fmt: skip
 @click.option("--max-divergence", type=float, metavar="NATS",
-              help="Fail, and write nothing, if predictions on a held-out part of that text diverge more, in "
-              "the mean per token.")  # fmt: skip
+              help="Fail, and write nothing, if the mean divergence of predictions on a held-out part of that text is "
+              "larger.")  # fmt: skip
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N",
               help="Where to calibrate: auto takes a GPU if one can be used, and else the CPU.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Check the source and list what would become of each tensor.")
+@click.option("--dry-run", is_flag=True, help="Check the source, and list how each tensor would be stored.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is a migrated checkpoint.")
 def migrate(
     source: Path,
@@ -80,7 +81,7 @@ def migrate(
 
 
 def progress_callback(bar: tqdm[Any]) -> Callable[[int, int, str], None]:
-    """A callback that brings a progress bar to where the work is."""
+    """A callback that updates a progress bar."""
 
     def progress(done: int, total: int, tensor: str) -> None:
         bar.total = total
@@ -91,7 +92,7 @@ def progress_callback(bar: tqdm[Any]) -> Callable[[int, int, str], None]:
 
 
 def product_lines(products: Sequence[dict[str, Any]]) -> list[str]:
-    """What a calibration decided for each product, in columns: errors of its output as signal-to-noise ratios."""
+    """A calibration's decision for each product, in columns; errors of its output are signal-to-noise ratios."""
     names = [product["tensors"][0] + (", ..." if len(product["tensors"]) > 1 else "") for product in products]
     width = max(map(len, names), default=0)
     return [
@@ -108,7 +109,7 @@ def decibel_text(error: float) -> str:
 
 
 def cost_line(cost: Mapping[str, Any]) -> str:
-    """How far the result is from the source on the text that was held out."""
+    """The distance from the source on the held-out text."""
     if cost["kl"] is None:
         return "cost: the int8 model's logits hold a NaN or an infinity"
     return (
@@ -120,7 +121,7 @@ def cost_line(cost: Mapping[str, Any]) -> str:
 
 
 def tensor_lines(tensors: Sequence[TensorReport]) -> list[str]:
-    """What becomes of each tensor, in columns."""
+    """Each tensor before and after, in columns."""
     names = [f"{t.name} {list(t.shape)}" for t in tensors]
     width = max(map(len, names), default=0)
     return [
@@ -131,7 +132,7 @@ def tensor_lines(tensors: Sequence[TensorReport]) -> list[str]:
 
 
 def summary(report: MigrationReport, out: Path, dry_run: bool) -> str:
-    """Sizes, and where quantization lost most."""
+    """Sizes, and the tensor that quantization changed most."""
     before, after = report.bytes_before, report.bytes_after
     lines = [
         f"{'would write' if dry_run else 'wrote'} {out}, recipe {report.recipe.name}: {len(report.tensors)} tensors, "

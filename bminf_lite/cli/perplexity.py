@@ -54,7 +54,7 @@ def perplexity(
     from tqdm import tqdm
 
     from ..api import load
-    from ..evaluation.comparison import nan_to_none
+    from ..evaluation.compare import nan_to_none
     from ..evaluation.corpus import read_texts, windows_for
     from ..evaluation.perplexity import Perplexity, window_losses
 

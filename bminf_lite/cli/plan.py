@@ -1,4 +1,4 @@
-"""``plan``: what would fit on a GPU, what would be streamed, and how fast that would be."""
+"""``plan``: what fits on a GPU, what is streamed, and the speed that follows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import Size, kv_cache_option, memory_limit_option, model_argument
+from ._options import kv_cache_option, memory_limit_option, model_argument, size
 
 if TYPE_CHECKING:
     from ..memory.planner import MemoryPlan
@@ -17,19 +17,15 @@ if TYPE_CHECKING:
 GB = 1e9
 
 
-class Speed(click.ParamType):
-    """A speed in GB/s, in bytes per second."""
-
-    name = "speed"
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
-        try:
-            speed = float(value) * GB
-        except ValueError:
-            speed = math.nan
-        if not 0 < speed < math.inf:
-            self.fail(f"{value!r} is not a speed: write a positive number of GB/s, such as 25", parameter, context)
-        return speed
+def speed(value: str) -> float:
+    """A speed given in GB/s, in bytes per second."""
+    try:
+        found = float(value) * GB
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise click.BadParameter(f"{value!r} is not a speed: write a positive number of GB/s, such as 25")
+    return found
 
 
 @click.command()
@@ -42,12 +38,12 @@ class Speed(click.ParamType):
 @click.option(
     "--recipe",
     metavar="w8a8|w8a16|FILE",
-    help="MemoryPlan as if migrated by it; by default a checkpoint as it is, a config.json as w8a8.",
+    help="Plan as if migrated by this recipe; by default a checkpoint as it is, a config.json as w8a8.",
 )
-@click.option("--gpu-memory", type=Size(), metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
-@click.option("--link", type=Speed(), metavar="GB/s",
+@click.option("--gpu-memory", type=size, metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
+@click.option("--link", type=speed, metavar="GB/s",
               help="Speed from host memory to the GPU; without it measured on this machine's GPU.")  # fmt: skip
-@click.option("--bandwidth", type=Speed(), metavar="GB/s",
+@click.option("--bandwidth", type=speed, metavar="GB/s",
               help="Speed of the GPU's memory; without it measured, if there is a GPU.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(
@@ -62,7 +58,7 @@ def plan(
     bandwidth: float | None,
     as_json: bool,
 ) -> None:
-    """MemoryPlan where a model's layers live.
+    """Plan where a model's layers are stored.
 
     MODEL is a checkpoint's folder, or a config.json alone. Nothing is loaded, and no GPU is needed if --gpu-memory and
     --link are given.
@@ -105,7 +101,7 @@ def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def lines(plan: MemoryPlan) -> list[str]:
-    """The plan for people."""
+    """The plan as lines of text."""
     from ..memory.planner import suggestions
     from ..memory.sizes import format_size
 
@@ -160,7 +156,7 @@ def host_text(plan: MemoryPlan) -> str:
 
 
 def speed_text(plan: MemoryPlan) -> str:
-    """The prediction, or what it needs."""
+    """The predicted speed, or the option that it needs."""
     if plan.tokens_per_second is None:
         missing = "--link" if plan.streamed else "--bandwidth"
         return f"not known: give {missing}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from .request import Request
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock seconds of one request: until its first token, and from there to its last."""
+    """Wall-clock seconds of one request: from its start to its first token, and from there to its last."""
 
     prompt_tokens: int
     new_tokens: int
@@ -35,9 +38,9 @@ class Timings:
 class Result:
     """A finished request. Prints as its text.
 
-    ``finish_reason`` is ``"stop"`` (an end-of-text token or a stop string) or ``"length"`` (``max_new_tokens`` or the
-    model's context is used up). ``token_ids`` holds every generated token, the end-of-text token included; ``text``
-    ends before a stop string. ``logprobs`` has the log-probability of each token, if asked for.
+    ``finish_reason`` is ``"stop"`` (an end-of-sequence token or a stop string) or ``"length"`` (``max_new_tokens`` or
+    the model's context is used up). ``token_ids`` holds every generated token, including the end-of-sequence token;
+    ``text`` ends before a stop string. ``logprobs`` has the log-probability of each token if the parameters say so.
     """
 
     text: str
@@ -73,8 +76,8 @@ class Result:
 class Piece:
     """A part of a stream: new text of prompt ``index``, and the tokens it came from.
 
-    Text is held back while it may be half a character or the start of a stop string, so a piece may have tokens and
-    no text. The last piece of each prompt has a ``finish_reason`` and the whole ``result``.
+    Text is held back while it may be part of a character or of a stop string, so a piece may have tokens and no text.
+    The last piece of each prompt has a ``finish_reason`` and the whole ``result``.
     """
 
     index: int
@@ -82,3 +85,24 @@ class Piece:
     token_ids: list[int]
     finish_reason: str | None = None
     result: Result | None = None
+
+
+def make_piece(request: Request, token_ids: Sequence[int], text: str, whole_text: str) -> Piece:
+    """The piece for new tokens of ``request`` and their ``text``; ``whole_text`` is all its text so far."""
+    if request.finish_reason is None:
+        return Piece(request.index, text, list(token_ids))
+    prompt_tokens = len(request.source_token_ids or request.prompt_token_ids)
+    result = Result(
+        whole_text,
+        list(request.output_token_ids),
+        request.finish_reason,
+        prompt_tokens,
+        Timings(
+            prompt_tokens=prompt_tokens,
+            new_tokens=len(request.output_token_ids),
+            prompt_seconds=request.first_token_time - request.start_time,
+            decode_seconds=request.last_token_time - request.first_token_time,
+        ),
+        list(request.logprobs) if request.params.logprobs else None,
+    )
+    return Piece(request.index, text, list(token_ids), request.finish_reason, result)

@@ -1,28 +1,31 @@
-"""What a caller may ask of sampling, checked once, and its form for a backend.
+"""How tokens are chosen: the parameters that a caller sets, checked once, and their form for a backend.
 
-:class:`SamplingParams` is what a user sees; :func:`sampler_state` makes from one of them per sequence the arrays that
-:mod:`bminf_lite.backend.sampling` defines the meaning of.
+:func:`sampler_state` turns the :class:`SamplingParams` of several sequences into arrays, whose meaning
+:mod:`bminf_lite.backend.sampling` defines.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from ..backend.sampling import PROMPT_FLAG, SamplerState
 from ..errors import CheckpointError, UsageError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 INT32_MAX = 2**31 - 1
 FP32_TINY = float(np.finfo(np.float32).tiny)
 FP32_MAX = float(np.finfo(np.float32).max)
 MAX_PENALTY = 1e24
-"""More than any use, and so little that penalised logits stay finite in fp32, whatever the count of a token."""
+"""Small enough that penalised logits stay finite in fp32 for any number of occurrences of a token."""
 
 _INTEGERS = {"max_new_tokens": (1, INT32_MAX), "top_k": (0, INT32_MAX), "seed": (0, 2**64 - 1)}
 _NUMBERS = {
@@ -39,19 +42,19 @@ _NUMBERS = {
 class SamplingParams:
     """How to choose the tokens of a completion. Raises ``UsageError`` with every field that is out of range.
 
-    - ``max_new_tokens``: the completion's length at most, 1 or more.
+    - ``max_new_tokens``: the maximum length of the completion, 1 or more.
     - ``temperature``: 0 takes the most likely token; larger is more random.
     - ``top_k``: draw from this many most likely tokens; 0 is off.
-    - ``top_p``: draw from the fewest most likely tokens that have this probability together, over 0 and up to 1 (off).
-    - ``min_p``: drop tokens less likely than this fraction of the most likely one, 0 (off) to 1.
-    - ``repetition_penalty``: 1e-24 to 1e24, 1 is off; divides positive and multiplies negative logits of tokens seen
-      before.
-    - ``presence_penalty``, ``frequency_penalty``: subtracted from the logit of a generated token, once or once for each
-      time; -1e24 to 1e24.
-    - ``seed``: 0 to 2**64 - 1; the same seed gives the same tokens. ``None`` draws one at random.
-    - ``stop``: texts that end the completion and are not part of it. One string counts as a tuple of one.
-    - ``ignore_eos``: go on after an end-of-sequence token.
-    - ``logprobs``: report each token's log-probability.
+    - ``top_p``: draw from the fewest most likely tokens whose probabilities add up to this; over 0, and 1 is off.
+    - ``min_p``: drop tokens less likely than this fraction of the most likely one, from 0 (off) to 1.
+    - ``repetition_penalty``: divides positive and multiplies negative logits of tokens in the prompt and the
+      completion; 1e-24 to 1e24, 1 is off.
+    - ``presence_penalty``, ``frequency_penalty``: subtracted from the logit of a generated token, once, or once per
+      occurrence; -1e24 to 1e24, 0 is off.
+    - ``seed``: 0 to 2**64 - 1. The same seed gives the same tokens; ``None`` draws a seed at random.
+    - ``stop``: strings that end the completion and are not part of it. One string counts as a tuple of one.
+    - ``ignore_eos``: continue after an end-of-sequence token.
+    - ``logprobs``: report the log-probability of each token.
     """
 
     max_new_tokens: int = 128
@@ -77,13 +80,14 @@ class SamplingParams:
             raise UsageError("; ".join(problems))
 
     @classmethod
-    def from_checkpoint(cls, generation_config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
-        """The defaults of a checkpoint's ``generation_config.json``, and over them the caller's ``overrides``.
+    def from_checkpoint(
+        cls, generation_config: Mapping[str, Any], **overrides: Unpack[SamplingOptions]
+    ) -> SamplingParams:
+        """The defaults of a checkpoint's ``generation_config.json``, replaced by ``overrides`` that are not ``None``.
 
-        As in transformers, a configuration that does not say ``"do_sample": true`` means temperature 0, and one that
-        does means temperature 1 unless it gives another. An override of ``None`` counts as not given. Raises
-        ``CheckpointError`` for nonsensical values in the file (those that an override replaces are not looked at),
-        ``UsageError`` for an override of an unknown name or out of range.
+        As in transformers, the temperature is 0 unless the file says ``"do_sample": true``, and then it is 1 unless the
+        file gives another. Raises ``CheckpointError`` for invalid values in the file (values that an override replaces
+        are not checked), ``UsageError`` for an override that is unknown or out of range.
         """
         names = [f.name for f in fields(cls)]
         given = {name: value for name, value in overrides.items() if value is not None}
@@ -107,14 +111,34 @@ class SamplingParams:
             defaults["temperature"] = defaults.get("temperature", 1.0) if do_sample else 0.0
         return cls(**(defaults | given))
 
+    def with_seed(self) -> SamplingParams:
+        """These parameters with a random seed if they have none."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of :class:`SamplingParams` as keyword arguments; ``None`` means the checkpoint's default."""
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    ignore_eos: bool | None
+    logprobs: bool | None
+
 
 def sampler_state(
     params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], vocab_size: int, sequences: Sequence[int]
 ) -> SamplerState:
-    """The state, as NumPy arrays, of sequences at their start: one for each of ``params`` and ``prompts`` (token ids).
+    """The state of sequences at their start, as NumPy arrays: a row for each of ``params`` and ``prompts`` (token ids).
 
-    ``sequences`` numbers them within their request, which tells apart the draws of sequences with equal seeds. A
-    sequence without a seed gets one from the operating system.
+    Each of ``params`` must have a seed. ``sequences`` makes sequences with equal seeds draw differently.
     """
 
     def column(name: str, dtype: type) -> np.ndarray:
@@ -133,7 +157,7 @@ def sampler_state(
         repetition_penalty=column("repetition_penalty", np.float32),
         presence_penalty=column("presence_penalty", np.float32),
         frequency_penalty=column("frequency_penalty", np.float32),
-        seed=np.array([secrets.randbits(64) if p.seed is None else p.seed for p in params], np.uint64),
+        seed=column("seed", np.uint64),
         sequence=np.array(sequences, np.int32),
         step=np.zeros(len(params), np.int32),
         counts=counts,

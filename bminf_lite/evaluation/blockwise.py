@@ -1,12 +1,13 @@
-"""Running a checkpoint piece by piece over the same tokens, so that only one of its layers is in memory.
+"""Run a checkpoint layer by layer over the same tokens, so that only one of its layers is in memory.
 
-The tokens of many windows go through a layer before the next one is made. What is between two layers, the residual
-stream, waits on the host.
+All windows of tokens go through a layer before the next layer is built. The host keeps the residual stream between two
+layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import models
 from ..backend.base import Backend
 from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.values import Array
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.opened_model import open_model
 from ..checkpoint.recipe import Scheme
 from ..layers.loading import Weights
-from ..layers.recording import LinearCall, LinearHooks
+from ..layers.recording import LinearCall, LinearHooks, Observer
 from ..quantize.stages import HiddenState, LayerFn, LayerwiseModel, SequenceBatch
 from .corpus import Window
 
@@ -36,7 +36,7 @@ class Batch:
 
     @cached_property
     def sequences(self) -> SequenceBatch:
-        """The windows as sequences that start here."""
+        """The windows as sequences from position 0."""
         sources = tuple(w.source for w in self.windows if w.source is not None)
         return SequenceBatch(tuple(w.tokens for w in self.windows), sources)
 
@@ -47,13 +47,13 @@ class Batch:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """The rows whose logits predict a token that is scored; that token is in the row behind."""
+        """The rows whose logits predict a scored token, int64 ``[n]``; the token itself is in the next row."""
         ends = np.cumsum([len(w.tokens) for w in self.windows]) - 1
         return np.concatenate([np.arange(end - w.scored, end) for w, end in zip(self.windows, ends, strict=True)])
 
 
 def batch_windows(windows: Iterable[Window], tokens: int = BATCH_TOKENS) -> list[Batch]:
-    """Windows in their order, together while they have ``tokens`` at most."""
+    """Group windows, in their order, into batches of at most ``tokens`` tokens; a longer window is a batch alone."""
     groups: list[list[Window]] = []
     room = 0
     for window in windows:
@@ -66,54 +66,67 @@ def batch_windows(windows: Iterable[Window], tokens: int = BATCH_TOKENS) -> list
 
 
 class LayerwiseCheckpoint:
-    """The checkpoint in a folder, run on ``ops`` piece by piece. Close it, or use it as a context manager.
+    """The checkpoint in a folder, run on ``ops`` layer by layer. Close it, or use it as a context manager.
 
-    ``observer`` is told of each product (see :mod:`..layers.recording`) while it is set; ``schemes`` says of the
-    matrices that were read so far how they are quantized, see :func:`scheme_of`. Raises ``CheckpointError`` for a
-    folder that holds no model of a known architecture.
+    ``schemes`` holds the quantization of each matrix that was read so far, see :func:`scheme_of`. Raises
+    ``CheckpointError`` for a folder that holds no model of a known architecture.
     """
 
     def __init__(self, path: Path, ops: Backend):
         self.path = path
         self.ops = ops
-        self.observer: Callable[[LinearCall], None] | None = None
-        self.checkpoint = open_checkpoint(path)
+        self._observer: Observer | None = None
+        self._model = open_model(path)
+        self.checkpoint = self._model.checkpoint
+        self.config: Any = self._model.config
+        self.spec = self._model.spec
         try:
-            architecture = models.find(self.checkpoint.config)
-            self.config: Any = architecture.parse(self.checkpoint.config)
-            self.spec = architecture.spec(self.config)
-            self.checkpoint.validate(self.spec)
-            weights = _Schemes(self.checkpoint.weights(self.spec, stored=True))
+            weights = _Schemes(self._model.weights())
             self.schemes = weights.schemes
             hooks = LinearHooks(ops, weights, self._observe)
-            builder = architecture.ModelBuilder(self.config, hooks.weights, hooks.ops)
+            builder = self._model.architecture.ModelBuilder(self.config, hooks.weights, hooks.ops)
             self.layerwise = LayerwiseModel(builder, self.config, ops)
         except BaseException:
-            self.checkpoint.close()
+            self._model.close()
             raise
 
     def __enter__(self) -> LayerwiseCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.checkpoint.close()
+        self._model.close()
 
     def start(self, batches: Sequence[Batch]) -> list[HiddenState]:
         """Each batch before the first layer, on the host: fp32 ``[T, features]``."""
         return [self._parked(state) for state in self.layerwise.start([batch.sequences for batch in batches])]
 
-    def run(self, layer_fn: LayerFn, state: HiddenState, batch: Batch) -> HiddenState:
-        """A batch after one layer of :attr:`layerwise`; both states are on the host."""
-        encoded = None if state.encoded is None else self.ops.array(state.encoded)
-        return self._parked(layer_fn(HiddenState(self.ops.array(state.residual), encoded), batch.sequences))
+    def run(self, layer_fn: LayerFn, state: HiddenState, batch: Batch, observer: Observer | None = None) -> HiddenState:
+        """A batch after one layer of :attr:`layerwise`; both states are on the host.
 
-    def rows(self, output: Callable[[Array], Array], residual: np.ndarray) -> np.ndarray:
-        """Logits fp32 ``[n, vocab]`` of some rows of the residual stream behind the last layer."""
-        return self._host(output(self.ops.array(residual)))
+        ``observer`` is called before each product, see :mod:`..layers.recording`.
+        """
+        encoded = None if state.encoded is None else self.ops.array(state.encoded)
+        with self._observed_by(observer):
+            return self._parked(layer_fn(HiddenState(self.ops.array(state.residual), encoded), batch.sequences))
+
+    def rows(
+        self, output: Callable[[Array], Array], residual: np.ndarray, observer: Observer | None = None
+    ) -> np.ndarray:
+        """Logits fp32 ``[n, vocab]`` of rows ``[n, features]`` of the residual stream after the last layer."""
+        with self._observed_by(observer):
+            return self._host(output(self.ops.array(residual)))
+
+    @contextmanager
+    def _observed_by(self, observer: Observer | None) -> Iterator[None]:
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
 
     def _observe(self, call: LinearCall) -> None:
-        if self.observer is not None:
-            self.observer(call)
+        if self._observer is not None:
+            self._observer(call)
 
     def _parked(self, state: HiddenState) -> HiddenState:
         return HiddenState(self._host(state.residual), None if state.encoded is None else self._host(state.encoded))
@@ -131,7 +144,7 @@ def scheme_of(weight: HostWeight) -> str:
 
 
 class _Schemes:
-    """Remembers how each matrix is quantized."""
+    """Passes ``weights`` on, and remembers how each matrix is quantized."""
 
     def __init__(self, weights: Weights):
         self._weights = weights

@@ -1,39 +1,102 @@
-"""Comparing a model with a reference, its float original as a rule: in what they predict, and layer by layer.
+"""Compare a model with a reference, usually its float original: their predictions, and their outputs layer by layer.
 
-Both go through the same tokens side by side, one layer of each in memory at a time, so neither has to fit. Two
-questions are asked of a layer. *Accumulated*: how far is its output from the reference's, after everything before it?
-*Own*: how far is it if its input is the reference's? The second finds the layer that spoils the others.
+Both models process the same tokens side by side with one layer of each in memory, so neither model has to fit. Each
+layer and each product has two errors. The *accumulated* error is that of its output when the model's own activations
+go in. The *own* error is that of its output when the reference's activations go in; it shows which layer causes the
+error that later layers inherit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .. import backend
 from ..backend.base import Backend
 from ..errors import CheckpointError, UsageError, listed
-from ..layers.recording import LinearCall
+from ..layers.recording import LinearCall, Observer
 from ..quantize.stages import HiddenState
-from ..text.tokenizer import Tokenizer
+from ..text.checkpoint_files import load_tokenizer
 from .blockwise import Batch, LayerwiseCheckpoint, batch_windows
-from .comparison import BlockReport, Comparison, LinearReport
 from .corpus import Window
 from .divergence import Divergence, DivergenceAccumulator
-from .fidelity import ActivationStatsAccumulator, FidelityAccumulator, estimate_channel_factors, undo_channel_factors
+from .fidelity import (
+    ActivationStats,
+    ActivationStatsAccumulator,
+    Fidelity,
+    FidelityAccumulator,
+    estimate_channel_factors,
+    undo_channel_factors,
+)
 
 LOGIT_ROWS = 256
+"""Rows whose logits are in memory at once."""
 
 Progress = Callable[[int, int, str], None]
-"""Called with the parts of the model that are done, all of them, and the one at work."""
+"""Called with the number of parts that are done, the number of all parts, and the name of the current part."""
+
+
+@dataclass(frozen=True)
+class LinearReport:
+    """One product: the matrices stacked in it, how they are quantized, its errors, and its input.
+
+    ``input`` describes the activations that the model multiplies, ``reference_input`` those of the reference; smoothing
+    makes them differ.
+    """
+
+    tensors: tuple[str, ...]
+    scheme: str
+    own: Fidelity
+    accumulated: Fidelity
+    input: ActivationStats
+    reference_input: ActivationStats
+
+    @property
+    def name(self) -> str:
+        """The matrices' names in short: ``model.layers.0.self_attn.{q,k,v}_proj``."""
+        return brace_join([tensor.removesuffix(".weight") for tensor in self.tensors])
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One layer of the model: the errors of the residual stream after it, and the products in it."""
+
+    layer: int
+    own: Fidelity
+    accumulated: Fidelity
+    linears: tuple[LinearReport, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of :func:`compare`. ``blocks`` and ``head`` are empty if layers were not compared."""
+
+    divergence: Divergence
+    blocks: tuple[BlockReport, ...]
+    head: tuple[LinearReport, ...]
+    device: str
+
+    @property
+    def linears(self) -> list[LinearReport]:
+        """All products, in the order in which the model computes them."""
+        return [linear for block in self.blocks for linear in block.linears] + list(self.head)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON values. Infinite signal to noise, that of equal outputs, is None."""
+        blocks = [{"layer": b.layer, "own": asdict(b.own), "accumulated": asdict(b.accumulated)} for b in self.blocks]
+        linears = [{"name": linear.name, **asdict(linear)} for linear in self.linears]
+        found: dict[str, Any] = {"device": self.device, **self.divergence.to_dict()}
+        return {key: nan_to_none(value) for key, value in (found | {"blocks": blocks, "linears": linears}).items()}
 
 
 def check_pair(model: Path, reference: Path, texts: Sequence[str]) -> None:
-    """Raise ``UsageError`` unless the two models read ``texts`` alike and have the same shape; reads no weights."""
+    """Raise ``UsageError`` unless both models have the same shape and tokenize ``texts`` alike; reads no weights."""
     with (
         closing(backend.create("cpu")) as ops,
         LayerwiseCheckpoint(model, ops) as ours,
@@ -50,11 +113,9 @@ def check_pair(model: Path, reference: Path, texts: Sequence[str]) -> None:
             if mine != other
         ]
         if not problems:
-            tokenizers = [Tokenizer.load(p, ours.config.vocab_size) for p in (model, reference)]
-            for text in texts:
-                if tokenizers[0].encode(text) != tokenizers[1].encode(text):
-                    problems.append("the tokenizers read the text differently: another vocabulary, or other settings")
-                    break
+            one, other = (load_tokenizer(p, ours.config.vocab_size) for p in (model, reference))
+            if any(one.encode(text) != other.encode(text) for text in texts):
+                problems.append("the tokenizers read the text differently: their vocabularies or settings differ")
     if problems:
         title = f"{model} cannot be compared with {reference}; give the checkpoint that it was made from"
         raise UsageError(listed(title, problems))
@@ -69,7 +130,7 @@ def compare(
     layers: bool = True,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compare the checkpoint in the folder ``model`` with ``reference`` on ``windows`` of tokens.
+    """Compare the checkpoint in the folder ``model`` with the one in ``reference`` on ``windows`` of tokens.
 
     Without ``layers`` only the predictions are compared. Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``.
     """
@@ -79,183 +140,168 @@ def compare(
         LayerwiseCheckpoint(model, ops) as ours,
         LayerwiseCheckpoint(reference, ops) as theirs,
     ):
-        run = _ModelPair(ours, theirs, batches, layers)
+        their_states, our_states = theirs.start(batches), ours.start(batches)
+        (_, x), (_, y) = (states[0].residual.shape for states in (our_states, their_states))
+        if x != y:
+            raise CheckpointError(f"{model}: {x} features, but the reference has {y}")
         parts = [*ours.layerwise.names, "output head"]
         blocks = []
-        for layer, part in enumerate(parts):
+        for layer, part in enumerate(parts[:-1]):
             if progress:
                 progress(layer, len(parts), part)
-            if layer < len(ours.layerwise.names):
-                blocks.append(run.block(layer))
-        divergence, head = run.head()
+            if layers:
+                blocks.append(_compare_layer(layer, ours, theirs, batches, our_states, their_states))
+            else:
+                _advance(layer, theirs, batches, their_states)
+                _advance(layer, ours, batches, our_states)
+        if progress:
+            progress(len(parts) - 1, len(parts), parts[-1])
+        divergence, head = _compare_head(ours, theirs, batches, our_states, their_states, layers)
         if progress:
             progress(len(parts), len(parts), "done")
-        return Comparison(divergence, tuple(b for b in blocks if b is not None), head, ops.name)
+        return Comparison(divergence, tuple(blocks), head, ops.name)
 
 
-class _ModelPair:
-    """Two models on their way through the same batches; holds both residual streams."""
-
-    def __init__(
-        self, model: LayerwiseCheckpoint, reference: LayerwiseCheckpoint, batches: Sequence[Batch], layers: bool
-    ):
-        self.model = model
-        self.reference = reference
-        self.batches = batches
-        self.layers = layers
-        self.theirs = reference.start(batches)
-        self.ours = model.start(batches)
-        (_, x), (_, y) = (states[0].residual.shape for states in (self.ours, self.theirs))
-        if x != y:
-            raise CheckpointError(f"{model.path}: {x} features, but the reference has {y}")
-
-    def block(self, layer: int) -> BlockReport | None:
-        """Take both streams through a layer."""
-        if not self.layers:
-            self._advance(self.reference, self.theirs, layer)
-            self._advance(self.model, self.ours, layer)
-            return None
-        ours, theirs = self.model.layerwise.build(layer), self.reference.layerwise.build(layer)
-        own, accumulated = FidelityAccumulator(), FidelityAccumulator()
-        comparator = _LinearComparator(self.model, self.reference)
-        for i, batch in enumerate(self.batches):
-            reference_input = self.theirs[i]
-            with comparator.reference_run():
-                self.theirs[i] = self.reference.run(theirs, reference_input, batch)
-            with comparator.own_run():
-                own.add(self.theirs[i].residual, self.model.run(ours, reference_input, batch).residual)
-            with comparator.accumulated_run():
-                self.ours[i] = self.model.run(ours, self.ours[i], batch)
-            accumulated.add(self.theirs[i].residual, self.ours[i].residual)
-        return BlockReport(layer, own.result(), accumulated.result(), comparator.result())
-
-    def head(self) -> tuple[Divergence, tuple[LinearReport, ...]]:
-        """What both predict from their streams, and the products of the output."""
-        theirs, ours = self.reference.layerwise.output(), self.model.layerwise.output()
-        comparator = _LinearComparator(self.model, self.reference)
-        total = DivergenceAccumulator()
-        for i, batch in enumerate(self.batches):
-            for first in range(0, len(batch.rows), LOGIT_ROWS):
-                rows = batch.rows[first : first + LOGIT_ROWS]
-                reference_input = self.theirs[i].residual[rows]
-                with comparator.reference_run(self.layers):
-                    expected = self.reference.rows(theirs, reference_input)
-                if self.layers:
-                    with comparator.own_run():
-                        self.model.rows(ours, reference_input)
-                with comparator.accumulated_run(self.layers):
-                    got = self.model.rows(ours, self.ours[i].residual[rows])
-                total.add(expected, got, batch.tokens[rows + 1])
-        return total.result(), comparator.result()
-
-    def _advance(self, model: LayerwiseCheckpoint, states: list[HiddenState], layer: int) -> None:
-        layer_fn = model.layerwise.build(layer)
-        for i, batch in enumerate(self.batches):
-            states[i] = model.run(layer_fn, states[i], batch)
+def _advance(layer: int, checkpoint: LayerwiseCheckpoint, batches: Sequence[Batch], states: list[HiddenState]) -> None:
+    """Replace each batch's state by the one after the layer."""
+    layer_fn = checkpoint.layerwise.build(layer)
+    for i, batch in enumerate(batches):
+        states[i] = checkpoint.run(layer_fn, states[i], batch)
 
 
-@dataclass(frozen=True)
-class _ReferenceCall:
-    """One product of the reference in the present batch: fp32 ``[T, in]`` and ``[T, out]``."""
+def _compare_layer(
+    layer: int,
+    model: LayerwiseCheckpoint,
+    reference: LayerwiseCheckpoint,
+    batches: Sequence[Batch],
+    ours: list[HiddenState],
+    theirs: list[HiddenState],
+) -> BlockReport:
+    """Advance both models' states by one layer, and measure its errors."""
+    layer_fn, reference_fn = model.layerwise.build(layer), reference.layerwise.build(layer)
+    own, accumulated = FidelityAccumulator(), FidelityAccumulator()
+    linears: list[LinearAccumulator] = []
+    for i, batch in enumerate(batches):
+        reference_input = theirs[i]
+        theirs[i] = reference.run(reference_fn, reference_input, batch, reference_observer(linears, model.ops))
+        own_output = model.run(layer_fn, reference_input, batch, observer(linears, LinearAccumulator.add_own))
+        own.add(theirs[i].residual, own_output.residual)
+        ours[i] = model.run(layer_fn, ours[i], batch, observer(linears, LinearAccumulator.add_accumulated))
+        accumulated.add(theirs[i].residual, ours[i].residual)
+    reports = tuple(linear.result(model.schemes) for linear in linears)
+    return BlockReport(layer, own.result(), accumulated.result(), reports)
 
-    tensors: tuple[str, ...]
-    x: np.ndarray
-    y: np.ndarray
+
+def _compare_head(
+    model: LayerwiseCheckpoint,
+    reference: LayerwiseCheckpoint,
+    batches: Sequence[Batch],
+    ours: Sequence[HiddenState],
+    theirs: Sequence[HiddenState],
+    layers: bool,
+) -> tuple[Divergence, tuple[LinearReport, ...]]:
+    """Compare the predictions, and with ``layers`` the errors of the head's products."""
+    reference_fn, head_fn = reference.layerwise.output(), model.layerwise.output()
+    total = DivergenceAccumulator()
+    linears: list[LinearAccumulator] = []
+    for batch, our_state, their_state in zip(batches, ours, theirs, strict=True):
+        for first in range(0, len(batch.rows), LOGIT_ROWS):
+            rows = batch.rows[first : first + LOGIT_ROWS]
+            x, reference_input = our_state.residual[rows], their_state.residual[rows]
+            if layers:
+                expected = reference.rows(reference_fn, reference_input, reference_observer(linears, model.ops))
+                model.rows(head_fn, reference_input, observer(linears, LinearAccumulator.add_own))
+                got = model.rows(head_fn, x, observer(linears, LinearAccumulator.add_accumulated))
+            else:
+                expected, got = reference.rows(reference_fn, reference_input), model.rows(head_fn, x)
+            total.add(expected, got, batch.tokens[rows + 1])
+    return total.result(), tuple(linear.result(model.schemes) for linear in linears)
 
 
-class _LinearStats:
-    """What is known of one product."""
+class LinearAccumulator:
+    """Collects the errors and inputs of one product, batch by batch: first the reference's call, then the model's."""
 
-    def __init__(self, tensors: tuple[str, ...]):
+    def __init__(self, ops: Backend, tensors: tuple[str, ...]):
+        self.ops = ops
         self.tensors = tensors
-        self.own, self.accumulated = FidelityAccumulator(), FidelityAccumulator()
-        self.input, self.reference_input = ActivationStatsAccumulator(), ActivationStatsAccumulator()
+        self._own, self._accumulated = FidelityAccumulator(), FidelityAccumulator()
+        self._input, self._reference_input = ActivationStatsAccumulator(), ActivationStatsAccumulator()
 
+    def add_reference(self, call: LinearCall) -> None:
+        """The reference's product: its input and output are what the model's calls are compared with."""
+        self._x, self._y = self._host(call.x), self._output(call)
+        self._reference_input.add(self._x)
 
-class _LinearComparator:
-    """Pairs the products of the two models, in the order in which they come, and measures them."""
+    def add_own(self, call: LinearCall) -> None:
+        """The model's product in a layer that was given the reference's input.
 
-    def __init__(self, model: LayerwiseCheckpoint, reference: LayerwiseCheckpoint):
-        self.model = model
-        self.reference = reference
-        self.ops: Backend = model.ops
-        self._stats: list[_LinearStats] = []
-        self._reference_calls: list[_ReferenceCall] = []
-
-    def result(self) -> tuple[LinearReport, ...]:
-        """All linear layers that were compared."""
-        return tuple(
-            LinearReport(
-                w.tensors, self._scheme(w.tensors), w.own.result(), w.accumulated.result(), w.input.result(),
-                w.reference_input.result(),
-            )
-            for w in self._stats
-        )  # fmt: skip
-
-    @contextmanager
-    def reference_run(self, watch: bool = True) -> Iterator[None]:
-        """While the reference computes: remember its inputs and outputs."""
-        self._reference_calls.clear()
-
-        def record(call: LinearCall) -> None:
-            x, y = self._values(call)
-            if len(self._reference_calls) == len(self._stats):
-                self._stats.append(_LinearStats(call.tensors))
-            self._stats[len(self._reference_calls)].reference_input.add(x)
-            self._reference_calls.append(_ReferenceCall(call.tensors, x, y))
-
-        with self._observing(self.reference, record if watch else None):
-            yield
-
-    @contextmanager
-    def own_run(self) -> Iterator[None]:
-        """While the model computes from the reference's stream: the error of each product alone.
-
-        What the product gets in this run has other errors in it already. So it is given the reference's input, in the
-        units that this run shows.
+        Earlier products of the layer have changed ``call.x`` already. So the product is computed for the reference's
+        input instead, in the units of ``call.x``.
         """
-        pairs = self._pairs()
+        factors = estimate_channel_factors(self._host(call.x), self._x)
+        x = self._x if factors is None else (self._x * factors).astype(np.float32)
+        y = self.ops.host(self.ops.linear(self.ops.array(x), call.weight, fp32=True))
+        self._own.add(self._y, undo_channel_factors(self._y, y))
 
-        def record(call: LinearCall) -> None:
-            stats, reference = next(pairs)
-            x = np.array(self.ops.host(call.x), np.float32)
-            factors = estimate_channel_factors(x, reference.x)
-            reference_input = reference.x if factors is None else (reference.x * factors).astype(np.float32)
-            y = self.ops.host(self.ops.linear(self.ops.array(reference_input), call.weight, fp32=True))
-            stats.own.add(reference.y, undo_channel_factors(reference.y, y))
+    def add_accumulated(self, call: LinearCall) -> None:
+        """The model's product in a layer that was given the model's own input."""
+        self._input.add(self._host(call.x))
+        self._accumulated.add(self._y, undo_channel_factors(self._y, self._output(call)))
 
-        with self._observing(self.model, record):
-            yield
+    def result(self, schemes: dict[str, str]) -> LinearReport:
+        """The report of everything that was added; ``schemes`` are those of the model's matrices."""
+        scheme = ", ".join(sorted({schemes[name] for name in self.tensors}))
+        return LinearReport(
+            self.tensors,
+            scheme,
+            self._own.result(),
+            self._accumulated.result(),
+            self._input.result(),
+            self._reference_input.result(),
+        )
 
-    @contextmanager
-    def accumulated_run(self, watch: bool = True) -> Iterator[None]:
-        """While the model computes from its own stream: the error of each product after all before it."""
-        pairs = self._pairs()
+    def _host(self, x: Any) -> np.ndarray:
+        return np.array(self.ops.host(x), np.float32)
 
-        def record(call: LinearCall) -> None:
-            stats, reference = next(pairs)
-            x, y = self._values(call)
-            stats.input.add(x)
-            stats.accumulated.add(reference.y, undo_channel_factors(reference.y, y))
+    def _output(self, call: LinearCall) -> np.ndarray:
+        """fp32 ``[T, out]``, whatever type the model stores it in."""
+        return np.asarray(self.ops.host(self.ops.linear(call.x, call.weight, fp32=True)))
 
-        with self._observing(self.model, record if watch else None):
-            yield
 
-    def _pairs(self) -> Iterator[tuple[_LinearStats, _ReferenceCall]]:
-        yield from zip(self._stats, self._reference_calls, strict=True)
+def reference_observer(linears: list[LinearAccumulator], ops: Backend) -> Observer:
+    """An observer of one run of the reference: the first run appends an accumulator for each product."""
+    count = 0
 
-    def _values(self, call: LinearCall) -> tuple[np.ndarray, np.ndarray]:
-        """A product's input and output, fp32 on the host."""
-        x = np.array(self.ops.host(call.x), np.float32)
-        return x, np.asarray(self.ops.host(self.ops.linear(call.x, call.weight, fp32=True)))
+    def observe(call: LinearCall) -> None:
+        nonlocal count
+        if count == len(linears):
+            linears.append(LinearAccumulator(ops, call.tensors))
+        linears[count].add_reference(call)
+        count += 1
 
-    def _scheme(self, tensors: tuple[str, ...]) -> str:
-        return ", ".join(sorted({self.model.schemes[name] for name in tensors}))
+    return observe
 
-    @contextmanager
-    def _observing(self, model: LayerwiseCheckpoint, record: Callable[[LinearCall], None] | None) -> Iterator[None]:
-        model.observer = record
-        try:
-            yield
-        finally:
-            model.observer = None
+
+def observer(linears: Sequence[LinearAccumulator], add: Callable[[LinearAccumulator, LinearCall], None]) -> Observer:
+    """An observer of one run of the model: both models have the same products in the same order."""
+    remaining = iter(linears)
+    return lambda call: add(next(remaining), call)
+
+
+def brace_join(names: Sequence[str], separators: str = "._") -> str:
+    """Names that differ in places, as one: ``a.q_proj``, ``a.k_proj`` -> ``a.{q,k}_proj``."""
+    if len(set(names)) == 1:
+        return names[0]
+    cut = [name.split(separators[0]) for name in names] if separators else []
+    if len({len(parts) for parts in cut}) != 1:
+        return f"{{{','.join(names)}}}"
+    return separators[0].join(brace_join(parts, separators[1:]) for parts in zip(*cut, strict=True))
+
+
+def nan_to_none(value: Any) -> Any:
+    """``value`` with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: nan_to_none(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [nan_to_none(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

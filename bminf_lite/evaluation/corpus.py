@@ -1,7 +1,7 @@
-"""Text to measure or to calibrate on: read and checked, then cut into windows of tokens.
+"""Text to measure or to calibrate on: read and validated, then cut into windows of tokens.
 
-A file is one document of plain text, or JSONL with a document per line. Everything that can be wrong with it is found
-before a model's weights are touched.
+A file is one document of plain text, or JSONL with a document per line. All checks happen before a model's weights are
+read.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import models
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.opened_model import open_model
 from ..errors import UsageError, listed
+from ..text.checkpoint_files import load_tokenizer
 from ..text.tokenizer import Tokenizer
 
 DEFAULT_WINDOW = 1024
@@ -24,10 +24,10 @@ DEFAULT_WINDOW = 1024
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens of one document, int32 ``[n]``, of which the last ``scored`` are predictions to judge.
+    """Consecutive tokens of one document, int32 ``[n]``, of which the last ``scored`` are to be predicted.
 
-    Their predecessors in the window are what they are predicted from, so ``scored`` is less than ``n``. For an
-    encoder-decoder those are the ``source``, and ``tokens`` begins with those that its decoder starts from.
+    Each is predicted from the tokens before it in the window, so ``scored`` is less than ``n``. For an encoder-decoder
+    ``source`` holds the earlier tokens, and ``tokens`` begins with the decoder's start tokens.
     """
 
     tokens: np.ndarray
@@ -35,7 +35,7 @@ class Window:
     source: np.ndarray | None = None
 
     def for_encoder_decoder(self, start: Sequence[int]) -> Window:
-        """The same text for an encoder-decoder that starts from ``start``; it scores half of the text at most."""
+        """The same text for an encoder-decoder whose decoder starts with ``start``; scores at most half of the text."""
         middle = max(-(-len(self.tokens) // 2), len(self.tokens) - self.scored)
         tokens = np.concatenate([start, self.tokens[middle:]]).astype(np.int32)
         return Window(tokens, len(self.tokens) - middle, self.tokens[:middle])
@@ -45,8 +45,8 @@ def read_texts(path: Path) -> list[str]:
     """The documents of a file: all of it, or with the suffix ``.jsonl`` the ``text`` of each line's object.
 
     A byte order mark at the start and documents of white space alone are left out. Raises ``UsageError`` for a file
-    that cannot be read, is empty, is binary or not UTF-8, and for JSONL with lines that are no objects with a ``text``:
-    in one message.
+    that cannot be read, is empty, binary or not UTF-8, and for JSONL whose lines are not objects with a ``text``; the
+    message lists all such lines.
     """
     try:
         content = path.read_bytes()
@@ -97,34 +97,34 @@ def encode_texts(texts: Iterable[str], tokenizer: Tokenizer) -> list[np.ndarray]
 def windows_for(
     folder: Path, texts: Iterable[str], window: int | None = None, stride: int | None = None
 ) -> list[Window]:
-    """``texts`` in windows for the model in ``folder``, whose tokenizer and context count; its weights are not read.
+    """``texts`` in windows for the model in ``folder``, by its tokenizer and context; its weights are not read.
 
-    ``window`` is by default the context, or :data:`DEFAULT_WINDOW` if that is shorter; ``stride`` half the window.
-    Raises ``CheckpointError`` for a folder that holds no such model, and what :func:`cut` raises.
+    ``window`` is by default the context, or :data:`DEFAULT_WINDOW` if that is shorter; ``stride`` is by default half
+    the window. Raises ``CheckpointError`` for a folder that holds no model, and what :func:`sliding_windows` raises.
     """
     config = parse_config(folder)
     window = min(config.context_length, DEFAULT_WINDOW) if window is None else window
     stride = max(window // 2, 1) if stride is None else stride
     check_window(window, stride, config.context_length)
     return fit_windows(
-        sliding_windows(encode_texts(texts, Tokenizer.load(Path(folder), config.vocab_size)), window, stride), config
+        sliding_windows(encode_texts(texts, load_tokenizer(Path(folder), config.vocab_size)), window, stride), config
     )
 
 
 def parse_config(folder: str | Path) -> Any:
     """The parsed configuration of the model in a folder; raises ``CheckpointError``."""
-    with open_checkpoint(folder) as checkpoint:
-        return models.find(checkpoint.config).parse(checkpoint.config)
+    with open_model(folder) as model:
+        return model.config
 
 
 def fit_windows(windows: Sequence[Window], config: Any) -> list[Window]:
-    """The windows for a model of that configuration: those of an encoder-decoder are :meth:`Window.divided`."""
+    """The windows for a model of that configuration; see :meth:`Window.for_encoder_decoder`."""
     start = getattr(config, "decoder_start_token_ids", ())
     return [window.for_encoder_decoder(start) for window in windows] if start else list(windows)
 
 
 def check_window(window: int, stride: int, context: int | None = None) -> None:
-    """Raise ``UsageError`` unless ``window`` fits ``context`` and a window every ``stride`` tokens misses none."""
+    """Raise ``UsageError`` unless ``window`` fits ``context`` and ``stride`` is at most the window."""
     problems = []
     if context is not None and not 2 <= window <= context:
         problems.append(f"the window is {window:,} tokens; it must be 2 to the model's context, {context:,}")
@@ -139,12 +139,12 @@ def check_window(window: int, stride: int, context: int | None = None) -> None:
 def sliding_windows(
     documents: Sequence[Sequence[int] | np.ndarray], window: int, stride: int | None = None
 ) -> list[Window]:
-    """Windows of up to ``window`` tokens, every ``stride`` tokens of each document, that score each token once.
+    """Windows of up to ``window`` tokens, one every ``stride`` tokens of each document, that score each token once.
 
-    A window scores what no window before it did, so after the first of a document each scored token follows at least
-    ``window - stride`` others. Without a ``stride``, or with one as long as the window, windows are separate and each
-    one's first token is not scored, having nothing before it; nor is a document's first. Raises ``UsageError`` for a
-    window or stride that makes no sense, and if there is no token to score.
+    A window scores the tokens that no earlier window scored. So after a document's first window each scored token has
+    at least ``window - stride`` tokens before it. Without a ``stride``, or with one as long as the window, windows do
+    not overlap, and the first token of each is not scored because it has nothing before it. Raises ``UsageError`` as
+    :func:`check_window` does, and if there is no token to score.
     """
     stride = window if stride is None else stride
     check_window(window, stride)
@@ -167,7 +167,7 @@ def sliding_windows(
 
 
 def truncate_windows(windows: Sequence[Window], count: int) -> list[Window]:
-    """The first windows, as many as score ``count`` tokens; the last one is cut short."""
+    """The first windows, which score ``count`` tokens together; the last one is cut short."""
     taken: list[Window] = []
     for window in windows:
         if count <= 0:

@@ -1,8 +1,9 @@
 """How far the predictions of a model are from those of a reference, token by token.
 
-Perplexities are compared in pairs: the two models find the same tokens hard, so the difference of their losses has a
-far smaller error than either. The Kullback-Leibler divergence asks more than perplexity, which only looks at the token
-that came: it is zero where all probabilities are equal, and errors cannot cancel.
+Perplexities are compared in pairs: the same tokens are hard for both models, so the difference of their losses has a
+far smaller standard error than either loss. Perplexity depends only on the probability of the token that follows in the
+text. The Kullback-Leibler divergence depends on all probabilities: it is zero only where all of them are equal, and
+errors cannot cancel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from .perplexity import Perplexity, mean_and_error
 
 BLOCK_ELEMENTS = 1 << 17
-"""1 MiB of fp64: what is computed of it stays in a core's cache."""
+"""1 MiB of fp64, which fits a core's cache together with its intermediate results."""
 MAX_THREADS = 16
 
 
@@ -25,11 +26,11 @@ MAX_THREADS = 16
 class Divergence:
     """Predictions of a model compared with a reference's on the same tokens.
 
-    ``ratio`` is the model's perplexity over the reference's, ``ratio_error`` its standard error. ``kl`` is the mean
-    over tokens of the divergence ``sum p log(p / q)`` of the model's probabilities ``q`` from the reference's ``p``, in
-    nats, and ``kl_error`` its standard error; ``kl_median`` and ``kl_p999`` (99.9th percentile) are of the same values,
-    which are all in ``divergences``, fp64 ``[tokens]``. ``agreement`` is the share of tokens where both find the same
-    one most likely.
+    ``ratio`` is the model's perplexity over the reference's, ``ratio_error`` its standard error. ``divergences``, fp64
+    ``[tokens]``, holds for each token the divergence ``sum p log(p / q)`` of the model's probabilities ``q`` from the
+    reference's ``p``, in nats; ``kl``, ``kl_error``, ``kl_median`` and ``kl_p999`` are their mean, its standard error,
+    their median and their 99.9th percentile. ``agreement`` is the share of tokens for which both models give the same
+    token the highest probability.
     """
 
     perplexity: Perplexity
@@ -46,13 +47,13 @@ class Divergence:
     divergences: np.ndarray = field(repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers but those per token, as JSON values; None for what is not a number."""
+        """All numbers but ``divergences``, as JSON values; None for infinity and NaN."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.type in ("float", "int")}
         found |= {"perplexity": self.perplexity.value, "reference_perplexity": self.reference.value}
         return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
     def summary(self) -> str:
-        """In two lines."""
+        """The numbers as two lines of text."""
         return (
             f"perplexity {self.perplexity.value:.4f}, reference {self.reference.value:.4f}: "
             f"ratio {self.ratio:.5f} ± {self.ratio_error:.5f} over {self.tokens:,} tokens\n"
@@ -70,7 +71,7 @@ class DivergenceAccumulator:
         self._same: list[np.ndarray] = []
 
     def add(self, reference: np.ndarray, model: np.ndarray, targets: np.ndarray) -> None:
-        """Logits fp32 ``[n, vocab]`` of both, and the tokens ``[n]`` that came."""
+        """Logits fp32 ``[n, vocab]`` of both models, and the tokens ``[n]`` that follow in the text."""
         rows = max(1, BLOCK_ELEMENTS // reference.shape[1])
         parts = [slice(first, first + rows) for first in range(0, len(targets), rows)]
         with ThreadPoolExecutor(min(len(parts), MAX_THREADS) or 1) as pool:
@@ -81,7 +82,7 @@ class DivergenceAccumulator:
             self._same.append(same)
 
     def result(self) -> Divergence:
-        """Of everything that was added."""
+        """The divergence of all tokens that were added."""
         theirs, ours = np.concatenate(self._losses, axis=1)
         kl, same = np.concatenate(self._kl), np.concatenate(self._same).astype(np.float64)
         log_ratio, log_error = mean_and_error(ours - theirs)
@@ -96,7 +97,7 @@ class DivergenceAccumulator:
 def _token_metrics(
     reference: np.ndarray, model: np.ndarray, targets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each token: both losses ``[2, n]``, the divergence ``[n]``, and whether the likeliest token is the same."""
+    """For each token: both losses ``[2, n]``, the divergence ``[n]``, and whether the likeliest token is the same."""
     p, q = log_softmax(reference), log_softmax(model)
     chosen = np.arange(len(p)), targets
     kl = np.maximum(np.einsum("ij,ij->i", np.exp(p), p - q), 0)

@@ -1,6 +1,6 @@
-"""How close a layer's output is to the reference's, and what its input looks like to int8.
+"""How close a layer's output is to the reference's, and which properties of its input make int8 inexact.
 
-Sums are taken batch by batch, so that nothing of a batch has to be kept.
+Accumulators add batch by batch, and keep no batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..quantize.errors import relative_error
 
 WORST_CHANNELS = 5
 FOLD_TOKENS = 32
-"""With fewer tokens, a factor per channel would explain noise."""
+"""With fewer tokens, a factor per channel would be fitted to noise."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Fidelity:
 class ActivationStats:
     """What makes an activation hard to quantize with one scale per token.
 
-    ``largest`` is the largest magnitude over the root mean square of all values; ``channels`` are the worst ones, their
-    number and largest magnitude over that root mean square; ``spread`` is the largest token's scale over the median
-    token's.
+    ``largest`` is the largest magnitude, in multiples of the root mean square of all values. ``channels`` are those
+    with the largest magnitudes: their index, and their largest magnitude in the same unit. ``spread`` is the largest
+    token's scale over the median token's.
     """
 
     largest: float
@@ -43,7 +43,7 @@ class ActivationStats:
 
 
 class FidelityAccumulator:
-    """Collects outputs, fp32 ``[T, out]``, and what they should be."""
+    """Collects outputs and expected outputs, fp32 ``[T, out]`` each."""
 
     def __init__(self) -> None:
         self._noise = self._cosine = 0.0
@@ -61,7 +61,7 @@ class FidelityAccumulator:
         self._tokens += tokens
 
     def result(self) -> Fidelity:
-        """Of everything that was added."""
+        """The fidelity of all outputs that were added."""
         noise = self._noise / self._tokens
         return Fidelity(math.inf if noise == 0 else -10 * math.log10(noise), self._cosine / self._tokens)
 
@@ -84,7 +84,7 @@ class ActivationStatsAccumulator:
         self._count += x.size
 
     def result(self) -> ActivationStats:
-        """Of everything that was added."""
+        """The statistics of all inputs that were added."""
         rms = math.sqrt(self._squares / self._count) or 1.0
         channels = np.asarray(self._largest) / rms
         worst = np.argsort(channels)[::-1][:WORST_CHANNELS]
@@ -96,11 +96,11 @@ class ActivationStatsAccumulator:
 
 
 def estimate_channel_factors(expected: np.ndarray, got: np.ndarray) -> np.ndarray | None:
-    """Factors per channel, fp64 ``[n]``, that take ``got`` to ``expected`` (fp32 ``[T, n]``); None where they agree.
+    """Factors per channel, fp64 ``[n]``, by which ``got`` becomes ``expected`` (fp32 ``[T, n]``); None if all are 1.
 
-    Smoothing moves factors from an activation into the weights that read it, which changes nothing but would look like
-    an enormous error. A channel has one if it turns two nearly parallel columns into two nearly equal ones; where no
-    factor is far from 1, nothing was folded, and differences are errors.
+    Smoothing divides the channels of an activation by factors and multiplies the weights that read it by them. This is
+    exact, but would count as a large error. A channel has a factor if the factor makes two nearly parallel columns
+    nearly equal. If no factor is far from 1, nothing was smoothed, and all differences are errors.
     """
     if len(expected) < FOLD_TOKENS:
         return None
@@ -116,6 +116,6 @@ def estimate_channel_factors(expected: np.ndarray, got: np.ndarray) -> np.ndarra
 
 
 def undo_channel_factors(expected: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """``got`` in the units of ``expected``, see :func:`estimate_channel_factors`."""
+    """``got`` multiplied by its factors towards ``expected``, see :func:`estimate_channel_factors`."""
     factors = estimate_channel_factors(expected, got)
     return got if factors is None else (got * factors).astype(np.float32)

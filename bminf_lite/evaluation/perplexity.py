@@ -1,25 +1,22 @@
-"""Perplexity: how well a model predicts a text, the yardstick for what quantization costs."""
+"""Perplexity: how well a model predicts a text. Its increase is a measure of what quantization costs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..api import Model
 from .corpus import Window, check_window, sliding_windows
-
-if TYPE_CHECKING:
-    from ..api import Model
 
 
 @dataclass(frozen=True)
 class Perplexity:
     """``exp`` of the mean negative log-likelihood per token.
 
-    ``standard_error`` is the perplexity's, see :func:`mean_and_error`; NaN for a single token.
+    ``standard_error`` is that of the perplexity, see :func:`mean_and_error`; NaN for a single token.
     """
 
     value: float
@@ -40,16 +37,15 @@ class Perplexity:
 
 
 def perplexity(model: Model, token_ids: Sequence[int], window: int = 512, stride: int | None = None) -> Perplexity:
-    """Perplexity of ``token_ids`` in windows of ``window`` tokens, every ``stride`` tokens.
+    """Perplexity of ``token_ids`` in windows of ``window`` tokens, one every ``stride`` tokens.
 
-    See :func:`.corpus.sliding_windows`.
-    Raises ``UsageError`` for fewer than 2 tokens, a window that is not 2 to the model's context, or a stride that is
-    not 1 to the window.
+    See :func:`.corpus.sliding_windows`. Raises ``UsageError`` for fewer than 2 tokens, for a window shorter than 2
+    tokens or longer than the model's context, and for a stride shorter than 1 token or longer than the window.
     """
-    check_window(window, window if stride is None else stride, model.limits.context_length)
+    check_window(window, window if stride is None else stride, model.engine_config.context_length)
     windows = sliding_windows([token_ids], window, stride)
-    if model.limits.max_source_length:
-        windows = [w.for_encoder_decoder(model.limits.decoder_start_token_ids) for w in windows]
+    if model.engine_config.is_encoder_decoder:
+        windows = [w.for_encoder_decoder(model.engine_config.decoder_start_token_ids) for w in windows]
     return Perplexity.from_losses(np.concatenate(list(window_losses(model, windows))))
 
 
@@ -64,15 +60,16 @@ def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """``-log softmax(logits)[i, targets[i]]``: fp32 ``[n, vocab]``, ``[n]`` -> fp64 ``[n]``."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     chosen = shifted[np.arange(len(targets)), targets].astype(np.float64)
-    return np.log(np.exp(shifted).sum(axis=1, dtype=np.float64)) - chosen
+    losses: np.ndarray = np.log(np.exp(shifted).sum(axis=1, dtype=np.float64)) - chosen
+    return losses
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float]:
     """The mean of a sequence, fp64 ``[n]``, and its standard error where neighbours are correlated.
 
-    Tokens of one passage are hard or easy together, so the error that takes them as independent is too small. By batch
-    means (https://arxiv.org/abs/math/0703746): the sequence is cut into batches of about ``sqrt(n)`` neighbours, and
-    the spread of the batches counts. The error of a single value is NaN.
+    Tokens of one passage are hard or easy together, so an error computed as if they were independent is too small. The
+    method is batch means (https://arxiv.org/abs/math/0703746): the sequence is cut into batches of about ``sqrt(n)``
+    neighbours, and the error follows from the spread of the batches. The error of a single value is NaN.
     """
     n = len(values)
     if n < 2:

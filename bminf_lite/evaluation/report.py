@@ -1,13 +1,14 @@
-"""A comparison as one HTML file: plots that show the worst layer at a glance, and a table of everything.
+"""A comparison as one HTML file: plots that show the worst layer at a glance, and a table of all products.
 
-The file needs nothing else: the plots are inline SVG, and the few lines that sort the table are in it.
+The file refers to no other file: plots are inline SVG, and the script that sorts the table is part of it. This module
+computes positions; the template decides how they look.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import resources
@@ -17,22 +18,24 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from .. import __version__
 from ..errors import BminfError
-from .comparison import Comparison, LinearReport
-from .plots import Axis, count_axis, line, log_axis
+from ..version import __version__
+from .compare import Comparison, LinearReport
 
 TEMPLATE = "report.html.j2"
 COLOURS = 6
 MIN_PERCENT, MAX_PERCENT = 0.1, 30.0
-"""Errors from which, and up to which, a cell of the map gets darker."""
-
+"""The errors between which a larger one makes a cell of the map darker."""
 SHADES = (0.1, 0.3, 1, 3, 10, 30)
+"""Errors in the map's legend, in percent."""
+TINY = 1e-300
+"""A logarithmic axis shows smaller values as zero: their products would underflow."""
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A product as the table and the plots show it; ``percent`` is the rms error of its own, relative to its output."""
+    """A product as the table and the plots show it; ``percent`` is its own rms error, relative to its output."""
 
     id: str
     linear: LinearReport
@@ -43,12 +46,12 @@ class Row:
 
     @property
     def strength(self) -> float:
-        """How dark its cell is, 0.05 to 1."""
+        """The opacity of its cell, 0.05 to 1."""
         return strength(self.percent)
 
 
 def write_report(path: Path, comparison: Comparison, model: Path, reference: Path, text: Path) -> None:
-    """Write the report to ``path``. Raises ``BminfError`` if that cannot be written."""
+    """Write the report to ``path``. Raises ``BminfError`` if the file cannot be written."""
     html = render(comparison, model.name, reference.name, text.name)
     try:
         path.write_text(html, encoding="utf-8")
@@ -87,13 +90,13 @@ def render(comparison: Comparison, model: str, reference: str, text: str) -> str
 
 def percent(snr_db: float) -> float:
     """Signal to noise as the rms error in percent of the output."""
-    return 100 * 10 ** (-snr_db / 20)
+    return float(100 * 10 ** (-snr_db / 20))
 
 
 def strength(percent: float) -> float:
-    """How dark an error is shown, 0.05 to 1."""
+    """The opacity by which an error is shown, 0.05 to 1."""
     share = math.log(max(percent, MIN_PERCENT) / MIN_PERCENT) / math.log(MAX_PERCENT / MIN_PERCENT)
-    return round(0.05 + 0.95 * min(share, 1.0) ** 1.6, 3)
+    return round(0.05 + 0.95 * math.pow(min(share, 1.0), 1.6), 3)
 
 
 def rows(comparison: Comparison) -> list[Row]:
@@ -110,7 +113,7 @@ def rows(comparison: Comparison) -> list[Row]:
 
 
 def heatmap(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
-    """A cell for each product: kinds of products above each other, layers side by side."""
+    """A cell for each product: a row for each kind of product, a column for each layer."""
     layers = max((row.layer + 1 for row in table if row.layer is not None), default=1)
     left, height, top = 170, 26, 8
     width = max(780 / layers, 8)
@@ -132,7 +135,7 @@ def heatmap(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def depth(comparison: Comparison) -> dict[str, Any]:
-    """The residual stream's errors along the layers."""
+    """The residual stream's errors by layer."""
     own = [(b.layer, percent(b.own.snr_db)) for b in comparison.blocks]
     accumulated = [(b.layer, percent(b.accumulated.snr_db)) for b in comparison.blocks]
     x = count_axis(max(len(own), 1), 56, 470)
@@ -143,7 +146,7 @@ def depth(comparison: Comparison) -> dict[str, Any]:
 
 
 def scatter(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
-    """Error of each product over the outliers of its input."""
+    """Each product's own error over the largest magnitude of its input."""
     x = log_axis([row.linear.input.largest for row in table], 56, 470)
     y = log_axis([row.percent for row in table], 250, 12, " %")
     points = [
@@ -155,7 +158,7 @@ def scatter(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def outliers(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
-    """The largest magnitude of each input along the layers, a curve per kind; the reference's where it differs."""
+    """The largest magnitude of each input by layer, a curve per kind; also the reference's where it differs."""
     placed = [row for row in table if row.layer is not None]
     x = count_axis(max((row.layer + 1 for row in placed if row.layer is not None), default=1), 56, 470)
     y = log_axis([v for row in placed for v in (row.linear.input.largest, row.linear.reference_input.largest)], 250, 12)
@@ -186,3 +189,62 @@ def tail(divergences: np.ndarray) -> dict[str, Any]:
     points = [(float(values[i]), float(share[i])) for i in np.unique(picked.astype(int)) - 1 if values[i] >= low]
     marks = [("median", float(np.median(divergences))), ("99.9 %", float(np.quantile(divergences, 0.999)))]
     return {"x": x, "y": y, "line": line(x, y, points), "marks": [(name, x(value)) for name, value in marks]}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values from ``low`` to ``high`` to positions from ``start`` to ``end``, on a logarithmic or linear scale.
+
+    ``ticks`` are values with their labels.
+    """
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+    ticks: tuple[tuple[float, str], ...]
+
+    def __call__(self, value: float) -> float:
+        """The position of ``value``; values beyond ``low`` and ``high`` are at the ends."""
+        value = min(max(value, self.low), self.high)
+        low, high, x = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
+        return round(self.start + (x - low) / (high - low) * (self.end - self.start), 1)
+
+    def marks(self) -> list[tuple[float, str]]:
+        """Positions and labels of the ticks."""
+        return [(self(value), label) for value, label in self.ticks]
+
+
+def log_axis(values: Iterable[float], start: float, end: float, unit: str = "", decades: int = 5) -> Axis:
+    """A logarithmic axis for the positive ones of ``values``, at most ``decades`` down from the largest."""
+    positive = [v for v in values if TINY <= v <= 1 / TINY] or [1.0]
+    high = max(positive) * 1.3
+    low = max(min(positive) / 1.3, high / 10**decades)
+    if high < 4 * low:  # nearly equal values would have no tick around them
+        middle = math.sqrt(low) * math.sqrt(high)
+        low, high = middle / 2, middle * 2
+    steps = [1.0] if high / low > 300 else [1.0, 3.0] if high / low > 10 else [1.0, 2.0, 3.0, 5.0, 7.0]
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [10.0**e * step for e in exponents for step in steps]
+    return Axis(low, high, start, end, True, tuple((t, number(t) + unit) for t in ticks if low <= t <= high))
+
+
+def number(value: float) -> str:
+    """A tick's label: ``0.01``, ``300``, or ``10⁻⁵`` where decimals would be long."""
+    exponent = math.floor(math.log10(value) + 1e-9)
+    if -4 < exponent < 5:
+        return f"{value:.6g}"
+    factor = round(value / 10.0**exponent)
+    return ("" if factor == 1 else f"{factor}·") + "10" + str(exponent).translate(SUPERSCRIPT)
+
+
+def count_axis(count: int, start: float, end: float) -> Axis:
+    """A linear axis with ``count`` equal shares, the values at their middles, and about ten labels at most."""
+    step = max(1, math.ceil(count / 10))
+    return Axis(-0.5, count - 0.5, start, end, False, tuple((float(i), str(i)) for i in range(0, count, step)))
+
+
+def line(x: Axis, y: Axis, points: Sequence[tuple[float, float]]) -> str:
+    """An SVG path through ``points``."""
+    return "M" + "L".join(f"{x(a)} {y(b)}" for a, b in points)

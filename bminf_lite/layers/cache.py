@@ -30,7 +30,7 @@ class CacheShape:
 class KVCache:
     """Keys and values of ``slots`` sequences of up to ``capacity`` tokens; ``limit`` is the model's context length.
 
-    ``source`` is what the decoder of an encoder-decoder reads beside its own tokens.
+    ``source`` holds the encoded sources, which the decoder of an encoder-decoder reads beside its own tokens.
     """
 
     BLOCK = CACHE_BLOCK
@@ -51,7 +51,7 @@ class KVCache:
             raise
 
     def close(self) -> None:
-        """Give the memory back now, also if a traceback or a caller still refers to the cache or to its layers."""
+        """Free the memory now, even if a traceback or a caller still refers to the cache or to its layers."""
         for layer in self.layers:
             layer.keys = layer.values = layer.key_scales = layer.value_scales = None
         self.layers.clear()
@@ -59,7 +59,10 @@ class KVCache:
             self.source.close()
 
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` per slot. Grows by half at least, layer by layer, and then lies elsewhere."""
+        """Make room for ``tokens`` per slot, and where that needs more memory, for half as many again as before.
+
+        Contents are kept; the arrays of each layer are replaced.
+        """
         if tokens <= self.capacity:
             return
         capacity = self._rounded(max(tokens, min(self.limit, self.capacity * 3 // 2)))
@@ -83,7 +86,7 @@ class SourceCache(KVCache):
         self._lengths = np.zeros(slots, np.int32)
 
     def set_lengths(self, lengths: dict[int, int]) -> None:
-        """Say how long the sources of some slots are."""
+        """Set the lengths of the sources of some slots, in tokens by slot."""
         for slot, length in lengths.items():
             self._lengths[slot] = length
         self.ops.assign(self.lengths, self._lengths)

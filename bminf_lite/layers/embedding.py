@@ -27,5 +27,5 @@ class PositionEmbedding:
         self.table = ops.table(weights.vector(f"{name}.weight")[first:])
 
     def add_to(self, residual: Array, batch: ForwardBatch) -> Array:
-        """``residual`` fp32 ``[T, features]`` plus the rows of the tokens' positions; the old residual is used up."""
+        """``residual`` fp32 ``[T, features]`` plus the rows of the tokens' positions; it may be overwritten."""
         return self.ops.add_positions(residual, self.table, batch)

@@ -1,8 +1,8 @@
-"""Finding the layer in which a model's numbers stop being numbers.
+"""Finding the layer in which a model's numbers stop being finite.
 
-A NaN or an infinity in an activation makes everything after it NaN, the logits in the end, and there nobody can tell
-where it came from: a damaged weight, or an activation that fp16 does not hold. So a model may be built to look at what
-enters each product. It computes what it always does, but the host waits for each layer, and nothing is recorded.
+A NaN or an infinity in an activation makes all later activations NaN, and the logits do not say where it came from: a
+damaged weight, or an activation that is too large for fp16. A model built with these checks looks at the input of each
+product. It computes the same, but the host waits for each layer, and steps are not captured in graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .recording import LinearCall, LinearHooks
 def with_finite_checks(weights: Weights, ops: Backend) -> tuple[Weights, Backend]:
     """``weights`` and ``ops`` for a model whose steps raise ``BminfError`` where an activation is not finite.
 
-    The message names the tensors of the first product that would have read it.
+    The message names the tensors of the first product whose input is not finite.
     """
 
     def check(call: LinearCall) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers: ``y = x W^T + b``, with matrices that read the same input stacked into one."""
+"""Linear layers: ``y = x W^T + b``. Matrices that read the same input are stacked into one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .loading import Weights
 class Linear:
     """One product with the matrices ``names`` stacked along their outputs (so query, key and value are one product).
 
-    ``names`` are checkpoint prefixes: each has a ``.weight`` and, if ``bias``, a ``.bias``.
+    ``names`` are checkpoint prefixes: each has a ``.weight`` and, if ``bias``, a ``.bias``. Raises ``CheckpointError``
+    for matrices that are not quantized alike.
     """
 
     def __init__(self, ops: Backend, weights: Weights, names: Sequence[str], bias: bool = False):
@@ -34,7 +35,7 @@ class Linear:
         return self.ops.linear(x, self.weight, fp32=True)
 
     def add_to(self, residual: Array, x: Array) -> Array:
-        """``residual + self(x)``, fp32 ``[T, out]``; the old residual is used up."""
+        """``residual + self(x)``, fp32 ``[T, out]``; ``residual`` may be overwritten."""
         return self.ops.linear_add(x, self.weight, residual)
 
 

@@ -10,19 +10,19 @@ from ..backend.quantization import HostWeight, Int8Weight
 
 
 class Weights(Protocol):
-    """Tensors by checkpoint name: a checkpoint, or random ones of the right shapes."""
+    """Tensors by checkpoint name: those of a checkpoint, or random ones of the right shapes."""
 
     def weight(self, name: str) -> HostWeight:
         """The matrix ``name`` ``[out, in]``, float or int8."""
         ...
 
     def vector(self, name: str) -> np.ndarray:
-        """The float tensor ``name``: a gain, a bias or an embedding table."""
+        """The float tensor ``name``: a norm's weight, a bias or an embedding table."""
         ...
 
 
 class PermutedWeights:
-    """``weights`` with the rows of each tensor, so a layer's outputs, in another order."""
+    """``weights`` with the rows of each tensor, which are a layer's outputs, in the order ``rows``, int ``[out]``."""
 
     def __init__(self, weights: Weights, rows: np.ndarray):
         self.weights = weights
@@ -33,8 +33,10 @@ class PermutedWeights:
         weight = self.weights.weight(name)
         if isinstance(weight, Int8Weight):
             return weight.rows(self.rows)
-        return weight[self.rows]
+        permuted: np.ndarray = weight[self.rows]
+        return permuted
 
     def vector(self, name: str) -> np.ndarray:
         """The bias ``name`` ``[out]``."""
-        return self.weights.vector(name)[self.rows]
+        permuted: np.ndarray = self.weights.vector(name)[self.rows]
+        return permuted

@@ -5,26 +5,19 @@ from __future__ import annotations
 from ..backend.base import Backend
 from ..backend.values import Array
 from .linear import Linear
-from .loading import Weights
 
 
 class GatedMLP:
-    """``down(f(gate(x)) * up(x))`` (https://arxiv.org/abs/2002.05202), added to the residual stream."""
+    """``down(f(gate(x)) * up(x))`` (https://arxiv.org/abs/2002.05202), added to the residual stream.
 
-    def __init__(
-        self,
-        ops: Backend,
-        weights: Weights,
-        name: str,
-        activation: str = "silu",
-        bias: bool = False,
-        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    ):
+    ``gate_up`` computes gate and up side by side; ``activation`` names ``f``, one of ``backend.functions.ACTIVATIONS``.
+    """
+
+    def __init__(self, ops: Backend, activation: str, gate_up: Linear, down: Linear):
         self.ops = ops
         self.activation = activation
-        gate, up, down = (f"{name}.{part}" for part in parts)
-        self.gate_up = Linear(ops, weights, [gate, up], bias)
-        self.down = Linear(ops, weights, [down], bias)
+        self.gate_up = gate_up
+        self.down = down
 
     def add_to(self, residual: Array, x: Array) -> Array:
         """``residual`` fp32 ``[T, features]`` plus the layer's output for the normalised ``x``."""
@@ -32,7 +25,7 @@ class GatedMLP:
 
 
 class MLP:
-    """``down(f(up(x)))``, added to the residual stream."""
+    """``down(f(up(x)))``, added to the residual stream; ``activation`` names ``f``."""
 
     def __init__(self, ops: Backend, activation: str, up: Linear, down: Linear):
         self.ops = ops

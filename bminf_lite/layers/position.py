@@ -1,7 +1,7 @@
 """Rotary frequencies from a checkpoint's configuration, with the scalings that extend the context.
 
-Configurations name them ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before); both
-are read. The formulas are those of the papers, in the fp32 steps that transformers takes, so that angles are equal.
+Configurations name the parameters ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before);
+both are read. The formulas are those of the papers, in the fp32 steps of transformers, so that angles are equal.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-RopeParameters = dict[str, Any]
+RopeParameters = Mapping[str, Any]
 RopeFrequencies = tuple[np.ndarray, float]
 """Frequencies fp32 ``[head_dim / 2]``, and the factor on cosine and sine."""
 
 
 def rope_parameters(config: RopeParameters, default_theta: float = 10000.0) -> RopeParameters:
-    """The rotary parameters of a ``config.json``: ``rope_type``, ``rope_theta`` and whatever the type needs.
+    """The rotary parameters of a ``config.json``: ``rope_type``, ``rope_theta`` and what the type needs.
 
-    Where both spellings are there, the older one counts, as in transformers. Raises ``ValueError`` for a value that is
-    no mapping, for parameters per layer type, and for a rotation of a part of each head only.
+    If both spellings are present, the older one counts, as in transformers. Raises ``ValueError`` for a value that is
+    not a mapping, for parameters per layer type, and for a rotation of a part of each head only.
     """
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
@@ -37,7 +37,7 @@ def rope_parameters(config: RopeParameters, default_theta: float = 10000.0) -> R
 def rope_frequencies(parameters: RopeParameters, head_dim: int, max_positions: int) -> RopeFrequencies:
     """Frequencies fp32 ``[head_dim / 2]`` and the factor on cosine and sine.
 
-    Raises ``ValueError`` for a type that is not known, a missing parameter or one out of range.
+    Raises ``ValueError`` for an unknown type, and for a parameter that is missing or out of range.
     """
     kind = parameters["rope_type"]
     if not isinstance(kind, str) or kind not in _SCALINGS:

@@ -1,8 +1,7 @@
-"""Watching what goes into every product, without the layers knowing.
+"""Observing the input of every matrix product, without the layers knowing.
 
-Calibration and comparison need the input of each linear layer. Layers get a backend and weights when they are built;
-given the :class:`LinearHooks`'s instead, they compute what they always do, and an observer is told of each product just
-before it is computed.
+Calibration and comparison need the input of each linear layer. Layers get a backend and weights when they are built.
+Built with those of :class:`LinearHooks` instead, they compute the same, and an observer is called before each product.
 """
 
 from __future__ import annotations
@@ -21,13 +20,20 @@ from .loading import Weights
 
 T = TypeVar("T")
 
+PRODUCTS = {
+    name
+    for name, method in vars(Backend).items()
+    if inspect.isfunction(method) and list(inspect.signature(method).parameters)[1:3] == ["x", "weight"]
+}
+"""The backend's operations that multiply an activation ``x`` by a ``weight``."""
+
 
 @dataclass(frozen=True)
 class LinearCall:
     """An activation ``x`` ``[T, in]`` that is about to be multiplied by ``weight`` ``[out, in]``, both on the device.
 
     ``tensors`` are the checkpoint's names of the matrices that ``weight`` was stacked from, along ``out``.
-    ``operation`` is the backend's operation that multiplies.
+    ``operation`` is one of :data:`PRODUCTS`.
     """
 
     tensors: tuple[str, ...]
@@ -40,10 +46,10 @@ Observer = Callable[[LinearCall], None]
 
 
 class LinearHooks:
-    """``ops`` and ``weights`` for layers whose products are to be watched.
+    """``ops`` and ``weights`` for layers whose products are to be observed.
 
-    ``ops`` does what the given backend does. Each operation with parameters ``x`` and ``weight`` is a product, and
-    calls ``observe`` first. The observer may compute with the given backend, and must not change ``x``.
+    ``ops`` does what the given backend does, and calls ``observe`` before each product. The observer may compute with
+    the given backend, and must not change ``x``.
     """
 
     def __init__(self, ops: Backend, weights: Weights, observe: Observer):
@@ -53,7 +59,7 @@ class LinearHooks:
 
 
 class _HookedBackend:
-    """Passes everything on to ``ops``; an operation's own use of other operations stays unobserved."""
+    """Passes every call on to ``ops``. Products inside an operation of ``ops`` are not observed."""
 
     def __init__(self, ops: Backend, observe: Observer):
         self._ops = ops
@@ -63,32 +69,29 @@ class _HookedBackend:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._ops, name)
-        if not callable(value) or not {"x", "weight"} <= inspect.signature(value).parameters.keys():
+        if name not in PRODUCTS:
             return value
-        signature = inspect.signature(value)
 
-        def product(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            weight = given["weight"]
-            self._observe(LinearCall(self._tensors[id(weight)], name, given["x"], weight))
-            return value(*args, **kwargs)
+        def product(x: Array, weight: Any, *args: Any, **kwargs: Any) -> Any:
+            self._observe(LinearCall(self._tensors[id(weight)], name, x, weight))
+            return value(x, weight, *args, **kwargs)
 
         return product
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        """``work`` as it is: the observer would not be told of what a recording replays."""
+        """``work`` itself: replaying a graph would not call the observer."""
         return work
 
     def weight(self, *args: Any, **kwargs: Any) -> Any:
-        """The backend's weight, remembered with the tensors that were read for it: those since the one before."""
+        """The backend's weight, remembered with the tensors that were read since the weight before it."""
         weight = self._ops.weight(*args, **kwargs)
-        self._tensors[id(weight)] = tuple(self.requested)  # an id in use is that of the newest weight that has it
+        self._tensors[id(weight)] = tuple(self.requested)  # a later weight with the same id replaces the entry
         self.requested.clear()
         return weight
 
 
 class _TrackedWeights:
-    """Tells the backend which matrices it gets."""
+    """Tells the hooked backend which matrices are read."""
 
     def __init__(self, weights: Weights, ops: _HookedBackend):
         self._weights = weights

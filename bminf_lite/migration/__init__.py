@@ -1,1 +1,1 @@
-"""A float checkpoint into an int8 one, with calibration and a measure of what it cost."""
+"""A float checkpoint into an int8 one, with calibration and a measurement of its cost."""

@@ -1,4 +1,4 @@
-"""What a migration cost, measured on a part of the calibration text that the calibration did not see."""
+"""The cost of a migration, measured on a part of the text that the calibration did not use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..evaluation.compare import Progress, compare
 from ..evaluation.corpus import Window, fit_windows, parse_config
 
 MAX_HELD_OUT = 8
-"""As many sequences are held out, or an eighth of a short text."""
+"""How many sequences are held out; of a short text, an eighth."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class CalibrationSplit:
 
 
 def split_samples(sequences: Sequence[np.ndarray], samples: int) -> CalibrationSplit:
-    """At most ``samples`` of ``sequences`` to calibrate on, and some of the others to measure on, both from everywhere.
+    """At most ``samples`` of ``sequences`` to calibrate on, and some others to measure on, both evenly spread.
 
     A single sequence is cut in two.
     """
@@ -42,14 +42,14 @@ def split_samples(sequences: Sequence[np.ndarray], samples: int) -> CalibrationS
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
-    """``wanted`` of the numbers below ``count``, evenly; a single one from the middle."""
+    """``wanted`` of the numbers below ``count``, evenly spaced; a single one from the middle."""
     if wanted == 1:
         return [count // 2]
     return [int(i) for i in np.linspace(0, count - 1, wanted).round()]
 
 
 def check_max_divergence(max_divergence: float | None, has_text: bool) -> None:
-    """Raise ``UsageError`` for a limit that makes no sense, or that nothing can be measured for."""
+    """Raise ``UsageError`` for a limit that is not positive, or that there is no text for."""
     if max_divergence is None:
         return
     if not max_divergence > 0:
@@ -68,7 +68,7 @@ def measure_cost(
 ) -> dict[str, Any]:
     """How far the checkpoint in ``model`` is from ``source`` on ``sequences``; see :class:`.divergence.Divergence`.
 
-    Raises ``CheckpointError`` if the mean divergence is more than ``max_divergence``, or is no number.
+    Raises ``CheckpointError`` if the mean divergence is more than ``max_divergence``, or NaN.
     """
     windows = fit_windows([Window(sequence, len(sequence) - 1) for sequence in sequences], parse_config(source))
     found = compare(model, source, windows, device, layers=False, progress=progress).divergence

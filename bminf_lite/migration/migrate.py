@@ -1,9 +1,8 @@
 """Migration with a calibration: text in, int8 model out.
 
-Without a text this is :func:`bminf_lite.checkpoint.migrate.migrate`, one pass over the source in little memory. With
-one, the float model runs over samples of it first, and what it shows decides what the recipe leaves open (see
-:mod:`bminf_lite.quantize`); and what the result lost is measured on a part of the text that was held out, before the
-result appears.
+Without a text this is :func:`bminf_lite.checkpoint.migrate.migrate`, one pass over the source in little memory. With a
+text, the float model first runs over samples of it, and its activations decide what the recipe leaves open (see
+:mod:`bminf_lite.quantize`). The cost of the migration is then measured on held-out samples before the result appears.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from .. import backend
 from ..checkpoint.conversion import Progress
 from ..checkpoint.manifest import MigrationReport
 from ..checkpoint.migrate import migrate as migrate_checkpoint
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.opened_model import OpenedModel
 from ..checkpoint.recipe import Recipe, load_recipe
 from ..checkpoint.weight_rewrite import CalibrationResult
+from ..checkpoint.writer import SHARD_BYTES
 from ..errors import OutOfMemory, UsageError
 from ..evaluation.corpus import encode_texts, parse_config, read_texts, sliding_windows
-from ..models.spec import Spec
 from ..quantize import calibration
 from ..quantize.decisions import QuantizationSearch
+from ..text.checkpoint_files import load_tokenizer
 from ..text.prompts import validate_token_ids
-from ..text.tokenizer import Tokenizer
 from .held_out import CalibrationSplit, check_max_divergence, measure_cost, split_samples
 
 SAMPLE_TOKENS = 512
 MIN_TOKENS = 512
-"""With less, the largest activations of a channel are anybody's guess."""
+"""With fewer tokens, the largest activations of a channel would be left to chance."""
 
 CalibrationSource = str | Path | Sequence[int]
 """What to calibrate on: a file (text, or JSONL with a ``text`` per line), or token ids."""
@@ -48,54 +47,62 @@ def migrate(
     samples: int = 128,
     device: str = "auto",
     max_divergence: float | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
     calibration_progress: calibration.Progress | None = None,
     cost_progress: Progress | None = None,
-    progress: Progress | None = None,
-    **options: Any,
 ) -> MigrationReport:
     """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
 
-    ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. One with a calibration needs
-    ``calibrate``: a file of text or JSONL, or token ids. Of it, ``samples`` of up to 512 tokens each, spread over all
-    of it, run through the float model on ``device``. Some others are held out, also from a recipe without a
-    calibration, and the report's ``cost`` says how far the result is from the source there; with a mean divergence of
-    more than ``max_divergence`` nats per token the migration fails. ``calibration_progress`` is called with the steps
-    that are done, all of them, and a layer's name, ``cost_progress`` likewise with layers. The other ``options`` are
-    those of :func:`bminf_lite.checkpoint.migrate.migrate`: ``force``, ``dry_run``, ``shard_bytes``.
+    ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. A recipe with a calibration needs
+    ``calibrate``: a file of text or JSONL, or token ids. ``samples`` pieces of up to 512 tokens each, spread over the
+    whole text, run through the float model on ``device``. A few other pieces are held out, also from a recipe without
+    a calibration, and the report's ``cost`` is measured on them; the migration fails if the mean divergence exceeds
+    ``max_divergence`` nats per token.
 
-    Raises :class:`UsageError` for a text that is unfit or a recipe that makes no sense, :class:`CheckpointError` if the
-    source cannot be read or quantized or ``out`` cannot be written, and ``DeviceError``. All that can be known before
-    is said before any work. ``out`` is untouched then, and after Ctrl-C.
+    ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
+    tensor would become. The result is split into files of at most ``shard_bytes``. ``progress`` is called with the
+    bytes of the source that are done, all of them, and a tensor's name; ``calibration_progress`` with steps and a
+    layer's name, and ``cost_progress`` with layers.
+
+    Raises :class:`UsageError` for an unfit text or a recipe that makes no sense, :class:`CheckpointError` if the source
+    cannot be read or quantized or ``out`` cannot be written, and ``DeviceError``. Everything that can be checked
+    without work is checked first. After an error or Ctrl-C ``out`` is untouched.
     """
     recipe = load_recipe(recipe)
     backend.check_device(device)
     check_max_divergence(max_divergence, calibrate is not None)
     if calibrate is None:
-        return migrate_checkpoint(source, out, recipe, progress=progress, **options)
+        return migrate_checkpoint(
+            source, out, recipe, force=force, dry_run=dry_run, progress=progress, shard_bytes=shard_bytes
+        )
     tokens = load_calibration_split(source, calibrate, samples)
 
-    def decide(checkpoint: Checkpoint, spec: Spec, recipe: Recipe) -> CalibrationResult:
+    def decide(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
         with closing(backend.create(device)) as ops:
-            beside = next(folder for folder in Path(out).absolute().parents if folder.is_dir())
-            quantization_search = QuantizationSearch(checkpoint, spec, recipe, ops, beside)
+            scratch = next(folder for folder in Path(out).absolute().parents if folder.is_dir())
+            search = QuantizationSearch(model, recipe, ops, scratch)
             try:
-                calibration.run_calibration(
-                    checkpoint, spec, tokens.samples, ops, quantization_search, calibration_progress
-                )
+                calibration.run_calibration(model, tokens.samples, ops, search, calibration_progress)
             except MemoryError as error:
                 raise OutOfMemory(
                     f"no room to calibrate on {len(tokens.samples)} samples at once: {error}. Use fewer (--samples)"
                 ) from error
-            return quantization_search.result()
+            return search.result()
 
     def verify(folder: Path) -> dict[str, Any]:
         return measure_cost(folder, Path(source), tokens.held_out, device, max_divergence, cost_progress)
 
-    return migrate_checkpoint(source, out, recipe, progress=progress, calibrate=decide, verify=verify, **options)
+    return migrate_checkpoint(
+        source, out, recipe, force=force, dry_run=dry_run, progress=progress, shard_bytes=shard_bytes,
+        calibrate=decide, verify=verify,
+    )  # fmt: skip
 
 
 def load_calibration_split(source: str | Path, text: CalibrationSource, samples: int) -> CalibrationSplit:
-    """``samples`` sequences of ``text`` for the model in the folder ``source``, and those that are held out.
+    """``samples`` sequences of ``text`` for the model in the folder ``source``, and some that are held out.
 
     Raises :class:`UsageError` for an unfit text, see :func:`.corpus.read_texts`, and for one that is too short.
     """
@@ -104,7 +111,7 @@ def load_calibration_split(source: str | Path, text: CalibrationSource, samples:
     config = parse_config(source)
     if isinstance(text, (str, Path)):
         texts = read_texts(Path(text))
-        documents = encode_texts(texts, Tokenizer.load(Path(source), config.vocab_size))
+        documents = encode_texts(texts, load_tokenizer(Path(source), config.vocab_size))
     else:
         documents = [np.array(validate_token_ids(text, config.vocab_size), np.int32)]
     total = sum(map(len, documents))

@@ -1,45 +1,58 @@
 """One architecture, one file, found by ``model_type``.
 
-``config.json`` names a ``model_type``; the module of that name in this package implements it. There is no registry to
-edit: adding ``models/foo.py`` adds the architecture ``foo``. Such a module defines
+``config.json`` names a ``model_type``, and the module of that name implements it: there is no registry to edit. To add
+the architecture ``foo``:
 
-- ``parse(config: dict) -> Config``: a frozen dataclass from the checkpoint's ``config.json``; raises
-  :class:`~bminf_lite.errors.CheckpointError` with every nonsensical value;
-- ``spec(config) -> Spec``: the checkpoint's tensors;
-- ``Model(config, weights, ops)``: the layers, built on a backend;
-- ``ModelBuilder(config, weights, ops)``: builds the same layers one at a time, for calibration and
-  comparison, which run one layer after another:
-  ``embed()`` maps a step to the residual stream, ``block(layer)`` maps residual stream, cache and step
-  to the residual stream, ``output()`` maps the residual stream to logits. An encoder-decoder's have an encoder too
-  (see :mod:`._encoder_decoder`).
+1. ``models/foo.py``. From top to bottom:
 
-An encoder-decoder's configuration has ``max_source_length`` and ``decoder_start_token_ids`` too, and its model
-``encode(batch)`` and ``read(batch, source)`` (see :mod:`._encoder_decoder`). A module whose name begins with an
-underscore is no architecture.
+   - ``KEYS``, the table of the keys in ``config.json`` with their bounds and defaults (:mod:`._config`), and
+     ``parse(config) -> Config``, a frozen dataclass; it raises :class:`~bminf_lite.errors.CheckpointError` with every
+     nonsensical value.
+   - ``spec(config) -> Spec``: name, shape and role of every tensor of the checkpoint (:mod:`.spec`).
+   - ``Block`` and ``ModelBuilder``: the layers of :mod:`..layers` wired together. They name no device.
+   - ``architecture = Architecture(parse, spec, ModelBuilder, Decoder)``.
+
+   An architecture that differs from another one by its configuration states the difference: ``mistral.py`` is LLaMA
+   with windows; ``gpt2.py`` is a configuration and tensor names for :mod:`._gpt`, ``t5.py`` for
+   :mod:`._encoder_decoder`. A formula that no layer has yet becomes a file in ``layers/``, and an operation that no
+   layer needed before a method of :class:`~bminf_lite.backend.base.Backend` and of its subclasses.
+2. A golden: cases of tiny random models in ``tools/make_goldens.py``, which writes what transformers computes for them
+   to ``tests/goldens/foo.json`` and ``.npz``. ``tests/models/test_goldens.py`` finds the family by its name in
+   ``tests/models/tiny_models.py``.
+3. A parity test in ``tests/parity``: a checkpoint that transformers saves gives equal logits.
+4. A shape for ``bench`` in ``configs/``, if it is a published model.
+
+A module whose name begins with an underscore is shared by architectures.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from types import ModuleType
+from collections.abc import Mapping
+from typing import Any
 
 from ..errors import CheckpointError
+from ._architecture import Architecture
+from ._config import ModelConfig
 
-_SHARED = {"spec"}
+__all__ = ["Architecture", "ModelConfig", "find", "names"]
+
+_NO_ARCHITECTURE = {"spec"}
 
 
 def names() -> list[str]:
     """The architectures that exist, sorted."""
     modules = (m.name for m in pkgutil.iter_modules(__path__))
-    return sorted(name for name in modules if name not in _SHARED and not name.startswith("_"))
+    return sorted(name for name in modules if name not in _NO_ARCHITECTURE and not name.startswith("_"))
 
 
-def find(config: dict) -> ModuleType:
-    """The module that implements ``config["model_type"]``; raises ``CheckpointError`` if there is none."""
+def find(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that ``config["model_type"]`` names; raises ``CheckpointError`` if there is none."""
     model_type = config.get("model_type")
     if model_type not in names():
         raise CheckpointError(
             f"config.json: model_type {model_type!r} is not supported; this version runs: {', '.join(names())}"
         )
-    return importlib.import_module(f"{__name__}.{model_type}")
+    architecture: Architecture = importlib.import_module(f"{__name__}.{model_type}").architecture
+    return architecture

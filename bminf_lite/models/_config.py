@@ -1,13 +1,22 @@
-"""Reading a ``config.json`` with every nonsensical value reported at once."""
+"""Reading a ``config.json`` by a table, with every nonsensical value reported at once.
+
+An architecture's table maps each field of its ``Config`` to a key: its name in ``config.json``, the type and bounds of
+its value, and the default. What a table cannot say, the architecture's ``parse`` reads and checks by hand.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import CheckpointError, listed
+from ..layers.cache import CacheShape
+
+MAX_LAYERS = 4096
+MAX_HEAD_DIM = 1024
 
 COMMON = {
     "model_type",
@@ -24,106 +33,182 @@ COMMON = {
 }
 """Keys that any ``config.json`` may have."""
 
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Names in configurations -> names in ``backend.functions.ACTIVATIONS``."""
 
-class ConfigReader:
-    """Typed, bounded look-ups in a configuration. Problems are collected; :meth:`raise_problems` raises them together.
 
-    ``defaults`` are what transformers' class takes where a key is absent. A null is no absent key: it means what the
-    look-up's own default says. A look-up with a problem returns a harmless stand-in, so that reading can go on to the
-    next problem.
+@dataclass(frozen=True)
+class ModelConfig(ABC):
+    """What every parsed configuration says; lengths in tokens, sizes in elements.
+
+    ``layers`` counts the layers that decode. An encoder-decoder also has a longest source that its encoder reads, and
+    tokens from which decoding starts.
     """
 
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]):
-        self.config = {**defaults, **config}
-        self.problems: list[str] = []
-        self._bad: set[str] = set()
+    is_encoder_decoder: ClassVar[bool] = False
 
-    def problem(self, key: str, text: str) -> None:
-        """Record a problem with the value of ``key``; of one key only the first counts."""
-        if key not in self._bad:
-            self._bad.add(key)
-            self.problems.append(text)
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    context_length: int
+    norm_eps: float
+    activation: str
+    tied_head: bool
 
-    def require(self, holds: bool, text: str, *keys: str) -> None:
-        """Record ``text``, about the values of ``keys`` together, unless it holds or one of them is bad by itself."""
-        if not holds and not self._bad & set(keys):
-            self.problems.append(text)
+    @property
+    @abstractmethod
+    def cache_shape(self) -> CacheShape:
+        """What the model keeps per token, and an encoder-decoder also per token of its source."""
 
-    def reject_unknown_keys(self, keys: Collection[str]) -> None:
-        """Record every key that is not one of ``keys`` nor of :data:`COMMON`, for formats of our own."""
-        for key in self.config.keys() - set(keys) - COMMON:
-            close = get_close_matches(key, keys, n=1)
-            hint = f"; the nearest is {close[0]}" if close else ""
-            self.problem(key, f"{key} is not a key of this model_type{hint}")
+    @property
+    def max_source_length(self) -> int:
+        """The longest source; 0 without an encoder."""
+        return self.context_length if self.is_encoder_decoder else 0
 
-    def require_divisible(self, part: str, divisor: int, whole: str, dividend: int) -> None:
-        """Record a problem unless the value of ``whole`` is a multiple of that of ``part``."""
-        text = f"{whole} ({dividend}) is not a multiple of {part} ({divisor})"
-        self.require(dividend % divisor == 0, text, part, whole)
+    @property
+    def decoder_start_token_ids(self) -> tuple[int, ...]:
+        """The tokens from which a decoder starts; none without an encoder."""
+        return ()
 
-    def relative_buckets(self) -> tuple[int, int]:
-        """Buckets of relative distances, and the distance from which on all share the last one."""
-        buckets = self.integer("relative_attention_num_buckets", 32, low=4, high=65536)
-        max_distance = self.integer("relative_attention_max_distance", 128, high=65536)
-        self.require(buckets % 4 == 0, f"relative_attention_num_buckets ({buckets}) is not a multiple of 4",
-                     "relative_attention_num_buckets")  # fmt: skip
-        self.require(
-            max_distance > buckets // 2,
-            f"relative_attention_max_distance ({max_distance}) is not larger than half of "
-            f"relative_attention_num_buckets ({buckets})",
-            "relative_attention_max_distance", "relative_attention_num_buckets",
-        )  # fmt: skip
-        return buckets, max_distance
 
-    def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**24) -> int:
-        """A whole number in ``low..high``. ``default`` serves where there is no value; None: one is required."""
-        value = self.config.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            self.problem(key, f"{key} is missing")
-        elif not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            self.problem(key, f"{key} is {value!r}, not a whole number from {low} to {high}")
-        else:
-            return value
-        return max(low, 1)
+Fields = Mapping[str, Any]
 
-    def layers(self) -> int:
-        """The number of layers."""
-        return self.integer("num_hidden_layers", high=4096)
 
-    def number(self, key: str, default: float, low: float = 0.0, high: float = math.inf) -> float:
-        """A finite number in ``low..high``."""
-        value = self.config.get(key)
-        if value is None:
-            value = default
+@dataclass(frozen=True)
+class Key:
+    """The key ``name`` of ``config.json``; see :func:`integer`, :func:`number`, :func:`flag` and :func:`choice`.
+
+    ``convert`` turns a value into the field's, or into None where the value is not what ``expected`` says. An absent
+    key means ``default``. A key that is null, or absent without a default, means what ``derive`` computes from the
+    fields before it in the table; without ``derive`` it means ``default``, or is a problem if it is ``required``.
+    ``stand_in`` is the field's value after a problem, so that reading can go on to the next one.
+    """
+
+    name: str
+    default: Any
+    expected: str
+    convert: Callable[[Any], Any]
+    stand_in: Any
+    derive: Callable[[Fields], Any] | None = None
+    required: bool = False
+
+
+Keys = Mapping[str, Key]
+"""Field of a ``Config`` -> key of ``config.json``. Defaults are those of transformers' class, as are the keys."""
+
+
+def integer(
+    name: str,
+    default: int | None = None,
+    derive: Callable[[Fields], int] | None = None,
+    low: int = 1,
+    high: int = 2**24,
+    required: bool = True,
+) -> Key:
+    """A whole number in ``low..high``."""
+
+    def convert(value: Any) -> int | None:
+        return value if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high else None
+
+    return Key(name, default, f"a whole number from {low} to {high}", convert, max(low, 1), derive, required)
+
+
+def number(name: str, default: float, low: float = 0.0, high: float = 1e30) -> Key:
+    """A number in ``low..high``."""
+
+    def convert(value: Any) -> float | None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or math.isinf(value):
-            self.problem(key, f"{key} is {value!r}, not a number from {low} to {high}")
-            return default
-        return float(value)
+        return float(value) if is_number and low <= value <= high else None
 
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        value = self.config.get(key)
+    return Key(name, default, f"a number from {low} to {high}", convert, default)
+
+
+def flag(name: str, default: bool) -> Key:
+    """True or false."""
+    return Key(name, default, "true or false", lambda value: value if isinstance(value, bool) else None, default)
+
+
+def choice(name: str, default: str, choices: Mapping[str, Any]) -> Key:
+    """One of the names in ``choices``, which maps it to the field's value."""
+
+    def convert(value: Any) -> Any:
+        return choices.get(value) if isinstance(value, str) else None
+
+    return Key(name, default, f"one of {', '.join(choices)}", convert, choices[default])
+
+
+def with_defaults(keys: Keys, **defaults: Any) -> dict[str, Key]:
+    """``keys`` with other defaults, by the names in ``config.json``."""
+    return {field: replace(key, default=defaults.get(key.name, key.default)) for field, key in keys.items()}
+
+
+class ConfigReader:
+    """Reads ``config`` by the table ``keys`` into :attr:`fields`, and what is not in the table by :meth:`value`.
+
+    Problems are collected, and :meth:`checked_fields` raises them together. Of one key only the first problem counts.
+    """
+
+    def __init__(self, config: Mapping[str, Any], keys: Keys):
+        self.config = config
+        self.keys = keys
+        self._problems: list[str] = []
+        self._bad: set[str] = set()
+        self.fields: dict[str, Any] = {}
+        for field, key in keys.items():
+            self.fields[field] = self.value(key)
+
+    def is_null(self, key: Key) -> bool:
+        """Whether there is no value of ``key``, not even by default."""
+        return self.config.get(key.name, key.default) is None
+
+    def value(self, key: Key) -> Any:
+        """The value of ``key`` for its field; a stand-in if there is a problem with it."""
+        value = self.config.get(key.name, key.default)
         if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.problem(key, f"{key} is {value!r}, not true or false")
-            return default
-        return value
-
-    def choice(self, key: str, default: str, choices: dict[str, str]) -> str:
-        """What ``choices`` maps the value to."""
-        value = self.config.get(key)
+            value = key.derive(self.fields) if key.derive else None if key.required else key.default
+        converted = None if value is None else key.convert(value)
         if value is None:
-            value = default
-        if not isinstance(value, str) or value not in choices:
-            self.problem(key, f"{key} is {value!r}, not one of {', '.join(choices)}")
-            return next(iter(choices.values()))
-        return choices[value]
+            self.problem(key.name, f"{key.name} is missing")
+        elif converted is None:
+            self.problem(key.name, f"{key.name} is {value!r}, not {key.expected}")
+        return key.stand_in if converted is None else converted
 
-    def raise_problems(self) -> None:
-        """Raise ``CheckpointError`` with all problems, if there are any."""
-        if self.problems:
-            raise CheckpointError(listed("config.json", self.problems))
+    def problem(self, name: str, text: str) -> None:
+        """Record a problem with the value of the key ``name``."""
+        if name not in self._bad:
+            self._bad.add(name)
+            self._problems.append(text)
+
+    def require(self, holds: bool, text: str, *names: str) -> None:
+        """Record ``text``, about the keys ``names`` together, unless it holds or one of them is bad by itself."""
+        if not holds and not self._bad & set(names):
+            self._problems.append(text)
+
+    def require_divisible(self, whole: str, part: str) -> None:
+        """Record a problem unless the field ``whole`` is a multiple of the field ``part``."""
+        names, values = [self.keys[f].name for f in (whole, part)], [self.fields[f] for f in (whole, part)]
+        text = f"{names[0]} ({values[0]}) is not a multiple of {names[1]} ({values[1]})"
+        self.require(values[0] % values[1] == 0, text, *names)
+
+    def reject_unknown_keys(self, *others: Key) -> None:
+        """Record every key that is in neither the table, ``others`` nor :data:`COMMON`: for formats of our own."""
+        known = {key.name for key in (*self.keys.values(), *others)}
+        for name in self.config.keys() - known - COMMON:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; the nearest is {close[0]}" if close else ""
+            self.problem(name, f"{name} is not a key of this model_type{hint}")
+
+    def checked_fields(self) -> dict[str, Any]:
+        """The fields of the table; raises ``CheckpointError`` with all problems if there are any."""
+        if self._problems:
+            raise CheckpointError(listed("config.json", self._problems))
+        return self.fields

@@ -1,31 +1,37 @@
-"""What decoders share: the loop that runs the layers, and what most have behind the last."""
+"""What decoders share: the loop over the layers, and the output behind the last one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch, LayerCache
 from ..layers.cache import KVCache
 from ..layers.linear import LMHead
 from ..layers.norm import RMSNorm
+from ._config import ModelConfig
 
 
-class ModelBuilder(Protocol):
-    """A model's parts, each made when it is asked for: run one after another, they need memory for one."""
+class DecoderBuilder(Protocol):
+    """Makes the parts of a model one at a time, so that a caller may keep one of them in memory."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def ops(self) -> Backend: ...
 
     def embed(self) -> Callable[[ForwardBatch], Array]:
-        """A step's tokens to the residual stream."""
+        """Tokens to the residual stream, fp32 ``[T, features]``."""
         ...
 
     def block(self, layer: int) -> Callable[[Array, LayerCache, ForwardBatch], Array]:
-        """The layer of that number, from 0 on."""
+        """Layer ``layer``, counted from 0: residual stream, cache and batch to the residual stream."""
         ...
 
     def output(self) -> Callable[[Array], Array]:
-        """The residual stream to logits."""
+        """The residual stream to logits, fp32 ``[T, vocab]``."""
         ...
 
 
@@ -41,17 +47,19 @@ class Output:
 
 
 class Decoder:
-    """Tokens in, logits out. ``config`` says how many ``layers`` there are."""
+    """Tokens in, logits out."""
 
-    def __init__(self, config: Any, builder: ModelBuilder, ops: Backend):
-        self.ops = ops
-        self.config = config
+    is_encoder_decoder: ClassVar[bool] = False
+
+    def __init__(self, builder: DecoderBuilder):
+        self.ops = builder.ops
+        self.config = builder.config
         self.embed = builder.embed()
-        self.blocks = ops.blocks(builder.block, config.layers)
-        self.output: Any = builder.output()
+        self.blocks = self.ops.blocks(builder.block, self.config.layers)
+        self.output = builder.output()
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
-        """Run a step's tokens: fp32 logits ``[B, vocab]`` of each sequence's last token, or of all ``[T, vocab]``."""
+        """fp32 logits ``[B, vocab]`` of each sequence's last token, or with ``all_logits`` of all, ``[T, vocab]``."""
         residual = self.embed(batch)
         for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
             residual = block(residual, layer_cache, batch)

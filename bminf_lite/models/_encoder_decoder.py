@@ -7,9 +7,9 @@ the encoded source through cross-attention, whose keys and values are computed o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, RelativeBias
@@ -21,16 +21,32 @@ from ..layers.loading import Weights
 from ..layers.mlp import MLP, GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.relative_bias import load_relative_bias
+from ._config import ConfigReader, ModelConfig, integer
 from ._decoder import Output
-from .spec import Fold, Parameter, Role, Spec
+from .spec import Fold, Parameter, Role, Spec, Tensors, embedding, head, linear, norm, weights_of
+
+BUCKETS = {
+    "buckets": integer("relative_attention_num_buckets", 32, low=4, high=65536, required=False),
+    "max_distance": integer("relative_attention_max_distance", 128, high=65536, required=False),
+}
+
+
+@dataclass(frozen=True)
+class CrossTensorNames:
+    """Where a layer of a decoder keeps its cross-attention. A source's key and value are one matrix or two."""
+
+    norm: str
+    q: str
+    kv: tuple[str, ...]
+    out: str
 
 
 @dataclass(frozen=True)
 class StackTensorNames:
     """Where a checkpoint keeps an encoder or a decoder. Names from ``self_norm`` on are those within ``{blocks}.{i}``.
 
-    Query, key and value are one matrix or three, and so are a source's key and value one or two. ``mlp`` is the prefix
-    of ``wi_0``, ``wi_1`` and ``wo`` (``wi`` and ``wo`` without a gate). An encoder has no cross-attention.
+    Query, key and value are one matrix or three. ``mlp`` is the prefix of ``wi_0``, ``wi_1`` and ``wo`` (``wi`` and
+    ``wo`` without a gate). An encoder has no cross-attention.
     """
 
     blocks: str
@@ -41,10 +57,7 @@ class StackTensorNames:
     bias: str
     mlp_norm: str
     mlp: str
-    cross_norm: str = ""
-    cross_q: str = ""
-    cross_kv: tuple[str, ...] = ()
-    cross_out: str = ""
+    cross: CrossTensorNames | None = None
 
 
 @dataclass(frozen=True)
@@ -59,34 +72,45 @@ class TensorNames:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ModelConfig):
     """The shape of a model; lengths in tokens, sizes in elements.
 
-    ``score_scale`` multiplies the attention scores, ``logit_scale`` the logits. ``biases_per_layer``: every layer has a
-    table of relative biases, and not the first one for all. Decoding starts from the tokens
-    ``decoder_start_token_ids``.
+    ``layers`` are the decoder's. ``scaled_scores``: attention scores are divided by the root of the head's size.
+    ``biases_per_layer``: every layer has a table of relative biases, and not the first one for all. Decoding starts
+    from the tokens ``decoder_start_token_ids``.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
+    is_encoder_decoder: ClassVar[bool] = True
+
     encoder_layers: int
-    layers: int
-    heads: int
     head_dim: int
-    max_source_length: int
-    context_length: int
-    norm_eps: float
-    activation: str
     gated: bool
-    tied_head: bool
     buckets: int
     max_distance: int
-    score_scale: float
-    logit_scale: float
-    decoder_start_token_ids: tuple[int, ...]
+    decoder_start_token_id: int
     names: TensorNames
+    scaled_scores: bool = False
     biases_per_layer: bool = False
+
+    @property
+    def decoder_start_token_ids(self) -> tuple[int, ...]:
+        """The token from which the decoder starts."""
+        return (self.decoder_start_token_id,)
+
+    @property
+    def score_scale(self) -> float:
+        """The factor on the attention scores."""
+        return self.head_dim**-0.5 if self.scaled_scores else 1.0
+
+    @property
+    def logit_scale(self) -> float:
+        """The factor on the logits, which makes up for the size of the embeddings in a tied head."""
+        return self.hidden_size**-0.5 if self.tied_head else 1.0
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """The matrices of the feed-forward layer that read its input, after the prefix ``mlp``."""
+        return ("wi_0", "wi_1") if self.gated else ("wi",)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -94,87 +118,94 @@ class Config:
         return CacheShape(self.layers, self.heads, self.head_dim)
 
 
+def check_buckets(read: ConfigReader) -> None:
+    """Record problems with the fields of :data:`BUCKETS`."""
+    buckets, max_distance = read.fields["buckets"], read.fields["max_distance"]
+    names = BUCKETS["buckets"].name, BUCKETS["max_distance"].name
+    read.require(buckets % 4 == 0, f"{names[0]} ({buckets}) is not a multiple of 4", names[0])
+    text = f"{names[1]} ({max_distance}) is not larger than half of {names[0]} ({buckets})"
+    read.require(max_distance > buckets // 2, text, *names)
+
+
 def spec(config: Config) -> Spec:
-    """Every tensor of the checkpoint."""
-    names = config.names
-    embedding, head = f"{names.embedding}.weight", f"{names.head}.weight"
-    table = (config.vocab_size, config.hidden_size)
-    tensors = {embedding: Parameter(table, Role.EMBEDDING), head: Parameter(table, Role.HEAD)}
+    """Every tensor of the checkpoint.
+
+    Factors move from a norm to what reads it (all layers of the decoder read the encoder's last norm), from values to
+    the output of attention, and from the last linear step before ``wo`` to ``wo``. Fused matrices are left out where
+    they would be divided.
+    """
+    names, hidden, table = config.names, config.hidden_size, (config.vocab_size, config.hidden_size)
+    tensors = embedding(names.embedding, table) | head(names.head, table)
+    folds: list[Fold] = []
+    source_readers: list[str] = []
     for stack, layers in ((names.encoder, config.encoder_layers), (names.decoder, config.layers)):
         for layer in range(layers):
-            tensors |= {f"{stack.blocks}.{layer}.{name}.weight": p for name, p in _layer_tensors(config, stack, layer)}
-        tensors[f"{stack.final_norm}.weight"] = Parameter((config.hidden_size,), Role.VECTOR)
-    tied = {head: embedding} if config.tied_head else {}
-    return Spec(tensors, tied, names.ignored, foldable=tuple(folds(config)))
-
-
-def folds(config: Config) -> Iterator[Fold]:
-    """Norm to what reads it, values to the output of attention, and the last linear step before ``wo`` to ``wo``.
-
-    All layers of the decoder read the encoder's last norm. Fused matrices are left out where they would be divided.
-    """
-    encoder, decoder = config.names.encoder, config.names.decoder
-    for stack, layers in ((encoder, config.encoder_layers), (decoder, config.layers)):
-        for layer in range(layers):
-            yield from _layer_folds(config, stack, f"{stack.blocks}.{layer}")
-    blocks = [f"{decoder.blocks}.{layer}" for layer in range(config.layers)]
-    readers = [f"{block}.{name}.weight" for block in blocks for name in decoder.cross_kv]
-    yield Fold((f"{encoder.final_norm}.weight",), tuple(readers))
+            block = f"{stack.blocks}.{layer}"
+            tensors |= _block_tensors(config, stack, block)
+            if layer == 0 or config.biases_per_layer:
+                bias = Parameter((config.buckets, config.heads), Role.EMBEDDING)
+                tensors[f"{block}.{stack.bias}.weight"] = bias
+            folds += _block_folds(config, stack, block)
+            if stack.cross:
+                source_readers += [f"{block}.{name}" for name in stack.cross.kv]
+        tensors |= norm(stack.final_norm, hidden)
+    folds.append(Fold(weights_of(names.encoder.final_norm), weights_of(*source_readers)))
     if not config.tied_head:
-        yield Fold((f"{decoder.final_norm}.weight",), (f"{config.names.head}.weight",))
+        folds.append(Fold(weights_of(names.decoder.final_norm), weights_of(names.head)))
+    tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
+    return Spec(tensors, tied, names.ignored, foldable=tuple(folds))
 
 
-def _layer_folds(config: Config, stack: StackTensorNames, block: str) -> Iterator[Fold]:
-    inner = ("wi_0", "wi_1") if config.gated else ("wi",)
-    pairs: list[tuple[str, Sequence[str]]] = [
-        (stack.self_norm, stack.qkv),
-        (stack.mlp_norm, [f"{stack.mlp}.{part}" for part in inner]),
-    ]
-    if stack.cross_q:
-        pairs.append((stack.cross_norm, [stack.cross_q]))
-    if len(stack.qkv) == 3:
-        pairs.append((stack.qkv[2], [stack.self_out]))
-    if len(stack.cross_kv) == 2:
-        pairs.append((stack.cross_kv[1], [stack.cross_out]))
-    if config.gated or config.activation == "relu":
-        pairs.append((f"{stack.mlp}.{inner[-1]}", [f"{stack.mlp}.wo"]))
-    for producer, consumers in pairs:
-        yield Fold((f"{block}.{producer}.weight",), tuple(f"{block}.{name}.weight" for name in consumers))
-
-
-def _layer_tensors(config: Config, stack: StackTensorNames, layer: int) -> Iterator[tuple[str, Parameter]]:
+def _block_tensors(config: Config, stack: StackTensorNames, block: str) -> Tensors:
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.heads * config.head_dim
-    linears = [(name, 3 * heads // len(stack.qkv), hidden) for name in stack.qkv]
-    linears += [(stack.self_out, hidden, heads)]
-    if stack.cross_q:
-        linears += [(stack.cross_q, heads, hidden), (stack.cross_out, hidden, heads)]
-        linears += [(name, 2 * heads // len(stack.cross_kv), hidden) for name in stack.cross_kv]
-    linears += [(f"{stack.mlp}.{part}", inner, hidden) for part in (("wi_0", "wi_1") if config.gated else ("wi",))]
-    linears += [(f"{stack.mlp}.wo", hidden, inner)]
-    for name, out_features, in_features in linears:
-        yield name, Parameter((out_features, in_features), Role.LINEAR)
-    for name in filter(None, (stack.self_norm, stack.cross_norm, stack.mlp_norm)):
-        yield name, Parameter((hidden,), Role.VECTOR)
-    if layer == 0 or config.biases_per_layer:
-        yield stack.bias, Parameter((config.buckets, config.heads), Role.EMBEDDING)
+    shapes = dict.fromkeys(stack.qkv, (3 * heads // len(stack.qkv), hidden)) | {stack.self_out: (hidden, heads)}
+    norms = [stack.self_norm, stack.mlp_norm]
+    if cross := stack.cross:
+        shapes |= {cross.q: (heads, hidden), cross.out: (hidden, heads)}
+        shapes |= dict.fromkeys(cross.kv, (2 * heads // len(cross.kv), hidden))
+        norms.insert(1, cross.norm)
+    shapes |= {f"{stack.mlp}.{part}": (inner, hidden) for part in config.inner}
+    shapes |= {f"{stack.mlp}.wo": (hidden, inner)}
+    tensors: Tensors = {}
+    for name, shape in shapes.items():
+        tensors |= linear(f"{block}.{name}", shape)
+    for name in norms:
+        tensors |= norm(f"{block}.{name}", hidden)
+    return tensors
 
 
-class BlockBuilder:
-    """Makes what a layer of either stack consists of."""
+def _block_folds(config: Config, stack: StackTensorNames, block: str) -> list[Fold]:
+    readers = {stack.self_norm: stack.qkv, stack.mlp_norm: tuple(f"{stack.mlp}.{part}" for part in config.inner)}
+    if cross := stack.cross:
+        readers[cross.norm] = (cross.q,)
+    if len(stack.qkv) == 3:
+        readers[stack.qkv[2]] = (stack.self_out,)
+    if cross and len(cross.kv) == 2:
+        readers[cross.kv[1]] = (cross.out,)
+    if config.gated or config.activation == "relu":
+        readers[f"{stack.mlp}.{config.inner[-1]}"] = (f"{stack.mlp}.wo",)
+    return [
+        Fold(weights_of(f"{block}.{producer}"), weights_of(*(f"{block}.{name}" for name in consumers)))
+        for producer, consumers in readers.items()
+    ]
 
-    def __init__(self, config: Config, stack: StackTensorNames, weights: Weights, ops: Backend, layer: int):
+
+class BlockParts:
+    """Makes the parts of the layer ``block`` of either stack."""
+
+    def __init__(self, config: Config, weights: Weights, ops: Backend, block: str):
         self.config = config
         self.weights = weights
         self.ops = ops
-        self.name = f"{stack.blocks}.{layer}"
+        self.block = block
 
     def linear(self, *names: str) -> Linear:
         """One product with the matrices ``names`` of this layer."""
-        return Linear(self.ops, self.weights, [f"{self.name}.{name}" for name in names])
+        return Linear(self.ops, self.weights, [f"{self.block}.{name}" for name in names])
 
     def norm(self, name: str) -> RMSNorm:
         """A norm of this layer."""
-        return RMSNorm(self.ops, self.weights, f"{self.name}.{name}", self.config.norm_eps)
+        return RMSNorm(self.ops, self.weights, f"{self.block}.{name}", self.config.norm_eps)
 
     def attention(self, bias: RelativeBias | None) -> AttentionSpec:
         """Attention with a key and value head for each query head."""
@@ -183,10 +214,9 @@ class BlockBuilder:
 
     def mlp(self, name: str) -> GatedMLP | MLP:
         """The feed-forward layer."""
-        if self.config.gated:
-            parts = "wi_0", "wi_1", "wo"
-            return GatedMLP(self.ops, self.weights, f"{self.name}.{name}", self.config.activation, parts=parts)
-        return MLP(self.ops, self.config.activation, self.linear(f"{name}.wi"), self.linear(f"{name}.wo"))
+        kind = GatedMLP if self.config.gated else MLP
+        inner = self.linear(*(f"{name}.{part}" for part in self.config.inner))
+        return kind(self.ops, self.config.activation, inner, self.linear(f"{name}.wo"))
 
 
 class EncoderBlock:
@@ -194,7 +224,7 @@ class EncoderBlock:
 
     def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, bias: RelativeBias):
         stack = config.names.encoder
-        parts = BlockBuilder(config, stack, weights, ops, layer)
+        parts = BlockParts(config, weights, ops, f"{stack.blocks}.{layer}")
         self.self_norm = parts.norm(stack.self_norm)
         self.attention = EncoderAttention(
             ops, parts.attention(bias), parts.linear(*stack.qkv), parts.linear(stack.self_out)
@@ -211,17 +241,14 @@ class DecoderBlock:
     """``r = r + attention(norm(r))``, ``r = r + cross_attention(norm(r))``, ``r = r + mlp(norm(r))``."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, bias: RelativeBias):
-        stack = config.names.decoder
-        parts = BlockBuilder(config, stack, weights, ops, layer)
+        stack, cross = config.names.decoder, config.names.decoder.cross
+        assert cross is not None
+        parts = BlockParts(config, weights, ops, f"{stack.blocks}.{layer}")
         self.self_norm = parts.norm(stack.self_norm)
         self.attention = Attention(ops, parts.attention(bias), parts.linear(*stack.qkv), parts.linear(stack.self_out))
-        self.cross_norm = parts.norm(stack.cross_norm)
+        self.cross_norm = parts.norm(cross.norm)
         self.cross_attention = CrossAttention(
-            ops,
-            parts.attention(None),
-            parts.linear(stack.cross_q),
-            parts.linear(*stack.cross_kv),
-            parts.linear(stack.cross_out),
+            ops, parts.attention(None), parts.linear(cross.q), parts.linear(*cross.kv), parts.linear(cross.out)
         )
         self.mlp_norm = parts.norm(stack.mlp_norm)
         self.mlp = parts.mlp(stack.mlp)
@@ -235,88 +262,83 @@ class DecoderBlock:
 
 
 class ModelBuilder:
-    """The model's parts, each made when it is asked for: run one after another, they need memory for one."""
+    """Makes the parts of a model one at a time, so that a caller may keep one of them in memory."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
         self.config = config
         self.weights = weights
         self.ops = ops
+        self._shared_biases: dict[str, RelativeBias] = {}
 
     def embed(self) -> Callable[[ForwardBatch], Array]:
-        """A step's tokens, of sources or of texts, to the residual stream."""
-        embedding = Embedding(self.ops, self.weights, self.config.names.embedding)
-        return lambda batch: embedding(batch.tokens)
-
-    @cached_property
-    def _encoder_biases(self) -> Callable[[int], RelativeBias]:
-        return self._biases(self.config.names.encoder, bidirectional=True)
-
-    @cached_property
-    def _decoder_biases(self) -> Callable[[int], RelativeBias]:
-        return self._biases(self.config.names.decoder, bidirectional=False)
+        """Tokens, of sources or of texts, to the residual stream."""
+        table = Embedding(self.ops, self.weights, self.config.names.embedding)
+        return lambda batch: table(batch.tokens)
 
     def encoder_block(self, layer: int) -> EncoderBlock:
-        """The encoder's layer of that number, from 0 on."""
-        return EncoderBlock(self.config, self.weights, self.ops, layer, self._encoder_biases(layer))
+        """Layer ``layer`` of the encoder, counted from 0."""
+        bias = self._bias(self.config.names.encoder, layer, bidirectional=True)
+        return EncoderBlock(self.config, self.weights, self.ops, layer, bias)
 
     def encoder_norm(self) -> RMSNorm:
         """What follows the encoder's last layer."""
         return RMSNorm(self.ops, self.weights, self.config.names.encoder.final_norm, self.config.norm_eps)
 
     def block(self, layer: int) -> DecoderBlock:
-        """The decoder's layer of that number, from 0 on."""
-        return DecoderBlock(self.config, self.weights, self.ops, layer, self._decoder_biases(layer))
+        """Layer ``layer`` of the decoder, counted from 0."""
+        bias = self._bias(self.config.names.decoder, layer, bidirectional=False)
+        return DecoderBlock(self.config, self.weights, self.ops, layer, bias)
 
     def output(self) -> Output:
-        """What follows the decoder's last layer; a scale on the logits is one on the gain of the norm."""
+        """The decoder's residual stream to logits; their scale is part of the norm's weight."""
         config = self.config
         name = config.names.decoder.final_norm
         norm = RMSNorm(self.ops, self.weights, name, config.norm_eps, config.logit_scale)
         return Output(norm, LMHead(self.ops, self.weights, [config.names.head]))
 
-    def _biases(self, stack: StackTensorNames, bidirectional: bool) -> Callable[[int], RelativeBias]:
-        """The relative bias of a layer of a stack."""
+    def _bias(self, stack: StackTensorNames, layer: int, bidirectional: bool) -> RelativeBias:
+        """The relative bias of a layer: its own, or the one of its stack, which is loaded once."""
+        if stack.blocks not in self._shared_biases:
+            owner = layer if self.config.biases_per_layer else 0
+            name = f"{stack.blocks}.{owner}.{stack.bias}"
+            bias = load_relative_bias(self.ops, self.weights, name, bidirectional, self.config.max_distance)
+            if self.config.biases_per_layer:
+                return bias
+            self._shared_biases[stack.blocks] = bias
+        return self._shared_biases[stack.blocks]
 
-        def load(layer: int) -> RelativeBias:
-            name = f"{stack.blocks}.{layer}.{stack.bias}"
-            return load_relative_bias(self.ops, self.weights, name, bidirectional, self.config.max_distance)
 
-        if self.config.biases_per_layer:
-            return load
-        shared = load(0)
-        return lambda layer: shared
-
-
-class Model:
+class EncoderDecoder:
     """A source in, then tokens in, logits out."""
 
-    def __init__(self, config: Config, weights: Weights, ops: Backend):
-        self.ops = ops
-        self.config = config
-        builder = ModelBuilder(config, weights, ops)
+    is_encoder_decoder: ClassVar[bool] = True
+
+    def __init__(self, builder: ModelBuilder):
+        self.ops = builder.ops
+        self.config = builder.config
         self.embed = builder.embed()
-        self.encoder = ops.blocks(builder.encoder_block, config.encoder_layers)
+        self.encoder = self.ops.blocks(builder.encoder_block, self.config.encoder_layers)
         self.encoder_norm = builder.encoder_norm()
-        self.decoder = ops.blocks(builder.block, config.layers)
+        self.decoder = self.ops.blocks(builder.block, self.config.layers)
         self.output = builder.output()
 
     def encode(self, batch: ForwardBatch) -> Array:
-        """The encoder's output for a step of whole sources, ``[T, features]``, normalised."""
+        """The encoder's normalised output for whole sources, ``[T, features]``."""
         residual = self.embed(batch)
         for block in self.encoder:
             residual = block(residual, batch)
         return self.encoder_norm(residual)
 
     def encode_to_cache(self, batch: ForwardBatch, source: SourceCache) -> None:
-        """Encode a step of whole sources, and keep what the decoder needs of them in their slots."""
+        """Encode whole sources, and put their keys and values for each layer of the decoder into their slots."""
         output = self.encode(batch)
         for block, cache in zip(self.decoder, source.layers, strict=True):
             block.cross_attention.fill_cache(output, cache, batch)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
-        """Run a step's tokens: fp32 logits ``[B, vocab]`` of each sequence's last token, or of all ``[T, vocab]``.
+        """fp32 logits ``[B, vocab]`` of each sequence's last token, or with ``all_logits`` of all, ``[T, vocab]``.
 
-        The sources of its sequences must have been read into ``cache.source``.
+        ``cache.source`` must hold the sources of the batch's sequences; see :meth:`encode_to_cache`.
         """
         source = cache.source
         assert source is not None
@@ -326,31 +348,3 @@ class Model:
         if not all_logits:
             residual = self.ops.last_tokens(residual, batch)
         return self.output(residual)
-
-
-CPM_ENCODER = StackTensorNames(
-    blocks="encoder.blocks",
-    final_norm="encoder.final_layernorm",
-    self_norm="self_attn.layer_norm",
-    qkv=("self_attn.self_attn.project",),
-    self_out="self_attn.self_attn.dense",
-    bias="self_attn.self_attn.relative_attention_bias",
-    mlp_norm="ff.layer_norm",
-    mlp="ff.dense_relu_dense",
-)
-CPM_NAMES = TensorNames(
-    embedding="word_embeds",
-    head="lm_head",
-    encoder=CPM_ENCODER,
-    decoder=replace(
-        CPM_ENCODER,
-        blocks="decoder.blocks",
-        final_norm="decoder.final_layernorm",
-        cross_norm="cross_attn.layer_norm",
-        cross_q="cross_attn.cross_attn.project_q",
-        cross_kv=("cross_attn.cross_attn.project_kv",),
-        cross_out="cross_attn.cross_attn.dense",
-    ),
-    ignored=(r"(encoder|decoder)\.word_embeds\.weight",),
-)
-"""The names of the published model-parallel checkpoints of CPM-2 and EVA, their shards merged."""

@@ -1,4 +1,4 @@
-"""What GPT-2 and its kin share: a decoder with LayerNorm, biases and a feed-forward layer without a gate.
+"""What GPT-2, OPT, GPT-NeoX and CPM-1 share: a decoder with LayerNorm, biases and a feed-forward layer without a gate.
 
 They differ in how a checkpoint names and cuts its tensors (:class:`TensorNames`) and in fields of :class:`Config`:
 learned positions or rotary ones, the norm before or after a layer, both layers one after the other or side by side.
@@ -6,8 +6,9 @@ learned positions or rotary ones, the norm before or after a layer, both layers 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,31 +21,23 @@ from ..layers.linear import Linear, LMHead
 from ..layers.loading import PermutedWeights, Weights
 from ..layers.mlp import MLP
 from ..layers.norm import LayerNorm
+from ._architecture import Architecture
+from ._config import ModelConfig
 from ._decoder import Decoder
-from .spec import Fold, Parameter, Role, Spec
-
-ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-"""Names in configurations -> names in ``backend.base.ACTIVATIONS``."""
+from .spec import Fold, Spec, Tensors, embedding, head, linear, norm, weights_of
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Where a checkpoint keeps what. Names from ``attention_norm`` on are those within ``{layers}.{i}``.
+    """Where a checkpoint keeps what. Names from ``attention_norm`` to ``down`` are those within ``{layers}.{i}``.
 
-    ``qkv`` has one name where query, key and value are one matrix, else three. ``transposed``: its matrices are stored
-    ``[in, out]``. ``positions`` is empty for a model without learned positions. ``ignored`` and
-    ``aliases`` are those of :class:`~bminf_lite.models.spec.Spec`.
+    ``qkv`` has one name where query, key and value are one matrix, else three. ``transposed``: matrices are stored
+    ``[in, out]``. ``positions`` is the table of learned positions, and ``project_in`` and ``project_out`` lie between
+    the embedding and the layers where their sizes differ. ``ignored`` and ``aliases`` are those of
+    :class:`~bminf_lite.models.spec.Spec`.
     """
 
     embedding: str
-    positions: str
     layers: str
     final_norm: str
     head: str
@@ -54,6 +47,7 @@ class TensorNames:
     mlp_norm: str
     up: str
     down: str
+    positions: str | None = None
     project_in: str = ""
     project_out: str = ""
     transposed: bool = False
@@ -62,28 +56,31 @@ class TensorNames:
 
 
 @dataclass(frozen=True)
-class Config:
+class Rotary:
+    """Rotary positions: ``size`` elements of each head are rotated.
+
+    ``frequencies`` has an entry for each pair of a head's elements, 0 for those that stay as they are, and ``scale`` is
+    the factor on cosine and sine.
+    """
+
+    size: int
+    frequencies: tuple[float, ...]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
     """The shape of a model; lengths in tokens, sizes in elements.
 
     ``embedding_size`` differs from ``hidden_size`` where projections lie between the two. ``first_position`` is the row
     of the table of learned positions that the first token gets. ``norm_first``: layers read a norm of the residual
     stream; otherwise the stream itself is normalised after each layer. ``parallel``: attention and feed-forward layer
-    read the same stream. ``scales`` multiply the attention scores of each layer. ``rotary`` holds a frequency for each
-    pair of a head's elements, none without rotary positions. ``interleaved_qkv``: the fused matrix holds query, key
-    and value of one head after another, and not all queries first.
+    read the same stream. ``scale_scores``: attention scores are divided by the root of the head's size, and with
+    ``scale_by_layer`` by the layer's number too. ``interleaved_qkv``: the fused matrix holds query, key and value of
+    one head after another, and not all queries first.
     """
 
-    vocab_size: int
-    hidden_size: int
     embedding_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    context_length: int
-    norm_eps: float
-    activation: str
-    tied_head: bool
-    scales: tuple[float, ...]
     names: TensorNames
     first_position: int = 0
     norm_first: bool = True
@@ -92,9 +89,9 @@ class Config:
     parallel: bool = False
     attention_bias: bool = True
     mlp_bias: bool = True
-    rotary: tuple[float, ...] = ()
-    rotary_size: int = 0
-    rope_scale: float = 1.0
+    scale_scores: bool = True
+    scale_by_layer: bool = False
+    rotary: Rotary | None = None
     interleaved_qkv: bool = False
 
     @property
@@ -103,96 +100,83 @@ class Config:
         return self.hidden_size // self.heads
 
     @property
+    def is_projected(self) -> bool:
+        """Whether projections lie between the embedding and the layers."""
+        return self.embedding_size != self.hidden_size
+
+    @property
     def cache_shape(self) -> CacheShape:
         """What the model keeps per token."""
         return CacheShape(self.layers, self.heads, self.head_dim)
 
+    def score_scale(self, layer: int) -> float:
+        """The factor on the attention scores of a layer."""
+        scale = self.head_dim**-0.5 if self.scale_scores else 1.0
+        return scale / (layer + 1) if self.scale_by_layer else scale
+
 
 def spec(config: Config) -> Spec:
-    """Every tensor of the checkpoint."""
-    names = config.names
-    hidden, embedding = config.hidden_size, config.embedding_size
-    tensors = {
-        f"{names.embedding}.weight": Parameter((config.vocab_size, embedding), Role.EMBEDDING),
-        f"{names.head}.weight": Parameter((config.vocab_size, embedding), Role.HEAD),
-    }
-    if names.positions:
-        rows = config.context_length + config.first_position
-        tensors[f"{names.positions}.weight"] = Parameter((rows, hidden), Role.EMBEDDING)
-    if embedding != hidden:
-        tensors[f"{names.project_in}.weight"] = Parameter((hidden, embedding), Role.LINEAR)
-        tensors[f"{names.project_out}.weight"] = Parameter((embedding, hidden), Role.LINEAR)
-    for layer in range(config.layers):
-        tensors |= {f"{names.layers}.{layer}.{name}": p for name, p in layer_tensors(config)}
-    if config.final_norm:
-        tensors |= norm_tensors(names.final_norm, config)
-    tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
-    return Spec(tensors, tied, names.ignored, tuple(folds(config)), names.aliases)
+    """Every tensor of the checkpoint.
 
-
-def folds(config: Config) -> Iterator[Fold]:
-    """Norm to what reads it, values to the output of attention, and up to down where a ReLU lies between.
-
-    Norms whose output is the residual stream itself have other readers, and values in a fused matrix are left out.
+    Factors move from a norm to what reads it, from values to the output of attention, and from ``up`` to ``down`` where
+    a ReLU lies between. Norms whose output is the residual stream itself have other readers, and values in a fused
+    matrix are left out.
     """
-    names = config.names
+    names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
+    table = (config.vocab_size, config.embedding_size)
+    tensors = embedding(names.embedding, table) | head(names.head, table)
+    if names.positions is not None:
+        tensors |= embedding(names.positions, (config.context_length + config.first_position, hidden))
+    if config.is_projected:
+        tensors |= linear(names.project_in, (hidden, config.embedding_size))
+        tensors |= linear(names.project_out, (config.embedding_size, hidden))
+    folds = []
     for layer in range(config.layers):
-        name = f"{names.layers}.{layer}"
+        block = f"{names.layers}.{layer}"
+        attention_out, up, down = (f"{block}.{name}" for name in (names.attention_out, names.up, names.down))
+        qkv = [f"{block}.{name}" for name in names.qkv]
+        qkv_tensors = [
+            linear(name, (3 * hidden // len(qkv), hidden), config.attention_bias, names.transposed) for name in qkv
+        ]
+        up_tensors = linear(up, (inner, hidden), config.mlp_bias, names.transposed)
+        norms = [norm_tensors(f"{block}.{name}", config) for name in (names.attention_norm, names.mlp_norm)]
+        for part in qkv_tensors:
+            tensors |= part
+        tensors |= linear(attention_out, (hidden, hidden), config.attention_bias, names.transposed)
+        tensors |= up_tensors | linear(down, (hidden, inner), config.mlp_bias, names.transposed)
+        tensors |= norms[0] | norms[1]
         if config.norm_first and config.affine_norms:
-            yield Fold(_with_bias(f"{name}.{names.attention_norm}"), tuple(f"{name}.{x}.weight" for x in names.qkv))
-            yield Fold(_with_bias(f"{name}.{names.mlp_norm}"), (f"{name}.{names.up}.weight",))
-        if len(names.qkv) == 3:
-            values = _with_bias(f"{name}.{names.qkv[2]}", config.attention_bias)
-            yield Fold(values, (f"{name}.{names.attention_out}.weight",))
+            folds.append(Fold(tuple(norms[0]), weights_of(*qkv)))
+            folds.append(Fold(tuple(norms[1]), weights_of(up)))
+        if len(qkv) == 3:
+            folds.append(Fold(tuple(qkv_tensors[2]), weights_of(attention_out)))
         if config.activation == "relu":
-            yield Fold(_with_bias(f"{name}.{names.up}", config.mlp_bias), (f"{name}.{names.down}.weight",))
-    if config.final_norm and config.affine_norms:
-        projected = config.embedding_size != config.hidden_size
-        reader = names.project_out if projected else "" if config.tied_head else names.head
-        if reader:
-            yield Fold(_with_bias(names.final_norm), (f"{reader}.weight",))
+            folds.append(Fold(tuple(up_tensors), weights_of(down)))
+    if config.final_norm:
+        final_norm = norm_tensors(names.final_norm, config)
+        tensors |= final_norm
+        if config.affine_norms and (config.is_projected or not config.tied_head):
+            folds.append(Fold(tuple(final_norm), weights_of(names.project_out if config.is_projected else names.head)))
+    tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
+    return Spec(tensors, tied, names.ignored, tuple(folds), names.aliases)
 
 
-def _with_bias(name: str, bias: bool = True) -> tuple[str, ...]:
-    return (f"{name}.weight", f"{name}.bias") if bias else (f"{name}.weight",)
-
-
-def layer_tensors(config: Config) -> Iterator[tuple[str, Parameter]]:
-    """The tensors of one layer, named within it."""
-    names = config.names
-    hidden, inner = config.hidden_size, config.intermediate_size
-    qkv = 3 * hidden // len(names.qkv)
-    linears = [
-        *((name, qkv, hidden, config.attention_bias) for name in names.qkv),
-        (names.attention_out, hidden, hidden, config.attention_bias),
-        (names.up, inner, hidden, config.mlp_bias),
-        (names.down, hidden, inner, config.mlp_bias),
-    ]
-    for name, out_features, in_features, bias in linears:
-        shape = (in_features, out_features) if names.transposed else (out_features, in_features)
-        yield f"{name}.weight", Parameter(shape, Role.LINEAR, names.transposed)
-        if bias:
-            yield f"{name}.bias", Parameter((out_features,), Role.VECTOR)
-    for name in (names.attention_norm, names.mlp_norm):
-        yield from norm_tensors(name, config).items()
-
-
-def norm_tensors(name: str, config: Config) -> dict[str, Parameter]:
-    """Gain and bias of a LayerNorm; nothing where it has neither."""
-    parts = ("weight", "bias") if config.affine_norms else ()
-    return {f"{name}.{part}": Parameter((config.hidden_size,), Role.VECTOR) for part in parts}
+def norm_tensors(name: str, config: Config) -> Tensors:
+    """Weight and bias of a LayerNorm; nothing where it has neither."""
+    return norm(name, config.hidden_size, bias=True) if config.affine_norms else {}
 
 
 def qkv_rows(config: Config) -> np.ndarray | None:
     """The rows of the fused matrix in the order that attention takes them: queries, keys, values, head after head.
 
-    None where they are in that order. Where only the first ``rotary_size`` elements of a head are rotated, a head's
-    elements get another order, with the rotated ones at the start of either half. Queries and keys get the same, so
-    their products stay what they are; and rotation with a frequency of zero leaves the others as they are.
+    None where they are in that order. Where only the first elements of a head are rotated, a head's elements get
+    another order, with the rotated ones at the start of either half. Queries and keys get the same order, so their
+    products stay what they are; and rotation with a frequency of zero leaves the other elements as they are.
     """
     if not config.interleaved_qkv:
         return None
-    heads, head_dim, rotated = config.heads, config.head_dim, config.rotary_size
+    heads, head_dim = config.heads, config.head_dim
+    rotated = config.rotary.size if config.rotary else head_dim
     query, key, value = np.arange(3 * config.hidden_size).reshape(heads, 3, head_dim).swapaxes(0, 1)
     if rotated < head_dim:
         quarters = np.split(np.arange(head_dim), [rotated // 2, rotated, (head_dim + rotated) // 2])
@@ -208,13 +192,13 @@ class Block:
         names, name = config.names, f"{config.names.layers}.{layer}"
         self.norm_first, self.parallel = config.norm_first, config.parallel
         rows = qkv_rows(config)
+        qkv_weights = weights if rows is None else PermutedWeights(weights, rows)
         self.attention = Attention(
             ops,
-            AttentionSpec(config.heads, config.heads, config.head_dim, config.scales[layer], rope=rope),
-            Linear(ops, weights if rows is None else PermutedWeights(weights, rows), [f"{name}.{n}" for n in names.qkv],
-                   config.attention_bias),
+            AttentionSpec(config.heads, config.heads, config.head_dim, config.score_scale(layer), rope=rope),
+            Linear(ops, qkv_weights, [f"{name}.{n}" for n in names.qkv], config.attention_bias),
             Linear(ops, weights, [f"{name}.{names.attention_out}"], config.attention_bias),
-        )  # fmt: skip
+        )
         self.mlp = MLP(
             ops,
             config.activation,
@@ -245,7 +229,7 @@ def make_norm(config: Config, weights: Weights, ops: Backend, name: str) -> Laye
 
 @dataclass(frozen=True)
 class Input:
-    """A step's tokens to the residual stream: the embedding, projected where it has another size, and positions."""
+    """Tokens to the residual stream: the embedding, projected where it has another size, and positions."""
 
     embedding: Embedding
     project: Linear | None
@@ -272,7 +256,7 @@ class Output:
 
 
 class ModelBuilder:
-    """The model's parts, each made when it is asked for: run one after another, they need memory for one."""
+    """Makes the parts of a model one at a time; see :class:`._decoder.DecoderBuilder`."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
         self.config = config
@@ -280,32 +264,30 @@ class ModelBuilder:
         self.ops = ops
         self.rope = None
         if config.rotary:
-            self.rope = Rope(ops.vector(np.array(config.rotary, np.float32)), config.rope_scale)
+            self.rope = Rope(ops.vector(np.array(config.rotary.frequencies, np.float32)), config.rotary.scale)
 
     def embed(self) -> Input:
-        """A step's tokens to the residual stream."""
+        """Tokens to the residual stream."""
         config, names = self.config, self.config.names
         positions = None
-        if names.positions:
+        if names.positions is not None:
             positions = PositionEmbedding(self.ops, self.weights, names.positions, config.first_position)
         return Input(Embedding(self.ops, self.weights, names.embedding), self._projection(names.project_in), positions)
 
     def block(self, layer: int) -> Block:
-        """The layer of that number, from 0 on."""
+        """Layer ``layer``, counted from 0."""
         return Block(self.config, self.weights, self.ops, layer, self.rope)
 
     def output(self) -> Output:
-        """What follows the last layer."""
+        """The residual stream to logits."""
         config, names = self.config, self.config.names
         norm = make_norm(config, self.weights, self.ops, names.final_norm) if config.final_norm else None
         return Output(norm, self._projection(names.project_out), LMHead(self.ops, self.weights, [names.head]))
 
     def _projection(self, name: str) -> Linear | None:
-        return Linear(self.ops, self.weights, [name]) if self.config.embedding_size != self.config.hidden_size else None
+        return Linear(self.ops, self.weights, [name]) if self.config.is_projected else None
 
 
-class Model(Decoder):
-    """Tokens in, logits out."""
-
-    def __init__(self, config: Config, weights: Weights, ops: Backend):
-        super().__init__(config, ModelBuilder(config, weights, ops), ops)
+def gpt_architecture(parse: Callable[[Mapping[str, Any]], Config]) -> Architecture:
+    """The architecture whose configurations ``parse`` reads."""
+    return Architecture(parse, spec, ModelBuilder, Decoder)

@@ -5,22 +5,21 @@ The tensors have the names of the published model-parallel checkpoint, its shard
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from ._config import ConfigReader
-from ._gpt import Config, Model, ModelBuilder, TensorNames, spec
+from ._config import MAX_LAYERS, ConfigReader, integer, number
+from ._gpt import Config, TensorNames, gpt_architecture
 
-__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
-
-DEFAULTS = {
-    "vocab_size": 30000,
-    "hidden_size": 2560,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 1024,
-    "layer_norm_epsilon": 1e-5,
+KEYS = {
+    "vocab_size": integer("vocab_size", 30000),
+    "hidden_size": integer("hidden_size", 2560),
+    "layers": integer("num_hidden_layers", 32, high=MAX_LAYERS),
+    "heads": integer("num_attention_heads", 32),
+    "context_length": integer("max_position_embeddings", 1024),
+    "norm_eps": number("layer_norm_epsilon", 1e-5, high=1.0),
 }
-"""The published model."""
+"""A ``config.json`` of this project's own; the defaults are the published model."""
 
 NAMES = TensorNames(
     embedding="word_embeddings",
@@ -37,26 +36,21 @@ NAMES = TensorNames(
 )
 
 
-def parse(config: dict[str, Any]) -> Config:
-    """Our own ``config.json``: the keys of ``DEFAULTS``, and no others but what every checkpoint may say."""
-    read = ConfigReader(config, DEFAULTS)
-    read.reject_unknown_keys(DEFAULTS)
-    hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-    read.require_divisible("num_attention_heads", heads, "hidden_size", hidden)
-    layers = read.layers()
-    result = Config(
-        vocab_size=read.integer("vocab_size"),
-        hidden_size=hidden,
+def parse(config: Mapping[str, Any]) -> Config:
+    """CPM-1's configuration, whose unknown keys are problems."""
+    read = ConfigReader(config, KEYS)
+    read.reject_unknown_keys()
+    read.require_divisible("hidden_size", "heads")
+    fields = read.checked_fields()
+    hidden = fields["hidden_size"]
+    return Config(
+        **fields,
         embedding_size=hidden,
         intermediate_size=4 * hidden,
-        layers=layers,
-        heads=heads,
-        context_length=read.integer("max_position_embeddings"),
-        norm_eps=read.number("layer_norm_epsilon", 1e-5, high=1.0),
         activation="gelu_tanh",
         tied_head=True,
-        scales=(max(hidden // heads, 1) ** -0.5,) * layers,
         names=NAMES,
     )
-    read.raise_problems()
-    return result
+
+
+architecture = gpt_architecture(parse)

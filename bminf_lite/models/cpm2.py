@@ -6,62 +6,84 @@ shards merged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ._config import ConfigReader
-from ._encoder_decoder import CPM_NAMES, Config, Model, ModelBuilder, spec
+from ._architecture import Architecture
+from ._config import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, integer, number
+from ._encoder_decoder import (
+    BUCKETS,
+    Config,
+    CrossTensorNames,
+    EncoderDecoder,
+    ModelBuilder,
+    StackTensorNames,
+    TensorNames,
+    check_buckets,
+    spec,
+)
 
-__all__ = ["Config", "Model", "ModelBuilder", "parse", "parse_cpm", "spec"]
+KEYS = {
+    "vocab_size": integer("vocab_size", 26240),
+    "hidden_size": integer("d_model", 4096),
+    "intermediate_size": integer("d_ff", 10240),
+    "encoder_layers": integer("num_layers", 24, high=MAX_LAYERS),
+    "layers": integer("num_decoder_layers", 24, high=MAX_LAYERS),
+    "heads": integer("num_heads", 64),
+    "head_dim": integer("d_kv", 64, high=MAX_HEAD_DIM),
+    "context_length": integer("max_position_embeddings", 512),
+    "norm_eps": number("layer_norm_epsilon", 1e-6, high=1.0),
+} | BUCKETS
+"""A ``config.json`` of this project's own; the defaults are the published model."""
 
-DEFAULTS = {
-    "vocab_size": 26240,
-    "d_model": 4096,
-    "d_ff": 10240,
-    "d_kv": 64,
-    "num_heads": 64,
-    "num_layers": 24,
-    "num_decoder_layers": 24,
-    "layer_norm_epsilon": 1e-6,
-    "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128,
-    "max_position_embeddings": 512,
-    "decoder_start_token_id": 1,
-}
-"""The published model."""
+ENCODER = StackTensorNames(
+    blocks="encoder.blocks",
+    final_norm="encoder.final_layernorm",
+    self_norm="self_attn.layer_norm",
+    qkv=("self_attn.self_attn.project",),
+    self_out="self_attn.self_attn.dense",
+    bias="self_attn.self_attn.relative_attention_bias",
+    mlp_norm="ff.layer_norm",
+    mlp="ff.dense_relu_dense",
+)
+NAMES = TensorNames(
+    embedding="word_embeds",
+    head="lm_head",
+    encoder=ENCODER,
+    decoder=replace(
+        ENCODER,
+        blocks="decoder.blocks",
+        final_norm="decoder.final_layernorm",
+        cross=CrossTensorNames(
+            norm="cross_attn.layer_norm",
+            q="cross_attn.cross_attn.project_q",
+            kv=("cross_attn.cross_attn.project_kv",),
+            out="cross_attn.cross_attn.dense",
+        ),
+    ),
+    ignored=(r"(encoder|decoder)\.word_embeds\.weight",),
+)
 
 
-def parse(config: dict[str, Any]) -> Config:
-    """Our own ``config.json``: the keys of ``DEFAULTS``, and no others but what every checkpoint may say."""
-    read = ConfigReader(config, DEFAULTS)
-    read.reject_unknown_keys(DEFAULTS)
-    return parse_cpm(read, scaled_scores=False)
+def parse(config: Mapping[str, Any]) -> Config:
+    """CPM-2's configuration."""
+    return parse_cpm(ConfigReader(config, KEYS))
 
 
-def parse_cpm(read: ConfigReader, scaled_scores: bool) -> Config:
-    """What CPM-2 and EVA share. ``max_position_embeddings`` bounds the source and the decoded text."""
-    head_dim, vocab = read.integer("d_kv", high=1024), read.integer("vocab_size")
-    context = read.integer("max_position_embeddings")
-    buckets, max_distance = read.relative_buckets()
-    result = Config(
-        vocab_size=vocab,
-        hidden_size=read.integer("d_model"),
-        intermediate_size=read.integer("d_ff"),
-        encoder_layers=read.integer("num_layers", high=4096),
-        layers=read.integer("num_decoder_layers", high=4096),
-        heads=read.integer("num_heads"),
-        head_dim=head_dim,
-        max_source_length=context,
-        context_length=context,
-        norm_eps=read.number("layer_norm_epsilon", 1e-6, high=1.0),
+def parse_cpm(read: ConfigReader) -> Config:
+    """What CPM-2 and EVA share; unknown keys are problems."""
+    read.reject_unknown_keys()
+    check_buckets(read)
+    start = read.value(integer("decoder_start_token_id", 1, low=0, high=read.fields["vocab_size"] - 1))
+    return Config(
+        **read.checked_fields(),
         activation="gelu_tanh",
         gated=True,
         tied_head=False,
-        buckets=buckets,
-        max_distance=max_distance,
-        score_scale=head_dim**-0.5 if scaled_scores else 1.0,
-        logit_scale=1.0,
-        decoder_start_token_ids=(read.integer("decoder_start_token_id", low=0, high=vocab - 1),),
-        names=CPM_NAMES,
+        decoder_start_token_id=start,
+        names=NAMES,
     )
-    read.raise_problems()
-    return result
+
+
+architecture = Architecture(parse, spec, ModelBuilder, EncoderDecoder)

@@ -5,26 +5,23 @@ CPM-2 at another size. EVA 2 scales attention scores by ``1 / sqrt(d_kv)``, whic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ._config import ConfigReader
-from .cpm2 import DEFAULTS as CPM2_DEFAULTS
-from .cpm2 import Config, Model, ModelBuilder, parse_cpm, spec
+from . import cpm2
+from ._config import ConfigReader, flag, with_defaults
+from ._encoder_decoder import Config
 
-__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
-
-DEFAULTS = CPM2_DEFAULTS | {
-    "vocab_size": 30000,
-    "d_model": 2048,
-    "d_ff": 5120,
-    "num_heads": 32,
-    "attn_scale": False,
+KEYS = with_defaults(cpm2.KEYS, vocab_size=30000, d_model=2048, d_ff=5120, num_heads=32) | {
+    "scaled_scores": flag("attn_scale", False)
 }
-"""The published model, the first version."""
+"""The defaults are the published model, the first version."""
 
 
-def parse(config: dict[str, Any]) -> Config:
-    """Our own ``config.json``: the keys of ``DEFAULTS``, and no others but what every checkpoint may say."""
-    read = ConfigReader(config, DEFAULTS)
-    read.reject_unknown_keys(DEFAULTS)
-    return parse_cpm(read, scaled_scores=read.flag("attn_scale", False))
+def parse(config: Mapping[str, Any]) -> Config:
+    """EVA's configuration."""
+    return cpm2.parse_cpm(ConfigReader(config, KEYS))
+
+
+architecture = replace(cpm2.architecture, parse=parse)

@@ -5,23 +5,25 @@ Its matrices are stored ``[in, out]`` (``Conv1D`` in transformers), query, key a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from ._config import ConfigReader
-from ._gpt import ACTIVATIONS, Config, Model, ModelBuilder, TensorNames, spec
+from ._config import ACTIVATIONS, MAX_LAYERS, ConfigReader, choice, flag, integer, number
+from ._gpt import Config, TensorNames, gpt_architecture
 
-__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
-
-DEFAULTS = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "layer_norm_epsilon": 1e-5,
+KEYS = {
+    "vocab_size": integer("vocab_size", 50257),
+    "context_length": integer("n_positions", 1024),
+    "hidden_size": integer("n_embd", 768),
+    "layers": integer("n_layer", 12, high=MAX_LAYERS),
+    "heads": integer("n_head", 12),
+    "intermediate_size": integer("n_inner", derive=lambda fields: 4 * fields["hidden_size"]),
+    "norm_eps": number("layer_norm_epsilon", 1e-5, high=1.0),
+    "activation": choice("activation_function", "gelu_new", ACTIVATIONS),
+    "tied_head": flag("tie_word_embeddings", True),
+    "scale_scores": flag("scale_attn_weights", True),
+    "scale_by_layer": flag("scale_attn_by_inverse_layer_idx", False),
 }
-"""What transformers takes for a key that is absent."""
-
 NAMES = TensorNames(
     embedding="transformer.wte",
     positions="transformer.wpe",
@@ -40,29 +42,14 @@ NAMES = TensorNames(
 )
 
 
-def parse(config: dict[str, Any]) -> Config:
-    """GPT-2's configuration. Scores are scaled by ``1 / sqrt(head_dim)``, if asked for, and by the layer's number."""
-    read = ConfigReader(config, DEFAULTS)
-    hidden, heads = read.integer("n_embd"), read.integer("n_head")
-    layers = read.integer("n_layer", high=4096)
-    read.require_divisible("n_head", heads, "n_embd", hidden)
-    if read.flag("add_cross_attention", False):
+def parse(config: Mapping[str, Any]) -> Config:
+    """GPT-2's configuration."""
+    read = ConfigReader(config, KEYS)
+    read.require_divisible("hidden_size", "heads")
+    if read.value(flag("add_cross_attention", False)):
         read.problem("add_cross_attention", "add_cross_attention is true; cross-attention of GPT-2 is not supported")
-    scale = max(hidden // heads, 1) ** -0.5 if read.flag("scale_attn_weights", True) else 1.0
-    by_layer = read.flag("scale_attn_by_inverse_layer_idx", False)
-    result = Config(
-        vocab_size=read.integer("vocab_size"),
-        hidden_size=hidden,
-        embedding_size=hidden,
-        intermediate_size=read.integer("n_inner", 4 * hidden),
-        layers=layers,
-        heads=heads,
-        context_length=read.integer("n_positions"),
-        norm_eps=read.number("layer_norm_epsilon", 1e-5, high=1.0),
-        activation=read.choice("activation_function", "gelu_new", ACTIVATIONS),
-        tied_head=read.flag("tie_word_embeddings", True),
-        scales=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(layers)),
-        names=NAMES,
-    )
-    read.raise_problems()
-    return result
+    fields = read.checked_fields()
+    return Config(**fields, embedding_size=fields["hidden_size"], names=NAMES)
+
+
+architecture = gpt_architecture(parse)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ._config import ConfigReader
-from .llama import DEFAULTS as LLAMA_DEFAULTS
-from .llama import Config, Model, ModelBuilder, parse_decoder, spec
+from . import llama
+from ._config import ConfigReader, integer, with_defaults
 
-__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
-
-DEFAULTS = LLAMA_DEFAULTS | {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096 * 32,
-    "sliding_window": 4096,
-}
-"""See ``llama.DEFAULTS``."""
+KEYS = with_defaults(llama.KEYS, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=4096 * 32)
+WINDOW = integer("sliding_window", 4096)
 
 
-def parse(config: dict[str, Any]) -> Config:
-    """Mistral's configuration; an absent ``sliding_window`` means 4096, null means none."""
-    read = ConfigReader(config, DEFAULTS)
-    window = None if read.config["sliding_window"] is None else read.integer("sliding_window")
-    return parse_decoder(read, windows=(window,) * read.layers())
+def parse(config: Mapping[str, Any]) -> llama.Config:
+    """Mistral's configuration: every layer has the window, or none where ``sliding_window`` is null."""
+    read = ConfigReader(config, KEYS)
+    window = None if read.is_null(WINDOW) else read.value(WINDOW)
+    return replace(llama.parse_family(read), windows=(window,) * read.fields["layers"])
+
+
+architecture = replace(llama.architecture, parse=parse)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ._config import ConfigReader
-from ._encoder_decoder import Config, Model, ModelBuilder, spec
-from .t5 import DEFAULTS as T5_DEFAULTS
-from .t5 import parse_t5
+from . import t5
+from ._config import ConfigReader, with_defaults
+from ._encoder_decoder import Config
 
-__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
-
-DEFAULTS = T5_DEFAULTS | {
-    "vocab_size": 250112,
-    "d_ff": 1024,
-    "num_layers": 8,
-    "num_heads": 6,
-    "feed_forward_proj": "gated-gelu",
-}
-"""What transformers takes for a key that is absent."""
+KEYS = with_defaults(t5.KEYS, vocab_size=250112, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu")
 
 
-def parse(config: dict[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> Config:
     """mT5's configuration. What it says about tying differs between versions; the published files have a head."""
-    return parse_t5(ConfigReader(config, DEFAULTS), tied=False)
+    return t5.parse_t5(ConfigReader(config, KEYS), tied_head=False)
+
+
+architecture = replace(t5.architecture, parse=parse)

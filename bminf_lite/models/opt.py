@@ -6,23 +6,27 @@ after each layer, has no final norm, and its embedding is narrower than its laye
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from ._config import ConfigReader
-from ._gpt import ACTIVATIONS, Config, Model, ModelBuilder, TensorNames, spec
+from ._config import ACTIVATIONS, MAX_LAYERS, ConfigReader, choice, flag, integer
+from ._gpt import Config, TensorNames, gpt_architecture
 
-__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
-
-DEFAULTS = {
-    "vocab_size": 50272,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "ffn_dim": 3072,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 12,
+KEYS = {
+    "vocab_size": integer("vocab_size", 50272),
+    "hidden_size": integer("hidden_size", 768),
+    "embedding_size": integer("word_embed_proj_dim", derive=lambda fields: fields["hidden_size"]),
+    "layers": integer("num_hidden_layers", 12, high=MAX_LAYERS),
+    "intermediate_size": integer("ffn_dim", 3072),
+    "context_length": integer("max_position_embeddings", 2048),
+    "heads": integer("num_attention_heads", 12),
+    "activation": choice("activation_function", "relu", ACTIVATIONS),
+    "tied_head": flag("tie_word_embeddings", True),
+    "norm_first": flag("do_layer_norm_before", True),
+    "affine_norms": flag("layer_norm_elementwise_affine", True),
+    "attention_bias": flag("enable_bias", True),
+    "mlp_bias": flag("enable_bias", True),
 }
-"""What transformers takes for a key that is absent."""
-
 NAMES = TensorNames(
     embedding="model.decoder.embed_tokens",
     positions="model.decoder.embed_positions",
@@ -41,33 +45,12 @@ NAMES = TensorNames(
 )
 
 
-def parse(config: dict[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> Config:
     """OPT's configuration."""
-    read = ConfigReader(config, DEFAULTS)
-    hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-    layers = read.layers()
-    read.require_divisible("num_attention_heads", heads, "hidden_size", hidden)
-    bias = read.flag("enable_bias", True)
-    norm_first = read.flag("do_layer_norm_before", True)
-    result = Config(
-        vocab_size=read.integer("vocab_size"),
-        hidden_size=hidden,
-        embedding_size=read.integer("word_embed_proj_dim", hidden),
-        intermediate_size=read.integer("ffn_dim"),
-        layers=layers,
-        heads=heads,
-        context_length=read.integer("max_position_embeddings"),
-        norm_eps=1e-5,
-        activation=read.choice("activation_function", "relu", ACTIVATIONS),
-        tied_head=read.flag("tie_word_embeddings", True),
-        scales=(max(hidden // heads, 1) ** -0.5,) * layers,
-        names=NAMES,
-        first_position=2,
-        norm_first=norm_first,
-        final_norm=norm_first and not read.flag("_remove_final_layer_norm", False),
-        affine_norms=read.flag("layer_norm_elementwise_affine", True),
-        attention_bias=bias,
-        mlp_bias=bias,
-    )
-    read.raise_problems()
-    return result
+    read = ConfigReader(config, KEYS)
+    read.require_divisible("hidden_size", "heads")
+    final_norm = read.fields["norm_first"] and not read.value(flag("_remove_final_layer_norm", False))
+    return Config(**read.checked_fields(), norm_eps=1e-5, final_norm=final_norm, first_position=2, names=NAMES)
+
+
+architecture = gpt_architecture(parse)

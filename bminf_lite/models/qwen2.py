@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ._config import ConfigReader
-from .llama import DEFAULTS as LLAMA_DEFAULTS
-from .llama import Config, Model, ModelBuilder, parse_decoder, spec
+from . import llama
+from ._config import ConfigReader, flag, integer, with_defaults
 
-__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
-
-DEFAULTS = LLAMA_DEFAULTS | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-"""See ``llama.DEFAULTS``."""
-
+KEYS = with_defaults(
+    llama.KEYS,
+    vocab_size=151936,
+    intermediate_size=22016,
+    num_key_value_heads=32,
+    max_position_embeddings=32768,
+)
+WINDOW = integer("sliding_window", 4096)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def parse(config: dict[str, Any]) -> Config:
-    """Qwen2's configuration, with biases on query, key and value and none on the output."""
-    read = ConfigReader(config, DEFAULTS)
-    return parse_decoder(read, windows=qwen_windows(read), qkv_bias=True)
+def parse(config: Mapping[str, Any]) -> llama.Config:
+    """Qwen2's configuration."""
+    read = ConfigReader(config, KEYS)
+    windows = qwen_windows(read)
+    return replace(llama.parse_family(read), windows=windows, qkv_bias=True)
 
 
 def qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
@@ -34,16 +32,18 @@ def qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
 
     ``layer_types`` says which layers have it; without that key, those from ``max_window_layers`` on.
     """
-    layers = read.layers()
-    window = read.config["sliding_window"]
-    if not read.flag("use_sliding_window", False) or window is None:
+    layers: int = read.fields["layers"]
+    if not read.value(flag("use_sliding_window", False)) or read.is_null(WINDOW):
         return (None,) * layers
-    window = read.integer("sliding_window")
+    window = read.value(WINDOW)
     types = read.config.get("layer_types")
     if types is None:
-        first = read.integer("max_window_layers", low=0)
+        first = read.value(integer("max_window_layers", 28, low=0))
         return tuple(window if layer >= first else None for layer in range(layers))
     if not isinstance(types, list) or len(types) != layers or not all(t in LAYER_TYPES for t in types):
         read.problem("layer_types", f"layer_types is {types!r}, not {layers} times one of {', '.join(LAYER_TYPES)}")
         return (None,) * layers
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+architecture = replace(llama.architecture, parse=parse)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ._config import ConfigReader
-from .llama import Config, Model, ModelBuilder, parse_decoder, spec
-from .qwen2 import DEFAULTS as QWEN2_DEFAULTS
-from .qwen2 import qwen_windows
+from . import llama, qwen2
+from ._config import ConfigReader, with_defaults
 
-__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
-
-DEFAULTS = QWEN2_DEFAULTS | {"head_dim": 128}
-"""See ``llama.DEFAULTS``."""
+BIASES = {"qkv_bias": llama.ATTENTION_BIAS, "o_bias": llama.ATTENTION_BIAS}
+KEYS = with_defaults(qwen2.KEYS, head_dim=128) | BIASES
 
 
-def parse(config: dict[str, Any]) -> Config:
-    """Qwen3's configuration, where the head size does not follow from the hidden size."""
-    read = ConfigReader(config, DEFAULTS)
-    bias = read.flag("attention_bias", False)
-    return parse_decoder(read, windows=qwen_windows(read), qkv_bias=bias, o_bias=bias, qk_norm=True)
+def parse(config: Mapping[str, Any]) -> llama.Config:
+    """Qwen3's configuration."""
+    read = ConfigReader(config, KEYS)
+    windows = qwen2.qwen_windows(read)
+    return replace(llama.parse_family(read), windows=windows, qk_norm=True)
+
+
+architecture = replace(llama.architecture, parse=parse)

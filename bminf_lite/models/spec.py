@@ -18,7 +18,7 @@ class Role(str, Enum):
     LINEAR = "linear"  # [out, in], multiplied by activations: int8 after migration
     HEAD = "head"  # the output projection [vocab, hidden]: int8 too unless the recipe says otherwise
     EMBEDDING = "embedding"  # looked up, stays float
-    VECTOR = "vector"  # norm gains and biases, stay float
+    VECTOR = "vector"  # weights and biases of norms, biases of matrices: stay float
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Parameter:
 class Fold:
     """Where a factor per channel can move from an activation into the matrices that read it; the model stays the same.
 
-    Dividing the ``producers`` (a norm's gain and bias, or a matrix, whose outputs are the channels, and its bias) and
+    Dividing the ``producers`` (a norm's weight and bias, or a matrix, whose outputs are the channels, and its bias) and
     multiplying the inputs of the ``consumers`` (matrices, all that read the activation) cancels out. Only a function
     between them that commutes with positive factors per channel allows it: a product, a ReLU, attention's mean of
     values.
@@ -57,9 +57,9 @@ class Spec:
     """All tensors of one model.
 
     ``parameters`` maps checkpoint names to parameters. ``tied`` maps a name that the checkpoint may omit to the name
-    whose values it shares (the tied output head); where the file holds it all the same, it is ignored. ``ignored``
-    are regular expressions (full match) for tensors that some writers include and no reader needs. ``foldable`` says
-    where calibrated migration may move factors; each matrix is a consumer of one fold at most. ``aliases`` are regular
+    whose values it shares (the tied output head); a tensor of that name in the file is ignored. ``ignored`` are regular
+    expressions (full match) for tensors that some writers include and no reader needs. ``foldable`` says where
+    calibrated migration may move factors; each matrix is a consumer of one fold at most. ``aliases`` are regular
     expressions (full match) for names that some files use, each with the replacement that makes it the one used here.
     """
 
@@ -68,3 +68,34 @@ class Spec:
     ignored: tuple[str, ...] = ()
     foldable: tuple[Fold, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+
+
+Tensors = dict[str, Parameter]
+
+
+def linear(name: str, shape: tuple[int, int], bias: bool = False, transposed: bool = False) -> Tensors:
+    """The matrix ``{name}.weight`` ``[out, in]``, or stored ``[in, out]`` if ``transposed``, and its bias if any."""
+    stored = shape[::-1] if transposed else shape
+    tensors = {f"{name}.weight": Parameter(stored, Role.LINEAR, transposed)}
+    return tensors | {f"{name}.bias": Parameter(shape[:1], Role.VECTOR)} if bias else tensors
+
+
+def norm(name: str, features: int, bias: bool = False) -> Tensors:
+    """The weight of a norm, and its bias if any."""
+    parts = ("weight", "bias") if bias else ("weight",)
+    return {f"{name}.{part}": Parameter((features,), Role.VECTOR) for part in parts}
+
+
+def embedding(name: str, shape: tuple[int, int]) -> Tensors:
+    """The table ``{name}.weight`` ``[rows, features]``."""
+    return {f"{name}.weight": Parameter(shape, Role.EMBEDDING)}
+
+
+def head(name: str, shape: tuple[int, int]) -> Tensors:
+    """The output projection ``{name}.weight`` ``[vocab, features]``."""
+    return {f"{name}.weight": Parameter(shape, Role.HEAD)}
+
+
+def weights_of(*names: str) -> tuple[str, ...]:
+    """The tensors' names of several matrices or norms."""
+    return tuple(f"{name}.weight" for name in names)

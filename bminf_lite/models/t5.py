@@ -6,25 +6,41 @@ has none. The first version ties head and embedding, and scales the output by ``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ._config import ConfigReader
-from ._encoder_decoder import Config, Model, ModelBuilder, StackTensorNames, TensorNames, spec
-from ._gpt import ACTIVATIONS
+from ._architecture import Architecture
+from ._config import ACTIVATIONS, MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, choice, flag, integer, number
+from ._encoder_decoder import (
+    BUCKETS,
+    Config,
+    CrossTensorNames,
+    EncoderDecoder,
+    ModelBuilder,
+    StackTensorNames,
+    TensorNames,
+    check_buckets,
+    spec,
+)
 
-__all__ = ["Config", "Model", "ModelBuilder", "parse", "parse_t5", "spec"]
+FEED_FORWARDS = (
+    ACTIVATIONS | {f"gated-{name}": value for name, value in ACTIVATIONS.items()} | {"gated-gelu": "gelu_tanh"}
+)
+"""``feed_forward_proj`` -> its function: ``gated-gelu`` means the tanh form."""
 
-DEFAULTS = {
-    "vocab_size": 32128,
-    "d_model": 512,
-    "d_kv": 64,
-    "d_ff": 2048,
-    "num_layers": 6,
-    "num_heads": 8,
-    "feed_forward_proj": "relu",
-}
-"""What transformers takes for a key that is absent."""
+KEYS = {
+    "vocab_size": integer("vocab_size", 32128),
+    "hidden_size": integer("d_model", 512),
+    "intermediate_size": integer("d_ff", 2048),
+    "encoder_layers": integer("num_layers", 6, high=MAX_LAYERS),
+    "layers": integer("num_decoder_layers", derive=lambda fields: fields["encoder_layers"], high=MAX_LAYERS),
+    "heads": integer("num_heads", 8),
+    "head_dim": integer("d_kv", 64, high=MAX_HEAD_DIM),
+    "norm_eps": number("layer_norm_epsilon", 1e-6, high=1.0),
+    "activation": choice("feed_forward_proj", "relu", FEED_FORWARDS),
+    "gated": choice("feed_forward_proj", "relu", {name: name.startswith("gated-") for name in FEED_FORWARDS}),
+} | BUCKETS
 
 MAX_TOKENS = 1 << 15
 """Relative biases set no bound to a source or to a text; this one keeps mistakes from taking all memory."""
@@ -49,10 +65,12 @@ NAMES = TensorNames(
         final_norm="decoder.final_layer_norm",
         mlp_norm="layer.2.layer_norm",
         mlp="layer.2.DenseReluDense",
-        cross_norm="layer.1.layer_norm",
-        cross_q="layer.1.EncDecAttention.q",
-        cross_kv=("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v"),
-        cross_out="layer.1.EncDecAttention.o",
+        cross=CrossTensorNames(
+            norm="layer.1.layer_norm",
+            q="layer.1.EncDecAttention.q",
+            kv=("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v"),
+            out="layer.1.EncDecAttention.o",
+        ),
     ),
     ignored=(
         r"(encoder|decoder)\.embed_tokens\.weight",
@@ -61,48 +79,26 @@ NAMES = TensorNames(
 )
 
 
-def parse(config: dict[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> Config:
     """T5's configuration. Newer files say whether outputs are scaled, older ones whether the head is tied."""
-    read = ConfigReader(config, DEFAULTS)
-    tied = read.flag("scale_decoder_outputs", read.flag("tie_word_embeddings", True))
+    read = ConfigReader(config, KEYS)
+    tied = read.value(flag("scale_decoder_outputs", read.value(flag("tie_word_embeddings", True))))
     return parse_t5(read, tied)
 
 
-def parse_t5(read: ConfigReader, tied: bool, biases_per_layer: bool = False) -> Config:
-    """The keys that the family shares."""
-    hidden, head_dim = read.integer("d_model"), read.integer("d_kv", high=1024)
-    layers, vocab = read.integer("num_layers", high=4096), read.integer("vocab_size")
-    gated, activation = feed_forward(read)
-    buckets, max_distance = read.relative_buckets()
-    start = read.integer("decoder_start_token_id", read.integer("pad_token_id", 0, low=0), low=0, high=vocab - 1)
-    result = Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=read.integer("d_ff"),
-        encoder_layers=layers,
-        layers=read.integer("num_decoder_layers", layers, high=4096),
-        heads=read.integer("num_heads"),
-        head_dim=head_dim,
-        max_source_length=MAX_TOKENS,
+def parse_t5(read: ConfigReader, tied_head: bool) -> Config:
+    """What T5, mT5 and UMT5 share."""
+    check_buckets(read)
+    last_id = read.fields["vocab_size"] - 1
+    padding = read.value(integer("pad_token_id", 0, low=0, required=False))
+    start = read.value(integer("decoder_start_token_id", padding, low=0, high=last_id, required=False))
+    return Config(
+        **read.checked_fields(),
         context_length=MAX_TOKENS,
-        norm_eps=read.number("layer_norm_epsilon", 1e-6, high=1.0),
-        activation=activation,
-        gated=gated,
-        tied_head=tied,
-        buckets=buckets,
-        max_distance=max_distance,
-        score_scale=1.0,
-        logit_scale=hidden**-0.5 if tied else 1.0,
-        decoder_start_token_ids=(start,),
+        tied_head=tied_head,
+        decoder_start_token_id=start,
         names=NAMES,
-        biases_per_layer=biases_per_layer,
     )
-    read.raise_problems()
-    return result
 
 
-def feed_forward(read: ConfigReader) -> tuple[bool, str]:
-    """Whether the feed-forward layer has a gate, and its function; ``gated-gelu`` means the tanh form."""
-    names = ACTIVATIONS | {f"gated-{name}": value for name, value in ACTIVATIONS.items()} | {"gated-gelu": "gelu_tanh"}
-    activation = read.choice("feed_forward_proj", "relu", names)
-    return str(read.config.get("feed_forward_proj")).startswith("gated-"), activation
+architecture = Architecture(parse, spec, ModelBuilder, EncoderDecoder)

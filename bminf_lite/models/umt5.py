@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ._config import ConfigReader
-from ._encoder_decoder import Config, Model, ModelBuilder, spec
-from .mt5 import DEFAULTS
-from .t5 import parse_t5
-
-__all__ = ["Config", "Model", "ModelBuilder", "parse", "spec"]
+from . import mt5, t5
+from ._config import ConfigReader, flag
+from ._encoder_decoder import Config
 
 
-def parse(config: dict[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> Config:
     """UMT5's configuration."""
-    read = ConfigReader(config, DEFAULTS)
-    return parse_t5(read, read.flag("tie_word_embeddings", True), biases_per_layer=True)
+    read = ConfigReader(config, mt5.KEYS)
+    tied_head = read.value(flag("tie_word_embeddings", True))
+    return replace(t5.parse_t5(read, tied_head), biases_per_layer=True)
+
+
+architecture = replace(t5.architecture, parse=parse)

@@ -1,1 +1,1 @@
-"""What int8 needs to know about a model's activations: calibration, and the decisions that are made from it."""
+"""Calibration: a model's activations on a text, and the decisions how to quantize each product."""

@@ -1,9 +1,8 @@
-"""Running the float model on calibration tokens, to see what enters each weight matrix.
+"""Running the float model on calibration tokens, to observe the input of each weight matrix.
 
-The model is built from its own layers, one at a time, and all tokens go through a layer before the next one is made, in
-batches of some thousand. So every matrix is read once, and memory holds a layer's weights, the residual stream of all
-tokens and the activations of one batch, whatever the size of the model. What enters a product stays on the device:
-an observer keeps of it what it needs.
+The model is built and run one layer at a time, and all tokens pass through a layer in batches of some thousand. So
+every matrix is read once, and memory holds one layer's weights, the residual stream of all tokens and the activations
+of one batch, whatever the size of the model. Inputs stay on the device; an observer keeps what it needs of them.
 """
 
 from __future__ import annotations
@@ -14,27 +13,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import models
 from ..backend.base import Backend
 from ..backend.values import Array
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.opened_model import OpenedModel
 from ..layers.recording import LinearCall, LinearHooks
-from ..models.spec import Spec
 from .stages import HiddenState, LayerwiseModel, SequenceBatch
 
 MAX_BATCH_TOKENS = 4096
-"""So many tokens at most go through a layer at once."""
+"""The most tokens of a batch."""
 
 HEAD_TOKENS = 1024
-"""The output head sees so many tokens at most: its logits for all of them would not fit in memory."""
+"""The most tokens that the output head gets: logits for all of them would not fit in memory."""
 
 Progress = Callable[[int, int, str], None]
-"""Called with the steps that are done, all of them, and the layer at work; a step is a batch in a layer."""
+"""Called with the steps that are done, all of them, and a layer's name; a step is a batch in a layer."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The float input ``[T, in]`` of a product for one batch, on the device, and the matrices that it goes into.
+    """The float input ``[T, in]`` of a product for one batch, on the device, and the names of its matrices.
 
     ``batch_index`` counts the batches from 0, and there are ``num_batches`` of them for this product.
     """
@@ -46,36 +43,34 @@ class Observation:
 
     @property
     def is_last(self) -> bool:
-        """Whether all of the product's input has been seen with this."""
+        """Whether this is the product's last batch."""
         return self.batch_index == self.num_batches - 1
 
 
 def run_calibration(
-    checkpoint: Checkpoint,
-    spec: Spec,
+    model: OpenedModel,
     samples: Sequence[np.ndarray],
     ops: Backend,
     observer: Callable[[Observation], None],
     progress: Progress | None = None,
 ) -> None:
-    """Run the model of ``checkpoint`` on ``samples``, int32 token ids ``[n]`` each, and show each product's input.
+    """Run ``model`` on ``samples``, int32 token ids ``[n]`` each, and pass each product's input to ``observer``.
 
-    The samples are sequences of their own. An encoder reads the first half of each, and the decoder continues with the
-    second. Products come in the order in which the model computes them, but those of a layer once for each batch.
+    The samples are separate sequences. An encoder reads the first half of each, and the decoder continues with the
+    second. Products come in the order of computation; those of a layer come once for each batch.
     """
-    architecture = models.find(checkpoint.config)
-    config = architecture.parse(checkpoint.config)
+    config = model.config
     batches = make_batches(samples, getattr(config, "decoder_start_token_ids", ()))
     position = 0, 1
 
     def show(call: LinearCall) -> None:
         observer(Observation(call.tensors, call.x, *position))
 
-    hooks = LinearHooks(ops, checkpoint.weights(spec, stored=True), show)
-    layerwise = LayerwiseModel(architecture.ModelBuilder(config, hooks.weights, hooks.ops), config, ops)
+    hooks = LinearHooks(ops, model.weights(), show)
+    layerwise = LayerwiseModel(model.architecture.ModelBuilder(config, hooks.weights, hooks.ops), config, ops)
     states, steps = layerwise.start(batches), len(layerwise.names) * len(batches) + 1
     for index, name in enumerate(layerwise.names):
-        layer_fn = None  # the layer before goes first
+        layer_fn = None  # frees the layer before this one is built
         layer_fn = layerwise.build(index)
         for number, batch in enumerate(batches):
             position = number, len(batches)
@@ -90,7 +85,7 @@ def run_calibration(
 
 
 def make_batches(samples: Sequence[np.ndarray], start: Sequence[int] = ()) -> list[SequenceBatch]:
-    """Batches of about equally many samples, of ``MAX_BATCH_TOKENS`` at most, but of one sample at least.
+    """Batches of about equally many samples, each of one sample or of at most ``MAX_BATCH_TOKENS`` tokens.
 
     ``start`` are the tokens from which a decoder with an encoder starts.
     """
@@ -107,16 +102,17 @@ def make_batches(samples: Sequence[np.ndarray], start: Sequence[int] = ()) -> li
 
 
 def split_for_encoder_decoder(sample: np.ndarray, start: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """What a decoder is given, from its ``start`` on, and the source before it: the first half, rounded up."""
+    """The decoder's tokens, from ``start`` on, and the encoder's: the first half of ``sample``, rounded up."""
     middle = -(-len(sample) // 2)
     return np.concatenate([start, sample[middle:]]).astype(np.int32), sample[:middle]
 
 
 def _sample_residual(ops: Backend, states: Sequence[HiddenState], limit: int) -> Array:
-    """Rows of the residual stream from everywhere, ``limit`` at most."""
+    """At most ``limit`` rows of the residual stream, drawn from all batches."""
     calibration_ops = ops.calibration_ops()
     ends = np.cumsum([state.residual.shape[0] for state in states])
-    chosen = np.split(chosen_rows := sample_rows(int(ends[-1]), limit), np.searchsorted(chosen_rows, ends[:-1]))
+    chosen_rows = sample_rows(int(ends[-1]), limit)
+    chosen = np.split(chosen_rows, np.searchsorted(chosen_rows, ends[:-1]))
     firsts = [0, *ends[:-1]]
     return calibration_ops.joined(
         [calibration_ops.rows(s.residual, rows - first) for s, rows, first in zip(states, chosen, firsts, strict=True)]
@@ -124,7 +120,10 @@ def _sample_residual(ops: Backend, states: Sequence[HiddenState], limit: int) ->
 
 
 def sample_rows(count: int, limit: int, seed: int = 0) -> np.ndarray:
-    """At most ``limit`` of the row numbers below ``count``, in order, drawn once and for all: no period is favoured."""
+    """At most ``limit`` of the row numbers below ``count``, ascending. Always the same for the same arguments.
+
+    They are drawn at random, so that no period of the text is favoured.
+    """
     if count <= limit:
         return np.arange(count)
     return np.sort(np.random.default_rng(seed).choice(count, limit, replace=False))

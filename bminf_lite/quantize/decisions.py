@@ -1,8 +1,13 @@
-"""From what a calibration sees to what becomes of each tensor.
+"""How each product is quantized, decided from its inputs during a calibration.
 
-Products are decided one by one, in the order in which the model computes them, each as soon as its input is known; so
-nothing of the calibration has to be kept. That is possible because decisions do not touch each other: a factor on a
-matrix's rows changes neither the codes of its rows nor their errors.
+Each product is decided as soon as its input is known, in the order in which the model computes them, so no activations
+have to be kept. Decisions are independent of each other: a factor on a matrix's rows changes neither the codes of these
+rows nor their errors.
+
+Some products have too large an error with int8 activations even after smoothing: typically down projections, where a
+single token makes a few channels a thousand times larger than all others. If the recipe allows it and it suffices, a
+few of their input columns stay fp16; else all their activations stay float, with int8 weights. Both cost little time,
+because the weights that are read hardly grow.
 """
 
 from __future__ import annotations
@@ -17,27 +22,28 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.quantization import Int8Weight
 from ..backend.values import Array
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.opened_model import OpenedModel
 from ..checkpoint.recipe import CalibrationSettings, Recipe, Scheme
 from ..checkpoint.weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
 from ..errors import CheckpointError
-from ..models.spec import Fold, Role, Spec
+from ..models.spec import Fold, Role
 from .calibration import Observation, sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
 from .gptq import GPTQInputs, gptq_quantize
-from .precision import select_precision
 from .smoothing import Smoothing, expand_channels, fold_factors, search_smoothing
 
 SEARCH_TOKENS = 512
-"""Settings are compared on so many tokens."""
+"""How many tokens the search for a smoothing compares its settings on."""
+
+FP16_MAX = float(np.finfo(np.float16).max)
 
 EVALUATION_TOKENS = 4096
-"""The errors that are reported, and that decide whether activations stay float, are measured on so many tokens."""
+"""How many tokens the reported errors are measured on, which also decide whether activations stay float."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of a product: the error that the recipe alone gives, and the one that was reached.
+    """The decision for a product: the error of the recipe alone, and the one that was reached.
 
     ``exponent`` is that of the smoothing, None where there is none; ``outlier_columns`` are the inputs kept in fp16;
     ``rounding`` is ``nearest`` or ``gptq``.
@@ -53,29 +59,29 @@ class Decision:
 
 
 class QuantizationSearch:
-    """Decides each product that it is shown. ``recipe`` must have a calibration.
+    """An observer that decides each product. ``recipe`` must have a calibration.
 
-    Codes that were computed here wait in files in ``scratch``, the system's place for such files by default.
+    Codes of GPTQ are kept in temporary files in ``scratch``, by default the system's folder for these.
     """
 
-    def __init__(self, checkpoint: Checkpoint, spec: Spec, recipe: Recipe, ops: Backend, scratch: Path | None = None):
+    def __init__(self, model: OpenedModel, recipe: Recipe, ops: Backend, scratch: Path | None = None):
         assert recipe.calibration is not None
-        self.settings: CalibrationSettings = recipe.calibration
+        self.settings = recipe.calibration
         self.recipe = recipe
-        self.spec = spec
+        self.spec = model.spec
         self.ops = ops
         self.scratch = scratch
-        self.path = checkpoint.path
-        self.weights = checkpoint.weights(spec, stored=True)
+        self.path = model.path
+        self.weights = model.weights()
         self.decisions: list[Decision] = []
-        self._fold_of = {name: fold for fold in spec.foldable for name in fold.consumers}
+        self._fold_of = {name: fold for fold in self.spec.foldable for name in fold.consumers}
         self._smoothed: dict[Fold, Smoothing] = {}
         self._rewrites: dict[str, WeightRewrite] = {}
         self._inputs: dict[tuple[str, ...], InputStatistics] = {}
         self._matrices: dict[str, Array] = {}
 
     def __call__(self, seen: Observation) -> None:
-        """Take in a part of a product's input, and with the last one decide the product."""
+        """Add a part of a product's input, and decide the product with the last one."""
         if self._scheme(seen.tensors[0]) is Scheme.FLOAT:
             return
         inputs = self._inputs.setdefault(seen.tensors, InputStatistics(self.ops, self.settings.rounding == "gptq"))
@@ -100,7 +106,7 @@ class QuantizationSearch:
         limits = self.settings if self._are_stored(names) else replace(self.settings, outlier_columns=0)
         candidate, error = select_precision(evaluator, QuantizationCandidate(scheme, factors), limits, input_max)
         for name in names:
-            self._rewrite(name, scheme=candidate.scheme, outliers=candidate.outliers)
+            self._rewrite(name, WeightRewrite(candidate.scheme, outliers=candidate.outliers))
         rounding = "nearest"
         if inputs.gptq_inputs and candidate.outliers is None and self._are_stored(names):
             weights = [np.asarray(self.weights.weight(name)).astype(np.float32) for name in names]
@@ -109,7 +115,7 @@ class QuantizationSearch:
                 rounding = "gptq"
                 error = max(evaluator.error(i, weight, candidate.factors) for i, weight in enumerate(better))
                 for name, weight in zip(names, better, strict=True):
-                    self._rewrite(name, codes=self._spill_to_disk(weight.codes), scale=weight.scale)
+                    self._rewrite(name, WeightRewrite(codes=self._spill_to_disk(weight.codes), scale=weight.scale))
         kept = () if candidate.outliers is None else tuple(candidate.outliers.tolist())
         self.decisions.append(Decision(names, candidate.scheme, smoothing.exponent, kept, rounding, before, error))
 
@@ -122,32 +128,32 @@ class QuantizationSearch:
         return self.recipe.scheme_of(name, self.spec.parameters[name].role is Role.HEAD)
 
     def _are_stored(self, names: Sequence[str]) -> bool:
-        """Whether the file will hold their codes: not those of matrices that are quantized when they are loaded."""
+        """Whether the file will hold their codes; matrices that are quantized when they are loaded have none there."""
         return all(name not in self.spec.tied and not self.spec.parameters[name].transposed for name in names)
 
     def _spill_to_disk(self, codes: np.ndarray) -> np.ndarray:
-        """The codes in a file without a name, which is gone when nobody needs it."""
+        """The codes in a file without a name, which the system removes with the array."""
         with tempfile.TemporaryFile(dir=self.scratch) as file:
             mapped = np.memmap(file, np.int8, "w+", shape=codes.shape)
         mapped[...] = codes
         return mapped
 
     def _smoothing(self, fold: Fold, rows: Array, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
-        """The smoothing of a fold, found when the first of its consumers comes."""
+        """The smoothing of a fold, searched when the first of its consumers is decided."""
         if fold not in self._smoothed:
             some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], SEARCH_TOKENS))
             evaluator = ErrorEvaluator(self.ops, some, [self._matrix(name) for name in fold.consumers])
             found = self._smoothed[fold] = search_smoothing(evaluator, fold, input_max, scheme)
             moved = {} if found.factors is None else fold_factors(self.spec, fold, found.factors)
             for name, rewrite in moved.items():
-                self._rewrite(name, **rewrite.factors())
+                self._rewrite(name, rewrite)
         return self._smoothed[fold]
 
-    def _rewrite(self, name: str, **changes: object) -> None:
-        self._rewrites[name] = replace(self._rewrites.get(name, NO_REWRITE), **changes)  # type: ignore[arg-type]
+    def _rewrite(self, name: str, rewrite: WeightRewrite) -> None:
+        self._rewrites[name] = self._rewrites.get(name, NO_REWRITE).merged(rewrite)
 
     def _matrix(self, name: str) -> Array:
-        """The matrix ``name`` on the device, until the product at hand is decided."""
+        """The matrix ``name`` on the device; kept until the current product is decided."""
         if name not in self._matrices:
             calibration_ops = self.ops.calibration_ops()
             weight = self.weights.weight(name)
@@ -160,7 +166,7 @@ class QuantizationSearch:
 
 
 class InputStatistics:
-    """What is kept of a product's input: its largest magnitudes, and some rows of each part."""
+    """A product's input, summarized: its largest magnitudes, and some rows of each part."""
 
     def __init__(self, ops: Backend, use_gptq: bool):
         self.ops = ops
@@ -171,7 +177,7 @@ class InputStatistics:
         self._rows: list[Array] = []
 
     def add(self, seen: Observation) -> None:
-        """A part of it."""
+        """Add a part."""
         self._top = self._calibration_ops.column_absmax(seen.x, self._top)
         index = sample_rows(seen.x.shape[0], max(EVALUATION_TOKENS // seen.num_batches, 1), seed=seen.batch_index)
         self._rows.append(self._calibration_ops.rows(seen.x, index))
@@ -180,9 +186,45 @@ class InputStatistics:
             self.gptq_inputs.add(np.asarray(self.ops.host(seen.x), np.float32))
 
     def rows(self) -> Array:
-        """Up to ``EVALUATION_TOKENS`` rows from everywhere, fp32 ``[n, in]``."""
+        """Up to ``EVALUATION_TOKENS`` rows, drawn from all parts, fp32 ``[n, in]``."""
         return self._calibration_ops.joined(self._rows)
 
     def magnitudes(self) -> np.ndarray:
         """``max|x|`` of each input, fp32 ``[in]``."""
         return np.asarray(self.ops.host(self._top))
+
+
+def select_precision(
+    evaluator: ErrorEvaluator, candidate: QuantizationCandidate, settings: CalibrationSettings, input_max: np.ndarray
+) -> tuple[QuantizationCandidate, float]:
+    """``candidate``, or the first alternative that brings the largest error of the products to ``settings.max_error``.
+
+    Returns it with that error. w8a16 is the last resort, and taken whatever its error. ``input_max`` is ``max|x|`` per
+    input ``[in]``, before smoothing.
+    """
+    error = max(evaluator.errors(candidate))
+    if candidate.scheme is not Scheme.W8A8 or not 0 < settings.max_error < error:
+        return candidate, error
+    index = largest_inputs(evaluator, candidate, input_max, settings.outlier_columns)
+    alternatives = [replace(candidate, outliers=index)] if len(index) else []
+    for alternative in [*alternatives, replace(candidate, scheme=Scheme.W8A16)]:
+        error = max(evaluator.errors(alternative))
+        if error <= settings.max_error:
+            break
+    return alternative, error
+
+
+def largest_inputs(
+    evaluator: ErrorEvaluator, candidate: QuantizationCandidate, input_max: np.ndarray, count: int
+) -> np.ndarray:
+    """The ``count`` inputs that are largest after smoothing and whose weights fp16 can hold, int32, ascending."""
+    if count == 0:
+        return np.empty(0, np.int32)
+    factors = np.float32(1) if candidate.factors is None else candidate.factors
+    magnitudes = [
+        evaluator.ops.host(evaluator.calibration_ops.weight_column_absmax(matrix)) for matrix in evaluator.matrices
+    ]
+    weight_max = np.max(magnitudes, axis=0) * factors
+    size = np.where(weight_max <= FP16_MAX, input_max / factors, 0)
+    index = np.argsort(-size, kind="stable")[:count]
+    return np.sort(index[size[index] > 0]).astype(np.int32)

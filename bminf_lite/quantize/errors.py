@@ -1,9 +1,8 @@
-"""How far an int8 product is from the float one, on activations that a calibration saw.
+"""How far an int8 product is from the float one, on a calibration's activations.
 
-The error of a product is the mean over tokens of ``|y_int8 - y|^2 / |y|^2``. Every token counts the same, however
-large its output is: models have tokens with enormous activations, and an error relative to the sum of everything would
-see nothing else. A token whose output is smaller than the median counts as if it had the median, because what is added
-to a residual stream matters by its size.
+The error of a product is the mean over tokens of ``|y_int8 - y|^2 / |y|^2``. Every token has the same weight: some
+tokens have enormous activations, and would dominate an error relative to the sum over all tokens. A token whose output
+is smaller than the median is divided by the median instead, because small outputs change the residual stream little.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..checkpoint.recipe import Scheme
 
 @dataclass(frozen=True)
 class QuantizationCandidate:
-    """A way to quantize a product: inputs are divided and weights multiplied by ``factors`` ``[in]`` before.
+    """A way to quantize a product. Before, inputs are divided and weights multiplied by ``factors`` ``[in]``.
 
     The input columns ``outliers`` (int32 ``[n]``) stay fp16.
     """
@@ -32,10 +31,9 @@ class QuantizationCandidate:
 
 
 class ErrorEvaluator:
-    """Measures int8 versions of products with ``matrices`` for ``rows``, their inputs; see :class:`CalibrationOps` for
-    both.
+    """Measures int8 versions of the products of ``rows`` with ``matrices``; see :class:`.CalibrationOps` for both.
 
-    The arithmetic is that of ``ops``: what is measured is what will run.
+    The arithmetic is that of ``ops``, so the errors are those at run time.
     """
 
     def __init__(self, ops: Backend, rows: Array, matrices: Sequence[Array]):
@@ -66,14 +64,14 @@ class ErrorEvaluator:
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
-    """The error as this module defines it, fp32 ``[T, out]`` each; 0 where ``expected`` is 0 throughout."""
+    """The error of ``got``, fp32 ``[T, out]`` each; 0 where all of ``expected`` is 0."""
     difference = got - expected
     size = np.einsum("ij,ij->i", expected, expected, dtype=np.float64)
     return mean_error(np.einsum("ij,ij->i", difference, difference, dtype=np.float64), size)
 
 
 def mean_error(noise: np.ndarray, size: np.ndarray) -> float:
-    """The same from the squares of errors and of outputs, fp64 ``[T]`` each."""
+    """The error from the squares of errors and of outputs, fp64 ``[T]`` each."""
     floor = np.median(size)
     size = np.maximum(size, floor if floor > 0 else size.max(initial=0))
     return float(np.mean(np.divide(noise, size, out=np.zeros_like(noise), where=size > 0)))

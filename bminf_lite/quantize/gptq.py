@@ -1,11 +1,11 @@
-"""GPTQ (https://arxiv.org/abs/2210.17323): rounding that makes up for its own errors, where that helps.
+"""GPTQ (https://arxiv.org/abs/2210.17323): rounding that compensates its own errors.
 
-A weight's columns are rounded one after another, and what rounding one of them does to the product is taken back by
-changing those that are not rounded yet. How columns stand in for each other is in the Hessian of the product's squared
-error, ``X^T X`` over the calibration's inputs. Scales stay what they are; only codes change, by one as a rule.
+A weight's columns are rounded one after another. The columns that are not rounded yet change to compensate the error
+that rounding a column causes in the product. The Hessian of the product's squared error, ``X^T X`` over the
+calibration's inputs, gives these changes. Scales stay as they are; codes change, mostly by one.
 
-The Hessian comes from the first three quarters of the inputs. The others, which it has not seen, say whether the codes
-are better than rounded ones; if not by :data:`GAIN`, those are kept.
+The Hessian comes from the first three quarters of the inputs. The other quarter decides: if the error there does not
+become smaller by :data:`GAIN`, the plainly rounded codes are kept.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .calibration import sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
 
 BLOCK = 128
-"""Columns whose errors are taken back together: within a block at once, in what follows by one product."""
+"""Columns whose errors are compensated together: within the block one by one, in later columns by one product."""
 
 DAMPING = 0.01
-"""What is added to the Hessian's diagonal, relative to its mean, so that it can be inverted."""
+"""Added to the Hessian's diagonal, relative to its mean, so that it can be inverted."""
 
 ROWS = 4096
 
 GAIN = 0.05
-"""How much smaller the error must become, relative to what rounding gives."""
+"""How much smaller the error must become, relative to that of plain rounding."""
 
 
 class GPTQInputs:
-    """What GPTQ needs of a product's inputs, which are shown in parts: the Hessian, and inputs that it has not seen."""
+    """A product's inputs for GPTQ, added in parts: the Hessian, and some held-out inputs."""
 
     def __init__(self, parts: int = 1):
         self._hessian: np.ndarray | None = None
@@ -42,7 +42,7 @@ class GPTQInputs:
         self._rows = max(ROWS // parts, 1)
 
     def add(self, inputs: np.ndarray) -> None:
-        """One of the parts, fp32 ``[T, in]``."""
+        """Add a part, fp32 ``[T, in]``."""
         seen = len(inputs) * 3 // 4
         part = hessian(inputs[:seen])
         self._hessian = part if self._hessian is None else self._hessian + part
@@ -50,7 +50,7 @@ class GPTQInputs:
 
     @property
     def held_out(self) -> np.ndarray:
-        """Some of the inputs that are not in the Hessian, fp32 ``[n, in]``."""
+        """Inputs that are not in the Hessian, fp32 ``[n, in]``."""
         return np.concatenate(self._held_out)
 
     def hessian(self, factors: np.ndarray | None) -> np.ndarray:
@@ -62,7 +62,7 @@ class GPTQInputs:
 def gptq_quantize(
     ops: Backend, inputs: GPTQInputs, weights: Sequence[np.ndarray], candidate: QuantizationCandidate
 ) -> list[Int8Weight] | None:
-    """``weights`` (fp32 ``[out, in]`` each) in ``candidate`` with such codes, or None where the gain is too small.
+    """``weights`` (fp32 ``[out, in]`` each) quantized like ``candidate`` with GPTQ, or None if that gains too little.
 
     ``candidate`` is int8 without outlier columns.
     """
@@ -103,10 +103,9 @@ def inverse_hessian_cholesky(total: np.ndarray) -> np.ndarray:
 
 
 def gptq_codes(weight: np.ndarray, scale: np.ndarray, root: np.ndarray) -> np.ndarray:
-    """Codes int8 ``[out, in]`` of ``weight`` fp32 ``[out, in]`` with ``scale`` ``[out]`` and ``root``
-    from :func:`inverse_hessian_cholesky`.
+    """Codes int8 ``[out, in]``, -127 to 127, of ``weight`` fp32 ``[out, in]`` with ``scale`` ``[out]``.
 
-    Codes lie in -127 to 127, as everywhere.
+    ``root`` is from :func:`inverse_hessian_cholesky`.
     """
     rest = weight / scale.astype(np.float32)[:, None]
     codes = np.empty(weight.shape, np.int8)

@@ -1,13 +1,13 @@
-"""SmoothQuant (https://arxiv.org/abs/2211.10438): outliers move from activations into weights, which bear them better.
+"""SmoothQuant (https://arxiv.org/abs/2211.10438): outliers move from activations into weights.
 
-An activation has one scale per token, so a channel that is always large costs the others their precision. A factor per
-channel divides the activation and multiplies the columns of the matrices that read it:
+An activation has one scale per token, so a channel that is always large costs the other channels their precision. A
+factor per channel divides the activation and multiplies the columns of the matrices that read it:
 ``factor = max|x|^a / w^(1 - a)``, where ``w`` is the column's largest weight relative to its row's, and the exponent
-``a`` says how much of the range goes to the weights. The division is folded into what makes the activation (a norm's
-gain, the matrix before), so it costs nothing at run time. Which exponent is best differs from layer to layer; the error
-of the int8 product decides.
+``a`` sets how much of the range moves to the weights. The division is folded into the producer of the activation (a
+norm's weight, the matrix before), so it costs nothing at run time. The best exponent differs from layer to layer; the
+error of the int8 product decides.
 
-Factors are powers of two: multiplying by them is exact, so the float model remains what it was to the last bit.
+Factors are powers of two, so multiplying by them is exact and the float model keeps every bit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..models.spec import Fold, Parameter, Spec
 from .errors import ErrorEvaluator, QuantizationCandidate
 
 EXPONENTS = tuple(round(0.1 * i, 1) for i in range(1, 11))
-"""What is tried, beside no smoothing at all."""
+"""The exponents that are tried, beside no smoothing at all."""
 
 GAIN = 0.1
-"""How much smaller smoothing must make the error, relative to none: less may be luck with the tokens it is tried on."""
+"""How much smaller than without smoothing the error must become: less may be luck with the tokens."""
 
 MAX_SHIFT = 12
-"""Factors lie between ``2**-MAX_SHIFT`` and ``2**MAX_SHIFT``: enough for any outlier, and far from fp16's ends."""
+"""Factors lie between ``2**-MAX_SHIFT`` and ``2**MAX_SHIFT``: enough for any outlier, and far from fp16's limits."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,12 @@ def channel_factors(input_max: np.ndarray, weight_max: np.ndarray, exponent: flo
     shift = np.zeros(len(x))
     shift[used] = exponent * np.log2(x[used], dtype=np.float64) - (1 - exponent) * np.log2(w[used], dtype=np.float64)
     shift[used] -= np.mean(shift[used]) if used.any() else 0
-    return np.exp2(np.clip(np.rint(shift), -MAX_SHIFT, MAX_SHIFT)).astype(np.float32)
+    factors: np.ndarray = np.exp2(np.clip(np.rint(shift), -MAX_SHIFT, MAX_SHIFT)).astype(np.float32)
+    return factors
 
 
 def fold_factors(spec: Spec, fold: Fold, factors: np.ndarray) -> dict[str, WeightRewrite]:
-    """What moving ``factors`` (fp32 ``[channels]``) does to each tensor of a fold, as it is stored."""
+    """The rewrite of each tensor of a fold, as it is stored, for ``factors`` fp32 ``[channels]``."""
     inverse = 1 / factors
     rewrites = {name: _along(spec.parameters[name], 1, expand_channels(factors, fold)) for name in fold.consumers}
     return rewrites | {name: _along(spec.parameters[name], 0, inverse) for name in fold.producers}
@@ -93,4 +94,5 @@ def expand_channels(channels: np.ndarray, fold: Fold) -> np.ndarray:
 
 def reduce_channels(inputs: np.ndarray, fold: Fold) -> np.ndarray:
     """Values per input of the consumers -> the largest for each channel of the producer."""
-    return inputs.reshape(-1, fold.repeat, fold.block).max(axis=1).reshape(-1)
+    channels: np.ndarray = inputs.reshape(-1, fold.repeat, fold.block).max(axis=1).reshape(-1)
+    return channels

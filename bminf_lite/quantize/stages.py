@@ -1,7 +1,7 @@
-"""A model one layer at a time over whole sequences, so that only one of its layers is in memory.
+"""A model run one layer at a time over whole sequences, so that only one of its layers is in memory.
 
-All batches of sequences go through a layer before the next one is made. Of an encoder-decoder the encoder's layers come
-first, and the decoder's first layer starts from what they made of the sources.
+All batches of sequences pass through a layer before the next one is built. An encoder-decoder runs its encoder's layers
+first; the decoder's first layer then starts from the encoder's output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..layers.cache import CacheShape, KVCache, SourceCache
 class SequenceBatch:
     """Sequences that run together from their start, int32 token ids ``[n]`` each.
 
-    ``sources`` are what an encoder reads for each of them.
+    ``sources`` are the encoder's sequences, one for each of them.
     """
 
     sequences: tuple[np.ndarray, ...]
@@ -31,9 +31,9 @@ class SequenceBatch:
 
 @dataclass(frozen=True)
 class HiddenState:
-    """What a model has made of a batch: the residual stream fp32 ``[T, features]``, and the encoder's output.
+    """A batch between two layers: the residual stream fp32 ``[T, features]``, and the encoder's output.
 
-    The residual stream is that of the sources while the encoder is at work.
+    In the encoder, the residual stream is that of the sources.
     """
 
     residual: Array
@@ -44,7 +44,7 @@ LayerFn = Callable[[HiddenState, SequenceBatch], HiddenState]
 
 
 class LayerwiseModel:
-    """The layers of a model, made by ``builder`` and run on ``ops``. ``names`` says what each is."""
+    """The layers of a model, made by ``builder`` and run on ``ops``; ``names`` describes each of them."""
 
     def __init__(self, builder: Any, config: Any, ops: Backend):
         self.builder = builder
@@ -64,7 +64,7 @@ class LayerwiseModel:
         return [HiddenState(embed(self._step(batch.sources or batch.sequences))) for batch in batches]
 
     def build(self, index: int) -> LayerFn:
-        """The layer of that number; using its state up, as its operations do."""
+        """The layer of that number. It overwrites the state that it is given, as its operations do."""
         if index < self._encoders:
             encode = self.builder.encoder_block(index)
             return lambda state, batch: HiddenState(encode(state.residual, self._step(batch.sources)))

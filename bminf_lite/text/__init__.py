@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizers, prompts, chat templates, stop strings. Nothing here knows a tensor."""
+"""Text to tokens and back: tokenizers, prompts, chat templates, stop strings. Nothing here knows models or devices."""

@@ -1,12 +1,10 @@
-"""Conversations to prompts, by the chat template that a checkpoint brings along.
+"""Conversations to prompts by the chat template of a checkpoint, which is a Jinja program that is not trusted.
 
-A template is a program in Jinja, written by whoever published the checkpoint. It renders as in Hugging Face
-transformers, in jinja2's immutable sandbox. That keeps it from the file system and the interpreter, but not from
-looping for ever or building gigabytes: a single multiplication, filter or string method can do so without returning to
-Python, out of reach of any check in the same process. So templates render in a process of their own
-(``chat_template_worker.py``), which is killed when its time is up, and whose memory the operating system limits (where
-it can limit an address space; macOS and Windows cannot, and there the time bounds it all). The process starts with the
-first conversation, in about a tenth of a second, and serves those that follow.
+Templates render as in Hugging Face transformers, in jinja2's immutable sandbox. The sandbox denies access to the file
+system and the interpreter, but not endless loops or gigabytes of memory: a single multiplication, filter or string
+method can take either without returning to Python code that could check it. Therefore templates render in a separate
+process (``chat_template_worker.py``). It is killed after a time limit, and on Linux the operating system limits its
+memory. The process starts with the first conversation, in about a tenth of a second, and serves later ones.
 """
 
 from __future__ import annotations
@@ -24,13 +22,16 @@ from typing import Any
 
 from ..errors import BminfError, CheckpointError, UsageError
 
+Message = dict[str, Any]
+"""A ``role``, usually a ``content``, and any other keys that the chat template reads."""
+
 WORKER = Path(__file__).with_name("chat_template_worker.py")
 START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class ChatLimits:
-    """What a template may use: characters of source and of output, seconds per conversation, bytes of memory."""
+    """Limits for a template: characters of source and of output, seconds per conversation, bytes of memory."""
 
     source: int = 1 << 20
     output: int = 1 << 24
@@ -39,10 +40,9 @@ class ChatLimits:
 
 
 class ChatTemplate:
-    """A checkpoint's chat template: its ``source`` and the texts of the special tokens that it may name.
+    """A checkpoint's chat template: its ``source``, and the special tokens that it may insert, as text.
 
-    Raises ``CheckpointError`` if the source is too large; whatever else is wrong with it is found when it renders.
-    Several threads may share one.
+    Raises ``CheckpointError`` if the source is too large; other faults are found when it renders. Thread-safe.
     """
 
     def __init__(
@@ -60,12 +60,11 @@ class ChatTemplate:
         self._worker: _Worker | None = None
         self._lock = threading.Lock()
 
-    def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt for a conversation: messages with a ``role`` and, as a rule, a ``content``.
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object) -> str:
+        """The prompt for a conversation. ``variables`` are passed to the template: ``tools``, ``enable_thinking``, ...
 
-        ``variables`` are passed to the template (``tools``, ``enable_thinking``, ...). Raises ``UsageError`` for
-        messages that are malformed or that the template refuses, ``CheckpointError`` for a template that fails or
-        exceeds a limit.
+        Raises ``UsageError`` for messages that are malformed or that the template refuses, ``CheckpointError`` for a
+        template that fails or exceeds a limit.
         """
         check_messages(messages)
         variables = {"tools": None, "documents": None, **self._tokens, **variables}
@@ -92,7 +91,7 @@ class _Worker:
     """The process that renders one template. Requests and replies are lines of JSON."""
 
     def __init__(self, source: str, limits: ChatLimits):
-        # isolated, and without site: it imports from where this process does, whatever its surroundings say
+        # -I and -S: the worker imports from this process's sys.path, whatever the environment says.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(WORKER)],
             stdin=subprocess.PIPE,
@@ -115,7 +114,7 @@ class _Worker:
         assert process.stdin is not None and process.stdout is not None
         late = threading.Event()
 
-        def expire() -> None:  # must not refer to self, which would live until the timer's thread has ended
+        def expire() -> None:  # without self, which the timer's thread would keep alive
             late.set()
             process.kill()
 
@@ -127,7 +126,7 @@ class _Worker:
             process.stdin.flush()
             reply = process.stdout.readline()
         except OSError:
-            pass  # the process has ended, and the reply is missing
+            pass  # the process has ended: the reply is empty
         finally:
             timer.cancel()
             if late.is_set() or not reply.endswith("\n"):
@@ -136,20 +135,21 @@ class _Worker:
             return {"failed": f"takes longer than {seconds:g} s"}
         if not reply.endswith("\n"):
             return {"failed": "ends the process that renders it"}
-        return json.loads(reply)
+        answer: dict[str, str] = json.loads(reply)
+        return answer
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
     assert process.stdin is not None and process.stdout is not None
     process.stdout.close()
-    with contextlib.suppress(OSError):  # what was left to write has no reader any more
+    with contextlib.suppress(OSError):  # closing flushes into a pipe that has no reader
         process.stdin.close()
 
 
-def check_messages(messages: Sequence[dict[str, Any]]) -> None:
-    """Raise ``UsageError`` for what is no conversation, with the number of every message that is none."""
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise ``UsageError`` for a value that is not a conversation; it lists the invalid messages by number."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise UsageError('messages must be a list of {"role": ..., "content": ...} objects, one at least')
     wrong = [i for i, m in enumerate(messages) if not (isinstance(m, dict) and isinstance(m.get("role"), str))]

@@ -1,9 +1,9 @@
-"""Renders chat templates that are not trusted: the program of the process that ``chat.py`` starts and may kill.
+"""Renders a chat template that is not trusted: the program of the process that ``chat_template.py`` starts.
 
-The first line of standard input says where to import jinja2 from, the template and its limits; it is answered by an
-empty object. Each line that follows holds the variables of one rendering, and is answered by ``{"text": ...}``,
-``{"refused": ...}`` where the template called ``raise_exception``, or ``{"failed": ...}``. It imports nothing of this
-package, so it starts quickly.
+The first line of standard input is a JSON object with the import path, the template and its limits; the reply is an
+empty object. Each later line holds the variables of one rendering; the reply is ``{"text": ...}``, ``{"refused": ...}``
+if the template called ``raise_exception``, or ``{"failed": ...}``. The program imports nothing of this package, so that
+it starts quickly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class RenderError(Exception):
-    """What ``raise_exception`` raises: these messages are not what the template is for."""
+    """Raised by the template's ``raise_exception``: it does not accept these messages."""
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def limit_memory(size: int) -> None:
-    """Have allocations beyond ``size`` bytes of address space fail, where the operating system can."""
+    """Make allocations beyond ``size`` bytes of address space fail. Only Linux enforces it."""
     try:
         import resource
     except ImportError:
@@ -52,7 +52,7 @@ def limit_memory(size: int) -> None:
 
 
 def render(template: Any, variables: dict[str, Any], limit: int) -> str:
-    """The text that ``template`` gives, of ``limit`` characters at most."""
+    """The template's text; ``ValueError`` beyond ``limit`` characters."""
     pieces = []
     length = 0
     for piece in template.generate(variables):
@@ -64,14 +64,14 @@ def render(template: Any, variables: dict[str, Any], limit: int) -> str:
 
 
 def make_environment() -> Any:
-    """The Jinja environment that chat templates are written for, as transformers defines it."""
+    """The Jinja environment of transformers, for which chat templates are written."""
     from jinja2 import nodes, utils
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks what an assistant said, for training; here its content is all that matters."""
+        """``{% generation %}`` marks an assistant's text for training; rendering passes its content through."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -80,7 +80,7 @@ def make_environment() -> Any:
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     class Namespace(utils.Namespace):
-        """Refuses attributes that begin with an underscore, by which a template could pose as another type."""
+        """Refuses attributes that begin with an underscore: they could fake another type."""
 
         def __init__(*args: Any, **attributes: Any) -> None:
             self, args = args[0], args[1:]
@@ -110,7 +110,7 @@ def tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja's own filter escapes it for HTML."""
+    """Plain JSON; Jinja's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -122,8 +122,8 @@ def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def new_dict(*args: Any, **items: Any) -> dict:
-    """The class itself would offer its methods to the template."""
+def new_dict(*args: Any, **items: Any) -> dict[Any, Any]:
+    """``dict`` without the attributes of the class, which the template must not reach."""
     return dict(*args, **items)
 
 

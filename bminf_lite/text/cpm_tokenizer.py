@@ -1,13 +1,14 @@
-"""The tokenizers of CPM-1, CPM-2 and EVA: Chinese words by jieba, then the model's own vocabulary.
+"""The tokenizers of CPM-1, CPM-2 and EVA: jieba cuts Chinese text into words, which the model's vocabulary encodes.
 
-No vocabulary has a token for a space or a line break as such: they are the words ``▂`` (U+2582) and ``▃`` (U+2583).
-CPM-1 gives the words to a sentencepiece model, ``chinese_vocab.model``. CPM-2 and EVA have a word list, ``vocab.txt``,
-and take the longest entry that a word begins with, again and again; a character that no entry has is ``<unk>``. Before
-that, CPM-2 makes full-width characters half-width except for Chinese punctuation, and EVA all punctuation ASCII. What
-a vocabulary cannot express, and what was normalised, is lost; everything else comes back from :meth:`decode` as it was.
+- No vocabulary has a space or a line break. They are the words ``▂`` (U+2582) and ``▃`` (U+2583).
+- CPM-1 gives the words to a sentencepiece model, ``chinese_vocab.model``.
+- CPM-2 and EVA have a word list, ``vocab.txt``, and cut a word into the longest entries from left to right. A character
+  without an entry is ``<unk>``. Before that, CPM-2 makes full-width characters half-width, except for Chinese
+  punctuation, and EVA makes punctuation ASCII.
 
-``tokenizer_class`` in ``tokenizer_config.json`` says which of them a checkpoint has. They need the packages of the
-extra ``cpm``: ``pip install 'bminf-lite[cpm]'``.
+``decode(encode(text))`` gives the text back, except for unknown characters and what was normalised.
+``tokenizer_class`` in ``tokenizer_config.json`` names the tokenizer of a checkpoint. The tokenizers need the packages
+of the extra ``cpm``: ``pip install 'bminf-lite[cpm]'``.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import CheckpointError
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, numbered_ids
 
 SPACES = str.maketrans(" \n", "\u2582\u2583")
 SPACES_BACK = str.maketrans("\u2582\u2583", " \n")
 WORD_START = "\u2581"
-"""What sentencepiece puts before a word."""
+"""Sentencepiece puts it before a word."""
 
 SPECIAL = re.compile(r"<(?:unk|s|/s|cls|sep|pad|mask|go|eod|s_\d+)>")
 MAX_WORD = 200
-"""Longer words are one ``<unk>``, as the published tokenizers have it."""
+"""A longer word is one ``<unk>``, as in the published tokenizers."""
 
 WIDTH = 0xFEE0
-"""From a full-width character to its ASCII form."""
+"""A full-width character's code point minus that of its ASCII form."""
 
 KEPT = "，！（）？；："
 FULL_WIDTH = {0x3000: " ", **{c: chr(c - WIDTH) for c in range(0xFF01, 0xFF5F) if chr(c) not in KEPT}}
@@ -47,7 +48,7 @@ PUNCTUATION = {
 
 
 class CpmTokenizer(Tokenizer):
-    """What the three share. ``pieces`` are the vocabulary's entries by id."""
+    """What the three have in common: words, special tokens, sentinels. ``pieces`` are the vocabulary by id."""
 
     NAME: ClassVar[str]
     FILE: ClassVar[str]
@@ -63,12 +64,12 @@ class CpmTokenizer(Tokenizer):
         self.eos_token = self.END
         self.eos_ids = frozenset([self.ids[self.END]])
         self.special_ids = frozenset(i for i, piece in enumerate(self.pieces) if SPECIAL.fullmatch(piece))
-        self.sentinels = list(self._sentinels())
+        self.sentinels = numbered_ids("<s_{}>", self.ids.get)
 
     @classmethod
-    def load(cls, folder: str | Path, vocab_size: int) -> CpmTokenizer:
-        """See :meth:`.Tokenizer.load`; a package that is not installed is a ``CheckpointError`` too."""
-        path = Path(folder) / cls.FILE
+    def load(cls, folder: Path, vocab_size: int) -> CpmTokenizer:
+        """See :func:`.checkpoint_files.load_tokenizer`. A missing package is a ``CheckpointError`` too."""
+        path = folder / cls.FILE
         if not path.is_file():
             raise CheckpointError(f"{folder} has no {cls.FILE}, which text needs (token ids work without)")
         try:
@@ -85,7 +86,7 @@ class CpmTokenizer(Tokenizer):
     @classmethod
     @abstractmethod
     def read(cls, path: Path) -> CpmTokenizer:
-        """Read a vocabulary file."""
+        """Read the vocabulary file :attr:`FILE`."""
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -108,27 +109,20 @@ class CpmTokenizer(Tokenizer):
         return self.pieces[token_id] if 0 <= token_id < len(self.pieces) else None
 
     def normalize(self, text: str) -> str:
-        """The text as the vocabulary knows it."""
+        """The text in the characters of the vocabulary."""
         return text
 
     @abstractmethod
     def words_to_ids(self, words: Iterable[str]) -> list[int]:
-        """The ids of words that follow each other."""
+        """The ids of consecutive words."""
 
     def suffix_token_ids(self) -> tuple[int, ...]:
-        """What follows a text that the model is to go on with."""
+        """The tokens at the end of a text that the model continues."""
         return ()
-
-    def _sentinels(self) -> Iterator[int]:
-        """The ids of ``<s_0>``, ``<s_1>``, ..., as far as the vocabulary has them."""
-        number = 0
-        while f"<s_{number}>" in self.ids:
-            yield self.ids[f"<s_{number}>"]
-            number += 1
 
 
 class Cpm1Tokenizer(CpmTokenizer):
-    """CPM-1: the words, each after a space, go to a sentencepiece model."""
+    """CPM-1: a sentencepiece model encodes the words, joined by spaces."""
 
     NAME, FILE, END = "CPM-1", "chinese_vocab.model", "<eod>"
 
@@ -153,7 +147,7 @@ class Cpm1Tokenizer(CpmTokenizer):
 
 
 class WordListTokenizer(CpmTokenizer):
-    """Words are cut into the longest entries of a word list, from left to right."""
+    """Cuts words into the longest entries of a word list, from left to right."""
 
     FILE = "vocab.txt"
 
@@ -188,7 +182,7 @@ class WordListTokenizer(CpmTokenizer):
 
 
 class Cpm2Tokenizer(WordListTokenizer):
-    """CPM-2. A text to go on with ends in the last sentinel, and its continuation begins with that."""
+    """CPM-2: a text to continue ends with the last sentinel, and the continuation begins with it."""
 
     NAME, END = "CPM-2", "<eod>"
 
@@ -204,7 +198,7 @@ class Cpm2Tokenizer(WordListTokenizer):
 
 
 class EvaTokenizer(WordListTokenizer):
-    """EVA. Each utterance ends in ``<sep>``, and a dialogue to go on with in ``<s_0>``."""
+    """EVA: each utterance ends with ``<sep>``, and a dialogue to continue ends with ``<s_0>``."""
 
     NAME, END = "EVA", "<sep>"
 
@@ -215,7 +209,7 @@ class EvaTokenizer(WordListTokenizer):
         return (self.ids[self.END], self.sentinels[0])
 
     def encode_turns(self, turns: Sequence[str], longest: int) -> list[int]:
-        """The last of the utterances that fit into ``longest`` tokens, one at least."""
+        """As many of the last utterances as fit into ``longest`` tokens, at least one."""
         separator = self.ids[self.END]
         ids = self.encode(turns[-1])
         for turn in reversed(turns[:-1]):
@@ -231,11 +225,11 @@ CLASSES: dict[str, type[CpmTokenizer]] = {
     "CPM2Tokenizer": Cpm2Tokenizer,
     "EVATokenizer": EvaTokenizer,
 }
-"""By the ``tokenizer_class`` of ``tokenizer_config.json``."""
+"""Tokenizers by the ``tokenizer_class`` of ``tokenizer_config.json``."""
 
 
 def find_tokenizer_class(folder: Path) -> type[CpmTokenizer] | None:
-    """The tokenizer that the checkpoint in ``folder`` says it has, if it is one of these."""
+    """The class that ``tokenizer_config.json`` in ``folder`` names, if it is one of :data:`CLASSES`."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -245,16 +239,17 @@ def find_tokenizer_class(folder: Path) -> type[CpmTokenizer] | None:
 
 
 def split_words(text: str) -> Iterator[str]:
-    """The words of a text, with the spaces and punctuation between them."""
-    return segmenter().cut(text)
+    """The words of a text, and the spaces and punctuation between them."""
+    words: Iterator[str] = segmenter().cut(text)
+    return words
 
 
 @lru_cache(maxsize=1)
 def segmenter() -> Any:
     """jieba, with its dictionary read from the package itself.
 
-    By default it keeps the dictionary in a file of the common temporary folder, and would run what another user put
-    there.
+    By default jieba caches the dictionary in the shared temporary folder, from where it would load a file that another
+    user wrote.
     """
     jieba = import_extra("jieba")
     result = jieba.Tokenizer()
@@ -267,7 +262,7 @@ def import_extra(package: str) -> Any:
     """A package of the extra ``cpm``; ``CheckpointError`` if it is not installed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in jieba's source, and about the pkg_resources it looks for
+            warnings.simplefilter("ignore")  # jieba's source has invalid escapes, and it tries to import pkg_resources
             return __import__(package)
     except ImportError as error:
         raise CheckpointError(

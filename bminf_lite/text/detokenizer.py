@@ -1,9 +1,9 @@
-"""Token ids to text one at a time, so that the pieces put together are what decoding all ids at once gives.
+"""Token ids to text, one at a time. The pieces joined are the text of all ids decoded at once.
 
-Text is emitted only once no later token can change it. Two things hold it back: an unfinished UTF-8 character, and a
-run of byte tokens (``<0xE2>``), which a decoder turns into text or into U+FFFD as a whole. How a token reads also
-depends on what is before it: a SentencePiece decoder drops the space before the very first word. So a new token is
-decoded together with the ones that the last piece came from, and only what they add is new.
+Text is emitted when no later token can change it. Two things delay it: an unfinished UTF-8 character, and a run of byte
+tokens (``<0xE2>``), which a decoder turns into text or into U+FFFD as a whole. The text of a token also depends on the
+tokens before it: a SentencePiece decoder drops the space before the first word. Therefore a new token is decoded
+together with the tokens of the last piece, and what it adds to their text is new.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _UNFINISHED_TOKENS = 8
 class Detokenizer:
     """The text of a sequence of tokens as it grows; special tokens have none.
 
-    ``prompt`` are the ids that the sequence continues, if the text is to be read as their continuation: with them a
-    first word keeps the space before it. Decodes a bounded window for each token, not everything again.
+    ``prompt`` holds the ids that the sequence continues: with them the first word keeps the space before it. Each token
+    costs the decoding of a bounded window.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        # enough for any decoder's memory of what came before, and for the bytes of a character
+        # A decoder looks back a few tokens at most, and a character has four bytes at most.
         self._emitted = list(islice(filter(self._has_text, reversed(prompt)), _PROMPT_TOKENS))[::-1]
         self._emitted_text = tokenizer.decode(self._emitted)
         self._pending: list[int] = []
         self._try_at = 0
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now that ``token_id`` follows; often empty, never half a character."""
+        """The text that ``token_id`` makes certain; often empty, never part of a character."""
         if not self._has_text(token_id):
             return ""
         self._pending.append(token_id)
@@ -43,14 +43,14 @@ class Detokenizer:
             return ""
         text = self._tokenizer.decode(self._emitted + self._pending)
         if text.endswith("\ufffd") or len(text) <= len(self._emitted_text):
-            # A character has at most four bytes: a longer run is no text, and is not decoded again for each token
+            # A longer run than a character's four bytes is not text: decode it again only now and then.
             n = len(self._pending)
             self._try_at = n + 1 + (n // 8 if n >= _UNFINISHED_TOKENS else 0)
             return ""
         return self._emit(text)
 
     def flush(self) -> str:
-        """The text held back, once no more tokens will come. Unfinished characters are U+FFFD."""
+        """The rest of the text after the last token. Unfinished characters are U+FFFD."""
         return self._emit(self._tokenizer.decode(self._emitted + self._pending)) if self._pending else ""
 
     def _emit(self, text: str) -> str:

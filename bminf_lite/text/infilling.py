@@ -1,8 +1,7 @@
-"""FilledSpan blanks: a text with parts missing in, what belongs there out.
+"""Filling the blanks of a text, the task that T5, CPM-2 and similar models are pretrained on.
 
-T5, CPM-2 and their kin were trained on it. Each missing part is a sentinel token in the source, and the decoder writes
-``sentinel 0, what belongs there, sentinel 1, ...``. It is started with the first sentinel, and ends at the one that
-would begin a part more than there are.
+Each blank is a sentinel token in the source. The decoder starts with the first sentinel and writes ``filling 0,
+sentinel 1, filling 1, sentinel 2, ...``; the sentinel after the last blank ends it.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from ..errors import UsageError
 from .prompts import EncodedPrompt
 from .tokenizer import Tokenizer
 
+NO_BLANKS = "this model fills no blanks: that takes an encoder-decoder whose vocabulary has sentinels"
 SPAN = "<span>"
-"""What stands for a missing part in a text."""
+"""A blank in a text."""
 
 
 @dataclass(frozen=True)
 class FilledSpan:
-    """What belongs in a blank. ``position`` is that of its ``<span>``, in characters from the start of the text."""
+    """The ``text`` for a blank. ``position`` is that of its ``<span>``, in characters from the start of the text."""
 
     position: int
     text: str
@@ -28,14 +28,14 @@ class FilledSpan:
 
 @dataclass(frozen=True)
 class BlankedText:
-    """A text with blanks as a model reads it: the ``prompt``, and what :meth:`fillings` needs to read the answer."""
+    """A text with blanks in tokens, the ``prompt``, and what :meth:`fillings` needs to read the answer."""
 
     prompt: EncodedPrompt
     parts: tuple[str, ...]
     sentinels: tuple[int, ...]
 
     def fillings(self, tokenizer: Tokenizer, tokens: Iterable[int], eos_ids: frozenset[int]) -> list[FilledSpan]:
-        """What the decoder's ``tokens`` say belongs in each blank."""
+        """The fillings in the decoder's ``tokens``, one for each blank."""
         pieces = _split(tokens, self.sentinels, eos_ids | self.prompt.stop_ids)
         positions = _positions(self.parts)
         return [
@@ -46,8 +46,8 @@ class BlankedText:
 def encode_blanks(tokenizer: Tokenizer, text: str) -> BlankedText:
     """A text with ``<span>`` for each blank, for an encoder-decoder.
 
-    Raises ``UsageError`` for what is no text, for a vocabulary without sentinels, and for a text without blanks or with
-    more than there are sentinels for.
+    Raises ``UsageError`` for a value that is not text, for a vocabulary without sentinels, and for a text without
+    blanks or with more blanks than sentinels.
     """
     if not isinstance(text, str):
         raise UsageError(f"a text with blanks must be text, but is {type(text).__name__}")
@@ -63,17 +63,14 @@ def encode_blanks(tokenizer: Tokenizer, text: str) -> BlankedText:
     return BlankedText(prompt, tuple(parts), tuple(sentinels[1:count]))
 
 
-NO_BLANKS = "this model fills no blanks: that takes an encoder-decoder whose vocabulary has sentinels"
-
-
 def fill_spans(text: str, fillings: Sequence[FilledSpan]) -> str:
-    """``text`` with its blanks filled."""
+    """``text`` with ``fillings`` in place of its blanks."""
     parts = text.split(SPAN)
     return parts[0] + "".join(f.text + part for f, part in zip(fillings, parts[1:], strict=True))
 
 
 def _split(tokens: Iterable[int], sentinels: Sequence[int], ends: frozenset[int]) -> list[list[int]]:
-    """The tokens of each part; empty for parts that were not reached. Sentinels out of their turn are passed over."""
+    """The tokens of each filling; empty for blanks that were not reached. Sentinels out of order do not separate."""
     pieces: list[list[int]] = [[] for _ in range(len(sentinels) + 1)]
     reached = 0
     for token in tokens:

@@ -1,27 +1,29 @@
-"""Prompts as callers give them: text to continue, token ids, or a conversation to answer; one of them or a list."""
+"""Prompts as callers give them: text to continue, token ids, or a conversation to answer; one prompt or a list."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import UsageError
-
-Message = dict[str, Any]
-"""A ``role``, as a rule a ``content``, and whatever else the chat template reads."""
+from ..errors import UsageError, listed
+from .chat_template import ChatTemplate, Message, check_messages
+from .checkpoint_files import has_tokenizer, load_tokenizer
+from .tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
     """A prompt in tokens, checked.
 
-    ``continues`` says how the completion reads: as the continuation of the prompt's text, where a first word keeps the
-    space before it, or, after a conversation and from an encoder-decoder, as a text of its own. ``target`` are tokens
-    that the decoder of an encoder-decoder begins with, after those that it always begins with. ``stop_ids`` end the
-    completion beside the end-of-text tokens.
+    - ``continues``: the completion reads as the continuation of the prompt's text, so its first word keeps the space
+      before it. False after a conversation and for an encoder-decoder, whose completion is a text of its own.
+    - ``target``: tokens with which the decoder of an encoder-decoder begins, after its start tokens.
+    - ``stop_ids``: tokens that end the completion, in addition to the end-of-sequence tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -30,11 +32,125 @@ class EncodedPrompt:
     stop_ids: frozenset[int] = frozenset()
 
 
-Prompt = str | Sequence[int] | Sequence[Message] | EncodedPrompt
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Message] | EncodedPrompt
+
+
+class PromptEncoder:
+    """Encodes prompts for one model, and checks that they fit it.
+
+    ``folder`` holds the tokenizer and the chat template, which are read when they are first needed; without a folder,
+    prompts are token ids. Lengths are those of the model's configuration. ``to_host`` copies the array of another
+    library, which may be on a device, into a NumPy array.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        to_host: Callable[[Any], np.ndarray],
+        *,
+        vocab_size: int,
+        context_length: int,
+        is_encoder_decoder: bool = False,
+        max_source_length: int = 0,
+        decoder_start_length: int = 0,
+    ):
+        self._folder = folder
+        self._to_host = to_host
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._is_encoder_decoder = is_encoder_decoder
+        self._max_source_length = max_source_length
+        self._decoder_start_length = decoder_start_length
+        self._template: ChatTemplate | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer; ``CheckpointError`` if its files are missing or malformed."""
+        if self._folder is None:
+            raise UsageError("this model was made without a tokenizer: give prompts as lists of token ids")
+        return load_tokenizer(self._folder, self._vocab_size)
+
+    @cached_property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer to read."""
+        return self._folder is not None and has_tokenizer(self._folder)
+
+    def close(self) -> None:
+        """End the chat template's process."""
+        self._template = None
+
+    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
+        """The tokens of a prompt, checked: at least one, and few enough to leave room for a new token.
+
+        For an encoder-decoder, the prompt is what its encoder reads. ``add_special_tokens`` frames a text as the
+        checkpoint does. Raises ``UsageError`` for an invalid prompt, ``CheckpointError`` if a text or a conversation
+        needs a tokenizer that is missing.
+        """
+        encoded = self._tokenize(prompt, add_special_tokens)
+        ids = self.validate_token_ids(encoded.token_ids)
+        if not ids:
+            raise UsageError("the prompt is empty: give at least one token")
+        if not self._is_encoder_decoder:
+            _check_length(ids, self._context_length - 1, f"the model's context is {self._context_length:,} and a new "
+                          "token must fit")  # fmt: skip
+            return replace(encoded, token_ids=ids, target=())
+        target = self.validate_token_ids(encoded.target)
+        _check_length(ids, self._max_source_length, f"the model's encoder reads {self._max_source_length:,} at most")
+        if len(target) + self._decoder_start_length >= self._context_length:
+            raise UsageError(
+                f"the target has {len(target):,} tokens, but the decoder's context is {self._context_length:,}"
+            )
+        return replace(encoded, token_ids=ids, target=target)
+
+    def encode_all(self, prompts: Any, add_special_tokens: bool = True) -> list[EncodedPrompt]:
+        """The tokens of one prompt or of a list. The ``UsageError`` lists all invalid prompts of a list by number."""
+        if not is_batch(prompts):
+            return [self.encode(prompts, add_special_tokens)]
+        encoded, problems = [], []
+        for i, prompt in enumerate(prompts):
+            try:
+                encoded.append(self.encode(prompt, add_special_tokens))
+            except UsageError as error:  # noqa: PERF203, the other prompts' problems are wanted too
+                problems.append(f"prompt {i}: {error}")
+        if problems:
+            raise UsageError(problems[0] if len(problems) == 1 else listed(f"{len(prompts)} prompts", problems))
+        return encoded
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object) -> str:
+        """A conversation as text; see :meth:`.ChatTemplate.render`. ``UsageError`` if there is no chat template."""
+        if self._template is None:
+            tokenizer = self.tokenizer
+            if tokenizer.chat_template is None:
+                raise UsageError("this checkpoint has no chat template: give a plain prompt instead of messages")
+            self._template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+        return self._template.render(messages, add_generation_prompt, **variables)
+
+    def validate_token_ids(self, token_ids: Any) -> tuple[int, ...]:
+        """See :func:`validate_token_ids`; takes arrays of other libraries and devices too."""
+        is_array = hasattr(token_ids, "__dlpack__") or hasattr(token_ids, "__cuda_array_interface__")
+        if is_array and not isinstance(token_ids, np.ndarray):
+            token_ids = self._to_host(token_ids)
+        return validate_token_ids(token_ids, self._vocab_size)
+
+    def _tokenize(self, prompt: Any, add_special_tokens: bool) -> EncodedPrompt:
+        """A prompt's tokens, which need not fit the model, or be token ids at all."""
+        continues = not self._is_encoder_decoder
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
+        if isinstance(prompt, str):
+            target = self.tokenizer.target_ids if add_special_tokens else ()
+            return EncodedPrompt(tuple(self.tokenizer.encode(prompt, add_special_tokens)), continues, target)
+        if not is_conversation(prompt):
+            return EncodedPrompt(prompt, continues)
+        check_messages(prompt)
+        ids = self.tokenizer.encode_turns([m.get("content", "") for m in prompt], self._max_source_length)
+        if ids is None:
+            ids = self.tokenizer.encode(self.render(prompt), add_special_tokens=False)
+        return EncodedPrompt(tuple(ids), continues=False)
 
 
 def is_batch(prompt: Any) -> bool:
-    """Whether ``prompt`` is a list of prompts and not one: a list of texts, of lists, of conversations, or empty."""
+    """Whether ``prompt`` is a list of prompts: a list of texts, of lists or of conversations, or an empty list."""
     if isinstance(prompt, str) or not _is_list(prompt):
         return False
     return len(prompt) == 0 or not isinstance(prompt[0], (int, np.integer, dict))
@@ -45,8 +161,19 @@ def is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
+def dialogue_messages(turns: Sequence[str]) -> list[Message]:
+    """The utterances of two speakers as messages; the last is the user's.
+
+    Raises ``UsageError`` for a value that is not a list of texts.
+    """
+    if isinstance(turns, str) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise UsageError("a dialogue is a list of utterances, one at least, each a text")
+    roles = ("user", "assistant")
+    return [{"role": roles[(len(turns) - 1 - i) % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
 def validate_token_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
-    """Token ids as Python integers; ``UsageError`` for what is no list of ids, or outside of the vocabulary."""
+    """Token ids as Python integers; ``UsageError`` for what is not a list of ids, or outside the vocabulary."""
     if not _is_list(token_ids):
         raise UsageError(f"a prompt is text, token ids or messages, but this one is {type(token_ids).__name__}")
     for position, i in enumerate(token_ids):
@@ -55,8 +182,14 @@ def validate_token_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
     return tuple(map(int, token_ids))
 
 
+def _check_length(token_ids: Sequence[int], limit: int, reason: str) -> None:
+    if len(token_ids) > limit:
+        excess = len(token_ids) - limit
+        raise UsageError(f"the prompt has {len(token_ids):,} tokens, but {reason}: shorten the prompt by {excess:,}")
+
+
 def _is_list(value: Any) -> bool:
-    """Whether ``value`` is a list of anything. Bytes are none: they are text that was not decoded, not token ids."""
+    """Whether ``value`` is a list of any kind. Bytes are not: they are text that was not decoded."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))

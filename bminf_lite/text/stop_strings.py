@@ -1,8 +1,8 @@
-"""Stop strings: text ends before the first of them, wherever the pieces it arrives in happen to be cut.
+"""Stop strings: text ends before the first of them, however it is cut into pieces.
 
-The stop string that is complete first wins; of several that end at the same character, the longest. So what is emitted
-depends on the text alone, and generation can end at the very character that completes a stop string. Text that may
-turn out to be the start of one is held back until the next characters decide.
+The stop string that is complete first counts; of several that end at the same character, the longest. So the emitted
+text depends on the text alone, and generation ends at the character that completes a stop string. Text that may be the
+start of a stop string is held back until the next characters decide.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ class StopMatcher:
         self.stopped = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take more text; returns what is safe to emit, and whether a stop string is complete.
-
-        Once stopped, further text is dropped.
-        """
+        """Take more text; returns the text to emit, and whether a stop string is complete. Drops text after that."""
         if self.stopped:
             return "", True
         start = len(self._held)
@@ -41,7 +38,7 @@ class StopMatcher:
         return self._take(len(self._held) - max(self._matched, default=0)), False
 
     def flush(self) -> str:
-        """The text held back, once no more will come; empty after a stop string."""
+        """The text held back, after the last text; empty after a stop string."""
         return "" if self.stopped else self._take(len(self._held))
 
     def _take(self, count: int) -> str:

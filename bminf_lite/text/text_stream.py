@@ -1,4 +1,4 @@
-"""The text of one completion as its tokens come, up to a stop string."""
+"""The text of one completion while its tokens arrive, up to a stop string."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from .tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns the tokens of one completion into text; without a tokenizer there is none.
+    """Turns the tokens of one completion into text; the text is empty without a tokenizer.
 
-    ``context`` are the tokens that the text continues: the prompt's, or none for an answer. ``text`` is everything that
+    ``prompt`` holds the tokens that the text continues; it is empty for an answer. ``text`` is all text that
     :meth:`push` has returned.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), context: Sequence[int] = ()):
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
         self.text = ""
-        self._detokenizer = Detokenizer(tokenizer, context) if tokenizer else None
+        self._detokenizer = Detokenizer(tokenizer, prompt) if tokenizer else None
         self._matcher = StopMatcher(stop)
 
     def push(self, tokens: Sequence[int], last: bool) -> tuple[str, bool]:
         """The text that ``tokens`` add, and whether a stop string ends it.
 
-        Text is held back while it may be half a character or the start of a stop string, unless these are the ``last``
-        tokens.
+        Text is held back while it may be part of a character or of a stop string, unless the tokens are the ``last``.
         """
         if self._detokenizer is None:
             return "", False

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.values import LayerCache
+from bminf_lite.engine.config import EngineConfig
+from bminf_lite.engine.generation import generate_tokens
+from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
-from bminf_lite.engine.scheduler import EngineConfig, Request, Scheduler
 
 CONFIG = {
     "model_type": "llama",
@@ -75,18 +79,14 @@ def make_model(
     architecture = models.find(full)
     parsed = architecture.parse(full)
     network = architecture.Model(parsed, RandomWeights(full, 7, quantized), ops or WatchedBackend())
-    limits = EngineConfig(parsed.context_length, parsed.vocab_size, parsed.cache_shape, max_batch, chunk)
-    return Model(network, limits, eos_ids=eos_ids)
+    engine_config = EngineConfig(parsed.context_length, parsed.vocab_size, parsed.cache_shape, max_batch, chunk)
+    return Model(network, engine_config, eos_ids=eos_ids)
 
 
 def run(model: Model, requests: list[Request]) -> list[Request]:
     """Run requests to their end."""
-    scheduler = Scheduler(model.network, requests, model.limits)
-    try:
-        for _ in scheduler:
-            pass
-    finally:
-        scheduler.close()
+    with closing(generate_tokens(model.network, requests, model.engine_config)) as steps:
+        deque(steps, maxlen=0)
     return requests
 
 

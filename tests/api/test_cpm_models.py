@@ -1,7 +1,9 @@
-"""What CPM-1, CPM-2 and EVA do with text: go on with it, fill its blanks, answer in a dialogue."""
+"""CPM-1, CPM-2 and EVA continue text, fill blanks and answer in a dialogue."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +39,28 @@ def eva(folder: Path) -> Model:
     return bminf_lite.load(folder / "eva", device="cpu")
 
 
-def says(model: Model, monkeypatch: pytest.MonkeyPatch, *tokens: str) -> list[EncodedPrompt]:
-    """Have the model write ``tokens``, and return the prompts that it is given."""
-    prompts: list[EncodedPrompt] = []
-    ids = [IDS[token] for token in tokens]
-    original = model.generate
+@pytest.fixture
+def says(cpm2: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[EncodedPrompt]]:
+    """Makes the model write the given tokens, and returns the prompts that it gets."""
 
-    def generate(prompt: EncodedPrompt, **options: Any) -> Any:
-        prompts.append(prompt)
-        result = original(prompt, **{**options, "max_new_tokens": 1})
-        result.token_ids[:] = ids
-        return result
+    def make(*tokens: str) -> list[EncodedPrompt]:
+        prompts: list[EncodedPrompt] = []
+        original = cpm2.generate
 
-    monkeypatch.setattr(model, "generate", generate)
-    return prompts
+        def generate(prompt: EncodedPrompt, **options: Any) -> Any:
+            prompts.append(prompt)
+            return replace(original(prompt, **options | {"max_new_tokens": 1}), token_ids=[IDS[t] for t in tokens])
+
+        monkeypatch.setattr(cpm2, "generate", generate)
+        return prompts
+
+    return make
 
 
-def test_each_blank_gets_what_follows_its_sentinel(cpm2: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = says(cpm2, monkeypatch, "天气", "▂", "不错", "<s_1>", "北京", "大学", "<s_2>")
+def test_each_blank_gets_the_tokens_after_its_sentinel(cpm2: Model, says: Callable[..., list[EncodedPrompt]]) -> None:
+    prompts = says("天气", "▂", "不错", "<s_1>", "北京", "大学", "<s_2>")
     fillings = cpm2.fill_blank(TEXT)
     assert fillings == [FilledSpan(2, "天气 不错"), FilledSpan(TEXT.rindex(SPAN), "北京大学")]
-    assert [TEXT[f.position :].startswith(SPAN) for f in fillings] == [True, True]
     assert fill_spans(TEXT, fillings) == "今天天气 不错不错，我们去北京大学"
     (prompt,) = prompts
     assert prompt.target == (IDS["<s_0>"],) and prompt.stop_ids == {IDS["<s_2>"]}
@@ -75,41 +78,35 @@ def test_each_blank_gets_what_follows_its_sentinel(cpm2: Model, monkeypatch: pyt
         (["天气", "<s_3>", "<s_1>", "北京", "<s_0>"], ["天气", "北京"]),
     ],
 )
-def test_blanks_that_the_model_does_not_reach_are_empty(
-    cpm2: Model, monkeypatch: pytest.MonkeyPatch, tokens: list[str], expected: list[str]
-) -> None:
-    says(cpm2, monkeypatch, *tokens)
+def test_blanks_that_the_model_does_not_reach_are_empty(cpm2, says, tokens, expected) -> None:  # type: ignore[no-untyped-def]
+    says(*tokens)
     assert [f.text for f in cpm2.fill_blank(TEXT)] == expected
 
 
 def test_filling_blanks_is_generation_with_sentinels(cpm2: Model) -> None:
-    """A random model: the tokens are those of ``generate``, and sampling is as it is there."""
+    """The stop token ends generation, and sampling options apply."""
     options = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4, "frequency_penalty": 0.5, "presence_penalty": 0.1}
-    source = cpm2.tokenizer.encode_spans(TEXT.split(SPAN))
-    prompt = EncodedPrompt(tuple(source), False, (IDS["<s_0>"],), frozenset([IDS["<s_2>"]]))
-    tokens = cpm2.generate(prompt, **options).token_ids
-    assert IDS["<s_1>"] not in tokens
-    assert [f.text for f in cpm2.fill_blank(TEXT, **options)] == [cpm2.tokenizer.decode(tokens), ""]
-
-
-def test_the_sentinel_after_the_last_blank_ends_it(cpm2: Model) -> None:
-    source = tuple(cpm2.tokenizer.encode("今天天气不错"))
-    free = cpm2.generate(EncodedPrompt(source, False, (IDS["<s_0>"],)), max_new_tokens=8, ignore_eos=True).token_ids
-    prompt = EncodedPrompt(source, False, (IDS["<s_0>"],), frozenset([free[3]]))
-    result = cpm2.generate(prompt, max_new_tokens=8)
-    assert result.token_ids == free[: free.index(free[3]) + 1] and result.finish_reason == "stop"
+    source = tuple(cpm2.tokenizer.encode_spans(TEXT.split(SPAN)))
+    free = cpm2.generate(EncodedPrompt(source, False, (IDS["<s_0>"],)), **options, ignore_eos=True).token_ids
+    for stop in (IDS["<s_2>"], free[3]):
+        prompt = EncodedPrompt(source, False, (IDS["<s_0>"],), frozenset([stop]))
+        tokens = cpm2.generate(prompt, **options).token_ids
+        assert tokens == (free[: free.index(stop) + 1] if stop in free else free)
+        if stop == IDS["<s_2>"]:
+            assert IDS["<s_1>"] not in tokens
+            assert [f.text for f in cpm2.fill_blank(TEXT, **options)] == [cpm2.tokenizer.decode(tokens), ""]
 
 
 @pytest.mark.parametrize("text", ["no blank", SPAN * 4, "", 5])
-def test_texts_that_have_no_blanks_or_too_many(cpm2: Model, text: Any) -> None:
+def test_invalid_texts_with_blanks(cpm2: Model, text: Any) -> None:
     with pytest.raises(UsageError):
         cpm2.fill_blank(text)
     with pytest.raises(UsageError, match="stop"):
         cpm2.fill_blank(TEXT, stop="。")
 
 
-def test_going_on_with_a_text(cpm2: Model) -> None:
-    """The last sentinel ends the source and begins what the decoder writes."""
+def test_continuing_a_text(cpm2: Model) -> None:
+    """The last sentinel ends the source and begins the decoder's tokens."""
     prompt = cpm2.encode("今天天气")
     assert prompt.token_ids == (IDS["今天"], IDS["天气"], IDS["<s_3>"])
     assert prompt.target == (IDS["<s_3>"],) and not prompt.continues
@@ -117,14 +114,6 @@ def test_going_on_with_a_text(cpm2: Model) -> None:
     assert cpm2.generate(prompt, max_new_tokens=9).token_ids == framed.token_ids
     assert framed.text == cpm2.tokenizer.decode(framed.token_ids)
     assert "".join(piece.text for piece in cpm2.stream("今天天气", max_new_tokens=9)) == framed.text
-
-
-def test_stop_texts_end_a_text(cpm2: Model) -> None:
-    options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 8, "ignore_eos": True}
-    text = cpm2.generate("今天", **options).text
-    stop = text[len(text) // 2]
-    stopped = cpm2.generate("今天", **options, stop=stop)
-    assert stopped.text == text[: text.index(stop)] and stopped.finish_reason == "stop"
 
 
 def test_a_dialogue(eva: Model) -> None:
@@ -148,12 +137,12 @@ def test_a_long_dialogue_loses_its_start(eva: Model) -> None:
 
 
 @pytest.mark.parametrize("context", ["你好", [], [5], [None, "x"]])
-def test_what_is_no_dialogue(eva: Model, context: Any) -> None:
+def test_invalid_dialogues(eva: Model, context: Any) -> None:
     with pytest.raises(UsageError):
         eva.dialogue(context)
 
 
-def test_who_cannot(cpm2: Model, eva: Model, tmp_path: Path) -> None:
+def test_unsupported_conversations(cpm2: Model, eva: Model) -> None:
     with pytest.raises(UsageError, match="chat template"):
         cpm2.dialogue(["你好"])
     with pytest.raises(UsageError, match="must be text"):

@@ -8,7 +8,6 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,12 @@ import tokenizer_kit
 from model_kit import WatchedBackend, make_model, prompt_of
 
 import bminf_lite
-from bminf_lite.api import Model, configured_eos_ids
+from bminf_lite.api import Model
 from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.text import prompts
 from bminf_lite.text.chat_template import ChatTemplate
+from bminf_lite.text.checkpoint_files import configured_eos_ids
 from bminf_lite.text.prompts import EncodedPrompt
-from bminf_lite.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CONTEXT = 128
@@ -42,9 +42,8 @@ def load(path: Path) -> Model:
     return bminf_lite.load(path, device="cpu")
 
 
-def without(folder: Path, *names: str) -> Path:
-    for name in names:
-        (folder / name).unlink()
+def without_tokenizer(folder: Path) -> Path:
+    (folder / "tokenizer.json").unlink()
     return folder
 
 
@@ -63,54 +62,34 @@ def test_a_prompt_gives_a_result_and_a_list_gives_a_list(model):
 
 def test_every_kind_of_prompt_means_the_same(model):
     ids = model.tokenizer.encode("hello")
-    spellings: list[Any] = ["hello", ids, tuple(ids), np.array(ids), model.encode("hello"), EncodedPrompt(tuple(ids))]
-    expected = model.generate(spellings[0], max_new_tokens=6)
-    for one in (model.generate(s, max_new_tokens=6) for s in spellings):
-        assert (one.token_ids, one.text) == (expected.token_ids, expected.text)
+    expected = model.generate("hello", max_new_tokens=6)
+    for prompt in (ids, tuple(ids), np.array(ids), model.encode("hello"), EncodedPrompt(tuple(ids))):
+        result = model.generate(prompt, max_new_tokens=6)
+        assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
     batch = model.generate(np.array([ids, ids]), max_new_tokens=6)
     assert [r.token_ids for r in batch] == [expected.token_ids] * 2
-
-
-def test_special_tokens_are_optional(model):
-    assert model.encode("hello").token_ids == (256, *model.encode("hello", add_special_tokens=False).token_ids)
     assert model.generate("hello", add_special_tokens=False, max_new_tokens=1).prompt_tokens == 5
 
 
 @pytest.mark.parametrize("prompt", [None, 3, b"abc", bytearray(b"abc"), memoryview(b"abc"), np.array(3),
                                     [1.5], [True], ["a", None], {"role": "user"}, [[1], [None]]])  # fmt: skip
-def test_what_is_no_prompt(model, prompt):
+def test_invalid_prompts(model, prompt):
     with pytest.raises(UsageError, match=r"a prompt is text, token ids or messages|a token id is a whole number"):
         model.generate(prompt)
 
 
-@pytest.mark.parametrize("bad", [-1, 260, 2**40])
-def test_ids_outside_of_the_vocabulary(model, bad):
-    with pytest.raises(UsageError, match=rf"token 1 is {bad}, but a token id is a whole number from 0 to 259"):
-        model.generate([5, bad])
-
-
-def test_a_prompt_longer_than_the_context_is_told_both_counts(model):
-    with pytest.raises(UsageError, match=r"has 140 tokens, but the model's context is 128 .* shorten the prompt by 13"):
-        model.generate([1] * 140)
-    assert len(model.generate([1] * (CONTEXT - 1), ignore_eos=True).token_ids) == 1
-
-
-def test_all_wrong_prompts_are_told_at_once(model):
-    with pytest.raises(UsageError) as error:
-        model.generate(["fine", [1] * 500, [], [999]])
-    for words in ("prompt 1: the prompt has 500", "prompt 2: the prompt is empty", "prompt 3: token 0 is 999"):
-        assert words in str(error.value)
-
-
-def test_arguments_are_checked_before_the_first_piece(model):
+def test_all_arguments_are_checked_before_the_first_piece(model):
     for prompt, options, words in (
-        (["ok", [-1]], {}, "prompt 1"),
+        ([1] * 140, {}, "has 140 tokens, but the model's context is 128 .* shorten the prompt by 13"),
+        ([5, -1], {}, "token 1 is -1, but a token id is a whole number from 0 to 259"),
+        (["fine", [1] * 500, [], [999]], {}, "(?s)prompt 1: .* has 500.*prompt 2: .* empty.*prompt 3: token 0 is 999"),
         ("ok", {"temperature": -1}, "temperature"),
         ("ok", {"temprature": 1}, "temprature"),
         ([], {"top_p": 2}, "top_p"),
     ):
         with pytest.raises(UsageError, match=words):
             model.stream(prompt, **options)
+    assert len(model.generate([1] * (CONTEXT - 1), ignore_eos=True).token_ids) == 1
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -137,14 +116,12 @@ def test_a_stop_text_ends_the_completion(model):
 
 
 def test_the_end_token_is_reported_but_has_no_text(folder, tmp_path):
-    """Also where the vocabulary does not call it special."""
+    """Even if the vocabulary does not call it special."""
     with load(folder) as model:
         plain = model.generate("hello", max_new_tokens=12)
     end = plain.token_ids[6]
     first = plain.token_ids.index(end)
-    (tmp_path / "m").mkdir()
-    copy = tiny_checkpoint.write(tmp_path / "m", generation_config={"eos_token_id": [257, end]})
-    with load(copy) as model:
+    with load(tiny_checkpoint.write(tmp_path / "m", generation_config={"eos_token_id": [257, end]})) as model:
         ended = model.generate("hello", max_new_tokens=12)
         ignored = model.generate("hello", max_new_tokens=12, ignore_eos=True)
         assert ended.text == model.tokenizer.decode(plain.token_ids[:first])
@@ -152,31 +129,21 @@ def test_the_end_token_is_reported_but_has_no_text(folder, tmp_path):
     assert (ignored.token_ids, ignored.finish_reason, ignored.text) == (plain.token_ids, "length", plain.text)
 
 
-def write_sentencepiece(folder: Path) -> Path:
-    """A checkpoint whose tokenizer puts the space into the word, and drops it at the start of a text."""
+def test_a_completion_keeps_the_space_before_its_first_word_and_an_answer_does_not(tmp_path):
+    """With a tokenizer that makes the space part of the word, and drops it at the start of a text."""
     backend = tokenizer_kit.sentencepiece_like()
-    tiny_checkpoint.write(folder, vocab_size=backend.get_vocab_size(), bos_token_id=1, eos_token_id=2)
+    folder = tiny_checkpoint.write(tmp_path, vocab_size=backend.get_vocab_size(), bos_token_id=1, eos_token_id=2)
     (folder / "generation_config.json").write_text("{}")
     backend.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def test_a_completion_keeps_the_space_before_its_first_word_and_an_answer_does_not(tmp_path):
-    with load(write_sentencepiece(tmp_path / "m")) as model:
-        word = next(i for i in range(len(model.tokenizer)) if model.tokenizer.id_to_piece(i) == "▁the")
+    with load(folder) as model:
         head = model.network.output.head.weight
-        head.values[word] = 0
-        bias = np.zeros(len(head.values), np.float32)
-        bias[word] = 1e4
-        object.__setattr__(head, "bias", bias)  # the model says "the" whatever it is asked
+        bias = np.where(np.arange(len(head.values)) == backend.token_to_id("▁the"), 1e6, 0)
+        object.__setattr__(head, "bias", bias.astype(np.float32))  # the model always says "the"
         ids = model.tokenizer.encode("cat")
-        options = {"max_new_tokens": 2}
-        assert model.generate("cat", **options).text == " the the"
-        assert model.generate(ids, **options).text == " the the"
-        assert model.generate("cat", add_special_tokens=False, **options).text == " the the"
-        assert model.generate(MESSAGES, **options).text == "the the"
-        assert model.generate(model.encode(MESSAGES), **options).text == "the the"
-        assert [r.text for r in model.generate(["cat", MESSAGES], **options)] == [" the the", "the the"]
+        for prompt, options in (("cat", {}), (ids, {}), ("cat", {"add_special_tokens": False})):
+            assert model.generate(prompt, max_new_tokens=2, **options).text == " the the"
+        assert model.generate(model.encode(MESSAGES), max_new_tokens=2).text == "the the"
+        assert [r.text for r in model.generate(["cat", MESSAGES], max_new_tokens=2)] == [" the the", "the the"]
 
 
 # -- conversations ----------------------------------------------------------------------------------------------------
@@ -186,28 +153,28 @@ def test_messages_are_a_prompt(model):
     text = model.chat(MESSAGES)
     assert text == "[user]hi\n[assistant]"
     assert model.chat(MESSAGES, add_generation_prompt=False) == "[user]hi\n"
-    expected = model.generate(text, add_special_tokens=False, max_new_tokens=6)
-    assert model.generate(MESSAGES, max_new_tokens=6).token_ids == expected.token_ids
-    assert [r.token_ids for r in model.generate([MESSAGES, text], add_special_tokens=False, max_new_tokens=6)] == [
-        expected.token_ids
-    ] * 2
+    expected = model.generate(text, add_special_tokens=False, max_new_tokens=6).token_ids
+    assert model.generate(MESSAGES, max_new_tokens=6).token_ids == expected
+    batch = model.generate([MESSAGES, text], add_special_tokens=False, max_new_tokens=6)
+    assert [r.token_ids for r in batch] == [expected] * 2
     assert not model.encode(MESSAGES).continues
+    with pytest.raises(UsageError, match="each message must be an object whose role is text; not so: 1"):
+        model.generate([*MESSAGES, {"role": 1}])
 
 
-def test_the_template_is_made_once_and_takes_variables(tmp_path, monkeypatch):
-    made = []
-    original = ChatTemplate.__init__
-    monkeypatch.setattr(ChatTemplate, "__init__", lambda self, *a: made.append(self) or original(self, *a))
-    with load(tiny_checkpoint.write(tmp_path / "m", chat_template="{{ mood }}{{ messages[0].content }}")) as model:
+def test_the_files_of_text_are_read_once_and_when_needed(tmp_path, monkeypatch):
+    folder = tiny_checkpoint.write(tmp_path / "m", chat_template="{{ mood }}{{ messages[0].content }}")
+    reads, made = [], []
+    original, template = prompts.load_tokenizer, ChatTemplate.__init__
+    monkeypatch.setattr(prompts, "load_tokenizer", lambda *a: reads.append(a) or original(*a))
+    monkeypatch.setattr(ChatTemplate, "__init__", lambda self, *a: made.append(self) or template(self, *a))
+    with load(folder) as model:
+        model.logits([1, 2])
+        assert not reads
+        model.generate(["a", "b"], max_new_tokens=1)
         assert model.chat(MESSAGES, mood="!") == "!hi"
         assert model.chat(MESSAGES) == "hi"
-    assert len(made) == 1
-
-
-@pytest.mark.parametrize("other", ["hi", None, {}, {"role": 1}])
-def test_a_message_that_is_none_is_told_by_its_number(model, other):
-    with pytest.raises(UsageError, match="each message must be an object whose role is text; not so: 1"):
-        model.generate([*MESSAGES, other])
+    assert len(reads) == len(made) == 1
 
 
 def test_without_a_chat_template(tmp_path):
@@ -221,12 +188,10 @@ def test_without_a_chat_template(tmp_path):
 
 
 def test_token_ids_need_no_tokenizer(folder, tmp_path):
-    bare = without(tiny_checkpoint.write(tmp_path / "m"), "tokenizer.json", "tokenizer_config.json")
+    bare = without_tokenizer(tiny_checkpoint.write(tmp_path / "m"))
     with load(folder) as complete, load(bare) as model:
         ids = complete.tokenizer.encode("hello")
-        result = model.generate(ids, max_new_tokens=8)
-        assert result.token_ids == complete.generate(ids, max_new_tokens=8).token_ids
-        assert result.text == ""
+        expected = complete.generate(ids, max_new_tokens=8).token_ids
         for call in (
             lambda: model.generate("hello"),
             lambda: model.generate(ids, stop="x"),
@@ -235,26 +200,8 @@ def test_token_ids_need_no_tokenizer(folder, tmp_path):
         ):
             with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*token ids work without"):
                 call()
-        assert model.generate(ids, max_new_tokens=8).token_ids == result.token_ids
-
-
-def test_the_tokenizer_is_read_when_it_is_needed(folder, monkeypatch):
-    reads = []
-    original = Tokenizer.load.__func__
-    monkeypatch.setattr(Tokenizer, "load", classmethod(lambda cls, *a: reads.append(a) or original(cls, *a)))
-    with load(folder) as model:
-        model.logits([1, 2])
-        assert not reads
-        model.generate(["a", "b"], max_new_tokens=1)
-        model.chat(MESSAGES)
-        assert len(reads) == 1
-
-
-def test_a_wrong_tokenizer_file_is_told_when_it_is_needed(tmp_path):
-    folder = tiny_checkpoint.write(tmp_path / "m")
-    (folder / "tokenizer.json").write_text("{}")
-    with load(folder) as model, pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        model.generate("hello")
+        result = model.generate(ids, max_new_tokens=8)
+        assert (result.token_ids, result.text) == (expected, "")
 
 
 def test_a_model_made_without_a_checkpoint_takes_ids():
@@ -270,7 +217,6 @@ def test_a_model_made_without_a_checkpoint_takes_ids():
         ({"eos_token_id": 3}, {"eos_token_id": 4}, {3}),
         ({"eos_token_id": [3, 5]}, {}, {3, 5}),
         ({"eos_token_id": None}, {"eos_token_id": 4}, {4}),
-        ({}, {"eos_token_id": [4]}, {4}),
         ({"eos_token_id": []}, {"eos_token_id": 4}, set()),
         ({}, {}, None),
     ],
@@ -290,8 +236,7 @@ def test_the_tokenizer_s_end_token_is_the_last_resort(tmp_path):
     (folder / "generation_config.json").write_text("{}")
     with load(folder) as model:
         assert model.eos_ids == {257}
-    without(folder, "tokenizer.json")
-    with load(folder) as model:
+    with load(without_tokenizer(folder)) as model:
         assert model.eos_ids == set()
 
 
@@ -311,18 +256,13 @@ def test_a_tied_head_is_quantized_as_the_recipe_says(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [{"max_batch": 0}, {"max_batch": 2.5}, {"max_batch": True}, {"context": -1}, {"context": "x"}, {"memory_limit": -1},
-     {"memory_limit": "6 apples"}, {"memory_limit": []}, {"kv_cache": "fp8"}],
+     {"memory_limit": "6 apples"}, {"memory_limit": []}, {"kv_cache": "fp8"},
+     *({"device": d} for d in ("tpu", "cuda:-1", "cuda:", "", 0, None))],
 )  # fmt: skip
-def test_arguments_out_of_range_whatever_the_device(folder, options):
+def test_invalid_arguments_of_load(folder, options):
     (value,) = options.values()
     with pytest.raises(UsageError, match=re.escape(repr(value))):
-        bminf_lite.load(folder, device="cpu", **options)
-
-
-@pytest.mark.parametrize("device", ["tpu", "cuda:-1", "cuda:", "", 0, None])
-def test_devices_that_are_none(folder, device):
-    with pytest.raises(UsageError, match=f"device {device!r} is not one of auto, cpu"):
-        bminf_lite.load(folder, device=device)
+        bminf_lite.load(folder, **{"device": "cpu"} | options)
 
 
 def test_a_model_that_fails_to_load_gives_its_device_back(folder, monkeypatch):

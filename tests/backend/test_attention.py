@@ -294,10 +294,10 @@ def test_a_long_context(cuda_backend, context_len, int8):
 @given(st.integers(1, 70), st.sampled_from([(8, 1), (32, 8), (64, 64), (40, 2)]), st.integers(1, 200_000))
 def test_blocks_of_a_context(cuda_backend, count, heads, max_context_len):
     """Each multiprocessor has one, if there are as many sequences; a cluster is a power of two and is whole."""
-    launches, spec = cuda_backend.kernels, AttentionSpec(*heads, 128, 1.0)
+    kernels, spec = cuda_backend.kernels, AttentionSpec(*heads, 128, 1.0)
     batch = make_batch(cuda_backend, [1] * count, [0] * count, list(range(count)))
-    split = launches.split_kv(spec, batch, max_context_len)
+    split = kernels.attention_decode.split_kv(spec, batch, max_context_len)
     contexts = count * heads[1] * -(-heads[0] // heads[1] // 8)
     assert split.blocks % split.cluster == 0 and split.cluster in (1, 2, 4, 8)
-    assert split.blocks == 1 or split.blocks * contexts <= launches.num_sms
+    assert split.blocks == 1 or split.blocks * contexts <= kernels.num_sms
     assert split.blocks <= -(-max_context_len // 128)

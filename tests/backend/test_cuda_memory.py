@@ -11,7 +11,7 @@ from tiny_models import RandomWeights, goldens
 from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
-from bminf_lite.engine.scheduler import EngineConfig
+from bminf_lite.engine.config import EngineConfig
 from bminf_lite.errors import OutOfMemory
 from bminf_lite.memory.arena import Arena, Block
 

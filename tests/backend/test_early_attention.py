@@ -8,6 +8,7 @@ from random_values import forbid_reading, make_batch
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.values import AttentionSpec, ForwardBatch, LayerCache
+from bminf_lite.cuda.runtime.kernel import Kernel
 
 SPEC = AttentionSpec(4, 2, 16, 0.25)
 
@@ -17,16 +18,13 @@ class Chain:
 
     def __init__(self, backend: Backend, monkeypatch: pytest.MonkeyPatch):
         self.backend, self.dependent = backend, []
-        load = backend.kernels._kernel
+        launch = Kernel.__call__
 
-        def recording(*identity: object) -> object:
-            def launch(grid, block, args, shared, stream, dependent, cluster, bytes_moved):
-                self.dependent.append(dependent)
-                load(*identity)(grid, block, args, shared, stream, dependent, cluster, bytes_moved)
+        def recording(kernel, grid, block, args, shared=0, stream=0, dependent=False, cluster=None, bytes_moved=0):
+            self.dependent.append(dependent)
+            launch(kernel, grid, block, args, shared, stream, dependent, cluster, bytes_moved)
 
-            return launch
-
-        monkeypatch.setattr(backend.kernels, "_kernel", recording)
+        monkeypatch.setattr(Kernel, "__call__", recording)
         self.table = backend.table(np.zeros((3, 32), np.float16))
         self.qkv = backend.array(np.ones((1, SPEC.qkv_features), np.float16))
 

@@ -144,7 +144,7 @@ def test_norms_of_many_wide_rows(cuda_backend, width, center):
     given_norm, residual = norm_on(cuda_backend, norm), cuda_backend.arrays.padded(cuda_backend.array(x))
     results = []
     for out in (*(cuda_backend.arrays.rows(*x.shape, t) for t in (np.float32, np.float16)), residual):
-        cuda_backend.kernels.transform(None, out, residual, given_norm)
+        cuda_backend.materializer.write_rows(None, out, residual, given_norm)
         results.append(cuda_backend.host(out))
     assert_close(results[0], model.norm(x, norm), "norm", np.float32, model.norm_terms(x, norm))
     np.testing.assert_array_equal(results[1], results[0].astype(np.float16))
@@ -154,7 +154,7 @@ def test_norms_of_many_wide_rows(cuda_backend, width, center):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_softmax_without_clusters(cuda_backend, monkeypatch, dtype):
-    monkeypatch.setattr(cuda_backend.kernels, "clusters", False)
+    monkeypatch.setattr(cuda_backend.kernels.softmax._launcher, "has_clusters", False)
     check_softmax(cuda_backend, random_rows(np.random.default_rng(5), 5, 40_001, dtype), 1.5, None, None)
 
 

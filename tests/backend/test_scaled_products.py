@@ -9,7 +9,7 @@ import pytest
 
 from bminf_lite.backend.quantization import quantize_weight
 from bminf_lite.backend.values import Norm
-from bminf_lite.cuda.kernels.gemm.skinny_gemm import Epilogue
+from bminf_lite.cuda.kernels.constants import Epilogue
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bminf_lite.bench import trace as inside
+from bminf_lite.bench import runner as inside
 from bminf_lite.bench.model import random_model
 from bminf_lite.bench.runner import Workload, run_tests
 from bminf_lite.bench.shapes import read_shape

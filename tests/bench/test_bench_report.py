@@ -13,10 +13,10 @@ import pytest
 
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.bench import plot
-from bminf_lite.bench.instruments import Ceilings, Span
 from bminf_lite.bench.model import random_model
-from bminf_lite.bench.report import KernelTime, Report, Trace, markdown_table
-from bminf_lite.bench.runner import Measurement, Workload
+from bminf_lite.bench.profiler import Ceilings, Span
+from bminf_lite.bench.report import Report, markdown_table
+from bminf_lite.bench.runner import KernelTime, Measurement, Trace, Workload
 from bminf_lite.errors import UsageError
 from bminf_lite.memory.planner import Machine, MemoryPlan, MemoryRequirements
 

@@ -16,15 +16,16 @@ from bminf_lite.backend.functions import normalise, softmax
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.values import Norm
 from bminf_lite.bench import cases as plain
-from bminf_lite.bench import trace as inside
+from bminf_lite.bench import runner as inside
 from bminf_lite.bench.calls import LinearCosts, trace_calls
-from bminf_lite.bench.instruments import Profiler
 from bminf_lite.bench.model import BenchModel, random_model
+from bminf_lite.bench.profiler import Profiler
 from bminf_lite.bench.runner import Workload, run_tests, workloads
 from bminf_lite.bench.session import UNWRITTEN, Session, check_results, chunks
 from bminf_lite.bench.shapes import read_shape, shape_names
+from bminf_lite.engine.generation import generate_tokens
+from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
-from bminf_lite.engine.scheduler import Request, Scheduler
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
 
 SHAPE = {
@@ -94,7 +95,7 @@ def test_a_session_decodes_what_the_engine_decodes(bench_model: BenchModel):
     """The same prompts, prefilled and decoded by both, give the same tokens."""
     prompts = [[5, 17, 250, 3, 99], [8, 8, 1, 0, 200]]
     requests = [Request(i, p, SamplingParams(max_new_tokens=6, seed=0, ignore_eos=True)) for i, p in enumerate(prompts)]
-    for _ in Scheduler(bench_model.network, requests, bench_model.engine_config):
+    for _ in generate_tokens(bench_model.network, requests, bench_model.engine_config):
         pass
     session = Session(bench_model, 2, 32)
     session.tokens = lambda shape: np.array(prompts, np.int32)  # type: ignore[method-assign]
@@ -230,7 +231,7 @@ def test_kernels(profiler: Profiler, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plain, "WIDTHS", (64, 96))
     monkeypatch.setattr(plain, "MATRICES", ((48, 64),))
     monkeypatch.setattr(profiler, "kernels", lambda: plain.plain_cases(np, profiler.ops, elements=1000))
-    times = inside.kernel_times(profiler)
+    times = inside.time_kernels(profiler)
     assert {t.kernel for t in times} == {"softmax", "rms_norm", "quantize", "matvec", "product"}
     assert all(t.seconds > 0 and t.nbytes > 0 for t in times)
     assert all(bool(t.operations) == (t.kernel == "product") for t in times)

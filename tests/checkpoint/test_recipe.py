@@ -9,6 +9,7 @@ import pytest
 from bminf_lite.checkpoint.recipe import Recipe, Scheme, built_in_recipes, load_recipe, parse_recipe
 from bminf_lite.errors import UsageError
 
+CALIBRATED = 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\n'
 EXAMPLES = Path(__file__).parents[2] / "configs" / "recipes"
 
 
@@ -59,6 +60,13 @@ def test_patterns_that_match_nothing() -> None:
         ('linear = "w8a8"\nhead = "w8a8"\nrules = "x"', ["rules must be a table"]),
         ('linear = "w8a8"\nhead = "w8a8"\nname = 1', ["name must be text, not 1"]),
         ('linear = "w8a8"\nhead = "w8a8"\n[rules]\n"a*" = "no"\nb.c = 1', ["rules.a* is 'no'", "rules.b is {'c': 1}"]),
+        (CALIBRATED + "outlier_columns = 4", ["needs calibration.max_error"]),
+        (CALIBRATED + "outlier_columns = -1", ["not a whole number from 0 to 256"]),
+        (
+            CALIBRATED + "max_error = 2\nmax_eror = 0.1",
+            ["not a number from 0 to 1", "unknown key 'calibration.max_eror'"],
+        ),
+        (CALIBRATED + 'smoothing = "yes"', ["not true or false"]),
     ],
 )
 def test_mistakes_are_all_told(tmp_path: Path, text: str, expected: list[str]) -> None:

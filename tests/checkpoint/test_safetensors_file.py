@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -46,7 +46,6 @@ def message(path: Path) -> str:
                     st.tuples(st.sampled_from(TYPES), shapes), max_size=5),
     st.integers(0, 2**32),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
 def test_reads_what_the_library_wrote(tmp_path_factory: pytest.TempPathFactory, layout: Any, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors = {name: random.integers(0, 100, shape).astype(dtype) for name, (dtype, shape) in layout.items()}
@@ -55,28 +54,19 @@ def test_reads_what_the_library_wrote(tmp_path_factory: pytest.TempPathFactory, 
     file = SafetensorsFile(path)
     assert file.tensors.keys() == tensors.keys()
     for name, expected in tensors.items():
-        got = file.view(name)
+        got = file.read(name)
         assert got.dtype == expected.dtype and got.shape == expected.shape
         np.testing.assert_array_equal(got, expected)
-        buffer = bytearray(file.tensors[name].nbytes)
-        file.read_into(memoryview(buffer), file.tensors[name].offset)
-        assert buffer == expected.tobytes()
+        part = bytearray(expected.nbytes // 2)
+        file.read_tensor(name, memoryview(part), 1 if part else 0)
+        assert part == expected.tobytes()[1 : 1 + len(part)]
     file.close()
-
-
-def test_views_are_read_only_without_a_copy_and_outlive_the_file(tmp_path: Path) -> None:
-    save_file({"a": np.arange(4, dtype=np.float32)}, tmp_path / "x.safetensors")
-    file = SafetensorsFile(tmp_path / "x.safetensors")
-    first, second = file.view("a"), file.view("a")
-    assert np.shares_memory(first, second) and not first.flags.writeable
-    file.close()
-    np.testing.assert_array_equal(first, [0, 1, 2, 3])
 
 
 def test_unaligned_tensors_are_read(tmp_path: Path) -> None:
     data = b"abc" + np.array([1.5, 2], np.float32).tobytes()
     path = write(tmp_path / "x.safetensors", {"a": entry(0, 3), "b": entry(3, 11, "F32", [2])}, data)
-    np.testing.assert_array_equal(SafetensorsFile(path).view("b"), np.array([1.5, 2], np.float32))
+    np.testing.assert_array_equal(SafetensorsFile(path).read("b"), np.array([1.5, 2], np.float32))
 
 
 DEFECTS = {
@@ -129,7 +119,6 @@ def test_all_defects_are_listed(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=64), st.integers(0, 200), st.integers(1, 255))
-@settings(max_examples=150, deadline=None)
 def test_damage_never_escapes_as_another_exception(
     tmp_path_factory: pytest.TempPathFactory, tail: bytes, at: int, change: int
 ) -> None:
@@ -146,7 +135,7 @@ def test_damage_never_escapes_as_another_exception(
     with safe_open(path, "np") as reference:
         assert set(reference.keys()) == file.tensors.keys()
         for name in file.tensors:
-            assert file.view(name).tobytes() == reference.get_tensor(name).tobytes()
+            assert file.read(name).tobytes() == reference.get_tensor(name).tobytes()
 
 
 def test_stricter_than_the_library_only_where_meant(tmp_path: Path) -> None:
@@ -166,16 +155,15 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path, change: str) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": np.zeros(1000, np.float32)}, path)
     file = SafetensorsFile(path)
-    file.view("a")
+    file.read("a")
     if change == "shrink":
         os.truncate(path, 100)
     else:
         with open(path, "rb+") as other:
             other.write(b"x")
         os.utime(path, ns=(0, 0))
-    for read in (lambda: file.view("a"), lambda: file.read_into(memoryview(bytearray(8)), 0)):
-        with pytest.raises(CheckpointError, match="changed since it was opened"):
-            read()
+    with pytest.raises(CheckpointError, match="changed since it was opened"):
+        file.read("a")
 
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:

@@ -48,14 +48,6 @@ def message(path: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-def whole(file: TorchFile, name: str) -> np.ndarray:
-    """A tensor through ``read_tensor``."""
-    info = file.tensors[name]
-    content = bytearray(info.nbytes)
-    file.read_tensor(name, memoryview(content))
-    return np.frombuffer(content, file.view(name).dtype).reshape(info.shape)
-
-
 @FORMS
 @pytest.mark.parametrize("dtype", list(torch_writer.STORAGE_NAMES), ids=str)
 def test_reads_every_tensor_of_every_type(tmp_path: Path, legacy: bool, dtype: Any) -> None:
@@ -63,16 +55,14 @@ def test_reads_every_tensor_of_every_type(tmp_path: Path, legacy: bool, dtype: A
     file = TorchFile(save(tmp_path / "x.bin", tensors, legacy))
     assert list(file.tensors) == list(tensors)
     for name, expected in tensors.items():
-        got = file.view(name)
+        got = file.read(name)
         assert got.dtype == expected.dtype and got.shape == expected.shape
-        assert got.flags.c_contiguous and got.flags.aligned and not got.flags.writeable
         np.testing.assert_array_equal(got, expected)
-        np.testing.assert_array_equal(whole(file, name), expected)
         assert file.tensors[name].nbytes == expected.nbytes and file.tensors[name].file == file.path
 
 
 @FORMS
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example overwrites its files
 @given(data=st.data())
 def test_any_part_of_any_view(tmp_path: Path, legacy: bool, data: st.DataObject) -> None:
     shape = data.draw(hnp.array_shapes(max_dims=4, max_side=5))
@@ -83,7 +73,7 @@ def test_any_part_of_any_view(tmp_path: Path, legacy: bool, data: st.DataObject)
     if not np.shares_memory(view, base):
         view = base
     file = TorchFile(save(tmp_path / "x.bin", {"base": base, "view": view}, legacy))
-    np.testing.assert_array_equal(file.view("view"), view)
+    np.testing.assert_array_equal(file.read("view"), view)
     start = data.draw(st.integers(0, view.nbytes))
     stop = data.draw(st.integers(start, view.nbytes))
     part = bytearray(stop - start)
@@ -97,29 +87,6 @@ def forwards(index: Any) -> bool:
     return all(not isinstance(part, slice) or (part.step or 1) > 0 for part in parts)
 
 
-def test_tensors_in_order_are_not_copied(tmp_path: Path) -> None:
-    values = np.arange(4096, dtype=np.float32).reshape(64, 64)
-    storages = Storages()
-    pickled = dumps({"a": storages.tensor(values), "b": storages.tensor(values[32:])})
-    padding = b" " * (-_data_offset(pickled) % 64)
-    path = write_zip(tmp_path / "x.bin", pickled, {"0": values.tobytes()}, padding=padding)
-    file = TorchFile(path)
-    assert file.tensors["a"].offset % 4 == 0
-    assert np.shares_memory(file.view("a"), file.view("b"))
-
-
-def _data_offset(pickled: bytes) -> int:
-    """Where the first storage begins in ``write_zip`` with a record ``padding`` of no bytes."""
-    return len(pickled) + sum(30 + len(f"archive/{name}") for name in ("data.pkl", "padding", "data/0"))
-
-
-def test_a_view_outlives_its_file(tmp_path: Path) -> None:
-    file = TorchFile(save(tmp_path / "x.bin", {"a": np.arange(9.0)}))
-    view = file.view("a")
-    file.close()
-    np.testing.assert_array_equal(view, np.arange(9.0))
-
-
 def test_untyped_storages_with_a_type_beside_them(tmp_path: Path) -> None:
     values = np.arange(6, dtype=np.uint16)
     storage = Persistent(("storage", Name("torch.storage", "UntypedStorage"), "0", "cpu", 12))
@@ -131,7 +98,7 @@ def test_untyped_storages_with_a_type_beside_them(tmp_path: Path) -> None:
         arguments = (storage, 0, (size,), (1,), False, {}, Name("torch", name))
         call = Call(Name("torch._utils", "_rebuild_tensor_v3"), arguments)
         file = TorchFile(write_zip(tmp_path / f"{name}.bin", dumps({"x": call}), {"0": values.tobytes()}))
-        assert file.view("x").tobytes() == expected.tobytes() and file.view("x").dtype == dtype
+        assert file.read("x").tobytes() == expected.tobytes() and file.read("x").dtype == dtype
 
 
 def test_old_views_of_storages(tmp_path: Path) -> None:
@@ -139,7 +106,7 @@ def test_old_views_of_storages(tmp_path: Path) -> None:
     values = np.arange(10, dtype=np.float32)
     part = Persistent(("storage", Name("torch", "FloatStorage"), "a", "cpu", 10, ("b", 4, 3)))
     path = write_legacy(tmp_path / "x.bin", dumps({"x": rebuild(part, 1, (2,), (1,))}), {"a": (10, values.tobytes())})
-    np.testing.assert_array_equal(TorchFile(path).view("x"), [5, 6])
+    np.testing.assert_array_equal(TorchFile(path).read("x"), [5, 6])
     path = write_legacy(tmp_path / "y.bin", dumps({"x": rebuild(part, 1, (3,), (1,))}), {"a": (10, values.tobytes())})
     assert "reaches beyond its storage of 12 bytes" in message(path)
 
@@ -147,7 +114,7 @@ def test_old_views_of_storages(tmp_path: Path) -> None:
 @FORMS
 def test_an_entry_of_a_training_checkpoint(tmp_path: Path, legacy: bool) -> None:
     path = save(tmp_path / "x.pt", {"a": np.ones(3, np.float16)}, legacy, entry="module")
-    np.testing.assert_array_equal(TorchFile(path, entry="module").view("a"), np.ones(3))
+    np.testing.assert_array_equal(TorchFile(path, entry="module").read("a"), np.ones(3))
     assert "'iteration' is 7, not a tensor" in message(path)
     assert "no entry 'model'" in message(path, entry="model")
     assert "instead of a dictionary" in message(path, entry="iteration")
@@ -160,7 +127,7 @@ def test_ignored_names_are_passed_over(tmp_path: Path) -> None:
     path = write_zip(tmp_path / "x.pt", dumps(content), {"0": np.ones(2, np.float32).tobytes()})
     assert "numpy.core.multiarray._reconstruct" in message(path, entry="module")
     file = TorchFile(path, entry="module", ignored=("numpy.*",))
-    np.testing.assert_array_equal(file.view("a"), [1, 1])
+    np.testing.assert_array_equal(file.read("a"), [1, 1])
     path = write_zip(tmp_path / "y.pt", dumps({"a": array}), {})
     assert "not a tensor" in message(path, ignored=("numpy.*",))
 
@@ -366,7 +333,7 @@ def test_cut_and_padded_files(tmp_path: Path, legacy: bool) -> None:
 
 
 @FORMS
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example overwrites its files
 @given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6))
 def test_damaged_files_are_refused_or_read(tmp_path: Path, legacy: bool, changes: list[tuple[float, int]]) -> None:
     path = save(tmp_path / "x.bin", example(), legacy)
@@ -379,7 +346,7 @@ def test_damaged_files_are_refused_or_read(tmp_path: Path, legacy: bool, changes
     except CheckpointError:
         return
     for name in file.tensors:
-        assert whole(file, name).tobytes() == file.view(name).tobytes()
+        file.read(name)
 
 
 def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
@@ -388,6 +355,4 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
     os.utime(path, ns=(1, 1))
     for name in "ab":
         with pytest.raises(CheckpointError, match="changed since"):
-            file.view(name)
-        with pytest.raises(CheckpointError, match="changed since"):
-            file.read_tensor(name, memoryview(bytearray(48)))
+            file.read(name)

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -28,7 +28,6 @@ layouts = st.dictionaries(
 
 
 @given(layouts, st.integers(0, 2**32), st.integers(1, 9))
-@settings(max_examples=60)
 def test_round_trip_through_both_readers(
     tmp_path_factory: pytest.TempPathFactory, layout: Any, seed: int, piece: int
 ) -> None:
@@ -51,7 +50,7 @@ def test_round_trip_through_both_readers(
         assert theirs.metadata() == {"format": "pt"}
         assert set(theirs.keys()) == ours.tensors.keys() == tensors.keys()
         for name, expected in tensors.items():
-            for got in (ours.view(name), theirs.get_tensor(name)):
+            for got in (ours.read(name), theirs.get_tensor(name)):
                 assert got.dtype == expected.dtype
                 np.testing.assert_array_equal(got, expected)
     assert writer.data_bytes == sum(value.nbytes for value in tensors.values())
@@ -95,7 +94,7 @@ def test_shards(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limi
         held = sum(info.nbytes for info in opened.tensors.values())
         assert held <= limit or len(opened.tensors) == 1
         for name in opened.tensors:
-            assert (opened.view(name) == int(name[1:])).all()
+            assert (opened.read(name) == int(name[1:])).all()
     index = folder / "model.safetensors.index.json"
     if len(files) == 1:
         assert files[0].name == "model.safetensors" and not index.exists()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bminf_lite import models
+from bminf_lite.checkpoint.opened_model import describe_model
 from bminf_lite.models.spec import Spec
 
 CONFIG = {
@@ -28,8 +28,7 @@ MakeCheckpoint = Callable[..., Path]
 
 def spec_of(config: dict[str, Any]) -> Spec:
     """The tensors of a configuration."""
-    architecture = models.find(config)
-    return architecture.spec(architecture.parse(config))
+    return describe_model(config).spec
 
 
 def random_tensors(config: dict[str, Any], dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import bminf_lite
-from bminf_lite.bench.instruments import Ceilings, Profiler
+from bminf_lite.bench.profiler import Ceilings, Profiler
 from bminf_lite.cli import main
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"

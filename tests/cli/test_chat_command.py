@@ -50,10 +50,11 @@ def answers(model: Path, lines: list[str], system: str | None = None, **options:
     return said
 
 
-def test_each_line_is_answered_in_the_light_of_those_before(model: Path) -> None:
-    result = chat(model, ["hi", "", "what is new?"])
+def test_each_answer_continues_the_dialogue(model: Path) -> None:
+    result = chat(model, ["hi", "", "/quit", "what is new?"])
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == answers(model, ["hi", "what is new?"]) and result.stderr == ""
+    assert result.stdout == answers(model, ["hi", "what is new?"])
+    assert result.stderr == "error: there is no /quit; the only command is /clear\n"
 
 
 def test_options_are_those_of_generate(model: Path) -> None:
@@ -66,11 +67,6 @@ def test_options_are_those_of_generate(model: Path) -> None:
 def test_clear_forgets(model: Path) -> None:
     result = chat(model, ["hi", "/clear", "what is new?"], "--system", "be kind")
     assert result.stdout == answers(model, ["hi"], "be kind") + answers(model, ["what is new?"], "be kind")
-
-
-def test_unknown_commands_are_not_sent(model: Path) -> None:
-    result = chat(model, ["/quit", "hi"])
-    assert result.stdout == answers(model, ["hi"]) and "no /quit" in result.stderr
 
 
 def test_a_dialogue_longer_than_the_context_loses_its_start(model: Path) -> None:
@@ -97,31 +93,23 @@ def test_an_answer_without_memory_for_it_costs_no_dialogue(model: Path, monkeypa
     assert result.stdout.startswith(first) and result.stdout.endswith(last) and len(calls) == 3
 
 
-def test_a_line_longer_than_the_context_is_refused_and_the_dialogue_goes_on(model: Path) -> None:
-    result = chat(model, ["x" * 400, "hi"])
-    assert result.exit_code == 0 and "shorten the prompt" in result.stderr
-    assert result.stdout == answers(model, ["hi"])
-
-
-def test_a_line_that_is_not_utf8_is_refused_and_the_dialogue_goes_on(model: Path) -> None:
+@pytest.mark.parametrize(("line", "words"), [(b"x" * 400, "shorten the prompt"), (b"caf\xe9", "surrogate")])
+def test_an_invalid_line_is_refused_and_the_dialogue_goes_on(model: Path, line: bytes, words: str) -> None:
     arguments = ["chat", str(model), "--device", "cpu", *OPTIONS]
-    result = CliRunner().invoke(main, arguments, input=b"caf\xe9\nhi\n")
-    assert result.exit_code == 0 and "surrogate" in result.stderr
+    result = CliRunner().invoke(main, arguments, input=line + b"\nhi\n")
+    assert result.exit_code == 0 and words in result.stderr
     assert result.stdout == answers(model, ["hi"])
 
 
-def test_who_cannot_is_told_before_the_first_line(tmp_path: Path) -> None:
+def test_errors_that_no_line_can_change_appear_before_the_first(model: Path, tmp_path: Path) -> None:
     result = chat(tiny_checkpoint.write(tmp_path / "model", chat_template=None), ["hi"])
     assert result.exit_code == 2 and "chat template" in result.stderr and result.stdout == ""
+    result = chat(model, ["hi"], "--system", "x" * 400)
+    assert result.exit_code == 2 and "shorten the prompt" in result.stderr and result.stdout == ""
     assert chat(tmp_path / "none", ["hi"], "--top-p", "0").exit_code == 2
 
 
-def test_a_system_message_that_does_not_fit_is_told_before_the_first_line(model: Path) -> None:
-    result = chat(model, ["hi"], "--system", "x" * 400)
-    assert result.exit_code == 2 and "shorten the prompt" in result.stderr and result.stdout == ""
-
-
-def test_eva_talks(tmp_path: Path) -> None:
+def test_eva(tmp_path: Path) -> None:
     pytest.importorskip("jieba")
     model = cpm_checkpoints.write(tmp_path / "eva", "eva")
     result = chat(model, ["你好", "今天天气不错"])
@@ -156,8 +144,8 @@ class Terminal:
         return seen
 
     def interrupt(self) -> None:
-        """Ctrl-C, a moment later: as a person would, not between readline's prompt and its first look at the keys."""
-        time.sleep(0.5)
+        """Ctrl-C, after a pause in which readline has begun to read keys."""
+        time.sleep(0.3)
         self.process.send_signal(signal.SIGINT)
 
     def type(self, text: str) -> None:

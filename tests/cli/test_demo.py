@@ -17,7 +17,8 @@ from bminf_lite.cli import main
 def test_the_demo_shows_sizes_text_speed_and_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = importlib.import_module("bminf_lite.cli.demo")
     create = backend.create
-    monkeypatch.setattr(module, "SCORED_TOKENS", 2 * module.WINDOW)
+    for name, value in (("WINDOW", 256), ("SCORED_TOKENS", 256), ("NEW_TOKENS", 12)):
+        monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(backend, "create", lambda *_: create("cpu"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result = CliRunner().invoke(main, ["demo"])

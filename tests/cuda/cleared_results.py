@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from bminf_lite.cuda.kernels.arrays import round_up
+from bminf_lite.cuda.kernels.constants import Epilogue
 from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul
 from bminf_lite.cuda.kernels.gemm import gemm_hopper as scaled_gemm
-from bminf_lite.cuda.kernels.gemm.layouts import GROUP, round_up
-from bminf_lite.cuda.kernels.gemm.skinny_gemm import Epilogue
+from bminf_lite.cuda.kernels.gemm.layouts import GROUP
 from bminf_lite.cuda.runtime.cublaslt import Order
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bminf_lite.cuda.runtime import compiler, cubin_cache
-from bminf_lite.cuda.runtime.compiler import Usage
+from bminf_lite.cuda.runtime.compiler import Sources, Usage
 from bminf_lite.errors import DeviceError
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
@@ -47,7 +47,7 @@ NAMES = ("scale<32, true>", "scale<64, false>")
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "src"
     folder.mkdir()
     (folder / "scale.cu").write_text(SOURCE)
@@ -58,12 +58,17 @@ def sources(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def sources(folder: Path) -> Sources:
+    return Sources(folder)
+
+
+@pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_instantiation_for_every_architecture(arch: str, sources: Path, cache: Path) -> None:
+def test_every_instantiation_for_every_architecture(arch: str, sources: Sources, cache: Path) -> None:
     if int(re.sub(r"\D", "", arch)) not in compiler.architectures():
         pytest.skip(f"this NVRTC is too old for {arch}")
     cubin = compiler.compile("scale.cu", arch, NAMES, sources=sources, cache=cache)
@@ -77,7 +82,7 @@ def test_every_instantiation_for_every_architecture(arch: str, sources: Path, ca
         assert usage.spill_stores == usage.spill_loads == usage.stack == 0
 
 
-def test_spills_are_seen(sources: Path, cache: Path) -> None:
+def test_spills_are_seen(sources: Sources, cache: Path) -> None:
     usage = compiler.compile("crowded.cu", "sm_80", ["crowded"], sources=sources, cache=cache).usage["crowded"]
     assert usage.registers <= 32
     assert min(usage.spill_stores, usage.spill_loads, usage.stack) > 0
@@ -100,8 +105,8 @@ ptxas info    : Used 8 registers, 352 bytes cmem[0]
     assert compiler.parse_usage("") == {}
 
 
-def test_what_does_not_compile_shows_the_compilers_words(sources: Path, cache: Path) -> None:
-    (sources / "broken.cu").write_text("__global__ void k(float* x) { *x = undeclared; }")
+def test_what_does_not_compile_shows_the_compilers_words(sources: Sources, cache: Path) -> None:
+    (sources.folder / "broken.cu").write_text("__global__ void k(float* x) { *x = undeclared; }")
     with pytest.raises(DeviceError, match=r"broken\.cu.*sm_80[\s\S]*\"undeclared\" is undefined"):
         compiler.compile("broken.cu", "sm_80", ["k"], sources=sources, cache=cache)
     with pytest.raises(DeviceError, match="no_such_kernel"):
@@ -110,7 +115,7 @@ def test_what_does_not_compile_shows_the_compilers_words(sources: Path, cache: P
 
 
 @pytest.mark.parametrize("arch", ["sm_30", "sm_999", "compute_80", "90", ""])
-def test_an_architecture_that_nvrtc_does_not_know(arch: str, sources: Path, cache: Path) -> None:
+def test_an_architecture_that_nvrtc_does_not_know(arch: str, sources: Sources, cache: Path) -> None:
     with pytest.raises(DeviceError, match=r"cannot compile for .*sm_90"):
         compiler.compile("scale.cu", arch, NAMES, sources=sources, cache=cache)
 
@@ -129,7 +134,7 @@ class Count:
         monkeypatch.setattr(compiler, "_compile", count)
 
 
-def test_the_second_time_comes_from_the_disk(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_time_comes_from_the_disk(sources: Sources, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = Count(monkeypatch)
     first = compiler.compile("scale.cu", "sm_80", NAMES, sources=sources, cache=cache)
     assert compiler.compile("scale.cu", "sm_80", NAMES, sources=sources, cache=cache) == first
@@ -137,29 +142,29 @@ def test_the_second_time_comes_from_the_disk(sources: Path, cache: Path, monkeyp
 
 
 def test_whatever_the_result_depends_on_is_in_the_key(
-    sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    sources: Sources, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = Count(monkeypatch)
     images = []
 
     def build(arch: str = "sm_80", names: tuple[str, ...] = NAMES, defines: tuple[str, ...] = ()) -> None:
-        images.append(compiler.compile("scale.cu", arch, names, defines, sources, cache).image)
+        images.append(compiler.compile("scale.cu", arch, names, defines, sources=sources, cache=cache).image)
         assert count.compilations == len(images)
 
     build()
     build(arch="sm_86")
     build(names=NAMES[:1])
     build(defines=("FACTOR=3",))
-    (sources / "inner.cuh").write_text("#pragma once\nfloat offset() { return 2.0f; }\n")
+    (sources.folder / "inner.cuh").write_text("#pragma once\nfloat offset() { return 2.0f; }\n")
     build()
-    (sources / "scale.cu").write_text(SOURCE.replace("x * x", "x * x * x"))
+    (sources.folder / "scale.cu").write_text(SOURCE.replace("x * x", "x * x * x"))
     build()
     assert len(set(images)) == len(images)
     monkeypatch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "--fmad=false"))
     build()
 
 
-def test_a_damaged_entry_is_built_again(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_entry_is_built_again(sources: Sources, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = compiler.compile("scale.cu", "sm_80", NAMES, sources=sources, cache=cache)
     (entry,) = cache.iterdir()
     good = entry.read_bytes()
@@ -170,14 +175,15 @@ def test_a_damaged_entry_is_built_again(sources: Path, cache: Path, monkeypatch:
     assert cubin_cache.read(cache, entry.name) is not None
 
 
-def test_threads_and_processes_at_once(sources: Path, cache: Path) -> None:
+def test_threads_and_processes_at_once(sources: Sources, cache: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from bminf_lite.cuda import compiler\n"
-        f"c = compiler.compile('scale.cu', 'sm_80', {NAMES!r}, sources=Path(sys.argv[1]), cache=Path(sys.argv[2]))\n"
+        "import sys; from pathlib import Path; from bminf_lite.cuda.runtime import compiler\n"
+        "sources, cache = compiler.Sources(Path(sys.argv[1])), Path(sys.argv[2])\n"
+        f"c = compiler.compile('scale.cu', 'sm_80', {NAMES!r}, sources=sources, cache=cache)\n"
         "assert c.image.startswith(b'\\x7fELF')"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, str(sources), str(cache)]
+    command = [sys.executable, "-c", program, str(sources.folder), str(cache)]
     processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
     results = []
 
@@ -194,7 +200,7 @@ def test_threads_and_processes_at_once(sources: Path, cache: Path) -> None:
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_cache_that_cannot_be_written_only_costs_time(sources: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_only_costs_time(sources: Sources, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(RuntimeWarning):
         cubin = compiler.compile("scale.cu", "sm_80", NAMES, sources=sources, cache=tmp_path / "file" / "cache")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bminf_lite.cuda.runtime.compiler import SOURCES
+from bminf_lite.cuda.kernels.sources import SOURCES
 
 ALONE = {"igemm_dp4a", "read_all"}
 """Launched so that they start when their predecessor has ended."""
@@ -18,7 +18,7 @@ WRITE_FIRST = {"embed", "fill_random", "row_codes"}
 def kernels() -> dict[str, str]:
     """The body of each kernel."""
     bounds, kernel = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)", r"__global__ void\s+(\w+)\(.*?{\n(.*?)\n}\n"
-    texts = (re.sub(bounds, "", source.read_text()) for source in Path(str(SOURCES)).rglob("*.cu"))
+    texts = (re.sub(bounds, "", source.read_text()) for source in Path(str(SOURCES.folder)).rglob("*.cu"))
     return {name: body for text in texts for name, body in re.findall(kernel, text, re.DOTALL)}
 
 

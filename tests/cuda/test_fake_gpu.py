@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_gpu import expand
 from fake_gpu.launching import check, run
 from fake_gpu.machine import PROFILES, FakeKernel, Launch, Machine, Requested
 from fake_gpu.memory import POISON, FakeGpuError, Piece
-from fake_gpu.sources import declarations, split_expression
 
 
 @pytest.fixture
@@ -83,11 +81,3 @@ def test_recorded_work_runs_when_it_is_replayed(machine: Machine):
     machine.replay(work, stream.ptr)
     machine.replay(work, stream.ptr)
     assert done == [1, 1]
-
-
-def test_declarations_and_expressions_are_read():
-    assert split_expression("bminf::attention_prefill<64, 128>") == ("attention_prefill", ("64", "128"))
-    assert expand("p2i3f") == "piifff"
-    declared = declarations("rowwise/rows.cu")["embed"]
-    assert declared.signature == "ppqpqi"
-    assert [p.name for p in declared.parameters] == ["tokens", "table", "pitch", "out", "out_pitch", "k"]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from bminf_lite.cuda.kernels.constants import Epilogue  # noqa: E402
 from bminf_lite.cuda.kernels.gemm.gemm_hopper import (  # noqa: E402
     EPILOGUES,
     TILE_CONFIGS,
@@ -17,7 +18,6 @@ from bminf_lite.cuda.kernels.gemm.gemm_hopper import (  # noqa: E402
     PitchedPointer,
     ScaledGemm,
 )
-from bminf_lite.cuda.kernels.gemm.skinny_gemm import Epilogue  # noqa: E402
 
 SILU, RELU = 0, 2
 SHAPES = [  # rows, channels, in_features
@@ -35,7 +35,7 @@ SHAPES = [  # rows, channels, in_features
 @pytest.fixture(scope="module")
 def gemm(device):
     made = ScaledGemm(device)
-    if not made.takes(4096, 4096, Epilogue.HALF):
+    if not made.supports(4096, 4096, Epilogue.TO_HALF):
         pytest.skip("this GPU lacks the instructions")
     return made
 
@@ -99,9 +99,9 @@ def needs(tile_config: GemmTileConfig, epilogue: Epilogue, in_features: int) -> 
 @pytest.mark.parametrize("tile_config", TILE_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_are_the_definition_s(gemm, shape, tile_config, bias):
-    needs(tile_config, Epilogue.HALF, shape[2])
+    needs(tile_config, Epilogue.TO_HALF, shape[2])
     case = Case(*shape, bias)
-    assert np.array_equal(case.run(gemm, Epilogue.HALF, tile_config), case.values().astype(np.float16))
+    assert np.array_equal(case.run(gemm, Epilogue.TO_HALF, tile_config), case.values().astype(np.float16))
 
 
 @pytest.mark.parametrize("tile_config", TILE_CONFIGS, ids=str)
@@ -163,11 +163,11 @@ def test_extreme_codes_do_not_overflow(gemm):
     case = Case(130, 64, 131071, bias=False)
     case.x[:], case.w[:] = -128, -128
     case.x_scale[:], case.w_scale[:] = 2.0**-15, 2.0**-3
-    assert (case.run(gemm, Epilogue.HALF) == np.float16(131071 * 2.0**-4)).all()
+    assert (case.run(gemm, Epilogue.TO_HALF) == np.float16(131071 * 2.0**-4)).all()
 
 
 def test_a_scale_that_is_no_number_stays_in_its_row(gemm):
     case = Case(200, 256, 256, bias=False)
     case.x_scale[77] = np.nan
-    for epilogue in (Epilogue.HALF, Epilogue.ADD):
+    for epilogue in (Epilogue.TO_HALF, Epilogue.ADD):
         assert np.isnan(case.run(gemm, epilogue)).all(axis=1).nonzero()[0].tolist() == [77]

@@ -11,6 +11,7 @@ import pytest
 
 from bminf_lite.cuda.runtime import driver
 from bminf_lite.cuda.runtime.bindings import LibraryError
+from bminf_lite.cuda.runtime.compiler import Sources
 from bminf_lite.cuda.runtime.graphs import CudaGraph
 from bminf_lite.cuda.runtime.kernel import Module
 from bminf_lite.memory.arena import Arena, Block
@@ -116,6 +117,19 @@ def test_the_functions_own_error_is_the_one_seen(monkeypatch: pytest.MonkeyPatch
     assert not recorder.alive
 
 
+def test_no_finalizer_runs_while_work_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing GPU memory in a finalizer would invalidate the capture."""
+    install(monkeypatch)
+    assert CudaGraph(gc.isenabled, 3).result is False and gc.isenabled()
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        CudaGraph(fails, 3)
+    assert gc.isenabled()
+
+
 @pytest.mark.gpu
 def test_replaying_does_the_work_again(cuda_device: driver.Device) -> None:
     import cupy
@@ -170,7 +184,7 @@ def test_a_graph_owns_its_scratch_and_keeps_dependent_launches_in_order(
     import cupy
 
     (tmp_path / "step.cu").write_text(STEP)
-    step = Module(cuda_device, "step.cu", ["step"], sources=tmp_path).kernel("step", "ppi")
+    step = Module(cuda_device, Sources(tmp_path), "step.cu", ["step"]).kernel("step")
     arena = device_arena(cuda_device, "64MiB")
     stream, n, steps = cupy.cuda.Stream(non_blocking=True), 50_000, 12
     start = arena.allocate(4 * n)

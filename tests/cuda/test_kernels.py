@@ -15,7 +15,7 @@ import pytest
 from bminf_lite.cuda.runtime import compiler, driver
 from bminf_lite.cuda.runtime.bindings import LibraryError
 from bminf_lite.cuda.runtime.driver import FunctionAttribute, LaunchAttribute, LaunchAttributeID, LaunchConfig
-from bminf_lite.cuda.runtime.kernel import Module
+from bminf_lite.cuda.runtime.kernel import Kernel, Module
 from bminf_lite.errors import DeviceError
 
 SOURCE = """
@@ -100,7 +100,7 @@ class RecordingDriver(SimpleNamespace):
         words = (ctypes.c_void_p * 5).from_address(extra)
         assert (words[0], words[2], words[4], parameters, function) == (1, 2, None, None, 1234)
         size = ctypes.c_size_t.from_address(words[3]).value
-        self.kernels.append(
+        self.launches.append(
             SimpleNamespace(
                 grid=tuple(c.grid), block=tuple(c.block), shared=c.shared, stream=c.stream,
                 attributes=attributes, parameters=ctypes.string_at(words[1], size),
@@ -113,17 +113,19 @@ class RecordingDriver(SimpleNamespace):
 def recording(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
     recorder = RecordingDriver()
     monkeypatch.setattr(driver, "load", lambda: recorder)
-    monkeypatch.setattr(compiler, "compile", lambda *_: compiler.Cubin(b"", {"k": "k"}, {}))
+    monkeypatch.setattr(compiler, "compile", lambda *_, **__: compiler.Cubin(b"", {"k": "k"}, {}))
     return recorder
 
 
-def fake_module(capability: tuple[int, int] = (9, 0)) -> Module:
+def fake_kernel(parameters: str = "", capability: tuple[int, int] = (9, 0)) -> Kernel:
+    """A kernel ``k`` with these parameters, on a device whose driver records."""
     device = SimpleNamespace(compute_capability=capability, arch="sm_90a", make_current=lambda: None, observer=None)
-    return Module(device, "any.cu", ["k"])  # type: ignore[arg-type]
+    sources = compiler.Sources(generated={"any.cu": f"__global__ void k({parameters}) {{}}"})
+    return Module(device, sources, "any.cu", ["k"]).kernel("k")  # type: ignore[arg-type]
 
 
 def test_the_driver_gets_what_was_asked_for(recording: RecordingDriver) -> None:
-    kernel = fake_module().kernel("k", "pif")
+    kernel = fake_kernel("int* a, int b, float c")
     kernel((5, 6), 128, (0x7F0000000200, -3, 1.5), shared=1024, stream=99)
     kernel(1, (2, 3, 4), (0, np.int32(7), np.float32(0.25)))
     first, second = recording.launches
@@ -136,8 +138,10 @@ def test_the_driver_gets_what_was_asked_for(recording: RecordingDriver) -> None:
 
 def test_matrices_lie_where_the_tensor_cores_copies_find_them(recording: RecordingDriver) -> None:
     matrix, other = bytes(range(128)), bytes(range(128, 256))
-    fake_module().kernel("k", "ppppppTTi")(1, 32, (1, 2, 3, 4, 5, 6, matrix, other, 7))
-    fake_module().kernel("k", "pfTiT")(1, 32, (1, 0.5, matrix, 7, other))
+    fake_kernel("int* a, int* b, int* c, int* d, int* e, int* f, const TensorMap g, const TensorMap h, int i")(
+        1, 32, (1, 2, 3, 4, 5, 6, matrix, other, 7)
+    )
+    fake_kernel("int* a, float b, const TensorMap c, int d, const TensorMap e")(1, 32, (1, 0.5, matrix, 7, other))
     close, apart = (launch.parameters for launch in recording.launches)
     assert close == struct.pack("@6P128s128si", 1, 2, 3, 4, 5, 6, matrix, other, 7)
     assert apart == struct.pack("@Pf36x128si60x128s", 1, 0.5, matrix, 7, other)
@@ -147,17 +151,17 @@ def test_parameters_are_aligned_as_in_c(recording: RecordingDriver) -> None:
     class Parameters(ctypes.Structure):
         _fields_ = (("a", ctypes.c_bool), ("b", ctypes.c_double), ("c", ctypes.c_int), ("d", ctypes.c_void_p))
 
-    fake_module().kernel("k", "?dip")(1, 1, (True, 2.5, -1, 1 << 40))
+    fake_kernel("bool a, double b, int c, int* d")(1, 1, (True, 2.5, -1, 1 << 40))
     assert recording.launches[0].parameters == bytes(Parameters(True, 2.5, -1, 1 << 40))
 
 
 def test_a_kernel_without_parameters(recording: RecordingDriver) -> None:
-    fake_module().kernel("k", "")(1, 1, ())
+    fake_kernel()(1, 1, ())
     assert recording.launches[0].parameters == b""
 
 
 def test_dependent_launches_and_clusters(recording: RecordingDriver) -> None:
-    kernel = fake_module().kernel("k", "")
+    kernel = fake_kernel()
     dependent = (LaunchAttributeID.PROGRAMMATIC_STREAM_SERIALIZATION, (1, 0, 0))
     cluster = (LaunchAttributeID.CLUSTER_DIMENSION, (2, 1, 1))
     for options, expected in (
@@ -171,12 +175,12 @@ def test_dependent_launches_and_clusters(recording: RecordingDriver) -> None:
 
 
 def test_dependent_launch_is_ignored_where_the_gpu_lacks_it(recording: RecordingDriver) -> None:
-    fake_module((8, 9)).kernel("k", "")(1, 1, (), dependent=True)
+    fake_kernel(capability=(8, 9))(1, 1, (), dependent=True)
     assert recording.launches[0].attributes == []
 
 
 def test_an_observer_is_told_of_each_launch(recording: RecordingDriver) -> None:
-    module, seen = fake_module(), []
+    kernel, seen = fake_kernel(), []
 
     @contextmanager
     def observer(name: str, bytes_moved: int, stream: int):
@@ -184,17 +188,16 @@ def test_an_observer_is_told_of_each_launch(recording: RecordingDriver) -> None:
         yield
         seen.append(len(recording.launches))
 
-    kernel = module.kernel("k", "")
     kernel(1, 1, ())
-    module.device.observer = observer
+    kernel._device.observer = observer
     kernel(1, 1, (), stream=7, bytes_moved=4096)
-    module.device.observer = None
+    kernel._device.observer = None
     kernel(1, 1, ())
     assert seen == [("k", 4096, 7, 1), 2] and len(recording.launches) == 3
 
 
 def test_much_shared_memory_is_asked_for_once(recording: RecordingDriver) -> None:
-    kernel = fake_module().kernel("k", "")
+    kernel = fake_kernel()
     for shared in (48 << 10, 100 << 10, 64 << 10, 100 << 10, 200 << 10):
         kernel(1, 1, (), shared=shared)
     assert recording.shared_allowed == [100 << 10, 200 << 10]
@@ -206,7 +209,7 @@ def test_much_shared_memory_is_asked_for_once(recording: RecordingDriver) -> Non
 @pytest.mark.parametrize("args", [(), (1,), (1, 2, 3), ("one", 2), (1, 2.5), (-1 << 70, 2), (1, 1 << 31)])
 def test_arguments_that_do_not_fit(args: tuple, recording: RecordingDriver) -> None:
     with pytest.raises(TypeError, match="k: the arguments"):
-        fake_module().kernel("k", "pi")(1, 1, args)
+        fake_kernel("int* a, int b")(1, 1, args)
     assert recording.launches == []
 
 
@@ -216,7 +219,7 @@ def test_a_refused_launch_says_which_and_how(recording: RecordingDriver) -> None
 
     recording.cuLaunchKernelEx = refuse
     with pytest.raises(DeviceError, match=r"k with grid 0, block \(2048,\), 16 bytes.*CUDA_ERROR_INVALID_VALUE"):
-        fake_module().kernel("k", "")(0, (2048,), (), shared=16)
+        fake_kernel()(0, (2048,), (), shared=16)
 
 
 def test_the_structures_have_the_drivers_sizes() -> None:
@@ -233,14 +236,14 @@ def gpu(cuda_device: driver.Device) -> driver.Device:
 
 @pytest.fixture
 def module(gpu: driver.Device, sources: Path) -> Module:
-    return Module(gpu, "launch.cu", NAMES, sources=sources)
+    return Module(gpu, compiler.Sources(sources), "launch.cu", NAMES)
 
 
 @pytest.mark.gpu
 def test_a_kernel_runs(module: Module) -> None:
     import cupy
 
-    add = module.kernel("add", "ppfi")
+    add = module.kernel("add")
     for n in (1, 31, 32, 33, 1021, 128256):
         a = cupy.random.random(n, dtype=np.float32)
         out = cupy.zeros(n + 1, np.float32)
@@ -252,7 +255,7 @@ def test_a_kernel_runs(module: Module) -> None:
 @pytest.mark.gpu
 @pytest.mark.repeats  # and a checker keeps ptxas's report to itself
 def test_the_compiler_and_the_driver_report_the_same(module: Module) -> None:
-    assert module.cubin.usage["add"].registers == module.kernel("add", "ppfi").attributes.registers
+    assert module.cubin.usage["add"].registers == module.kernel("add").attributes.registers
 
 
 @pytest.mark.gpu
@@ -260,7 +263,7 @@ def test_every_kind_of_parameter_arrives(module: Module) -> None:
     import cupy
 
     out = cupy.zeros(6, np.int64)
-    module.kernel("mixed", "p?iqIdf")(1, 1, (out.data.ptr, True, -5, -(1 << 40), 4_000_000_000, 1e12, -8.0))
+    module.kernel("mixed")(1, 1, (out.data.ptr, True, -5, -(1 << 40), 4_000_000_000, 1e12, -8.0))
     assert out.tolist() == [1, -5, -(1 << 40), 4_000_000_000, 10**12, -8]
 
 
@@ -269,7 +272,7 @@ def test_every_kind_of_parameter_arrives(module: Module) -> None:
 def test_launches_keep_their_order(dependent: bool, module: Module) -> None:
     import cupy
 
-    follow = module.kernel("follow", "pi")
+    follow = module.kernel("follow")
     x = cupy.zeros(100_000, np.float32)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.get_current_stream().synchronize()
@@ -286,7 +289,7 @@ def test_large_shared_memory(gpu: driver.Device, module: Module) -> None:
     limit = gpu.attribute(driver.DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
     n = limit // 4
     x = cupy.arange(n, dtype=np.float32)
-    reverse = module.kernel("reverse", "pi")
+    reverse = module.kernel("reverse")
     reverse(1, 512, (x.data.ptr, n), shared=limit)
     assert (x == cupy.arange(n, dtype=np.float32)[::-1]).all()
     with pytest.raises(DeviceError, match="reverse"):
@@ -301,7 +304,7 @@ def test_clusters(gpu: driver.Device, module: Module) -> None:
     if gpu.compute_capability < (9, 0):
         pytest.skip("clusters came with compute capability 9.0")
     out = cupy.zeros(8, np.int32)
-    module.kernel("cluster_sizes", "p")(8, 32, (out.data.ptr,), cluster=4)
+    module.kernel("cluster_sizes")(8, 32, (out.data.ptr,), cluster=4)
     assert out.tolist() == [4] * 8
 
 
@@ -310,7 +313,7 @@ def test_an_impossible_launch_is_an_error_and_the_gpu_stays_usable(module: Modul
     import cupy
 
     out = cupy.ones(4, np.float32)
-    add = module.kernel("add", "ppfi")
+    add = module.kernel("add")
     with pytest.raises(DeviceError, match=r"add with grid 1, block 2048"):
         add(1, 2048, (out.data.ptr, out.data.ptr, 1.0, 4))
     add(1, 32, (out.data.ptr, out.data.ptr, 1.0, 4))
@@ -321,7 +324,7 @@ def test_an_impossible_launch_is_an_error_and_the_gpu_stays_usable(module: Modul
 def test_the_speed_of_a_launch(module: Module) -> None:
     import cupy
 
-    follow = module.kernel("follow", "pi")
+    follow = module.kernel("follow")
     x = cupy.zeros(32, np.float32)
     arguments, best = (x.data.ptr, 1), float("inf")
     stream = cupy.cuda.Stream(non_blocking=True)

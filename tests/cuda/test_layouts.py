@@ -5,18 +5,16 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bminf_lite.cuda
 from bminf_lite.cuda.kernels.gemm.layouts import TILE_ROWS, Layout
+from bminf_lite.cuda.kernels.sources import SOURCES
 from bminf_lite.cuda.runtime.cublaslt import Order
 
-SOURCES = Path(bminf_lite.cuda.__file__).parent / "kernels"
 ORDERS = sorted(TILE_ROWS)
 SIZES = st.one_of(st.sampled_from([1, 2, 7, 8, 31, 32, 33, 64, 97]), st.integers(1, 130))
 
@@ -136,8 +134,10 @@ def compiled_offsets(tmp_path_factory):
     if compiler is None:
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("layout")
-    (folder / "host.cpp").write_text(HOST_PROGRAM)
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{SOURCES}", "-o", "layout.so", "host.cpp"]
+    for name, text in {"host.cpp": HOST_PROGRAM, **SOURCES.included(HOST_PROGRAM)}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-I.", "-o", "layout.so", "host.cpp"]
     subprocess.run(command, cwd=folder, check=True)
     function = ctypes.CDLL(str(folder / "layout.so")).offsets
     function.argtypes = (ctypes.c_int, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)

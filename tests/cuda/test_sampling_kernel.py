@@ -13,11 +13,11 @@ from checked import repeats
 
 from bminf_lite.backend import sampling as definition
 from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerState
+from bminf_lite.cuda.kernels import constants
 from bminf_lite.cuda.kernels.sampling import sampler as sampling
-from bminf_lite.cuda.runtime import compiler
+from bminf_lite.cuda.kernels.sources import SOURCES
 from bminf_lite.errors import DeviceError
 
-ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_120", "sm_120a")
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
 LLAMA = 128256
 VOCABS = [1, 2, 31, 1000, 2047, 2048, 2049, 5003, LLAMA]
@@ -26,25 +26,8 @@ VOCABS = [1, 2, 31, 1000, 2047, 2048, 2049, 5003, LLAMA]
 # ---- without a GPU -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_compiles_without_spills(arch: str) -> None:
-    try:
-        known = compiler.architectures()
-        if int(re.sub(r"\D", "", arch)) not in known:
-            pytest.skip(f"this NVRTC is too old for {arch}")
-        cubin = compiler.compile(sampling.SOURCE, arch, sampling.KERNELS, sampling.DEFINES)
-    except DeviceError as error:
-        if "does not compile" in str(error):
-            raise
-        pytest.skip(str(error))
-    assert set(cubin.usage) == set(sampling.KERNELS)
-    for usage in cubin.usage.values():
-        assert usage.stack == usage.spill_stores == usage.spill_loads == 0
-        assert usage.registers <= 64 and usage.shared <= 32 * 1024  # two blocks on every multiprocessor
-
-
 def test_the_constants_are_the_definitions() -> None:
-    source = (compiler.SOURCES / "sampling/sample.cuh").read_text()
+    source = SOURCES.source("sampling/sample.cuh")
 
     def values(name: str) -> list[float]:
         match = re.search(rf"{name}\S* = ([^;]+);", source)
@@ -60,7 +43,7 @@ def test_the_constants_are_the_definitions() -> None:
 def test_the_buckets_reach_down_to_the_last_token_of_any_weight() -> None:
     least = np.float32([[0.0, -28.8]])
     assert definition.weights(least, np.float32([0]), np.float32([1]))[0, 1] == 0
-    assert 28.8 * definition.LOG2_E * sampling.BUCKETS_PER_OCTAVE < sampling.BUCKETS
+    assert 28.8 * definition.LOG2_E * constants.SAMPLING_BUCKETS_PER_OCTAVE < constants.SAMPLING_BUCKETS
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from bminf_lite.cuda.kernels.gemm.skinny_gemm import GROUP, Epilogue, SkinnyGemm  # noqa: E402
+from bminf_lite.cuda.kernels.constants import Epilogue  # noqa: E402
+from bminf_lite.cuda.kernels.gemm.skinny_gemm import GROUP, SkinnyGemm  # noqa: E402
 from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper  # noqa: E402
 
 RELU = 2
@@ -52,11 +53,11 @@ class Case:
 
     def expected(self) -> np.ndarray:
         acc = self.x.astype(np.float64) @ self.w[: self.channels].T.astype(np.float64)
-        if self.epilogue is Epilogue.INT32:
+        if self.epilogue is Epilogue.TO_INT32:
             return acc.astype(np.int32)
         y = self.x_scale[:, None] * (self.w_scale * acc.astype(np.float32))
         y = y if self.bias is None else y + self.bias
-        if self.epilogue is Epilogue.FLOAT:
+        if self.epilogue is Epilogue.TO_FLOAT:
             return y
         y = y.astype(np.float16)
         if self.epilogue is Epilogue.ADD:
@@ -70,7 +71,7 @@ class Case:
 
     def run(self, kernel: SkinnyGemm) -> np.ndarray:
         """What the kernel writes; nothing beside its result may change."""
-        dtype = {Epilogue.INT32: np.int32, Epilogue.FLOAT: np.float32, Epilogue.ADD: np.float32}.get(
+        dtype = {Epilogue.TO_INT32: np.int32, Epilogue.TO_FLOAT: np.float32, Epilogue.ADD: np.float32}.get(
             self.epilogue, np.float16
         )
         whole = np.full((self.rows + 1, self.outputs + 8), 85, dtype)
@@ -92,7 +93,7 @@ class Case:
 @pytest.mark.parametrize("epilogue", Epilogue)
 @pytest.mark.parametrize(("rows", "outputs", "in_features"), SHAPES)
 def test_outputs_are_the_definition_s(kernel, rows, outputs, in_features, epilogue):
-    case = Case(rows, outputs, in_features, epilogue, bias=epilogue is not Epilogue.INT32)
+    case = Case(rows, outputs, in_features, epilogue, bias=epilogue is not Epilogue.TO_INT32)
     np.testing.assert_array_equal(case.run(kernel), case.expected())
 
 
@@ -101,23 +102,23 @@ def test_outputs_are_the_definition_s(kernel, rows, outputs, in_features, epilog
 def test_any_shape(kernel, rows, groups, in_features, epilogue, bias, data):
     missing = 0 if epilogue is Epilogue.GATED else data.draw(st.integers(0, GROUP - 1))
     case = Case(
-        rows, groups * GROUP - missing, in_features, epilogue, bias and epilogue is not Epilogue.INT32, seed=groups
+        rows, groups * GROUP - missing, in_features, epilogue, bias and epilogue is not Epilogue.TO_INT32, seed=groups
     )
     np.testing.assert_array_equal(case.run(kernel), case.expected())
 
 
-@pytest.mark.parametrize("epilogue", [Epilogue.HALF, Epilogue.GATED])
+@pytest.mark.parametrize("epilogue", [Epilogue.TO_HALF, Epilogue.GATED])
 def test_a_scale_that_is_no_number_stays_in_its_row(kernel, epilogue):
     case = Case(16, 256, 256, epilogue, bias=False)
     case.x_scale[7] = np.nan
     found = case.run(kernel)
     others = np.arange(16) != 7
     np.testing.assert_array_equal(found[others], case.expected()[others])
-    if epilogue is Epilogue.HALF:
+    if epilogue is Epilogue.TO_HALF:
         assert np.isnan(found[7]).all()
 
 
 def test_the_largest_sums_are_exact(kernel):
-    case = Case(8, 64, 131056, Epilogue.INT32, bias=False)
+    case = Case(8, 64, 131056, Epilogue.TO_INT32, bias=False)
     case.x[:], case.w[:] = -128, -128
     assert (case.run(kernel) == 131056 * 2**14).all()

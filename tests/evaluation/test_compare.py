@@ -30,12 +30,11 @@ import bminf_lite
 from bminf_lite import models
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.quantization import OutlierColumns, quantize_weight
-from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.recipe import Recipe, Scheme
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.evaluation.blockwise import Batch, scheme_of
-from bminf_lite.evaluation.compare import check_pair, compare
-from bminf_lite.evaluation.comparison import brace_join
+from bminf_lite.evaluation.compare import brace_join, check_pair, compare
 from bminf_lite.evaluation.corpus import Window, read_texts, truncate_windows, windows_for
 from bminf_lite.evaluation.divergence import DivergenceAccumulator, log_softmax
 from bminf_lite.models.spec import Role, Spec
@@ -148,8 +147,8 @@ def test_every_decoder_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_p
     weights, spec = RandomWeights(golden.config, golden.seed), golden.spec
     source = golden.save(tmp_path / "source", weights.tensors)
     bminf_lite.migrate(source, tmp_path / "int8")
-    with open_checkpoint(tmp_path / "int8") as checkpoint:
-        networks = [TinyModel(CpuBackend(), golden.config, w) for w in (weights, checkpoint.weights(spec))]
+    with open_model(tmp_path / "int8") as model:
+        networks = [TinyModel(CpuBackend(), golden.config, w) for w in (weights, model.weights())]
         logits = [network.run(golden.tokens)[:-1] for network in networks]
     total = DivergenceAccumulator()
     total.add(*logits, golden.tokens[1:])
@@ -180,11 +179,11 @@ def test_every_encoder_decoder_runs_layer_by_layer_as_it_does_at_once(family: st
     texts = [random.integers(0, golden.config["vocab_size"], n).astype(np.int32) for n in (13, 8, 2)]
     given = [Window(text, len(text) - 1).for_encoder_decoder(start) for text in texts]
     total = DivergenceAccumulator()
-    with open_checkpoint(tmp_path / "int8") as checkpoint:
+    with open_model(tmp_path / "int8") as opened:
         for window in given:
             assert window.source is not None
             logits = []
-            for w in (weights, checkpoint.weights(spec)):
+            for w in (weights, opened.weights()):
                 model = TinyEncoderDecoder(CpuBackend(), golden.config, w)
                 model.read(window.source)
                 logits.append(model.run(window.tokens)[-window.scored - 1 : -1])

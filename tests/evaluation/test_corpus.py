@@ -20,7 +20,7 @@ from bminf_lite.evaluation.corpus import (
     truncate_windows,
     windows_for,
 )
-from bminf_lite.text.tokenizer import Tokenizer
+from bminf_lite.text.checkpoint_files import load_tokenizer
 
 documents = st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda lengths: max(lengths) >= 2)
 
@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, name: str):
 
 def test_documents_are_framed_as_prompts_are(tmp_path: Path):
     folder = tiny_checkpoint.write(tmp_path / "m")
-    ids = encode_texts(["ab", ""], Tokenizer.load(folder, 260))
+    ids = encode_texts(["ab", ""], load_tokenizer(folder, 260))
     assert [len(i) for i in ids] == [3, 1] and ids[0][0] == 256 and ids[0].dtype == np.int32
 
 

@@ -14,11 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bminf_lite.errors import BminfError
-from bminf_lite.evaluation.comparison import BlockReport, Comparison, LinearReport
+from bminf_lite.evaluation.compare import BlockReport, Comparison, LinearReport
 from bminf_lite.evaluation.divergence import Divergence, DivergenceAccumulator
 from bminf_lite.evaluation.fidelity import ActivationStats, Fidelity
-from bminf_lite.evaluation.plots import log_axis, number
-from bminf_lite.evaluation.report import render, rows, write_report
+from bminf_lite.evaluation.report import log_axis, number, render, rows, write_report
 
 EXACT = Fidelity(math.inf, 1.0)
 
@@ -114,6 +113,8 @@ DECIBELS = st.one_of(st.just(math.inf), st.floats(-40, 200))
 
 @settings(max_examples=8)
 @given(st.lists(st.tuples(DECIBELS, st.floats(0, 1e6)), min_size=2, max_size=2))
+@example([(40.0, 4.97e-197), (40.0, 4.97e-197)])
+@example([(40.0, 5e-324), (40.0, 0.0)])
 def test_any_numbers_make_a_page(values):
     linears = tuple(linear(f"h.0.{i}", snr, largest) for i, (snr, largest) in enumerate(values))
     block = BlockReport(0, Fidelity(values[0][0], 1), Fidelity(values[1][0], 1), linears)
@@ -134,6 +135,8 @@ def test_where_it_cannot_be_written(tmp_path: Path):
 
 @given(st.lists(st.floats(1e-12, 1e12), min_size=1), st.integers(1, 8))
 @example([131.0], 1)
+@example([4.97e-197], 5)
+@example([1e-300, 1.1e-300], 1)
 def test_an_axis_holds_its_values(values, decades):
     axis = log_axis(values, 10, 110, decades=decades)
     assert all(10 <= axis(v) <= 110 for v in values)

@@ -21,7 +21,9 @@ from bminf_lite.layers.cache import CacheShape, KVCache
 
 def int8_model(**config: object) -> Model:
     model = make_model(CpuBackend(), quantized=True, **config)  # type: ignore[arg-type]
-    return Model(model.network, replace(model.limits, cache_shape=replace(model.limits.cache_shape, int8=True)))
+    return Model(
+        model.network, replace(model.engine_config, cache_shape=replace(model.engine_config.cache_shape, int8=True))
+    )
 
 
 @pytest.mark.parametrize("ops", [CpuBackend(), Backend(np.float16)], ids=["fp32", "fp16"])
@@ -81,7 +83,7 @@ def test_decoding_equals_prefilling_at_once() -> None:
     """A token's codes depend on nothing but the token's own keys and values."""
     model = int8_model()
     whole = model.logits(prompt_of(40))
-    chunked = Model(model.network, replace(model.limits, max_num_batched_tokens=7)).logits(prompt_of(40))
+    chunked = Model(model.network, replace(model.engine_config, max_num_batched_tokens=7)).logits(prompt_of(40))
     np.testing.assert_allclose(chunked, whole, rtol=1e-5, atol=1e-5)
 
 

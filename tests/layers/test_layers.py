@@ -73,7 +73,8 @@ def test_gated_mlp(tensors, x, bias):
     gate, up = (x @ tensors[f"m.{n}_proj.weight"].T + bias * tensors[f"m.{n}_proj.bias"] for n in ("gate", "up"))
     inner = gate / (1 + np.exp(-gate)) * up
     expected = x + inner @ tensors["m.down_proj.weight"].T + bias * tensors["m.down_proj.bias"]
-    y = GatedMLP(Backend(), tensors, "m", "silu", bias).add_to(x.copy(), x)
+    gate_up = Linear(Backend(), tensors, ["m.gate_proj", "m.up_proj"], bias)
+    y = GatedMLP(Backend(), "silu", gate_up, Linear(Backend(), tensors, ["m.down_proj"], bias)).add_to(x.copy(), x)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -18,7 +18,6 @@ import bminf_lite
 from bminf_lite import backend
 from bminf_lite import placement as planning
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.checkpoint.tensor_file import TensorFile
 from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
 from bminf_lite.memory.planner import Machine, plan_memory
 
@@ -95,12 +94,12 @@ def test_cache_and_chunks_are_as_planned(folder: Path, monkeypatch: pytest.Monke
         return layer_cache(slots, kv_heads, capacity, head_dim, **kind)
 
     with bminf_lite.load(folder, context=CONTEXT) as model:
-        assert model.limits.max_num_batched_tokens < 2048
+        assert model.engine_config.max_num_batched_tokens < 2048
         monkeypatch.setattr(device, "layer_cache", watch)
         model.generate([5, 6], max_new_tokens=2)
         model.generate([[5, 6], [7]], max_new_tokens=2)
         assert set(asked) == {(1, CONTEXT), (2, CONTEXT)}  # which is the smallest block
-        model.limits = replace(model.limits, cache_tokens=2 * CONTEXT)
+        model.engine_config = replace(model.engine_config, cache_tokens=2 * CONTEXT)
         asked.clear()
         model.generate([5, 6], max_new_tokens=2)
         model.generate([[5, 6], [7]], max_new_tokens=2)
@@ -137,18 +136,6 @@ def test_a_file_that_changes_while_it_is_loaded(folder: Path, tmp_path: Path, ho
             with pytest.raises(CheckpointError, match="changed since it was opened"):
                 bminf_lite.load(tmp_path / "model", device)
     bminf_lite.load(folder, device).close()
-
-
-def test_no_file_is_mapped_into_memory(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With any recipe: a file that is cut short would end the process."""
-
-    def refuse(self: TensorFile) -> None:
-        raise AssertionError("a file is mapped")
-
-    bminf_lite.migrate(folder.parent / "source", tmp_path / "packed", "w8a16")
-    monkeypatch.setattr(TensorFile, "_memory_map", refuse)
-    for path in (folder, folder.parent / "source", tmp_path / "packed"):
-        bminf_lite.load(path, "cpu").close()
 
 
 def test_the_plan_is_made_without_reading_weights(folder: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_streamed_step_takes_as_long_as_its_copies() -> None:
     ],
 )
 def test_the_prediction_meets_what_was_measured(shape: str, context: int, batch: int, milliseconds: float) -> None:
-    """docs/measurements.md, an H200 whose memory was read at 4.42 TB/s."""
+    """docs/dev/measurements.md, an H200 whose memory was read at 4.42 TB/s."""
     requirements = replace(requirements_of(CONFIGS / f"{shape}.json"), context_length=1 << 15)
     plan = plan_memory(requirements, Machine(140 << 30, 55e9, 4.42e12), context, batch)
     assert plan.step_seconds is not None
@@ -217,7 +217,7 @@ def test_the_prediction_meets_what_was_measured(shape: str, context: int, batch:
 
 
 def test_the_memory_meets_what_was_measured() -> None:
-    """docs/measurements.md: the 8B shape with a prompt of 2,048 and 128 new tokens took 9.230 GB at its peak."""
+    """docs/dev/measurements.md: the 8B shape with a prompt of 2,048 and 128 new tokens took 9.230 GB at its peak."""
     plan = plan_memory(requirements_of(CONFIGS / "llama-3-8b.json"), Machine(140 << 30), 2176)
     assert plan.requirements.weights == pytest.approx(8.596e9, rel=0.01)
     assert 9.230e9 <= plan.total_bytes <= 1.03 * 9.230e9

@@ -1,9 +1,9 @@
-"""Configurations: what they mean, and one error that lists everything that is wrong with one."""
+"""Configurations: what they mean, and one error that lists every nonsensical value."""
 
 from __future__ import annotations
 
 import pytest
-from tiny_models import FAMILIES
+from tiny_models import ENCODER_DECODERS, FAMILIES
 
 from bminf_lite import models
 from bminf_lite.errors import CheckpointError
@@ -35,10 +35,11 @@ def problems(model_type: str = "llama", **changes) -> list[str]:
     return [line.removeprefix("  - ") for line in lines]
 
 
-def test_every_architecture_is_found_by_name():
-    assert set(FAMILIES) <= set(models.names())
-    for name in models.names():
-        assert {"parse", "spec", "Model"} <= set(vars(models.find({"model_type": name})))
+@pytest.mark.parametrize("name", models.names())
+def test_every_architecture_says_whether_it_has_an_encoder(name):
+    config = models.find({"model_type": name}).parse({"model_type": name})
+    assert config.is_encoder_decoder == (name in {*ENCODER_DECODERS, "cpm2", "eva"})
+    assert bool(config.max_source_length) == bool(config.decoder_start_token_ids) == config.is_encoder_decoder
 
 
 @pytest.mark.parametrize("model_type", ["gpt5", "", None, 3, "llama.py", "_config", "spec", "../llama", ["llama"]])
@@ -127,9 +128,8 @@ def test_every_problem_tells_value_and_bound():
     assert problems(num_key_value_heads=3) == ["num_attention_heads (4) is not a multiple of num_key_value_heads (3)"]
     assert problems(head_dim=7) == ["head_dim (7) is odd, which rotary positions do not allow"]
     assert problems(rms_norm_eps=2) == ["rms_norm_eps is 2, not a number from 0.0 to 1.0"]
-    assert problems(hidden_act="x") == [
-        "hidden_act is 'x', not one of silu, swish, gelu_pytorch_tanh, gelu_new, relu",
-    ]
+    names = "gelu_new, gelu_pytorch_tanh, gelu, relu, silu, swish"
+    assert problems(hidden_act="x") == [f"hidden_act is 'x', not one of {names}"]
 
 
 # -- what keys mean ---------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class Sequences:
         self.counts, self.slots = [COUNTS[i] for i in chosen], list(range(count))
         self.tokens = [random_tokens(i) for i in chosen]
         self.cache = KVCache(self.ops, limits.cache_shape, count, max(COUNTS) + 1, limits.context_length)
-        if limits.max_source_length:
+        if limits.is_encoder_decoder:
             self._read([SOURCES[i] for i in chosen], chosen)
 
     def _read(self, lengths: list[int], chosen: list[int]) -> None:

@@ -23,7 +23,7 @@ from tiny_models import (
 
 import bminf_lite
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.layers.loading import Weights
 from bminf_lite.models.spec import Role
 from bminf_lite.quantize.smoothing import fold_factors
@@ -53,9 +53,8 @@ def logits(golden: Golden, weights: Weights) -> np.ndarray:
 
 def migrated_error(golden: Golden, out: Path) -> float:
     """How far the logits of the checkpoint in ``out`` are from the float model's, relative to those."""
-    with open_checkpoint(out) as checkpoint:
-        checkpoint.validate(golden.spec)
-        got = logits(golden, checkpoint.weights(golden.spec))
+    with open_model(out) as model:
+        got = logits(golden, model.weights())
     expected = logits(golden, RandomWeights(golden.config, golden.seed))
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 

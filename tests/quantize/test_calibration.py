@@ -11,10 +11,9 @@ import pytest
 import tiny_checkpoint
 from random_values import make_batch
 
-from bminf_lite import models
 from bminf_lite.backend.base import Backend, Weight
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.layers.cache import KVCache
 from bminf_lite.layers.recording import LinearHooks
@@ -50,10 +49,8 @@ class HashableWeight(Weight):
 
 def observations(source: Path, ops: Backend) -> list[Observation]:
     seen: list[Observation] = []
-    with open_checkpoint(source) as checkpoint:
-        architecture = models.find(checkpoint.config)
-        spec = architecture.spec(architecture.parse(checkpoint.config))
-        run_calibration(checkpoint, spec, SAMPLES, ops, seen.append)
+    with open_model(source) as model:
+        run_calibration(model, SAMPLES, ops, seen.append)
     return seen
 
 
@@ -78,15 +75,14 @@ def test_inputs_are_those_of_the_whole_model(source: Path, batch_tokens: int, mo
     monkeypatch.setattr(calibration, "MAX_BATCH_TOKENS", batch_tokens)
     expected: dict[tuple[str, ...], list[np.ndarray]] = {}
     ops = CpuBackend()
-    with open_checkpoint(source) as checkpoint:
-        architecture = models.find(checkpoint.config)
-        config = architecture.parse(checkpoint.config)
+    with open_model(source) as model:
+        config = model.config
 
         def keep(product: Any) -> None:
             expected.setdefault(product.tensors, []).append(np.array(product.x))
 
-        hooks = LinearHooks(ops, checkpoint.weights(architecture.spec(config)), keep)
-        network = architecture.Model(config, hooks.weights, hooks.ops)
+        hooks = LinearHooks(ops, model.weights(), keep)
+        network = model.architecture.Model(config, hooks.weights, hooks.ops)
         for sample in SAMPLES:
             cache = KVCache(ops, config.cache_shape, 1, len(sample), 128)
             step = make_batch(ops, [len(sample)], [0], [0], sample)
@@ -132,11 +128,9 @@ def test_rows_are_spread_and_always_the_same() -> None:
 
 def test_decisions_on_a_backend_that_rounds_to_fp16(source: Path) -> None:
     """As on a GPU: measured with the arithmetic that will run."""
-    with open_checkpoint(source) as checkpoint:
-        architecture = models.find(checkpoint.config)
-        spec = architecture.spec(architecture.parse(checkpoint.config))
+    with open_model(source) as model:
         ops = Backend(np.float16)
-        quantization_search = QuantizationSearch(checkpoint, spec, load_recipe("auto"), ops)
-        run_calibration(checkpoint, spec, SAMPLES, ops, quantization_search)
-        products = quantization_search.result().report["products"]
+        search = QuantizationSearch(model, load_recipe("auto"), ops)
+        run_calibration(model, SAMPLES, ops, search)
+        products = search.result().report["products"]
     assert len(products) == 9 and all(0 < p["error"] < 1e-3 for p in products)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 
-from bminf_lite import models
 from bminf_lite.backend.base import Backend
-from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.quantize.calibration import Observation, run_calibration
 from bminf_lite.quantize.decisions import Decision, QuantizationSearch
@@ -22,17 +21,15 @@ def calibrate(source: Path, ops: Backend) -> tuple[list[np.ndarray], list[Decisi
     """What each product saw, and what was decided."""
     samples = [np.random.default_rng(i).integers(0, 256, n).astype(np.int32) for i, n in enumerate((96, 128, 17))]
     seen: list[np.ndarray] = []
-    with open_checkpoint(source) as checkpoint:
-        architecture = models.find(checkpoint.config)
-        spec = architecture.spec(architecture.parse(checkpoint.config))
-        quantization_search = QuantizationSearch(checkpoint, spec, load_recipe("auto"), ops)
+    with open_model(source) as model:
+        search = QuantizationSearch(model, load_recipe("auto"), ops)
 
         def both(observation: Observation) -> None:
             seen.append(np.array(ops.host(observation.x), np.float32))
-            quantization_search(observation)
+            search(observation)
 
-        run_calibration(checkpoint, spec, samples, ops, both)
-    return seen, quantization_search.decisions
+        run_calibration(model, samples, ops, both)
+    return seen, search.decisions
 
 
 def test_a_gpu_calibrates_like_the_reference(cuda_backend: Backend, tmp_path: Path) -> None:

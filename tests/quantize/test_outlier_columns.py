@@ -18,7 +18,7 @@ from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import Int8Weight, OutlierColumns, quantize_rows, quantize_weight
 from bminf_lite.checkpoint.manifest import MigrationReport
 from bminf_lite.checkpoint.reader import open_checkpoint
-from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.errors import CheckpointError
 
 DEMO = Path(str(resources.files("bminf_lite.demo_model")))
 DOWN = "model.layers.0.mlp.down_proj"
@@ -136,17 +136,3 @@ def test_other_readers_are_told_by_name_and_damage_is_found(kept: tuple[Path, Mi
         (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization | change}))
         with pytest.raises(CheckpointError, match=message):
             bminf_lite.load(folder, "cpu")
-
-
-def test_recipes_that_make_no_sense(tmp_path: Path) -> None:
-    for text, message in (
-        ("outlier_columns = 4", "needs calibration.max_error"),
-        ("outlier_columns = -1", "not a whole number from 0 to 256"),
-        ("max_error = 2", "not a number from 0 to 1"),
-        ("max_eror = 0.1", "unknown key 'calibration.max_eror'"),
-        ('smoothing = "yes"', "not true or false"),
-    ):
-        recipe = tmp_path / "wrong.toml"
-        recipe.write_text(f'linear = "w8a8"\nhead = "w8a8"\n[calibration]\n{text}\n')
-        with pytest.raises(UsageError, match=message):
-            bminf_lite.migrate(tmp_path, tmp_path / "out", recipe)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.checkpoint.recipe import CalibrationSettings, Scheme
 from bminf_lite.models.spec import Fold
+from bminf_lite.quantize.decisions import select_precision
 from bminf_lite.quantize.errors import ErrorEvaluator, QuantizationCandidate, relative_error
-from bminf_lite.quantize.precision import select_precision
 from bminf_lite.quantize.smoothing import MAX_SHIFT, channel_factors, expand_channels, search_smoothing
 
 PLAIN = Fold(("norm",), ("linear",))

@@ -1,10 +1,10 @@
-"""Chat templates: they render as in transformers, and a hostile one ends in an error, soon and without harm."""
+"""Chat templates render as in transformers, and a hostile one soon ends in an error, without harm."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -78,36 +78,18 @@ def test_templates_render_as_in_transformers(name, prompt):
     assert render(TEMPLATES[name], add_generation_prompt=prompt, flag=[1, {"a": None}]) == expected[0]
 
 
-def test_special_tokens_that_do_not_exist_are_empty():
-    assert ChatTemplate("[{{ bos_token }}{{ eos_token }}]").render(MESSAGES) == "[]"
-
-
-def test_one_template_renders_many_conversations_from_several_threads():
-    template = ChatTemplate("{{ messages[0].content }}")
-    texts = {}
+def test_several_threads_share_a_template():
+    template = ChatTemplate("[{{ bos_token }}]{{ messages[0].content }}")
+    long = "x" * 1_000_000
 
     def work(name):
-        texts[name] = [template.render([{"role": "user", "content": f"{name} {i}"}]) for i in range(50)]
+        return [template.render([{"role": "user", "content": f"{name} {i}{long}"}]) for i in range(3)]
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == {n: [f"{n} {i}" for i in range(50)] for n in range(4)}
-
-
-def test_long_conversations_fit():
-    message = {"role": "user", "content": "x" * 1_000_000}
-    assert render("{% for m in messages %}{{ m.content }}{% endfor %}", [message] * 3) == "x" * 3_000_000
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [[f"[]{n} {i}{long}" for i in range(3)] for n in range(4)]
 
 
 # -- errors of a template and of messages -----------------------------------------------------------------------------
-
-
-def test_what_the_template_refuses_is_the_callers_to_mend():
-    with pytest.raises(UsageError, match="roles must alternate"):
-        render(INSTRUCT, MESSAGES[2:])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +100,9 @@ def test_malformed_messages_are_refused(messages):
         render(CHATML, messages)
 
 
-def test_what_json_cannot_hold_is_refused():
+def test_messages_that_the_template_or_json_refuses():
+    with pytest.raises(UsageError, match="roles must alternate"):
+        render(INSTRUCT, MESSAGES[2:])
     with pytest.raises(UsageError, match="JSON"):
         render(CHATML, [{"role": "user", "content": {1, 2}}])
 
@@ -145,54 +129,42 @@ def test_a_faulty_or_forbidden_template_is_refused(source, word):
 
 # -- hostile templates ------------------------------------------------------------------------------------------------
 
-GROWING = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}{{ END }}"
-
-
-def growing(start, step, end):
-    return GROWING.replace("START", start).replace("STEP", step).replace("END", end)
+GROWING = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+LOOP = "{% for i in range(99999) %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        LOOP.replace("}{", "}" + LOOP + "{"),
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
-        growing("[1]", "[ns.x, ns.x]", "ns.x"),
-        growing("[1]", "[ns.x, ns.x]", "ns.x | tojson"),
-        growing("'a'", "ns.x ~ ns.x", "ns.x | length"),
-        growing("9", "ns.x * ns.x", "ns.x"),
+        GROWING + "{{ ns.x }}",
+        GROWING + "{{ ns.x | tojson }}",
         "{{ 10 ** (10 ** 9) }}",
         "{{ 'a' * 10 ** 10 }}",
-        "{{ '%09999999999d' % 5 }}",
-        "{{ '{:9999999999}'.format(1) }}",
         "{{ 'a' | center(10 ** 10) }}",
-        "{{ [1] | batch(10 ** 9, 1) | list | length }}",
-        "{{ lipsum(n=10 ** 6) }}",
         "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
         "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
         "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
         "{{ " + "-" * 100_000 + "1 }}",
     ],
-    ids=lambda s: s[:30],
+    ids=lambda s: s[-30:],
 )
 def test_a_hostile_template_ends_in_an_error_soon(source):
-    template = ChatTemplate(source, limits=ChatLimits(seconds=0.4, memory=1 << 28))
+    template = ChatTemplate(source, limits=ChatLimits(seconds=0.2, memory=1 << 28))
     start = time.perf_counter()
     with pytest.raises(CheckpointError, match=r"template (takes longer|needs more|nests|fails|ends)"):
         template.render(MESSAGES)
-    # the limit, and starting a process on a busy machine
+    # the limit, and the start of a process on a busy machine
     assert time.perf_counter() - start < 5
 
 
 def test_a_template_that_was_too_slow_may_render_again():
-    template = ChatTemplate(
-        "{% for i in range(messages[0].content) %}{% for i in range(99999) %}{% endfor %}{% endfor %}done",
-        limits=ChatLimits(seconds=0.5),
-    )
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"longer than 0\.5 s"):
-            template.render([{"role": "user", "content": 99999}])
-        assert template.render([{"role": "user", "content": 0}]) == "done"
+    source = "{% for i in range(messages[0].content) %}" + LOOP + "{% endfor %}done"
+    template = ChatTemplate(source, limits=ChatLimits(seconds=0.5))
+    with pytest.raises(CheckpointError, match=r"longer than 0\.5 s"):
+        template.render([{"role": "user", "content": 99999}])
+    assert template.render([{"role": "user", "content": 0}]) == "done"
 
 
 def test_the_source_and_the_output_are_limited():
@@ -208,29 +180,24 @@ def test_the_source_and_the_output_are_limited():
 
 
 def children():
-    return [p for p in psutil.Process().children() if any("chat_worker" in part for part in p.cmdline())]
+    return [p for p in psutil.Process().children() if any("chat_template_worker" in part for part in p.cmdline())]
 
 
-def test_the_process_starts_once_and_ends_with_its_template():
+def test_the_process_starts_once_is_replaced_when_killed_and_ends_with_its_template():
     gc.collect()
     before = len(children())
     template = ChatTemplate("{{ messages | length }}")
     assert len(children()) == before
-    for _ in range(3):
-        template.render(MESSAGES)
+    for _ in range(2):
+        assert template.render(MESSAGES) == "4"
     assert len(children()) == before + 1
-    del template
-    gc.collect()
-    assert len(children()) == before
-
-
-def test_a_process_that_was_killed_is_replaced():
-    template = ChatTemplate("{{ messages | length }}")
-    template.render(MESSAGES)
     for process in children():
         process.kill()
         process.wait(5)
     assert template.render(MESSAGES) == "4"
+    del template
+    gc.collect()
+    assert len(children()) == before
 
 
 def test_an_interrupted_wait_leaves_no_reply_behind(monkeypatch):

@@ -1,4 +1,4 @@
-"""Blanks of a T5, whose sentinels are ``<extra_id_0>``, ...; test_cpm_models.py has CPM-2's."""
+"""Blanks of T5, whose sentinels are ``<extra_id_0>``, ...; test_cpm_models.py tests CPM-2's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_t5_fills_blanks(model: Model) -> None:
     first, second, third = tokenizer.sentinels[:3]
     source = tuple(tokenizer.encode("the <extra_id_0> cats <extra_id_1>"))
     prompt = EncodedPrompt(source, False, (first,), frozenset([third]))
-    for seed in range(200):  # a random model over sixteen tokens writes each of them now and then
+    for seed in range(200):  # until a random model over sixteen tokens writes the sentinels in order
         options = {"max_new_tokens": 40, "temperature": 1.0, "seed": seed}
         tokens = model.generate(prompt, **options).token_ids
         if tokens.count(second) == 1 and tokens.index(second) > 1 and tokens[-1] == third:
@@ -50,9 +50,6 @@ def test_a_t5_fills_blanks(model: Model) -> None:
     expected = [tokens[:at], tokens[at + 1 : -1]]
     assert [f.text for f in fillings] == [tokenizer.decode(part) for part in expected]
     assert [f.position for f in fillings] == [4, text.rindex(SPAN)]
-
-
-def test_more_blanks_than_sentinels(model: Model) -> None:
     model.fill_blank(SPAN * 3, max_new_tokens=1)
     with pytest.raises(UsageError, match="give 1 to 3"):
         model.fill_blank(SPAN * 4)

@@ -1,17 +1,15 @@
-"""Stop strings against a search of the whole text, for any way to cut it into pieces."""
+"""Stop strings against a search of the whole text, however it is cut into pieces."""
 
 from __future__ import annotations
 
-from itertools import combinations, product
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.text.stop_strings import StopMatcher
 
-texts = st.text("abc", max_size=60)
-stop_lists = st.lists(st.text("abc", min_size=1, max_size=6), max_size=4)
+texts = st.text("ab", max_size=30)
+stop_lists = st.lists(st.text("ab", min_size=1, max_size=6), max_size=4)
+"""Of two letters, so that the beginnings of stop strings overlap in every way."""
 
 
 def text_before(text, stops):
@@ -43,21 +41,6 @@ def test_any_chunking_equals_a_search_of_the_whole_text(pieces, stops):
     assert (emitted, stopped) == (expected, expected_stop)
 
 
-def words(longest):
-    return ["".join(letters) for n in range(1, longest + 1) for letters in product("ab", repeat=n)]
-
-
-@pytest.mark.parametrize(("count", "longest", "length"), [(1, 5, 8), (2, 3, 7)])
-def test_every_text_of_two_letters_letter_by_letter(count, longest, length):
-    """All stop strings up to a length, whose beginnings overlap in every way that there is."""
-    for stops in combinations(words(longest), count):
-        for text in map("".join, product("ab", repeat=length)):
-            matcher = StopMatcher(stops)
-            pieces = [matcher.push(letter) for letter in text]
-            expected, stopped = text_before(text, stops)
-            assert ("".join(piece for piece, _ in pieces) + matcher.flush(), pieces[-1][1]) == (expected, stopped)
-
-
 @given(text=texts, stops=stop_lists)
 def test_text_is_held_back_only_if_it_may_begin_a_stop_string(text, stops):
     matcher = StopMatcher(stops)
@@ -67,19 +50,11 @@ def test_text_is_held_back_only_if_it_may_begin_a_stop_string(text, stops):
         assert not held or any(s.startswith(held) and s != held for s in stops)
 
 
-def test_nothing_follows_a_stop_string():
+def test_examples():
     matcher = StopMatcher(["END"])
     assert matcher.push("a EN") == ("a ", False)
+    assert matcher.push("EM EN") == ("ENEM ", False)
     assert matcher.push("D b") == ("", True)
     assert matcher.push("c") == ("", True)
     assert matcher.flush() == ""
-
-
-def test_a_start_that_comes_to_nothing_is_emitted():
-    matcher = StopMatcher(["END"])
-    assert matcher.push("EN") == ("", False)
-    assert matcher.push("EM") == ("ENEM", False)
-
-
-def test_without_stop_strings_text_passes():
     assert StopMatcher().push("text") == ("text", False)

@@ -1,4 +1,4 @@
-"""Tokenizers read from a checkpoint's folder, and what is said when they cannot be."""
+"""Tokenizers read from a checkpoint's folder, and the errors for files and text that are invalid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.errors import CheckpointError, UsageError
-from bminf_lite.text.tokenizer import JsonTokenizer, Tokenizer
+from bminf_lite.text.checkpoint_files import load_tokenizer
+from bminf_lite.text.json_tokenizer import JsonTokenizer
 
 CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "chat_template": "from the config"}
 
@@ -24,7 +25,7 @@ def write(folder, backend=None, config=None, special=None):
 
 
 def test_a_folder_gives_text_and_special_tokens(tmp_path):
-    tokenizer = Tokenizer.load(write(tmp_path, config=CONFIG), 1000)
+    tokenizer = load_tokenizer(write(tmp_path, config=CONFIG), 1000)
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template) == ("<s>", "</s>", "from the config")
     assert tokenizer.id_to_piece(tokenizer.bos_id) == "<s>"
     assert [tokenizer.id_to_piece(i) for i in tokenizer.eos_ids] == ["</s>"]
@@ -34,14 +35,10 @@ def test_a_folder_gives_text_and_special_tokens(tmp_path):
     assert not tokenizer.byte_fallback
 
 
-def test_tokenizer_json_alone_is_enough(tmp_path):
-    tokenizer = Tokenizer.load(write(tmp_path), 1000)
+def test_other_files_are_optional_and_special_tokens_may_have_their_own(tmp_path):
+    tokenizer = load_tokenizer(write(tmp_path), 1000)
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.chat_template) == (None, frozenset(), None)
-
-
-def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path):
-    tokenizer = Tokenizer.load(write(tmp_path, config={}, special={"eos_token": "</s>"}), 1000)
-    assert tokenizer.eos_token == "</s>"
+    assert load_tokenizer(write(tmp_path, config={}, special={"eos_token": "</s>"}), 1000).eos_token == "</s>"
 
 
 @given(st.text(max_size=50))
@@ -54,7 +51,7 @@ def test_text_survives_byte_level_tokens(text):
 
 def test_the_post_processor_frames_a_prompt(tmp_path):
     backend = tokenizer_kit.sentencepiece_like()
-    tokenizer = Tokenizer.load(write(tmp_path, backend, {**CONFIG, "add_bos_token": True}), 1000)
+    tokenizer = load_tokenizer(write(tmp_path, backend, {**CONFIG, "add_bos_token": True}), 1000)
     assert tokenizer.encode("the")[0] == tokenizer.bos_id
     assert tokenizer.encode("the").count(tokenizer.bos_id) == 1
     assert tokenizer.bos_id not in tokenizer.encode("the", add_special_tokens=False)
@@ -63,7 +60,7 @@ def test_the_post_processor_frames_a_prompt(tmp_path):
 
 @pytest.mark.parametrize("add", [True, False, None])
 def test_without_a_post_processor_the_configuration_decides(tmp_path, add):
-    tokenizer = Tokenizer.load(write(tmp_path, config={**CONFIG, "add_bos_token": add}), 1000)
+    tokenizer = load_tokenizer(write(tmp_path, config={**CONFIG, "add_bos_token": add}), 1000)
     assert (tokenizer.encode("a")[0] == tokenizer.bos_id) is (add is True)
     assert tokenizer.bos_id not in tokenizer.encode("a", add_special_tokens=False)
 
@@ -73,7 +70,7 @@ def test_settings_of_training_do_not_cut_or_pad_a_prompt(tmp_path):
     whole = backend.encode("hello there").ids
     backend.enable_truncation(2)
     backend.enable_padding(length=64)
-    assert Tokenizer.load(write(tmp_path, backend), 1000).encode("hello there") == whole
+    assert load_tokenizer(write(tmp_path, backend), 1000).encode("hello there") == whole
 
 
 @pytest.mark.parity
@@ -82,7 +79,7 @@ def test_ids_and_text_are_those_of_transformers(tmp_path, kind):
     transformers = pytest.importorskip("transformers")
     config = {**CONFIG, "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     expected = transformers.AutoTokenizer.from_pretrained(write(tmp_path, kind(), config))
-    tokenizer = Tokenizer.load(tmp_path, 1000)
+    tokenizer = load_tokenizer(tmp_path, 1000)
     for text in ("", "the cat", " hé\n🙂 ", "</s>the<s>", "<0x41>", "你"):
         for special in (True, False):
             ids = tokenizer.encode(text, special)
@@ -93,12 +90,6 @@ def test_ids_and_text_are_those_of_transformers(tmp_path, kind):
 # -- the chat template ------------------------------------------------------------------------------------------------
 
 
-def test_a_template_file_goes_before_the_configuration(tmp_path):
-    write(tmp_path, config=CONFIG)
-    (tmp_path / "chat_template.jinja").write_text("from the file é", encoding="utf-8")
-    assert Tokenizer.load(tmp_path, 1000).chat_template == "from the file é"
-
-
 @pytest.mark.parametrize(
     ("value", "template"),
     [
@@ -107,36 +98,34 @@ def test_a_template_file_goes_before_the_configuration(tmp_path):
         (None, None),
     ],
 )
-def test_of_several_templates_the_default_counts(tmp_path, value, template):
-    assert Tokenizer.load(write(tmp_path, config={"chat_template": value}), 1000).chat_template == template
+def test_the_chat_template_is_the_file_else_the_default_of_the_configuration(tmp_path, value, template):
+    assert load_tokenizer(write(tmp_path, config={"chat_template": value}), 1000).chat_template == template
+    (tmp_path / "chat_template.jinja").write_text("from the file é", encoding="utf-8")
+    assert load_tokenizer(tmp_path, 1000).chat_template == "from the file é"
 
 
 @pytest.mark.parametrize("value", [3, {"default": "a"}, ["a"], [{"name": "default", "template": 1}]])
 def test_a_template_that_is_no_text_is_refused(tmp_path, value):
     with pytest.raises(CheckpointError, match="chat_template"):
-        Tokenizer.load(write(tmp_path, config={"chat_template": value}), 1000)
+        load_tokenizer(write(tmp_path, config={"chat_template": value}), 1000)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_tokenizer_is_named(tmp_path):
+def test_a_missing_tokenizer_is_reported_with_the_way_to_convert_another_format(tmp_path):
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*token ids work"):
-        Tokenizer.load(tmp_path, 1000)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
-def test_another_format_comes_with_the_way_to_convert_it(tmp_path, name):
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=rf"{name}.*AutoTokenizer"):
-        Tokenizer.load(tmp_path, 1000)
+        load_tokenizer(tmp_path, 1000)
+    (tmp_path / "vocab.json").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"vocab\.json.*AutoTokenizer"):
+        load_tokenizer(tmp_path, 1000)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"null"])
 def test_a_malformed_tokenizer_is_named(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        Tokenizer.load(tmp_path, 1000)
+        load_tokenizer(tmp_path, 1000)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
@@ -145,31 +134,23 @@ def test_a_malformed_configuration_is_named(tmp_path, name, content):
     write(tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tokenizer_config|special_tokens_map|eos_token"):
-        Tokenizer.load(tmp_path, 1000)
-
-
-def test_a_vocabulary_must_fit_the_embedding(tmp_path):
-    size = len(Tokenizer.load(write(tmp_path), 1000))
-    Tokenizer.load(tmp_path, size)
-    with pytest.raises(CheckpointError, match=rf"{size - 1}\b.*\b{size - 1} rows"):
-        Tokenizer.load(tmp_path, size - 1)
+        load_tokenizer(tmp_path, 1000)
 
 
 def test_all_problems_of_a_vocabulary_are_listed(tmp_path):
+    size = len(load_tokenizer(write(tmp_path), 1000))
+    load_tokenizer(tmp_path, size)
     write(tmp_path, config={"bos_token": "<one>", "eos_token": "<two>"})
-    with pytest.raises(CheckpointError, match=r"<one>.*<two>.*rows"):
-        Tokenizer.load(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=rf"<one>.*<two>.*{size - 1}\b.*\b{size - 1} rows"):
+        load_tokenizer(tmp_path, size - 1)
 
 
-@pytest.mark.parametrize("text", ["ab\ud800c", "ab\udfff"])
-def test_half_a_surrogate_pair_is_refused_with_its_position(text):
-    with pytest.raises(UsageError, match=r"character 2 is '\\ud"):
-        JsonTokenizer(tokenizer_kit.byte_level()).encode(text)
-
-
-@pytest.mark.parametrize("text", [b"bytes", None, 3, ["a"]])
-def test_only_text_is_encoded(text):
-    with pytest.raises(UsageError, match=type(text).__name__):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(b"bytes", "bytes"), (None, "NoneType"), (3, "int"), (["a"], "list"), ("ab\ud800c", r"character 2 is '\\ud")],
+)
+def test_only_text_is_encoded(text, words):
+    with pytest.raises(UsageError, match=words):
         JsonTokenizer(tokenizer_kit.byte_level()).encode(text)
 
 
@@ -178,7 +159,7 @@ def test_text_that_the_vocabulary_cannot_express_is_refused(tmp_path):
     backend["model"]["unk_id"] = None
     (tmp_path / "tokenizer.json").write_text(json.dumps(backend), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        Tokenizer.load(tmp_path, 1000).encode("ü")
+        load_tokenizer(tmp_path, 1000).encode("ü")
 
 
 def test_ids_may_be_unknown_but_not_out_of_range():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bminf_lite.bench import cases as plain
-from bminf_lite.bench import instruments
+from bminf_lite.bench import profiler as instruments
 
 pytestmark = pytest.mark.parity
 

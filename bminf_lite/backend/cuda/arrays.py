@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import cupy as cp
 import numpy as np
 
-from ...cuda.kernels.gemm.layouts import round_up
-from ..padding import PAD as PAD
+from ...cuda.kernels.arrays import PAD, is_padded, round_up
 
 
 class Allocator(Protocol):
@@ -119,14 +118,3 @@ class Arrays:
             yield
         finally:
             self.allocator = before
-
-
-def is_padded(x: cp.ndarray) -> bool:
-    """Whether the rows of ``x`` are padded and aligned as every kernel expects."""
-    pitch = round_up(x.shape[1], PAD)
-    return bool(x.strides == (pitch * x.itemsize, x.itemsize) and x.data.ptr % 16 == 0)
-
-
-def pitch_of(x: cp.ndarray) -> int:
-    """Elements from one row of a padded matrix to the next."""
-    return int(x.strides[0] // x.itemsize)

@@ -1,10 +1,10 @@
-"""One NVIDIA GPU: the operations of :mod:`bminf_lite.backend.base`, each overridden by kernels that must equal it.
+"""One NVIDIA GPU: the operations of :mod:`bminf_lite.backend.base`, each by kernels whose results must equal it.
 
-Work goes to one stream and memory comes from one arena. A single token per step takes the matrix-vector kernels, which
-normalise and quantize their input themselves; a few rows, or many where the GPU has a kernel for these, take one that
-finishes its outputs itself; others take cublasLt's int8 products, and what lies between two products is one kernel that
-reads the int32 sums of the first and writes the codes for the second. To make that possible an operation may return an
-unfinished value (see :mod:`.deferred`).
+Work goes to one stream and memory comes from one arena. A step with a single token takes the matrix-vector kernels,
+which normalise and quantize their input themselves. A few rows, or many where the GPU has a kernel for them, take a
+kernel that finishes its outputs itself. Other products are cublasLt's, into int32 sums, and one kernel between two
+products reads the sums of the first and writes the codes for the second. For that, an operation may return a deferred
+value (see :mod:`.deferred`).
 """
 
 from __future__ import annotations
@@ -17,31 +17,42 @@ from typing import Any, TypeVar
 import cupy as cp
 import numpy as np
 
-from ...cuda.kernels.attention.prefill import AttentionMask, PrefillAttention
+from ...cuda.kernels.arrays import HEAD_PAD, PAD, address, is_padded, pitch_of, round_up
+from ...cuda.kernels.attention.heads import MAX_HEAD_DIM, bias_arguments, head_pitch_of
+from ...cuda.kernels.constants import ACTIVATIONS, AttentionMask, Epilogue
 from ...cuda.kernels.gemm.cublaslt_matmul import MatmulContext
 from ...cuda.kernels.gemm.fgemm import FloatGemm
 from ...cuda.kernels.gemm.igemm import Int8Gemm
-from ...cuda.kernels.gemm.layouts import Layout, round_up
+from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.gemm.plans import kinds_for, row_major_first
-from ...cuda.kernels.gemm.skinny_gemm import Epilogue
+from ...cuda.kernels.gemv import gemv
+from ...cuda.kernels.rowwise.rows import ROW
 from ...cuda.kernels.sampling.sampler import STATE_ARRAYS, Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
 from ...memory.device import MARGIN, device_arena
+from ..base import Backend
 from ..calibration import CalibrationOps
-from ..padding import HEAD_PAD, PAD
 from ..quantization import HostWeight
 from ..sampling import SamplerState
 from ..values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
-from . import launches
-from .arrays import Arrays, is_padded, pitch_of
-from .calibration import CalibrationKernels, CudaCalibrationOps
-from .deferred import DeferredGate, DeferredMatmul, DeferredNorm, QuantizedActivations, ResidualStream, Weight
+from .arrays import Arrays
+from .calibration import CudaCalibrationOps
+from .deferred import (
+    DeferredGate,
+    DeferredMatmul,
+    DeferredNorm,
+    QuantizedActivations,
+    ResidualStream,
+    Weight,
+    nbytes_of,
+    row_source,
+)
 from .fused import FusedGemms
 from .graph_capture import CapturedGraph
-from .launches import GEMV_ACTIVATED, GEMV_ADD, GEMV_GATED, GEMV_TO_FLOAT, GEMV_TO_HALF, MAX_HEAD_DIM, head_pitch_of
-from .materialize import STALE, MaterializingBackend
+from .kernels import Kernels
+from .materialize import STALE, Materializer
 from .weight_loader import Loader
 
 T = TypeVar("T")
@@ -49,7 +60,7 @@ GEMV_FLOAT_MAX_ROWS = 4
 """Up to so many rows, float weights are multiplied row by row: cheaper than a product on the tensor cores."""
 
 
-class CudaBackend(MaterializingBackend):
+class CudaBackend(Backend):
     """The operations on GPU ``device`` in ``memory_limit`` of it: bytes, ``"6GiB"``, or None for what is free."""
 
     max_steps_in_flight = 1
@@ -62,9 +73,8 @@ class CudaBackend(MaterializingBackend):
             self.stream = cp.cuda.Stream(non_blocking=True)
         self.arena = device_arena(self.device, memory_limit)
         self.arrays = Arrays(self.arena, self.stream, device)
-        self.kernels: CalibrationKernels = CalibrationKernels(self.device, self.stream)
-        self.prefill_attention = PrefillAttention(self.device)
-        self.sampler = Sampler(self.device)
+        self.kernels = Kernels(self.device, self.stream)
+        self.materializer = Materializer(self.arrays, self.kernels)
         with self.arrays.current():
             matmul_context = MatmulContext.open(self.device, self.arrays.memory)
             self.int8_gemm = Int8Gemm(
@@ -74,7 +84,6 @@ class CudaBackend(MaterializingBackend):
         self.fused = FusedGemms(self.int8_gemm, self.arrays)
         self.loader = Loader(self.arena, self.arrays, self.kernels, self.int8_gemm)
         self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
-        self._residuals = weakref.WeakValueDictionary()
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -92,24 +101,25 @@ class CudaBackend(MaterializingBackend):
             target[...] = cp.asarray(values, target.dtype)
 
     def host(self, x: Array) -> np.ndarray:
-        values = self._materialize(x)
+        values = self.materializer.materialize(x)
         with self.arrays.current():
-            return cp.asnumpy(values, stream=self.stream)
+            found: np.ndarray = cp.asnumpy(values, stream=self.stream)
+            return found
 
     def complete(self, x: Array) -> cp.ndarray:
-        values = self._materialize(x)
+        values = self.materializer.materialize(x)
         self.stream.synchronize()
         return values
 
     def fetch(self, x: Array) -> Callable[[], np.ndarray]:
-        values = self._materialize(x)
+        values = self.materializer.materialize(x)
         with self.arrays.current():
             return self.arrays.download(cp.ascontiguousarray(values))
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         if self.loader.streams_steps:
             return work  # which waits for copies rather than for launches; a graph could not copy for the next step
-        return CapturedGraph(self, work)
+        return CapturedGraph(self.arena, self.arrays, work)
 
     def describe(self) -> str:
         major, minor = self.device.compute_capability
@@ -165,7 +175,7 @@ class CudaBackend(MaterializingBackend):
             setattr(cache, name, larger[..., :head_dim] if padding else larger)
 
     def calibration_ops(self) -> CalibrationOps:
-        return CudaCalibrationOps(self)
+        return CudaCalibrationOps(self, self.materializer, self.loader, self.int8_gemm)
 
     # -- quantization and products -------------------------------------------------------------------------------------
 
@@ -173,7 +183,7 @@ class CudaBackend(MaterializingBackend):
         rows, k = x.shape
         layout = Layout(Order.ROW, rows, k, round_up(k, PAD))
         codes, scale = self.arrays.rows(rows, k, np.int8), self.arrays.empty((rows,), np.float32)
-        self._transform(x, QuantizedActivations(layout, codes.data, scale.data))
+        self.materializer.transform(x, QuantizedActivations(layout, codes.data, scale.data))
         return codes, scale
 
     def igemm(self, x: Array, w: Array) -> Array:
@@ -187,50 +197,50 @@ class CudaBackend(MaterializingBackend):
             return self._with_outliers(x, weight, np.float32 if fp32 else np.float16)
         if self._uses_gemv(x, weight):
             out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
-            self._gemv(x, weight, out, GEMV_TO_FLOAT if fp32 else GEMV_TO_HALF)
+            self._gemv(x, weight, out, Epilogue.TO_FLOAT if fp32 else Epilogue.TO_HALF)
             return out
         if weight.plan is None:
             out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
             return self._float_matmul(x, weight, out)
         codes = self._codes(x, weight)
-        epilogue = Epilogue.FLOAT if fp32 else Epilogue.HALF
+        epilogue = Epilogue.TO_FLOAT if fp32 else Epilogue.TO_HALF
         if self.fused.supports(codes, weight, epilogue):
             out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
             self.fused.multiply(codes, weight, out, epilogue)
             return out
         product = self._int8_matmul(codes, weight)
-        return self._dequantize(product, np.float32) if fp32 else product
+        return self.materializer.dequantize(product, np.float32) if fp32 else product
 
     def _linear_into(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
         """``linear`` into an array that is there, which may be ``x``: its codes or its product are there by then."""
         assert out.shape == (x.shape[0], weight.out_features)
         if self._uses_gemv(x, weight) or weight.outliers is not None or not is_padded(out):
             with self.arrays.current():
-                out[...] = self._materialize(self.linear(x, weight, fp32=out.dtype == np.float32))
+                out[...] = self.materializer.materialize(self.linear(x, weight, fp32=out.dtype == np.float32))
         elif weight.plan is None:
             self._float_matmul(x, weight, out)
         else:
-            codes, epilogue = self._codes(x, weight), Epilogue.FLOAT if out.dtype == np.float32 else Epilogue.HALF
+            codes, epilogue = self._codes(x, weight), Epilogue.TO_FLOAT if out.dtype == np.float32 else Epilogue.TO_HALF
             if self.fused.supports(codes, weight, epilogue):
                 self.fused.multiply(codes, weight, out, epilogue)
             else:
                 product = self._int8_matmul(codes, weight)
-                self.kernels.dequantize(product.acc, product.layout, product.x_scale, weight, out)
+                self.materializer.write_product(product, out)
         return out
 
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:  # type: ignore[override]
-        target, pending = self._as_residual(residual), None
+        target, pending = self.materializer.as_residual(residual), None
         if self._uses_gemv(x, weight):
-            self._flush_residual(target)
-            self._gemv(x, weight, target.values, GEMV_ADD)
+            self.materializer.flush_residual(target)
+            self._gemv(x, weight, target.values, Epilogue.ADD)
         elif weight.plan is None or weight.outliers is not None:
             values = self.linear(x, weight, out=self._reusable_input(x, weight))
-            self._flush_residual(target)
+            self.materializer.flush_residual(target)
             with self.arrays.current():
                 target.values += values
         else:
             codes = self._codes(x, weight)
-            self._flush_residual(target)
+            self.materializer.flush_residual(target)
             if self.fused.supports(codes, weight, Epilogue.ADD):
                 self.fused.multiply(codes, weight, target.values, Epilogue.ADD)
             else:
@@ -248,37 +258,42 @@ class CudaBackend(MaterializingBackend):
     def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
         if self._uses_gemv(x, weight):
             out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
-            self._gemv(x, weight, out, GEMV_GATED, launches.ACTIVATIONS[activation])
+            self._gemv(x, weight, out, Epilogue.GATED, ACTIVATIONS[activation])
             return out
         if weight.plan is None or weight.outliers is not None:
             return DeferredGate(self.linear(x, weight), activation)
         codes = self._codes(x, weight)
         if self.fused.supports(codes, weight, Epilogue.GATED):
             out = self.arrays.rows(x.shape[0], weight.out_features // 2, np.float16)
-            self.fused.multiply(codes, weight, out, Epilogue.GATED, launches.ACTIVATIONS[activation])
+            self.fused.multiply(codes, weight, out, Epilogue.GATED, ACTIVATIONS[activation])
             return out
         return DeferredGate(self._int8_matmul(codes, weight), activation)
 
     def activated_linear(self, x: Array, weight: Weight, activation: str) -> Array:  # type: ignore[override]
         out = self.arrays.rows(x.shape[0], weight.out_features, np.float16)
         if self._uses_gemv(x, weight):
-            self._gemv(x, weight, out, GEMV_ACTIVATED, launches.ACTIVATIONS[activation])
+            self._gemv(x, weight, out, Epilogue.ACTIVATED, ACTIVATIONS[activation])
         elif weight.plan is None or weight.outliers is not None:
-            self.kernels.activate(self.linear(x, weight), out, launches.ACTIVATIONS[activation])
+            self._activate(self.linear(x, weight), out, activation)
         elif self.fused.supports(codes := self._codes(x, weight), weight, Epilogue.ACTIVATED):
-            self.fused.multiply(codes, weight, out, Epilogue.ACTIVATED, launches.ACTIVATIONS[activation])
+            self.fused.multiply(codes, weight, out, Epilogue.ACTIVATED, ACTIVATIONS[activation])
         else:
-            self.kernels.activate(self._int8_matmul(codes, weight), out, launches.ACTIVATIONS[activation])
+            self._activate(self._int8_matmul(codes, weight), out, activation)
         return out
+
+    def _activate(self, x: cp.ndarray | DeferredMatmul, out: cp.ndarray, activation: str) -> None:
+        self.kernels.pointwise.activate(
+            self.kernels.step, row_source(x), out, ACTIVATIONS[activation], self._nbytes_moved(x, out)
+        )
 
     def _uses_gemv(self, x: Array, weight: Weight) -> bool:
         """Whether the matrix-vector kernels take ``x`` as it is: few rows, fp16 or a norm of a finished residual."""
         if x.shape[0] > (GEMV_FLOAT_MAX_ROWS if weight.plan is None else 1):
             return False
-        if weight.pitch > 8 * 8 * launches.GEMV_THREADS or not weight.is_row_major or weight.outliers is not None:
+        if weight.pitch > gemv.MAX_WIDTH or not weight.is_row_major or weight.outliers is not None:
             return False
         if isinstance(x, DeferredNorm):
-            if weight.plan is not None and weight.pitch > launches.MAX_FUSED_NORM_WIDTH:
+            if weight.plan is not None and weight.pitch > gemv.MAX_FUSED_NORM_WIDTH:
                 return False
             return x.values is None and x.residual.pending is None
         return isinstance(x, cp.ndarray) and x.dtype == np.float16
@@ -288,20 +303,20 @@ class CudaBackend(MaterializingBackend):
         if isinstance(x, DeferredNorm):
             assert not x.stale, STALE
             x.used, norm, x = True, x.norm, x.residual.values
-        launch = self.kernels.gemv if weight.plan is not None else self.kernels.gemv_float
-        launch(self.arrays.padded(x), norm, weight, out, epilogue, activation)
+        kernel = self.kernels.gemv if weight.plan is not None else self.kernels.gemv_float
+        kernel.launch(self.kernels.step, self.arrays.padded(x), norm, weight, out, epilogue, activation)
 
     def _codes(self, x: Array, weight: Weight) -> QuantizedActivations:
         """``x`` quantized, as the weight's plan lays activations out."""
         assert weight.plan is not None
         layout = weight.plan.activation(x.shape[0])
-        again = isinstance(x, DeferredNorm) and x.used
-        if again and x.codes is not None and x.codes.layout == layout:
-            return x.codes
+        norm = x if isinstance(x, DeferredNorm) and x.used else None
+        if norm is not None and norm.codes is not None and norm.codes.layout == layout:
+            return norm.codes
         codes = self._allocate_codes(layout)
-        self._transform(x, codes)
-        if again:
-            x.codes = codes
+        self.materializer.transform(x, codes)
+        if norm is not None:
+            norm.codes = codes
         return codes
 
     def _allocate_codes(self, layout: Layout) -> QuantizedActivations:
@@ -322,75 +337,76 @@ class CudaBackend(MaterializingBackend):
 
     def _float_matmul(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
         rows, (n, k) = x.shape[0], weight.matrix.shape
-        values = self._to_half(x)
+        values = self.materializer.to_half(x)
         data = weight.matrix
         if data.dtype == np.int8:
             data = self.arrays.empty((n, k), np.float16)
-            self.kernels.int8_to_half(weight.matrix, data)
+            self.kernels.rows.int8_to_half(self.kernels.step, weight.matrix, data)
         acc = self.arrays.empty((rows, n), np.float32)
         self.float_gemm.linear(
             acc.data.ptr, data.data.ptr, values.data.ptr, rows, n, k, self.stream.ptr, out_dtype=np.float32
         )
-        self.kernels.dequantize(acc, Layout(Order.ROW, rows, n, n, 4), None, weight, out)
+        self.kernels.rows.dequantize(self.kernels.step, acc, ROW, n, 0, weight.scale, weight.bias, out)
         return out
 
     def _with_outliers(self, x: Array, weight: Weight, dtype: type) -> cp.ndarray:
         """The product of the other columns as any, in fp32, and then what the outlier columns add."""
         assert weight.outliers is not None
-        values, count = self.arrays.padded(self._materialize(x)), len(weight.outliers.index)
+        values, count = self.arrays.padded(self.materializer.materialize(x)), len(weight.outliers.index)
         rest = self.arrays.rows(values.shape[0], values.shape[1], values.dtype)
         kept = self.arrays.empty((values.shape[0], count), np.float16)
-        self.kernels.split_columns(values, weight.outliers, rest, kept)
-        sums = self._materialize(self.linear(rest, replace(weight, bias=None, outliers=None), fp32=True))
+        pointwise = self.kernels.pointwise
+        pointwise.split_columns(self.kernels.step, values, weight.outliers.index, rest, kept)
+        sums = self.materializer.materialize(self.linear(rest, replace(weight, bias=None, outliers=None), fp32=True))
         out = self.arrays.rows(values.shape[0], weight.out_features, dtype)
-        self.kernels.add_columns(sums, kept, weight, out)
+        pointwise.add_columns(self.kernels.step, sums, kept, weight.outliers.values, weight.bias, out)
         return out
 
     # -- around the products -------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Array, table: Array) -> Array:
         out = self.arrays.rows(len(tokens), table.shape[1], np.float32)
-        self.kernels.embed(tokens, table, out)
+        self.kernels.rows.embed(self.kernels.begin_step(), tokens, table, out)
         return ResidualStream(out)
 
     def add_positions(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:
-        target = self._as_residual(residual)
-        self._flush_residual(target)
-        self.kernels.add_positions(batch, table, target.values)
+        target = self.materializer.as_residual(residual)
+        self.materializer.flush_residual(target)
+        self.kernels.pointwise.add_positions(self.kernels.step, batch, table, target.values)
         return ResidualStream(target.values)
 
     def norm(self, residual: Array, norm: Norm, out: Array = None) -> Array:
         if out is not None:
             if isinstance(residual, ResidualStream):
-                self._flush_residual(residual)
-            self.kernels.norm(self._materialize(residual), norm, out)
+                self.materializer.flush_residual(residual)
+            self.kernels.rows.norm(self.kernels.step, self.materializer.materialize(residual), norm, out)
             return out
-        source = self._as_residual(residual)
+        source = self.materializer.as_residual(residual)
         result = DeferredNorm(source, norm)
         source.norms.append(weakref.ref(result))
         return result
 
     def softmax(self, x: Array, scale: float = 1.0, bias: Array = None, mask: Array = None, out: Array = None) -> Array:
-        values = self._materialize(x)
+        values = self.materializer.materialize(x)
         if out is None:
             rows, columns = values.shape
             out = self.arrays.rows(rows, columns, values.dtype)
-        self.kernels.softmax(values, scale, bias, mask, out)
+        self.kernels.softmax.launch(self.kernels.step, values, scale, bias, mask, out)
         return out
 
     def last_tokens(self, x: Array, batch: ForwardBatch) -> Array:
         if batch.is_decode:
             return x
-        source = self._as_residual(x)
-        self._flush_residual(source)
+        source = self.materializer.as_residual(x)
+        self.materializer.flush_residual(source)
         out = self.arrays.rows(batch.batch_size, x.shape[1], np.float32)
-        self.kernels.last_rows(batch.cu_seqlens, source.values, out)
+        self.kernels.rows.last_rows(self.kernels.step, batch.cu_seqlens, source.values, out)
         return ResidualStream(out)
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
         if batch.is_decode:
-            self._attention_decode(self._to_half(qkv), spec, cache, batch, out)
+            self._attention_decode(self.materializer.to_half(qkv), spec, cache, batch, out)
             return out
         self._attention_prefill(self._prepared_heads(qkv, spec, cache, batch), spec, cache, batch, out)
         return out
@@ -413,9 +429,9 @@ class CudaBackend(MaterializingBackend):
     ) -> Array:
         out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)
         if batch.is_decode:
-            self._attention_decode(self._to_half(q), spec, source, batch, out, lengths)
+            self._attention_decode(self.materializer.to_half(q), spec, source, batch, out, lengths)
             return out
-        heads = self._to_half(q).reshape(-1, spec.heads, spec.head_dim)
+        heads = self.materializer.to_half(q).reshape(-1, spec.heads, spec.head_dim)
         if spec.head_dim % HEAD_PAD:
             padded = self.arrays.zeros((*heads.shape[:2], head_pitch_of(source)), np.float16)
             with self.arrays.current():
@@ -429,14 +445,14 @@ class CudaBackend(MaterializingBackend):
         mask: AttentionMask = AttentionMask.CAUSAL, lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Attention of a step's tokens; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch."""
-        bias, max_distance = launches.bias_arguments(spec)
-        self.prefill_attention.launch(
+        bias, max_distance = bias_arguments(spec)
+        self.kernels.attention_prefill.launch(
             q.data.ptr, pitch_of(q), cache.keys.data.ptr, cache.values.data.ptr,
             out.data.ptr, pitch_of(out), batch.cu_seqlens.data.ptr, batch.context_lens.data.ptr, batch.slots.data.ptr,
             heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity=cache.capacity,
             scale=spec.scale, window=spec.window, tokens=q.shape[0], batch_size=batch.batch_size,
-            mask=mask, bias=bias, max_distance=max_distance, lengths=launches.address(lengths),
-            key_scales=launches.address(cache.key_scales), value_scales=launches.address(cache.value_scales),
+            mask=mask, bias=bias, max_distance=max_distance, lengths=address(lengths),
+            key_scales=address(cache.key_scales), value_scales=address(cache.value_scales),
             stream=self.stream.ptr, dependent=True,
         )  # fmt: skip
 
@@ -445,27 +461,34 @@ class CudaBackend(MaterializingBackend):
         lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Attention of one token per sequence: over its own, or over a source where ``lengths`` are given."""
-        split = self.kernels.split_kv(spec, batch, batch.max_context_len if lengths is None else cache.capacity)
+        decode = self.kernels.attention_decode
+        split = decode.split_kv(spec, batch, batch.max_context_len if lengths is None else cache.capacity)
         elements = split.partial_elements(spec, batch)
         partials = self.arrays.empty((elements,), np.float32) if elements else None
         arrival_counts = self._zeros("arrival_counts", batch.batch_size * spec.heads * split.cluster, np.int32)
-        self.kernels.attention_decode(x, spec, cache, batch, split, partials, arrival_counts, out, lengths)
+        decode.launch(self.kernels.step, x, spec, cache, batch, split, partials, arrival_counts, out, lengths)
 
     def _prepared_heads(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> cp.ndarray:
         """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache."""
-        heads = qkv if isinstance(qkv, DeferredMatmul) else self._to_half(qkv)
+        heads = qkv if isinstance(qkv, DeferredMatmul) else self.materializer.to_half(qkv)
         q = self.arrays.empty((qkv.shape[0], spec.heads, head_pitch_of(cache)), np.float16)
-        self.kernels.prepare_heads(heads, spec, cache, batch, q)
+        self.kernels.prepare_heads.launch(
+            self.kernels.step, row_source(heads), spec, cache, batch, q, self._nbytes_moved(heads, q)
+        )
         return q
+
+    def _nbytes_moved(self, *values: cp.ndarray | DeferredMatmul) -> int:
+        """Bytes of what a kernel reads and writes, found only where the device has an observer."""
+        return 0 if self.device.observer is None else nbytes_of(*values)
 
     def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
         logits = self.arrays.padded(logits)
         rows, vocab = logits.shape
-        state = [launches.address(getattr(sampler, name)) for name in STATE_ARRAYS]
+        state = [address(getattr(sampler, name)) for name in STATE_ARRAYS]
         scratch = self._zeros(f"sample {rows} {vocab} {sampler.greedy}", Sampler.scratch_bytes(rows, vocab), np.uint8)
         result = self.arrays.empty((2, rows), np.int32)
         tokens, context_lens = (batch.tokens.data.ptr, batch.context_lens.data.ptr) if batch is not None else (0, 0)
-        self.sampler.launch(
+        self.kernels.sampler.launch(
             logits.data.ptr, pitch_of(logits), rows, vocab, state, result.data.ptr,
             tokens, context_lens, scratch.data.ptr, self.stream.ptr, greedy=sampler.greedy,
         )  # fmt: skip

@@ -13,9 +13,14 @@ from dataclasses import dataclass, field
 
 import cupy as cp
 
+from ...cuda.kernels.arrays import address
+from ...cuda.kernels.constants import Source, Target
 from ...cuda.kernels.gemm.igemm import GemmPlan
 from ...cuda.kernels.gemm.layouts import Layout
+from ...cuda.kernels.rowwise.rows import NO_ROWS, RowSource, RowTarget
 from ..values import Norm
+
+FROM_INT32, CODES = int(Source.FROM_INT32), int(Target.CODES)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads of it."""
-        kept = 0 if self.outliers is None else self.outliers.values.nbytes
+        kept: int = 0 if self.outliers is None else self.outliers.values.nbytes
         return kept + sum(x.nbytes for x in (self.matrix, self.scale, self.bias) if x is not None)
 
     @property
@@ -116,7 +121,8 @@ class ResidualStream:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.values.shape
+        shape: tuple[int, int] = self.values.shape
+        return shape
 
 
 @dataclass(eq=False)
@@ -137,3 +143,30 @@ class DeferredNorm:
     @property
     def shape(self) -> tuple[int, int]:
         return self.residual.shape
+
+
+def row_source(x: cp.ndarray | DeferredMatmul | None) -> RowSource:
+    """How a kernel reads padded rows of values, or a product that is not scaled yet; None for nothing."""
+    if x is None:
+        return NO_ROWS
+    if isinstance(x, DeferredMatmul):
+        weight, layout = x.weight, x.layout
+        scales = x.x_scale.ptr, address(weight.scale), address(weight.bias)
+        return RowSource(x.acc.data.ptr, *scales, layout.ld, FROM_INT32, int(layout.order))
+    return RowSource.of(x)
+
+
+def row_target(x: cp.ndarray | QuantizedActivations) -> RowTarget:
+    """How a kernel writes codes, or padded rows of values."""
+    if isinstance(x, QuantizedActivations):
+        return RowTarget(x.values.ptr, x.scales.ptr, x.layout.ld, CODES, int(x.layout.order))
+    return RowTarget.of(x)
+
+
+def nbytes_of(*values: cp.ndarray | QuantizedActivations | DeferredMatmul | DeferredGate | None) -> int:
+    """Bytes of what a kernel reads and writes."""
+    total = 0
+    for value in values:
+        value = value.source if isinstance(value, DeferredGate) else value
+        total += 0 if value is None else value.acc.nbytes if isinstance(value, DeferredMatmul) else value.nbytes
+    return total

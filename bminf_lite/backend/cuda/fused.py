@@ -6,12 +6,12 @@ import functools
 
 import cupy as cp
 
+from ...cuda.kernels.arrays import address, pitch_of
+from ...cuda.kernels.constants import SKINNY_ROWS, Epilogue
 from ...cuda.kernels.gemm.gemm_hopper import MIN_ROWS, ScaledGemm
 from ...cuda.kernels.gemm.igemm import Int8Gemm
-from ...cuda.kernels.gemm.skinny_gemm import GROUP, Epilogue
-from .arrays import Arrays, pitch_of
-from .deferred import QuantizedActivations, Weight
-from .launches import address, nbytes_of
+from .arrays import Arrays
+from .deferred import QuantizedActivations, Weight, nbytes_of
 
 
 class FusedGemms:
@@ -32,7 +32,7 @@ class FusedGemms:
             and self._scaled_gemm_verified
         ):
             return True
-        if epilogue is Epilogue.GATED and weight.out_features % (2 * GROUP):
+        if epilogue is Epilogue.GATED and weight.out_features % (2 * SKINNY_ROWS):
             return False
         known = weight.plan.skinny_gemm_choice(rows)
         if known is None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...cuda.runtime.graphs import CudaGraph
-from ...memory.arena import Scratch
-
-if TYPE_CHECKING:
-    from .backend import CudaBackend
+from ...memory.arena import Arena, Scratch
+from .arrays import Arrays
 
 
 class CapturedGraph:
@@ -19,28 +17,28 @@ class CapturedGraph:
     The second time shows which memory the work needs: a graph's scratch serves just the calls that were measured.
     """
 
-    def __init__(self, backend: CudaBackend, work: Callable[[], Any]):
-        self.backend = backend
+    def __init__(self, arena: Arena, arrays: Arrays, work: Callable[[], Any]):
+        self.arena = arena
+        self.arrays = arrays
         self.work = work
         self.warmed_up = False
         self.scratch_bytes: int | None = None
         self.graph: CudaGraph[Any] | None = None
 
     def __call__(self) -> Any:
-        backend = self.backend
         if not self.warmed_up:
             self.warmed_up = True
             return self.work()
         if self.scratch_bytes is None:
-            with backend.arena.measure() as meter:
+            with self.arena.measure() as meter:
                 result = self.work()
             self.scratch_bytes = meter.peak
             return result
         if self.graph is None:
-            self.graph = self._capture(backend.arena.scratch(self.scratch_bytes))
-        self.graph.replay(backend.stream.ptr)
+            self.graph = self._capture(self.arena.scratch(self.scratch_bytes))
+        self.graph.replay(self.arrays.stream.ptr)
         return self.graph.result
 
     def _capture(self, scratch: Scratch) -> CudaGraph[Any]:
-        with self.backend.arrays.within(scratch):
-            return CudaGraph(self.work, self.backend.stream.ptr, scratch)
+        with self.arrays.within(scratch):
+            return CudaGraph(self.work, self.arrays.stream.ptr, scratch)

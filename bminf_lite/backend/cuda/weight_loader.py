@@ -10,8 +10,9 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 
+from ...cuda.kernels.arrays import PAD, round_up
 from ...cuda.kernels.gemm.igemm import Int8Gemm
-from ...cuda.kernels.gemm.layouts import round_up
+from ...cuda.kernels.rowwise.calibration import BF16, KINDS, FloatMatrix
 from ...memory.arena import Arena
 from ...memory.staging import Staging
 from ...memory.streaming import StreamedBlocks
@@ -19,9 +20,9 @@ from ..quantization import HostWeight, Int8Weight, int8_parts, stack_biases, sta
 from ..random_matrix import RandomMatrix
 from ..stored_matrix import StoredMatrix
 from ..values import Array, Placement
-from .arrays import PAD, Allocator, Arrays
-from .calibration import KINDS, CalibrationKernels, FloatMatrix
+from .arrays import Allocator, Arrays
 from .deferred import Outliers, Weight
+from .kernels import Kernels
 from .streamed_weights import PinnedBuffers, SlotLink, host_table
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ class Loader:
     ``streams_steps``: whether the stack of layers that was made last is streamed.
     """
 
-    def __init__(self, arena: Arena, arrays: Arrays, kernels: CalibrationKernels, int8_gemm: Int8Gemm):
+    def __init__(self, arena: Arena, arrays: Arrays, kernels: Kernels, int8_gemm: Int8Gemm):
         self.arena = arena
         self.arrays = arrays
         self.kernels = kernels
@@ -103,8 +104,8 @@ class Loader:
 
     def matrix(self, values: Any) -> FloatMatrix:
         """A float matrix of the host or of a file, in its own type."""
-        kind = KINDS.get(values.dtype, "bf16")
-        dtype = np.dtype(np.uint16) if kind == "bf16" else values.dtype
+        kind = KINDS.get(values.dtype, BF16)
+        dtype = np.dtype(np.uint16) if kind == BF16 else values.dtype
         data = self.arrays.empty(values.shape, dtype)
         if isinstance(values, StoredMatrix):
             self._file_staging().upload(values.read, values.nbytes, data.data.ptr)
@@ -178,7 +179,7 @@ class Loader:
         """Copy a host matrix into the first ``k`` columns of rows on the device, converted to their type."""
         whole = place.shape[1] == k
         if isinstance(part, RandomMatrix):
-            self.kernels.fill_random(place[:, :k], part.seed)
+            self.kernels.pointwise.fill_random(place[:, :k], part.seed)
         elif place.dtype == np.float16 and part.dtype != place.dtype and part.dtype in FLOATS:
             self._narrow(part, place)
         elif isinstance(part, StoredMatrix) and whole and part.dtype == place.dtype:
@@ -195,7 +196,7 @@ class Loader:
         rows, k = part.shape
         step = max(1, NARROW_BYTES // max(k * part.dtype.itemsize, 1))
         for first in range(0, rows, step):
-            self.kernels.to_half(self.matrix(part[first : first + step]), place[first : first + step])
+            self.kernels.calibration.to_half(self.matrix(part[first : first + step]), place[first : first + step])
 
     @contextmanager
     def _uploading(self) -> Iterator[None]:

@@ -1,9 +1,8 @@
 """CUDA C++ to machine code, by NVRTC, with the result kept on disk.
 
-The sources are package data (``cuda/kernels/*/*.cu``, and the ``.cuh`` files that they include by quoted name, from
-``cuda/kernels`` on). One call compiles one source for one architecture and a list of template instantiations. It needs
-NVRTC and the CUDA headers, and no GPU, so that every kernel can be compiled for every architecture anywhere. What ptxas
-says about each kernel (registers, spills, shared memory) comes with the machine code.
+One call compiles one file of :class:`Sources` for one architecture and a list of template instantiations. It needs
+NVRTC and the CUDA headers but no GPU, so every kernel can be compiled for every architecture anywhere. The result holds
+the machine code and what ptxas reports of each kernel: registers, spills, shared memory.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from importlib import resources
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -24,12 +22,56 @@ from typing import TYPE_CHECKING
 from ...errors import DeviceError
 from . import cubin_cache, libraries
 from .bindings import LibraryError, bind
+from .declarations import Declaration, parse_declarations
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-SOURCES: Traversable = resources.files("bminf_lite.cuda") / "kernels"
 OPTIONS = ("--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """CUDA C++ by name: the files of ``folder``, and ``generated`` ones, which exist as text only."""
+
+    folder: Traversable | None = None
+    generated: Mapping[str, str] = field(default_factory=dict)
+    _declarations: dict[str, dict[str, Declaration]] = field(default_factory=dict, repr=False)
+
+    def read(self, name: str) -> str | None:
+        """The text of a file; None where there is none of that name."""
+        if name in self.generated:
+            return self.generated[name]
+        if self.folder is None or not (file := self.folder / name).is_file():
+            return None
+        return file.read_text(encoding="utf-8")
+
+    def source(self, name: str) -> str:
+        """The text of a file that must exist; raises ``FileNotFoundError``."""
+        text = self.read(name)
+        if text is None:
+            raise FileNotFoundError(f"there is no CUDA source {name} in {self.folder}")
+        return text
+
+    def included(self, text: str) -> dict[str, str]:
+        """The files that ``text`` includes by quoted name, directly or not, by name; others are the compiler's."""
+        found: dict[str, str] = {}
+        pending = [text]
+        while pending:
+            for name in _INCLUDE.findall(pending.pop()):
+                if name not in found and (header := self.read(name)) is not None:
+                    found[name] = header
+                    pending.append(header)
+        return found
+
+    def declarations(self, name: str) -> dict[str, Declaration]:
+        """The kernels that a file declares, by name; parsed once."""
+        found = self._declarations.get(name)
+        if found is None:
+            text = self.source(name)
+            found = self._declarations[name] = parse_declarations(text, "\n".join(self.included(text).values()))
+        return found
 
 
 @dataclass(frozen=True)
@@ -106,10 +148,11 @@ def compile(
     arch: str,
     name_expressions: Sequence[str],
     defines: Sequence[str] = (),
-    sources: Traversable = SOURCES,
+    *,
+    sources: Sources,
     cache: Path | None = None,
 ) -> Cubin:
-    """Compile ``sources / source_name`` for ``arch`` (``"sm_80"``, ``"sm_90a"``), or take the result from the disk.
+    """Compile ``source_name`` of ``sources`` for ``arch`` (``"sm_80"``, ``"sm_90a"``), or read the result from disk.
 
     ``name_expressions`` names each kernel as CUDA C++ would: ``"attend<128, true>"``, ``"bminf::copy"``. ``defines``
     are macros, ``"NAME"`` or ``"NAME=value"``. ``cache`` is the folder to keep results in, by default
@@ -117,8 +160,8 @@ def compile(
     compile, and where NVRTC or the headers are missing or too old for ``arch``.
     """
     _check_architecture(arch)
-    text = (sources / source_name).read_text(encoding="utf-8")
-    headers = _included(text, sources)
+    text = sources.source(source_name)
+    headers = sources.included(text)
     version, include = libraries.load("nvrtc").version, _header_folder()
     options = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{include}", *(f"-D{define}" for define in defines))
     folder = cubin_cache.default_folder() if cache is None else cache
@@ -147,21 +190,6 @@ def _check_architecture(arch: str) -> None:
             f"NVRTC {libraries.text(libraries.load('nvrtc').version)} cannot compile for {arch}, only for {known}; "
             f"a newer GPU needs a newer NVRTC, an older GPU an older one (bminf-lite doctor says which is installed)"
         )
-
-
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
-
-
-def _included(text: str, sources: Traversable) -> dict[str, str]:
-    """The files of ``sources`` that ``text`` includes by quoted name, directly or not, by name."""
-    found: dict[str, str] = {}
-    pending = [text]
-    while pending:
-        for name in _INCLUDE.findall(pending.pop()):
-            if name not in found and (sources / name).is_file():
-                found[name] = (sources / name).read_text(encoding="utf-8")
-                pending.append(found[name])
-    return found
 
 
 @contextmanager

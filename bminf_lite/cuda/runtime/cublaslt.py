@@ -254,7 +254,7 @@ class _Descriptor:
         content, written = self.types[attribute](), c_size_t()
         size = ctypes.sizeof(content)
         self._function("GetAttribute")(self.handle, attribute, ctypes.byref(content), size, written)
-        return content.value
+        return int(content.value)
 
 
 class MatrixLayout(_Descriptor):

@@ -18,6 +18,21 @@ from ...errors import DeviceError
 from . import libraries
 from .bindings import LibraryError, bind
 
+_KIB = 1 << 10
+_SHARED_MEMORY_PER_BLOCK = {
+    (7, 5): 64 * _KIB, (8, 0): 163 * _KIB, (8, 7): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB,
+    (10, 3): 227 * _KIB, (11, 0): 227 * _KIB,
+}  # fmt: skip
+_LEAST_SHARED_MEMORY_PER_BLOCK = 99 * _KIB
+
+
+def shared_memory_per_block(compute_capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a block may have, opted in (CUDA C++ Programming Guide, compute capabilities).
+
+    Capabilities that are not listed have as little as 8.6, 8.9 and 12.0.
+    """
+    return _SHARED_MEMORY_PER_BLOCK.get(compute_capability, _LEAST_SHARED_MEMORY_PER_BLOCK)
+
 
 class Context(c_void_p):
     """``CUcontext``."""

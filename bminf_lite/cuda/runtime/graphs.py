@@ -6,11 +6,14 @@ in memory that outlasts the graph, and what it allocates on the way must come fr
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from . import driver
+from .bindings import LibraryError
 from .driver import CaptureMode
 
 Result = TypeVar("Result")
@@ -38,7 +41,8 @@ class CudaGraph(Generic[Result]):
         graph = driver.Graph()
         functions.cuStreamBeginCapture_v2(stream, CaptureMode.THREAD_LOCAL)
         try:
-            self.result = function()
+            with _garbage_collection_paused():
+                self.result = function()
         except BaseException:
             _abandon(stream)
             raise
@@ -61,11 +65,25 @@ class CudaGraph(Generic[Result]):
         self._finalizer()
 
 
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Keep the collector from running finalizers meanwhile: one that frees GPU memory or destroys an event ends the
+    capture of its thread with an error.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _abandon(stream: int) -> None:
     graph = driver.Graph()
     try:
         driver.load().cuStreamEndCapture(stream, graph)
-    except driver.LibraryError:
+    except LibraryError:
         return  # what went wrong invalidated the capture, which has ended all the same
     if graph:
         driver.load().cuGraphDestroy(graph)

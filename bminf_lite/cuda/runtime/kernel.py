@@ -1,8 +1,8 @@
 """Kernels loaded into a GPU and launched with as little Python as possible.
 
 A prompt's step launches some ten kernels a layer from Python, so a launch is one ``struct`` packing into memory that
-the kernel owns and one call of the driver; what does not change from launch to launch is kept. CoreKernels may be
-captured into a graph.
+the kernel owns and one call of the driver; what does not change from launch to launch is kept. Launches may be captured
+into a graph.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import DeviceError
 from . import compiler, driver
 from .bindings import LibraryError
+from .declarations import kernel_name, struct_format
 from .driver import Device, FunctionAttribute, LaunchAttribute, LaunchAttributeID, LaunchConfig
-from .tensor_maps import NBYTES as TENSOR_MAP_BYTES
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
 
 Dimensions = int | tuple[int, ...]
 
@@ -44,23 +41,27 @@ class KernelAttributes:
 
 
 class Module:
-    """One source file's kernels for one GPU, compiled and loaded when the first of them is asked for."""
+    """Kernels of one file of ``sources`` for one GPU, compiled and loaded when the first of them is needed."""
 
     def __init__(
         self,
         device: Device,
+        sources: compiler.Sources,
         source_name: str,
         name_expressions: Sequence[str],
         defines: Sequence[str] = (),
-        sources: Traversable = compiler.SOURCES,
     ) -> None:
         self.device = device
-        self._source = (source_name, tuple(name_expressions), tuple(defines), sources)
+        self.sources = sources
+        self.source_name = source_name
+        self.name_expressions = tuple(name_expressions)
+        self.defines = tuple(defines)
 
     @functools.cached_property
     def cubin(self) -> compiler.Cubin:
-        source_name, name_expressions, defines, sources = self._source
-        return compiler.compile(source_name, self.device.arch, name_expressions, defines, sources)
+        return compiler.compile(
+            self.source_name, self.device.arch, self.name_expressions, self.defines, sources=self.sources
+        )
 
     @functools.cached_property
     def _handle(self) -> driver.Module:
@@ -69,12 +70,13 @@ class Module:
         driver.load().cuModuleLoadData(handle, self.cubin.image)
         return handle
 
-    def kernel(self, name_expression: str, signature: str, cache: bool = False) -> Kernel:
-        """The kernel of that name, one of the module's ``name_expressions``; see :class:`Kernel` for ``signature``.
+    def kernel(self, name_expression: str, cache: bool = False) -> Kernel:
+        """The kernel of that name, one of the module's ``name_expressions``; its source declares its parameters.
 
         With ``cache`` it gets as much L1 cache as its shared memory leaves: each load that is under way takes a line of
         it, and a kernel that streams from memory has many. That goes for all kernels of the name from this module.
         """
+        signature = self.sources.declarations(self.source_name)[kernel_name(name_expression)].signature
         function = driver.Function()
         driver.load().cuModuleGetFunction(function, self._handle, self.cubin.symbols[name_expression].encode())
         # A multiprocessor divides its memory one way at a time: kernels that disagree on it cannot run side by side.
@@ -83,24 +85,12 @@ class Module:
         return Kernel(self, name_expression, function, signature)
 
 
-def _struct_format(signature: str) -> str:
-    """How :mod:`struct` packs a kernel's parameters.
-
-    ptxas puts a ``T`` at a multiple of 64 bytes of the constant bank. On compute capability 9.0, whose kernels alone
-    have such parameters, the first parameter lies 16 bytes behind one.
-    """
-    found = "@"
-    for letter in signature.replace("p", "P"):
-        found += letter if letter != "T" else f"{(48 - struct.calcsize(found)) % 64}x{TENSOR_MAP_BYTES}s"
-    return found
-
-
 class Kernel:
     """One kernel, launched by calling it, from any thread.
 
     ``signature`` has a letter for each parameter: ``p`` a pointer, and the :mod:`struct` letters for the rest, of which
     ``i`` int32, ``I`` uint32, ``q`` int64, ``Q`` uint64, ``f`` fp32, ``d`` fp64 and ``?`` bool are the useful ones.
-    ``T`` is a matrix as :mod:`.tensor_maps` describes it.
+    ``T`` is a matrix as :mod:`.tensor_maps` describes it. :mod:`.declarations` makes it of the kernel's declaration.
     """
 
     def __init__(self, module: Module, name: str, function: driver.Function, signature: str) -> None:
@@ -112,7 +102,7 @@ class Kernel:
         self._lock = threading.Lock()
         self._shared_allowed = 0
         self._dependent_supported = module.device.compute_capability >= (9, 0)
-        parameters = struct.Struct(_struct_format(signature))
+        parameters = struct.Struct(struct_format(signature))
         self._pack_parameters = parameters.pack_into
         self._parameters = ctypes.create_string_buffer(max(1, parameters.size))
         self._size = ctypes.c_size_t(parameters.size)

@@ -1,8 +1,8 @@
 """A GPU made of NumPy, to run the package's GPU code where there is no GPU.
 
 ``install`` puts a CuPy, a CUDA driver and a cublasLt in place whose memory is host memory. The package's own Python
-then runs as it is, down to the bytes of a launch. Every launch is checked against the kernel's declaration in
-``cuda/kernels``, the limits of the GPU, and the memory that is in use: freed blocks are filled with NaNs, and a pointer
+then runs as it is, down to the bytes of a launch. Every launch is checked against the limits of the GPU and the memory
+that is in use: freed blocks are filled with NaNs, and a pointer
 into one is an error at the launch. Models in NumPy compute what the kernels would (``models_*.py``).
 
 It tells nothing about the kernels themselves, about time, or about work on several streams at once: work runs when it
@@ -18,27 +18,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from bminf_lite.cuda import doctor
 from bminf_lite.cuda.runtime import compiler, driver, libraries, tensor_maps
-from bminf_lite.cuda.runtime import kernel as kernels
-from bminf_lite.cuda.runtime.compiler import Cubin
+from bminf_lite.cuda.runtime.compiler import Cubin, Sources
+from bminf_lite.cuda.runtime.declarations import kernel_name
 from bminf_lite.cuda.runtime.libraries import Library
 
 from . import (  # noqa: F401 - models register themselves
     fake_cupy,
     models_attention,
-    models_columns,
     models_rows,
     models_sampling,
-    models_trials,
 )
 from .fake_cublaslt import FakeCublasLt
 from .fake_driver import FakeDriver
+from .launching import template_arguments
 from .machine import PROFILES, Machine, Requested
 from .memory import FakeGpuError
-from .sources import declarations, split_expression
 
 __all__ = ["PROFILES", "FakeGpuError", "Machine", "install", "report"]
 
@@ -61,7 +58,6 @@ def install(profile: str) -> Machine:
     tensor_maps.functions.cache_clear()
     doctor.require_usable = lambda index: None  # type: ignore[assignment]  # what is installed here does not matter
     _record_compilations(machine)
-    _check_signatures(machine)
     return machine
 
 
@@ -70,33 +66,17 @@ def _record_compilations(machine: Machine) -> None:
 
     def compile(
         source_name: str, arch: str, name_expressions: Sequence[str], defines: Sequence[str] = (),
-        sources: Any = compiler.SOURCES, cache: Path | None = None,
+        *, sources: Sources, cache: Path | None = None,
     ) -> Cubin:  # fmt: skip
-        known = declarations(source_name)
+        known = sources.declarations(source_name)
         for expression in name_expressions:
-            name, template = split_expression(expression)
-            if name not in known or len(template) != len(known[name].template):
+            name = kernel_name(expression)
+            if name not in known or len(template_arguments(expression)) != len(known[name].template):
                 raise FakeGpuError(f"{source_name} has no {expression}")
             machine.requested.setdefault((source_name, expression, tuple(defines)), Requested(arch))
         return Cubin("|".join([source_name, *defines]).encode() + b"\0", {e: e for e in name_expressions}, {})
 
     compiler.compile = compile  # type: ignore[assignment]
-
-
-def _check_signatures(machine: Machine) -> None:
-    """A signature must be, letter by letter, what the source declares."""
-    real = kernels.Module.kernel
-
-    def kernel(module: kernels.Module, name_expression: str, signature: str, cache: bool = False) -> kernels.Kernel:
-        module.cubin  # noqa: B018 - asks for the compilation
-        declared = declarations(module._source[0])[split_expression(name_expression)[0]].signature
-        expanded = expand(signature)
-        if expanded != declared:
-            raise FakeGpuError(f"{name_expression}: the signature is {expanded}, the source declares {declared}")
-        machine.requested[module._source[0], name_expression, module._source[2]].signature = expanded
-        return real(module, name_expression, signature, cache)
-
-    kernels.Module.kernel = kernel  # type: ignore[method-assign]
 
 
 def report(machine: Machine) -> str:
@@ -105,14 +85,3 @@ def report(machine: Machine) -> str:
     """
     requested = [[*key, asdict(value)] for key, value in machine.requested.items()]
     return json.dumps({"left": machine.memory.taken, "requested": requested})
-
-
-def expand(signature: str) -> str:
-    """``"p2i"`` -> ``"pii"``."""
-    letters, count = "", ""
-    for c in signature:
-        if c.isdigit():
-            count += c
-        else:
-            letters, count = letters + c * int(count or 1), ""
-    return letters

@@ -53,10 +53,9 @@ class FakeKernel:
 
 @dataclass
 class Requested:
-    """An instantiation that was asked for: its signature, and the most that its launches took."""
+    """An instantiation that was asked for, and the most that its launches took."""
 
     arch: str
-    signature: str = ""
     launches: int = 0
     threads: int = 0
     shared: int = 0

@@ -11,12 +11,12 @@ from bminf_lite.backend.base import cached
 from bminf_lite.backend.functions import normalise, rotate
 from bminf_lite.backend.quantization import quantize_heads
 from bminf_lite.backend.values import LayerCache, Norm, RelativeBias, Rope
+from bminf_lite.cuda.kernels.constants import DECODE_HEADS
 
 from .launching import Call, model
 from .models_rows import product_values, rounded
 
 F32, F16 = np.float32, np.float16
-DECODE_HEADS = 8
 
 
 def prepared(call: Call, x: np.ndarray, positions: np.ndarray, norm_weight: str | None) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 from bminf_lite.backend.functions import ACTIVATIONS, normalise
@@ -9,17 +10,17 @@ from bminf_lite.backend.functions import softmax as softmax_of
 from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.random_matrix import RandomMatrix
 from bminf_lite.backend.values import Norm
+from bminf_lite.cuda.kernels.constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, Source
 from bminf_lite.cuda.kernels.gemm.layouts import Layout
 from bminf_lite.cuda.runtime.cublaslt import Order
 
 from .launching import Call, model
 
 F32, F16 = np.float32, np.float16
-NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = range(4)
-TO_HALF, TO_FLOAT, ADD, GATED, ACTIVATED, TO_INT32 = range(6)
-THREADS, WARPS, CHUNK = 512, 16, 512
-FUNCTIONS = [ACTIVATIONS[name] for name in ("silu", "gelu_tanh", "relu", "gelu")]
-"""By the number that ``common.cuh`` gives them."""
+NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = Source
+TO_HALF, TO_FLOAT, ADD, GATED, ACTIVATED, TO_INT32 = Epilogue
+THREADS, WARPS, CHUNK = GEMV_THREADS, GEMV_THREADS // 32, GEMV_CHUNK
+FUNCTIONS = [ACTIVATIONS[activation.name.lower()] for activation in Activation]
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -341,3 +342,13 @@ def fill_random(call: Call) -> None:
     call.rows("out", shape[0], call.pitch, shape[1], dtype, align=0)[...] = np.asarray(
         RandomMatrix(shape, dtype, call.seed)
     )
+
+
+FLOATS = {"__half": np.dtype(F16), "float": np.dtype(F32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@model
+def to_half(call: Call) -> None:
+    rows = call.launch.grid[0]
+    values = call.rows("w", rows, call.k, call.k, FLOATS[call.template["T"]], align=0)
+    call.rows("out", rows, call.pitch, call.k, F16, align=0)[...] = values

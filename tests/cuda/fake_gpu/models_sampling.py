@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bminf_lite.backend.sampling import SamplerState, penalise, sample
+from bminf_lite.cuda.kernels.constants import SAMPLING_BUCKETS, SAMPLING_CHUNK, SAMPLING_THREADS
 from bminf_lite.cuda.kernels.sampling.sampler import PART_BYTES, ROW_BYTES
 
 from .launching import Call, model
@@ -24,8 +25,8 @@ def state_of(call: Call) -> SamplerState:
 
 
 def logits_of(call: Call) -> np.ndarray:
-    call.require(call.launch.grid[0] == call.chunks and call.chunks * call.defines["CHUNK"] >= call.vocab, "chunks")
-    call.require(call.launch.grid[1] == call.arguments["rows"] and call.launch.block == call.defines["BLOCK"], "blocks")
+    call.require(call.launch.grid[0] == call.chunks and call.chunks * SAMPLING_CHUNK >= call.vocab, "chunks")
+    call.require(call.launch.grid[1] == call.arguments["rows"] and call.launch.block == SAMPLING_THREADS, "blocks")
     return call.rows("logits", call.arguments["rows"], call.pitch, call.vocab, F32)
 
 
@@ -66,7 +67,7 @@ def best_token(call: Call) -> None:
 
 @model
 def histogram(call: Call) -> None:
-    rows, buckets = call.arguments["rows"], call.defines["BUCKETS"]
+    rows, buckets = call.arguments["rows"], SAMPLING_BUCKETS
     filtered = rows * (ROW_BYTES + call.chunks * PART_BYTES + buckets * 12 + call.vocab * 8)
     call.vector("scratch", filtered, np.uint8, 16)
 

@@ -79,7 +79,7 @@ def run(name: str, config: dict[str, Any]) -> None:
     context = min(2048, limits.context_length)
     for count, new, context_len in steps(context):
         cache = KVCache(ops, limits.cache_shape, count, context, limits.context_length)
-        if limits.max_source_length:
+        if limits.is_encoder_decoder:
             cache.source = SourceCache(ops, limits.cache_shape, count, SOURCE, limits.max_source_length)
             cache.source.set_lengths(dict.fromkeys(range(count), SOURCE))
             network.encode_to_cache(batch_of(ops, count, SOURCE, 0), cache.source)  # type: ignore[attr-defined]

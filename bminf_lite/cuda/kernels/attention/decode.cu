@@ -1,28 +1,35 @@
-// Attention of one new token per sequence, on the tensor cores. The context is split over blocks, so that a long one
-// fills the GPU even at batch 1, and over their warps, which need nothing of each other until they put their parts
-// together. Norm, rotation and the cache write of the new token happen here too.
+// Decode attention: one new token per sequence, on the tensor cores (mma.sync), split over the context (split-KV, as in
+// Flash-Decoding).
 //
-// A warp has a tile of keys and one of values in shared memory, and copies the next as soon as it has read one: what is
-// on its way costs no registers. Keys and values are left operands, the query heads that share them the columns of the
-// right ones. Weights are not rounded: what rounding them to fp16 takes away is multiplied too.
+//     out[b, h] = softmax(scale * q[b, h] @ keys.T + bias) @ values,  q, new key = rope(norm(...)) of the projection
+//
+// qkv: the fused projection fp16 [B, pitch], queries only for CROSS. keys, values: CACHE [slots, kv_heads, capacity,
+// head_pitch], __half or int8; for int8 key_scales, value_scales: fp16 [slots, kv_heads, capacity]. out: fp16 [B,
+// out_pitch]. The new token's key and value are prepared here and written to the cache.
+//
+// The grid is (splits, kv_heads * ceil(group / HEADS), B) in clusters of CLUSTER splits: splitting the context fills
+// the GPU even at batch 1. A block has up to HEADS query heads that share a key-value head. Its warps take tiles of its
+// part of the context in turn and keep an online softmax each; they combine their results at the end, then the blocks
+// do (decode.cuh). Each warp has its own pipeline of tiles in shared memory, filled by cp.async, so that no barrier of
+// the block is needed and loads in flight take no registers.
+//
+// Weights enter the product with the values as two fp16 numbers, the rounded weight and its rounding error, so the
+// result is as exact as with weights in fp32.
 #include "attention/decode.cuh"
 #include "attention/tiles.cuh"
+#include "common/values.cuh"
 
 using namespace bminf;
 
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int STAGES =
-    2;  // tiles of a warp; with three, 8,192 tokens of an 8B model are 1 % faster and 32,768 2 % slower
-// Codes of an int8 cache are not scaled: their tokens' scores and weights are. So that small weights lose nothing in
-// fp16, they are larger by this; a scale is 515.5 at most.
-constexpr float VALUES_UP = 64;
+constexpr int STAGES = 2;  // tiles of a warp in shared memory
+// With an int8 cache the codes enter the products unscaled; the scales multiply the scores and the weights instead. The
+// weights are multiplied by this too, so that small ones do not underflow in fp16; a scale is at most 515.5.
+constexpr float VALUE_SCALE_FACTOR = 64;
 
-// What the new token sees: those before it and itself; the same, with a bias by the distance; or the whole source in
-// its slot, to which it adds nothing.
-enum AttentionKind { CAUSAL = 0, BIASED = 1, CROSS = 2 };
-
-// A block for heads of D elements: with 64 KiB of tiles at most and not all registers, so that the blocks of the
-// products before and behind it have room beside it; before 8.0 a block has no more than 64 KiB in all.
+// The shape of a block for heads of D elements. Tiles take at most 64 KiB, and on 9.0 registers are limited (SHARES),
+// so that blocks of the kernels before and after fit on the same SM. Before 8.0 a block has 64 KiB of shared memory in
+// all.
 template <int D>
 struct Block {
     static constexpr bool SHARES = D <= 128 && __CUDA_ARCH__ == 900;
@@ -34,25 +41,25 @@ struct Block {
     static constexpr int THREADS = WARPS * WARP;
 };
 
-// Where a block's heads are: `count` query heads from first_head on, which share the key-value head kv.
+// The heads of one block: `count` query heads from first_head on, which share the key-value head kv.
 struct HeadRange {
     int first_head, count, heads, kv, kv_heads, head_dim, head_pitch;
 };
 
-// The new token's heads: its queries, and its key and value as the cache holds them.
+// The new token's queries, and its key and value (kv[0], kv[1]) as the cache stores them.
 template <int D, class CACHE>
 struct NewToken {
-    alignas(16) __half query[HEADS][D + 8];  // 16 bytes more than a row must have, so that rows lie in different banks
-    alignas(16) CACHE of[2][D];
+    alignas(16) __half query[HEADS][D + 8];  // padded by 16 bytes against bank conflicts
+    alignas(16) CACHE kv[2][D];
     __half scales[2];
 };
 
-// Fills `fresh`, a head with each warp; key and value only where this block has the `newest` token, and to the cache
-// too.
+// Fills `new_token`, one warp a head at a time. The key and the value only if this block's part of the context has the
+// new token (`newest`); then they are written to the cache too.
 template <int D, class CACHE, int PAIRS>
 __device__ __forceinline__ void prepare_new_token(
-    const Projection& source, const HeadParams& how, const HeadRange& at, const float (&cosine)[PAIRS],
-    const float (&sine)[PAIRS], NewToken<D, CACHE>& fresh, bool newest, CACHE* key, CACHE* value, __half* key_scale,
+    const Values& source, const HeadParams& params, const HeadRange& at, const float (&cosine)[PAIRS],
+    const float (&sine)[PAIRS], NewToken<D, CACHE>& new_token, bool newest, CACHE* key, CACHE* value, __half* key_scale,
     __half* value_scale) {
     const int lane = threadIdx.x % WARP, half = at.head_dim / 2, tasks = newest ? at.count + 2 : at.count;
     const auto fetch = [&](int task, float (&low)[PAIRS], float (&high)[PAIRS]) {
@@ -73,14 +80,15 @@ __device__ __forceinline__ void prepare_new_token(
         const int which = task - at.count;  // 0 the key, 1 the value
         CACHE* const cached = which == 0 ? key : value;
         if (which <= 0)
-            norm_and_rope(low, high, how, which < 0 ? how.q_norm_weight : how.k_norm_weight, at.head_dim, cosine, sine);
+            norm_and_rope(
+                low, high, params, which < 0 ? params.q_norm_weight : params.k_norm_weight, at.head_dim, cosine, sine);
         if (IS_INT8<CACHE> && which >= 0) {
             if constexpr (IS_INT8<CACHE>) {
-                const __half scale = quantize_head(cached, fresh.of[which], low, high, at.head_dim, at.head_pitch);
-                if (lane == 0) *(which == 0 ? key_scale : value_scale) = fresh.scales[which] = scale;
+                const __half scale = quantize_head(cached, new_token.kv[which], low, high, at.head_dim, at.head_pitch);
+                if (lane == 0) *(which == 0 ? key_scale : value_scale) = new_token.scales[which] = scale;
             }
         } else {
-            __half* const near = which < 0 ? fresh.query[task] : reinterpret_cast<__half*>(fresh.of[which]);
+            __half* const near = which < 0 ? new_token.query[task] : reinterpret_cast<__half*>(new_token.kv[which]);
             __half* const far = which < 0 ? nullptr : reinterpret_cast<__half*>(cached);
 #pragma unroll
             for (int p = 0; p < PAIRS; ++p) {
@@ -100,12 +108,10 @@ __device__ __forceinline__ void prepare_new_token(
     }
 }
 
-// Grid: (splits, kv_heads * ceil(group / HEADS), sequences) in clusters of CLUSTER splits. D: the head size rounded up
-// to a power of two. qkv fp16 [B, pitch]. keys, values: [slots, kv_heads, capacity, head_pitch]. partials,
-// arrival_counts: see CombineParams. out: fp16 [B, out_pitch]. For BIASED, bias is fp32 [heads, 2 * max_distance + 1]
-// by the distance key - query; for CROSS, qkv holds queries only and lengths, int32 [slots], are those of the sources.
-// CACHE: __half, or int8 with key_scales, value_scales [slots, kv_heads, capacity]. Dynamic shared memory: two tiles
-// for each warp.
+// D: head_dim rounded up to a power of two. context_lens: int32 [B], the new token's positions. lengths: int32 [slots],
+// the lengths of the sources, for CROSS. bias: fp32 [heads, 2 * max_distance + 1] by the distance key - query, for
+// BIASED. window: the number of tokens that are seen, 0 for all. partials, arrival_counts: see CombineParams. Dynamic
+// shared memory: STAGES tiles for each warp.
 template <int D, int CLUSTER, int KIND, class CACHE>
 __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
@@ -116,7 +122,7 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
     using Tiles = Tile<D, CACHE>;
     constexpr int TOKENS = Tiles::TOKENS, WARPS = Block<D>::WARPS, THREADS = Block<D>::THREADS, STEP = WARPS * TOKENS;
     extern __shared__ __align__(128) char shared[];
-    __shared__ NewToken<D, CACHE> fresh;
+    __shared__ NewToken<D, CACHE> new_token;
     __shared__ ClusterPartials<D, CLUSTER> partial_results;
     __shared__ float warp_top[WARPS][HEADS], warp_sum[WARPS][HEADS];
 
@@ -127,52 +133,55 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
     const int count = min(HEADS, (kv + 1) * group - first_head);
     const int position = KIND == CROSS ? lengths[slots[b]] - 1 : min(context_lens[b], capacity - 1);
     const int begin = window > 0 ? max(0, position + 1 - window) : 0;
-    const int share = ((position + 1 - begin + splits - 1) / splits + TOKENS - 1) / TOKENS * TOKENS;
-    const int from = begin + split * share, to = min(position + 1, from + share);
+    const int split_len = ((position + 1 - begin + splits - 1) / splits + TOKENS - 1) / TOKENS * TOKENS;
+    const int from = begin + split * split_len, to = min(position + 1, from + split_len);
     const bool newest = KIND != CROSS && from <= position && position < to;
-    const int stop = newest ? position : to;  // earlier tokens are in the cache already
+    const int stop = newest ? position : to;  // the end of the tokens that are in the cache already
     const size_t tokens = (static_cast<size_t>(slots[b]) * kv_heads + kv) * capacity, base = tokens * head_pitch;
 
-    // The first tiles are on their way before the kernel waits for the projection. It is only launched as dependent
-    // where no earlier kernel of the step wrote to this cache.
+    // The loads of the first tiles start before the kernel waits for the projection. That is allowed because it is
+    // launched as dependent only if no earlier kernel of the step wrote to this cache.
     cluster_arrive_relaxed<CLUSTER>();
-    const unsigned stages =
-        cast_smem_ptr_to_uint(shared) + warp * STAGES * Tiles::BYTES;  // keys, values, keys and so on
+    // A circular buffer of tiles: keys, values, keys and so on. `next` is the oldest.
+    const unsigned stages = cast_smem_ptr_to_uint(shared) + warp * STAGES * Tiles::BYTES;
     unsigned next = stages;
     int first = from + warp * TOKENS;
-    const auto bring = [&](unsigned tile, int number) {  // keys or values of the warp's present tile or a later one
+    // Loads tile `number` from the warp's present position on: even numbers are keys, odd ones values.
+    const auto load_tile = [&](unsigned tile, int number) {
         const int at = first + number / 2 * STEP;
         const CACHE* const source = (number % 2 ? values : keys) + base + static_cast<size_t>(at) * head_pitch;
         if (at < to) Tiles::load_async(tile, source, head_pitch, stop - at);
         cp_async_commit_group();
     };
-    __half scales[2] = {};  // of an int8 cache: the key's and the value's of the tile's token `lane`
-    const auto bring_scales =
-        [&](int at) {  // and of the tiles after it to the L2 cache, because these are waited for sooner
-            if constexpr (IS_INT8<CACHE>) {
-                const bool here = at + lane < stop;
-                scales[0] = here ? key_scales[tokens + at + lane] : __half{};
-                scales[1] = here ? value_scales[tokens + at + lane] : __half{};
-                const __half* const later = (lane ? value_scales : key_scales) + tokens + at + 2 * STEP;
-                if (lane < 2 && at + 2 * STEP < stop) prefetch(later);
-            }
-        };
+    __half scales[2] = {};  // int8: of the key and the value of the tile's token `lane`
+    // Loads the scales of the tile at `at`, and prefetches those two tiles later, because scales are needed before
+    // tiles.
+    const auto load_scales = [&](int at) {
+        if constexpr (IS_INT8<CACHE>) {
+            const bool here = at + lane < stop;
+            scales[0] = here ? key_scales[tokens + at + lane] : __half{};
+            scales[1] = here ? value_scales[tokens + at + lane] : __half{};
+            const __half* const later = (lane ? value_scales : key_scales) + tokens + at + 2 * STEP;
+            if (lane < 2 && at + 2 * STEP < stop) prefetch_l2(later);
+        }
+    };
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i) bring(stages + i * Tiles::BYTES, i);
-    bring_scales(first);
-    const HeadParams how = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
+    for (int i = 0; i < STAGES; ++i) load_tile(stages + i * Tiles::BYTES, i);
+    load_scales(first);
+    const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
     float cosine[D / 64], sine[D / 64];
-    rope_angles(how, position, head_dim, cosine, sine);
+    rope_angles(params, position, head_dim, cosine, sine);
     wait_on_dependent_grids();
     launch_dependent_grids();
     const HeadRange at = {first_head, count, heads, kv, kv_heads, head_dim, head_pitch};
-    const size_t token = tokens + position, newest_place = token * head_pitch;
+    const size_t token = tokens + position, new_offset = token * head_pitch;
     prepare_new_token<D, CACHE>(
-        {qkv, nullptr, nullptr, nullptr, pitch}, how, at, cosine, sine, fresh, newest, keys + newest_place,
-        values + newest_place, key_scales + token, value_scales + token);
+        {qkv, nullptr, nullptr, nullptr, pitch}, params, at, cosine, sine, new_token, newest, keys + new_offset,
+        values + new_offset, key_scales + token, value_scales + token);
     __syncthreads();
 
-    const auto take = [&] {  // the tile whose copy began longest ago, once it is there
+    // Waits for the oldest tile.
+    const auto wait_tile = [&] {
         const unsigned tile = next;
         next = next == stages + (STAGES - 1) * Tiles::BYTES ? stages : next + Tiles::BYTES;
         cp_async_wait_group<STAGES - 1>();
@@ -182,30 +191,30 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
     float o[D / 16][4] = {}, top[2] = {-INF_F, -INF_F}, sum[2] = {};
 #pragma unroll 1
     for (; first < to; first += STEP) {
-        const int fresh_row = newest ? position - first : TOKENS;
+        const int new_row = newest ? position - first : TOKENS;
         float s[TOKENS / 16][4], tile_top[2] = {-INF_F, -INF_F};
-        const unsigned key_tile = take();
-        if (fresh_row < TOKENS) Tiles::store_token(key_tile, fresh_row, fresh.of[0]);
-        Tiles::mma_qk(key_tile, fresh.query, s);
+        const unsigned key_tile = wait_tile();
+        if (new_row < TOKENS) Tiles::store_token(key_tile, new_row, new_token.kv[0]);
+        Tiles::mma_qk(key_tile, new_token.query, s);
         __syncwarp();
-        bring(key_tile, STAGES);
-        if (fresh_row == lane) scales[0] = fresh.scales[0], scales[1] = fresh.scales[1];
-        const float key_scale = __half2float(scales[0]), value_scale = __half2float(scales[1]) * VALUES_UP;
-        bring_scales(first + STEP);
+        load_tile(key_tile, STAGES);
+        if (new_row == lane) scales[0] = new_token.scales[0], scales[1] = new_token.scales[1];
+        const float key_scale = __half2float(scales[0]), value_scale = __half2float(scales[1]) * VALUE_SCALE_FACTOR;
+        load_scales(first + STEP);
 #pragma unroll
         for (int j = 0; j < TOKENS / 16; ++j)
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
-                const int place = 16 * j + row + m / 2 * 8, token = first + place;
+                const int index = 16 * j + row + m / 2 * 8, token = first + index;
                 s[j][m] *= scale * LOG2_E;
-                if (IS_INT8<CACHE>) s[j][m] *= __shfl_sync(FULL, key_scale, place);
+                if (IS_INT8<CACHE>) s[j][m] *= __shfl_sync(FULL, key_scale, index);
                 if (KIND == BIASED && head + m % 2 < count) {
                     const int distance = max(-max_distance, min(0, token - position));
                     s[j][m] +=
                         bias[(first_head + head + m % 2) * (2ll * max_distance + 1) + max_distance + distance] * LOG2_E;
                 }
                 if (token >= to) s[j][m] = -INF_F;
-                tile_top[m % 2] = fmaxf(tile_top[m % 2], s[j][m]);  // a NaN gets into the sum below
+                tile_top[m % 2] = fmaxf(tile_top[m % 2], s[j][m]);  // fmaxf drops a NaN, but it reaches the sum below
             }
 #pragma unroll
         for (int d = 4; d < WARP; d *= 2)
@@ -225,32 +234,32 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
         for (int j = 0; j < TOKENS / 16; ++j)
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-                float w[2], rest[2];
+                float w[2], error[2];
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     w[h] = exp2_fast(s[j][2 * m + h] - (top[h] == -INF_F ? 0.0f : top[h])), sum[h] += w[h];
                     if (IS_INT8<CACHE>) w[h] *= __shfl_sync(FULL, value_scale, 16 * j + row + 8 * m);
-                    rest[h] = w[h] - rounded(w[h]);
+                    error[h] = w[h] - rounded(w[h]);
                 }
-                weights[j][0][m] = movmatrix_trans(pack(w[0], w[1])),
-                weights[j][1][m] = movmatrix_trans(pack(rest[0], rest[1]));
+                weights[j][0][m] = movmatrix_trans(pack_half2(w[0], w[1])),
+                weights[j][1][m] = movmatrix_trans(pack_half2(error[0], error[1]));
             }
-        const unsigned value_tile = take();
-        if (fresh_row < TOKENS) Tiles::store_token(value_tile, fresh_row, fresh.of[1]);
+        const unsigned value_tile = wait_tile();
+        if (new_row < TOKENS) Tiles::store_token(value_tile, new_row, new_token.kv[1]);
         Tiles::mma_pv(value_tile, weights, o);
         __syncwarp();
-        bring(value_tile, STAGES + 1);
+        load_tile(value_tile, STAGES + 1);
     }
 
-    // The threads of a head, the warps of the block, then the blocks.
+    // Combine the lanes of each head, then the warps of the block, then the blocks.
 #pragma unroll
     for (int d = 4; d < WARP; d *= 2)
 #pragma unroll
         for (int h = 0; h < 2; ++h) sum[h] += __shfl_xor_sync(FULL, sum[h], d);
-    constexpr int ROOM = STAGES * Tiles::BYTES / sizeof(float),
-                  ROW = D + 4;  // a warp's results take the place of its tiles
-    static_assert(HEADS * ROW <= ROOM, "they must fit");
-    constexpr float down = IS_INT8<CACHE> ? 1 / VALUES_UP : 1;
+    // The outputs of a warp overlay its tiles.
+    constexpr int WARP_FLOATS = STAGES * Tiles::BYTES / sizeof(float), ROW = D + 4;
+    static_assert(HEADS * ROW <= WARP_FLOATS, "the outputs of a warp fit into its tiles");
+    constexpr float inverse_factor = IS_INT8<CACHE> ? 1 / VALUE_SCALE_FACTOR : 1;
     float* const warp_out = reinterpret_cast<float*>(shared);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -259,7 +268,8 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
         for (int n = 0; n < D / 16; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                warp_out[warp * ROOM + (head + h) * ROW + Tiles::element_of(n, i)] = o[n][h + 2 * i] * down;
+                warp_out[warp * WARP_FLOATS + (head + h) * ROW + Tiles::element_of(n, i)] =
+                    o[n][h + 2 * i] * inverse_factor;
     }
     __syncthreads();
     cluster_wait<CLUSTER>();
@@ -272,7 +282,7 @@ __global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) a
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
             const float weight = rescale_factor(warp_top[w][h], t);
-            const float4 part = *reinterpret_cast<const float4*>(&warp_out[w * ROOM + h * ROW + d]);
+            const float4 part = *reinterpret_cast<const float4*>(&warp_out[w * WARP_FLOATS + h * ROW + d]);
             total += warp_sum[w][h] * weight;
             value[0] += part.x * weight, value[1] += part.y * weight, value[2] += part.z * weight,
                 value[3] += part.w * weight;

@@ -1,37 +1,41 @@
-// How the blocks that share a context in decode attention put their parts together: those of a cluster by writing into
-// each other's shared memory; where there are several clusters (or none, before Hopper), the last one to finish does
-// the rest through global memory.
+// Split-KV reduction of decode attention: blocks that share a context combine their partial softmax results. The blocks
+// of a cluster write into each other's shared memory. If a context has several clusters (or there are none, before
+// 9.0), each writes a partial result to global memory, and the last one to arrive combines these.
+//
+// A partial result of a head is (top, sum, out): the largest score to the base 2, the sum of the weights
+// w = 2^(score - top), and the weighted sum of the values. Two are combined by scaling sum and out by 2^(top - new
+// top).
 #pragma once
 #include "common/cluster.cuh"
+#include "constants/decode.cuh"
 
 namespace bminf {
 
-constexpr int HEADS = 8;  // of a block at most: the columns of a product
-
+// 2^(top - new_top), and 0 for the top of an empty set.
 __device__ __forceinline__ float rescale_factor(float top, float new_top) {
     return top == -INF_F ? 0.0f : exp2_fast(top - new_top);
 }
 
-// What a block gets from those of its cluster: of each head the elements that are its to put together.
+// The partial results that a block receives from the blocks of its cluster, of the SLICE elements of each head that it
+// combines.
 template <int D, int CLUSTER>
 struct ClusterPartials {
     static constexpr int SLICE = D / CLUSTER;
-    alignas(16) float outs[CLUSTER][HEADS][SLICE];  // weighted sums of values
-    alignas(
-        16) float tops[CLUSTER][HEADS][2];  // the largest score, to the base 2, and the sum of weights relative to it
+    alignas(16) float outs[CLUSTER][HEADS][SLICE];
+    alignas(16) float tops[CLUSTER][HEADS][2];  // (top, sum)
 
-    // Four elements from d on of what block `from` found for head h.
+    // Sends the elements d to d + 3 of head h of block `from` to the block that combines them.
     __device__ __forceinline__ void send_partial(
         int from, int h, int d, const float (&value)[4], float top, float sum) {
-        const float both[2] = {top, sum};
+        const float top_and_sum[2] = {top, sum};
         st_shared_cluster<CLUSTER>(&outs[from][h][d % SLICE], d / SLICE, value);
-        if (d % SLICE == 0) st_shared_cluster<CLUSTER>(tops[from][h], d / SLICE, both);
+        if (d % SLICE == 0) st_shared_cluster<CLUSTER>(tops[from][h], d / SLICE, top_and_sum);
     }
 };
 
-// Grid: (splits, groups of heads, sequences) in clusters of CLUSTER splits. partials: fp32 [B, heads, splits / CLUSTER,
-// CLUSTER, 2 + D / CLUSTER] and arrival_counts: int32 [B, gridDim.y, CLUSTER], zero before and after; both are used
-// only by several clusters. out: fp16 [B, out_pitch]. A block has `count` heads from first_head on.
+// The grid is (splits, groups of heads, sequences) in clusters of CLUSTER splits. out: fp16 [B, out_pitch]. A block has
+// `count` heads from first_head on. Used only by several clusters: partials, fp32 [B, heads, splits / CLUSTER, CLUSTER,
+// 2 + D / CLUSTER], and arrival_counts, int32 [B, gridDim.y, CLUSTER], which are zero before and after.
 struct CombineParams {
     float* partials;
     int* arrival_counts;
@@ -40,7 +44,7 @@ struct CombineParams {
     int heads, head_dim, first_head, count;
 };
 
-// Of what all blocks have sent.
+// Combines the partial results of all splits, which send_partial has sent, and writes the outputs.
 template <int THREADS, int D, int CLUSTER>
 __device__ __forceinline__ void combine_splits(
     const CombineParams& m, const ClusterPartials<D, CLUSTER>& partial_results) {
@@ -78,7 +82,7 @@ __device__ __forceinline__ void combine_splits(
     }
     if (clusters == 1) return;
 
-    // The last of the blocks with this slice reads what all of them wrote, in order.
+    // The last block with this slice to arrive combines what all clusters wrote, always in the same order.
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -1,53 +1,41 @@
-// One attention head of one token, spread over a warp: its norm, its rotation, and where it comes from.
+// The preparation of attention heads: norm and rotary position embedding of one head of one token, held by one warp.
+//
+// Lane t holds the pairs of elements (i, i + head_dim / 2) for i = t, t + 32, ..., as low[] and high[], because rotary
+// embedding rotates these pairs.
 #pragma once
 #include "common/common.cuh"
-#include "common/layout.cuh"
 
 namespace bminf {
 
-// The fused query, key, value projection of a step: fp16 values, or int32 sums with the scales that make them.
-struct Projection {
-    const void* data;
-    const float *x_scale, *w_scale, *bias;
-    long long pitch;
-
-    template <bool FROM_INT32, Order ORDER>
-    __device__ __forceinline__ float at(int row, int column) const {
-        if constexpr (!FROM_INT32) return __half2float(static_cast<const __half*>(data)[row * pitch + column]);
-        const int sum = static_cast<const int*>(data)[offset<ORDER>(row, column, pitch)];
-        const float y = scaled(__int2float_rn(sum), x_scale[row], w_scale[column]);
-        return rounded(bias ? __fadd_rn(y, bias[column]) : y);
-    }
-};
-
-// How queries and keys are made ready. A null pointer switches a part off.
+// The parameters of the preparation. q_norm_weight, k_norm_weight: fp32 [head_dim], null without a norm. frequencies:
+// fp32 [head_dim / 2], null without rotary embedding; rope_scale multiplies cosine and sine.
 struct HeadParams {
     const float *q_norm_weight, *k_norm_weight, *frequencies;
     float eps, rope_scale;
 };
 
-constexpr int PAIRS =
-    4;  // a lane holds elements i and i + head_dim / 2 for i = lane, lane + 32, ...: head_dim <= 64 * PAIRS
+constexpr int PAIRS = 4;  // of a lane, for head_dim <= 64 * PAIRS
 
-// cos and sin of the angles at a position, for this lane's pairs.
+// rope_scale times cosine and sine of position * frequencies[i], for this lane's pairs.
 template <int PAIRS>
 __device__ __forceinline__ void rope_angles(
-    const HeadParams& how, int position, int head_dim, float (&cosine)[PAIRS], float (&sine)[PAIRS]) {
+    const HeadParams& params, int position, int head_dim, float (&cosine)[PAIRS], float (&sine)[PAIRS]) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
         const int pair = i * WARP + lane;
-        if (how.frequencies == nullptr || pair >= head_dim / 2) continue;
-        sincosf(__fmul_rn(static_cast<float>(position), how.frequencies[pair]), &sine[i], &cosine[i]);
-        sine[i] = __fmul_rn(sine[i], how.rope_scale);
-        cosine[i] = __fmul_rn(cosine[i], how.rope_scale);
+        if (params.frequencies == nullptr || pair >= head_dim / 2) continue;
+        sincosf(__fmul_rn(static_cast<float>(position), params.frequencies[pair]), &sine[i], &cosine[i]);
+        sine[i] = __fmul_rn(sine[i], params.rope_scale);
+        cosine[i] = __fmul_rn(cosine[i], params.rope_scale);
     }
 }
 
-// RMSNorm of the head with `norm_weight` (null: none), then the rotation.
+// RMSNorm with `norm_weight` (null: none), then the rotation of each pair (a, b):
+//     (a cos - b sin, b cos + a sin)
 template <int PAIRS>
 __device__ __forceinline__ void norm_and_rope(
-    float (&low)[PAIRS], float (&high)[PAIRS], const HeadParams& how, const float* norm_weight, int head_dim,
+    float (&low)[PAIRS], float (&high)[PAIRS], const HeadParams& params, const float* norm_weight, int head_dim,
     const float (&cosine)[PAIRS], const float (&sine)[PAIRS]) {
     const int lane = threadIdx.x % WARP, half = head_dim / 2;
     if (norm_weight) {
@@ -56,7 +44,7 @@ __device__ __forceinline__ void norm_and_rope(
         for (int i = 0; i < PAIRS; ++i) sum += fmaf(low[i], low[i], high[i] * high[i]);
 #pragma unroll
         for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(FULL, sum, d);
-        const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum / head_dim) + how.eps));
+        const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum / head_dim) + params.eps));
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             const int pair = i * WARP + lane;
@@ -65,7 +53,7 @@ __device__ __forceinline__ void norm_and_rope(
             high[i] = __fmul_rn(__fmul_rn(high[i], norm_weight[half + pair]), inverse);
         }
     }
-    if (how.frequencies) {
+    if (params.frequencies) {
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             const float a = low[i], b = high[i];

@@ -1,5 +1,5 @@
-// The key-value cache in int8: codes with an fp16 scale for each token and head, [slots, kv_heads, capacity].
-// What attention reads is fp16(scale * code), so a multiplication in fp16 is all there is to it.
+// The int8 key-value cache: codes [slots, kv_heads, capacity, head_pitch], and an fp16 scale for each token and head
+// [slots, kv_heads, capacity]. Attention reads the values fp16(scale * code).
 #pragma once
 #include "attention/heads.cuh"
 
@@ -8,7 +8,7 @@ namespace bminf {
 template <class CACHE>
 constexpr bool IS_INT8 = sizeof(CACHE) == 1;
 
-// Keys or values of one head from a token on, and with codes the scales of these tokens.
+// The keys or values of one head from some token on; `scales` only for int8.
 template <class CACHE>
 struct Cached {
     const CACHE* data;
@@ -21,8 +21,8 @@ struct Cached {
 
 // ---- writing -----------------------------------------------------------------------------------------------------
 
-// From the largest magnitude of a head: a / 127 rounded up, so that no code exceeds 127, and at most 515.5, so that 127
-// times it is finite; NaN for a NaN or an infinity.
+// The scale of a head with absmax a: a / 127 rounded up, so that no code exceeds 127, and at most 515.5, so that
+// 127 * scale is finite in fp16. NaN if a is NaN or infinite.
 __device__ __forceinline__ __half head_scale(float a) {
     if (!(a < INF_F)) return __float2half_rn(NAN_F);
     return __float2half_rn(fminf(__half2float(__float2half_ru(__fdiv_rn(a, 127.0f))), 515.5f));
@@ -32,8 +32,8 @@ __device__ __forceinline__ int8 head_code(float x, float scale) {
     return scale > 0.0f ? max(-127, min(127, __float2int_rn(__fdiv_rn(x, scale)))) : 0;
 }
 
-// A warp's head, as heads.cuh spreads it: rounded to fp16 and quantized. Codes go to `codes` and `copy`, with zeros
-// from head_dim to head_pitch. Returns the scale.
+// Rounds a warp's head (see heads.cuh) to fp16 and quantizes it. Writes the codes to both `codes` and `copy`, with
+// zeros from head_dim to head_pitch. Returns the scale.
 template <int PAIRS>
 __device__ __forceinline__ __half quantize_head(
     int8* codes, int8* copy, const float (&low)[PAIRS], const float (&high)[PAIRS], int head_dim, int head_pitch) {
@@ -59,7 +59,8 @@ __device__ __forceinline__ __half quantize_head(
 
 // ---- reading -----------------------------------------------------------------------------------------------------
 
-// Four codes, each plus 128 as an unsigned byte, in fp16: 0x64xx is 1024 + xx, from which 1152 is subtracted exactly.
+// Four codes as fp16. They come as unsigned bytes code + 128 (see as_bytes): the fp16 with bits 0x64xx is 1024 + xx,
+// from which 1152 is subtracted exactly.
 __device__ __forceinline__ void codes_to_half2(unsigned bytes, __half2& low, __half2& high) {
     const unsigned bias = 0x64806480u;
     unsigned first = __byte_perm(bytes, 0x64646464u, 0x4140), second = __byte_perm(bytes, 0x64646464u, 0x4342);
@@ -74,7 +75,7 @@ __device__ __forceinline__ uint2 codes_to_half2(unsigned bytes) {
     return make_uint2(*reinterpret_cast<const unsigned*>(&low), *reinterpret_cast<const unsigned*>(&high));
 }
 
-// The same times `scales`.
+// fp16(scales * code) of four codes.
 __device__ __forceinline__ uint2 dequantize_codes(unsigned bytes, __half2 scales) {
     __half2 low, high;
     codes_to_half2(bytes, low, high);
@@ -82,9 +83,10 @@ __device__ __forceinline__ uint2 dequantize_codes(unsigned bytes, __half2 scales
     return make_uint2(*reinterpret_cast<const unsigned*>(&low), *reinterpret_cast<const unsigned*>(&high));
 }
 
+// Four codes plus 128 each.
 __device__ __forceinline__ unsigned as_bytes(unsigned codes) { return codes ^ 0x80808080u; }
 
-// Sixteen codes of one token as fp16, in two vectors of eight.
+// Sixteen codes of one token as fp16(scale * code).
 __device__ __forceinline__ void dequantize16(uint4 codes, __half scale, uint4& first, uint4& second) {
     const __half2 scales = __half2half2(scale);
     const uint2 a = dequantize_codes(as_bytes(codes.x), scales), b = dequantize_codes(as_bytes(codes.y), scales);

@@ -1,29 +1,34 @@
-// Prefill attention on the tensor cores of any GPU from compute capability 7.5 on, with a running softmax
-// (https://arxiv.org/abs/2205.14135, https://arxiv.org/abs/2307.08691): no scores in memory.
+// Prefill attention (FlashAttention-2, https://arxiv.org/abs/2307.08691) by mma.sync, from compute capability 7.5 on:
 //
-// Keys and values pass through shared memory a tile at a time. The next keys arrive while values are multiplied, and
-// values while keys are.
+//     out = softmax(scale * q @ keys.T + bias) @ values
+//
+// for ragged sequences; see PrefillParams for shapes. Scores stay in registers, with an online softmax.
+//
+// The grid is (kv_heads, tiles); a block has BM rows, each warp BM / WARPS of them, and passes over BN keys at a time.
+// Keys and values go through shared memory: the next keys are loaded while the values are multiplied, and the values
+// while the keys are.
 #include "attention/prefill.cuh"
 
 namespace bminf {
 
-// A tile of keys or values: COUNT rows of D, contiguous in the cache; zeros from row `valid` on, because what was never
-// written there may be NaN. The pitch is an odd number of 16 bytes, so eight rows lie in different banks.
+// Loads COUNT rows of D keys or values, which are contiguous in the cache. Rows from `valid` on become zero, because
+// memory that was never written may hold NaN. The pitch D + 8 is an odd multiple of 16 bytes: no bank conflicts.
 template <int D, int COUNT, int THREADS>
-__device__ __forceinline__ void copy_tile(__half* tile, const Cached<__half>& source, int valid) {
+__device__ __forceinline__ void load_tile(__half* tile, const Cached<__half>& source, int valid) {
     constexpr int CHUNKS = D / 8;
 #pragma unroll
     for (int i = 0; i < (COUNT * CHUNKS + THREADS - 1) / THREADS; ++i) {
         const int chunk = i * THREADS + threadIdx.x, row = chunk / CHUNKS;
         if (COUNT * CHUNKS % THREADS == 0 || row < COUNT) {
-            const bool here = row < valid;
-            cp_async_16(tile + (chunk + row) * 8, here ? source.data + chunk * 8 : source.data, here);
+            const bool inside = row < valid;
+            cp_async_16(tile + (chunk + row) * 8, inside ? source.data + chunk * 8 : source.data, inside);
         }
     }
 }
 
+// The same from int8 codes, which are dequantized on the way.
 template <int D, int COUNT, int THREADS>
-__device__ __forceinline__ void copy_tile(__half* tile, const Cached<int8>& source, int valid) {
+__device__ __forceinline__ void load_tile(__half* tile, const Cached<int8>& source, int valid) {
     constexpr int CHUNKS = D / 16;
 #pragma unroll 4
     for (int i = threadIdx.x; i < COUNT * CHUNKS; i += THREADS) {
@@ -35,7 +40,8 @@ __device__ __forceinline__ void copy_tile(__half* tile, const Cached<int8>& sour
     }
 }
 
-// A warp's queries, MT pieces of 16 rows: kept in registers where there is room, else read again for each tile of keys.
+// The queries of a warp as left operands, MT times 16 rows. They stay in registers if these suffice (KEPT), else they
+// are read from shared memory for each tile of keys.
 template <int MT, int D>
 struct Queries {
     static constexpr bool KEPT = MT * D <= 64;
@@ -64,7 +70,7 @@ struct Queries {
     }
 };
 
-// s += queries @ keys.T
+// s += queries @ keys.T; k_rows: the shared address of this lane's row for ldmatrix
 template <int MT, int D, int N>
 __device__ __forceinline__ void gemm_qk(float (&s)[MT][N][4], const Queries<MT, D>& queries, unsigned k_rows) {
 #pragma unroll
@@ -84,14 +90,14 @@ __device__ __forceinline__ void gemm_qk(float (&s)[MT][N][4], const Queries<MT, 
     }
 }
 
-// o += weights @ values
+// o += weights @ values; v_rows: the shared address of this lane's row for ldmatrix
 template <int MT, int D, int N>
 __device__ __forceinline__ void gemm_pv(float (&o)[MT][D / 8][4], const float (&s)[MT][N][4], unsigned v_rows) {
 #pragma unroll
     for (int k = 0; k < N / 2; ++k) {
         unsigned a[MT][4];
 #pragma unroll
-        for (int m = 0; m < MT; ++m) weights(a[m], s[m], k);
+        for (int m = 0; m < MT; ++m) weights_fragment(a[m], s[m], k);
 #pragma unroll
         for (int n = 0; n < D / 16; ++n) {
             unsigned b[4];
@@ -105,9 +111,8 @@ __device__ __forceinline__ void gemm_pv(float (&o)[MT][D / 8][4], const float (&
     }
 }
 
-// A block has BM rows and passes over BN keys at a time; BM is a multiple of 16 * WARPS, BN of 16. BLOCKS per
-// multiprocessor get registers. MASK is what a query sees; BIASED, that scores get a bias; CACHE, __half or int8.
-// Dynamic shared memory: BM + 2 * BN rows of D + 8.
+// BM: a multiple of 16 * WARPS; BN: a multiple of 16. BLOCKS: blocks per SM that must be able to run. MASK: what a
+// query sees. BIASED: scores get a bias. CACHE: __half or int8. Dynamic shared memory: BM + 2 * BN rows of D + 8 fp16.
 template <int D, int BM, int BN, int WARPS, int BLOCKS, int MASK, bool BIASED, class CACHE>
 __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const __grid_constant__ PrefillParams p) {
     constexpr int THREADS = WARPS * WARP, PITCH = D + 8, CHUNKS = D / 8, MT = BM / (16 * WARPS);
@@ -126,10 +131,10 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
         const int row = i / CHUNKS, column = i % CHUNKS * 8;
         copy_query<D>(q_tile + row * PITCH + column, work, p, work.first + row, column);
     }
-    auto copy_keys = [&](int key) {
-        copy_tile<D, BN, THREADS>(k_tile, cached_from<D, CACHE>(p, work, false, key), work.end - key);
+    auto load_keys = [&](int key) {
+        load_tile<D, BN, THREADS>(k_tile, cached_from<D, CACHE>(p, work, false, key), work.end - key);
     };
-    copy_keys(work.begin);
+    load_keys(work.begin);
 
     Queries<MT, D> queries = {cast_smem_ptr_to_uint(q_tile + (warp_row + lane % 16) * PITCH + lane / 16 * 8)};
     const unsigned k_rows = cast_smem_ptr_to_uint(k_tile + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8);
@@ -141,13 +146,13 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
     for (int key = work.begin; key < work.end; key += BN) {
         cp_async_wait_all();
         __syncthreads();
-        copy_tile<D, BN, THREADS>(v_tile, cached_from<D, CACHE>(p, work, true, key), work.end - key);
+        load_tile<D, BN, THREADS>(v_tile, cached_from<D, CACHE>(p, work, true, key), work.end - key);
         if (key == work.begin) queries.keep();
         float s[MT][BN / 8][4] = {};
         gemm_qk(s, queries, k_rows);
         cp_async_wait_all();
         __syncthreads();
-        if (key + BN < work.end) copy_keys(key + BN);
+        if (key + BN < work.end) load_keys(key + BN);
         if constexpr (BIASED) {
 #pragma unroll
             for (int m = 0; m < MT; ++m) add_bias(s[m], work, p, rows[m], work.first + warp_row + m * 16, key);
@@ -171,7 +176,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
     }
     launch_dependent_grids();
 
-    // Through the warp's own rows of the query tile, so that memory is written a row at a time.
+    // The outputs go through the warp's own rows of the query tile, so that stores to global memory are coalesced.
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
         normalise(o[m], rows[m]);
@@ -180,13 +185,14 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
         for (int n = 0; n < CHUNKS; ++n)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                *reinterpret_cast<unsigned*>(row + h * 8 * PITCH + n * 8) = pack(o[m][n][2 * h], o[m][n][2 * h + 1]);
+                *reinterpret_cast<unsigned*>(row + h * 8 * PITCH + n * 8) =
+                    pack_half2(o[m][n][2 * h], o[m][n][2 * h + 1]);
     }
     __syncwarp();
 #pragma unroll 4
     for (int i = lane; i < MT * 16 * CHUNKS; i += WARP) {
         const int row = warp_row + i / CHUNKS, column = i % CHUNKS * 8;
-        write8(work, p, work.first + row, column, q_tile + row * PITCH + column);
+        store_output(work, p, work.first + row, column, q_tile + row * PITCH + column);
     }
 }
 

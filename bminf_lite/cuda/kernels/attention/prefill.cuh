@@ -1,27 +1,23 @@
-// What the prefill kernels share: which rows and keys a block works on, masks, and the running softmax.
+// What the two prefill kernels share: the tile of rows and keys of a block, masks, and the online softmax.
 //
-// A block owns a tile of rows of one key-value head of one sequence. The query heads that share a key-value head are
-// packed into the rows: row r is query token r / group under head r % group. So grouped heads fill a tile even where
-// there are few tokens, and a tile's rows lie close in position, which leaves little to mask.
+// A block owns a tile of rows of one key-value head of one sequence. The query heads that share the key-value head are
+// packed into rows: row r is token r / group under the head r % group. So grouped-query heads fill a tile even if there
+// are few tokens, and the rows of a tile have neighbouring positions, so few keys need a mask.
 //
-// Scores s[n][j] and outputs o[n][j] of 16 rows lie in a warp's registers as the tensor cores leave them: of the rows a
-// thread holds lane / 4 and that plus 8, and of each 8 columns n two from lane % 4 * 2 on, so j = 0..3 are
-// {row, column}, {row, column + 1}, {row + 8, column}, {row + 8, column + 1}.
+// Scores s[n][j] and outputs o[n][j] of a warp's 16 rows are accumulators of the tensor cores: lane t holds of each
+// eight columns n the elements j = {(r, q), (r, q + 1), (r + 8, q), (r + 8, q + 1)}, with r = t / 4 and q = t % 4 * 2.
 #pragma once
 #include "attention/int8_cache.cuh"
 #include "common/async.cuh"
 #include "common/tensor_cores.cuh"
+#include "constants/prefill.cuh"
 
 namespace bminf {
 
-// What a query sees: the keys of its sequence up to its own, in the sequence's slot of the cache; the whole source in
-// that slot; or its whole sequence in this step, the keys of one sequence following those of the one before.
-enum AttentionMask { CAUSAL = 0, CROSS = 1, BIDIRECTIONAL = 2 };
-
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// Sequence b of `sequences` owns tokens cu_seqlens[b] to cu_seqlens[b + 1], at positions from context_lens[b] on, and
-// lives in slot slots[b] of the cache. D is head_dim padded to a multiple of 16.
+// Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1, at positions from context_lens[b] on, and the slot
+// slots[b] of the cache. D is head_dim padded to a multiple of 16.
 struct PrefillParams {
     const __half* q;  // [T, heads, D], q_pitch elements from token to token
     long long q_pitch;
@@ -32,30 +28,29 @@ struct PrefillParams {
     const int* cu_seqlens;
     const int* context_lens;
     const int* slots;
-    float scale;  // of the scores, times log2(e); positive
-    int window;   // how many keys a query sees; 0 for all up to its own
+    float scale;  // of the scores, times log2(e), because exponentials are to the base 2; positive
+    int window;   // how many keys a query sees, its own included; 0 for all up to its own
     int heads, head_dim, capacity, sequences;
-    const float*
-        bias;  // [heads, 2 * max_distance + 1] by the distance key - query, longer ones counting as `max_distance`
+    const float* bias;  // [heads, 2 * max_distance + 1] by the distance key - query, clipped to max_distance
     int max_distance;
     const int* lengths;        // [slots], of the sources
     const __half* key_scales;  // of codes: [slots, kv_heads, capacity]
     const __half* value_scales;
 };
 
-// What one block of grid (kv_heads, at least as many tiles as all sequences have) works on.
+// The tile of one block; the grid is (kv_heads, at least the number of tiles of all sequences).
 struct WorkTile {
-    int first, rows, group;  // first row of the tile, rows of the sequence
-    int before, window;
+    int first, rows, group;             // first row of the tile, rows of the sequence, query heads per key-value head
+    int before, window;                 // position of the sequence's first token
     int first_position, last_position;  // of the tile's rows
-    int begin, end;                     // keys that any of them sees; begin is a multiple of KEYS
-    int sequence, start;                // which one, and its first token
-    size_t cached;                      // tokens of the cache before its keys of this head
+    int begin, end;                     // keys that any row sees; begin is a multiple of KEYS
+    int sequence, start;                // the sequence and its first token
+    size_t cached;                      // index of the head's first token in the cache
 
     __device__ __forceinline__ int position(int row) const { return before + row / group; }
 };
 
-// Returns false for a block that has nothing to do.
+// Finds this block's tile by walking over the sequences; returns false for a block beyond the last tile.
 template <int D, int ROWS, int KEYS>
 __device__ __forceinline__ bool find_work_tile(const PrefillParams& p, WorkTile& work) {
     const int head = blockIdx.x, kv_heads = gridDim.x;
@@ -68,7 +63,7 @@ __device__ __forceinline__ bool find_work_tile(const PrefillParams& p, WorkTile&
         work.rows = (stop - work.start) * work.group;
         tiles = (work.rows + ROWS - 1) / ROWS;
     } while (tile >= tiles);
-    // A sequence's last tile sees the most keys, so it starts first.
+    // The last tiles of a sequence see the most keys, so they start first.
     work.first = (tiles - 1 - tile) * ROWS;
     work.sequence = sequence, work.before = p.context_lens[sequence], work.window = p.window;
     work.first_position = work.position(work.first);
@@ -79,7 +74,7 @@ __device__ __forceinline__ bool find_work_tile(const PrefillParams& p, WorkTile&
     return true;
 }
 
-// For tiles whose rows all see the same keys.
+// Changes a tile for CROSS and BIDIRECTIONAL, where all rows see the same keys.
 template <int D, int MASK>
 __device__ __forceinline__ void use_full_range(const PrefillParams& p, WorkTile& work) {
     work.begin = 0;
@@ -100,7 +95,7 @@ __device__ __forceinline__ Cached<CACHE> cached_from(
     return {data + (work.cached + token) * D, scales + work.cached + token};
 }
 
-// Sixteen codes from memory, of one token, or zeros.
+// Sixteen codes of one token in registers; zeros if not `valid`.
 struct CodeVector {
     uint4 codes;
     __half scale;
@@ -111,32 +106,25 @@ struct CodeVector {
     }
 };
 
-// Until this thread's copies have arrived.
-__device__ __forceinline__ void cp_async_wait_all() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
-
-// Whether some row of the tile does not see some of `count` keys from `key` on.
+// Whether any row of the tile does not see all of `count` keys from `key` on.
 __device__ __forceinline__ bool needs_mask(const WorkTile& work, int key, int count) {
     return key + count - 1 > work.first_position || (work.window && key <= work.last_position - work.window);
 }
 
-// A thread's two rows: their positions, and their running softmax. Each of the four threads that share a row keeps the
-// part of its total that it summed.
+// The online softmax of a thread's two rows: the largest score so far, and the sum of weights relative to it. Each of
+// the four lanes that share a row keeps its own part of the sum.
 struct SoftmaxRows {
     int position[2];
     float top[2], total[2];
 };
 
-// first: of the warp's 16 rows.
+// first: the first of the warp's 16 rows.
 __device__ __forceinline__ SoftmaxRows init_softmax_rows(const WorkTile& work, int first) {
     const int row = first + threadIdx.x % WARP / 4;
     return {{work.position(row), work.position(row + 8)}, {-INF_F, -INF_F}, {0.0f, 0.0f}};
 }
 
-// Scores of keys from `key` on become -inf where a row does not see a key.
+// Sets scores to -inf where a row does not see a key; column 0 of s is `key`.
 template <int N>
 __device__ __forceinline__ void apply_causal_mask(float (&s)[N][4], const SoftmaxRows& rows, int key, int window) {
 #pragma unroll
@@ -151,7 +139,7 @@ __device__ __forceinline__ void apply_causal_mask(float (&s)[N][4], const Softma
     }
 }
 
-// Scores become -inf from the key `count` on.
+// Sets scores to -inf from column `count` on.
 template <int N>
 __device__ __forceinline__ void mask_keys_from(float (&s)[N][4], int count) {
     count -= static_cast<int>(threadIdx.x) % 4 * 2;
@@ -162,7 +150,7 @@ __device__ __forceinline__ void mask_keys_from(float (&s)[N][4], int count) {
             if (n * 8 + j % 2 >= count) s[n][j] = -INF_F;
 }
 
-// Scores of keys from `key` on are scaled and get their biases, times log2(e). first: of the warp's 16 rows.
+// s = s * scale + bias * log2(e). Column 0 of s is `key`; first: the first of the warp's 16 rows.
 template <int N>
 __device__ __forceinline__ void add_bias(
     float (&s)[N][4], const WorkTile& work, const PrefillParams& p, const SoftmaxRows& rows, int first, int key) {
@@ -182,7 +170,8 @@ __device__ __forceinline__ void add_bias(
     }
 }
 
-// Scores become weights relative to the largest score so far. rescale: what sums made before must be multiplied by.
+// Turns scores into weights 2^(scale * s - top), with the largest score of the row so far as top, and updates the
+// running sums. rescale: the factor for outputs that were accumulated before, 2^(old top - top).
 template <int N>
 __device__ __forceinline__ void online_softmax(SoftmaxRows& rows, float (&s)[N][4], float (&rescale)[2], float scale) {
 #pragma unroll
@@ -192,7 +181,7 @@ __device__ __forceinline__ void online_softmax(SoftmaxRows& rows, float (&s)[N][
         for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
         top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
         top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
-        // A row that has seen no key yet has -inf, from which nothing can be subtracted.
+        // top is -inf for a row that has seen no key yet.
         const float shift = top == -INF_F ? 0.0f : top * scale;
         rescale[h] = exp2_fast(rows.top[h] * scale - shift);
         float total = 0.0f;
@@ -207,6 +196,7 @@ __device__ __forceinline__ void online_softmax(SoftmaxRows& rows, float (&s)[N][
     }
 }
 
+// o[row] *= by[row].
 template <int N>
 __device__ __forceinline__ void multiply_rows(float (&o)[N][4], const float (&by)[2]) {
 #pragma unroll
@@ -215,7 +205,7 @@ __device__ __forceinline__ void multiply_rows(float (&o)[N][4], const float (&by
         for (int j = 0; j < 4; ++j) o[n][j] *= by[j / 2];
 }
 
-// Divides by the softmax's total; a row that sees nothing becomes zeros.
+// Divides the outputs by the total weight; a row that sees no key becomes zeros.
 template <int N>
 __device__ __forceinline__ void normalise(float (&o)[N][4], const SoftmaxRows& rows) {
     float inverse[2];
@@ -229,17 +219,17 @@ __device__ __forceinline__ void normalise(float (&o)[N][4], const SoftmaxRows& r
     multiply_rows(o, inverse);
 }
 
-// Weights of 16 rows and of keys 16 * k to 16 * k + 15, rounded to fp16, as the left operand of a product.
+// The weights of the keys 16 * k to 16 * k + 15, rounded to fp16, as a left operand of the tensor cores.
 template <int N>
-__device__ __forceinline__ void weights(unsigned (&a)[4], const float (&s)[N][4], int k) {
+__device__ __forceinline__ void weights_fragment(unsigned (&a)[4], const float (&s)[N][4], int k) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const float (&piece)[4] = s[2 * k + j / 2];
-        a[j] = pack(piece[j % 2 * 2], piece[j % 2 * 2 + 1]);
+        a[j] = pack_half2(piece[j % 2 * 2], piece[j % 2 * 2 + 1]);
     }
 }
 
-// Eight queries from `column` on of one of the sequence's rows, or zeros.
+// Starts the copy of eight elements of a row's query from `column` on; zeros for rows beyond the sequence.
 template <int D>
 __device__ __forceinline__ void copy_query(
     __half* target, const WorkTile& work, const PrefillParams& p, int row, int column) {
@@ -248,8 +238,8 @@ __device__ __forceinline__ void copy_query(
     cp_async_16(target, valid ? p.q + (work.start + token) * p.q_pitch + head * D + column : p.q, valid);
 }
 
-// Eight outputs from `column` on of one of the sequence's rows, as far as the row has them.
-__device__ __forceinline__ void write8(
+// Writes eight elements of a row's output from `column` on, as far as they are within the row and the sequence.
+__device__ __forceinline__ void store_output(
     const WorkTile& work, const PrefillParams& p, int row, int column, const __half* eight) {
     if (row >= work.rows) return;
     const int token = row / work.group, head = blockIdx.x * work.group + row - token * work.group;

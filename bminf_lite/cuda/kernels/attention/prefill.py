@@ -9,31 +9,30 @@ compute capability 9.0 too.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 
-from ...runtime.driver import Device, DeviceAttribute
-from ...runtime.kernel import Kernel, Module
+from ...runtime.driver import Device, DeviceAttribute, shared_memory_per_block
+from ...runtime.kernel import Kernel
+from ..constants import AttentionMask
+from ..instantiations import Capability, KernelFamily
+from ..sources import load
+from .heads import ELEMENTS, HALF, INT8
 
 WARP = 32
-MAX_HEAD_DIM = 256
-LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0))
-"""Compute capabilities whose multiprocessors have 164 KiB of shared memory or more; others from 8.6 on have 100."""
-ELEMENTS = HALF, INT8 = "__half", "bminf::int8"
-"""What a cache may hold, as the kernels name it."""
+LARGE_SHARED_MEMORY = 163 << 10
+"""Shared memory per block from which on two blocks of heads of more than 64 elements fit a multiprocessor."""
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are remembered."""
 LOG2_E = math.log2(math.e)
-_SIGNATURE = "pqpppqpppfiiiiipippp"
-
-
-class AttentionMask(IntEnum):
-    """What a query sees; see ``attention/prefill.cuh``."""
-
-    CAUSAL = 0
-    CROSS = 1
-    BIDIRECTIONAL = 2
+COMMON_DEPTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
+MASKS = (
+    (AttentionMask.CAUSAL, False), (AttentionMask.CAUSAL, True), (AttentionMask.CROSS, False),
+    (AttentionMask.BIDIRECTIONAL, False), (AttentionMask.BIDIRECTIONAL, True),
+)  # fmt: skip
+"""What a query sees, and whether scores have a bias."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def hopper(depth: int, rows: int, keys: int, stages: int = 2) -> AttentionTileCo
 
 
 def tile_config_for(
-    compute_capability: tuple[int, int],
+    compute_capability: Capability,
     depth: int,
     small: bool,
     mask: AttentionMask = AttentionMask.CAUSAL,
@@ -92,7 +91,8 @@ def tile_config_for(
     tile = functools.partial(synchronous, depth, mask=mask, biased=biased)
     if depth > 128:  # the output alone takes half of a thread's registers
         return tile(rows=64, keys=48 if compute_capability >= (8, 0) else 16, blocks=1)
-    if depth > 64 and compute_capability >= (8, 0) and compute_capability not in LARGE_SHARED:
+    little = shared_memory_per_block(compute_capability) < LARGE_SHARED_MEMORY
+    if depth > 64 and compute_capability >= (8, 0) and little:
         return tile(rows=64, keys=48, blocks=2)
     if small or biased:  # the biases of 128 rows would not fit the registers
         return tile(rows=64, keys=64, blocks=2)
@@ -107,6 +107,14 @@ class PrefillAttention:
         self._num_sms = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         self._kernel = functools.cache(self._load)
         self._find = functools.lru_cache(KERNEL_CACHE_SIZE)(self._find_uncached)
+
+    @staticmethod
+    def instantiations(capability: Capability) -> Iterator[KernelFamily]:
+        """For heads of common sizes: a kernel is compiled for every multiple of 16."""
+        for depth, small, (mask, biased) in itertools.product(COMMON_DEPTHS, (False, True), MASKS):
+            tile_config = tile_config_for(capability, depth, small, mask, biased)
+            elements = (HALF,) if mask is AttentionMask.BIDIRECTIONAL else ELEMENTS
+            yield from (KernelFamily(tile_config.source, tile_config.expression(element)) for element in elements)
 
     def launch(
         self,
@@ -177,4 +185,4 @@ class PrefillAttention:
 
     def _load(self, tile_config: AttentionTileConfig, element: str) -> Kernel:
         expression = tile_config.expression(element)
-        return Module(self._device, tile_config.source, [expression]).kernel(expression, _SIGNATURE)
+        return load(self._device, tile_config.source, expression)

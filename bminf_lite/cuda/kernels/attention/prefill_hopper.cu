@@ -1,21 +1,25 @@
-// Prefill attention for compute capability 9.0, on its asynchronous tensor cores.
+// Prefill attention (FlashAttention-3, https://arxiv.org/abs/2407.08608) by wgmma, on compute capability 9.0:
 //
-// Four warps copy keys and values into a pipeline of tiles; four more for each 64 rows multiply and do the softmax
-// (https://arxiv.org/abs/2407.08608). A tile's scores are computed while the weights of the tile before multiply its
-// values, and the groups of 64 rows take turns, so that one group's products run during another's softmax.
+//     out = softmax(scale * q @ keys.T) @ values, with a causal mask
 //
-// Tiles lie in shared memory in columns of 64: [column / 64][row][64], a row being 128 bytes whose 16-byte pieces are
-// exchanged by the row's lowest three bits, the layout that the products call "128-byte swizzle".
+// for ragged sequences; see PrefillParams for shapes. Scores stay in registers, with an online softmax.
+//
+// The grid is (kv_heads, tiles). A block is warp-specialised: a producer warpgroup loads keys and values into a
+// pipeline of tiles of BN tokens; BM / 64 consumer warpgroups have 64 rows each. A consumer issues the scores of the
+// next tile before the product of the weights and values of the present one, so that its softmax overlaps with wgmma.
+// Consumers take turns (named barriers), so that the products of one overlap with the softmax of another ("ping-pong").
+//
+// Tiles in shared memory are [column / 64][row][64] with the 128-byte swizzle.
 #include "attention/prefill.cuh"
 #include "common/wgmma.cuh"
 
 namespace bminf {
 
-constexpr int COLUMNS = 64;  // fp16 values in 128 bytes
+constexpr int COLUMNS = 64;  // fp16 elements in 128 bytes
 
-// ---- turns -------------------------------------------------------------------------------------------------------
+// ---- named barriers -------------------------------------------------------------------------------------------------------
 
-// A barrier of THREADS threads that some wait at and others only pass.
+// A named barrier for THREADS threads, of which some wait and the others only arrive.
 template <int THREADS>
 __device__ __forceinline__ void named_barrier_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
@@ -26,59 +30,18 @@ __device__ __forceinline__ void named_barrier_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-// ---- products ----------------------------------------------------------------------------------------------------
-
-#define FOUR(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define FIRST_8 FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
-#define FIRST_16 FIRST_8, FOUR(8), FOUR(9), FOUR(10), FOUR(11), FOUR(12), FOUR(13), FOUR(14), FOUR(15)
-
-// c = a @ b.T + (ADD ? c : 0), a [64, 16] and b [8 * N, 16] in shared memory.
-template <bool ADD>
-__device__ __forceinline__ void wgmma(float (&c)[8][4], unsigned long long a, unsigned long long b) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" UP_TO_31 "}, %32, %33, add, 1, 1, 0, 0;\n}"
-        : FIRST_8
-        : "l"(a), "l"(b), "n"(ADD));
-}
-
-template <bool ADD>
-__device__ __forceinline__ void wgmma(float (&c)[16][4], unsigned long long a, unsigned long long b) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" UP_TO_63 "}, %64, %65, add, 1, 1, 0, 0;\n}"
-        : FIRST_16
-        : "l"(a), "l"(b), "n"(ADD));
-}
-
-// c += a @ b, a [64, 16] in registers and b [16, 8 * N] in shared memory.
-__device__ __forceinline__ void wgmma(float (&c)[8][4], const unsigned (&a)[4], unsigned long long b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-        "{" UP_TO_31 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-        : FIRST_8
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-__device__ __forceinline__ void wgmma(float (&c)[16][4], const unsigned (&a)[4], unsigned long long b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-        "{" UP_TO_63 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
-        : FIRST_16
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
 // ---- tiles -------------------------------------------------------------------------------------------------------
 
-// Where eight columns of a row lie in a tile of ROWS rows, in elements.
+// The offset in elements of eight columns of a row in a tile of ROWS rows.
 template <int ROWS>
 __device__ __forceinline__ int swizzled_offset(int row, int chunk) {
     return (chunk / 8 * ROWS + row) * COLUMNS + ((chunk ^ row) % 8) * 8;
 }
 
-// BN rows of D, contiguous in the cache; zeros from row `valid` on, because what was never written there may be NaN.
+// Starts to load BN rows of D, which are contiguous in the cache. Rows from `valid` on become zero, because memory that
+// was never written may hold NaN.
 template <int D, int BN>
-__device__ __forceinline__ void copy_tile(__half* tile, const Cached<__half>& from, int valid) {
+__device__ __forceinline__ void load_tile(__half* tile, const Cached<__half>& from, int valid) {
     constexpr int CHUNKS = D / 8, STEP = WARPGROUP / CHUNKS;
     const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
     const __half* const source = from.data + thread * 8;
@@ -90,8 +53,8 @@ __device__ __forceinline__ void copy_tile(__half* tile, const Cached<__half>& fr
     }
 }
 
-// The pipeline: tile t of keys lies in slot t % STAGES, and so does tile t of values. For each, one barrier says when
-// it is full and another when it may be overwritten.
+// The pipeline: tile t of keys and tile t of values lie in stage t % STAGES. Each has a barrier `full`, when it has
+// been loaded, and a barrier `empty`, when all consumers have read it.
 template <int D, int BN, int STAGES>
 struct KVPipeline {
     __half* keys;
@@ -116,7 +79,7 @@ struct KVPipeline {
     __device__ __forceinline__ void producer_acquire(int t, bool value) const {
         if (t >= STAGES) mbarrier_wait(empty(t, value), (t / STAGES - 1) % 2);
     }
-    // A warp is done with a tile: of its copies, or of what it read.
+    // A warp has completed its part of a tile: producer_commit its loads, consumer_release its reads.
     __device__ __forceinline__ void producer_commit(int t, bool value) const {
         fence_proxy_async();
         __syncwarp();
@@ -127,25 +90,25 @@ struct KVPipeline {
     }
 };
 
-// What the copying warps do. Each group of copies is announced when the next one has been started.
+// The producer for fp16. It commits each tile when the loads of the next one have been started.
 template <int D, int BN, int STAGES>
 __device__ __forceinline__ void produce(
     const KVPipeline<D, BN, STAGES>& pipeline, const WorkTile& work, const PrefillParams& p, __half) {
     const int tiles = (work.end - work.begin + BN - 1) / BN;
-    auto copy = [&](int t, bool value) {
+    auto load = [&](int t, bool value) {
         const int key = work.begin + t * BN;
         pipeline.producer_acquire(t, value);
-        copy_tile<D, BN>(pipeline.tile(t, value), cached_from<D, __half>(p, work, value, key), work.end - key);
+        load_tile<D, BN>(pipeline.tile(t, value), cached_from<D, __half>(p, work, value, key), work.end - key);
         cp_async_commit_group();
     };
-    copy(0, false);
+    load(0, false);
     for (int t = 0; t < tiles; ++t) {
         if (t > 0) {
-            copy(t, false);
+            load(t, false);
             cp_async_wait_group<1>();
             pipeline.producer_commit(t - 1, true);
         }
-        copy(t, true);
+        load(t, true);
         cp_async_wait_group<1>();
         pipeline.producer_commit(t, false);
     }
@@ -153,8 +116,8 @@ __device__ __forceinline__ void produce(
     pipeline.producer_commit(tiles - 1, true);
 }
 
-// The same from codes, which become fp16 on the way. A thread has a part of its share of a tile on its way from the L2
-// cache to its registers, and the tile after the next on its way there.
+// The producer for int8 codes, which it dequantizes. AHEAD vectors of each thread are in flight to registers, and the
+// tile after the next is prefetched to L2.
 template <int D, int BN, int STAGES>
 __device__ __forceinline__ void produce(
     const KVPipeline<D, BN, STAGES>& pipeline, const WorkTile& work, const PrefillParams& p, int8) {
@@ -173,8 +136,7 @@ __device__ __forceinline__ void produce(
         const int t = n / 2;
         const bool value = n % 2;
         if (const int key = work.begin + (t + 2) * BN; thread * 128 < (work.end - key) * D)
-            asm volatile(
-                "prefetch.global.L2 [%0];" ::"l"(cached_from<D, int8>(p, work, value, key).data + thread * 128));
+            prefetch_l2(cached_from<D, int8>(p, work, value, key).data + thread * 128);
         pipeline.producer_acquire(t, value);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -192,7 +154,7 @@ __device__ __forceinline__ void produce(
     }
 }
 
-// s = queries @ keys.T; both tiles in columns of 64.
+// Starts s = queries @ keys.T; q and k are the shared addresses of the tiles.
 template <int D, int BM, int BN>
 __device__ __forceinline__ void gemm_qk(float (&s)[BN / 8][4], unsigned q, unsigned k) {
     wgmma_fence();
@@ -209,7 +171,7 @@ __device__ __forceinline__ void gemm_qk(float (&s)[BN / 8][4], unsigned q, unsig
     wgmma_commit_group();
 }
 
-// o += weights @ values
+// Starts o += weights @ values; v is the shared address of the tile.
 template <int D, int BN>
 __device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w)[BN / 16][4], unsigned v) {
     constexpr int WIDTH = D < 128 ? D : 128, COLUMN = BN * COLUMNS * 2;
@@ -224,7 +186,7 @@ __device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w
     wgmma_commit_group();
 }
 
-// What the four warps of a group of 64 rows do; `row` is the group's first in the tile.
+// A consumer warpgroup, with 64 rows of the tile from `row` on.
 template <int D, int BM, int BN, int STAGES>
 __device__ __forceinline__ void consume(
     const KVPipeline<D, BN, STAGES>& pipeline, const WorkTile& work, const PrefillParams& p, __half* q_tile, int row) {
@@ -253,7 +215,7 @@ __device__ __forceinline__ void consume(
     };
     auto round_weights = [&]() {
 #pragma unroll
-        for (int k = 0; k < BN / 16; ++k) weights(w[k], s, k);
+        for (int k = 0; k < BN / 16; ++k) weights_fragment(w[k], s, k);
     };
 
     pipeline.consumer_wait(0, false);
@@ -287,32 +249,34 @@ __device__ __forceinline__ void consume(
     warpgroup_fence_operand(o);
     launch_dependent_grids();
 
-    // Through the warp's own rows of the query tile, so that memory is written a row at a time.
+    // The outputs go through the warp's own rows of the query tile, so that stores to global memory are coalesced.
     normalise(o, rows);
-    const int mine = row + thread / WARP * 16;
+    const int warp_row = row + thread / WARP * 16;
 #pragma unroll
     for (int n = 0; n < CHUNKS; ++n)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-            *reinterpret_cast<unsigned*>(q_tile + swizzled_offset<BM>(mine + h * 8 + lane / 4, n) + lane % 4 * 2) =
-                pack(o[n][2 * h], o[n][2 * h + 1]);
+            *reinterpret_cast<unsigned*>(q_tile + swizzled_offset<BM>(warp_row + h * 8 + lane / 4, n) + lane % 4 * 2) =
+                pack_half2(o[n][2 * h], o[n][2 * h + 1]);
     __syncwarp();
 #pragma unroll 4
     for (int i = lane; i < 16 * CHUNKS; i += WARP)
-        write8(
-            work, p, first + i / CHUNKS, i % CHUNKS * 8, q_tile + swizzled_offset<BM>(mine + i / CHUNKS, i % CHUNKS));
+        store_output(
+            work, p, first + i / CHUNKS, i % CHUNKS * 8,
+            q_tile + swizzled_offset<BM>(warp_row + i / CHUNKS, i % CHUNKS));
 }
 
-// A block has BM rows, a multiple of 64, and passes over BN keys (64 or 128) at a time; D is 64,
-// 128 or 256. Dynamic shared memory: BM + 2 * STAGES * BN rows of D, and 1024 bytes to align them. CACHE: __half or
-// int8.
+// D: 64, 128 or 256. BM: a multiple of 64. BN: 64 or 128. CACHE: __half or int8. Dynamic shared memory: BM + 2 * STAGES
+// * BN rows of D fp16, and 1024 bytes to align them.
 template <int D, int BM, int BN, int STAGES, class CACHE>
 __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1)
     attention_prefill_hopper(const __grid_constant__ PrefillParams p) {
     constexpr int GROUPS = BM / 64;
-    // Registers of a thread that copies and of one that multiplies: of the three times 168 that were given at the
-    // launch.
-    constexpr int COPYING = !IS_INT8<CACHE> ? 40 : D <= 128 ? 72 : 56, MULTIPLYING = (504 - COPYING) / 16 * 8;
+    // Registers of a producer thread and of a consumer thread (setmaxnreg), which share those given at the launch.
+    constexpr int PRODUCER_REGISTERS = !IS_INT8<CACHE> ? 40
+                                       : D <= 128      ? 72
+                                                       : 56,
+                  CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 16 * 8;
     extern __shared__ __align__(16) char shared[];
     __shared__ __align__(8) unsigned long long barriers[4 * STAGES];
     __half* const q_tile = reinterpret_cast<__half*>(shared + (1024 - cast_smem_ptr_to_uint(shared) % 1024) % 1024);
@@ -323,10 +287,10 @@ __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1)
     if (!find_work_tile<D, BM, BN>(p, work)) return;
     __syncthreads();
     if (threadIdx.x / WARPGROUP == GROUPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         produce(pipeline, work, p, CACHE{});
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         consume<D, BM, BN, STAGES>(pipeline, work, p, q_tile, threadIdx.x / WARPGROUP * 64);
     }
 }

@@ -1,12 +1,19 @@
-// Before attention over many tokens: heads are normalised and rotated, queries stored, keys and values put in the
-// cache.
+// Preparation of the heads of many tokens before prefill attention:
+//
+//     q = rope(norm(queries)); the cache at each token's position = rope(norm(keys)), values
+//
+// data: the fused projection [T, (heads + 2 * kv_heads) * head_dim], see Values, laid out by IN. q: fp16 [T, heads,
+// head_pitch]. keys, values: CACHE [slots, kv_heads, capacity, head_pitch], __half or int8; for int8 key_scales and
+// value_scales: fp16 [slots, kv_heads, capacity]. Padding from head_dim to head_pitch is written as zeros. Sequence b
+// has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1 at positions from context_lens[b] on in slot slots[b].
+//
+// A block prepares the heads of one token, one warp a head at a time.
 #include "attention/int8_cache.cuh"
+#include "common/sequences.cuh"
+#include "common/values.cuh"
 
 using namespace bminf;
 
-// One block per token. q: fp16 [T, heads, pitch of a head]; keys, values: [slots, kv_heads, capacity, head_pitch],
-// whose padding beyond head_dim is written as zeros. Sequence b owns tokens cu_seqlens[b] .. cu_seqlens[b + 1]. CACHE:
-// __half, or int8 with scales.
 template <bool FROM_INT32, int IN, class CACHE>
 __global__ void __launch_bounds__(256) prepare_heads(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
@@ -16,22 +23,15 @@ __global__ void __launch_bounds__(256) prepare_heads(
     __half* value_scales) {
     launch_dependent_grids();
     wait_on_dependent_grids();
-    const Projection source = {data, x_scale, w_scale, bias, pitch};
-    const HeadParams how = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
+    const Values source = {data, x_scale, w_scale, bias, pitch};
+    const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
     const int token = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;
-    int first = 0, last = sequences;  // the sequence that owns the token, by bisection
-    while (last - first > 1) {
-        const int middle = (first + last) / 2;
-        if (cu_seqlens[middle] <= token)
-            first = middle;
-        else
-            last = middle;
-    }
-    const int position = context_lens[first] + token - cu_seqlens[first];
+    const int sequence = find_sequence(cu_seqlens, sequences, token);
+    const int position = context_lens[sequence] + token - cu_seqlens[sequence];
     if (position >= capacity) return;
-    const size_t cached = (static_cast<size_t>(slots[first]) * kv_heads * capacity + position) * head_pitch;
+    const size_t cached = (static_cast<size_t>(slots[sequence]) * kv_heads * capacity + position) * head_pitch;
     float cosine[PAIRS], sine[PAIRS];
-    rope_angles(how, position, head_dim, cosine, sine);
+    rope_angles(params, position, head_dim, cosine, sine);
     for (int head = warp; head < heads + 2 * kv_heads; head += blockDim.x / WARP) {
         const bool is_query = head < heads, is_value = head >= heads + kv_heads;
         float low[PAIRS] = {}, high[PAIRS] = {};
@@ -42,14 +42,15 @@ __global__ void __launch_bounds__(256) prepare_heads(
             low[i] = source.at<FROM_INT32, static_cast<Order>(IN)>(token, head * head_dim + pair);
             high[i] = source.at<FROM_INT32, static_cast<Order>(IN)>(token, head * head_dim + half + pair);
         }
-        if (!is_value) norm_and_rope(low, high, how, is_query ? q_norm_weight : k_norm_weight, head_dim, cosine, sine);
+        if (!is_value)
+            norm_and_rope(low, high, params, is_query ? q_norm_weight : k_norm_weight, head_dim, cosine, sine);
         const size_t stride = static_cast<size_t>(capacity) * head_pitch;
         if constexpr (IS_INT8<CACHE>)
             if (!is_query) {
                 const int kv_head = head - heads - (is_value ? kv_heads : 0);
                 CACHE* const codes = (is_value ? values : keys) + cached + kv_head * stride;
                 const __half scale = quantize_head(codes, codes, low, high, head_dim, head_pitch);
-                const size_t row = static_cast<size_t>(slots[first]) * kv_heads + kv_head;
+                const size_t row = static_cast<size_t>(slots[sequence]) * kv_heads + kv_head;
                 if (lane == 0) (is_value ? value_scales : key_scales)[row * capacity + position] = scale;
                 continue;
             }

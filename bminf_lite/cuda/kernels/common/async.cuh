@@ -1,5 +1,6 @@
-// Copies that run beside a kernel's arithmetic: cp.async from compute capability 8.0 on, the bulk copy engine from 9.0
-// on.
+// Asynchronous copies from global to shared memory: cp.async from compute capability 8.0 on; from 9.0 on bulk copies
+// and TMA, whose completion an mbarrier reports. Function names follow PTX and CUTLASS. Shared addresses are the 32-bit
+// addresses of cast_smem_ptr_to_uint, and barriers are shared addresses of 8 bytes.
 #pragma once
 
 namespace bminf {
@@ -8,18 +9,35 @@ __device__ __forceinline__ unsigned cast_smem_ptr_to_uint(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-__device__ __forceinline__ uint2 ld_shared_v2(unsigned from) {
-    uint2 x;
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");
+__device__ __forceinline__ int ld_shared(unsigned address) {
+    int x;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
     return x;
 }
 
-__device__ __forceinline__ void st_shared_v4(unsigned target, uint4 x) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+__device__ __forceinline__ uint2 ld_shared_v2(unsigned address) {
+    uint2 x;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ int4 ld_shared_v4(unsigned address) {
+    int4 x;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void st_shared_v4(unsigned address, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                  : "memory");
 }
 
-// 16 bytes from global to shared memory; done when its group is waited for, or at once before 8.0.
+// ---- cp.async ----------------------------------------------------------------------------------------------------
+
+// Copies 16 bytes. Complete when its group has been waited for; before 8.0 at once.
 __device__ __forceinline__ void cp_async_16(unsigned target, const void* source) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
@@ -32,7 +50,7 @@ __device__ __forceinline__ void cp_async_16(void* target, const void* source) {
     cp_async_16(cast_smem_ptr_to_uint(target), source);
 }
 
-// The same, or zeros where there is no `valid` source.
+// Copies 16 bytes, or writes zeros if not `valid`. `source` must be a valid address in both cases.
 __device__ __forceinline__ void cp_async_16(unsigned target, const void* source, bool valid) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
@@ -52,7 +70,7 @@ __device__ __forceinline__ void cp_async_commit_group() {
 #endif
 }
 
-// Wait until at most N groups of this thread are under way.
+// Waits until at most N groups of this thread are pending.
 template <int N>
 __device__ __forceinline__ void cp_async_wait_group() {
 #if __CUDA_ARCH__ >= 800
@@ -60,20 +78,35 @@ __device__ __forceinline__ void cp_async_wait_group() {
 #endif
 }
 
+// Waits until no copy of this thread is pending.
+__device__ __forceinline__ void cp_async_wait_all() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// ---- mbarrier ----------------------------------------------------------------------------------------------------
+
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the asynchronous copies and to the cluster.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Barriers are initialised for the copy engine too.
-__device__ __forceinline__ void fence_mbarrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+// Arrives, and makes the current phase wait for `bytes` of copies too.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Waits until the phase of this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned phase) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
@@ -83,18 +116,9 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned phase) 
         : "memory");
 }
 
-// Arrive at `barrier`, which from then on waits for these bytes too.
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
+// ---- bulk copies and TMA -----------------------------------------------------------------------------------------
 
-__device__ __forceinline__ int ld_shared(unsigned address) {
-    int x;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-    return x;
-}
-
-// A copy that `barrier` expects: a multiple of 16 bytes, as are both addresses.
+// Copies `bytes`, which `barrier` expects. The size and both addresses are multiples of 16 bytes.
 __device__ __forceinline__ void cp_async_bulk(unsigned target, const void* source, int bytes, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
@@ -102,17 +126,17 @@ __device__ __forceinline__ void cp_async_bulk(unsigned target, const void* sourc
         : "memory");
 }
 
-// A matrix as the copy engine sees it: CUtensorMap. What a copy brings or takes lies in rows of 128 bytes, swizzled.
+// CUtensorMap. All tensor maps here have boxes with rows of 128 bytes and the 128-byte swizzle.
 struct alignas(64) TensorMap {
     unsigned char bytes[128];
 };
 
-// Fetches the description, which otherwise the first copy waits for.
+// Fetches a tensor map before the first copy needs it.
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// The box at (column, row), with zeros outside the matrix; `barrier` expects its bytes.
+// Loads the box at (column, row), with zeros outside the matrix. `barrier` expects the bytes of a whole box.
 __device__ __forceinline__ void tma_load_2d(
     unsigned target, const TensorMap& map, int column, int row, unsigned barrier) {
     asm volatile(
@@ -122,10 +146,10 @@ __device__ __forceinline__ void tma_load_2d(
         : "memory");
 }
 
-// The same of a matrix that is read once: in the L2 cache it gives way first.
+// The same for a matrix that is read once: its lines are the first that the L2 cache evicts.
 __device__ __forceinline__ void tma_load_2d_evict_first(
     unsigned target, const TensorMap& map, int column, int row, unsigned barrier) {
-    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy makes it
+    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // the policy as createpolicy encodes it
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
@@ -133,5 +157,16 @@ __device__ __forceinline__ void tma_load_2d_evict_first(
         : "memory");
 }
 #endif
+
+// A position in a circular buffer of `count` stages: the stage, and the parity of the phase of its barriers.
+struct PipelineState {
+    int count, index = 0;
+    unsigned phase = 0;
+
+    __device__ __forceinline__ explicit PipelineState(int count) : count(count) {}
+    __device__ __forceinline__ void next() {
+        if (++index == count) index = 0, phase ^= 1;
+    }
+};
 
 }  // namespace bminf

@@ -1,12 +1,13 @@
-// The blocks of a cluster, which wait for each other and reach each other's shared memory. From compute capability 9.0
-// on; with one block in each, everywhere.
+// Thread block clusters: barriers over a cluster, and access to the shared memory of its other blocks (distributed
+// shared memory). From compute capability 9.0 on. The templates also compile for earlier architectures, where CLUSTER
+// is 1 and they mean the block itself.
 #pragma once
 #include "common/async.cuh"
 #include "common/common.cuh"
 
 namespace bminf {
 
-// Until what the blocks of the cluster, or the threads of a block that is alone, have written is there.
+// A barrier over the cluster, or over the block if CLUSTER is 1. Writes before it are visible after it.
 template <int CLUSTER>
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
@@ -18,8 +19,8 @@ __device__ __forceinline__ void cluster_sync() {
     __syncthreads();
 }
 
-// Says that this block has started. Others of its cluster may write to its shared memory once they have waited for
-// that.
+// The two halves of a barrier that orders no memory accesses: after cluster_wait all blocks of the cluster have
+// started, so their shared memory may be written.
 template <int CLUSTER>
 __device__ __forceinline__ void cluster_arrive_relaxed() {
 #if __CUDA_ARCH__ >= 900
@@ -41,36 +42,43 @@ __device__ __forceinline__ unsigned block_rank_in_cluster() {
     return rank;
 }
 
-// What a shared address is in block `rank` of the cluster.
+// The cluster address of what lies at this block's shared `address`, but in block `rank`.
 __device__ __forceinline__ unsigned map_shared_rank(unsigned address, unsigned rank) {
-    unsigned there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
+    unsigned remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
 }
 
-// Arrive at the barrier that block `rank` of the cluster has at the same address.
+// Arrives at the barrier of block `rank` that has the address `barrier` there.
 __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigned rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_shared_rank(barrier, rank)) : "memory");
 }
 
-// Four integers to another block's shared memory, whose barrier expects their bytes; both addresses are that block's.
-__device__ __forceinline__ void st_async(unsigned there, const int (&x)[4], unsigned barrier) {
+// Stores to a cluster address.
+__device__ __forceinline__ void st_shared_cluster_v4(unsigned remote, const int (&x)[4]) {
+    asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+                 "r"(x[3])
+                 : "memory");
+}
+
+// Stores asynchronously; `barrier` expects the 16 bytes. Both are cluster addresses in the same block.
+__device__ __forceinline__ void st_async(unsigned remote, const int (&x)[4], unsigned barrier) {
     asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(there),
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
         "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier)
         : "memory");
 }
 #endif
 
-// A float in the shared memory of block `rank` of this cluster.
+// Reads block `rank`'s counterpart of the shared variable `own`.
 template <int CLUSTER>
 __device__ __forceinline__ float ld_shared_cluster(const float* own, int rank) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (CLUSTER > 1) {
         float value;
         asm volatile(
-            "{\n.reg .u32 theirs;\nmapa.shared::cluster.u32 theirs, %1, %2;\n"
-            "ld.shared::cluster.f32 %0, [theirs];\n}"
+            "{\n.reg .u32 remote;\nmapa.shared::cluster.u32 remote, %1, %2;\n"
+            "ld.shared::cluster.f32 %0, [remote];\n}"
             : "=f"(value)
             : "r"(cast_smem_ptr_to_uint(own)), "r"(rank)
             : "memory");
@@ -80,19 +88,19 @@ __device__ __forceinline__ float ld_shared_cluster(const float* own, int rank) {
     return *own;
 }
 
-// Writes where block `rank` of the cluster has what `own` is here.
+// Writes block `rank`'s counterpart of the N shared floats at `own`; N is 2 or 4.
 template <int CLUSTER, int N>
 __device__ __forceinline__ void st_shared_cluster(float* own, int rank, const float (&x)[N]) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (CLUSTER > 1) {
-        unsigned theirs;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(cast_smem_ptr_to_uint(own)), "r"(rank));
+        unsigned remote;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(cast_smem_ptr_to_uint(own)), "r"(rank));
         if constexpr (N == 4)
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(theirs), "f"(x[0]), "f"(x[1]),
+            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "f"(x[0]), "f"(x[1]),
                          "f"(x[2]), "f"(x[3])
                          : "memory");
         else
-            asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(theirs), "f"(x[0]), "f"(x[1]) : "memory");
+            asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(x[0]), "f"(x[1]) : "memory");
     } else
 #endif
     {

@@ -1,14 +1,18 @@
-// What the kernels share: dependent launch, reductions, the int8 quantization of one row, and vectors of eight.
+// Helpers of all kernels: programmatic dependent launch, vectors of eight elements, reductions over a row, norms, the
+// int8 quantization of a row, and activation functions.
 //
-// Memory: every row of a matrix starts at a multiple of 16 elements and is that long in memory ("pitch"), so a thread
-// may read and write eight elements at once anywhere; what lies past the last column is never used as a value.
+// Memory layout: every row of a matrix starts at a multiple of 16 elements, and its distance to the next row ("pitch")
+// is a multiple of 16 elements. So a thread may read and write eight elements at once anywhere. Padding behind the last
+// column may hold anything; kernels must not let it change a result.
 #pragma once
 #include <cuda_fp16.h>
+
+#include "constants/activation.cuh"
 
 namespace bminf {
 
 constexpr int WARP = 32;
-constexpr unsigned FULL = 0xffffffffu;
+constexpr unsigned FULL = 0xffffffffu;  // the mask of all lanes of a warp
 #define NAN_F __int_as_float(0x7fc00000)
 #define INF_F __int_as_float(0x7f800000)
 
@@ -23,16 +27,19 @@ struct Conditional<false, A, B> {
     using type = B;
 };
 
-// A kernel launched as dependent may start before its predecessor has ended, and that one before its own: what a kernel
-// does before this call must not touch anything that others of the same step write. What was there before the step it
-// may read, because the kernel that a step begins with, `embed`, lets nobody start before it has ended. Without such
-// launches both calls do nothing.
+// ---- programmatic dependent launch -------------------------------------------------------------------------------
+
+// A kernel launched as dependent may start before its predecessor has ended. Before this call, a kernel must neither
+// read what earlier kernels of the same step write nor write what they read. It may read what was written before the
+// step, weights above all, because `embed`, the first kernel of a step, does not call launch_dependent_grids.
+// Every kernel must call this, because its own end implies the end of its predecessors only then.
 __device__ __forceinline__ void wait_on_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
+// Once every block has called this or ended, the next kernel of the stream may start.
 __device__ __forceinline__ void launch_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -41,6 +48,16 @@ __device__ __forceinline__ void launch_dependent_grids() {
 
 // ---- vectors of eight --------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(float x) { return x; }
+
+// Two fp32 values as a register of two fp16 values, `low` in the low half.
+__device__ __forceinline__ unsigned pack_half2(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// Eight elements as fp32. The address is a multiple of 16 bytes.
 __device__ __forceinline__ void load8(const __half* p, float (&x)[8]) {
     const uint4 raw = *reinterpret_cast<const uint4*>(p);
     const __half2* pair = reinterpret_cast<const __half2*>(&raw);
@@ -77,16 +94,17 @@ __device__ __forceinline__ void store8(float* p, const float (&x)[8]) {
     reinterpret_cast<float4*>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-// The vectors of a warp's lanes, each at its own column of a row that ends at `end`. Two float4 at 32 bytes from lane
-// to lane would fill half a sector each, which takes an L2 cache twice as long: neighbours, whose vectors lie side by
-// side from a multiple of 16 elements on, exchange halves and write whole ones. All lanes take part.
+// store8 by all lanes of a warp, lane t at column `column` = first + 8 t of a row, where `column` is below `end`.
 __device__ __forceinline__ void store_vector(__half* row, int column, int end, const float (&x)[8]) {
     if (column < end) store8(row + column, x);
 }
 
+// The same in fp32. Two float4 a lane would make each store instruction fill only half of every 32-byte sector, which
+// takes the L2 cache twice as long. So neighbouring lanes exchange halves first, and each instruction fills whole
+// sectors.
 __device__ __forceinline__ void store_vector(float* row, int column, int end, const float (&x)[8]) {
     const bool odd = threadIdx.x % 2;
-    float first[4], second[4];  // of the even lane's vector, and of the odd one's
+    float first[4], second[4];  // half of the even lane's vector, and half of the odd lane's
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const float other = __shfl_xor_sync(FULL, odd ? x[j] : x[4 + j], 1);
@@ -99,8 +117,8 @@ __device__ __forceinline__ void store_vector(float* row, int column, int end, co
         *reinterpret_cast<float4*>(row + even + 8 + half) = make_float4(second[0], second[1], second[2], second[3]);
 }
 
-// 16 bytes asked for here and now: left to itself, the compiler moves a load to where it is used, and a thread then
-// waits for one vector before it asks for the next. Not under a condition, for the same reason.
+// A load of 16 bytes that the compiler neither moves nor delays. Several of these in a row are in flight together,
+// whereas the compiler may place ordinary loads next to their uses, one after another. Call it unconditionally.
 __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
     uint4 x;
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -110,28 +128,29 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
     return x;
 }
 
-// Brings a line of 128 bytes to the L2 cache.
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Loads a cache line of 128 bytes into the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// 2^x to 2^-22 of it, and 0 where that is subnormal.
+// 2^x with a relative error of 2^-22; 0 where the result would be subnormal.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
+// x rounded to fp16.
 __device__ __forceinline__ float rounded(float x) { return __half2float(__float2half_rn(x)); }
 
 // ---- reductions over the threads of a row ------------------------------------------------------------------------
 
-// A barrier among the first THREADS threads of a block; others need not take part.
+// A barrier of the first THREADS threads of a block.
 template <int THREADS>
 __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
-// Room for the warps of a row to exchange what they found, twice: while one reduction's results are still being read,
-// the next writes the other bank, and so needs no barrier before it.
+// Shared memory in which the warps of a row exchange partial results. There are two banks: a reduction may write one
+// while other warps still read the results of the reduction before from the other, without a barrier in between.
 template <int THREADS>
 struct RowScratch {
     static constexpr int WARPS = THREADS > WARP ? THREADS / WARP : 1;
@@ -139,19 +158,19 @@ struct RowScratch {
     float top[2][WARPS];
 };
 
-// The larger magnitude, or NaN if either is NaN. `a` is not negative.
+// max(a, |b|), or NaN if either is NaN. `a` is not negative.
 __device__ __forceinline__ float absmax(float a, float b) {
 #if __CUDA_ARCH__ >= 800
     float c;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(fabsf(b)));
     return c;
 #else
-    // The bits of a magnitude order like the number, and those of a NaN come last.
+    // The bits of non-negative floats order like the floats, and NaN is the largest.
     return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b) & 0x7fffffffu));
 #endif
 }
 
-// Over LANES neighbouring lanes, a power of two, or as many values repeated through a warp.
+// The sum and the absmax over each group of LANES neighbouring lanes (a power of two), in all lanes.
 template <bool SUM, bool TOP, int LANES>
 __device__ __forceinline__ void lanes_sum_max(double& sum, float& top) {
 #pragma unroll
@@ -161,9 +180,9 @@ __device__ __forceinline__ void lanes_sum_max(double& sum, float& top) {
     }
 }
 
-// Sum in fp64 (which rounds to the same fp32 whatever the number of threads, but for rare ties) and largest magnitude
-// over the THREADS of a row, a power of two up to a block; rows of less than a warp share one. Calls that follow each
-// other take banks in turn.
+// The sum and the absmax over the THREADS of a row, in all of them. THREADS is a power of two; rows of fewer threads
+// than a warp share a warp. The sum is fp64, so that it rounds to the same fp32 whatever THREADS is, except for rare
+// ties. Consecutive calls must alternate `bank`.
 template <int THREADS, bool SUM, bool TOP>
 __device__ __forceinline__ void row_sum_max(double& sum, float& top, RowScratch<THREADS>& scratch, int bank) {
     lanes_sum_max<SUM, TOP, (THREADS < WARP ? THREADS : WARP)>(sum, top);
@@ -180,16 +199,15 @@ __device__ __forceinline__ void row_sum_max(double& sum, float& top, RowScratch<
     }
 }
 
-// ---- one row, spread over THREADS as vectors: thread t holds elements 8 (i THREADS + t) .. + 8 -------------------------
+// ---- a row in registers: vector i of thread t holds the elements 8 (i THREADS + t) to 8 (i THREADS + t) + 7 --------
 
-// Blocks of a row kernel that a multiprocessor must have room for: with too few threads, too little of memory is under
-// way.
+// The minimum of resident blocks per SM for __launch_bounds__: with fewer threads, too few loads are in flight.
 constexpr int resident_blocks(int threads, int vectors) {
     if (vectors != 4) return 1;
     return threads <= 128 ? 6 : threads == 256 ? 3 : 2;
 }
 
-// Zero in the columns from k on, where `x` begins at `column`.
+// Clears the elements in columns from k on; x[0] is in `column`.
 __device__ __forceinline__ void zero_tail(float (&x)[8], int column, int k) {
     if (column + 8 > k)
 #pragma unroll
@@ -197,6 +215,7 @@ __device__ __forceinline__ void zero_tail(float (&x)[8], int column, int k) {
             if (column + j >= k) x[j] = 0;
 }
 
+// Eight elements from `column` on, and zeros in columns from k on.
 template <class Source>
 __device__ __forceinline__ void load_row8(const Source* row, int column, int k, int pitch, float (&x)[8]) {
 #pragma unroll
@@ -206,6 +225,7 @@ __device__ __forceinline__ void load_row8(const Source* row, int column, int k, 
     zero_tail(x, column, k);
 }
 
+// The absmax of a row.
 template <int THREADS, int VECTORS>
 __device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratch<THREADS>& scratch, int bank = 0) {
     double none = 0;
@@ -218,15 +238,16 @@ __device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratc
     return top;
 }
 
-// RMSNorm, or with CENTER LayerNorm, of a row in place; with TOP it returns the largest magnitude of the result. In
-// fp32 it is (x - mean) * norm_weight * inverse + norm_bias; because rounding keeps order, the largest |x norm_weight|
-// gives the largest result.
+// RMSNorm, or with CENTER LayerNorm, of a row in place, in fp32:
+//     y = (x - mean) * norm_weight / sqrt(mean((x - mean)^2) + eps) + norm_bias, where RMSNorm has mean = 0.
+// With TOP it returns the absmax of the result. Without a bias that is max|(x - mean) norm_weight| times the inverse
+// deviation, because rounding is monotonic; so one reduction yields both the sum of squares and the maximum.
 template <int THREADS, bool CENTER, bool TOP, int VECTORS>
 __device__ __forceinline__ float normalise_row(
     float (&v)[VECTORS][8], const float* __restrict__ norm_weight, const float* __restrict__ norm_bias, float eps,
     int k, int pitch, RowScratch<THREADS>& scratch) {
     const int thread = threadIdx.x % THREADS;
-    const double share = 1.0 / k;  // before the row is used, so while it is on its way
+    const double inverse_k = 1.0 / k;  // computed while the loads of the row are in flight
     float top = 0;
     if constexpr (CENTER) {
         double sum = 0;
@@ -238,7 +259,7 @@ __device__ __forceinline__ float normalise_row(
             sum += part;
         }
         row_sum_max<THREADS, true, false>(sum, top, scratch, 1);
-        const float mean = static_cast<float>(sum * share);
+        const float mean = static_cast<float>(sum * inverse_k);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
@@ -249,18 +270,18 @@ __device__ __forceinline__ float normalise_row(
     double sum = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        float part = 0, g[8];
-        load_row8(norm_weight, (i * THREADS + thread) * 8, k, pitch, g);
+        float part = 0, weight[8];
+        load_row8(norm_weight, (i * THREADS + thread) * 8, k, pitch, weight);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             part = fmaf(v[i][j], v[i][j], part);
-            v[i][j] = __fmul_rn(v[i][j], g[j]);
+            v[i][j] = __fmul_rn(v[i][j], weight[j]);
             if constexpr (TOP) top = absmax(top, v[i][j]);
         }
         sum += part;
     }
     row_sum_max<THREADS, true, TOP>(sum, top, scratch, 0);
-    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum * share) + eps));
+    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum * inverse_k) + eps));
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
@@ -268,18 +289,18 @@ __device__ __forceinline__ float normalise_row(
     if (norm_bias == nullptr) return __fmul_rn(top, inverse);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        float g[8];
-        load_row8(norm_bias, (i * THREADS + thread) * 8, k, pitch, g);
+        float bias[8];
+        load_row8(norm_bias, (i * THREADS + thread) * 8, k, pitch, bias);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], g[j]);
+        for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], bias[j]);
     }
     return TOP ? row_max<THREADS>(v, scratch, 1) : 0.0f;
 }
 
-// ---- per-token int8 ----------------------------------------------------------------------------------------------
+// ---- int8 quantization of a row ----------------------------------------------------------------------------------
 
-// From the largest magnitude a of a row: codes are rint(x * ratio) clipped to +-127, and the scale kept is a / 127.
-// A NaN or an infinity gives scale NaN and ratio 0; a zero row, or one too small for 127 / a, gives 0 and 0.
+// For a row with absmax a: codes = clip(rint(x * ratio), -127, 127) with ratio = 127 / a, and scale = a / 127.
+// If a is NaN or infinite: scale NaN, ratio 0. If a is 0 or so small that 127 / a overflows: both 0.
 struct RowScale {
     float ratio, scale;
 };
@@ -291,8 +312,8 @@ __device__ __forceinline__ RowScale row_scale(float a) {
     return {ratio, __fdiv_rn(a, 127.0f)};
 }
 
-// Eight codes. Adding 1.5 * 2^23 rounds half to even and leaves the integer in the sum's low byte; |x * ratio| rounds
-// to 127 at most, because the row's largest magnitude times `ratio` does.
+// Eight codes. Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low byte of the sum. No clipping is
+// needed: |x * ratio| rounds to at most 127, because a * ratio does.
 __device__ __forceinline__ uint2 quantize8(const float (&x)[8], float ratio) {
     unsigned word[2];
 #pragma unroll
@@ -305,21 +326,26 @@ __device__ __forceinline__ uint2 quantize8(const float (&x)[8], float ratio) {
     return ratio == 0.0f ? make_uint2(0, 0) : make_uint2(word[0], word[1]);
 }
 
-// The scaled product: s_x * (s_w * acc) + bias, each operation rounded on its own.
+// The value of an int32 sum of products of codes, each operation rounded on its own. Callers add a bias to it.
 __device__ __forceinline__ float scaled(float acc, float x_scale, float w_scale) {
     return __fmul_rn(x_scale, __fmul_rn(w_scale, acc));
 }
 
 // ---- activation functions, in fp32 -------------------------------------------------------------------------------
 
-enum Activation { SILU = 0, GELU_TANH = 1, RELU = 2, GELU = 3 };
-
+// F is an Activation.
 template <int F>
 __device__ __forceinline__ float activate(float x) {
-    if constexpr (F == SILU) return __fdividef(x, 1.0f + __expf(-x));  // 2^-20, and the result is rounded to fp16
+    if constexpr (F == SILU) return __fdividef(x, 1.0f + __expf(-x));  // relative error 2^-20; callers round to fp16
     if constexpr (F == GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
     if constexpr (F == GELU) return 0.5f * x * erfcf(-0.70710678118654752f * x);
     return fmaxf(x, 0.0f);
+}
+
+// f(gate) * up, the output of a gated feed-forward layer; both products are rounded to fp16 first.
+template <int F>
+__device__ __forceinline__ float gated(float gate, float up) {
+    return activate<F>(rounded(gate)) * rounded(up);
 }
 
 }  // namespace bminf

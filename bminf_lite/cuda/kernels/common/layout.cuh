@@ -1,12 +1,10 @@
-// Where element (row, col) of a matrix lies, for every layout that a product reads or writes.
-// The definition is bminf_lite/cuda/kernels/gemm/layouts.py, and a test compares the two.
+// The memory layouts of a product's operands and results: the offset of element (row, col).
+// bminf_lite/cuda/kernels/gemm/layouts.py defines them, and a test compares the two.
 #pragma once
+#include "constants/order.cuh"
 
-enum class Order : int { ROW = 1, COL32 = 2, COL4_4R2_8C = 3, COL32_2R_4R4 = 4 };  // values of cublasLtOrder_t
-
-// The offset of (row, col) in elements. `ld` is the distance in elements between rows (ROW), or between groups of 32
-// columns (all others). Four columns from a multiple of 4 on are contiguous in every layout, so they can be read or
-// written at once.
+// In elements. `ld` is the distance between rows (ROW) or between groups of 32 columns (the others). In every layout
+// four columns from a multiple of 4 on are contiguous, so a thread may access them at once.
 template <Order order>
 __host__ __device__ __forceinline__ size_t offset(unsigned row, unsigned col, size_t ld) {
     const size_t group = (col / 32) * ld;

@@ -1,15 +1,15 @@
-// Products of small fp16 matrices on the tensor cores, from compute capability 7.5 on.
+// mma.sync of fp16 matrices from compute capability 7.5 on, and the loads of its fragments.
 //
-// Of a [16, 16] left operand a thread of a warp holds, of the rows lane / 4 and that plus 8, the columns lane % 4 * 2
-// and one more, and those plus 8: {row, first}, {row + 8, first}, {row, first + 8}, {row + 8, first + 8}. Of a [16, 8]
-// right operand it holds rows like these columns, of column lane / 4; of a [16, 8] result, rows as of the left operand
-// and the columns lane % 4 * 2 and one more.
+// The fragments of lane t, with r = t / 4 and q = t % 4 * 2; each register holds two neighbouring fp16 elements:
+//   a [16, 16], the left operand:  {(r, q), (r + 8, q), (r, q + 8), (r + 8, q + 8)}, each with the next column
+//   b [16, 8], the right operand:  {(q, r), (q + 8, r)}, each with the next row
+//   c [16, 8], the fp32 result:    {(r, q), (r, q + 1), (r + 8, q), (r + 8, q + 1)}
 #pragma once
 #include "common/common.cuh"
 
 namespace bminf {
 
-// c += a @ b.
+// c += a @ b
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -27,13 +27,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[
 #endif
 }
 
-__device__ __forceinline__ unsigned pack(float a, float b) {
-    const __half2 pair = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const unsigned*>(&pair);
-}
-
-// Four [8, 8] matrices from shared memory, of which each thread gives the address of one row, lane % 8 of matrix lane
-// / 8. It gets two elements of row lane / 4 of each; transposed, of that column.
+// Loads four [8, 8] matrices. Lane t gives the shared address of row t % 8 of matrix t / 8, and gets of each matrix the
+// elements (t / 4, t % 4 * 2) and its right neighbour.
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&x)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -41,6 +36,7 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&x)[4], unsigned row) {
                  : "memory");
 }
 
+// The same of the transposed matrices.
 __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&x)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -48,7 +44,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&x)[4], unsigned row
                  : "memory");
 }
 
-// A thread's two elements of a column of an [8, 8] matrix, from its two elements of a row.
+// Transposes an [8, 8] matrix that a warp holds in registers.
 __device__ __forceinline__ unsigned movmatrix_trans(unsigned row) {
     unsigned column;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));

@@ -150,7 +150,7 @@ class PreparedMatmul:
             lt.functions.cublasLtMatmulAlgoCheck(lt.handle, self._desc.handle, a, b, d, d, algorithm, result)
         except LibraryError:
             return False
-        return result.state == Status.SUCCESS and result.workspace_bytes <= WORKSPACE_BYTES
+        return bool(result.state == Status.SUCCESS and result.workspace_bytes <= WORKSPACE_BYTES)
 
     def _choose(self, a: int, b: int, d: int, stream: int) -> None:
         """Time every proposal on the real operands, and keep the fastest."""
@@ -192,7 +192,7 @@ def capturing(stream: int) -> bool:
     """Whether work on ``stream`` is being recorded into a graph."""
     import cupy
 
-    return cupy.cuda.runtime.streamIsCapturing(stream) != 0
+    return bool(cupy.cuda.runtime.streamIsCapturing(stream))
 
 
 @contextmanager
@@ -216,4 +216,4 @@ def timed(launch: Callable[[], None], stream: int, runs: int = TIMED_RUNS) -> fl
             launch()
         runtime.eventRecord(end, stream)
         runtime.eventSynchronize(end)
-        return runtime.eventElapsedTime(start, end) / 1000 / runs
+        return float(runtime.eventElapsedTime(start, end)) / 1000 / runs

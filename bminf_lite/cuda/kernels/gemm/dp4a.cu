@@ -1,12 +1,17 @@
-// Exact int8 products without tensor cores: out[b] = x[b] @ w[b].T, summed in int32.
+// Exact int8 batched GEMM without tensor cores, for GPUs before compute capability 7.5, and where cublasLt has no
+// kernel:
 //
-// It runs on every GPU, so it is what GPUs below compute capability 7.5 use, and what takes over where cublasLt has
-// no kernel. A block computes a tile of 64 x 64 sums with 256 threads, 4 x 4 sums a thread, 32 bytes of the inner
-// dimension at a time. Operands are row-major with rows of whole 16-byte vectors.
+//
+//     out[b] = x[b] @ w[b].T, summed in int32
+//
+// x: int8 [B, rows, k]; w: int8 [B, columns, k]; out: int32 [B, rows, columns]; all row-major, k a multiple of 16.
+//
+// The grid is (column tiles, row tiles, B). A block of 256 threads computes a tile of 64 x 64 sums, each thread 4 x 4
+// of them, and loads 32 bytes of k at a time through shared memory, where they are transposed to [k / 4][row].
+#include "constants/dp4a.cuh"
 
-constexpr int TILE = 64;
-constexpr int DEPTH = 8;         // ints (4 codes each) of the inner dimension at a time
-constexpr int PITCH = TILE + 4;  // rows of shared memory stay 16-byte aligned and fall on different banks
+constexpr int DEPTH = 8;         // ints (4 codes each) of k at a time
+constexpr int PITCH = TILE + 4;  // of rows of shared memory: 16-byte aligned, few bank conflicts
 
 __device__ __forceinline__ int dot4(int a, int b, int sum) {
 #if __CUDA_ARCH__ >= 610
@@ -17,8 +22,8 @@ __device__ __forceinline__ int dot4(int a, int b, int sum) {
 #endif
 }
 
-// x [rows, vectors] and w [columns, vectors] in units of 16 bytes, out [rows, columns] with `columns` a multiple of 4.
-// Strides lead from one batch entry to the next, in the same units (out: ints); 0 repeats an operand.
+// x [rows, vectors] and w [columns, vectors] in vectors of 16 bytes; `columns` is a multiple of 4. The strides of the
+// batch are in the same units (out: in ints); a stride of 0 repeats an operand.
 __global__ void __launch_bounds__(256) igemm_dp4a(
     int* out, const int4* w, const int4* x, int rows, int columns, int vectors, long long out_stride,
     long long w_stride, long long x_stride) {

@@ -73,7 +73,7 @@ class FloatGemm:
         self._run(key, out.data.ptr, ws.data.ptr, xs.data.ptr, cp.cuda.get_current_stream().ptr)
         return out
 
-    def _run(self, key: tuple, out: int, w: int, x: int, stream: int) -> None:
+    def _run(self, key: tuple[Any, ...], out: int, w: int, x: int, stream: int) -> None:
         self._prepare(common_alignment(out, w, x), *key).run(w, x, out, stream)
 
     def _prepare_uncached(self, alignment: int, *key: Any) -> PreparedMatmul:

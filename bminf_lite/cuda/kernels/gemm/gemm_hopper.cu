@@ -1,44 +1,34 @@
-// Products of many int8 rows for compute capability 9.0, scaled as they leave the tensor cores: the int32 sums never
-// see memory. A gated layer's product is gated there too, so that of its two halves one is written, and what belongs to
-// the residual stream is added to it.
+// int8 GEMM with a fused epilogue for many rows, on compute capability 9.0:
 //
-// A block stays for the whole product and computes tiles of 128 rows by BLOCK_N weight rows, one after another. One
-// thread starts the copies of the next 128 columns of both operands into a pipeline of stages; two groups of four warps
-// multiply, 64 rows each. Blocks of a cluster work on neighbouring rows with the same part of the weight: each copies
-// its share of that part to all of them, which saves reads from the cache. Where rows are few and tiles therefore too,
-// a cluster works on one tile instead: each block sums over a part of the columns, and all share the scaling.
+//     y = x_scale[row] * (w_scale[channel] * (x @ w.T)) + bias[channel]
+//     out = fp16(y), or out += fp16(y) in fp32 (the residual stream), or out = fp16(f(fp16(gate)) * fp16(up))
+//
+// x: int8 [rows, in]; w: int8 [channels, in]; out: [rows, columns]. For a gated layer the first half of the channels is
+// the gate, the second half up, and columns = channels / 2; else columns = channels. The int32 sums stay in registers.
+//
+// The kernel is persistent and warp-specialised: each block computes tiles of BLOCK_M by BLOCK_N one after another.
+// One thread loads BLOCK_K columns of both operands per stage by TMA into a pipeline; two warpgroups multiply 64 rows
+// each and write the tile through shared memory by TMA.
+//
+// There are two kinds of clusters. With CLUSTER == 2 the two blocks have neighbouring row tiles and the same tile of
+// the weight: each loads half of it and multicasts that to both, which halves the reads of the weight from L2. With
+// SPLIT_K > 1, for products with fewer tiles than SMs, the blocks share one tile: each sums over a part of the columns,
+// then they exchange sums, and each finishes a part of the tile.
 #include "common/async.cuh"
 #include "common/cluster.cuh"
 #include "common/common.cuh"
 #include "common/wgmma.cuh"
+#include "constants/epilogue.cuh"
+#include "constants/gemm_hopper.cuh"
 
 namespace bminf {
 
-constexpr int BLOCK_M = 128;  // of a tile
-constexpr int BLOCK_K = 128;  // columns of a stage
-constexpr int PIPELINE_BYTES = 192 << 10;
-constexpr int WARPS = 2 * WARPGROUP / WARP;
-constexpr int BOX = 16 * 128;  // bytes of 16 rows of the result that a warp puts in order in shared memory at a time
-constexpr int BAND = 16;       // tiles of rows that share their parts of the weight while these are in the cache
+constexpr int WARPS = 2 * WARPGROUP / WARP;  // that multiply
+constexpr int BAND = 16;                     // row tiles that are computed together, see TileScheduler
 
-__device__ __forceinline__ void store_sums(unsigned address, const int (&sums)[4]) {
-    asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(sums[0]), "r"(sums[1]),
-                 "r"(sums[2]), "r"(sums[3])
-                 : "memory");
-}
+// ---- the pipeline of operands ----------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void add_sums(unsigned address, int (&sums)[4]) {
-    int v[4];
-    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                 : "r"(address)
-                 : "memory");
-    for (int i = 0; i < 4; ++i) sums[i] += v[i];
-}
-
-// ---- copies of tiles ---------------------------------------------------------------------------------------------
-
-// A box into every block of a cluster of two, each of whose barriers expects it.
+// Loads a box into both blocks of a cluster of two, at the same shared address; the barriers of both expect its bytes.
 __device__ __forceinline__ void tma_load_2d_multicast(
     unsigned target, const TensorMap& map, int column, int row, unsigned barrier) {
     asm volatile(
@@ -48,8 +38,9 @@ __device__ __forceinline__ void tma_load_2d_multicast(
         : "memory");
 }
 
-// The pipeline of stages: a tile of the activations, then the tile of the weight. For each stage one barrier says that
-// it is full, and another that nobody in the cluster reads it any more.
+// A circular buffer of stages, each with BLOCK_M rows of the activations and then BLOCK_N rows of the weight. A stage
+// has two barriers: `full`, when its copies have arrived, and `empty`, when all multiplying warps of the cluster have
+// read it.
 template <int BLOCK_N, int CLUSTER>
 struct Pipeline {
     static constexpr int BYTES = (BLOCK_M + BLOCK_N) * BLOCK_K, COUNT = PIPELINE_BYTES / BYTES;
@@ -72,7 +63,7 @@ struct Pipeline {
         }
         fence_mbarrier_init();
     }
-    // A warp has read the stage before the present one: tell every block that writes there.
+    // This warp has read the previous stage: arrives at its `empty` barrier in every block of the cluster.
     __device__ __forceinline__ void release_previous() const {
         const int previous = stage == 0 ? COUNT - 1 : stage - 1;
         const unsigned barrier = barriers + previous * 16 + 8, lane = threadIdx.x % WARP;
@@ -84,10 +75,10 @@ struct Pipeline {
     }
 };
 
-// ---- tiles of the result -----------------------------------------------------------------------------------------
+// ---- the order of tiles ------------------------------------------------------------------------------------------
 
-// The tiles that a cluster computes, of row_tiles by column_tiles, in bands of neighbouring rows that pass over the
-// weight together. SPLIT_K blocks compute each.
+// The tiles of one cluster, of row_tiles * column_tiles. Consecutive tiles run down a band of BAND row tiles before
+// they go on to the next columns, so that blocks that run at the same time share parts of the weight in L2.
 template <int COLUMNS, int CLUSTER, int SPLIT_K>
 struct TileScheduler {
     int row_tiles, column_tiles, index;
@@ -98,44 +89,19 @@ struct TileScheduler {
           index(blockIdx.x / (CLUSTER * SPLIT_K)) {}
     __device__ __forceinline__ bool valid() const { return index < row_tiles * column_tiles; }
     __device__ __forceinline__ void next() { index += gridDim.x / (CLUSTER * SPLIT_K); }
-    // The first row and column of this block's tile.
-    __device__ __forceinline__ int2 place() const {
-        constexpr int TALL = BAND / CLUSTER;
-        const int band = index / (TALL * column_tiles), inside = index % (TALL * column_tiles);
-        const int tall = min(TALL, row_tiles - band * TALL);
-        const int row = (band * TALL + inside % tall) * CLUSTER + (CLUSTER > 1 ? block_rank_in_cluster() : 0);
-        return make_int2(row * BLOCK_M, inside / tall * COLUMNS);
+    // (first row, first column) of this block's tile.
+    __device__ __forceinline__ int2 origin() const {
+        constexpr int HEIGHT = BAND / CLUSTER;
+        const int band = index / (HEIGHT * column_tiles), inside = index % (HEIGHT * column_tiles);
+        const int height = min(HEIGHT, row_tiles - band * HEIGHT);
+        const int row = (band * HEIGHT + inside % height) * CLUSTER + (CLUSTER > 1 ? block_rank_in_cluster() : 0);
+        return make_int2(row * BLOCK_M, inside / height * COLUMNS);
     }
 };
 
-#define FOUR(i) "+r"(c[i][0]), "+r"(c[i][1]), "+r"(c[i][2]), "+r"(c[i][3])
-#define FOURS_4(i) FOUR(i), FOUR(i + 1), FOUR(i + 2), FOUR(i + 3)
-#define FOURS_16(i) FOURS_4(i), FOURS_4(i + 4), FOURS_4(i + 8), FOURS_4(i + 12)
+// ---- the epilogue ------------------------------------------------------------------------------------------------
 
-// c = x @ w.T + (add ? c : 0), x [64, 32] and w [8 * N, 32].
-__device__ __forceinline__ void wgmma(int (&c)[16][4], unsigned long long x, unsigned long long w, bool add) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" UP_TO_63 "}, %64, %65, add;\n}"
-        : FOURS_16(0)
-        : "l"(x), "l"(w), "r"(static_cast<int>(add)));
-}
-
-__device__ __forceinline__ void wgmma(int (&c)[32][4], unsigned long long x, unsigned long long w, bool add) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" UP_TO_127 "}, %128, %129, add;\n}"
-        : FOURS_16(0), FOURS_16(16)
-        : "l"(x), "l"(w), "r"(static_cast<int>(add)));
-}
-
-// ---- what leaves -------------------------------------------------------------------------------------------------
-
-// What becomes of the scaled product, numbered as in matvec.cu: values fp16, what is added to fp32, or of a gated layer
-// what is gated.
-enum Epilogue { TO_HALF = 0, ADD = 2, GATED = 3 };
-
-// Writes the box at (column, row), or adds it there, and leaves out what lies outside the matrix.
+// Writes the box to (column, row), or adds it there; elements outside the matrix are left out.
 template <int EPILOGUE>
 __device__ __forceinline__ void tma_store_2d(unsigned source, const TensorMap& map, int column, int row) {
     if constexpr (EPILOGUE == ADD)
@@ -150,13 +116,13 @@ __device__ __forceinline__ void tma_store_2d(unsigned source, const TensorMap& m
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until shared memory has been read for all but the last N boxes that this thread writes.
+// Waits until at most N of this thread's stores have not yet read their shared memory.
 template <int N>
 __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// Scales, and biases, of a thread's two neighbours in each of COUNT times eight rows of the weight.
+// The scales and biases of the two neighbouring channels that a thread has in each of COUNT groups of eight channels.
 template <int COUNT, bool BIAS>
 struct Channels {
     float2 scale[COUNT], bias[BIAS ? COUNT : 1];
@@ -169,7 +135,7 @@ struct Channels {
     }
 };
 
-// What scales the sums. The rows of a gated layer's weight that are gated lie `columns` behind the others.
+// The operands of the epilogue. A gated layer's channels of up lie `columns` behind those of the gate.
 struct EpilogueScales {
     const float *x_scale, *w_scale, *bias;
     int rows, columns, channels;
@@ -191,28 +157,24 @@ struct EpilogueScales {
 
 template <int ACTIVATION>
 __device__ __forceinline__ float2 gated(float2 gate, float2 up) {
-    return {
-        activate<ACTIVATION>(rounded(gate.x)) * rounded(up.x), activate<ACTIVATION>(rounded(gate.y)) * rounded(up.y)};
+    return {gated<ACTIVATION>(gate.x, up.x), gated<ACTIVATION>(gate.y, up.y)};
 }
 
-__device__ __forceinline__ unsigned pack2(float2 y) {
-    const __half2 h = __floats2half2_rn(y.x, y.y);
-    return *reinterpret_cast<const unsigned*>(&h);
-}
-
-// Two pairs of 8 x 8 tiles of fp16 go to shared memory as products leave them in registers; each lane names one row.
+// Stores four [8, 8] matrices of fp16, as two accumulator tiles hold them; lane t gives the address of row t % 8 of
+// matrix t / 8.
 __device__ __forceinline__ void stmatrix_x4(unsigned row, const unsigned (&left)[2], const unsigned (&right)[2]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(left[0]),
                  "r"(left[1]), "r"(right[0]), "r"(right[1])
                  : "memory");
 }
 
-__device__ __forceinline__ void store_pair(unsigned address, float2 y) {
+__device__ __forceinline__ void st_shared_v2(unsigned address, float2 y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(y.x), "f"(y.y) : "memory");
 }
 
-// A tile as it leaves: N * 8 rows of the weight make WIDTH * 8 columns, AT_ONCE * 8 of which are scaled while the
-// scales of the next ones are loaded; IN_BOX * 8 fill a box.
+// How a tile is written, in groups of eight channels or columns: N groups of channels make WIDTH groups of columns, of
+// which IN_BOX fill a box. AT_ONCE groups of columns, CHANNELS groups of channels, are scaled together, while the
+// scales of the next are loaded.
 template <int EPILOGUE, int N>
 struct EpilogueTile {
     static constexpr bool GATED = EPILOGUE == Epilogue::GATED;
@@ -220,8 +182,8 @@ struct EpilogueTile {
     static constexpr int CHANNELS = GATED ? 2 * AT_ONCE : AT_ONCE;
 };
 
-// A warp's 16 rows from (row, column) on, box after box, through two places in shared memory. `next` has the scales of
-// the first columns.
+// Scales a warp's 16 rows from (row, column) on and writes them box by box, through two boxes of shared memory at
+// `staging`. `next` has the channels of the first columns.
 template <int EPILOGUE, int ACTIVATION, int N, class Loaded>
 __device__ __forceinline__ void write_tile(
     const int (&c)[N][4], const EpilogueScales& scaling, const float (&x_scale)[2], Loaded next, const TensorMap& map,
@@ -249,15 +211,16 @@ __device__ __forceinline__ void write_tile(
                     value = gated<ACTIVATION>(
                         value, channels.values(c[first + m + N / 2] + 2 * h, x_scale[h], m + L::AT_ONCE));
                 if constexpr (EPILOGUE == ADD)
-                    store_pair(
+                    st_shared_v2(
                         box + (h * 8 + y) * 128 + (((piece + i / 2) * 2 + x / 2) ^ y) * 16 + x % 2 * 8,
                         {rounded(value.x), rounded(value.y)});
                 else
-                    v[i / 2][h] = pack2(value);
+                    v[i / 2][h] = pack_half2(value.x, value.y);
             }
             if constexpr (EPILOGUE != ADD)
                 stmatrix_x4(box + lane % 16 * 128 + ((piece + lane / 16) ^ lane % 8) * 16, v[0], v[1]);
-            __syncwarp();  // without it, the compiler keeps all values to the end and runs out of registers
+            __syncwarp();  // keeps the compiler from delaying all stores to the end, which would take too many
+                           // registers
         }
         if ((first + L::AT_ONCE) % L::IN_BOX == 0) {
             fence_proxy_async();
@@ -267,44 +230,46 @@ __device__ __forceinline__ void write_tile(
     }
 }
 
-// Adds up a tile's sums, of which each of SPLIT_K blocks has those over a part of the columns: this block gets a part
-// of the tile, N / SPLIT_K * 8 rows of the weight, of a gated layer half of them from either half. `buffer` is as large
-// as the tile, and was read by the products before.
+// Reduces a tile over the SPLIT_K blocks of the cluster. c: this block's sums over its part of the columns. mine: the
+// total for this block's part of the channels, N / SPLIT_K groups of eight; of a gated layer half of them are gates and
+// half up. buffer: shared memory for a tile of sums, which overlays the pipeline.
 template <int SPLIT_K, bool GATED, int N>
-__device__ __forceinline__ void exchange(const int (&c)[N][4], int (&mine)[N / SPLIT_K][4], unsigned buffer) {
+__device__ __forceinline__ void exchange_sums(const int (&c)[N][4], int (&mine)[N / SPLIT_K][4], unsigned buffer) {
     constexpr int OWN = N / SPLIT_K, HALF = GATED ? OWN / 2 : OWN, PIECE = WARPS * WARP * 16;
-    const unsigned rank = block_rank_in_cluster(), place = buffer + threadIdx.x * 16;
+    const unsigned rank = block_rank_in_cluster(), own = buffer + threadIdx.x * 16;
     cluster_sync<SPLIT_K>();
 #pragma unroll
     for (int part = 0; part < SPLIT_K; ++part) {
-        const unsigned there = map_shared_rank(place + rank * OWN * PIECE, part);
+        const unsigned remote = map_shared_rank(own + rank * OWN * PIECE, part);
 #pragma unroll
         for (int n = 0; n < OWN; ++n)
-            store_sums(there + n * PIECE, c[n / HALF * (N / 2) * GATED + part * HALF + n % HALF]);
+            st_shared_cluster_v4(remote + n * PIECE, c[n / HALF * (N / 2) * GATED + part * HALF + n % HALF]);
     }
     cluster_sync<SPLIT_K>();
 #pragma unroll
     for (int n = 0; n < OWN; ++n) {
         for (int i = 0; i < 4; ++i) mine[n][i] = 0;
 #pragma unroll
-        for (int part = 0; part < SPLIT_K; ++part) add_sums(place + (part * OWN + n) * PIECE, mine[n]);
+        for (int part = 0; part < SPLIT_K; ++part) {
+            const int4 sums = ld_shared_v4(own + (part * OWN + n) * PIECE);
+            mine[n][0] += sums.x, mine[n][1] += sums.y, mine[n][2] += sums.z, mine[n][3] += sums.w;
+        }
     }
 }
 
 // ---- the kernel --------------------------------------------------------------------------------------------------
 
-// `rows` by `columns` of scaled(x @ w.T) + bias; `channels` are the rows of the weight. `x_map` is the activations int8
-// [rows, in] in boxes of 128 by 128, `w_map` the weight int8 [channels, in] in boxes of BLOCK_N / 2 by 128, `out_map`
-// the result in boxes of 16 rows of 128 bytes; `stages` of 128 columns cover `in`. BLOCK_N rows of the weight make a
-// tile, 128 or 256. Blocks come in clusters of CLUSTER, 1 or 2, which compute row_tiles by column_tiles tiles; or of
-// SPLIT_K, for CLUSTER 1, which compute one tile together. Then there is a cluster for each tile, and a stage for each
-// part. Dynamic shared memory: the pipeline, two boxes per multiplying warp, 16 bytes per stage.
+// ACTIVATION: the function of GATED. BLOCK_N: channels of a tile, 128 or 256. Boxes of the tensor maps: x_map 128 rows
+// of 128 columns; w_map BLOCK_N / 2 rows of 128 columns; out_map 16 rows of 128 bytes. `stages` stages cover a row of
+// x. CLUSTER: 1 or 2; row_tiles and column_tiles count the tiles of a cluster (CLUSTER * BLOCK_M rows). SPLIT_K: with
+// it CLUSTER is 1, there is one cluster for each tile, and stages >= SPLIT_K. Dynamic shared memory: PIPELINE_BYTES;
+// two boxes for each multiplying warp; 16 bytes for each stage of the pipeline.
 template <int EPILOGUE, int ACTIVATION, bool BIAS, int BLOCK_N, int CLUSTER, int SPLIT_K>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
     const float* x_scale, const float* w_scale, const float* bias, int rows, int columns, int channels, int stages,
     int row_tiles, int column_tiles, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
     const __grid_constant__ TensorMap out_map) {
-    static_assert(CLUSTER == 1 || SPLIT_K == 1, "blocks of a cluster share rows or sums");
+    static_assert(CLUSTER == 1 || SPLIT_K == 1, "the blocks of a cluster share the weight or a tile");
     constexpr int SHARE = BLOCK_N / 2, COLUMNS = EPILOGUE == GATED ? SHARE : BLOCK_N, OWN = BLOCK_N / 8 / SPLIT_K;
     extern __shared__ __align__(1024) char shared[];
     const unsigned tiles = cast_smem_ptr_to_uint(shared), staging = tiles + PIPELINE_BYTES;
@@ -321,16 +286,16 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == WARPS * WARP) {
             for (; tile.valid(); tile.next()) {
-                const int2 place = tile.place();
+                const int2 origin = tile.origin();
 #pragma unroll 1
                 for (int k = from; k < to; ++k, pipeline.next()) {
                     mbarrier_wait(pipeline.empty(), pipeline.phase ^ 1);
                     mbarrier_arrive_expect_tx(pipeline.full(), pipeline.BYTES);
-                    tma_load_2d(pipeline.x(), x_map, k * BLOCK_K, place.x, pipeline.full());
+                    tma_load_2d(pipeline.x(), x_map, k * BLOCK_K, origin.x, pipeline.full());
 #pragma unroll
                     for (int i = 0; i < 2 / CLUSTER; ++i) {
                         const int share = CLUSTER > 1 ? block_rank_in_cluster() : i;
-                        const int row = place.y + share * (EPILOGUE == GATED ? columns : SHARE);
+                        const int row = origin.y + share * (EPILOGUE == GATED ? columns : SHARE);
                         const unsigned target = pipeline.w() + share * SHARE * BLOCK_K;
                         if constexpr (CLUSTER > 1)
                             tma_load_2d_multicast(target, w_map, k * BLOCK_K, row, pipeline.full());
@@ -341,15 +306,15 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
             }
         }
         __syncwarp();
-        if constexpr (SPLIT_K > 1) cluster_sync<SPLIT_K>(), cluster_sync<SPLIT_K>();  // with those that exchange sums
+        if constexpr (SPLIT_K > 1) cluster_sync<SPLIT_K>(), cluster_sync<SPLIT_K>();  // those of exchange_sums
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         const EpilogueScales scaling = {x_scale, w_scale, bias, rows, columns, channels};
         for (; tile.valid(); tile.next()) {
-            const int2 place = tile.place();
-            const int row = place.x + warp * 16, mine = row + threadIdx.x % WARP / 4;
+            const int2 origin = tile.origin();
+            const int row = origin.x + warp * 16, mine = row + threadIdx.x % WARP / 4;
             const float scales[2] = {scaling.row(mine), scaling.row(mine + 8)};
-            const int column = place.y + part * (COLUMNS / SPLIT_K);
+            const int column = origin.y + part * (COLUMNS / SPLIT_K);
             Channels<EpilogueTile<EPILOGUE, OWN>::CHANNELS, BIAS> first;
             scaling.load<EPILOGUE == GATED>(first, column);
             int c[BLOCK_N / 8][4];
@@ -372,7 +337,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
             const unsigned boxes = staging + warp * 2 * BOX;
             if constexpr (SPLIT_K > 1) {
                 int sums[OWN][4];
-                exchange<SPLIT_K, EPILOGUE == GATED>(c, sums, tiles);
+                exchange_sums<SPLIT_K, EPILOGUE == GATED>(c, sums, tiles);
                 write_tile<EPILOGUE, ACTIVATION>(sums, scaling, scales, first, out_map, row, column, boxes);
             } else {
                 write_tile<EPILOGUE, ACTIVATION>(c, scaling, scales, first, out_map, row, column, boxes);
@@ -381,7 +346,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
         if (threadIdx.x % WARP == 0) tma_store_wait<0>();
         __syncwarp();
     }
-    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();  // a block that others copy to and arrive at must not have gone
+    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();  // other blocks write to this block's shared memory
 }
 
 }  // namespace bminf

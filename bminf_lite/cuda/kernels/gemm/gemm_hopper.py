@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...runtime.driver import Device, DeviceAttribute
-from ...runtime.kernel import Kernel, Module
+from ...runtime.kernel import Kernel
 from ...runtime.tensor_maps import ROW_BYTES, TensorMapDataType, tensor_map_2d
-from .skinny_gemm import Epilogue
+from ..constants import GEMM_BOX_ROWS as BOX_ROWS
+from ..constants import GEMM_PIPELINE_BYTES as PIPELINE_BYTES
+from ..constants import GEMM_ROWS as ROWS
+from ..constants import GEMM_STAGE_COLUMNS as STAGE_COLUMNS
+from ..constants import Activation, Epilogue
+from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..sources import load
 
 THREADS = 384
-ROWS = 128
-"""Of a tile of the result; also the columns of both operands that a stage of the ring holds."""
-PIPELINE_BYTES = 192 << 10
-BOX_ROWS = 16
-"""Rows of the result that a warp writes at a time."""
 STAGING_BYTES = THREADS * 2 // 3 // 32 * 2 * BOX_ROWS * ROW_BYTES
-EPILOGUES = (Epilogue.HALF, Epilogue.ADD, Epilogue.GATED)
-_SIGNATURE = "pppiiiiiiTTT"
+EPILOGUES = (Epilogue.TO_HALF, Epilogue.ADD, Epilogue.GATED)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class GemmTileConfig:
     @property
     def shared(self) -> int:
         """Bytes of shared memory: the ring of stages, where results are put in order, two barriers for each stage."""
-        return PIPELINE_BYTES + STAGING_BYTES + 16 * (PIPELINE_BYTES // (ROWS * (ROWS + self.width)))
+        return PIPELINE_BYTES + STAGING_BYTES + 16 * (PIPELINE_BYTES // (STAGE_COLUMNS * (ROWS + self.width)))
 
     @property
     def arguments(self) -> str:
@@ -100,6 +101,8 @@ class _KernelLaunch:
 class ScaledGemm:
     """The kernel of ``gemm/gemm_hopper.cu`` on one GPU."""
 
+    source = "gemm/gemm_hopper.cu"
+
     def __init__(self, device: Device) -> None:
         self._device = device
         self._num_sms = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
@@ -107,6 +110,17 @@ class ScaledGemm:
         self.supported = device.compute_capability == (9, 0) and shared >= max(t.shared for t in TILE_CONFIGS)
         self._kernel = functools.cache(self._load)
         self._kernel_launch = functools.lru_cache(KERNEL_CACHE_SIZE)(self._kernel_launch_uncached)
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        if capability == (9, 0):
+            values = (
+                [int(e) for e in EPILOGUES],
+                [int(a) for a in Activation],
+                BOOLEANS,
+                list(_TILE_CONFIG_BY_ARGUMENTS),
+            )
+            yield KernelFamily(cls.source, "bminf::gemm_hopper", values, _possible)
 
     def supports(self, rows: int, channels: int, epilogue: Epilogue) -> bool:
         """Whether the kernel runs here, and is the fastest for ``rows`` and a weight of ``channels`` rows."""
@@ -123,7 +137,7 @@ class ScaledGemm:
         return not wrong
 
     def _is_exact(self, rows: int, channels: int, in_features: int) -> bool:
-        import cupy as cp  # here alone: what there is to compile is asked for where CuPy is not installed
+        import cupy as cp  # not above: instantiations() must work where CuPy is not installed
 
         random = np.random.default_rng(0)
         x, w = (random.integers(-128, 128, (n, in_features), np.int8) for n in (rows, channels))
@@ -134,7 +148,7 @@ class ScaledGemm:
         self.launch(
             (codes, in_features), scales, (weight, in_features), weight_scales, 0,
             (out.data.ptr, channels), rows=rows, channels=channels, in_features=in_features,
-            epilogue=Epilogue.HALF, stream=cp.cuda.get_current_stream().ptr,
+            epilogue=Epilogue.TO_HALF, stream=cp.cuda.get_current_stream().ptr,
         )  # fmt: skip
         acc = (x.astype(np.float64) @ w.T.astype(np.float64)).astype(np.float32)  # exact, and quick
         return np.array_equal(cp.asnumpy(out), (x_scale[:, None] * (w_scale * acc)).astype(np.float16))
@@ -182,7 +196,7 @@ class ScaledGemm:
         self, rows: int, channels: int, in_features: int, epilogue: Epilogue, activation: int, bias: bool,
         tile_config: GemmTileConfig | None,
     ) -> _KernelLaunch:  # fmt: skip
-        gated, stages = epilogue is Epilogue.GATED, -(-in_features // ROWS)
+        gated, stages = epilogue is Epilogue.GATED, -(-in_features // STAGE_COLUMNS)
         if tile_config is None:
             tile_configs = [tile_config for tile_config in TILE_CONFIGS if tile_config.serves(epilogue, stages)]
             tile_config = min(
@@ -203,4 +217,13 @@ class ScaledGemm:
         )
 
     def _load(self, expression: str) -> Kernel:
-        return Module(self._device, "gemm/gemm_hopper.cu", [expression]).kernel(expression, _SIGNATURE)
+        return load(self._device, self.source, expression)
+
+
+_TILE_CONFIG_BY_ARGUMENTS = {tile_config.arguments: tile_config for tile_config in TILE_CONFIGS}
+_MANY_STAGES = 1024
+
+
+def _possible(epilogue: int, activation: int, bias: str, tile_config: str) -> bool:
+    serves = _TILE_CONFIG_BY_ARGUMENTS[tile_config].serves(Epilogue(epilogue), _MANY_STAGES)
+    return serves and (epilogue == Epilogue.GATED or activation == 0)

@@ -19,7 +19,9 @@ import numpy as np
 
 from ....errors import DeviceError
 from ...runtime.driver import Device
-from ...runtime.kernel import Kernel, Module
+from ...runtime.kernel import Kernel
+from ..constants import DP4A_TILE
+from ..sources import load
 from .algorithm_store import AlgorithmStore
 from .cublaslt_matmul import MatmulContext, NoAlgorithm, PreparedMatmul, capturing, timed
 from .layouts import Layout
@@ -180,13 +182,13 @@ class Int8Gemm:
     ) -> None:  # fmt: skip
         """The product by the kernel that runs on every GPU; see :meth:`GemmPlan.run`. Strides count elements."""
         out, inner = layouts.padded
-        grid = (-(-out // 64), -(-rows // 64), batch)
+        grid = (-(-out // DP4A_TILE), -(-rows // DP4A_TILE), batch)
         args = (acc, w, x, rows, out, inner // 16, rows * out, w_stride // 16, x_stride // 16)
         self._dp4a_kernel(grid, 256, args, stream=stream)
 
     @functools.cached_property
     def _dp4a_kernel(self) -> Kernel:
-        return Module(self.device, "gemm/dp4a.cu", ["igemm_dp4a"]).kernel("igemm_dp4a", "pppiiiqqq")
+        return load(self.device, "gemm/dp4a.cu", "igemm_dp4a")
 
     def _first_exact(self, kinds: Sequence[GemmKind]) -> GemmKind:
         reasons = []

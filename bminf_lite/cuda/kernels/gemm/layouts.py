@@ -23,17 +23,13 @@ from typing import Any
 import numpy as np
 
 from ...runtime.cublaslt import Order
+from ..arrays import round_up
 
 GROUP = 32
 """Columns in one group of a tensor-core layout."""
 
 TILE_ROWS: Mapping[Order, int] = {Order.ROW: 1, Order.COL32: 1, Order.COL4_4R2_8C: 8, Order.COL32_2R_4R4: 32}
 """Rows in one tile; a group of columns always holds whole tiles."""
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``value``."""
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from enum import Enum
 from functools import cached_property
 
 from ...runtime.cublaslt import ComputeType, DataType, Order
-from .layouts import GROUP, Layout, round_up
+from ..arrays import round_up
+from .layouts import GROUP, Layout
 
 
 @dataclass(frozen=True)

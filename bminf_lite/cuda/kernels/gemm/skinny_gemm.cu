@@ -1,27 +1,33 @@
-// A few activation rows (2 to 32) times an int8 weight, on the tensor cores: decoding of small batches, bound by
-// reading the weights, which each block does once.
+// int8 GEMM for a few rows (2 to 32) by mma.sync, from compute capability 8.0 on: decoding of small batches, which is
+// memory-bound, because the weight is read once.
 //
-// A product of the tensor cores takes a group of 16 rows of the weight and a tile of 8 rows of the activations. Which
-// 32 columns it multiplies is free as long as both operands agree, so a lane reads 16 contiguous bytes of its row and
-// feeds two products with them.
+//     out = epilogue(x @ w.T), see skinny_gemm.cuh
 //
-// A block has whole groups, so it finishes its outputs itself. Its work is cut into units, a group's SEGMENT columns,
-// and its warps take a run of them each, column by column, so that the activations of a segment stay in registers:
-// int32 sums are exact in any order. The first units are under way before the kernel waits for its input.
+// x: int8 [rows, pitch]; weight: int8 [n, pitch]; x_scale: fp32 [rows]; w_scale, bias: fp32 [n]; out: [rows, n], or
+// [rows, n / 2] of a gated layer.
+//
+// The weight is the left operand of mma.m16n8k32, in groups of 16 channels, and the activations are the right operand,
+// in tiles of 8 rows. The order of k within an instruction is arbitrary as long as both operands agree, so each lane
+// reads 16 contiguous bytes and uses them for two instructions.
+//
+// A block has whole groups of outputs (BlockRange), so that it can apply the epilogue itself. Its work is cut into
+// units: SEGMENT columns of one group. Each warp takes a contiguous run of units that goes through all groups before it
+// goes on to the next segment, so that a segment of the activations stays in registers. Warps add their sums in shared
+// memory by atomics; int32 sums are exact in any order. The copies of the first units start before the kernel waits for
+// its input.
 #include "common/async.cuh"
 #include "common/common.cuh"
+#include "constants/skinny_gemm.cuh"
 #include "gemm/skinny_gemm.cuh"
 
 using namespace bminf;
 
-constexpr int WARPS = PIPELINE_WARPS;  // as many as the shared memory has room for
+constexpr int WARPS = PIPELINE_WARPS;
 constexpr int THREADS = WARPS * WARP;
-constexpr int STAGES = PIPELINE_STAGES;  // units under way per warp
-constexpr int ROWS = 16;                 // of the weight, in a group
-constexpr int STEP = 64;                 // bytes of a row that two products take
+constexpr int STAGES = PIPELINE_STAGES;  // units in a warp's pipeline
 constexpr int STEPS = PIPELINE_STEPS;
 constexpr int SEGMENT = STEPS * STEP;
-constexpr int STRIDE = SEGMENT + 64;  // in shared memory, so that the 8 lanes of a read meet all banks
+constexpr int STRIDE = SEGMENT + 64;  // of rows in shared memory: avoids bank conflicts
 constexpr int UNIT = ROWS * STRIDE;
 
 __device__ __forceinline__ void mma_m16n8k32(int (&c)[4], int a0, int a1, int a2, int a3, int b0, int b1) {
@@ -34,7 +40,9 @@ __device__ __forceinline__ void mma_m16n8k32(int (&c)[4], int a0, int a1, int a2
 #endif
 }
 
-// What a block computes: `count` groups of outputs from group `first` on. With GATED each has two groups of the weight.
+// The outputs of one block: `count` of `outputs` groups, from `first` on. All blocks have the same number, give or take
+// one. With GATED each group of outputs has two groups of the weight: a block numbers its groups locally, the gate's
+// before those of up.
 template <int EPILOGUE>
 struct BlockRange {
     static constexpr int MATRICES = EPILOGUE == GATED ? 2 : 1;
@@ -46,48 +54,49 @@ struct BlockRange {
         count = static_cast<int>(static_cast<long long>(outputs) * (blockIdx.x + 1) / gridDim.x) - first;
     }
     __device__ __forceinline__ int groups() const { return count * MATRICES; }
-    __device__ __forceinline__ int group(int local) const {  // the weight's group of a local one
+    __device__ __forceinline__ int group(int local) const {  // of the weight
         return MATRICES == 2 && local >= count ? outputs + first + local - count : first + local;
     }
 };
 
-// A warp's run of the block's units.
-struct WarpRange {
-    int groups, group, segment, left;
+// The units of one warp, as (group of the block, segment).
+struct WarpUnits {
+    int groups, group, segment, remaining;
 
-    __device__ __forceinline__ WarpRange(int warp, int groups_, int segments) : groups(groups_) {
+    __device__ __forceinline__ WarpUnits(int warp, int groups, int segments) : groups(groups) {
         const int total = groups * segments, begin = total * warp / WARPS;
         segment = begin / groups, group = begin % groups;
-        left = total * (warp + 1) / WARPS - begin;
+        remaining = total * (warp + 1) / WARPS - begin;
     }
     __device__ __forceinline__ void next() {
-        --left;
+        --remaining;
         if (++group == groups) group = 0, ++segment;
     }
 };
 
-// Brings a warp's units to its part of the pipeline: by the copy engine from 9.0 on, where a lane copies a row; before,
-// by copies of what the lane itself will read.
-template <class BlockRange>
+// A warp's pipeline of units of the weight. From 9.0 on it is filled by bulk copies, one row by each lane; before, by
+// cp.async of the very bytes that the lane will read. `ahead` is the next unit to be loaded, `stage` the next to be
+// multiplied.
+template <int EPILOGUE>
 struct WeightStream {
     const int8* weight;
-    const BlockRange& share;
+    const BlockRange<EPILOGUE>& block;
     int pitch, lane, stage = 0, phase = 0;
     char* pipeline;
     unsigned barriers;
-    WarpRange ahead;
+    WarpUnits ahead;
 
     __device__ __forceinline__ WeightStream(
-        const int8* weight, const BlockRange& share, int pitch, char* pipelines, unsigned long long* all,
-        const WarpRange& run)
+        const int8* weight, const BlockRange<EPILOGUE>& block, int pitch, char* pipelines,
+        unsigned long long* all_barriers, const WarpUnits& units)
         : weight(weight),
-          share(share),
+          block(block),
           pitch(pitch),
           lane(threadIdx.x % WARP),
-          ahead(run) {
+          ahead(units) {
         const int warp = threadIdx.x / WARP;
         pipeline = pipelines + warp * (STAGES * UNIT);
-        barriers = cast_smem_ptr_to_uint(all + warp * STAGES);
+        barriers = cast_smem_ptr_to_uint(all_barriers + warp * STAGES);
 #if __CUDA_ARCH__ >= 900
         if (lane == 0) {
             for (int i = 0; i < STAGES; ++i) mbarrier_init(barriers + 8 * i, 1);
@@ -95,12 +104,13 @@ struct WeightStream {
         }
         __syncwarp();
 #endif
-        for (int i = 0; i < STAGES; ++i) start(i);
+        for (int i = 0; i < STAGES; ++i) load(i);
     }
-    __device__ __forceinline__ void start(int to) {
-        if (ahead.left > 0) {
+    // Starts to load the warp's next unit.
+    __device__ __forceinline__ void load(int to) {
+        if (ahead.remaining > 0) {
             const int column = ahead.segment * SEGMENT;
-            const int8* source = weight + static_cast<size_t>(share.group(ahead.group)) * (ROWS * pitch) + column;
+            const int8* source = weight + static_cast<size_t>(block.group(ahead.group)) * (ROWS * pitch) + column;
             char* target = pipeline + to * UNIT;
 #if __CUDA_ARCH__ >= 900
             const int bytes = min(SEGMENT, pitch - column);
@@ -122,9 +132,9 @@ struct WeightStream {
         }
         cp_async_commit_group();
     }
-    // The unit's product with a segment of the activations, and the next copy into its place.
+    // c += the oldest unit times its segment of the activations; the next unit takes its place in the pipeline.
     template <int TILES>
-    __device__ __forceinline__ void multiply_by(const int4 (&x)[STEPS][TILES], int (&c)[2][TILES][4]) {
+    __device__ __forceinline__ void multiply(const int4 (&x)[STEPS][TILES], int (&c)[2][TILES][4]) {
 #if __CUDA_ARCH__ >= 900
         mbarrier_wait(barriers + 8 * stage, phase);
 #else
@@ -142,13 +152,13 @@ struct WeightStream {
             }
         }
         __syncwarp();
-        start(stage);
+        load(stage);
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
 };
 
-// A segment of the activations, as the tensor cores take it. What lies past the last row or column is 0, which makes
-// what the pipeline holds there harmless. Not through L1, which knows nothing of writes since this kernel began.
+// Loads a segment of the activations as right operands. It is zero past the last row and column, so the weights there
+// do not matter. __ldcg bypasses L1, which is not coherent with writes since the launch of this kernel.
 template <int TILES>
 __device__ __forceinline__ void load_segment(
     int4 (&x)[STEPS][TILES], const int8* codes, int rows, int pitch, int segment) {
@@ -164,62 +174,62 @@ __device__ __forceinline__ void load_segment(
         }
 }
 
-// Where the sum of a local channel (row of the weight) and a token is: as the tensor cores hold it, lane by lane.
+// The index in shared memory of the sum of a local channel and a row of x. Sums have the order of the accumulators:
+// [group][tile][register][lane].
 template <int TILES>
 __device__ __forceinline__ int accumulator_index(int channel, int token) {
     const int lane = channel % 8 * 4 + token % 8 / 2, part = channel % ROWS / 8 * 2 + token % 2;
     return ((channel / ROWS * TILES + token / 8) * 4 + part) * WARP + lane;
 }
 
-// What a block adds its outputs to: the first two of each thread are fetched while the product is under way.
+// The residual stream at the block's outputs. Each thread's first two values are loaded before the product.
 template <int EPILOGUE>
 struct Residual {
     const float* values;
-    float early[2];
+    float loaded[2];
 
     __device__ __forceinline__
-    Residual(const BlockRange<EPILOGUE>& share, const void* out, long long pitch, int rows, int n) {
-        values = static_cast<const float*>(out) + share.first * ROWS;
-        const int width = share.count * ROWS;
+    Residual(const BlockRange<EPILOGUE>& block, const void* out, long long pitch, int rows, int n) {
+        values = static_cast<const float*>(out) + block.first * ROWS;
+        const int width = block.count * ROWS;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const int i = j * THREADS + threadIdx.x, token = i / width, channel = i % width;
-            const bool inside = EPILOGUE == ADD && token < rows && share.first * ROWS + channel < n;
-            early[j] = inside ? __ldcg(values + token * pitch + channel) : 0.0f;
+            const bool inside = EPILOGUE == ADD && token < rows && block.first * ROWS + channel < n;
+            loaded[j] = inside ? __ldcg(values + token * pitch + channel) : 0.0f;
         }
     }
-    __device__ __forceinline__ float at(int i, size_t place) const {
-        return i < THREADS ? early[0] : i < 2 * THREADS ? early[1] : __ldcg(values + place);
+    __device__ __forceinline__ float at(int i, size_t index) const {
+        return i < THREADS ? loaded[0] : i < 2 * THREADS ? loaded[1] : __ldcg(values + index);
     }
 };
 
-// The exact sums of a block, scaled and put where they belong, channel by channel of a token.
+// Applies the epilogue to the block's sums, the channels of a row after each other.
 template <int TILES, int EPILOGUE, int F>
 __device__ __forceinline__ void epilogue(
-    const int* sums, const float* x_scale, const float* w_scale, const float* bias, const BlockRange<EPILOGUE>& share,
+    const int* sums, const float* x_scale, const float* w_scale, const float* bias, const BlockRange<EPILOGUE>& block,
     const Residual<EPILOGUE>& residual, void* out, long long out_pitch, int rows, int n) {
-    const int width = share.count * ROWS, first = share.first * ROWS, end = n / share.MATRICES - first;
+    const int width = block.count * ROWS, first = block.first * ROWS, end = n / block.MATRICES - first;
     for (int i = threadIdx.x; i < rows * width; i += THREADS) {
         const int token = i / width, channel = i % width;
         if (channel >= end) continue;
-        const size_t place = token * out_pitch + channel;
-        int found[BlockRange<EPILOGUE>::MATRICES];
+        const size_t index = token * out_pitch + channel;
+        int channel_sums[BlockRange<EPILOGUE>::MATRICES];
         Channel channels[BlockRange<EPILOGUE>::MATRICES];
 #pragma unroll
         for (int m = 0; m < BlockRange<EPILOGUE>::MATRICES; ++m) {
             const int local = m * width + channel;
-            found[m] = sums[accumulator_index<TILES>(local, token)];
+            channel_sums[m] = sums[accumulator_index<TILES>(local, token)];
             channels[m] = {w_scale[local], bias ? bias[local] : 0.0f};
         }
-        const float before = EPILOGUE == ADD ? residual.at(i, place) : 0.0f;
-        put<EPILOGUE, F>(out, first + place, found, x_scale[token], channels, bias != nullptr, before);
+        const float before = EPILOGUE == ADD ? residual.at(i, index) : 0.0f;
+        store_output<EPILOGUE, F>(out, first + index, channel_sums, x_scale[token], channels, bias != nullptr, before);
     }
 }
 
-// x: int8 [rows, pitch], rows up to 8 TILES; x_scale: fp32 [rows]. weight: int8 [n in whole groups, pitch]; w_scale,
-// bias: fp32 [n]. out: [rows, n] with rows of out_pitch elements: fp16, fp32, fp32 to add to, or int32; or fp16 [rows,
-// n / 2] if GATED, then n / 2 is a multiple of 16. F is the gate's function. Dynamic shared memory: the pipeline, and
-// for each channel of a block's share 8 TILES sums, its scale and its bias.
+// TILES: tiles of 8 rows of x. F: the function of GATED and ACTIVATED. The weight has whole groups of memory; with
+// GATED n / 2 is a multiple of 16. Dynamic shared memory: the pipelines, WARPS * STAGES * UNIT bytes; and for each
+// channel of the block 8 * TILES sums, its scale and its bias.
 template <int TILES, int EPILOGUE, int F>
 __global__ void __launch_bounds__(THREADS, 1) skinny_gemm(
     const int8* x, const float* x_scale, const int8* __restrict__ weight, const float* __restrict__ w_scale,
@@ -228,29 +238,29 @@ __global__ void __launch_bounds__(THREADS, 1) skinny_gemm(
     __shared__ __align__(8) unsigned long long barriers[WARPS * STAGES];
     __shared__ float row_scales[8 * TILES];
     launch_dependent_grids();
-    const BlockRange<EPILOGUE> share(n);
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, channels = share.groups() * ROWS;
+    const BlockRange<EPILOGUE> block(n);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, channels = block.groups() * ROWS;
     int* sums = reinterpret_cast<int*>(shared + WARPS * STAGES * UNIT);
     float* scales = reinterpret_cast<float*>(sums + channels * 8 * TILES);
     float* biases = scales + channels;
-    WarpRange unit(warp, share.groups(), (pitch + SEGMENT - 1) / SEGMENT);
-    WeightStream<BlockRange<EPILOGUE>> stream(weight, share, pitch, shared, barriers, unit);
+    WarpUnits unit(warp, block.groups(), (pitch + SEGMENT - 1) / SEGMENT);
+    WeightStream<EPILOGUE> stream(weight, block, pitch, shared, barriers, unit);
     for (int i = threadIdx.x; i < channels * 8 * TILES; i += THREADS) sums[i] = 0;
     if constexpr (EPILOGUE != TO_INT32)
         for (int i = threadIdx.x; i < channels; i += THREADS) {
-            const int row = share.group(i / ROWS) * ROWS + i % ROWS;
+            const int row = block.group(i / ROWS) * ROWS + i % ROWS;
             scales[i] = row < n ? w_scale[row] : 0.0f;
             biases[i] = row < n && bias ? bias[row] : 0.0f;
         }
     wait_on_dependent_grids();
     if (EPILOGUE != TO_INT32 && threadIdx.x < rows) row_scales[threadIdx.x] = __ldcg(x_scale + threadIdx.x);
-    const Residual<EPILOGUE> residual(share, out, out_pitch, rows, n);
+    const Residual<EPILOGUE> residual(block, out, out_pitch, rows, n);
     __syncthreads();
     int4 segment[STEPS][TILES];
-    for (int held = -1; unit.left > 0; unit.next()) {
+    for (int held = -1; unit.remaining > 0; unit.next()) {
         if (unit.segment != held) load_segment(segment, x, rows, pitch, held = unit.segment);
         int c[2][TILES][4] = {};
-        stream.multiply_by(segment, c);
+        stream.multiply(segment, c);
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -259,5 +269,5 @@ __global__ void __launch_bounds__(THREADS, 1) skinny_gemm(
     }
     __syncthreads();
     epilogue<TILES, EPILOGUE, F>(
-        sums, row_scales, scales, bias ? biases : nullptr, share, residual, out, out_pitch, rows, n);
+        sums, row_scales, scales, bias ? biases : nullptr, block, residual, out, out_pitch, rows, n);
 }

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 
-from ...runtime.compiler import SOURCES
-from ...runtime.driver import Device, DeviceAttribute
-from ...runtime.kernel import Kernel, Module
+from ...runtime.driver import Device, DeviceAttribute, shared_memory_per_block
+from ...runtime.kernel import Kernel
+from ..constants import SKINNY_ROWS as GROUP
+from ..constants import SKINNY_STEP as STEP
+from ..constants import Activation, Epilogue
+from ..instantiations import Capability, KernelFamily
+from ..sources import SOURCES, load
 
 MAX_ROWS = 32
-GROUP = 16
-"""Rows of the weight in one product of the tensor cores."""
-STEP = 64
+TILES = (1, 2, 4)
+"""Tiles of 8 rows of activations that the kernel is compiled for."""
 
 
 @dataclass(frozen=True)
@@ -34,24 +37,20 @@ class PipelineConfig:
         """Shared memory that it takes; rows of a unit are padded by a step."""
         return self.warps * self.stages * GROUP * (self.steps + 1) * STEP
 
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Macros of the kernel's source."""
+        return f"PIPELINE_WARPS={self.warps}", f"PIPELINE_STAGES={self.stages}", f"PIPELINE_STEPS={self.steps}"
+
 
 PIPELINES = (PipelineConfig(16, 2, 4), PipelineConfig(8, 2, 4))
 """For much shared memory and for little."""
 WIDE_PIPELINES = (PipelineConfig(8, 2, 8), PipelineConfig(4, 2, 8))
 """The same for more than 16 rows, whose activations take more registers than 16 warps have."""
+RESERVED_SHARED_MEMORY = 512
+"""Static shared memory of a block, at most."""
 MIN_EPILOGUE_SHARED_MEMORY = 18 << 10
 """Shared memory for the sums, scales and biases of a block's share, at least."""
-
-
-class Epilogue(IntEnum):
-    """What is made of the int32 sums; all but the last as in ``matvec.cu``."""
-
-    HALF = 0
-    FLOAT = 1
-    ADD = 2
-    GATED = 3
-    ACTIVATED = 4
-    INT32 = 5
 
 
 class SkinnyGemm:
@@ -68,7 +67,16 @@ class SkinnyGemm:
     @functools.cached_property
     def version(self) -> str:
         """Names the kernel's source: what was measured of another version says nothing about this one."""
-        return hashlib.sha256((SOURCES / self.source).read_bytes()).hexdigest()[:16]
+        return hashlib.sha256(SOURCES.source(self.source).encode()).hexdigest()[:16]
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        if capability < (8, 0):
+            return
+        room = shared_memory_per_block(capability) - RESERVED_SHARED_MEMORY
+        for tiles in (TILES[:2], TILES[2:]):
+            defines = pipeline_for(tiles[0], room).defines
+            yield KernelFamily(cls.source, "skinny_gemm", (tiles, *EPILOGUE_ARGUMENTS), possible_epilogue, defines)
 
     def supports(self, rows: int) -> bool:
         """Whether the kernel takes so many rows, and the GPU's tensor cores have the product."""
@@ -76,8 +84,8 @@ class SkinnyGemm:
 
     def launch(
         self, x: int, x_scale: int, w: int, w_scale: int, bias: int, out: int, out_pitch: int,
-        rows: int, out_features: int, pitch: int, stream: int, epilogue: Epilogue = Epilogue.INT32, activation: int = 0,
-        bytes_moved: int = 0,
+        rows: int, out_features: int, pitch: int, stream: int, epilogue: Epilogue = Epilogue.TO_INT32,
+        activation: int = 0, bytes_moved: int = 0,
     ) -> None:  # fmt: skip
         """``out = x @ w.T`` on ``stream``, finished as ``epilogue`` says; the first six are addresses.
 
@@ -91,7 +99,7 @@ class SkinnyGemm:
         assert self.supports(rows) and pitch % 16 == 0 and (matrices == 1 or out_features % (2 * GROUP) == 0)
         tiles = tiles_for(rows)
         groups, each = -(-out_features // (GROUP * matrices)), matrices * group_bytes(tiles)
-        pipeline = self._pipeline(tiles)
+        pipeline = pipeline_for(tiles, self._shared)
         most = (self._shared - pipeline.nbytes) // each
         waves = -(-groups // (self._num_sms * most))
         grid = min(groups, self._num_sms * waves)
@@ -100,15 +108,10 @@ class SkinnyGemm:
             shared=pipeline.nbytes + -(-groups // grid) * each, stream=stream, dependent=True, bytes_moved=bytes_moved,
         )  # fmt: skip
 
-    def _pipeline(self, tiles: int) -> PipelineConfig:
-        """The largest that leaves room."""
-        pipelines = WIDE_PIPELINES if tiles > 2 else PIPELINES
-        return next(pipeline for pipeline in pipelines if pipeline.nbytes + MIN_EPILOGUE_SHARED_MEMORY <= self._shared)
-
     @functools.cached_property
     def _shared(self) -> int:
         """What a block may have, less what the kernel always takes."""
-        return self._device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) - 512
+        return self._device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) - RESERVED_SHARED_MEMORY
 
     @functools.cached_property
     def _num_sms(self) -> int:
@@ -116,13 +119,13 @@ class SkinnyGemm:
 
     def _load(self, tiles: int, epilogue: Epilogue, activation: int) -> Kernel:
         expression = f"skinny_gemm<{tiles}, {int(epilogue)}, {activation}>"
-        pipeline = self._pipeline(tiles)
-        defines = [
-            f"PIPELINE_WARPS={pipeline.warps}",
-            f"PIPELINE_STAGES={pipeline.stages}",
-            f"PIPELINE_STEPS={pipeline.steps}",
-        ]
-        return Module(self._device, self.source, [expression], defines).kernel(expression, "ppppppqiii")
+        return load(self._device, self.source, expression, pipeline_for(tiles, self._shared).defines)
+
+
+def pipeline_for(tiles: int, room: int) -> PipelineConfig:
+    """The largest pipeline that leaves room for the epilogue in so much shared memory."""
+    pipelines = WIDE_PIPELINES if tiles > 2 else PIPELINES
+    return next(pipeline for pipeline in pipelines if pipeline.nbytes + MIN_EPILOGUE_SHARED_MEMORY <= room)
 
 
 def tiles_for(rows: int) -> int:
@@ -133,3 +136,11 @@ def tiles_for(rows: int) -> int:
 def group_bytes(tiles: int) -> int:
     """Shared memory for the sums, scales and biases of a group of the weight's rows."""
     return GROUP * (8 * tiles + 2) * 4
+
+
+EPILOGUE_ARGUMENTS = [int(epilogue) for epilogue in Epilogue], [int(activation) for activation in Activation]
+
+
+def possible_epilogue(tiles: int, epilogue: int, activation: int) -> bool:
+    """Whether products of a few rows end so: an activation stands for itself or for a gate."""
+    return epilogue in (Epilogue.GATED, Epilogue.ACTIVATED) or activation == 0

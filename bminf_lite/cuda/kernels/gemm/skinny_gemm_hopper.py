@@ -6,18 +6,20 @@ engine brings them, so that a product takes as long as reading its weight, whate
 
 from __future__ import annotations
 
-from ...runtime.kernel import Kernel, Module
-from ...runtime.tensor_maps import ROW_BYTES, TensorMapDataType, tensor_map_2d
-from .skinny_gemm import MAX_ROWS, Epilogue, SkinnyGemm, tiles_for
+from collections.abc import Iterator
 
-THREADS = 320
-CLUSTER = 2
-ROWS = 64
-"""Of the weight in a tile."""
-BOXES = 2
-"""Of ``ROW_BYTES`` columns in a stage."""
-WINDOW = 4
-"""Stages that are on their way at the same time; the pipeline has at least as many."""
+from ...runtime.kernel import Kernel
+from ...runtime.tensor_maps import ROW_BYTES, TensorMapDataType, tensor_map_2d
+from ..constants import SKINNY_HOPPER_BOXES as BOXES
+from ..constants import SKINNY_HOPPER_CLUSTER as CLUSTER
+from ..constants import SKINNY_HOPPER_ROWS as ROWS
+from ..constants import SKINNY_HOPPER_THREADS as THREADS
+from ..constants import SKINNY_HOPPER_WINDOW as WINDOW
+from ..constants import Epilogue
+from ..instantiations import Capability, KernelFamily
+from ..sources import load
+from .skinny_gemm import EPILOGUE_ARGUMENTS, MAX_ROWS, TILES, SkinnyGemm, possible_epilogue, tiles_for
+
 RESERVED_SHARED_MEMORY = 3 << 10
 """Shared memory that is left to the kernel over rows which runs beside this one and waits for it."""
 _STAGE_BARRIERS, _SUMS_BARRIERS = 24, 32
@@ -29,13 +31,18 @@ class SkinnyGemmHopper(SkinnyGemm):
     source = "gemm/skinny_gemm_hopper.cu"
     is_fastest = True
 
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        if capability == (9, 0):
+            yield KernelFamily(cls.source, "bminf::skinny_gemm_hopper", (TILES, *EPILOGUE_ARGUMENTS), possible_epilogue)
+
     def supports(self, rows: int) -> bool:
         return 1 < rows <= MAX_ROWS
 
     def launch(
         self, x: int, x_scale: int, w: int, w_scale: int, bias: int, out: int, out_pitch: int,
-        rows: int, out_features: int, pitch: int, stream: int, epilogue: Epilogue = Epilogue.INT32, activation: int = 0,
-        bytes_moved: int = 0,
+        rows: int, out_features: int, pitch: int, stream: int, epilogue: Epilogue = Epilogue.TO_INT32,
+        activation: int = 0, bytes_moved: int = 0,
     ) -> None:  # fmt: skip
         gated = epilogue is Epilogue.GATED
         assert self.supports(rows) and pitch % 16 == 0 and not (gated and out_features % 2)
@@ -66,4 +73,4 @@ class SkinnyGemmHopper(SkinnyGemm):
 
     def _load(self, tiles: int, epilogue: Epilogue, activation: int) -> Kernel:
         expression = f"bminf::skinny_gemm_hopper<{tiles}, {int(epilogue)}, {activation}>"
-        return Module(self._device, self.source, [expression]).kernel(expression, "ppppqiiTTiii?")
+        return load(self._device, self.source, expression)

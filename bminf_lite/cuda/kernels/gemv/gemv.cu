@@ -1,23 +1,25 @@
-// One activation row times an int8 weight matrix: what decoding at batch 1 is made of, bound by reading the weights.
+// int8 matrix-vector product (decoding at batch 1), memory-bound: reading the weight takes all of the time.
 //
-// Every block finds the input row itself (a norm of the residual stream, or fp16), quantizes it into shared memory and
-// multiplies its share of the weight's rows. The share is cut into units, U chunks of 512 bytes of one row, that the
-// block's warps take in turn whatever rows they belong to: int32 sums are exact in any order, so the work divides
-// evenly and the result is always the same. The first units are under way before the kernel waits for its input.
+//     out = epilogue(x_scale * w_scale[n] * (sum over k of codes[k] * weight[n, k]) + bias[n])
+//     codes, x_scale = quantize(norm(x))
+//
+// x: fp16 or fp32 [k]; weight: int8 [n, pitch]; w_scale, bias: fp32 [n]; out: fp16 or fp32 [n], or fp16 [n / 2] of a
+// gated layer.
+//
+// Every block quantizes the whole input row into shared memory: that is cheaper than a launch of its own. Then it
+// multiplies its share of the weight's rows (BlockRange). The share is cut into units of U chunks of 512 bytes of one
+// row, and the block's warps take every WARPS-th unit, whichever rows these belong to, so that all warps get the same
+// work. They add their sums with atomics; int32 sums are exact in any order, so the result does not depend on it. The
+// copies of the first units start before the kernel waits for its input.
 #include "common/async.cuh"
 #include "common/common.cuh"
+#include "constants/epilogue.cuh"
+#include "constants/gemv.cuh"
 
 using namespace bminf;
 
-enum Input { HALF = 0, RMS_NORM = 1, LAYER_NORM = 2 };
-// GATED: rows n and n + N/2 are gate and up. ACTIVATED: a function of each output.
-enum Epilogue { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
-
-constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
-constexpr int CHUNK = 512;  // bytes of one row that a warp multiplies at once, 16 a thread
-constexpr int PIPELINE_BYTES =
-    PIPELINE_CHUNKS * CHUNK;  // bytes under way per warp; a multiple of 4 chunks, as shared memory allows
+constexpr int PIPELINE_BYTES = PIPELINE_CHUNKS * CHUNK;  // of a warp; a whole number of units for every U
 
 __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
     acc = __dp4a(a.x, b.x, acc);
@@ -26,8 +28,8 @@ __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
     return __dp4a(a.w, b.w, acc);
 }
 
-// A thread's part of a unit times the codes from the unit's first column on. Behind the end of a row the codes are
-// zero, so what the weights are there does not matter, and all loads are under way at once.
+// The sum over this lane's columns of a unit. `codes` starts at the unit's first column. The codes are zero in columns
+// beyond the row, so the weights there do not matter.
 template <int U>
 __device__ __forceinline__ int dot_unit(const int4 (&w)[U], const int8* codes) {
     int4 c[U];
@@ -48,8 +50,8 @@ __device__ __forceinline__ int warp_sum(int x) {
 #endif
 }
 
-// The input row, VECTORS of eight elements per thread, which cover the pitch. All loads are under way at once: behind a
-// condition, one would begin when the one before has ended. Threads behind the end of the row load its last elements.
+// The input row in registers. All loads are unconditional, so that they are in flight together; threads beyond the end
+// of the row load its last elements, and zero_tail clears them.
 template <class Source, int VECTORS>
 __device__ __forceinline__ void load_input(const Source* x, int k, int pitch, float (&v)[VECTORS][8]) {
     constexpr int PARTS = sizeof(Source) / 2;
@@ -67,7 +69,7 @@ __device__ __forceinline__ void load_input(const Source* x, int k, int pitch, fl
     }
 }
 
-// The input row as codes in shared memory, with zeros up to `width`; returns its scale.
+// Writes the codes of the normed input row to shared memory, with zeros up to `width`; returns the scale.
 template <int INPUT, int VECTORS>
 __device__ __forceinline__ float quantize_input(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, int k, int pitch, int width,
@@ -88,7 +90,8 @@ __device__ __forceinline__ float quantize_input(
     return s.scale;
 }
 
-// The part of the product that a block computes: `count` outputs from `first` on. With GATED each has two rows.
+// The outputs of one block: `count` from `first` on. All blocks have the same number, give or take one. With GATED each
+// output has two rows of the weight: a block numbers its rows locally, the gate's before those of up.
 template <int EPILOGUE>
 struct BlockRange {
     static constexpr int MATRICES = EPILOGUE == GATED ? 2 : 1;
@@ -100,199 +103,193 @@ struct BlockRange {
         count = static_cast<int>(static_cast<long long>(outputs) * (blockIdx.x + 1) / gridDim.x) - first;
     }
     __device__ __forceinline__ int rows() const { return count * MATRICES; }
-    __device__ __forceinline__ int row(int local) const {  // the weight's row of a local one
+    __device__ __forceinline__ int row(int local) const {  // of the weight
         return MATRICES == 2 && local >= count ? outputs + first + local - count : first + local;
     }
 };
 
-// The units that one warp takes: every WARPS-th of the block's.
+// The units of one warp, as (row of the block, segment of the row): every WARPS-th unit of the block.
 struct WarpUnits {
-    int row, segment, segments, rows_on, segments_on, left;
+    int row, segment, segments, row_step, segment_step, remaining;
 
-    __device__ __forceinline__ WarpUnits(int warp, int rows, int segments_) : segments(segments_) {
+    __device__ __forceinline__ WarpUnits(int warp, int rows, int segments) : segments(segments) {
         row = warp / segments, segment = warp % segments;
-        rows_on = WARPS / segments, segments_on = WARPS % segments;
+        row_step = WARPS / segments, segment_step = WARPS % segments;
         const int total = rows * segments;
-        left = total > warp ? (total - warp + WARPS - 1) / WARPS : 0;
+        remaining = total > warp ? (total - warp + WARPS - 1) / WARPS : 0;
     }
     __device__ __forceinline__ void next() {
-        row += rows_on, segment += segments_on, --left;
+        row += row_step, segment += segment_step, --remaining;
         if (segment >= segments) segment -= segments, ++row;
     }
 };
 
-// What a thread adds to its first output or multiplies it by, fetched while the product is under way.
+// What the epilogue needs of a thread's first output besides its sums, loaded before the product.
 struct EpilogueOperands {
     float w_scale[2], bias[2], residual;
 };
 
 template <int EPILOGUE>
 __device__ __forceinline__ EpilogueOperands prefetch_epilogue(
-    const BlockRange<EPILOGUE>& share, const float* __restrict__ w_scale, const float* __restrict__ bias,
+    const BlockRange<EPILOGUE>& block, const float* __restrict__ w_scale, const float* __restrict__ bias,
     const void* out) {
     EpilogueOperands e = {};
-    if (threadIdx.x < share.count) {
+    if (threadIdx.x < block.count) {
 #pragma unroll
-        for (int m = 0; m < share.MATRICES; ++m) {
-            const int row = share.first + threadIdx.x + m * share.outputs;
+        for (int m = 0; m < block.MATRICES; ++m) {
+            const int row = block.first + threadIdx.x + m * block.outputs;
             e.w_scale[m] = w_scale[row];
             e.bias[m] = bias ? bias[row] : 0.0f;
         }
-        if constexpr (EPILOGUE == ADD) e.residual = static_cast<const float*>(out)[share.first + threadIdx.x];
+        if constexpr (EPILOGUE == ADD) e.residual = static_cast<const float*>(out)[block.first + threadIdx.x];
     }
     return e;
 }
 
-// The exact sums of a block's rows, scaled and put where they belong.
+// Scales the block's sums and writes its outputs.
 template <int EPILOGUE, int F>
 __device__ __forceinline__ void epilogue(
-    const int* acc, float x_scale, const BlockRange<EPILOGUE>& share, EpilogueOperands e,
+    const int* sums, float x_scale, const BlockRange<EPILOGUE>& block, EpilogueOperands e,
     const float* __restrict__ w_scale, const float* __restrict__ bias, void* out) {
-    for (int i = threadIdx.x; i < share.count; i += THREADS) {
-        const int to = share.first + i;
+    for (int i = threadIdx.x; i < block.count; i += THREADS) {
+        const int output = block.first + i;
         if (i >= THREADS) {
 #pragma unroll
-            for (int m = 0; m < share.MATRICES; ++m) {
-                e.w_scale[m] = w_scale[to + m * share.outputs];
-                e.bias[m] = bias ? bias[to + m * share.outputs] : 0.0f;
+            for (int m = 0; m < block.MATRICES; ++m) {
+                e.w_scale[m] = w_scale[output + m * block.outputs];
+                e.bias[m] = bias ? bias[output + m * block.outputs] : 0.0f;
             }
-            if constexpr (EPILOGUE == ADD) e.residual = static_cast<const float*>(out)[to];
+            if constexpr (EPILOGUE == ADD) e.residual = static_cast<const float*>(out)[output];
         }
-        const float y = __fadd_rn(scaled(__int2float_rn(acc[i]), x_scale, e.w_scale[0]), e.bias[0]);
-        if constexpr (EPILOGUE == TO_HALF) static_cast<__half*>(out)[to] = __float2half_rn(y);
-        if constexpr (EPILOGUE == TO_FLOAT) static_cast<float*>(out)[to] = y;
-        if constexpr (EPILOGUE == ACTIVATED) static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)));
-        if constexpr (EPILOGUE == ADD) static_cast<float*>(out)[to] = __fadd_rn(e.residual, rounded(y));
+        const float y = __fadd_rn(scaled(__int2float_rn(sums[i]), x_scale, e.w_scale[0]), e.bias[0]);
+        if constexpr (EPILOGUE == TO_HALF) static_cast<__half*>(out)[output] = __float2half_rn(y);
+        if constexpr (EPILOGUE == TO_FLOAT) static_cast<float*>(out)[output] = y;
+        if constexpr (EPILOGUE == ACTIVATED)
+            static_cast<__half*>(out)[output] = __float2half_rn(activate<F>(rounded(y)));
+        if constexpr (EPILOGUE == ADD) static_cast<float*>(out)[output] = __fadd_rn(e.residual, rounded(y));
         if constexpr (EPILOGUE == GATED) {
-            const float up = __fadd_rn(scaled(__int2float_rn(acc[share.count + i]), x_scale, e.w_scale[1]), e.bias[1]);
-            static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)) * rounded(up));
+            const float up = __fadd_rn(scaled(__int2float_rn(sums[block.count + i]), x_scale, e.w_scale[1]), e.bias[1]);
+            static_cast<__half*>(out)[output] = __float2half_rn(gated<F>(y, up));
         }
     }
 }
 
-// A warp's units on their way to it: by the bulk copy engine into shared memory on Hopper, into registers before.
-#if __CUDA_ARCH__ >= 900
-template <int U, class BlockRange>
+// The pipeline through which a warp reads its units of the weight. From 9.0 on it consists of STAGES units in shared
+// memory, filled by bulk copies; before, of the next unit in registers. `unit` is the next unit to be loaded, `oldest`
+// the stage of the next to be multiplied.
+template <int U, int EPILOGUE>
 struct WeightStream {
-    static constexpr int STAGES = PIPELINE_BYTES / (U * CHUNK);
+    static constexpr int UNIT = U * CHUNK;
     const int8* weight;
-    const BlockRange& share;
-    int pitch, lane;
-    unsigned data, barriers;
-    WarpUnits ahead;
-    int stage = 0, phase = 0;
+    const BlockRange<EPILOGUE>& block;
+    int pitch;
+#if __CUDA_ARCH__ >= 900
+    static constexpr int STAGES = PIPELINE_BYTES / UNIT;
+    int lane = threadIdx.x % WARP;
+    unsigned stages, barriers;
+    PipelineState oldest{STAGES};
+    WarpUnits unit;
+#else
+    static constexpr int STAGES = 1;
+    WarpUnits unit;
+    int4 loaded[U];
+#endif
 
-    __device__ __forceinline__
-    WeightStream(const int8* weight, const BlockRange& share, int pitch, char* pipeline, unsigned long long* all)
+    __device__ __forceinline__ WeightStream(
+        const int8* weight, const BlockRange<EPILOGUE>& block, int pitch, char* pipelines,
+        unsigned long long* all_barriers)
         : weight(weight),
-          share(share),
+          block(block),
           pitch(pitch),
-          lane(threadIdx.x % WARP),
-          ahead(threadIdx.x / WARP, share.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK)) {
+          unit(threadIdx.x / WARP, block.rows(), (pitch + UNIT - 1) / UNIT) {
+#if __CUDA_ARCH__ >= 900
         const int warp = threadIdx.x / WARP;
-        data = cast_smem_ptr_to_uint(pipeline + warp * PIPELINE_BYTES);
-        barriers = cast_smem_ptr_to_uint(all + warp * STAGES);
+        stages = cast_smem_ptr_to_uint(pipelines + warp * PIPELINE_BYTES);
+        barriers = cast_smem_ptr_to_uint(all_barriers + warp * STAGES);
         if (lane == 0) {
             for (int i = 0; i < STAGES; ++i) mbarrier_init(barriers + 8 * i, 1);
             fence_mbarrier_init();
         }
         __syncwarp();
-        for (int i = 0; i < STAGES; ++i) start(i);
+#endif
+        for (int i = 0; i < STAGES; ++i) load(i);
     }
-    __device__ __forceinline__ void start(int to) {
-        if (ahead.left <= 0) return;
+
+    // Starts to load the warp's next unit.
+    __device__ __forceinline__ void load(int stage) {
+        if (unit.remaining <= 0) return;
+#if __CUDA_ARCH__ >= 900
         if (lane == 0) {
-            const int column = ahead.segment * (U * CHUNK), bytes = min(U * CHUNK, pitch - column);
-            const int8* source = weight + static_cast<size_t>(share.row(ahead.row)) * pitch + column;
-            mbarrier_arrive_expect_tx(barriers + 8 * to, bytes);
-            cp_async_bulk(data + to * (U * CHUNK), source, bytes, barriers + 8 * to);
+            const int column = unit.segment * UNIT, bytes = min(UNIT, pitch - column);
+            const int8* source = weight + static_cast<size_t>(block.row(unit.row)) * pitch + column;
+            mbarrier_arrive_expect_tx(barriers + 8 * stage, bytes);
+            cp_async_bulk(stages + stage * UNIT, source, bytes, barriers + 8 * stage);
         }
-        ahead.next();
+#else
+        const int column = unit.segment * UNIT + threadIdx.x % WARP * 16;
+        const int8* source = weight + static_cast<size_t>(block.row(unit.row)) * pitch + column;
+#pragma unroll
+        for (int i = 0; i < U; ++i)
+            loaded[i] = column + i * CHUNK < pitch ? __ldcs(reinterpret_cast<const int4*>(source + i * CHUNK)) : int4{};
+#endif
+        unit.next();
     }
+
+    // The product of the oldest unit and `codes`, in every lane; the next unit takes its place in the pipeline.
     __device__ __forceinline__ int multiply(const int8* codes) {
-        mbarrier_wait(barriers + 8 * stage, phase);
         int4 w[U];
-        const unsigned from = data + stage * (U * CHUNK) + lane * 16;
+#if __CUDA_ARCH__ >= 900
+        mbarrier_wait(barriers + 8 * oldest.index, oldest.phase);
+        const unsigned source = stages + oldest.index * UNIT + lane * 16;
 #pragma unroll
         for (int i = 0; i < U; ++i)
             asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(w[i].x), "=r"(w[i].y), "=r"(w[i].z), "=r"(w[i].w)
-                         : "r"(from + i * CHUNK));
+                         : "r"(source + i * CHUNK));
         const int sum = dot_unit<U>(w, codes);
         __syncwarp();
-        start(stage);
-        if (++stage == STAGES) stage = 0, phase ^= 1;
+        load(oldest.index);
+        oldest.next();
         return warp_sum(sum);
-    }
-};
 #else
-template <int U, class BlockRange>
-struct WeightStream {
-    static constexpr int STAGES = 1;
-    const int8* weight;
-    const BlockRange& share;
-    int pitch;
-    WarpUnits ahead;
-    int4 next[U];
-
-    __device__ __forceinline__
-    WeightStream(const int8* weight, const BlockRange& share, int pitch, char*, unsigned long long*)
-        : weight(weight),
-          share(share),
-          pitch(pitch),
-          ahead(threadIdx.x / WARP, share.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK)) {
-        start();
-    }
-    __device__ __forceinline__ void start() {
-        if (ahead.left <= 0) return;
-        const int column = ahead.segment * (U * CHUNK) + threadIdx.x % WARP * 16;
-        const int8* source = weight + static_cast<size_t>(share.row(ahead.row)) * pitch + column;
 #pragma unroll
-        for (int i = 0; i < U; ++i)
-            next[i] = column + i * CHUNK < pitch ? __ldcs(reinterpret_cast<const int4*>(source + i * CHUNK)) : int4{};
-        ahead.next();
-    }
-    __device__ __forceinline__ int multiply(const int8* codes) {
-        int4 w[U];
-#pragma unroll
-        for (int i = 0; i < U; ++i) w[i] = next[i];
-        start();
+        for (int i = 0; i < U; ++i) w[i] = loaded[i];
+        load(0);
         return warp_sum(dot_unit<U>(w, codes));
+#endif
     }
 };
-#endif
 
-// x: the input row, fp16 or fp32 [k]; norm_weight, norm_bias: the norm's [k]. weight: int8 [n, pitch]; w_scale, bias:
-// fp32 [n]. out: [n], or [n / 2] if GATED. F is the gate's function, or the outputs'. Dynamic shared memory: the
-// pipeline from 9.0 on, the codes (pitch bytes, rounded up to whole units), and an int32 for each row of a block's
-// share.
+// INPUT: what is quantized, x or a norm of it. VECTORS: vectors of eight elements of x per thread. F: the function of
+// GATED and ACTIVATED. U: chunks of a unit. Dynamic shared memory: from 9.0 on the pipelines (WARPS * PIPELINE_BYTES);
+// the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the block has.
 template <int INPUT, int VECTORS, int EPILOGUE, int F, int U>
 __global__ void __launch_bounds__(THREADS) gemv(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, const int8* __restrict__ weight,
     const float* __restrict__ w_scale, const float* __restrict__ bias, void* out, int n, int k, int pitch) {
     extern __shared__ __align__(128) char shared[];
     launch_dependent_grids();
-    const BlockRange<EPILOGUE> share(n);
-    using Stream_ = WeightStream<U, BlockRange<EPILOGUE>>;
-    __shared__ __align__(8) unsigned long long barriers[WARPS * Stream_::STAGES];
+    const BlockRange<EPILOGUE> block(n);
+    using Stream = WeightStream<U, EPILOGUE>;
+    __shared__ __align__(8) unsigned long long barriers[WARPS * Stream::STAGES];
 #if __CUDA_ARCH__ >= 900
     int8* codes = reinterpret_cast<int8*>(shared + WARPS * PIPELINE_BYTES);
 #else
     int8* codes = reinterpret_cast<int8*>(shared);
 #endif
     const int width = (pitch + U * CHUNK - 1) / (U * CHUNK) * (U * CHUNK);
-    int* acc = reinterpret_cast<int*>(codes + width);
-    Stream_ stream(weight, share, pitch, shared, barriers);
-    for (int i = threadIdx.x; i < share.rows(); i += THREADS) acc[i] = 0;
+    int* sums = reinterpret_cast<int*>(codes + width);
+    Stream stream(weight, block, pitch, shared, barriers);
+    for (int i = threadIdx.x; i < block.rows(); i += THREADS) sums[i] = 0;
     wait_on_dependent_grids();
     const float x_scale = quantize_input<INPUT, VECTORS>(x, norm_weight, norm_bias, eps, k, pitch, width, codes);
-    const EpilogueOperands early = prefetch_epilogue<EPILOGUE>(share, w_scale, bias, out);
+    const EpilogueOperands operands = prefetch_epilogue<EPILOGUE>(block, w_scale, bias, out);
     sync_threads<THREADS>();
-    for (WarpUnits unit(threadIdx.x / WARP, share.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK)); unit.left > 0;
+    for (WarpUnits unit(threadIdx.x / WARP, block.rows(), (pitch + U * CHUNK - 1) / (U * CHUNK)); unit.remaining > 0;
          unit.next()) {
         const int sum = stream.multiply(codes + unit.segment * (U * CHUNK));
-        if (threadIdx.x % WARP == 0) atomicAdd(acc + unit.row, sum);
+        if (threadIdx.x % WARP == 0) atomicAdd(sums + unit.row, sum);
     }
     sync_threads<THREADS>();
-    epilogue<EPILOGUE, F>(acc, x_scale, share, early, w_scale, bias, out);
+    epilogue<EPILOGUE, F>(sums, x_scale, block, operands, w_scale, bias, out);
 }

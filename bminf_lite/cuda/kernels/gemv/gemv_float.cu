@@ -1,16 +1,22 @@
-// Few activation rows times a weight in fp16, or in int8 with activations that stay float. A warp computes one output
-// at a time in fp32, always in the same order.
+// Matrix-vector products in floating point, for one or a few rows: an fp16 weight, or an int8 weight whose input is not
+// quantized.
+//
+//     out[row] = epilogue(w_scale * (weight @ fp16(norm(x[row]))) + bias)
+//
+// x: fp16 or fp32 [rows, x_pitch]; weight: fp16 or int8 [n, pitch]; w_scale: fp32 [n] or null; bias: fp32 [n] or null;
+// out: fp16 or fp32 [rows, out_pitch].
+//
+// The grid is (any, rows). Each block puts its normed input row into shared memory as fp16; then each warp computes one
+// output at a time, in fp32 and in a fixed order, so that results do not depend on the grid.
 #include "common/common.cuh"
+#include "constants/epilogue.cuh"
+#include "constants/gemv.cuh"
 
 using namespace bminf;
 
-enum Input { HALF = 0, RMS_NORM = 1, LAYER_NORM = 2 };
-enum Epilogue { TO_HALF = 0, TO_FLOAT = 1, ADD = 2, GATED = 3, ACTIVATED = 4 };
-
-constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
 
-// 16 bytes of a weight row times the same columns of x.
+// acc plus the product of 16 bytes of a weight row and the same columns of x.
 __device__ __forceinline__ float dot(const __half* w, const __half* x, float acc) {
     float a[8], b[8];
     load8(w, a), load8(x, b);
@@ -32,8 +38,8 @@ __device__ __forceinline__ float dot(const int8* w, const __half* x, float acc) 
     return acc;
 }
 
-// x: fp16 or fp32 rows of x_pitch; weight: W [n, pitch]; w_scale: fp32 [n] or null; out: rows of out_pitch. The grid's
-// second dimension counts rows. Dynamic shared memory: pitch fp16 numbers.
+// INPUT: what is multiplied, x or a norm of it. VECTORS: vectors of eight elements of x per thread. W: __half or int8.
+// F: the function of GATED and ACTIVATED. Dynamic shared memory: `pitch` fp16 numbers.
 template <int INPUT, int VECTORS, class W, int EPILOGUE, int F>
 __global__ void __launch_bounds__(THREADS) gemv_float(
     const void* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps,
@@ -81,7 +87,6 @@ __global__ void __launch_bounds__(THREADS) gemv_float(
         if constexpr (EPILOGUE == TO_FLOAT) static_cast<float*>(out)[to] = y;
         if constexpr (EPILOGUE == ACTIVATED) static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)));
         if constexpr (EPILOGUE == ADD) static_cast<float*>(out)[to] += rounded(y);
-        if constexpr (EPILOGUE == GATED)
-            static_cast<__half*>(out)[to] = __float2half_rn(activate<F>(rounded(y)) * rounded(up));
+        if constexpr (EPILOGUE == GATED) static_cast<__half*>(out)[to] = __float2half_rn(gated<F>(y, up));
     }
 }

@@ -1,6 +1,7 @@
 // Trying ways to quantize a weight: what a calibration computes of float matrices and of activations. The matrices are
 // as their file has them, dense, fp16, bf16 or fp32; a block takes a row, its threads neighbouring columns.
 #include "common/common.cuh"
+#include "constants/calibration.cuh"
 
 using namespace bminf;
 
@@ -11,9 +12,6 @@ struct bf16 {
 __device__ __forceinline__ float number(__half x) { return __half2float(x); }
 __device__ __forceinline__ float number(float x) { return x; }
 __device__ __forceinline__ float number(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
-
-constexpr int THREADS = 256;
-constexpr int STRIP = 64;  // rows of which a thread of column_absmax takes a column
 
 // Scales that fp16 holds in full: none is subnormal or infinite.
 constexpr float SMALLEST = 6.103515625e-05f, LARGEST = 65504.0f;

@@ -1,10 +1,9 @@
 // Norms of fp32 rows of any width and alignment, in place or not: those too wide for a block's registers are read
 // again.
+#include "constants/norm_unaligned.cuh"
 #include "rowwise/unaligned.cuh"
 
 using namespace bminf;
-
-constexpr int THREADS = 512;
 
 // Sum over the row of a function of its elements, in fp64 from fp32 sums of eight, which is how other kernels add up.
 template <class F>

@@ -1,16 +1,19 @@
-// What the GPTs need beside the other kernels: a feed-forward layer's function without a gate, and learned positions.
-#include "attention/heads.cuh"
+// Two elementwise kernels of the GPT architectures: the activation of a feed-forward layer without a gate, and learned
+// position embeddings.
+#include "common/sequences.cuh"
+#include "common/values.cuh"
 
 using namespace bminf;
 
-// out[r, c] = f(source[r, c]), both rounded to fp16; `out` may be the source, if that is fp16.
+// out[row, column] = fp16(f(x[row, column])) for rows of n columns; x: see Values, laid out by IN; out: fp16 [rows,
+// out_pitch], which may be x if that is fp16. A thread computes one element.
 template <bool FROM_INT32, int IN, int F>
 __global__ void __launch_bounds__(256) activate_rows(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch, __half* out,
     long long out_pitch, int rows, int n) {
     launch_dependent_grids();
     wait_on_dependent_grids();
-    const Projection source = {data, x_scale, w_scale, bias, pitch};
+    const Values source = {data, x_scale, w_scale, bias, pitch};
     const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int row = static_cast<int>(index / n), column = static_cast<int>(index % n);
     if (row >= rows) return;
@@ -18,21 +21,15 @@ __global__ void __launch_bounds__(256) activate_rows(
     out[row * out_pitch + column] = __float2half_rn(activate<F>(x));
 }
 
-// Adds to each token's row of the residual stream the table's row of its position.
+// residual[token] += table[position of the token]; table: fp16 [positions, pitch]; residual: fp32 [T, residual_pitch].
+// A block handles one token.
 __global__ void __launch_bounds__(256) add_positions(
     const int* cu_seqlens, const int* context_lens, int sequences, const __half* table, long long pitch,
     float* residual, long long residual_pitch, int k) {
     wait_on_dependent_grids();
     const int token = blockIdx.x;
-    int first = 0, last = sequences;  // the sequence that owns the token, by bisection
-    while (last - first > 1) {
-        const int middle = (first + last) / 2;
-        if (cu_seqlens[middle] <= token)
-            first = middle;
-        else
-            last = middle;
-    }
-    const long long position = context_lens[first] + token - cu_seqlens[first];
+    const int sequence = find_sequence(cu_seqlens, sequences, token);
+    const long long position = context_lens[sequence] + token - cu_seqlens[sequence];
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
         float x[8], r[8];
         load8(table + position * pitch + column, x);

@@ -1,35 +1,24 @@
-// Kernels over rows (tokens): what stands between two products. Reading an int32 result and scaling it, adding it to
-// the residual stream, normalising, gating and quantizing for the next product are one pass: a row is read once into
-// registers and written once.
+// The row kernels between two GEMMs. `transform` does in one pass over a row of each token what separate kernels would
+// do in several: it dequantizes an int32 product, adds it to the residual stream, normalises or gates it, and quantizes
+// the result for the next product:
+//
+//     residual += x;  out = quantize(norm(residual))   (norms)
+//     out = quantize(f(gate) * up)                     (gates: x = [gate, up])
+//     out = quantize(x)                                (identity)
+//
+// or writes fp16 or fp32 instead of codes. A row is held in registers by THREADS threads, VECTORS vectors of eight
+// elements each, so that it is read and written once. Rows of few threads share a block. The other kernels here are the
+// embedding, the last row of each sequence, and conversions.
 #include "common/common.cuh"
 #include "common/layout.cuh"
+#include "common/values.cuh"
+#include "constants/rows.cuh"
 
 using namespace bminf;
 
-// Where a row's values come from: nowhere (the residual stream alone), memory, or an int32 product yet to be scaled.
-enum Source { NONE = 0, FROM_HALF = 1, FROM_FLOAT = 2, FROM_INT32 = 3 };
-// What is made of them. A norm first adds them to the residual stream; a gate has two halves side by side.
-enum RowOp {
-    IDENTITY = 0,
-    RMS_NORM = 1,
-    LAYER_NORM = 2,
-    GATE_SILU = 3,
-    GATE_GELU_TANH = 4,
-    GATE_RELU = 5,
-    GATE_GELU = 6
-};
-// What is written: int8 codes and a scale per row, or values.
-enum Target { CODES = 0, TO_HALF = 1, TO_FLOAT = 2 };
-
-// A matrix of values: fp16, fp32, or int32 sums with the scales and bias that turn them into fp16 values.
-struct Values {
-    const void* data;
-    const float *x_scale, *w_scale, *bias;
-    size_t pitch;  // for a product: the layout's leading dimension
-};
-
-// A thread's part of a source, as it is in memory: what is fetched first and looked at later, so that all of a row is
-// on its way at once. Where there is no column, the first one is read, and cleared later.
+// Eight elements of x as they are in memory. All of a thread's elements are fetched before any is converted, so that
+// their loads are in flight together. Threads beyond the end of a row fetch its first elements, which are cleared
+// later.
 template <int SOURCE>
 struct Raw {
     uint4 part[SOURCE >= FROM_FLOAT ? 2 : 1];
@@ -39,13 +28,13 @@ struct Raw {
         if constexpr (SOURCE == FROM_HALF)
             part[0] = ld_global_v4(static_cast<const __half*>(v.data) + row * v.pitch + column);
         if constexpr (SOURCE >= FROM_FLOAT) {
-            const size_t place = SOURCE == FROM_INT32 ? offset<ORDER>(row, column, v.pitch) : row * v.pitch + column;
-            part[0] = ld_global_v4(static_cast<const int*>(v.data) + place);
-            part[1] = ld_global_v4(static_cast<const int*>(v.data) + place + 4);
+            const size_t index = SOURCE == FROM_INT32 ? offset<ORDER>(row, column, v.pitch) : row * v.pitch + column;
+            part[0] = ld_global_v4(static_cast<const int*>(v.data) + index);
+            part[1] = ld_global_v4(static_cast<const int*>(v.data) + index + 4);
         }
     }
 
-    __device__ __forceinline__ void values(const Values& v, float x_scale, int column, float (&x)[8]) const {
+    __device__ __forceinline__ void convert(const Values& v, float x_scale, int column, float (&x)[8]) const {
         if constexpr (SOURCE == FROM_HALF) load8(reinterpret_cast<const __half*>(part), x);
         if constexpr (SOURCE == FROM_FLOAT) load8(reinterpret_cast<const float*>(part), x);
         if constexpr (SOURCE == FROM_INT32) {
@@ -65,35 +54,26 @@ struct Raw {
     }
 };
 
-// The second half of a gate where it starts at an odd place, read one by one.
+// Eight elements of up, the second half of x, one by one: needed where up does not start at a multiple of 8.
 template <int SOURCE, Order ORDER>
-__device__ __forceinline__ void load_odd_half(const Values& v, int row, int column, int k, float (&x)[8]) {
+__device__ __forceinline__ void load_unaligned_up(const Values& v, int row, int column, int k, float (&x)[8]) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const int c = k + column + j;
-        x[j] = 0;
-        if (column + j >= k) continue;
-        if constexpr (SOURCE == FROM_HALF) x[j] = __half2float(static_cast<const __half*>(v.data)[row * v.pitch + c]);
-        if constexpr (SOURCE == FROM_INT32) {
-            const int sum = static_cast<const int*>(v.data)[offset<ORDER>(row, c, v.pitch)];
-            const float y = scaled(__int2float_rn(sum), v.x_scale[row], v.w_scale[c]);
-            x[j] = rounded(v.bias ? __fadd_rn(y, v.bias[c]) : y);
-        }
-    }
+    for (int j = 0; j < 8; ++j) x[j] = column + j < k ? v.at<SOURCE == FROM_INT32, ORDER>(row, k + column + j) : 0.0f;
 }
 
-// Up to so many rows, what the kernel waits for is the memory, which the next product's weight keeps busy by then.
+// Up to this number of rows the norm's weight is prefetched to L2 before the kernel waits for its input, because the
+// latency of that load counts, and the weight stream of the next GEMM delays it.
 constexpr int PREFETCH_MAX_ROWS = 64;
 
-// Blocks of `transform` on a multiprocessor: with a product to scale, or an exact GELU, a thread may have all its
-// registers.
+// The minimum of resident blocks per SM of `transform`. Dequantization and the exact GELU need more registers.
 constexpr int blocks_of(int source, int prepare, int threads, int vectors) {
     return source == FROM_INT32 || prepare == GATE_GELU ? 1 : resident_blocks(threads, vectors);
 }
 
-// rows of k elements. `residual` fp32 (pitch residual_pitch) is read by norms, and written if there is a source to add.
-// `out` is int8 codes laid out by OUT with leading dimension `out_ld`, with fp32 `scales`; or values with that pitch,
-// which may be the residual stream or, without a gate, the source itself.
+// data: x [rows, k], or [rows, 2 * k] for a gate, see Values, laid out by IN. residual: fp32 [rows, residual_pitch],
+// read by norms, and written if there is an x. out: int8 codes laid out by OUT with leading dimension out_ld, and their
+// scales, fp32 [rows]; or fp16 or fp32 with rows of out_ld elements, which may be the residual stream or, without a
+// gate, x itself. A block has max(THREADS, 128) threads.
 template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT>
 __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURCE, PREPARE, THREADS, VECTORS))
     transform(
@@ -108,47 +88,47 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
     if (NORM && rows <= PREFETCH_MAX_ROWS)
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
-            if ((i * THREADS + thread) * 8 < k) prefetch(norm_weight + (i * THREADS + thread) * 8);
+            if ((i * THREADS + thread) * 8 < k) prefetch_l2(norm_weight + (i * THREADS + thread) * 8);
     wait_on_dependent_grids();
     const int row = min(index, rows - 1);
     const int padded = (k + 15) / 16 * 16, written = index < rows ? padded : 0;
-    const bool even = k % 8 == 0;
-    const Values values = {data, x_scale, w_scale, bias, static_cast<size_t>(pitch)};
+    const bool aligned = k % 8 == 0;  // the second half of x
+    const Values values = {data, x_scale, w_scale, bias, pitch};
     const auto column_of = [thread](int vector) { return (vector * THREADS + thread) * 8; };
     float v[VECTORS][8];
     constexpr int AT_ONCE = VECTORS <= 4 ? VECTORS : 1;
-    const Values stream = {residual, nullptr, nullptr, nullptr, static_cast<size_t>(residual_pitch)};
+    const Values stream = {residual, nullptr, nullptr, nullptr, residual_pitch};
     const float row_factor = SOURCE == FROM_INT32 ? x_scale[row] : 0.0f;
 #pragma unroll
     for (int first = 0; first < VECTORS; first += AT_ONCE) {
         Raw<SOURCE> raw[AT_ONCE];
-        Raw<GATE ? SOURCE : NONE> second[AT_ONCE];
-        Raw<NORM ? FROM_FLOAT : NONE> before[AT_ONCE];
+        Raw<GATE ? SOURCE : NONE> up_raw[AT_ONCE];
+        Raw<NORM ? FROM_FLOAT : NONE> residual_raw[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int place = column_of(first + i) < padded ? column_of(first + i) : 0;
-            raw[i].template fetch<ORDER>(values, row, place);
-            // behind the second half there may be no memory
-            if (GATE && even) second[i].template fetch<ORDER>(values, row, k + min(place, k - 8));
-            if constexpr (NORM) before[i].template fetch<Order::ROW>(stream, row, place);
+            const int column = column_of(first + i) < padded ? column_of(first + i) : 0;
+            raw[i].template fetch<ORDER>(values, row, column);
+            // min: the memory may end with the second half
+            if (GATE && aligned) up_raw[i].template fetch<ORDER>(values, row, k + min(column, k - 8));
+            if constexpr (NORM) residual_raw[i].template fetch<Order::ROW>(stream, row, column);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int place = column_of(first + i) < padded ? column_of(first + i) : 0;
+            const int column = column_of(first + i) < padded ? column_of(first + i) : 0;
             float (&x)[8] = v[first + i];
-            if constexpr (SOURCE != NONE) raw[i].values(values, row_factor, place, x);
+            if constexpr (SOURCE != NONE) raw[i].convert(values, row_factor, column, x);
             if constexpr (GATE) {
                 float up[8];
-                if (even)
-                    second[i].values(values, row_factor, k + place, up);
+                if (aligned)
+                    up_raw[i].convert(values, row_factor, k + column, up);
                 else
-                    load_odd_half<SOURCE, ORDER>(values, row, column_of(first + i), k, up);
+                    load_unaligned_up<SOURCE, ORDER>(values, row, column_of(first + i), k, up);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) x[j] = rounded(activate<PREPARE - GATE_SILU>(x[j]) * up[j]);
             }
             if constexpr (NORM) {
                 float r[8];
-                before[i].values(stream, 0, place, r);
+                residual_raw[i].convert(stream, 0, column, r);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) x[j] = SOURCE == NONE ? r[j] : __fadd_rn(r[j], x[j]);
             }
@@ -174,16 +154,17 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
         const int column = column_of(i);
         if constexpr (TARGET == CODES) {
             if (column >= written) continue;
-            int8* place = static_cast<int8*>(out) + offset<static_cast<Order>(OUT)>(row, column, out_ld);
-            *reinterpret_cast<uint2*>(place) = quantize8(v[i], s.ratio);
+            int8* codes = static_cast<int8*>(out) + offset<static_cast<Order>(OUT)>(row, column, out_ld);
+            *reinterpret_cast<uint2*>(codes) = quantize8(v[i], s.ratio);
         }
         if constexpr (TARGET == TO_HALF) store_vector(static_cast<__half*>(out) + row * out_ld, column, written, v[i]);
         if constexpr (TARGET == TO_FLOAT) store_vector(static_cast<float*>(out) + row * out_ld, column, written, v[i]);
     }
 }
 
-// A product's values, scaled and written: fp16, fp32 (unrounded), or added to the residual stream, which is fp32. The
-// sums are int32, or fp32 from a float product; a missing scale is 1.
+// out = x_scale[row] * (w_scale[column] * sum) + bias[column], or with ADD out += fp16 of that. data: the sums of a
+// GEMM [rows, n], int32 or fp32, laid out by IN; a null scale is 1. out: fp16 or fp32 [rows, out_pitch]. A thread
+// computes eight elements.
 template <class SUM, int IN, bool ADD, class T>
 __global__ void __launch_bounds__(256) dequantize(
     const SUM* data, const float* x_scale, const float* w_scale, const float* bias, long long ld, T* out,
@@ -211,17 +192,18 @@ __global__ void __launch_bounds__(256) dequantize(
 #pragma unroll
         for (int j = 0; j < 8; ++j) y[j] = __fadd_rn(y[j], w[j]);
     }
-    T* place = out + row * out_pitch + column;
+    T* target = out + row * out_pitch + column;
     if constexpr (ADD) {
-        load8(place, w);
+        load8(target, w);
 #pragma unroll
         for (int j = 0; j < 8; ++j) y[j] = __fadd_rn(w[j], rounded(y[j]));
     }
-    store8(place, y);
+    store8(target, y);
 }
 
-// Rows of an fp16 table [vocab, pitch] as the residual stream, fp32 [rows, k]. Like `last_rows` it may have few blocks,
-// and so lets the next kernel start only when it ends (see attention_decode.cu).
+// out[row] = table[tokens[row]]; table: fp16 [vocab, pitch]; out: the residual stream, fp32 [rows, out_pitch]. A block
+// handles one row. It does not call launch_dependent_grids: as the first kernel of a step it guarantees that the
+// kernels after it start when all earlier steps have ended, so they may read the cache and weights before they wait.
 __global__ void __launch_bounds__(256)
     embed(const int* tokens, const __half* table, long long pitch, float* out, long long out_pitch, int k) {
     wait_on_dependent_grids();
@@ -234,7 +216,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// The last row of each sequence, fp32.
+// out[b] = x[cu_seqlens[b + 1] - 1], the last row of each sequence; fp32. A block handles one row.
 __global__ void __launch_bounds__(256)
     last_rows(const int* cu_seqlens, const float* x, long long pitch, float* out, long long out_pitch, int k) {
     wait_on_dependent_grids();
@@ -246,7 +228,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// int8 codes as fp16 numbers, 16 at a time: for products of int8 weights with float activations.
+// out[i] = codes[i] in fp16, for products of int8 weights with float activations. A thread converts 16 codes.
 __global__ void __launch_bounds__(256) int8_to_half(const int8* codes, __half* out, long long count) {
     launch_dependent_grids();
     wait_on_dependent_grids();

@@ -1,11 +1,11 @@
 // What the sampling kernels share: the definition's arithmetic, the state of a row, and sums over a block.
 #pragma once
 #include "common/common.cuh"
+#include "constants/sampling.cuh"
 
 using namespace bminf;
 typedef unsigned long long u64;
 
-constexpr int THREADS = BLOCK;
 constexpr int EACH = CHUNK / THREADS;  // ids of a thread, a multiple of 4
 constexpr int WARPS = THREADS / WARP;
 constexpr int PROMPT_FLAG = 1 << 30;

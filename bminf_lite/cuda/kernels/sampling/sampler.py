@@ -7,25 +7,20 @@ the tail off. All rows at once, in any mixture; the launches may be captured int
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ...runtime.driver import Device
 from ...runtime.kernel import Kernel, Module
+from ..constants import SAMPLING_BUCKETS as BUCKETS
+from ..constants import SAMPLING_CHUNK as CHUNK
+from ..constants import SAMPLING_ROW_BYTES as ROW_BYTES
+from ..constants import SAMPLING_THREADS as THREADS
+from ..instantiations import Capability, KernelFamily
+from ..sources import SOURCES
 
 SOURCE = "sampling/sample.cu"
 KERNELS = ("best_token", "histogram", "cut_tail", "draw_token")
-CHUNK, BLOCK = 2048, 512
-"""Token ids and threads of a block."""
-ROW_BYTES = 128
-"""Scratch of a row beside the arrays that :meth:`Sampler.scratch_bytes` counts."""
 PART_BYTES = 16
-BUCKETS = 1024
-"""Of likelihood, ``BUCKETS_PER_OCTAVE`` to a factor of two, so that all tokens of any weight (42 octaves) have one."""
-BUCKETS_PER_OCTAVE = 24
-DEFINES = (
-    f"CHUNK={CHUNK}", f"BLOCK={BLOCK}", f"ROW_BYTES={ROW_BYTES}",
-    f"BUCKETS={BUCKETS}", f"BUCKETS_PER_OCTAVE={BUCKETS_PER_OCTAVE}",
-)  # fmt: skip
 MAX_VOCAB = 2**23 - 1
 """The weights of so many tokens add up within 64 bits."""
 
@@ -35,18 +30,20 @@ STATE_ARRAYS = (
 )  # fmt: skip
 """Fields of ``SamplerState`` that the kernels take, in this order."""
 
-_SIGNATURE = "p" * (len(STATE_ARRAYS) + 5) + "4i"
-
 
 class Sampler:
     """The sampling kernels of one GPU. They are compiled at the first launch, which must not be captured."""
 
     def __init__(self, device: Device) -> None:
-        self._module = Module(device, SOURCE, KERNELS, DEFINES)
+        self._module = Module(device, SOURCES, SOURCE, KERNELS)
+
+    @staticmethod
+    def instantiations(capability: Capability) -> Iterator[KernelFamily]:
+        yield from (KernelFamily(SOURCE, name) for name in KERNELS)
 
     @functools.cached_property
     def _kernels(self) -> tuple[Kernel, ...]:
-        return tuple(self._module.kernel(name, _SIGNATURE) for name in KERNELS)
+        return tuple(self._module.kernel(name) for name in KERNELS)
 
     @staticmethod
     def scratch_bytes(rows: int, vocab: int, filtered: bool = True) -> int:
@@ -82,7 +79,7 @@ class Sampler:
         if not greedy:
             kernels += [histogram, cut_tail, draw_token] if filtered else [draw_token]
         for kernel in kernels:
-            kernel((chunks, rows), BLOCK, arguments, stream=stream, dependent=True, bytes_moved=4 * rows * vocab)
+            kernel((chunks, rows), THREADS, arguments, stream=stream, dependent=True, bytes_moved=4 * rows * vocab)
 
 
 def _chunks(vocab: int) -> int:

@@ -1,6 +1,6 @@
-"""What measuring needs of a device: a clock, peaks of memory, the limits of the hardware, and a look inside a step.
+"""What measuring needs of a device: a clock, memory peaks, the limits of the hardware, and the parts of a step.
 
-:class:`Profiler` serves any backend by the host's clock, which is right where operations run at once, on the CPU.
+:class:`Profiler` measures by the host's clock, which is right on a CPU, where an operation is complete when it returns.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from .. import __version__
 from ..backend.base import Backend
+from ..version import __version__
 from .calls import OpCall, describe, moved_bytes, trace_calls
 from .cases import KernelCase, plain_cases
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device was measured to reach: bytes per second read, bytes per second copied (read and written both
-    counted), and operations per second of a large int8 product (a multiplication and an addition count as two).
-    ``link`` is bytes per second from pinned host memory, None where host and device are one.
+    """The limits that were measured on this device.
+
+    ``read`` is in bytes per second; ``copy`` too, and counts both the bytes read and those written. ``int8`` is in
+    operations per second of a large int8 product, a multiplication and an addition counted as two. ``link`` is in bytes
+    per second from pinned host memory, None where host and device are one.
     """
 
     read: float
@@ -38,7 +42,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Span:
-    """A kernel or operation of a step: seconds it took, bytes it had to move (0 if not known), seconds to the next."""
+    """A kernel or operation of a step: its seconds, the bytes it must move (0 if unknown), the seconds to the next."""
 
     name: str
     seconds: float
@@ -47,38 +51,36 @@ class Span:
 
 
 class Profiler:
-    """Of the CPU. ``ceiling_bytes`` is the size of the buffers with which its limits are measured."""
+    """Measures the CPU. ``ceiling_bytes`` is the size of the buffers for measuring its limits."""
 
     def __init__(self, ops: Backend, ceiling_bytes: int = 256 << 20):
         self.ops = ops
         self.ceiling_bytes = ceiling_bytes
 
-    def time(self, work: Callable[[], Any]) -> tuple[float, Any]:
+    def time(self, work: Callable[[], T]) -> tuple[float, T]:
         """Seconds that the device takes for ``work()``, and its result."""
         start = time.perf_counter()
         result = work()
         return time.perf_counter() - start, result
 
     def versions(self) -> dict[str, str]:
-        """What the figures depend on beside the hardware."""
-        return {
-            "bminf-lite": __version__, "python": platform.python_version(), "numpy": np.__version__
-        }  # fmt: skip
+        """Versions of the software that the figures depend on."""
+        return {"bminf-lite": __version__, "python": platform.python_version(), "numpy": np.__version__}
 
     def reset_peaks(self) -> None:
-        """Let the peaks of memory start again, where they can."""
+        """Start measuring the peaks of memory anew; has no effect on a CPU."""
 
     def peaks(self) -> tuple[int, int | None]:
-        """The peak of memory used and reserved in bytes; on a CPU, of the whole process since it began, and None."""
+        """The peaks of memory used and reserved, in bytes; on a CPU that of the process since its start, and None."""
         unit = 1 if platform.system() == "Darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None
 
     def streamed_bytes(self) -> int:
-        """Bytes of weights that were copied to the device so far because they do not fit there."""
+        """Bytes of weights that were copied to the device so far because they are streamed."""
         return 0
 
     def ceilings(self) -> Ceilings:
-        """Measure the limits: of BLAS reading a matrix and multiplying two, and of copying memory."""
+        """Measure the limits; on a CPU by a matrix-vector product, a copy and a matrix product of NumPy."""
         columns = 4096
         rows = max(1, self.ceiling_bytes // (4 * columns))
         matrix, vector = np.ones((rows, columns), np.float32), np.ones(columns, np.float32)
@@ -90,25 +92,25 @@ class Profiler:
         return Ceilings(read, copy, 2 * size**3 / self.min_seconds(lambda: a @ b))
 
     def min_seconds(self, work: Callable[[], Any], runs: int = 5) -> float:
-        """Seconds of the fastest of a few runs, after one that does not count."""
+        """Seconds of the fastest of ``runs``, after a warm-up."""
         work()
         return min(self.time(work)[0] for _ in range(runs))
 
     def median_seconds(self, run: Callable[[int], Any], runs: int = 7) -> float:
-        """Seconds that one ``run(i)`` takes, the median, after one that does not count."""
+        """Seconds of one ``run(i)``, the median of ``runs``, after a warm-up."""
         run(0)
         return median(self.time(partial(run, i))[0] for i in range(runs))
 
     def plain_seconds(self, run: Callable[[int], Any]) -> float:
-        """The same for work that is not the backend's own, as its user would run it."""
+        """Seconds of one ``run(i)`` of a plain formula."""
         return self.median_seconds(run)
 
     def allocated(self, run: Callable[[int], Any]) -> int | None:
-        """The most memory in bytes that one ``run(i)`` takes beside what is there, where that is known."""
+        """The most memory in bytes that one ``run(i)`` allocates; None where that is unknown."""
         return None
 
     def trace(self, step: Callable[[], Any]) -> list[Span]:
-        """The operations of one ``step()`` in order, each timed on its own."""
+        """The operations of one ``step()`` in order, each timed alone."""
         step()
         calls: list[OpCall] = []
         with trace_calls(self.ops, calls.append):
@@ -120,14 +122,5 @@ class Profiler:
         ]
 
     def kernels(self) -> Iterator[KernelCase]:
-        """Single kernels over a sweep of sizes; each is made when it is asked for."""
+        """Single kernels over a sweep of sizes; the inputs of one are allocated when the iterator reaches it."""
         return plain_cases(np, self.ops)
-
-
-def make_profiler(ops: Backend) -> Profiler:
-    """Those of the device that ``ops`` owns."""
-    if not ops.name.startswith("cuda"):
-        return Profiler(ops)
-    from .cuda import CudaProfiler
-
-    return CudaProfiler(ops)  # type: ignore[arg-type]

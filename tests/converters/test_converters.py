@@ -1,27 +1,26 @@
-"""The tools for CPM-1, CPM-2 and EVA: small checkpoints in the published naming, cut over processes as in training.
+"""Small checkpoints in the naming of CPM-1, CPM-2 and EVA, cut over processes as in training, and converted.
 
-How a tensor is cut is written here once more, from the model's side: by heads, and by the rows or columns of a matrix.
+How a tensor is cut is written here independently, from the model's side: by heads, and by rows or columns of a matrix.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import migrate_cpm1
-import migrate_cpm2
-import migrate_eva
 import numpy as np
 import pytest
 import torch_writer
+from click.testing import CliRunner, Result
 from safetensors.numpy import load_file
 
 import bminf_lite
-from bminf_lite import models
-from bminf_lite.backend.base import Backend
+from bminf_lite.checkpoint.opened_model import describe_model
+from bminf_lite.cli import main
 from bminf_lite.models.spec import Role
 
 CPM1 = {
@@ -33,20 +32,23 @@ CPM2 = {
     "num_decoder_layers": 1, "relative_attention_num_buckets": 32,
 }  # fmt: skip
 EVA = CPM2 | {"model_type": "eva", "attn_scale": True, "num_layers": 1, "num_decoder_layers": 2}
+MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "cpm-1": (CPM1, ["--heads", "6"]), "cpm-2": (CPM2, []), "eva": (EVA, ["--attn-scale"]),
+}  # fmt: skip
 WORDS = [
     "<unk>", "<s>", "</s>", "▃", "<sep>", "<pad>", "<mask>", "<go>", "<eod>", "▁", ",", "▂", "的", "<s_0>", "<s_1>",
 ]  # fmt: skip
+TOKENS = {"cpm-1": (None, 7), "cpm-2": (WORDS.index("<s>"), WORDS.index("<eod>")),
+          "eva": (WORDS.index("<s_0>"), WORDS.index("<sep>"))}  # fmt: skip
+"""Of each model, the decoder's first token and the one that ends a text."""
 
-TOOLS: dict[str, tuple[Callable[..., int], dict[str, Any], list[str]]] = {
-    "cpm1": (migrate_cpm1.main, CPM1, ["--heads", "6"]),
-    "cpm2": (migrate_cpm2.main, CPM2, []),
-    "eva": (migrate_eva.main, EVA, ["--attn-scale"]),
-}
+
+def convert(model: str, source: Path, out: Path, vocabulary: Path, *more: str) -> Result:
+    return CliRunner().invoke(main, ["convert", model, str(source), str(out), "--vocabulary", str(vocabulary), *more])
 
 
 def random_tensors(config: dict[str, Any], dtype: Any = np.float16) -> dict[str, np.ndarray]:
-    architecture = models.find(config)
-    spec = architecture.spec(architecture.parse(config))
+    spec = describe_model(config).spec
     random = np.random.default_rng(1)
     return {
         name: (random.standard_normal(p.shape) * (0.1 if p.role is Role.VECTOR else 0.5)).astype(dtype)
@@ -93,78 +95,64 @@ def vocabulary(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("model", TOOLS)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_shards_become_the_tensors_that_they_were_cut_from(
     tmp_path: Path, vocabulary: Path, model: str, ranks: int
 ) -> None:
-    main, config, more = TOOLS[model]
+    config, more = MODELS[model]
     tensors = random_tensors(config)
     source = write_shards(tmp_path / "source", tensors, ranks, legacy=ranks == 2)
     out = tmp_path / "out"
-    assert main([str(source), str(out), "--vocabulary", str(vocabulary), "--recipe", "merge", *more]) == 0
+    result = convert(model, source, out, vocabulary, "--recipe", "merge", *more)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, f"wrote {out}\n", "")
     merged = load_file(out / "model.safetensors")
     assert merged.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(merged[name], tensor, err_msg=name)
     written = json.loads((out / "config.json").read_text())
     assert {k: written[k] for k in config} == config
-    parse = models.find(config).parse
-    extra = {k: written[k] for k in ("eos_token_id", "decoder_start_token_id") if k in written}
-    assert parse(written) == parse(config | extra)
-    assert (out / ("chinese_vocab.model" if model == "cpm1" else "vocab.txt")).read_bytes() == vocabulary.read_bytes()
+    assert (written.get("decoder_start_token_id"), written["eos_token_id"]) == TOKENS[model]
+    name = "chinese_vocab.model" if model == "cpm-1" else "vocab.txt"
+    assert (out / name).read_bytes() == vocabulary.read_bytes()
 
 
-@pytest.mark.parametrize("model", TOOLS)
+@pytest.mark.parametrize("model", MODELS)
 def test_int8_is_what_migrating_the_merged_checkpoint_gives(tmp_path: Path, vocabulary: Path, model: str) -> None:
-    main, config, more = TOOLS[model]
+    config, more = MODELS[model]
     source = write_shards(tmp_path / "source", random_tensors(config), 2)
-    arguments = ["--vocabulary", str(vocabulary), *more]
-    assert main([str(source), str(tmp_path / "merged"), "--recipe", "merge", *arguments]) == 0
-    assert main([str(source), str(tmp_path / "int8"), *arguments]) == 0
+    for recipe, name in (("merge", "merged"), ("w8a8", "int8")):
+        assert convert(model, source, tmp_path / name, vocabulary, "--recipe", recipe, *more).exit_code == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["int8", "merged", "source", "vocab.txt"]
     bminf_lite.migrate(tmp_path / "merged", tmp_path / "expected")
-    got, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("int8", "expected"))
-    assert got.keys() == expected.keys() and all(got[k].tobytes() == expected[k].tobytes() for k in got)
-    assert (tmp_path / "int8" / "tokenizer_config.json").is_file()
-    source_ids = None if model == "cpm1" else [13, 12, 11]
-    for folder in ("int8", "merged"):
-        with bminf_lite.load(tmp_path / folder, device="cpu") as loaded:
-            assert loaded.logits([1, 2, 3], source=source_ids).shape == (3, 48)
-            assert isinstance(loaded.ops, Backend)
+    for file in (tmp_path / "expected").iterdir():
+        assert (tmp_path / "int8" / file.name).read_bytes() == file.read_bytes()
+    with bminf_lite.load(tmp_path / "int8", device="cpu") as loaded:
+        assert loaded.logits([1, 2, 3], source=None if model == "cpm-1" else [13, 12, 11]).shape == (3, 48)
 
 
-def test_what_ends_and_begins_a_text_comes_from_the_vocabulary(tmp_path: Path, vocabulary: Path) -> None:
-    for model, start, end in (("cpm2", "<s>", "<eod>"), ("eva", "<s_0>", "<sep>")):
-        main, config, more = TOOLS[model]
-        source = write_shards(tmp_path / f"{model} source", random_tensors(config), 2)
-        out = tmp_path / model
-        assert main([str(source), str(out), "--vocabulary", str(vocabulary), "--recipe", "merge", *more]) == 0
-        written = json.loads((out / "config.json").read_text())
-        assert (written["decoder_start_token_id"], written["eos_token_id"]) == (WORDS.index(start), WORDS.index(end))
-
-
-def test_a_single_file_without_a_wrapper(tmp_path: Path, vocabulary: Path) -> None:
-    """``merge.pt``: a state_dict of the whole model."""
+def test_a_single_file_through_the_script(tmp_path: Path, vocabulary: Path) -> None:
+    """``merge.pt``, a state_dict of the whole model, without a wrapper."""
     tensors = random_tensors(CPM1)
     torch_writer.save(tmp_path / "merge.pt", tensors)
-    arguments = ["--vocabulary", str(vocabulary), "--recipe", "merge", "--heads", "6"]
-    assert migrate_cpm1.main([str(tmp_path / "merge.pt"), str(tmp_path / "out"), *arguments]) == 0
+    script = Path(__file__).parents[2] / "tools" / "migrate_cpm1.py"
+    arguments = ["--vocabulary", vocabulary, "--recipe", "merge", "--heads", "6"]
+    subprocess.run([sys.executable, script, tmp_path / "merge.pt", tmp_path / "out", *arguments], check=True)
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert all(np.array_equal(merged[name], tensor) for name, tensor in tensors.items())
 
 
-def failed(capsys: pytest.CaptureFixture[str], source: Path, vocabulary: Path, *more: str) -> str:
+def failed(source: Path, vocabulary: Path, *more: str) -> str:
     out = source.parent / "never"
-    assert migrate_cpm1.main([str(source), str(out), "--vocabulary", str(vocabulary), *more]) == 1
-    assert not out.exists() and not list(source.parent.glob(".merged*"))
-    return capsys.readouterr().err
+    result = convert("cpm-1", source, out, vocabulary, *more)
+    assert result.exit_code == 1 and not out.exists() and not list(source.parent.glob(".merged*"))
+    return result.stderr
 
 
-def test_shards_that_do_not_fit(tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_that_do_not_fit(tmp_path: Path, vocabulary: Path) -> None:
     tensors = random_tensors(CPM1)
     source = write_shards(tmp_path / "source", tensors, 2)
-    assert "--heads" in failed(capsys, source, vocabulary)
+    assert "--heads" in failed(source, vocabulary)
     second = source / "80000" / "mp_rank_01_model_states.pt"
     part = {k: np.ascontiguousarray(cut(k, v, 1, 2)) for k, v in tensors.items()}
     for change, words in [
@@ -173,12 +161,12 @@ def test_shards_that_do_not_fit(tmp_path: Path, vocabulary: Path, capsys: pytest
         ({"extra": np.ones(1, np.float16)}, "differs from the first shard in extra"),
     ]:
         torch_writer.save(second, part | change, entry="module")
-        assert words in failed(capsys, source, vocabulary, "--heads", "6")
+        assert words in failed(source, vocabulary, "--heads", "6")
     second.rename(second.with_name("mp_rank_02_model_states.pt"))
-    assert "those between" in failed(capsys, source, vocabulary, "--heads", "6")
+    assert "those between" in failed(source, vocabulary, "--heads", "6")
 
 
-def test_checkpoints_of_something_else(tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_of_something_else(tmp_path: Path, vocabulary: Path) -> None:
     tensors = random_tensors(CPM1)
     source = tmp_path / "source"
     for change, words in [
@@ -187,52 +175,54 @@ def test_checkpoints_of_something_else(tmp_path: Path, vocabulary: Path, capsys:
         ({"transformer.layers.7.input_layernorm.weight": np.ones(24, np.float16)}, "none of the model's"),
     ]:
         torch_writer.save(tmp_path / "x.pt", tensors | change)
-        assert words in failed(capsys, tmp_path / "x.pt", vocabulary, "--heads", "6")
+        assert words in failed(tmp_path / "x.pt", vocabulary, "--heads", "6")
     del tensors["transformer.final_layernorm.bias"]
     torch_writer.save(tmp_path / "x.pt", tensors)
-    text = failed(capsys, tmp_path / "x.pt", vocabulary, "--heads", "6")
+    text = failed(tmp_path / "x.pt", vocabulary, "--heads", "6")
     assert "missing tensor 'transformer.final_layernorm.bias'" in text
     torch_writer.save(tmp_path / "x.pt", {"word_embeddings.weight": tensors["word_embeddings.weight"]})
-    assert "not CPM-1" in failed(capsys, tmp_path / "x.pt", vocabulary)
-    assert "does not exist" in failed(capsys, source, vocabulary)
+    assert "not CPM-1" in failed(tmp_path / "x.pt", vocabulary)
+    assert "does not exist" in failed(source, vocabulary)
     source.mkdir()
-    assert "holds neither" in failed(capsys, source, vocabulary)
+    assert "holds neither" in failed(source, vocabulary)
     torch_writer.save(source / "a.pt", tensors)
     torch_writer.save(source / "b.pt", tensors)
-    assert "name the one" in failed(capsys, source, vocabulary)
+    assert "name the one" in failed(source, vocabulary)
     whole = write_shards(tmp_path / "whole", random_tensors(CPM1), 1)
-    assert "does not exist" in failed(capsys, whole, tmp_path / "none", "--heads", "6")
+    assert "does not exist" in failed(whole, tmp_path / "none", "--heads", "6")
 
 
-def test_what_is_wrong_is_told_before_anything_is_merged(
-    tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_mistakes_are_told_before_anything_is_merged(
+    tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = write_shards(tmp_path / "source", random_tensors(CPM1), 2)
-    monkeypatch.setattr("model_parallel.CheckpointWriter", None)
-    out = tmp_path / "out"
-    arguments = [str(source), str(out), "--vocabulary", str(vocabulary), "--heads", "6"]
-    for recipe, words in [("no-such-recipe", "neither built in"), ("auto", "--calibrate")]:
-        assert migrate_cpm1.main([*arguments, "--recipe", recipe]) == 2
-        assert words in capsys.readouterr().err
+    source, out = write_shards(tmp_path / "source", random_tensors(CPM1), 2), tmp_path / "out"
+    monkeypatch.setattr("bminf_lite.converters.model_parallel.CheckpointWriter", None)
+
+    def told(code: int, *more: str, model: str = "cpm-1") -> str:
+        result = convert(model, source, out, vocabulary, *more)
+        assert result.exit_code == code
+        return result.stderr
+
+    assert "neither built in" in told(2, "--recipe", "no-such-recipe")
+    assert "--calibrate" in told(2, "--recipe", "auto")
+    assert "an option of cpm-1" in told(2, "--heads", "6", model="eva")
+    assert "an option of eva" in told(2, "--attn-scale")
     out.mkdir()
-    assert migrate_cpm1.main(arguments) == 1
-    assert "already exists" in capsys.readouterr().err
+    assert "already exists" in told(1)
     out.rmdir()
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
-    assert migrate_cpm1.main(arguments) == 1
-    assert "the disk is full" in capsys.readouterr().err
+    assert "the disk is full" in told(1)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"source", vocabulary.name})
 
 
-def test_a_merge_that_is_interrupted_leaves_nothing(
-    tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("recipe", ["merge", "w8a8"])
+def test_an_interrupted_merge_leaves_nothing(
+    tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     source = write_shards(tmp_path / "source", random_tensors(CPM1), 2)
-    monkeypatch.setattr("model_parallel.CheckpointWriter.write", interrupt)
-    for recipe in ("merge", "w8a8"):
-        arguments = [str(source), str(tmp_path / "out"), "--vocabulary", str(vocabulary), "--heads", "6"]
-        assert migrate_cpm1.main([*arguments, "--recipe", recipe]) == 130
+    monkeypatch.setattr("bminf_lite.converters.model_parallel.CheckpointWriter.write", interrupt)
+    assert convert("cpm-1", source, tmp_path / "out", vocabulary, "--heads", "6", "--recipe", recipe).exit_code == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"source", vocabulary.name})

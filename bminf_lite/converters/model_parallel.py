@@ -1,20 +1,16 @@
-"""Checkpoints of models that were trained in parallel: shards in PyTorch files, merged into one checkpoint.
+"""Checkpoints of model-parallel training: shards in PyTorch files, merged into one checkpoint.
 
-Megatron and DeepSpeed cut matrices over the processes of a group, each of which saves ``mp_rank_XX_model_states.pt``.
-A layer whose outputs were divided is cut along its rows, one whose inputs were divided along its columns, and norms and
-the biases of the latter are in every shard. A fused matrix (query, key and value) is cut part by part, so a shard holds
-some heads of each. Merging goes tensor by tensor, from memory maps into the new file.
-
-PyTorch is not needed, and nothing in the files is run: see ``bminf_lite/checkpoint/torch_file.py``.
+Megatron and DeepSpeed divide matrices over the processes of a group, each of which saves
+``mp_rank_XX_model_states.pt``. A layer with divided outputs is cut along its rows, a layer with divided inputs
+along its columns; norms, and the biases of the latter, are in every shard. A fused matrix (query, key and value) is cut
+part by part, so a shard holds some heads of each. Tensors are merged one at a time.
 """
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from bminf_lite import models
-from bminf_lite.checkpoint.migrate import migrate
-from bminf_lite.checkpoint.output_folder import check_space, check_target, output_folder
-from bminf_lite.checkpoint.recipe import load_recipe
-from bminf_lite.checkpoint.torch_file import TorchFile
-from bminf_lite.checkpoint.writer import CheckpointWriter, TensorDeclaration, write_json
-from bminf_lite.errors import BminfError, CheckpointError, UsageError, listed
+from ..checkpoint.migrate import migrate
+from ..checkpoint.opened_model import describe_model
+from ..checkpoint.output_folder import check_space, check_target, output_folder
+from ..checkpoint.recipe import load_recipe
+from ..checkpoint.torch_file import TorchFile
+from ..checkpoint.writer import CheckpointWriter, TensorDeclaration, write_json
+from ..errors import CheckpointError, UsageError, listed
 
 SHARD = re.compile(r"mp_rank_(\d+)_model_states\.pt|mp_rank_(\d+)|.*\.(?:pt|bin)")
 POINTERS = ("latest_checkpointed_iteration.txt", "latest")
@@ -38,12 +34,12 @@ UNUSED = (
     "__builtin__.set", "__builtin__.object", "builtins.set", "builtins.object", "deepspeed.*", "fp16.*",
     "collections.defaultdict",
 )  # fmt: skip
-"""What the state of a training holds beside the model (random states, arguments, loss scalers). It is passed over."""
+"""Names of a training's state beside the model (random states, arguments, loss scalers), which are skipped."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """How the shards of a tensor go together: along ``axis``, each of ``parts`` by itself; or all are alike."""
+    """How the shards of a tensor are joined: along ``axis``, each of ``parts`` by itself; None for equal copies."""
 
     axis: int | None = None
     parts: int = 1
@@ -52,17 +48,17 @@ class Merge:
 ROWS, COLUMNS, COPIES = Merge(0), Merge(1), Merge()
 
 Rules = Mapping[str, Merge]
-"""Patterns of tensor names, the first that matches first."""
+"""Patterns of tensor names; the first match decides."""
 
 Configure = Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]]
-"""Makes the ``config.json`` of a model from its tensors' shapes, merged, by name."""
+"""Makes the ``config.json`` of a model from the shapes of its merged tensors, by name."""
 
 
 class Shards:
-    """The shards of a model, open. ``names`` maps a tensor's name to those in each file, where wrappers prefix it.
+    """The open shards of a model. ``names`` maps a tensor's name to its names in the files, where wrappers prefix it.
 
-    Raises :class:`CheckpointError` for a folder without shards, for files that cannot be used and for shards whose
-    tensors differ in name. A context manager.
+    Raises :class:`CheckpointError` for a folder without shards, for files that cannot be used and for shards with
+    different tensors. A context manager.
     """
 
     def __init__(self, source: Path, ignored: tuple[str, ...] = ()):
@@ -89,7 +85,7 @@ class Shards:
 
     def read(self, name: str, merge: Merge) -> np.ndarray:
         """A tensor, merged. Raises :class:`CheckpointError` if the shards do not fit together."""
-        parts = [file.view(stored) for file, stored in zip(self.files, self.names[name], strict=True)]
+        parts = [file.read(stored) for file, stored in zip(self.files, self.names[name], strict=True)]
         if merge.axis is None or len(parts) == 1:
             if any(part.shape != parts[0].shape or part.tobytes() != parts[0].tobytes() for part in parts[1:]):
                 raise CheckpointError(f"{self.source}: tensor {name!r} is not the same in all shards, as it should be")
@@ -103,7 +99,7 @@ class Shards:
         return np.concatenate([piece[i] for i in range(merge.parts) for piece in pieces], merge.axis)
 
     def merged(self, name: str, merge: Merge) -> TensorDeclaration:
-        """The type and the shape that :meth:`read` will give."""
+        """The type and the shape of the result of :meth:`read`."""
         info = self.files[0].tensors[self.names[name][0]]
         shape = list(info.shape)
         if merge.axis is not None:
@@ -111,7 +107,7 @@ class Shards:
         return TensorDeclaration(info.dtype, tuple(shape))
 
     def _names(self, ignored: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-        """The tensors' names as the model has them -> as each of the files has them."""
+        """Names in the model -> names in each of the files."""
         plain = [{unwrapped(name): name for name in file.tensors} for file in self.files]
         for file, names in zip(self.files, plain, strict=True):
             different = sorted(names.keys() ^ plain[0].keys())
@@ -122,9 +118,9 @@ class Shards:
 
 
 def find_shards(source: Path) -> list[Path]:
-    """The files of all shards in the order of their ranks: ``source`` itself, or what lies in the folder ``source``.
+    """The files of all shards in the order of their ranks: the file ``source``, or those of the folder ``source``.
 
-    Training saves into folders of its iterations, and names the last one in a file.
+    Training saves into a folder per iteration, and writes the name of the last one into a file.
     """
     if source.is_file():
         return [source]
@@ -150,7 +146,7 @@ def find_shards(source: Path) -> list[Path]:
 
 
 def open_shard(path: Path) -> TorchFile:
-    """A shard: its ``module`` entry, or all of it where it was saved by itself."""
+    """A shard: its ``module`` entry, or the whole file if there is none."""
     try:
         return TorchFile(path, "module", UNUSED)
     except CheckpointError as error:
@@ -160,7 +156,7 @@ def open_shard(path: Path) -> TorchFile:
 
 
 def unwrapped(name: str) -> str:
-    """A tensor's name without what wrappers for training put before it."""
+    """A tensor's name without the prefixes of training wrappers."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
@@ -172,10 +168,9 @@ def rule_of(name: str, rules: Rules) -> Merge | None:
 
 
 def merge_shards(shards: Shards, rules: Rules, configure: Configure, folder: Path) -> None:
-    """Write the merged checkpoint into ``folder``: safetensors, and the ``config.json`` that ``configure`` makes.
+    """Write the merged checkpoint into ``folder``: safetensors, and the ``config.json`` of ``configure``.
 
-    Raises :class:`CheckpointError` with
-    every tensor that is unknown, missing or of another shape than the configuration says.
+    Raises :class:`CheckpointError` with every tensor that is unknown, missing or not of the configuration's shape.
     """
     unknown = [f"unknown tensor {name!r}" for name in shards.names if rule_of(name, rules) is None]
     if unknown:
@@ -183,8 +178,7 @@ def merge_shards(shards: Shards, rules: Rules, configure: Configure, folder: Pat
     merges = {name: rule_of(name, rules) or COPIES for name in shards.names}
     declared = {name: shards.merged(name, merge) for name, merge in merges.items()}
     config = configure({name: tensor.shape for name, tensor in declared.items()})
-    architecture = models.find(config)
-    spec = architecture.spec(architecture.parse(config))
+    spec = describe_model(config).spec
     wanted = {name: p.shape for name, p in spec.parameters.items() if name not in spec.tied}
     problems = [f"missing tensor {name!r}" for name in wanted.keys() - declared.keys()]
     problems += [
@@ -205,53 +199,37 @@ def merge_shards(shards: Shards, rules: Rules, configure: Configure, folder: Pat
     write_json(folder / "config.json", config)
 
 
-def parser(model: str, description: str, vocabulary: str) -> argparse.ArgumentParser:
-    """The arguments that the tools share."""
-    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("source", type=Path, help=f"{model}: a folder of mp_rank_*_model_states.pt, or a file")
-    result.add_argument("out", type=Path, help="the folder to write")
-    result.add_argument("--vocabulary", type=Path, required=True, help=vocabulary)
-    result.add_argument("--recipe", default="w8a8", help="w8a8, w8a16, a TOML file; merge keeps the tensors float")
-    result.add_argument("--force", action="store_true", help="replace an earlier result")
-    return result
+def convert(write: Callable[[Path], None], source: Path, out: Path, recipe: str, force: bool) -> None:
+    """Let ``write`` write the merged checkpoint of ``source`` into a folder, and migrate it to ``out``.
 
-
-def run(arguments: argparse.Namespace, write: Callable[[Path], None]) -> int:
-    """Have ``write`` make the merged checkpoint, migrate it to ``arguments.out``, and report; the exit code.
-
-    What can be known before the merge, which may take minutes, is checked before it.
+    The recipe ``merge`` leaves the merged checkpoint in ``out`` as it is. ``force`` replaces an earlier result. The
+    recipe, ``out`` and the disk are checked before the merge, which may take minutes. Raises :class:`CheckpointError`
+    and :class:`UsageError`; ``out`` is untouched then.
     """
+    size = sum(path.stat().st_size for path in find_shards(source))
+    if recipe == "merge":
+        with output_folder(out, force, size) as folder:
+            write(folder)
+        return
+    loaded = load_recipe(recipe)
+    if loaded.calibration is not None:
+        raise UsageError(
+            f"recipe {loaded.name}: write the tensors with --recipe merge, and give the folder to "
+            "bminf-lite migrate --calibrate"
+        )
+    check_target(out, force)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_space(out, size)
+    merged = Path(tempfile.mkdtemp(prefix=".merged-", dir=out.parent))
     try:
-        size = sum(path.stat().st_size for path in find_shards(arguments.source))
-        if arguments.recipe == "merge":
-            with output_folder(arguments.out, arguments.force, size) as folder:
-                write(folder)
-        else:
-            recipe = load_recipe(arguments.recipe)
-            if recipe.calibration is not None:
-                raise UsageError(f"recipe {recipe.name}: write the tensors with --recipe merge, and give the folder to "
-                                 "bminf-lite migrate --calibrate")  # fmt: skip
-            check_target(arguments.out, arguments.force)
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            check_space(arguments.out, size)
-            merged = Path(tempfile.mkdtemp(prefix=".merged-", dir=arguments.out.parent))
-            try:
-                write(merged)
-                migrate(merged, arguments.out, recipe, force=arguments.force)
-            finally:
-                shutil.rmtree(merged)
-    except (BminfError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    print(f"wrote {arguments.out}")
-    return 0
+        write(merged)
+        migrate(merged, out, loaded, force=force)
+    finally:
+        shutil.rmtree(merged)
 
 
 def write_vocabulary(folder: Path, vocabulary: Path, name: str, tokenizer_class: str) -> None:
-    """Put the vocabulary beside the tensors, under the name and with the class by which it is found."""
+    """Copy the vocabulary to ``folder`` under the name that the tokenizer class expects."""
     if not vocabulary.is_file():
         raise CheckpointError(f"{vocabulary}: does not exist; it comes with the model's code")
     shutil.copyfile(vocabulary, folder / name)

@@ -1,0 +1,46 @@
+"""All kernels of one GPU on one stream, a launcher for each family, and the context of the step under way."""
+
+from __future__ import annotations
+
+import cupy as cp
+
+from ...cuda.kernels.attention.decode import AttentionDecode
+from ...cuda.kernels.attention.prefill import PrefillAttention
+from ...cuda.kernels.attention.prepare_heads import PrepareHeads
+from ...cuda.kernels.gemv.gemv import Gemv, GemvFloat
+from ...cuda.kernels.launcher import Launcher, StepContext
+from ...cuda.kernels.rowwise.calibration import CalibrationKernels
+from ...cuda.kernels.rowwise.pointwise import PointwiseKernels
+from ...cuda.kernels.rowwise.rows import RowKernels
+from ...cuda.kernels.rowwise.softmax import Softmax
+from ...cuda.kernels.sampling.sampler import Sampler
+from ...cuda.runtime.driver import Device
+
+
+class Kernels:
+    """The launchers. ``step`` is what those of a step are given; it is replaced when a step begins and when it ends."""
+
+    def __init__(self, device: Device, stream: cp.cuda.Stream):
+        launcher = Launcher(device, stream.ptr)
+        self.device = device
+        self.num_sms = launcher.num_sms
+        self.gemv = Gemv(launcher)
+        self.gemv_float = GemvFloat(launcher)
+        self.rows = RowKernels(launcher)
+        self.pointwise = PointwiseKernels(launcher)
+        self.softmax = Softmax(launcher)
+        self.prepare_heads = PrepareHeads(launcher)
+        self.attention_decode = AttentionDecode(launcher)
+        self.attention_prefill = PrefillAttention(device)
+        self.sampler = Sampler(device)
+        self.calibration = CalibrationKernels(launcher)
+        self.step = StepContext(in_step=False)
+
+    def begin_step(self) -> StepContext:
+        """The context of a new step, before its first kernel, ``embed``."""
+        self.step = StepContext()
+        return self.step
+
+    def end_step(self) -> None:
+        """The kernels launched from now on belong to no step."""
+        self.step = StepContext(in_step=False)

@@ -1,0 +1,247 @@
+"""A checkpoint together with the model that its ``config.json`` describes: found, parsed, validated, in one place.
+
+:func:`describe_model` needs a configuration alone. :func:`open_model` opens a folder and checks its tensors too; what
+it returns can be built without further checks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import models
+from ..backend.quantization import HostWeight, quantize_weight
+from ..errors import CheckpointError, checkpoint_error
+from ..models import Architecture
+from ..models.spec import Parameter, Role, Spec
+from .compressed_tensors import QUANTIZATION_SUFFIXES, QuantizationConfig, packed_width
+from .manifest import MANIFEST_FILE
+from .reader import Checkpoint, open_checkpoint
+from .recipe import Scheme
+from .tensor_file import FLOAT_DTYPES, TensorInfo
+
+TIED_ROWS = 64
+"""How many rows are compared to tell whether a tensor is a copy of another."""
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What a ``config.json`` describes: the architecture, its parsed configuration, and its tensors."""
+
+    architecture: Architecture
+    config: Any
+    spec: Spec
+
+
+def describe_model(config: Mapping[str, Any]) -> ModelDescription:
+    """The model of a parsed ``config.json``. Raises :class:`CheckpointError` for one that cannot be run."""
+    architecture = models.find(dict(config))
+    parsed = architecture.parse(dict(config))
+    return ModelDescription(architecture, parsed, architecture.spec(parsed))
+
+
+class OpenedModel:
+    """An open checkpoint whose tensors are those of ``description``. A context manager that closes its files."""
+
+    def __init__(self, checkpoint: Checkpoint, description: ModelDescription):
+        self.checkpoint = checkpoint
+        self.description = description
+
+    def __enter__(self) -> OpenedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; matrices that were not read yet cannot be read any more."""
+        self.checkpoint.close()
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self.checkpoint.path
+
+    @property
+    def architecture(self) -> Architecture:
+        """The architecture, from :mod:`bminf_lite.models`."""
+        return self.description.architecture
+
+    @property
+    def config(self) -> Any:
+        """The configuration as the architecture parsed it."""
+        return self.description.config
+
+    @property
+    def spec(self) -> Spec:
+        """The model's tensors."""
+        return self.description.spec
+
+    def weights(self) -> CheckpointWeights:
+        """The tensors by the names that the model uses. Raises :class:`CheckpointError` for a wrong manifest."""
+        return CheckpointWeights(self.checkpoint, self.spec)
+
+
+def open_model(path: str | Path) -> OpenedModel:
+    """Open the checkpoint in the folder ``path`` and validate it.
+
+    Tensors that the files have under an alias get the specification's names. Raises :class:`CheckpointError` if the
+    files cannot be used (see :func:`.open_checkpoint`), if the model is unknown or its configuration makes no sense,
+    and with every missing, unexpected, misshapen or wrongly typed tensor.
+    """
+    checkpoint = open_checkpoint(path)
+    try:
+        description = describe_model(checkpoint.config)
+        spec = description.spec
+        checkpoint.rename(spec.aliases)
+        problems = _spec_problems(spec, checkpoint.tensors, checkpoint.quantization) or _tied_problems(checkpoint, spec)
+        if problems:
+            remedy = "the files do not fit config.json: get both anew from the same place, or export the model again"
+            raise checkpoint_error(checkpoint.path, problems, remedy)
+        return OpenedModel(checkpoint, description)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+class CheckpointWeights:
+    """A checkpoint's tensors by the names that a model uses; a tied tensor is read from where its values are.
+
+    Matrices and embedding tables are read when they are used (see :meth:`.Checkpoint.stored`).
+
+    The format keeps two kinds of matrices float: a tied head, which is the embedding, and matrices that are stored
+    ``[in, out]``. Those of a migrated checkpoint are quantized here, in the schemes of its manifest.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, spec: Spec):
+        self.checkpoint = checkpoint
+        self.spec = spec
+        self.tied_scheme = self._scheme("tied_head", checkpoint.manifest.get("tied_head"))
+        late = checkpoint.manifest.get("quantized_when_loaded") or {}
+        self.late = {name: self._scheme(f"quantized_when_loaded[{name!r}]", scheme) for name, scheme in late.items()}
+
+    def weight(self, name: str) -> HostWeight:
+        """The matrix ``name`` ``[out, in]``, float or int8."""
+        if name in self.spec.tied:
+            weight = self.vector(name)
+        elif self.spec.parameters[name].transposed:
+            weight = np.ascontiguousarray(self.vector(name).T)
+        else:
+            return self.checkpoint.weight(name)
+        scheme = self.scheme_of(name)
+        return weight if scheme is Scheme.FLOAT else quantize_weight(weight, dynamic=scheme is Scheme.W8A8)
+
+    def vector(self, name: str) -> np.ndarray:
+        """The float tensor ``name``."""
+        values = self.checkpoint.stored_float(self.spec.tied.get(name, name))
+        return values if self.spec.parameters[name].role is Role.EMBEDDING else np.asarray(values)
+
+    def scheme_of(self, name: str) -> Scheme:
+        """How the model runs the matrix ``name``."""
+        if name in self.spec.tied:
+            return self.tied_scheme
+        if self.spec.parameters[name].transposed:
+            return self.late.get(name, Scheme.FLOAT)
+        quantization = self.checkpoint.quantization
+        group = quantization.group_of(name.removesuffix(".weight")) if quantization else None
+        if group is None:
+            return Scheme.FLOAT
+        return Scheme.W8A8 if group.dynamic else Scheme.W8A16
+
+    def _scheme(self, key: str, value: object) -> Scheme:
+        """A scheme in the manifest; none means float."""
+        try:
+            return Scheme.FLOAT if value is None else Scheme(value)
+        except ValueError:
+            where = self.checkpoint.path / MANIFEST_FILE
+            raise CheckpointError(f"{where}: {key} is {value!r}, which is no scheme") from None
+
+
+@dataclass(frozen=True)
+class _ExpectedTensor:
+    """A tensor that a checkpoint must, or may, hold, with its possible types and shapes."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    required: bool = True
+
+    def mismatches(self, info: TensorInfo) -> Iterator[str]:
+        """What is wrong with the tensor in the file."""
+        if info.shape not in self.shapes:
+            shapes = " or ".join(str(list(shape)) for shape in self.shapes)
+            yield f"tensor {self.name!r} has shape {list(info.shape)}; config.json needs {shapes}"
+        if info.dtype not in self.dtypes:
+            yield f"tensor {self.name!r} is {info.dtype}; it must be {' or '.join(self.dtypes)}"
+
+
+def _spec_problems(spec: Spec, tensors: Mapping[str, TensorInfo], quantization: QuantizationConfig | None) -> list[str]:
+    """Every missing, misshapen, wrongly typed or unexpected tensor; empty if the checkpoint fits."""
+    problems: list[str] = []
+    known: set[str] = set()
+    for name, parameter in spec.parameters.items():
+        if name in spec.tied:
+            known |= {name, *(name.removesuffix(".weight") + companion for companion in QUANTIZATION_SUFFIXES)}
+            continue
+        for expected in _expected_tensors(name, parameter, quantization):
+            known.add(expected.name)
+            if expected.name in tensors:
+                problems += expected.mismatches(tensors[expected.name])
+            elif expected.required:
+                dtypes, shape = " or ".join(expected.dtypes), list(expected.shapes[0])
+                problems.append(f"missing tensor {expected.name!r}, {dtypes} {shape}")
+    ignored = [re.compile(pattern) for pattern in spec.ignored]
+    problems += [
+        f"unexpected tensor {name!r}, {info.dtype} {list(info.shape)}; config.json describes a model without it"
+        for name, info in tensors.items()
+        if name not in known and not any(pattern.fullmatch(name) for pattern in ignored)
+    ]
+    return problems
+
+
+def _expected_tensors(
+    name: str, parameter: Parameter, quantization: QuantizationConfig | None
+) -> Iterator[_ExpectedTensor]:
+    """The tensors that represent a parameter in a file.
+
+    Only linear layers and the head can be quantized; ``Conv1D`` weights stay float in this format.
+    """
+    module = name.removesuffix(".weight")
+    quantizable = parameter.role in (Role.LINEAR, Role.HEAD) and not parameter.transposed
+    group = quantization.group_of(module) if quantization and quantizable else None
+    if group is None:
+        yield _ExpectedTensor(name, FLOAT_DTYPES, (parameter.shape,))
+        return
+    rows, columns = parameter.shape
+    if group.packed:
+        yield _ExpectedTensor(f"{module}.weight_packed", ("I32",), ((rows, packed_width(columns)),))
+        yield _ExpectedTensor(f"{module}.weight_shape", ("I64", "I32"), ((2,),))
+    else:
+        yield _ExpectedTensor(name, ("I8",), ((rows, columns),))
+    per_row = ((rows, 1), (rows,), (1,))
+    yield _ExpectedTensor(f"{module}.weight_scale", FLOAT_DTYPES, per_row)
+    yield _ExpectedTensor(f"{module}.weight_zero_point", ("I8", "I32", "I64"), per_row, required=False)
+    if quantization and (count := quantization.outliers.get(module)):
+        yield _ExpectedTensor(f"{module}.outlier_columns", ("I32",), ((count,),))
+        yield _ExpectedTensor(f"{module}.outlier_weight", ("F16",), ((rows, count),))
+
+
+def _tied_problems(checkpoint: Checkpoint, spec: Spec) -> list[str]:
+    """Tensors that the file holds although they are tied to others, and whose first rows differ from those."""
+    problems = []
+    for name, source in spec.tied.items():
+        pair = [checkpoint.tensors.get(name), checkpoint.tensors.get(source)]
+        if any(info is None or info.dtype not in FLOAT_DTYPES for info in pair):
+            continue
+        one, other = (np.asarray(checkpoint.stored(n)[:TIED_ROWS]).astype(np.float32) for n in (name, source))
+        if not np.array_equal(one, other, equal_nan=True):
+            problems.append(
+                f"tensor {name!r} differs from {source!r}, to which config.json ties it; correct "
+                "tie_word_embeddings there, or remove the tensor"
+            )
+    return problems

@@ -1,0 +1,186 @@
+"""Numbers and enumerations that Python and CUDA C++ both use, stated once.
+
+:data:`HEADERS` renders them as the files ``constants/*.cuh``, which the kernels include.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from ..runtime.cublaslt import Order
+from ..runtime.tensor_maps import ROW_BYTES
+
+
+class Activation(IntEnum):
+    """An activation function, computed in fp32."""
+
+    SILU = 0
+    GELU_TANH = 1
+    RELU = 2
+    GELU = 3
+
+
+ACTIVATIONS = {activation.name.lower(): activation for activation in Activation}
+"""By the names that the backend's operations take."""
+
+
+class Epilogue(IntEnum):
+    """What a product's kernel makes of its int32 or fp32 sums.
+
+    ``ADD`` adds to fp32 values that are there. ``GATED``: rows ``n`` and ``n + N/2`` of the weight are gate and up.
+    ``ACTIVATED`` is a function of each output. ``TO_INT32`` leaves the sums unscaled.
+    """
+
+    TO_HALF = 0
+    TO_FLOAT = 1
+    ADD = 2
+    GATED = 3
+    ACTIVATED = 4
+    TO_INT32 = 5
+
+
+class GemvInput(IntEnum):
+    """The input of a matrix-vector kernel: an fp16 row, or a norm of an fp32 row."""
+
+    HALF = 0
+    RMS_NORM = 1
+    LAYER_NORM = 2
+
+
+class Source(IntEnum):
+    """Where a row's values come from: nowhere, memory, or an int32 product that is not scaled yet."""
+
+    NONE = 0
+    FROM_HALF = 1
+    FROM_FLOAT = 2
+    FROM_INT32 = 3
+
+
+class RowOp(IntEnum):
+    """What a kernel over rows computes. A norm first adds the values to the residual stream; a gate has two halves."""
+
+    IDENTITY = 0
+    RMS_NORM = 1
+    LAYER_NORM = 2
+    GATE_SILU = 3
+    GATE_GELU_TANH = 4
+    GATE_RELU = 5
+    GATE_GELU = 6
+
+
+class Target(IntEnum):
+    """What a kernel over rows writes: int8 codes and a scale per row, or values."""
+
+    CODES = 0
+    TO_HALF = 1
+    TO_FLOAT = 2
+
+
+class DecodeMask(IntEnum):
+    """What a new token sees in decode attention.
+
+    ``CAUSAL``: the tokens before it and itself. ``BIASED``: the same, with a bias by the distance. ``CROSS``: the whole
+    source in its slot, to which it adds nothing.
+    """
+
+    CAUSAL = 0
+    BIASED = 1
+    CROSS = 2
+
+
+class AttentionMask(IntEnum):
+    """What a query sees in prefill attention.
+
+    ``CAUSAL``: the keys of its sequence up to its own, in the sequence's slot of the cache. ``CROSS``: the whole source
+    in that slot. ``BIDIRECTIONAL``: its whole sequence in this step, where sequences follow each other.
+    """
+
+    CAUSAL = 0
+    CROSS = 1
+    BIDIRECTIONAL = 2
+
+
+GEMV_THREADS = 512
+GEMV_CHUNK = 512
+"""Bytes of one row of the weight that a warp multiplies at once, 16 a thread."""
+DECODE_HEADS = 8
+"""Query heads of one key-value head that a block of the decode kernel takes at most: the columns of a product."""
+SKINNY_ROWS = 16
+"""Rows of the weight in a group, which one product of the tensor cores takes."""
+SKINNY_STEP = 64
+"""Bytes of a row that two products take."""
+SKINNY_HOPPER_THREADS = 320
+SKINNY_HOPPER_CLUSTER = 2
+SKINNY_HOPPER_ROWS = 64
+"""Rows of the weight in a tile."""
+SKINNY_HOPPER_BOXES = 2
+"""Boxes of ``ROW_BYTES`` columns in a stage."""
+SKINNY_HOPPER_WINDOW = 4
+"""Stages on their way at the same time. More only make other blocks wait longer for what they read."""
+GEMM_ROWS = 128
+"""Rows of a tile of the result."""
+GEMM_STAGE_COLUMNS = 128
+"""Columns of both operands in a stage of the pipeline."""
+GEMM_PIPELINE_BYTES = 192 << 10
+GEMM_BOX_ROWS = 16
+"""Rows of the result that a warp writes at a time."""
+DP4A_TILE = 64
+CALIBRATION_THREADS = 256
+CALIBRATION_STRIP = 64
+"""Rows of which a thread of ``column_absmax`` takes a column."""
+UNALIGNED_NORM_THREADS = 512
+SAMPLING_CHUNK = 2048
+"""Token ids of a block."""
+SAMPLING_THREADS = 512
+SAMPLING_ROW_BYTES = 128
+"""Scratch of a row beside its arrays."""
+SAMPLING_BUCKETS = 1024
+SAMPLING_BUCKETS_PER_OCTAVE = 24
+"""Buckets of likelihood to a factor of two: all tokens of any weight (42 octaves) have one."""
+
+
+def render_header(*enumerations: type[IntEnum], **numbers: int) -> str:
+    """A header with the enumerations and, as ``constexpr int``, the numbers."""
+    lines = ["#pragma once"]
+    for enumeration in enumerations:
+        members = ", ".join(f"{member.name} = {member.value}" for member in enumeration)
+        lines.append(f"enum {enumeration.__name__} : int {{ {members} }};")
+    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+    return "\n".join(lines) + "\n"
+
+
+HEADERS = {
+    "constants/activation.cuh": render_header(Activation),
+    "constants/epilogue.cuh": render_header(Epilogue),
+    "constants/order.cuh": render_header(Order),
+    "constants/gemv.cuh": render_header(GemvInput, THREADS=GEMV_THREADS, CHUNK=GEMV_CHUNK),
+    "constants/rows.cuh": render_header(Source, RowOp, Target),
+    "constants/calibration.cuh": render_header(THREADS=CALIBRATION_THREADS, STRIP=CALIBRATION_STRIP),
+    "constants/norm_unaligned.cuh": render_header(THREADS=UNALIGNED_NORM_THREADS),
+    "constants/decode.cuh": render_header(DecodeMask, HEADS=DECODE_HEADS),
+    "constants/prefill.cuh": render_header(AttentionMask),
+    "constants/skinny_gemm.cuh": render_header(ROWS=SKINNY_ROWS, STEP=SKINNY_STEP),
+    "constants/skinny_gemm_hopper.cuh": render_header(
+        THREADS=SKINNY_HOPPER_THREADS,
+        CLUSTER=SKINNY_HOPPER_CLUSTER,
+        ROWS=SKINNY_HOPPER_ROWS,
+        DEPTH=ROW_BYTES,
+        BOXES=SKINNY_HOPPER_BOXES,
+        WINDOW=SKINNY_HOPPER_WINDOW,
+    ),
+    "constants/gemm_hopper.cuh": render_header(
+        BLOCK_M=GEMM_ROWS,
+        BLOCK_K=GEMM_STAGE_COLUMNS,
+        PIPELINE_BYTES=GEMM_PIPELINE_BYTES,
+        BOX=GEMM_BOX_ROWS * ROW_BYTES,
+    ),
+    "constants/dp4a.cuh": render_header(TILE=DP4A_TILE),
+    "constants/sampling.cuh": render_header(
+        CHUNK=SAMPLING_CHUNK,
+        THREADS=SAMPLING_THREADS,
+        ROW_BYTES=SAMPLING_ROW_BYTES,
+        BUCKETS=SAMPLING_BUCKETS,
+        BUCKETS_PER_OCTAVE=SAMPLING_BUCKETS_PER_OCTAVE,
+    ),
+}
+"""By the name under which a kernel includes it."""

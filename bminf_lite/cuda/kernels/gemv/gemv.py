@@ -1,0 +1,143 @@
+"""One row, or a few float rows, times a weight: the launchers of ``gemv.cu`` and ``gemv_float.cu``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ....backend.values import Norm
+from ...runtime.driver import shared_memory_per_block
+from ..arrays import WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
+from ..constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput
+from ..instantiations import Capability, KernelFamily
+from ..launcher import Launcher, StepContext
+from ..rowwise.rows import norm_arguments, vectors_for
+
+if TYPE_CHECKING:
+    import cupy as cp
+
+WARPS = GEMV_THREADS // 32
+LARGE_SHARED_MEMORY = 227 << 10
+"""Shared memory per block where two matrix-vector kernels fit side by side with twelve chunks under way per warp."""
+MAX_FUSED_NORM_WIDTH = 4 * 8 * GEMV_THREADS
+"""Up to this many elements, ``gemv`` normalises its input; a thread's share of more does not fit its registers."""
+VECTORS = (1, 2, 4, 8)
+MAX_WIDTH = VECTORS[-1] * 8 * GEMV_THREADS
+UNITS = (4, 2, 1)
+"""Chunks in a unit of ``gemv``."""
+EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.ADD, Epilogue.GATED, Epilogue.ACTIVATED)
+
+
+def pipeline_chunks(shared: int) -> int:
+    """Chunks under way per warp on a GPU with so much shared memory per block."""
+    return 12 if shared >= LARGE_SHARED_MEMORY else 8
+
+
+class Gemv:
+    """One row, fp16 or normalised fp32, times an int8 weight of plain rows with dynamic activations."""
+
+    source = "gemv/gemv.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        chunks = pipeline_chunks(launcher.max_shared)
+        self._defines = (f"PIPELINE_CHUNKS={chunks}",)
+        self._pipeline_bytes = WARPS * chunks * GEMV_CHUNK if launcher.has_clusters else 0
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        chunks = pipeline_chunks(shared_memory_per_block(capability))
+        values = (INPUTS, VECTORS, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1])
+        yield KernelFamily(cls.source, "gemv", values, _possible, (f"PIPELINE_CHUNKS={chunks}",))
+
+    def launch(
+        self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
+        epilogue: int, activation: int = 0,
+    ) -> None:  # fmt: skip
+        """``out`` from one row ``x``; ``activation`` for a gated or activated epilogue.
+
+        The blocks are as many as the multiprocessors, and each multiprocessor must get one. Behind a kernel with fewer
+        blocks, two of them could land on one multiprocessor and leave another idle, which halved the speed of decoding
+        an 8B model on an H200. There a block takes more than half of the shared memory.
+        """
+        launcher = self._launcher
+        n, pitch, num_sms = weight.out_features, weight.pitch, launcher.num_sms
+        matrices = 2 if epilogue == Epilogue.GATED else 1
+        rows = ceil_div(n // matrices, num_sms) * matrices
+        vectors = vectors_for(pitch, GEMV_THREADS)
+        unit = best_unit(rows, pitch)
+        expression = f"gemv<{input_of(norm)}, {vectors}, {int(epilogue)}, {int(activation)}, {unit}>"
+        norm_weight, norm_bias, eps = norm_arguments(norm)
+        shared = self._pipeline_bytes + round_up(pitch, GEMV_CHUNK * unit) + 4 * rows
+        if not step.one_block_per_sm and launcher.has_clusters:
+            shared = max(shared, launcher.half_shared)
+        kernel = launcher.kernel(self.source, expression, False, self._defines)
+        args = (
+            x.data.ptr, norm_weight, norm_bias, eps, weight.matrix.data.ptr, address(weight.scale),
+            address(weight.bias), out.data.ptr, n, weight.in_features, pitch,
+        )  # fmt: skip
+        bytes_moved = weight.nbytes + nbytes_of(x, out)
+        kernel(min(num_sms, n // matrices), GEMV_THREADS, args, shared, launcher.stream, True, None, bytes_moved)
+        step.one_block_per_sm = True
+
+
+class GemvFloat:
+    """A few rows, fp16 or normalised fp32, times a weight in fp16, or in int8 with float activations."""
+
+    source = "gemv/gemv_float.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        values = (INPUTS, VECTORS, ("bminf::int8", "__half"), NUMBERS, ACTIVATION_NUMBERS)
+        yield KernelFamily(cls.source, "gemv_float", values, _possible_float)
+
+    def launch(
+        self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
+        epilogue: int, activation: int = 0,
+    ) -> None:  # fmt: skip
+        """``out`` from the rows of ``x``; ``activation`` for a gated or activated epilogue."""
+        outputs = weight.out_features // (2 if epilogue == Epilogue.GATED else 1)
+        vectors = vectors_for(weight.pitch, GEMV_THREADS)
+        kind = "bminf::int8" if weight.scale is not None else "__half"
+        expression = f"gemv_float<{input_of(norm)}, {vectors}, {kind}, {int(epilogue)}, {int(activation)}>"
+        norm_weight, norm_bias, eps = norm_arguments(norm)
+        grid = min(2 * self._launcher.num_sms, ceil_div(outputs, WARPS))
+        self._launcher.launch(
+            step, self.source, expression, (grid, x.shape[0]), GEMV_THREADS,
+            (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, weight.matrix.data.ptr, address(weight.scale),
+             address(weight.bias), out.data.ptr, pitch_of(out), weight.out_features, weight.in_features, weight.pitch),
+            shared=2 * weight.pitch, bytes_moved=x.shape[0] * weight.nbytes + nbytes_of(x, out),
+        )  # fmt: skip
+
+
+def input_of(norm: Norm | None) -> int:
+    """The kernels' number for a row, or for a norm of one."""
+    return HALF if norm is None else LAYER_NORM if norm.center else RMS_NORM
+
+
+def best_unit(rows: int, pitch: int) -> int:
+    """Chunks in a unit of ``gemv``: few idle warps at the end of a block's share against the work per unit."""
+
+    def cost(unit: int) -> float:
+        units = rows * ceil_div(ceil_div(pitch, GEMV_CHUNK), unit)
+        return ceil_div(units, WARPS) * (unit + 0.7)
+
+    return min(UNITS, key=cost)
+
+
+HALF, RMS_NORM, LAYER_NORM = map(int, GemvInput)
+INPUTS, NUMBERS, ACTIVATION_NUMBERS = ([int(m) for m in members] for members in (GemvInput, EPILOGUES, Activation))
+
+
+def _possible(source: int, vectors: int, epilogue: int, activation: int, unit: int) -> bool:
+    has_activation = epilogue in (Epilogue.GATED, Epilogue.ACTIVATED)
+    return (has_activation or activation == 0) and (
+        source == GemvInput.HALF or vectors * 8 * GEMV_THREADS <= MAX_FUSED_NORM_WIDTH
+    )
+
+
+def _possible_float(source: int, vectors: int, kind: str, epilogue: int, activation: int) -> bool:
+    return _possible(source, vectors, epilogue, activation, 1)

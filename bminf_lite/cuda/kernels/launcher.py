@@ -1,0 +1,65 @@
+"""What all launchers share: the kernels of one GPU, loaded when first needed, on one stream."""
+
+from __future__ import annotations
+
+import functools
+
+from ..runtime.driver import Device, DeviceAttribute
+from ..runtime.kernel import Dimensions, Kernel
+from .sources import load
+
+
+class StepContext:
+    """What launches of one step must know of those before them. It is made when a step begins and dropped at its end.
+
+    ``one_block_per_sm`` says whether the kernel launched last has one block on each multiprocessor. The caches that the
+    step has written are known from its first kernel on: that kernel, ``embed``, lets no other start before it has
+    ended, so a kernel behind it may read early what the step has not written. Outside a step nothing may be read early.
+    """
+
+    __slots__ = ("_written_caches", "one_block_per_sm")
+
+    def __init__(self, in_step: bool = True) -> None:
+        self.one_block_per_sm = False
+        self._written_caches: set[int] | None = set() if in_step else None
+
+    def is_unwritten(self, cache: int, writes: bool) -> bool:
+        """Whether the cache at this address is as it was before the step; ``writes``: the next kernel changes it."""
+        if self._written_caches is None:
+            return False
+        untouched = cache not in self._written_caches
+        if writes:
+            self._written_caches.add(cache)
+        return untouched
+
+
+class Launcher:
+    """Launches kernels of one GPU on ``stream`` (``cudaStream_t`` as an integer)."""
+
+    def __init__(self, device: Device, stream: int) -> None:
+        self.device = device
+        self.stream = stream
+        self.num_sms = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
+        self.has_clusters = device.compute_capability >= (9, 0)
+        self.max_shared = device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        self.half_shared = self.max_shared // 2  # of which, with what every block takes beside it, only one fits
+        self.kernel = functools.cache(self._load)
+
+    def _load(self, source: str, expression: str, cache: bool = False, defines: tuple[str, ...] = ()) -> Kernel:
+        return load(self.device, source, expression, defines, cache)
+
+    def launch(
+        self, step: StepContext | None, source: str, expression: str, grid: Dimensions, block: int,
+        args: tuple[object, ...], shared: int = 0, cluster: int | None = None, bytes_moved: int = 0,
+        cache: bool = False, dependent: bool = True,
+    ) -> None:  # fmt: skip
+        """Launch a kernel, which may start before its predecessor has ended if it is ``dependent``.
+
+        ``step`` is None for kernels that no step launches. ``bytes_moved`` is how many bytes the kernel must read and
+        write. ``cache``: see :meth:`Module.kernel`; for a kernel that fills the GPU, because its neighbours then cannot
+        run beside it.
+        """
+        kernel = self.kernel(source, expression, cache)
+        kernel(grid, block, args, shared, self.stream, dependent, cluster, bytes_moved)
+        if step is not None:
+            step.one_block_per_sm = False

@@ -1,0 +1,94 @@
+"""What some architectures need over rows: activations, learned positions, outlier columns; and random matrices.
+
+These are the launchers of ``pointwise.cu``, ``outliers.cu`` and ``random.cu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ....backend.values import ForwardBatch
+from ..arrays import address, ceil_div, nbytes_of, pitch_of
+from ..constants import Activation
+from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..launcher import Launcher, StepContext
+from .rows import FROM_INT32, RowSource, orders_for
+
+if TYPE_CHECKING:
+    import cupy as cp
+
+
+class PointwiseKernels:
+    """Kernels whose elements do not depend on each other."""
+
+    source = "rowwise/pointwise.cu"
+    outliers_source = "rowwise/outliers.cu"
+    random_source = "rowwise/random.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        activations = [int(activation) for activation in Activation]
+        yield KernelFamily(cls.source, "activate_rows", (BOOLEANS, orders_for(capability), activations))
+        yield KernelFamily(cls.source, "add_positions")
+        yield from (
+            KernelFamily(cls.outliers_source, n, (("__half", "float"),)) for n in ("split_columns", "add_columns")
+        )
+        yield KernelFamily(cls.random_source, "fill_random", (("bminf::int8", "__half"),))
+
+    def activate(
+        self, step: StepContext, source: RowSource, out: cp.ndarray, activation: int, bytes_moved: int = 0
+    ) -> None:
+        """An activation function of each value, fp16 ``[rows, n]``."""
+        data, x_scale, w_scale, bias, pitch, kind, order = source
+        expression = f"activate_rows<{'true' if kind == FROM_INT32 else 'false'}, {order}, {int(activation)}>"
+        rows, n = out.shape
+        self._launcher.launch(
+            step, self.source, expression, ceil_div(rows * n, 256), 256,
+            (data, x_scale, w_scale, bias, pitch, out.data.ptr, pitch_of(out), rows, n), bytes_moved=bytes_moved,
+        )  # fmt: skip
+
+    def add_positions(self, step: StepContext, batch: ForwardBatch, table: cp.ndarray, residual: cp.ndarray) -> None:
+        """Add to each token's row, fp32, the row of an fp16 table at its position."""
+        self._launcher.launch(
+            step, self.source, "add_positions", len(residual), 256,
+            (address(batch.cu_seqlens), address(batch.context_lens), batch.batch_size, table.data.ptr, pitch_of(table),
+             residual.data.ptr, pitch_of(residual), residual.shape[1]),
+            bytes_moved=2 * nbytes_of(residual),
+        )  # fmt: skip
+
+    def split_columns(
+        self, step: StepContext, x: cp.ndarray, index: cp.ndarray, rest: cp.ndarray, kept: cp.ndarray
+    ) -> None:
+        """Rows of ``x`` to ``rest`` with zeros in the columns ``index``, and those to ``kept``, fp16, dense."""
+        kind = "__half" if x.itemsize == 2 else "float"
+        self._launcher.launch(
+            step, self.outliers_source, f"split_columns<{kind}>", len(x), 256,
+            (x.data.ptr, pitch_of(x), index.data.ptr, kept.shape[1], rest.data.ptr, pitch_of(rest),
+             kept.data.ptr, x.shape[1]),
+            bytes_moved=nbytes_of(x, rest, kept),
+        )  # fmt: skip
+
+    def add_columns(
+        self, step: StepContext, sums: cp.ndarray, kept: cp.ndarray, weight: cp.ndarray, bias: cp.ndarray | None,
+        out: cp.ndarray,
+    ) -> None:  # fmt: skip
+        """``sums`` fp32 plus ``kept`` ``[rows, columns]`` times ``weight`` fp16 ``[columns, n]``, plus the bias."""
+        kind, (rows, n), columns = "__half" if out.itemsize == 2 else "float", out.shape, kept.shape[1]
+        self._launcher.launch(
+            step, self.outliers_source, f"add_columns<{kind}>", (rows, ceil_div(n, 256)), 256,
+            (sums.data.ptr, pitch_of(sums), kept.data.ptr, columns, weight.data.ptr, pitch_of(weight), address(bias),
+             out.data.ptr, pitch_of(out), n),
+            shared=4 * columns, bytes_moved=nbytes_of(sums, kept, weight, out),
+        )  # fmt: skip
+
+    def fill_random(self, out: cp.ndarray, seed: int) -> None:
+        """The rows and columns of a ``RandomMatrix`` with that seed, int8 or fp16."""
+        (rows, columns), kind = out.shape, "bminf::int8" if out.itemsize == 1 else "__half"
+        self._launcher.launch(
+            None, self.random_source, f"fill_random<{kind}>", ceil_div(rows * ceil_div(columns, 8), 256), 256,
+            (out.data.ptr, pitch_of(out), rows, columns, seed), bytes_moved=nbytes_of(out),
+        )  # fmt: skip

@@ -1,0 +1,298 @@
+"""What stands between two products: reading rows, adding, normalising, gating, quantizing, as one pass over memory.
+
+These are the launchers of ``rows.cu``, and of ``layer_norm_many_rows.cu`` and ``norm_unaligned.cu`` where those serve a
+norm better.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ....backend.values import Norm
+from ....errors import DeviceError
+from ...runtime.cublaslt import Order
+from ...runtime.kernel import Kernel
+from ..arrays import PAD, address, ceil_div, is_padded, nbytes_of, pitch_of, pointer_and_pitch, round_up
+from ..constants import UNALIGNED_NORM_THREADS, RowOp, Source, Target
+from ..instantiations import BOOLEANS, Capability, KernelFamily, Together
+from ..launcher import Launcher, StepContext
+
+if TYPE_CHECKING:
+    import cupy as cp
+
+MAX_ROW_WIDTH = 65536
+ROW_THREADS = (8, 32, 128, 256, 512, 1024)
+MAX_NORM_WIDTH = 4 * 8 * 512
+"""Elements of a row that one block normalises in its registers."""
+WIDE = 4096
+"""Elements beyond which weight and bias take the L2 cache too long if a LayerNorm reads them for each of many rows."""
+ROWS_EACH = 4
+"""Rows for each multiprocessor, from which on it pays to keep weight and bias there."""
+KERNEL_CACHE_SIZE = 1024
+"""Shapes of rows whose kernels are remembered."""
+NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = map(int, Source)
+CODES, TO_HALF, TO_FLOAT = map(int, Target)
+IDENTITY, RMS_NORM, LAYER_NORM, GATE = map(int, (RowOp.IDENTITY, RowOp.RMS_NORM, RowOp.LAYER_NORM, RowOp.GATE_SILU))
+ROW = int(Order.ROW)
+HALF_TYPE = np.dtype(np.float16)
+
+
+class RowSource(NamedTuple):
+    """Where a kernel reads rows: values, or an int32 product with the scales and the bias that finish it.
+
+    ``kind`` is a :class:`Source`, ``order`` an :class:`Order`, ``pitch`` the layout's leading dimension. Unused
+    addresses are 0.
+    """
+
+    data: int
+    x_scale: int
+    w_scale: int
+    bias: int
+    pitch: int
+    kind: int
+    order: int
+
+    @classmethod
+    def of(cls, x: cp.ndarray) -> RowSource:
+        """Rows of fp16 or fp32 values."""
+        kind = FROM_HALF if x.dtype == HALF_TYPE else FROM_FLOAT
+        return cls(x.data.ptr, 0, 0, 0, x.strides[0] // x.itemsize, kind, ROW)
+
+
+NO_ROWS = RowSource(0, 0, 0, 0, 0, NONE, ROW)
+"""The residual stream alone is read."""
+
+
+class RowTarget(NamedTuple):
+    """Where a kernel writes rows: int8 codes with a scale per row, or values; ``kind`` is a :class:`Target`."""
+
+    data: int
+    scales: int
+    pitch: int
+    kind: int
+    order: int
+
+    @classmethod
+    def of(cls, x: cp.ndarray) -> RowTarget:
+        """Rows of fp16 or fp32 values."""
+        return cls(x.data.ptr, 0, x.strides[0] // x.itemsize, TO_HALF if x.dtype == HALF_TYPE else TO_FLOAT, ROW)
+
+
+class RowKernels:
+    """The kernels over rows that every step needs."""
+
+    source = "rowwise/rows.cu"
+    persistent_source = "rowwise/layer_norm_many_rows.cu"
+    unaligned_source = "rowwise/norm_unaligned.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._transform_kernel = functools.lru_cache(KERNEL_CACHE_SIZE)(self._find_transform)
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        orders, kinds = orders_for(capability), ("float", "__half")
+        sizes = sorted({*row_shapes(2), *row_shapes(4)})
+        row_ops, row_sizes = [int(op) for op in RowOp], [Together(size) for size in sizes]
+        yield KernelFamily(
+            cls.source, "transform", (range(4), row_ops, range(3), row_sizes, orders, orders), _possible_transform
+        )
+        yield KernelFamily(cls.source, "dequantize", (("int", "float"), orders, BOOLEANS, kinds), _possible_dequantize)
+        yield from (KernelFamily(cls.source, name) for name in ("embed", "last_rows", "int8_to_half"))
+        yield KernelFamily(cls.unaligned_source, "norm_multi_pass", (BOOLEANS[::-1],))
+        yield KernelFamily(cls.persistent_source, "layer_norm_persistent", (BOOLEANS[::-1], kinds, (512, 1024)))
+
+    def transform(
+        self, step: StepContext | None, source: RowSource, target: RowTarget, rows: int, k: int,
+        residual: cp.ndarray | None = None, norm: Norm | None = None, activation: int | None = None,
+        bytes_moved: int = 0,
+    ) -> None:  # fmt: skip
+        """Read ``rows`` of ``k`` elements, add them to ``residual``, normalise or gate them, and write codes or values.
+
+        With ``norm``, ``residual`` fp32 is normalised after ``source`` was added to it, unless that is ``NO_ROWS``.
+        With ``activation``, the rows of ``source`` have ``2 k`` elements: gate and up.
+        """
+        if norm is None:
+            row_op = IDENTITY if activation is None else GATE + activation
+        elif norm.center:
+            row_op = LAYER_NORM
+            if source.kind == NONE and target.kind != CODES and self._prefers_persistent(rows, k):
+                assert residual is not None
+                self._layer_norm_persistent(step, residual, norm, target, rows, k, bytes_moved)
+                return
+        else:
+            row_op = RMS_NORM
+        kernel, grid, block = self._transform_kernel(
+            rows, k, source.kind, row_op, target.kind, source.order, target.order
+        )
+        data, x_scale, w_scale, bias, pitch, _, _ = source
+        kernel(
+            grid, block,
+            (data, x_scale, w_scale, bias, pitch, *pointer_and_pitch(residual), *norm_arguments(norm), target.data,
+             target.scales, target.pitch, rows, k),
+            0, self._launcher.stream, True, None, bytes_moved,
+        )  # fmt: skip
+        if step is not None:
+            step.one_block_per_sm = False
+
+    def _find_transform(
+        self, rows: int, k: int, source: int, row_op: int, target: int, order: int, out_order: int
+    ) -> tuple[Kernel, int, int]:
+        """The kernel for :meth:`transform`, how many blocks, and the threads of each."""
+        if k > MAX_ROW_WIDTH:
+            raise DeviceError(f"rows of {k:,} elements; the kernels take {MAX_ROW_WIDTH:,} at most")
+        fills_gpu = rows > self._launcher.num_sms
+        threads, vectors = row_shape(k, max_vectors(source) if fills_gpu else 1)
+        expression = f"transform<{source}, {row_op}, {target}, {threads}, {vectors}, {order}, {out_order}>"
+        kernel = self._launcher.kernel(self.source, expression, fills_gpu)
+        return kernel, ceil_div(rows * threads, max(threads, 128)), max(threads, 128)
+
+    def norm(self, step: StepContext | None, x: cp.ndarray, norm: Norm, out: cp.ndarray) -> None:
+        """A norm of fp32 rows of any width and alignment, fp32; ``out`` may be ``x``."""
+        rows, k = x.shape
+        if k <= MAX_NORM_WIDTH and is_padded(x) and is_padded(out):
+            self.transform(step, NO_ROWS, RowTarget.of(out), rows, k, x, norm, bytes_moved=nbytes_of(x, out))
+            return
+        norm_weight, norm_bias, eps = norm_arguments(norm)
+        self._launcher.launch(
+            step, self.unaligned_source, f"norm_multi_pass<{'true' if norm.center else 'false'}>", rows,
+            UNALIGNED_NORM_THREADS,
+            (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, out.data.ptr, pitch_of(out), k, in_vectors(x, out)),
+            bytes_moved=nbytes_of(x, out), cache=rows > self._launcher.num_sms,
+        )  # fmt: skip
+
+    def _prefers_persistent(self, rows: int, k: int) -> bool:
+        """Whether rows are so wide and many that it pays to keep weight and bias, and there is the shared memory."""
+        launcher = self._launcher
+        return (
+            WIDE < k <= MAX_NORM_WIDTH
+            and rows >= ROWS_EACH * launcher.num_sms
+            and launcher.half_shared > 4 * MAX_NORM_WIDTH
+        )
+
+    def _layer_norm_persistent(
+        self, step: StepContext | None, x: cp.ndarray, norm: Norm, target: RowTarget, rows: int, k: int,
+        bytes_moved: int,
+    ) -> None:  # fmt: skip
+        """LayerNorms of fp32 rows, padded, as fp16 or fp32."""
+        threads = 512 if k <= MAX_NORM_WIDTH // 2 else 1024
+        norm_weight, norm_bias, eps = norm_arguments(norm)
+        has_bias, kind = "true" if norm_bias else "false", "__half" if target.kind == TO_HALF else "float"
+        self._launcher.launch(
+            step, self.persistent_source, f"layer_norm_persistent<{has_bias}, {kind}, {threads}>",
+            self._launcher.num_sms * (1024 // threads), threads,
+            (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, target.data, target.pitch, rows, k),
+            shared=4 * round_up(k, PAD) * (2 if norm_bias else 1), bytes_moved=bytes_moved, cache=True,
+        )  # fmt: skip
+
+    def dequantize(
+        self, step: StepContext | None, sums: cp.ndarray, order: int, pitch: int, x_scale: int,
+        w_scale: cp.ndarray | None, bias: cp.ndarray | None, out: cp.ndarray, add: bool = False,
+    ) -> None:  # fmt: skip
+        """Scale sums (int32, or fp32 of a float product), add the bias, and write them or add them to ``out``.
+
+        ``order`` and ``pitch`` are those of the sums' layout, ``x_scale`` an address, 0 for none.
+        """
+        rows, n = out.shape
+        kind = "int" if sums.dtype == np.int32 else "float"
+        target = "__half" if out.dtype == HALF_TYPE else "float"
+        expression = f"dequantize<{kind}, {order}, {'true' if add else 'false'}, {target}>"
+        self._launcher.launch(
+            step, self.source, expression, ceil_div(rows * ceil_div(n, 8), 256), 256,
+            (sums.data.ptr, x_scale, address(w_scale), address(bias), pitch, out.data.ptr, pitch_of(out), rows, n),
+            bytes_moved=nbytes_of(sums, out, out if add else None), cache=rows > self._launcher.num_sms,
+        )  # fmt: skip
+
+    def embed(self, step: StepContext, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray) -> None:
+        """Rows of an fp16 table into fp32: the first kernel of a step."""
+        arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1])
+        self._launcher.launch(step, self.source, "embed", len(out), 256, arguments, bytes_moved=2 * nbytes_of(out))
+
+    def last_rows(self, step: StepContext, cu_seqlens: cp.ndarray, x: cp.ndarray, out: cp.ndarray) -> None:
+        """The last row of each sequence, fp32."""
+        arguments = (cu_seqlens.data.ptr, x.data.ptr, pitch_of(x), out.data.ptr, pitch_of(out), out.shape[1])
+        self._launcher.launch(step, self.source, "last_rows", len(out), 256, arguments, bytes_moved=2 * nbytes_of(out))
+
+    def int8_to_half(self, step: StepContext, codes: cp.ndarray, out: cp.ndarray) -> None:
+        """int8 codes as fp16 numbers, a multiple of 16 of them."""
+        self._launcher.launch(
+            step, self.source, "int8_to_half", ceil_div(codes.size, 16 * 256), 256,
+            (codes.data.ptr, out.data.ptr, codes.size), bytes_moved=nbytes_of(codes, out), cache=True,
+        )  # fmt: skip
+
+
+def orders_for(capability: Capability) -> tuple[int, ...]:
+    """Orders in which a product may leave its sums; cublasLt has COL32 up to compute capability 8.9."""
+    return (ROW,) if capability >= (9, 0) else (ROW, int(Order.COL32))
+
+
+def max_vectors(source: int) -> int:
+    """Vectors that a thread of ``transform`` takes at most where rows are many: int32 sums take more registers."""
+    return 2 if source == FROM_INT32 else 4
+
+
+def vectors_for(columns: int, threads: int) -> int:
+    """Vectors of eight elements, a power of two, that each of ``threads`` needs to cover a padded row."""
+    needed = -(-round_up(columns, PAD) // (threads * 8))
+    return 1 << (needed - 1).bit_length()
+
+
+def row_shape(columns: int, vectors: int) -> tuple[int, int]:
+    """Threads of a row, and the vectors of each: ``vectors`` at most, or with the most threads as many as it takes.
+
+    Where rows are many, more vectors mean more loads under way; where they are few, fewer mean a shorter way through.
+    """
+    for threads in ROW_THREADS if vectors == 2 else ROW_THREADS[:-1]:
+        if vectors_for(columns, threads) <= vectors:
+            return threads, vectors_for(columns, threads)
+    return 512, vectors_for(columns, 512)
+
+
+@functools.cache
+def row_shapes(vectors: int) -> set[tuple[int, int]]:
+    """Every :func:`row_shape` of rows that are few, and of rows that are many and take ``vectors``."""
+    return {row_shape(k, v) for k in range(PAD, MAX_ROW_WIDTH + 1, PAD) for v in (1, vectors)}
+
+
+def norm_arguments(norm: Norm | None) -> tuple[int, int, float]:
+    """Weight, bias and epsilon."""
+    return (0, 0, 0.0) if norm is None else (address(norm.weight), address(norm.bias), norm.eps)
+
+
+def row_step(x: cp.ndarray | None) -> int:
+    """Elements from one row to the next, 0 where there is one for all rows."""
+    return pitch_of(x) if x is not None and x.ndim == 2 else 0
+
+
+def in_vectors(*arrays: cp.ndarray) -> bool:
+    """Whether each eight elements of a row lie where a kernel may read them at once."""
+    width = {1: 8, 2: 16, 4: 16}
+    return all(
+        a.data.ptr % width[a.itemsize] == 0 and (row_step(a) * a.itemsize) % width[a.itemsize] == 0 for a in arrays
+    )
+
+
+def _possible_transform(
+    source: int, row_op: int, target: int, size: tuple[int, int], in_order: int, out_order: int
+) -> bool:
+    is_norm = row_op in (RMS_NORM, LAYER_NORM)
+    if is_norm:
+        sources: tuple[int, ...] = (NONE, FROM_INT32)
+    else:
+        sources = (FROM_HALF, FROM_FLOAT, FROM_INT32) if row_op == IDENTITY else (FROM_HALF, FROM_INT32)
+    threads, vectors = size
+    return (
+        source in sources
+        and size in row_shapes(max_vectors(source))
+        and not (is_norm and threads * vectors * 8 > MAX_NORM_WIDTH)
+        and (in_order == ROW or source == FROM_INT32)
+        and (out_order == ROW or target == CODES)
+    )
+
+
+def _possible_dequantize(kind: str, order: int, add: str, target: str) -> bool:
+    return (kind == "int" or order == ROW) and (add == "false" or target == "float")

@@ -1,0 +1,33 @@
+"""What every architecture file defines: how its configurations are read, which tensors it has, and how it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..backend.base import Backend
+from ..layers.loading import Weights
+from ._config import ModelConfig
+from ._decoder import Decoder
+from ._encoder_decoder import EncoderDecoder
+from .spec import Spec
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture; the configuration that its functions take is the one that its ``parse`` returns.
+
+    ``parse`` reads a ``config.json``, and raises ``CheckpointError`` with every nonsensical value. ``spec`` says which
+    tensors the checkpoint of such a model has. ``ModelBuilder`` makes the parts of a model one at a time, for
+    calibration and comparison, which keep one layer in memory; ``network`` joins them.
+    """
+
+    parse: Callable[[Mapping[str, Any]], ModelConfig]
+    spec: Callable[[Any], Spec]
+    ModelBuilder: Callable[[Any, Weights, Backend], Any]
+    network: Callable[[Any], Decoder | EncoderDecoder]
+
+    def Model(self, config: ModelConfig, weights: Weights, ops: Backend) -> Decoder | EncoderDecoder:
+        """The whole model on the device of ``ops``."""
+        return self.network(self.ModelBuilder(config, weights, ops))

@@ -1,0 +1,167 @@
+"""The tokenizer in a ``tokenizer.json``, the file of Hugging Face's ``tokenizers`` library.
+
+Its post-processor says which special tokens frame a prompt. ``tokenizer_config.json`` and ``special_tokens_map.json``
+name the special tokens, and the first or ``chat_template.jinja`` holds the chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tokenizers
+
+from ..errors import CheckpointError
+from .tokenizer import Tokenizer, numbered_ids
+
+_NEEDS_CONVERSION = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+
+
+class JsonTokenizer(Tokenizer):
+    """A tokenizer of the ``tokenizers`` library.
+
+    ``add_bos_token`` frames a prompt with the BOS token if the library's tokenizer has no post-processor.
+    """
+
+    FILE: ClassVar[str] = "tokenizer.json"
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        add_bos_token: bool = False,
+        chat_template: str | None = None,
+    ):
+        # The settings of training, which a tokenizer.json may carry, would silently cut or pad prompts.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self.chat_template = chat_template
+        self.bos_id = None if bos_token is None else backend.token_to_id(bos_token)
+        eos_id = None if eos_token is None else backend.token_to_id(eos_token)
+        self.eos_ids = frozenset() if eos_id is None else frozenset([eos_id])
+        prepends_bos = add_bos_token and backend.post_processor is None
+        self._prefix_ids = [self.bos_id] if prepends_bos and self.bos_id is not None else []
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+        self.sentinels = numbered_ids("<extra_id_{}>", backend.token_to_id)  # T5's
+        self.byte_fallback = '"ByteFallback"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int) -> JsonTokenizer:
+        """See :func:`.checkpoint_files.load_tokenizer`."""
+        backend = _load_backend(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        names = {**_read_json(folder / "special_tokens_map.json"), **config}
+        special = {name: _token_text(folder, name, names.get(name)) for name in ("bos_token", "eos_token")}
+        problems = [
+            f"{name} {text!r} is not in the vocabulary of tokenizer.json"
+            for name, text in special.items()
+            if text is not None and backend.token_to_id(text) is None
+        ]
+        tokenizer = cls(
+            backend,
+            **special,
+            add_bos_token=config.get("add_bos_token") is True,
+            chat_template=_chat_template(folder, config),
+        )
+        if len(tokenizer) > vocab_size:
+            problems.append(
+                f"the tokenizer has ids up to {len(tokenizer) - 1}, but the embedding only {vocab_size} rows; "
+                "the tokenizer files must be those of this checkpoint"
+            )
+        if problems:
+            raise CheckpointError(f"{folder}: {'; '.join(problems)}")
+        return tokenizer
+
+    def __len__(self) -> int:
+        return self._size
+
+    def id_to_piece(self, token_id: int) -> str | None:
+        return self._backend.id_to_token(token_id)
+
+    def encode_spans(self, parts: Sequence[str]) -> list[int]:
+        spans = [self.id_to_piece(i) or "" for i in self.sentinels[: len(parts) - 1]]
+        return self.encode("".join(text for pair in zip(parts, [*spans, ""], strict=True) for text in pair))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        with _library_errors("tokenizer.json has no tokens for this prompt"):
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return [*self._prefix_ids, *ids] if add_special_tokens else ids
+
+    def _decode(self, ids: list[int]) -> str:
+        with _library_errors("tokenizer.json cannot turn these tokens into text"):
+            return self._backend.decode(ids, skip_special_tokens=True)
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / JsonTokenizer.FILE
+    if not path.is_file():
+        other = next((name for name in _NEEDS_CONVERSION if (folder / name).is_file()), None)
+        if other is None:
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json, which text needs (token ids work without). Copy tokenizer.json and "
+                "tokenizer_config.json from where the checkpoint came from"
+            )
+        raise CheckpointError(
+            f"{folder} has {other} but no tokenizer.json, which text needs (token ids work without). Convert it where "
+            'transformers and sentencepiece are installed: python -c "from transformers import AutoTokenizer; '
+            f'AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"'
+        )
+    with _library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
+        return tokenizers.Tokenizer.from_file(str(path))
+
+
+@contextmanager
+def _library_errors(message: str) -> Iterator[None]:
+    """Turn what the tokenizers library raises for a faulty file (``Exception``, or a panic of Rust) into our error."""
+    try:
+        yield
+    except BaseException as e:
+        if isinstance(e, (KeyboardInterrupt, SystemExit, MemoryError)):
+            raise
+        raise CheckpointError(f"{message}: {e}") from e
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path} cannot be read as JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, but holds {type(value).__name__}")
+    return value
+
+
+def _token_text(folder: Path, name: str, value: Any) -> str | None:
+    """The text of a special token, which files give as a string or as an object with its ``content``."""
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is not None and not isinstance(text, str):
+        raise CheckpointError(f"{folder}: {name} is {value!r}, but must be text or an object whose content is text")
+    return text
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """A ``chat_template.jinja`` file, else the configuration's ``chat_template``, the default if it lists several."""
+    path = folder / "chat_template.jinja"
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        template = config.get("chat_template")
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path} cannot be read as text: {e}") from e
+    if isinstance(template, list) and all(isinstance(t, dict) for t in template):
+        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template must be text or named texts")
+    return template
