@@ -75,13 +75,13 @@ class Placement:
     """Where a model's weights live, for a backend whose memory is not the host's.
 
     ``streamed`` are the numbers of the layers whose matrices stay on the host and pass through ``slots`` slots of
-    device memory of ``slot_bytes`` each. Numbers count on from one stack of layers to the next, and each streamed stack
+    device memory of ``slot_size`` bytes each. Numbers count on from one stack to the next, and each streamed stack
     has its own slots. With ``host_tables``, embedding tables stay on the host, and the device reads rows from there.
     """
 
     streamed: tuple[int, ...] = ()
     slots: int = 2
-    slot_bytes: int = 0
+    slot_size: int = 0
     host_tables: bool = False
 
 

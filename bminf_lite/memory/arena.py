@@ -1,9 +1,8 @@
-"""Blocks of one reserved range of device memory, never more of it than a limit.
+"""Allocates blocks in one reserved range of device addresses, and never takes more from the device than a limit.
 
 An arena reserves as many addresses as its limit and maps memory to them in pages, when a block needs them. A block goes
-where it fits best among what is mapped and free; if it fits nowhere, pages are mapped where the fewest are missing. So
-the limit bounds what is taken from the device, free neighbours serve larger blocks, and the same calls always return
-the same addresses.
+to the smallest range that is mapped, free and large enough. If there is none, pages are mapped where the fewest are
+missing. Free neighbours serve larger blocks together, and the same calls always return the same addresses.
 
 A model allocates the same sizes in every layer. A freed block is therefore kept as it is, in a bin of blocks of its
 size, and the next block of that size takes it: joining neighbours at every layer would take a fifth of a short prompt's
@@ -41,11 +40,8 @@ Range = tuple[int, int]
 class Pages(Protocol):
     """Reserved addresses from ``base`` on, to which memory is mapped in multiples of ``granularity`` bytes."""
 
-    @property
-    def base(self) -> int: ...
-
-    @property
-    def granularity(self) -> int: ...
+    base: int
+    granularity: int
 
     def map(self, offset: int, nbytes: int) -> None:
         """Map memory to a range. Raises ``OutOfMemory``, with nothing mapped, if the device has none left."""
@@ -63,7 +59,7 @@ class Pages(Protocol):
 class Block:
     """``nbytes`` of an arena's memory from ``address`` on, until :meth:`free` or garbage collection.
 
-    ``shadow`` is the block that stands for this one in a :class:`Meter`.
+    ``shadow`` is the block of a :class:`Meter` that stands for this one, if the arena is being measured.
     """
 
     __slots__ = ("__weakref__", "_allocation", "_arena", "address", "nbytes")
@@ -98,7 +94,7 @@ class Arena:
         self._pages = pages
         self._base = pages.base
         self._lock = threading.Lock()
-        self._freed: deque[tuple[int, int, Block | None]] = deque()  # since the last call
+        self._freed: deque[tuple[int, int, Block | None]] = deque()  # and not yet in a bin
         self._bins: dict[int, list[int]] = {}  # starts of freed blocks, by size
         self._mapped: list[Range] = []
         self._ready: list[Range] = []  # what is mapped, free and in no bin

@@ -106,16 +106,19 @@ def test_cache_and_chunks_are_as_planned(folder: Path, monkeypatch: pytest.Monke
         assert asked == [(1, 2 * CONTEXT)] * 9 + [(2, CONTEXT)] * 9
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("how", ["cut short", "written to", "replaced"])
-def test_a_file_that_changes_while_it_is_loaded(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_file_that_changes_while_it_is_loaded(folder: Path, tmp_path: Path, how: str, device: str) -> None:
     """It is an error, or harmless if the old file still exists; never a crash, as nothing is mapped."""
+    if device == "cpu":
+        kind: Any = CpuBackend
+    else:
+        from bminf_lite.backend.cuda import CudaBackend as kind
     shutil.copytree(folder, tmp_path / "model")
     file, calls = tmp_path / "model" / "model.safetensors", []
-    weight = CpuBackend.weight
+    weight = kind.weight
 
-    def change(self: CpuBackend, *arguments: Any) -> Any:
+    def change(self: Any, *arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == 5:
             if how == "replaced":
@@ -125,12 +128,14 @@ def test_a_file_that_changes_while_it_is_loaded(
                 os.truncate(file, 5000 if how == "cut short" else file.stat().st_size)
         return weight(self, *arguments)
 
-    monkeypatch.setattr(CpuBackend, "weight", change)
-    if how == "replaced":
-        bminf_lite.load(tmp_path / "model", "cpu").close()
-    else:
-        with pytest.raises(CheckpointError, match="changed since it was opened"):
-            bminf_lite.load(tmp_path / "model", "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "weight", change)
+        if how == "replaced":
+            bminf_lite.load(tmp_path / "model", device).close()
+        else:
+            with pytest.raises(CheckpointError, match="changed since it was opened"):
+                bminf_lite.load(tmp_path / "model", device)
+    bminf_lite.load(folder, device).close()
 
 
 def test_the_plan_is_made_without_reading_weights(folder: Path) -> None:

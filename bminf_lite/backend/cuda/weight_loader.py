@@ -123,7 +123,7 @@ class Loader:
             self.streams_steps = bool(streamed)
             if not streamed:
                 return [build(index) for index in range(count)]
-            slots = [self.arena.allocate(place.slot_bytes) for _ in range(place.slots)]
+            slots = [self.arena.allocate(place.slot_size) for _ in range(place.slots)]
             link = SlotLink(self.arrays.device, self.arrays.stream, slots)
             self._links.append(link)
             built = []
