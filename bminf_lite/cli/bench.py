@@ -26,20 +26,52 @@ def numbers(value: str) -> tuple[int, ...]:
 
 @click.command()
 @click.argument("model", metavar="[MODEL]", required=False, type=click.Path(path_type=Path))
-@click.option("--shape", metavar="NAME", help="Random int8 weights, instead of a model, of a shape that comes with "
-              "the package (\"bench\" alone lists them) or of a config.json.")  # fmt: skip
-@click.option("-p", "prompts", type=numbers, default="512", metavar="N,...",
-              help="Lengths of prompts, or of an encoder's sources; 0 for none. [512]")  # fmt: skip
-@click.option("-n", "generated", type=numbers, default="128", metavar="N,...",
-              help="Numbers of tokens to decode; 0 for none. [128]")  # fmt: skip
+@click.option(
+    "--shape",
+    metavar="NAME",
+    help="Random int8 weights, instead of a model, of a shape that comes with "
+    'the package ("bench" alone lists them) or of a config.json.',
+)
+@click.option(
+    "-p",
+    "prompts",
+    type=numbers,
+    default="512",
+    metavar="N,...",
+    help="Lengths of prompts, or of an encoder's sources; 0 for none. [512]",
+)
+@click.option(
+    "-n",
+    "generated",
+    type=numbers,
+    default="128",
+    metavar="N,...",
+    help="Numbers of tokens to decode; 0 for none. [128]",
+)
 @click.option("-b", "batches", type=numbers, default="1", metavar="N,...", help="Sequences at once. [1]")
-@click.option("-d", "depths", type=numbers, default="0", metavar="N,...",
-              help="Tokens in the cache before a test begins, or in the source that it decodes. [0]")  # fmt: skip
+@click.option(
+    "-d",
+    "depths",
+    type=numbers,
+    default="0",
+    metavar="N,...",
+    help="Tokens in the cache before a test begins, or in the source that it decodes. [0]",
+)
 @click.option("-r", "repetitions", type=click.IntRange(1), default=5, show_default=True, help="Runs of each test.")
-@click.option("-o", "output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True,
-              help="The form of what is printed.")  # fmt: skip
-@click.option("--plot", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path),
-              help="Draw the results too: cost curves where one of -p, -d and -b has several values.")  # fmt: skip
+@click.option(
+    "-o",
+    "output",
+    type=click.Choice(["md", "json", "csv"]),
+    default="md",
+    show_default=True,
+    help="The form of what is printed.",
+)
+@click.option(
+    "--plot",
+    metavar="FILE.png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the results too: cost curves where one of -p, -d and -b has several values.",
+)
 @click.option("--trace", is_flag=True, help="Show the parts of one decode step in order, instead of running tests.")
 @click.option("--kernels", is_flag=True, help="Time single kernels over a sweep of sizes; needs no model.")
 @device_option
