@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ._options import device_option, kv_cache_option, memory_limit_option
 
 if TYPE_CHECKING:
-    from ..bench.profiler import Ceilings
-    from ..bench.report import Report
-    from ..bench.runner import Measurement, Workload
+    from ..bench.runner import Measurement
 
 
 def numbers(value: str) -> tuple[int, ...]:
@@ -112,8 +110,11 @@ def bench(
       bminf-lite bench --shape llama-3.2-1b -d 512 --trace
       bminf-lite bench --kernels -o csv
     """
+    from .. import backend
     from ..bench import plot as drawing
-    from ..bench.runner import workloads
+    from ..bench.model import checkpoint_model, random_model
+    from ..bench.report import Report
+    from ..bench.runner import make_profiler, run_tests, time_kernels, trace_step, workloads
     from ..bench.shapes import read_shape, shape_names
 
     if (model is None) == (shape is None) and not (kernels and model is None):
@@ -125,61 +126,26 @@ def bench(
     tests = workloads(prompts, generated, depths, batches)
     if not tests and not kernels:
         raise click.UsageError("There is nothing to run: -p and -n are both 0.")
-    config = read_shape(shape) if shape is not None else None
-    report = run(model, shape, config, tests, repetitions, trace, kernels, device, memory_limit, kv_cache)
-    click.echo({"md": report.markdown, "json": report.json, "csv": report.csv}[output]())
-    if plot is not None:
-        drawing.save(report, plot)
-
-
-def run(
-    model: Path | None,
-    shape: str | None,
-    config: dict[str, Any] | None,
-    tests: Sequence[Workload],
-    repetitions: int,
-    trace: bool,
-    kernels: bool,
-    device: str,
-    memory_limit: int | None,
-    kv_cache: str,
-) -> Report:
-    """Run all measurements. The device's limits are measured last, after the model's memory has been freed."""
-    from .. import backend
-    from ..bench.model import checkpoint_model, random_model
-    from ..bench.report import Report
-    from ..bench.runner import make_profiler, run_tests, time_kernels, trace_step
-
-    ops = backend.create(device, memory_limit)
-    try:
+    config = None if shape is None else read_shape(shape)
+    with closing(backend.create(device, memory_limit)) as ops:
         profiler = make_profiler(ops)
         report = Report(ops.describe(), profiler.versions())
         if config is not None:
-            report.bench_model = random_model(Path(shape or "").name.removesuffix(".json"), config, ops, kv_cache)
+            name = Path(str(shape)).name.removesuffix(".json")
+            report.bench_model = random_model(name, config, ops, kv_cache)
         elif model is not None:
             report.bench_model = checkpoint_model(model, ops, kv_cache)
         if report.bench_model is not None and trace:
-            report.trace = trace_step(report.bench_model, profiler, tests[0].batch, tests[0].depth)
+            report.trace = trace_step(report.bench_model, profiler, batches[0], depths[0])
         if report.bench_model is not None and not trace and not kernels:
             report.measurements = run_tests(report.bench_model, profiler, tests, repetitions, _show_progress)
         if kernels:
             report.kernels = time_kernels(profiler)
-    finally:
-        ops.close()
-    report.ceilings = measure_ceilings(device)
-    return report
-
-
-def measure_ceilings(device: str) -> Ceilings:
-    """The limits of a device with all of its memory free."""
-    from .. import backend
-    from ..bench.runner import make_profiler
-
-    ops = backend.create(device)
-    try:
-        return make_profiler(ops).ceilings()
-    finally:
-        ops.close()
+    with closing(backend.create(device)) as ops:  # with all of the device's memory free
+        report.ceilings = make_profiler(ops).ceilings()
+    click.echo({"md": report.markdown, "json": report.json, "csv": report.csv}[output]())
+    if plot is not None:
+        drawing.save(report, plot)
 
 
 def _show_progress(measurement: Measurement) -> None:
