@@ -2,7 +2,7 @@
 
     python tools/bench_kernel_peers.py [--device cuda|cpu] [--no-compile]
 
-Ours come from ``bminf-lite bench --kernels``; what is compared is in :data:`PEERS`. Needs torch (the extra ``parity``).
+Takes the kernels of ``bminf-lite bench --kernels`` that have a peer in :data:`PEERS`. Needs torch (extra ``parity``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PEERS: dict[str, Callable[..., Any]] = {
 
 
 def inputs(case: KernelCase, device: str) -> tuple[torch.Tensor, ...]:
-    """Random ones of the case's shape and of the types that our kernel takes."""
+    """Random inputs of the case's shape, in the types of our kernel."""
     sizes = [int(size) for size in case.shape.split(" x ")]
     if case.kernel == "igemm":
         rows, n, k = sizes
@@ -75,7 +75,7 @@ def inputs(case: KernelCase, device: str) -> tuple[torch.Tensor, ...]:
 
 
 def seconds(function: Callable[..., Any], arguments: tuple[torch.Tensor, ...]) -> float:
-    """Of one call, the median of a few rounds of :data:`RUNS`. On a GPU they are recorded, as ours are."""
+    """Seconds of one call, the median of rounds of :data:`RUNS` calls; on a GPU by a captured graph, as for ours."""
 
     def several() -> None:
         for _ in range(RUNS):
@@ -93,14 +93,14 @@ def seconds(function: Callable[..., Any], arguments: tuple[torch.Tensor, ...]) -
 
 
 def host_seconds(work: Callable[[], Any]) -> float:
-    """Of work that runs at once."""
+    """Seconds of work that is complete when it returns."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def device_seconds(work: Callable[[], Any]) -> float:
-    """Of work that a GPU is given."""
+    """Seconds of work on a GPU."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     work()
@@ -110,7 +110,7 @@ def device_seconds(work: Callable[[], Any]) -> float:
 
 
 def compare(profiler: Profiler, device: str, compiled: bool) -> list[dict[str, str]]:
-    """A row of the table for each case that has a peer."""
+    """A row of the table for each case with a peer."""
     rows = []
     for case in profiler.kernels():
         if case.kernel not in PEERS:

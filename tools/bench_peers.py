@@ -1,9 +1,9 @@
-"""Decoding and prefill beside transformers, on one shape with random weights, in turn in one run.
+"""Prefill and decoding beside transformers, on one shape with random weights, in one run.
 
-transformers runs in bf16: eagerly, and compiled with a static cache. This engine runs its int8. Each gets random
-prompts and decodes as many tokens, greedily; what an end-of-sequence token would stop goes on. A round runs every peer
-once, and the rounds are repeated, so that a machine that gets slower does so for all. The median of each peer over the
-rounds is what counts. Needs torch and transformers (the extra ``parity``), and for --plot matplotlib.
+transformers runs in bf16: eagerly, and compiled with a static cache. This engine runs in int8. Each peer gets random
+prompts and decodes the same number of tokens greedily, ignoring end-of-sequence tokens. A round runs every peer once,
+so that a machine that becomes slower affects all peers; results are medians over the rounds. Needs torch and
+transformers (the extra ``parity``), and matplotlib for --plot.
 
     python tools/bench_peers.py --shape llama-3-8b -p 512,2048 -n 128 --plot peers.png
 """
@@ -35,29 +35,29 @@ ENGINE = "bminf-lite int8"
 
 @dataclass
 class Times:
-    """Seconds of a peer's rounds: to the first token after the prompt, and per decoded token."""
+    """Seconds of each round of a peer: to the first token, and per further token."""
 
     first: list[float] = field(default_factory=list)
     token: list[float] = field(default_factory=list)
 
     def medians(self) -> tuple[float, float]:
-        """Of both."""
+        """The medians of both."""
         return statistics.median(self.first), statistics.median(self.token)
 
 
 Peer = Callable[[int, int, int], tuple[float, float]]
-"""From ``batch`` prompts of some length, so many new tokens: seconds to the first, and to each further one."""
+"""``(batch, prompt length, new tokens)`` -> seconds to the first token and per further token."""
 
 
 def clock(device: str) -> float:
-    """Now, with the device's work done."""
+    """The time after the device has finished its work."""
     if device != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Transformers:
-    """One model in bf16 that serves both ways of running it."""
+    """transformers' model, run eagerly or compiled."""
 
     def __init__(self, config: dict[str, Any], device: str, dtype: torch.dtype):
         self.device = device
@@ -68,7 +68,7 @@ class Transformers:
 
     @torch.inference_mode()
     def run(self, batch: int, prompt: int, count: int, compiled: bool) -> tuple[float, float]:
-        """A static cache and the compiled step, or the growing one and the plain step. The prompt is never compiled."""
+        """Decode compiled with a static cache, or eagerly with a growing one; the prompt is always eager."""
         ids = torch.randint(0, self.model.config.vocab_size, (batch, prompt), device=self.device)
         cache: Any = transformers.DynamicCache(config=self.model.config)
         if compiled:
@@ -90,7 +90,7 @@ class Transformers:
 
 
 def engine_peer(config: dict[str, Any], device: str) -> tuple[Peer, Callable[[], None]]:
-    """This engine, and how to close it."""
+    """This engine as a peer, and the function that closes it."""
     ops = backend.create(device)
     bench_model, profiler = random_model("shape", config, ops), make_profiler(ops)
 
@@ -105,7 +105,7 @@ def engine_peer(config: dict[str, Any], device: str) -> tuple[Peer, Callable[[],
 def measure(
     peers: dict[str, Peer], prompts: list[int], batch: int, count: int, rounds: int
 ) -> dict[int, dict[str, Times]]:
-    """Times by prompt length and peer. The first round, in which kernels are compiled, does not count."""
+    """Times by prompt length and peer. The first round compiles kernels and does not count."""
     found = {prompt: {name: Times() for name in peers} for prompt in prompts}
     for prompt in prompts:
         for index in range(rounds + 1):
@@ -118,7 +118,7 @@ def measure(
 
 
 def rows(found: dict[int, dict[str, Times]], batch: int) -> list[dict[str, Any]]:
-    """A row for each peer and prompt length; ratios are how many times faster this engine is."""
+    """A row for each peer and prompt length; the ratios say how many times faster this engine is."""
     result = []
     for prompt, times in found.items():
         own_first, own_token = times[ENGINE].medians()
@@ -134,7 +134,7 @@ def rows(found: dict[int, dict[str, Times]], batch: int) -> list[dict[str, Any]]
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """The rows for people."""
+    """The rows as a Markdown table."""
     return markdown_table([
         {
             "prompt": str(r["prompt"]), "peer": r["peer"], "first token ms": f"{r['first_token_ms']:.1f}",

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Everything that needs an NVIDIA GPU, in one run. Leaves a report of each part in a folder:
+# Run everything that needs an NVIDIA GPU, and write a report of each part into a folder:
 #
 #   tools/gpu_check.sh [-p "PART ..."] [-t SECONDS] FOLDER
 #
-# A part that fails or takes longer than its limit does not keep the others from running; the exit code is 1 if any did.
-# -p runs some parts only, -t replaces the limits of all. PYTHON names the interpreter, in whose environment the package
-# is installed with the extras `test` and `cuda12` or `cuda13`. compute-sanitizer comes with the CUDA toolkit.
+# A part that fails or exceeds its time limit does not stop the other parts; the exit code is then 1. -p runs only the
+# given parts, -t replaces all time limits. PYTHON names the interpreter; its environment needs the package with the
+# extras `test` and `cuda12` or `cuda13`. compute-sanitizer comes with the CUDA toolkit.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 
 declare -A limits=(
     [versions]=60 [doctor]=120 [tests]=600 [memcheck]=600 [racecheck]=600 [initcheck]=600 [demo]=60 [generate]=60
-    [bench_8b]=180 [bench_1b]=90 [prompt]=240 [context]=240 [context_int8]=240 [batch]=240 [trace_8b]=90 [trace_1b]=60 [kernels]=180
-    [stream]=120 [stream_70b]=180 [memory]=60 [loading]=120
+    [bench_8b]=180 [bench_1b]=90 [prompt]=240 [context]=240 [context_int8]=240 [batch]=240
+    [trace_8b]=90 [trace_1b]=60 [kernels]=180 [stream]=120 [stream_70b]=180 [memory]=60 [loading]=120
 )
 parts="versions doctor tests memcheck racecheck initcheck demo generate
     bench_8b bench_1b prompt context context_int8 batch trace_8b trace_1b kernels stream stream_70b memory loading"
@@ -45,10 +45,10 @@ versions() {
 
 doctor() { bminf doctor --json > "$out/doctor.json" && grep -q '"usable": true' "$out/doctor.json"; }
 
-# How many processes test side by side, by pytest-xdist. Each is to have one thread: NumPy would use every core in every one.
+# The number of test processes for pytest-xdist. NumPy must use one thread in each, or each would use every core.
 workers() { local n; n=$(nproc) && echo $((n < 14 ? n : 14)); }
 
-# And then, alone, what measures the whole GPU.
+# Tests marked "alone" measure the whole GPU, so they run after all others.
 gpu_tests() {
     local beside=() status=0
     "$python" -c 'import xdist' 2> /dev/null && beside=(-n "$(workers)" --dist worksteal)
@@ -56,7 +56,7 @@ gpu_tests() {
     "$python" -m pytest -m "gpu and alone" -rs --junitxml="$out/tests-alone.xml" || status=1
     ran_some "$out/tests.xml" && ran_some "$out/tests-alone.xml" && return $status
 }
-# pytest succeeds where everything was skipped; this does not.
+# pytest succeeds if all tests were skipped; this fails.
 ran_some() {
     "$python" - "$1" <<'EOF'
 import sys
@@ -68,14 +68,15 @@ sys.exit(ran == 0)
 EOF
 }
 
-# sanitizer TOOL TESTS [IGNORED]: the kernels' tests but those that measure time, which here takes many times as long, and a
-# layer of every shape. --under-checker makes allocations of their own of blocks, because these tools know of no smaller
-# ones, clears what cublasLt is to write, because they do not see it do so, and leaves out what only repeats a kernel. A
-# report with Python's frames would keep all that these refer to, so there are none. Each of pytest-xdist's processes has a
-# checker of its own, as one takes its processes in turn; what it finds is in TOOL-*.log. IGNORED is a pattern of reports
-# that count for nothing.
+# sanitizer TOOL IGNORED [OPTION...]: the kernels' tests and a layer of every shape under TOOL. IGNORED is a pattern of
+# reports that do not count; the OPTIONs for pytest leave out tests. --under-checker gives each block of the arena an
+# allocation of its own, because these tools check no smaller ones, clears what cublasLt will write, because they do not
+# see those writes, and leaves out tests that only repeat a kernel. Reports have no Python frames, which would keep the
+# objects that they refer to. Each of pytest-xdist's processes runs under a checker of its own, because one checker runs
+# its processes one after another; its reports are in TOOL-*.log.
 sanitizer() {
-    local tool=$1 chosen=$2 ignored=${3:-SUMMARY} program log status=0
+    local tool=$1 ignored=$2 program log status=0
+    shift 2
     program=$(command -v compute-sanitizer || command -v /usr/local/cuda/bin/compute-sanitizer) ||
         { echo "compute-sanitizer is not installed"; return 1; }
     rm -f "$out/$tool"-*.log
@@ -86,9 +87,10 @@ sanitizer() {
         echo ' "$@"'
     } > "$out/$tool.sh"
     chmod +x "$out/$tool.sh"
-    OMP_NUM_THREADS=1 "$python" -m pytest -vv --durations 10 -m gpu -k "$chosen" --under-checker -p no:cacheprovider \
+    OMP_NUM_THREADS=1 "$python" -m pytest -vv --durations 10 -m "gpu and not alone" --under-checker -p no:cacheprovider \
         --timeout 200 --timeout-method thread --junitxml="$out/$tool.xml" \
         --dist worksteal --tx "$(workers)*popen//python=$out/$tool.sh" \
+        --deselect tests/cuda/test_kernels.py::test_the_speed_of_a_launch "$@" \
         tests/backend tests/cuda tests/models/test_one_layer.py || status=1
     for log in "$out/$tool"-*.log; do
         grep -q SUMMARY "$log" || { echo "$log has no end"; status=1; }
@@ -96,15 +98,22 @@ sanitizer() {
     grep -hE '^========= [A-Z]' "$out/$tool"-*.log | grep -vE "COMPUTE-SANITIZER|SUMMARY|$ignored" && status=1
     ran_some "$out/$tool.xml" && return $status
 }
-memcheck() { sanitizer memcheck "not speed"; }
-# Races inside cublasLt's own kernels are not ours. To have the tool pass over them by name makes them fail; tests of little
-# else are left out, sizes that would take minutes, and whole models, of which the tool keeps 100 GB.
+memcheck() { sanitizer memcheck SUMMARY; }
+# Left out: tests that run little else than cublasLt, whose own races are ignored (its kernels fail if the tool excludes
+# them by name); sizes that would take minutes; and whole models, for which the tool allocates 100 GB.
 racecheck() {
-    local large="not real and not one_layer and not cuda_memory and not gets_alone and not 14336"
-    sanitizer racecheck "not speed and not fgemm and not igemm and not layouts and not diagnosis and $large" \
-        "Race reported between .* at (nvjet|sm90_xmma)"
+    sanitizer racecheck "Race reported between .* at (nvjet|sm90_xmma)" \
+        --ignore tests/cuda/test_fgemm.py --ignore tests/cuda/test_igemm.py --ignore tests/cuda/test_layouts_gpu.py \
+        --ignore tests/cuda/test_diagnosis.py --deselect tests/backend/test_operations.py::test_igemm \
+        --ignore tests/backend/test_real_sizes.py --ignore tests/backend/test_cuda_memory.py \
+        --deselect tests/models/test_one_layer.py --deselect tests/backend/test_attention.py::test_real_sizes \
+        --deselect tests/backend/test_sample.py::test_real_vocabularies \
+        --deselect tests/backend/test_attention.py::test_a_ragged_batch_gives_each_row_exactly_what_it_gets_alone \
+        --deselect tests/backend/test_skinny_gemm.py::test_a_row_of_a_batch_gets_what_it_gets_alone \
+        -k "not 14336"  # a size in several tests' parameters
 }
-initcheck() { sanitizer initcheck "not speed and not one_layer"; }  # it crashes where these load their kernels
+# initcheck crashes where the whole layers load their kernels.
+initcheck() { sanitizer initcheck SUMMARY --deselect tests/models/test_one_layer.py; }
 
 demo() { bminf demo; }
 generate() {
@@ -114,7 +123,7 @@ generate() {
         bminf generate "$out/demo-int8" "If the file" --device cuda --max-new-tokens 64 --stats
 }
 
-# Speeds, and with them the peaks of memory: a JSON file each, and the cost curves drawn.
+# Speeds and peaks of memory, in JSON files; cost curves as drawings.
 speeds() {
     bench "$1-prefill" --shape "$1" -p 512,2048 -n 0 && bench "$1-decode" --shape "$1" -p 0 -d 512,2048
 }
@@ -131,7 +140,7 @@ trace_8b() { bench trace-8b --shape llama-3-8b -d 512 --trace --plot "$out/trace
 trace_1b() { bench trace-1b --shape llama-3.2-1b -d 512 --trace --plot "$out/trace-1b.png"; }
 kernels() { bench kernels --kernels --plot "$out/kernels.png"; }
 
-# Models larger than their limit, the last with 52 GB of host memory; and files of 8.6 GB on their way to the GPU.
+# Models larger than their memory limit (the last takes 52 GB of host memory), and loading files of 8.6 GB.
 stream() {
     bench stream-4GiB --shape llama-3-8b -p 0 -n 32 -r 3 --memory-limit 4GiB &&
         bench stream-6GiB --shape llama-3-8b -p 0 -n 32 -r 3 --memory-limit 6GiB

@@ -1,10 +1,10 @@
-"""A random checkpoint of a model's shape, to measure what depends on sizes alone: migration, calibration, loading.
+"""Write a random checkpoint of a model's shape, for measurements that depend on sizes alone, such as migration.
 
     python tools/make_random_checkpoint.py --shape llama-3-8b OUT
 
-Matrices are normal with the standard deviation 0.02, as models are initialised; so are embeddings. The gains of norms
-are log-normal around 1, and one channel in a thousand is 10 times larger, so that activations have outliers. The
-tokenizer is the bundled model's, whose tokens are fewer than the shape's vocabulary has.
+Matrices and embeddings are normal with a standard deviation of 0.02, as at a model's initialization. The weights of
+norms are log-normal around 1, and one channel in a thousand is 10 times larger, so that activations have outliers. The
+tokenizer is the bundled model's, which has fewer tokens than the shape's vocabulary.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def make(folder: Path, shape: str, layers: int | None = None, dtype: str = "BF16
 
 
 def _blocks(parameters: Mapping[str, Parameter]) -> Iterator[tuple[int, str, int, int]]:
-    """Runs of elements of each tensor: its number, its name, first and last."""
+    """Blocks of elements of each tensor: its number, its name, the first element and the end."""
     for number, (name, parameter) in enumerate(parameters.items()):
         size = int(np.prod(parameter.shape))
         yield from ((number, name, first, min(first + BLOCK, size)) for first in range(0, size, BLOCK))

@@ -4,7 +4,7 @@
     python tools/measure_calibration.py SOURCE OUT --recipe auto --samples 128 --device cuda
 
 does what ``bminf-lite migrate SOURCE OUT --recipe auto --calibrate FILE`` does. Without ``--calibrate`` the text is
-the bundled one, as often as the samples need. OUT is removed at the end.
+the bundled one, repeated for all samples. OUT is removed at the end.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from bminf_lite.migration.migrate import SAMPLE_TOKENS, migrate
 
 DEMO_TEXT = Path(bminf_lite.__file__).parent / "demo_model" / "heldout.txt"
 BYTES_PER_TOKEN = 6
-"""More than a token of that text takes."""
+"""More than the bytes of a token of that text."""
 
 
 class Phases:
-    """When each phase was last heard of."""
+    """The times at which phases last reported progress."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -37,11 +37,11 @@ class Phases:
         self.device_peak = 0
 
     def listen(self, phase: str) -> Callable[[int, int, str], None]:
-        """A callback that notes the time."""
+        """A progress callback that remembers the time."""
         return lambda done, total, name: self.ends.update({phase: time.perf_counter()})
 
     def watch(self, create: Callable[..., Backend]) -> Callable[..., Backend]:
-        """``create``, whose backends tell their peak memory before they close."""
+        """``create``, whose backends report their peak memory when they close."""
 
         def watched(*arguments: object) -> Backend:
             ops = create(*arguments)

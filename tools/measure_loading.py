@@ -1,4 +1,4 @@
-"""How long a checkpoint takes from the page cache to the GPU, beside what reading its files alone takes.
+"""Time loading a checkpoint from the page cache to the GPU, and beside it reading its files alone.
 
     python tools/measure_loading.py --shape llama-3-8b --folder /tmp/measure [--memory-limit 6GiB]
 
@@ -69,7 +69,7 @@ def make_checkpoint(folder: Path, shape: str) -> None:
 
 
 def read_all(folder: Path) -> float:
-    """Seconds that reading every file takes, block by block, from the page cache if it is there."""
+    """Seconds for reading every file block by block, from the page cache if it is there."""
     files = [os.open(path, os.O_RDONLY) for path in sorted(folder.iterdir())]
     places = [(fd, offset) for fd in files for offset in range(0, os.fstat(fd).st_size, BLOCK)]
     buffers = [memoryview(bytearray(BLOCK)) for _ in range(THREADS)]

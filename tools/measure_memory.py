@@ -1,12 +1,11 @@
-"""What of a GPU's memory a model under a limit uses, seen by another process.
+"""How much of a GPU's memory a model under a limit uses, as another process sees it.
 
     python tools/measure_memory.py --shape llama-3-8b --memory-limit 4GiB
 
-Random weights of a shape are loaded under the limit; then come a prompt of all the context that the plan has room for,
-less 64 tokens, and those 64 decoded. Meanwhile another process asks the driver every millisecond how much of the GPU is
-in use. Prints, for each stage, the most that was in use beyond what was before, and what the arena, which the limit
-bounds, had reserved of it: the rest is the CUDA context, the libraries and the kernels' code. Nothing else may use the
-GPU meanwhile.
+Loads random weights of a shape under the limit, processes a prompt of the planned context less 64 tokens, and decodes
+64 tokens. Another process samples the GPU's used memory every millisecond. Prints for each stage the largest increase
+in used memory, and the part of it that the arena has reserved, which the limit bounds. The rest is the CUDA context,
+the libraries and the kernels' code. No other program may use the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ GIB = 1 << 30
 
 
 def sample(stage: Synchronized[int], peaks: Any, counts: Any) -> None:
-    """Until the stage is negative: the most bytes in use, and how often that was asked, by stage."""
+    """Record the most bytes in use and the number of samples of each stage, until the stage is negative."""
     from bminf_lite.cuda.runtime.driver import Device
 
     device = Device(0)
@@ -51,12 +50,12 @@ def main() -> None:
     stage, peaks, counts = spawn.Value("i", 0), spawn.Array("q", len(STAGES) + 1), spawn.Array("q", len(STAGES) + 1)
     sampler = spawn.Process(target=sample, args=(stage, peaks, counts), daemon=True)
     sampler.start()
-    while counts[0] < 10:  # its own context is there, and nothing else
+    while counts[0] < 10:  # until the sampler's own context is part of what was in use before
         time.sleep(0.01)
     before, reserved = peaks[0], []
 
     def begin(number: int) -> None:
-        """The next stage, when the end of this one has been seen."""
+        """Begin the next stage after three more samples of this one."""
         seen = counts[stage.value]
         while counts[stage.value] < seen + 3:
             time.sleep(1e-3)
@@ -84,13 +83,17 @@ def main() -> None:
     reserved.append(ops.arena.peak_reserved)
     begin(-1)
     sampler.join()
-    print(f"limit {ops.arena.limit / GIB:.3f} GiB, context {bench_model.plan.context:,}, planned "
-          f"{bench_model.plan.total_bytes / GIB:.3f} GiB, "
-          f"{len(bench_model.plan.streamed)} layers streamed")  # fmt: skip
+    print(
+        f"limit {ops.arena.limit / GIB:.3f} GiB, context {bench_model.plan.context:,}, planned "
+        f"{bench_model.plan.total_bytes / GIB:.3f} GiB, "
+        f"{len(bench_model.plan.streamed)} layers streamed"
+    )
     for name, peak, arena, count in zip(STAGES, peaks[1:], reserved, counts[1:], strict=True):
         used = (peak - before) / GIB
-        print(f"{name:7} in use {used:.3f} GiB, of the arena {arena / GIB:.3f} GiB, the rest "
-              f"{used - arena / GIB:.3f} GiB; asked {count:,} times")  # fmt: skip
+        print(
+            f"{name:7} in use {used:.3f} GiB, of the arena {arena / GIB:.3f} GiB, the rest "
+            f"{used - arena / GIB:.3f} GiB; {count:,} samples"
+        )
     session.close()
     ops.close()
 

@@ -66,7 +66,7 @@ def run_plain(source: Path, out: Path, size: int) -> None:
 
 
 def prepare(source: Path, cold: bool) -> None:
-    """Have the source in the page cache, or not in it; nothing else waits to be written."""
+    """Flush pending writes, then put the source into the page cache, or evict it."""
     os.sync()
     for path in source.iterdir():
         with open(path, "rb", buffering=0) as file:
@@ -86,14 +86,14 @@ def child(what: str, source: Path, out: Path, size: int) -> None:
     else:
         migrate(source, out)
     seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
-    # Not getrusage: what that calls the peak includes the parent's, from before exec.
+    # getrusage would include the parent's peak from before exec.
     peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert peak is not None
     print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": int(peak[1]) * 1024}))
 
 
 def summary(results: dict[str, list[dict[str, float]]]) -> list[str]:
-    """A line for each of the two, and how they compare."""
+    """A line for each measurement, and their ratio."""
     seconds = {what: [run["seconds"] for run in runs] for what, runs in results.items()}
     lines = []
     for what, runs in results.items():

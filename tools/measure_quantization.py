@@ -1,4 +1,4 @@
-"""What the recipes cost the demo model in perplexity, as it is and with outliers put in that change nothing in float.
+"""What each recipe costs the demo model in perplexity, as it is and with outliers that change nothing in float.
 
     PYTHONPATH=tests/quantize python tools/measure_quantization.py
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def cost(source: Path, recipe: str, calibration: list[int], measured: list[int], unquantized: float) -> str:
-    """The increase of perplexity, the products that are not plain w8a8, and the time that migrating took."""
+    """The increase of perplexity, the number of products that are not plain w8a8, and the seconds of the migration."""
     with tempfile.TemporaryDirectory() as folder:
         out, chosen = Path(folder) / "out", recipe
         if text := {"auto, gptq": GPTQ, "auto, 8 columns": COLUMNS}.get(recipe):

@@ -89,8 +89,9 @@ def _draw_curve(axes: Any, lines: dict[str, list[Measurement]], variable: str, l
 
 
 def _draw_tests(axes: Any, measurements: Sequence[Measurement]) -> None:
-    axes.barh([str(m.test) for m in measurements], [m.speed for m in measurements],
-              xerr=[m.deviation for m in measurements])  # fmt: skip
+    axes.barh(
+        [str(m.test) for m in measurements], [m.speed for m in measurements], xerr=[m.deviation for m in measurements]
+    )
     axes.invert_yaxis()
     axes.set(xlabel="tokens per second")
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ._options import device_option, kv_cache_option, memory_limit_option
 
 if TYPE_CHECKING:
-    from ..bench.profiler import Ceilings
-    from ..bench.report import Report
-    from ..bench.runner import Measurement, Workload
+    from ..bench.runner import Measurement
 
 
 def numbers(value: str) -> tuple[int, ...]:
@@ -26,20 +24,52 @@ def numbers(value: str) -> tuple[int, ...]:
 
 @click.command()
 @click.argument("model", metavar="[MODEL]", required=False, type=click.Path(path_type=Path))
-@click.option("--shape", metavar="NAME", help="Random int8 weights, instead of a model, of a shape that comes with "
-              "the package (\"bench\" alone lists them) or of a config.json.")  # fmt: skip
-@click.option("-p", "prompts", type=numbers, default="512", metavar="N,...",
-              help="Lengths of prompts, or of an encoder's sources; 0 for none. [512]")  # fmt: skip
-@click.option("-n", "generated", type=numbers, default="128", metavar="N,...",
-              help="Numbers of tokens to decode; 0 for none. [128]")  # fmt: skip
+@click.option(
+    "--shape",
+    metavar="NAME",
+    help="Random int8 weights, instead of a model, of a shape that comes with "
+    'the package ("bench" alone lists them) or of a config.json.',
+)
+@click.option(
+    "-p",
+    "prompts",
+    type=numbers,
+    default="512",
+    metavar="N,...",
+    help="Lengths of prompts, or of an encoder's sources; 0 for none. [512]",
+)
+@click.option(
+    "-n",
+    "generated",
+    type=numbers,
+    default="128",
+    metavar="N,...",
+    help="Numbers of tokens to decode; 0 for none. [128]",
+)
 @click.option("-b", "batches", type=numbers, default="1", metavar="N,...", help="Sequences at once. [1]")
-@click.option("-d", "depths", type=numbers, default="0", metavar="N,...",
-              help="Tokens in the cache before a test begins, or in the source that it decodes. [0]")  # fmt: skip
+@click.option(
+    "-d",
+    "depths",
+    type=numbers,
+    default="0",
+    metavar="N,...",
+    help="Tokens in the cache before a test begins, or in the source that it decodes. [0]",
+)
 @click.option("-r", "repetitions", type=click.IntRange(1), default=5, show_default=True, help="Runs of each test.")
-@click.option("-o", "output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True,
-              help="The form of what is printed.")  # fmt: skip
-@click.option("--plot", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path),
-              help="Draw the results too: cost curves where one of -p, -d and -b has several values.")  # fmt: skip
+@click.option(
+    "-o",
+    "output",
+    type=click.Choice(["md", "json", "csv"]),
+    default="md",
+    show_default=True,
+    help="The form of what is printed.",
+)
+@click.option(
+    "--plot",
+    metavar="FILE.png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the results too: cost curves where one of -p, -d and -b has several values.",
+)
 @click.option("--trace", is_flag=True, help="Show the parts of one decode step in order, instead of running tests.")
 @click.option("--kernels", is_flag=True, help="Time single kernels over a sweep of sizes; needs no model.")
 @device_option
@@ -80,8 +110,11 @@ def bench(
       bminf-lite bench --shape llama-3.2-1b -d 512 --trace
       bminf-lite bench --kernels -o csv
     """
+    from .. import backend
     from ..bench import plot as drawing
-    from ..bench.runner import workloads
+    from ..bench.model import checkpoint_model, random_model
+    from ..bench.report import Report
+    from ..bench.runner import make_profiler, run_tests, time_kernels, trace_step, workloads
     from ..bench.shapes import read_shape, shape_names
 
     if (model is None) == (shape is None) and not (kernels and model is None):
@@ -93,61 +126,26 @@ def bench(
     tests = workloads(prompts, generated, depths, batches)
     if not tests and not kernels:
         raise click.UsageError("There is nothing to run: -p and -n are both 0.")
-    config = read_shape(shape) if shape is not None else None
-    report = run(model, shape, config, tests, repetitions, trace, kernels, device, memory_limit, kv_cache)
-    click.echo({"md": report.markdown, "json": report.json, "csv": report.csv}[output]())
-    if plot is not None:
-        drawing.save(report, plot)
-
-
-def run(
-    model: Path | None,
-    shape: str | None,
-    config: dict[str, Any] | None,
-    tests: Sequence[Workload],
-    repetitions: int,
-    trace: bool,
-    kernels: bool,
-    device: str,
-    memory_limit: int | None,
-    kv_cache: str,
-) -> Report:
-    """Run all measurements. The device's limits are measured last, after the model's memory has been freed."""
-    from .. import backend
-    from ..bench.model import checkpoint_model, random_model
-    from ..bench.report import Report
-    from ..bench.runner import make_profiler, run_tests, time_kernels, trace_step
-
-    ops = backend.create(device, memory_limit)
-    try:
+    config = None if shape is None else read_shape(shape)
+    with closing(backend.create(device, memory_limit)) as ops:
         profiler = make_profiler(ops)
         report = Report(ops.describe(), profiler.versions())
         if config is not None:
-            report.bench_model = random_model(Path(shape or "").name.removesuffix(".json"), config, ops, kv_cache)
+            name = Path(str(shape)).name.removesuffix(".json")
+            report.bench_model = random_model(name, config, ops, kv_cache)
         elif model is not None:
             report.bench_model = checkpoint_model(model, ops, kv_cache)
         if report.bench_model is not None and trace:
-            report.trace = trace_step(report.bench_model, profiler, tests[0].batch, tests[0].depth)
+            report.trace = trace_step(report.bench_model, profiler, batches[0], depths[0])
         if report.bench_model is not None and not trace and not kernels:
             report.measurements = run_tests(report.bench_model, profiler, tests, repetitions, _show_progress)
         if kernels:
             report.kernels = time_kernels(profiler)
-    finally:
-        ops.close()
-    report.ceilings = measure_ceilings(device)
-    return report
-
-
-def measure_ceilings(device: str) -> Ceilings:
-    """The limits of a device with all of its memory free."""
-    from .. import backend
-    from ..bench.runner import make_profiler
-
-    ops = backend.create(device)
-    try:
-        return make_profiler(ops).ceilings()
-    finally:
-        ops.close()
+    with closing(backend.create(device)) as ops:  # with all of the device's memory free
+        report.ceilings = make_profiler(ops).ceilings()
+    click.echo({"md": report.markdown, "json": report.json, "csv": report.csv}[output]())
+    if plot is not None:
+        drawing.save(report, plot)
 
 
 def _show_progress(measurement: Measurement) -> None:

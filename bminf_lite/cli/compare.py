@@ -21,8 +21,12 @@ MAX_SHOWN = 5
 @model_argument
 @click.argument("reference", metavar="REFERENCE", type=click.Path(path_type=Path))
 @text_argument
-@click.option("--report", metavar="OUT.html", type=click.Path(dir_okay=False, path_type=Path),
-              help="Write plots and a table of all layers, as one HTML file that needs nothing else.")  # fmt: skip
+@click.option(
+    "--report",
+    metavar="OUT.html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write plots and a table of all layers, as one HTML file that needs nothing else.",
+)
 @window_option
 @stride_option
 @click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Score the first N tokens of FILE only.")

@@ -31,8 +31,13 @@ def speed(value: str) -> float:
 @click.command()
 @model_argument
 @memory_limit_option
-@click.option("--context", type=int, metavar="N", help="Tokens per sequence that the cache must have "
-              "room for; by default the model's context, or fewer where memory is short.")  # fmt: skip
+@click.option(
+    "--context",
+    type=int,
+    metavar="N",
+    help="Tokens per sequence that the cache must have room for; "
+    "by default the model's context, or fewer where memory is short.",
+)
 @click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Sequences decoded together.")
 @kv_cache_option
 @click.option(
@@ -40,11 +45,27 @@ def speed(value: str) -> float:
     metavar="w8a8|w8a16|FILE",
     help="Plan as if migrated by this recipe; by default a checkpoint as it is, a config.json as w8a8.",
 )
+<<<<<<< HEAD
 @click.option("--gpu-memory", type=size, metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
 @click.option("--link", type=speed, metavar="GB/s",
               help="Speed from host memory to the GPU; without it measured on this machine's GPU.")  # fmt: skip
 @click.option("--bandwidth", type=speed, metavar="GB/s",
               help="Speed of the GPU's memory; without it measured, if there is a GPU.")  # fmt: skip
+=======
+@click.option("--gpu-memory", type=Size(), metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
+@click.option(
+    "--link",
+    type=speed,
+    metavar="GB/s",
+    help="Speed from host memory to the GPU; without it measured on this machine's GPU.",
+)
+@click.option(
+    "--bandwidth",
+    type=speed,
+    metavar="GB/s",
+    help="Speed of the GPU's memory; without it measured, if there is a GPU.",
+)
+>>>>>>> evaluation
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(
     model: Path,

@@ -6,8 +6,7 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -105,24 +104,16 @@ class LayerwiseCheckpoint:
 
         ``observer`` is called before each product, see :mod:`..layers.recording`.
         """
+        self._observer = observer
         encoded = None if state.encoded is None else self.ops.array(state.encoded)
-        with self._observed_by(observer):
-            return self._parked(layer_fn(HiddenState(self.ops.array(state.residual), encoded), batch.sequences))
+        return self._parked(layer_fn(HiddenState(self.ops.array(state.residual), encoded), batch.sequences))
 
     def rows(
         self, output: Callable[[Array], Array], residual: np.ndarray, observer: Observer | None = None
     ) -> np.ndarray:
         """Logits fp32 ``[n, vocab]`` of rows ``[n, features]`` of the residual stream after the last layer."""
-        with self._observed_by(observer):
-            return self._host(output(self.ops.array(residual)))
-
-    @contextmanager
-    def _observed_by(self, observer: Observer | None) -> Iterator[None]:
         self._observer = observer
-        try:
-            yield
-        finally:
-            self._observer = None
+        return self._host(output(self.ops.array(residual)))
 
     def _observe(self, call: LinearCall) -> None:
         if self._observer is not None:

@@ -88,10 +88,22 @@ class DivergenceAccumulator:
         log_ratio, log_error = mean_and_error(ours - theirs)
         with np.errstate(over="ignore", invalid="ignore"):
             ratio = float(np.exp(log_ratio))
+        kl_mean, kl_error = mean_and_error(kl)
+        agreement, agreement_error = mean_and_error(same)
         return Divergence(
-            Perplexity.from_losses(ours), Perplexity.from_losses(theirs), ratio, ratio * log_error, *mean_and_error(kl),
-            float(np.median(kl)), float(np.quantile(kl, 0.999)), *mean_and_error(same), len(kl), kl,
-        )  # fmt: skip
+            perplexity=Perplexity.from_losses(ours),
+            reference=Perplexity.from_losses(theirs),
+            ratio=ratio,
+            ratio_error=ratio * log_error,
+            kl=kl_mean,
+            kl_error=kl_error,
+            kl_median=float(np.median(kl)),
+            kl_p999=float(np.quantile(kl, 0.999)),
+            agreement=agreement,
+            agreement_error=agreement_error,
+            tokens=len(kl),
+            divergences=kl,
+        )
 
 
 def _token_metrics(

@@ -25,7 +25,7 @@ from bminf_lite.cuda.runtime.declarations import kernel_name
 from bminf_lite.errors import DeviceError
 
 TESTS = Path(__file__).parents[1]
-GOLDENS, ENCODERS = "models/test_goldens.py", "models/test_encoder_decoders.py"
+(GOLDENS,)
 REFERENCE, INT8_CACHE = (
     "::test_the_gpu_gives_what_the_reference_gives",
     "::test_the_gpu_gives_what_the_reference_gives_with_an_int8_cache",
@@ -38,7 +38,7 @@ CASES = {
         f"{GOLDENS}{REFERENCE}[w8a8-gpt_neox: half of heads, new keys]",
         f"{GOLDENS}{REFERENCE}[w8a8-opt: norm after, projections]",
         f"{GOLDENS}{INT8_CACHE}[w8a8-llama: grouped]",
-        f"{ENCODERS}{REFERENCE}[w8a8-t5: few buckets]",
+        f"{GOLDENS}{REFERENCE}[w8a8-t5: few buckets]",
         "backend/test_cuda_memory.py",
         "backend/test_early_attention.py",
         "memory/test_streaming_gpu.py::test_streamed_and_resident_give_equal_results",
@@ -47,7 +47,7 @@ CASES = {
         f"{GOLDENS}{REFERENCE}[w8a8-qwen2: grouped]",
         f"{GOLDENS}{REFERENCE}[w8a16-gpt2: plain]",
         f"{GOLDENS}{REPLAY}[cuda-w8a8-llama: grouped]",
-        f"{ENCODERS}{REFERENCE}[w8a8-umt5: tied]",
+        f"{GOLDENS}{REFERENCE}[w8a8-umt5: tied]",
         "evaluation/test_compare.py::test_a_gpu_finds_what_a_cpu_finds",
     ),
     "sm_120": (

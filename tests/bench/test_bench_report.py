@@ -113,13 +113,12 @@ def test_drawings(report: Report, tmp_path) -> None:
     report.measurements += [
         measured("pp", 2048, seconds=2), measured("tg", 128, depth=4096, seconds=0.7), measured("tg", 128, 512, batch=4)
     ]  # fmt: skip
-    for name in ("all.png", "all.svg"):
-        plot.save(report, tmp_path / name)
-        assert (tmp_path / name).stat().st_size > 10_000
+    plot.save(report, tmp_path / "all.svg")
     drawn = (tmp_path / "all.svg").read_text()
     assert drawn.count('id="axes_') == 6, "prompt length, context, batch, trace, and kernels by bytes and by operations"
     few = Report("a device", {}, CEILINGS, None, [measured("tg", 128)])
-    plot.save(few, tmp_path / "one.png")
+    plot.save(few, tmp_path / "one.svg")
+    assert (tmp_path / "one.svg").read_text().count('id="axes_') == 1
     with pytest.raises(UsageError, match="nothing to draw"):
         plot.save(Report("a device", {}, CEILINGS), tmp_path / "none.png")
     with pytest.raises(UsageError, match="nonsense"):

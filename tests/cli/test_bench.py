@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 import bminf_lite
 from bminf_lite.bench.profiler import Ceilings, Profiler
+from bminf_lite.bench.shapes import read_shape
 from bminf_lite.cli import main
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
@@ -26,15 +27,20 @@ def bench(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["bench", "--device", "cpu", *map(str, arguments)])
 
 
-def test_a_shape() -> None:
-    result = bench("--shape", "llama-tiny", "-p", "5,9", "-n", "3", "-d", "0,4", "-b", 2, "-r", 2)
+def test_a_shape_with_a_drawing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 99}
+    (tmp_path / "small.json").write_text(json.dumps(read_shape("llama-tiny") | small))
+    tests = ("-p", "5,9", "-n", "3", "-d", "0,4", "-b", 2, "-r", 2)
+    result = bench("--shape", tmp_path / "small.json", *tests, "--plot", tmp_path / "x.png")
     assert result.exit_code == 0, result.stderr
-    lines = [line for line in result.stdout.splitlines() if line.startswith("| llama-tiny")]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("| small")]
     assert [line.split("|")[5].strip() for line in lines] == [
         "pp5 x 2", "pp9 x 2", "tg3 x 2", "pp5 @ d4 x 2", "pp9 @ d4 x 2", "tg3 @ d4 x 2",
     ]  # fmt: skip
     assert "read 10.0 GB/s" in result.stdout
     assert result.stderr.count("tokens/s") == 6
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_bundled_model_as_json() -> None:
@@ -57,13 +63,6 @@ def test_kernels_need_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Profiler, "kernels", lambda self: iter(()))
     result = bench("--kernels")
     assert result.exit_code == 0 and result.stdout.startswith("Measured on this device")
-
-
-def test_a_drawing(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    result = bench("--shape", "llama-tiny", "-p", 0, "-n", 2, "-d", "0,8", "-r", 1, "--plot", tmp_path / "x.png")
-    assert result.exit_code == 0, result.stderr
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", ["x.nonsense", "x", "no-such-folder/x.png"])

@@ -1,4 +1,4 @@
-"""``bminf-lite compare``: output, the report and refusals. What it computes is tested in tests/engine."""
+"""``bminf-lite compare``: output, the report and refusals. What it computes is tested in tests/evaluation."""
 
 from __future__ import annotations
 
@@ -80,9 +80,6 @@ def test_what_is_wrong_is_told_before_any_work(source: Path, int8: Path, text: P
         result = compare(*arguments)
         assert result.exit_code == 2, (arguments, result.output)
         assert message in result.stderr
-
-
-def test_a_reference_that_is_not_there(int8: Path, text: Path, tmp_path: Path):
     result = compare(int8, tmp_path / "none", text)
     assert result.exit_code == 1
     assert "none: does not exist" in result.stderr

@@ -1,4 +1,4 @@
-"""``bminf-lite perplexity``: output and refusals. What it computes is tested in tests/engine."""
+"""``bminf-lite perplexity``: output and refusals. What it computes is tested in tests/evaluation."""
 
 from __future__ import annotations
 
@@ -62,11 +62,8 @@ def test_what_is_not_finite_is_null_in_json(tmp_path: Path, text: Path):
     save_file(tensors, str(tiny_checkpoint.write(tmp_path / "hot") / "model.safetensors"), {"format": "pt"})
     found = json.loads(perplexity(tmp_path / "hot", text, "--json").stdout, parse_constant=pytest.fail)
     assert found["perplexity"] is None and found["standard_error"] is None and found["tokens"] > 2
-
-
-def test_one_token_has_no_error(model: Path, tmp_path: Path):
     (tmp_path / "a.txt").write_text("a")
-    assert json.loads(perplexity(model, tmp_path / "a.txt", "--json").stdout)["standard_error"] is None
+    assert json.loads(perplexity(tmp_path / "hot", tmp_path / "a.txt", "--json").stdout)["standard_error"] is None
 
 
 @pytest.mark.parametrize("options", [["--window", 129], ["--window", 1], ["--stride", 0], ["--stride", 129]])
@@ -76,15 +73,12 @@ def test_windows_that_make_no_sense_are_wrong_usage(model: Path, text: Path, opt
     assert options[0].removeprefix("--") in result.stderr
 
 
-def test_a_bad_text_is_told_before_the_model_is_looked_at(tmp_path: Path):
+def test_a_bad_text_is_reported_before_a_missing_model(tmp_path: Path, text: Path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
     for name in ("bad.jsonl", "none.txt"):
         result = perplexity(tmp_path / "no-model", tmp_path / name)
         assert result.exit_code == 2
         assert name in result.stderr and "no-model" not in result.stderr
-
-
-def test_a_folder_that_is_no_model(text: Path, tmp_path: Path):
     result = perplexity(tmp_path / "no-model", text)
     assert result.exit_code == 1
     assert "no-model: does not exist" in result.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,15 @@ from hypothesis import strategies as st
 from bminf_lite.errors import UsageError
 from bminf_lite.evaluation.corpus import (
     check_window,
-    encode_texts,
     read_texts,
     sliding_windows,
     truncate_windows,
     windows_for,
 )
+<<<<<<< HEAD
 from bminf_lite.text.checkpoint_files import load_tokenizer
+=======
+>>>>>>> evaluation
 
 documents = st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda lengths: max(lengths) >= 2)
 
@@ -57,21 +58,18 @@ def test_the_first_tokens(lengths, window, count):
     assert all(1 <= w.scored < len(w.tokens) for w in taken)
 
 
-def test_a_text_file_is_one_document(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
-    assert read_texts(tmp_path / "a.txt") == ["one\n\ntwo\n"]
-
-
-def test_jsonl_is_a_document_per_line(tmp_path: Path):
-    lines = [{"text": "one"}, {"text": " \n"}, {"text": "dos años", "id": 3}]
-    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, lines)), encoding="utf-8")
-    assert read_texts(tmp_path / "a.jsonl") == ["one", "dos años"]
-
-
-@pytest.mark.parametrize(("name", "content"), [("a.txt", "one"), ("a.jsonl", '{"text": "one"}')])
-def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str, content: str):
-    (tmp_path / name).write_text(content, encoding="utf-8-sig")
-    assert read_texts(tmp_path / name) == ["one"]
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", "one\n\ntwo\n", ["one\n\ntwo\n"]),
+        ("a.jsonl", '{"text": "one"}\n\n{"text": " \\n"}\n{"text": "dos años", "id": 3}', ["one", "dos años"]),
+    ],
+)
+def test_a_text_is_one_document_and_jsonl_one_per_line(tmp_path: Path, name, content, expected, encoding):
+    """A byte order mark and documents of white space are left out."""
+    (tmp_path / name).write_text(content, encoding=encoding)
+    assert read_texts(tmp_path / name) == expected
 
 
 @pytest.mark.parametrize(
@@ -93,6 +91,9 @@ def test_files_without_usable_text(tmp_path: Path, name: str, content: bytes, me
     with pytest.raises(UsageError, match=message) as error:
         read_texts(tmp_path / name)
     assert name in str(error.value)
+    for other in ("none.txt", "."):
+        with pytest.raises(UsageError, match="cannot be read"):
+            read_texts(tmp_path / other)
 
 
 def test_all_bad_lines_are_told_at_once_up_to_a_limit(tmp_path: Path):
@@ -104,6 +105,7 @@ def test_all_bad_lines_are_told_at_once_up_to_a_limit(tmp_path: Path):
         read_texts(tmp_path / "a.jsonl")
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("name", ["none.txt", "."])
 def test_a_file_that_cannot_be_read(tmp_path: Path, name: str):
     with pytest.raises(UsageError, match="cannot be read"):
@@ -116,10 +118,14 @@ def test_documents_are_framed_as_prompts_are(tmp_path: Path):
     assert [len(i) for i in ids] == [3, 1] and ids[0][0] == 256 and ids[0].dtype == np.int32
 
 
+=======
+>>>>>>> evaluation
 def test_a_model_s_windows(tmp_path: Path):
     folder = tiny_checkpoint.write(tmp_path / "m")
     windows = windows_for(folder, ["a" * 500, "b" * 9])
-    assert [len(w.tokens) for w in windows] == [128] * 6 + [117, 10]  # <s> before each document
+    assert [len(w.tokens) for w in windows] == [128] * 6 + [117, 10]
+    assert windows[0].tokens[0] == windows[-1].tokens[0] == 256, "<s> before each document"
+    assert windows[0].tokens.dtype == np.int32
     assert sum(w.scored for w in windows) == 509
     with pytest.raises(UsageError, match="model's context, 128"):
         windows_for(folder, ["a" * 500], window=129)
@@ -141,12 +147,6 @@ def test_an_encoder_decoder_s_windows_score_each_token_once(stride: int):
         assert everything == text[4:].tolist()
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [1, 1]])
-def test_too_short(lengths):
-    with pytest.raises(UsageError, match="too short"):
-        sliding_windows([np.arange(n) for n in lengths], 8)
-
-
 @pytest.mark.parametrize(
     ("window", "stride", "context", "message"),
     [
@@ -160,3 +160,6 @@ def test_too_short(lengths):
 def test_windows_that_make_no_sense(window, stride, context, message):
     with pytest.raises(UsageError, match=message):
         check_window(window, stride, context)
+    for lengths in ([], [0], [1, 1]):
+        with pytest.raises(UsageError, match="too short"):
+            sliding_windows([np.arange(n) for n in lengths], 8)
