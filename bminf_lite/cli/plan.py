@@ -45,14 +45,7 @@ def speed(value: str) -> float:
     metavar="w8a8|w8a16|FILE",
     help="Plan as if migrated by this recipe; by default a checkpoint as it is, a config.json as w8a8.",
 )
-<<<<<<< HEAD
 @click.option("--gpu-memory", type=size, metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
-@click.option("--link", type=speed, metavar="GB/s",
-              help="Speed from host memory to the GPU; without it measured on this machine's GPU.")  # fmt: skip
-@click.option("--bandwidth", type=speed, metavar="GB/s",
-              help="Speed of the GPU's memory; without it measured, if there is a GPU.")  # fmt: skip
-=======
-@click.option("--gpu-memory", type=Size(), metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
 @click.option(
     "--link",
     type=speed,
@@ -65,7 +58,6 @@ def speed(value: str) -> float:
     metavar="GB/s",
     help="Speed of the GPU's memory; without it measured, if there is a GPU.",
 )
->>>>>>> evaluation
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(
     model: Path,

@@ -25,7 +25,7 @@ from bminf_lite.cuda.runtime.declarations import kernel_name
 from bminf_lite.errors import DeviceError
 
 TESTS = Path(__file__).parents[1]
-(GOLDENS,)
+GOLDENS = "models/test_goldens.py"
 REFERENCE, INT8_CACHE = (
     "::test_the_gpu_gives_what_the_reference_gives",
     "::test_the_gpu_gives_what_the_reference_gives_with_an_int8_cache",

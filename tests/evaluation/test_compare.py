@@ -143,27 +143,6 @@ def one_window(window: Window) -> Batch:
     return Batch((window,))
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("family", [*FAMILIES, *GPTS])
-def test_every_decoder_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_path: Path):
-    golden = next(goldens(family))
-    weights, spec = RandomWeights(golden.config, golden.seed), golden.spec
-    source = golden.save(tmp_path / "source", weights.tensors)
-    bminf_lite.migrate(source, tmp_path / "int8")
-    with open_model(tmp_path / "int8") as model:
-        networks = [TinyModel(CpuBackend(), golden.config, w) for w in (weights, model.weights())]
-        logits = [network.run(golden.tokens)[:-1] for network in networks]
-    total = DivergenceAccumulator()
-    total.add(*logits, golden.tokens[1:])
-    found = compare(tmp_path / "int8", source, [Window(golden.tokens, len(golden.tokens) - 1)], "cpu")
-    np.testing.assert_allclose(found.divergence.divergences, total.result().divergences, rtol=1e-3, atol=1e-7)
-    assert all(5 < linear.own.snr_db < 70 for linear in found.linears)
-    seen = sorted(name for linear in found.linears for name in linear.tensors)
-    assert seen == sorted(name for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD))
-
-
-=======
->>>>>>> evaluation
 def test_schemes_are_named():
     weight = np.ones((4, 8), np.float32)
     outliers = OutlierColumns(np.array([1, 5], np.int32), np.zeros((4, 2), np.float16))
@@ -189,18 +168,12 @@ def test_every_model_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_pat
     with open_model(tmp_path / "int8") as opened:
         for window in given:
             logits = []
-<<<<<<< HEAD
             for w in (weights, opened.weights()):
-                model = TinyEncoderDecoder(CpuBackend(), golden.config, w)
-                model.read(window.source)
-=======
-            for w in (weights, checkpoint.weights(spec)):
                 if window.source is None:
                     model = TinyModel(CpuBackend(), golden.config, w)
                 else:
                     model = TinyEncoderDecoder(CpuBackend(), golden.config, w)
                     model.read(window.source)
->>>>>>> evaluation
                 logits.append(model.run(window.tokens)[-window.scored - 1 : -1])
             total.add(*logits, window.tokens[-window.scored :])
     found = compare(tmp_path / "int8", source, given, "cpu")

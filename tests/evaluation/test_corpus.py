@@ -18,10 +18,6 @@ from bminf_lite.evaluation.corpus import (
     truncate_windows,
     windows_for,
 )
-<<<<<<< HEAD
-from bminf_lite.text.checkpoint_files import load_tokenizer
-=======
->>>>>>> evaluation
 
 documents = st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda lengths: max(lengths) >= 2)
 
@@ -105,21 +101,6 @@ def test_all_bad_lines_are_told_at_once_up_to_a_limit(tmp_path: Path):
         read_texts(tmp_path / "a.jsonl")
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", ["none.txt", "."])
-def test_a_file_that_cannot_be_read(tmp_path: Path, name: str):
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_texts(tmp_path / name)
-
-
-def test_documents_are_framed_as_prompts_are(tmp_path: Path):
-    folder = tiny_checkpoint.write(tmp_path / "m")
-    ids = encode_texts(["ab", ""], load_tokenizer(folder, 260))
-    assert [len(i) for i in ids] == [3, 1] and ids[0][0] == 256 and ids[0].dtype == np.int32
-
-
-=======
->>>>>>> evaluation
 def test_a_model_s_windows(tmp_path: Path):
     folder = tiny_checkpoint.write(tmp_path / "m")
     windows = windows_for(folder, ["a" * 500, "b" * 9])
