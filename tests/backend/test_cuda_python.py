@@ -37,7 +37,7 @@ CASES = {
         f"{GOLDENS}{REFERENCE}[w8a8-mistral: window]",
         f"{GOLDENS}{REFERENCE}[w8a8-gpt_neox: half of heads, new keys]",
         f"{GOLDENS}{REFERENCE}[w8a8-opt: norm after, projections]",
-        f"{GOLDENS}{INT8_CACHE}[w8a8-llama: grouped]",
+        f"{GOLDENS}{INT8_CACHE}[w8a8-llama: tied, biases, multi-query]",
         f"{GOLDENS}{REFERENCE}[w8a8-t5: few buckets]",
         "backend/test_cuda_memory.py",
         "backend/test_early_attention.py",
@@ -46,13 +46,13 @@ CASES = {
     "sm_86": (
         f"{GOLDENS}{REFERENCE}[w8a8-qwen2: grouped]",
         f"{GOLDENS}{REFERENCE}[w8a16-gpt2: plain]",
-        f"{GOLDENS}{REPLAY}[cuda-w8a8-llama: grouped]",
+        f"{GOLDENS}{REPLAY}[cuda-w8a8-llama: tied, biases, multi-query]",
         f"{GOLDENS}{REFERENCE}[w8a8-umt5: tied]",
         "evaluation/test_compare.py::test_a_gpu_finds_what_a_cpu_finds",
     ),
     "sm_120": (
         f"{GOLDENS}{REFERENCE}[w8a8-qwen3: grouped]",
-        f"{GOLDENS}{REPLAY}[cuda-w8a8-qwen3: grouped]",
+        f"{GOLDENS}{REPLAY}[cuda-w8a8-qwen3: layer types]",
     ),
 }
 """By profile: which tests run on it. A test that was renamed is an error."""
