@@ -91,8 +91,8 @@ class PromptEncoder:
         if not ids:
             raise UsageError("the prompt is empty: give at least one token")
         if not self._is_encoder_decoder:
-            _check_length(ids, self._context_length - 1, f"the model's context is {self._context_length:,} and a new "
-                          "token must fit")  # fmt: skip
+            context = self._context_length
+            _check_length(ids, context - 1, f"the model's context is {context:,} and a new token must fit")
             return replace(encoded, token_ids=ids, target=())
         target = self.validate_token_ids(encoded.target)
         _check_length(ids, self._max_source_length, f"the model's encoder reads {self._max_source_length:,} at most")

@@ -267,7 +267,7 @@ def test_a_model_that_fails_to_load_gives_its_device_back(folder, monkeypatch):
 # -- a closed model ---------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_model_says_so(folder):
+def test_a_closed_model_raises_an_error(folder):
     model = load(folder)
     stream = model.stream("hello", ignore_eos=True)
     unused = model.stream("hello")
@@ -314,7 +314,7 @@ def test_logits_do_not_depend_on_the_chunk():
 
 
 @pytest.mark.parametrize("ids", [[], [61], [-1], [1] * 97, [1.5], [[1, 2]], "text", None])
-def test_logits_of_what_is_no_sequence(ids):
+def test_invalid_token_ids_for_logits(ids):
     ops = WatchedBackend()
     with pytest.raises(UsageError):
         make_model(ops).logits(ids)

@@ -85,7 +85,7 @@ def test_an_interrupted_stream_gives_its_memory_back():
     assert model.ops.memory_is_free
 
 
-def test_out_of_memory_for_sources_gives_the_decoder_s_cache_back():
+def test_out_of_memory_for_sources_gives_the_decoder_cache_back():
     class FullBackend(WatchedBackend):
         def layer_cache(self, slots, kv_heads, capacity, head_dim, *, int8=False):
             if len(self.arrays) == 2 * CONFIG["num_decoder_layers"]:
