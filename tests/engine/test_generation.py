@@ -44,7 +44,7 @@ SAMPLERS = st.sampled_from(
     ]
 )
 REQUESTS = st.lists(
-    st.tuples(st.integers(1, CONTEXT - 1), st.integers(1, 20), SAMPLERS, st.booleans()), min_size=1, max_size=5
+    st.tuples(st.integers(1, CONTEXT - 1), st.integers(1, 14), SAMPLERS, st.booleans()), min_size=1, max_size=5
 )
 
 
