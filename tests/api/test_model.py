@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -289,6 +290,14 @@ def test_a_model_is_not_copied(model):
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(UsageError, match="cannot be copied, pickled or sent to another process: load its folder"):
             copied(model)
+
+
+def test_a_model_that_is_dropped_is_freed_at_once():
+    model = make_model()
+    model.generate(prompt_of(3), max_new_tokens=3)
+    dropped = weakref.ref(model)
+    del model
+    assert dropped() is None
 
 
 # -- results and logits -----------------------------------------------------------------------------------------------
