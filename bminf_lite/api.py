@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from . import backend
-from .backend.base import Backend
 from .checkpoint.opened_model import open_model
 from .engine.config import EngineConfig
 from .engine.generation import generate_tokens
@@ -99,11 +98,11 @@ class Model:
         self.network = network
         self.engine_config = engine_config
         self.generation_config = generation_config or {}
-        self.ops: Backend = network.ops
+        self.ops = ops = network.ops
         self._configured_eos_ids = eos_ids
         self._prompts = PromptEncoder(
             folder,
-            lambda array: self.ops.host(self.ops.adopt(array)),
+            lambda array: ops.host(ops.adopt(array)),  # without self: a dropped model is freed at once
             vocab_size=engine_config.vocab_size,
             context_length=engine_config.context_length,
             is_encoder_decoder=engine_config.is_encoder_decoder,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,45 +35,35 @@ class EncodedPrompt:
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message] | EncodedPrompt
 
 
+@dataclass(eq=False)
 class PromptEncoder:
     """Encodes prompts for one model, and checks that they fit it.
 
     ``folder`` holds the tokenizer and the chat template, which are read when they are first needed; without a folder,
-    prompts are token ids. Lengths are those of the model's configuration. ``to_host`` copies the array of another
-    library, which may be on a device, into a NumPy array.
+    prompts are token ids. ``to_host`` copies the array of another library, which may be on a device, into a NumPy
+    array. Lengths are those of the model's configuration, in tokens.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        to_host: Callable[[Any], np.ndarray],
-        *,
-        vocab_size: int,
-        context_length: int,
-        is_encoder_decoder: bool = False,
-        max_source_length: int = 0,
-        decoder_start_length: int = 0,
-    ):
-        self._folder = folder
-        self._to_host = to_host
-        self._vocab_size = vocab_size
-        self._context_length = context_length
-        self._is_encoder_decoder = is_encoder_decoder
-        self._max_source_length = max_source_length
-        self._decoder_start_length = decoder_start_length
-        self._template: ChatTemplate | None = None
+    folder: Path | None
+    to_host: Callable[[Any], np.ndarray]
+    vocab_size: int
+    context_length: int
+    is_encoder_decoder: bool = False
+    max_source_length: int = 0
+    decoder_start_length: int = 0
+    _template: ChatTemplate | None = field(default=None, init=False)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; ``CheckpointError`` if its files are missing or malformed."""
-        if self._folder is None:
+        if self.folder is None:
             raise UsageError("this model was made without a tokenizer: give prompts as lists of token ids")
-        return load_tokenizer(self._folder, self._vocab_size)
+        return load_tokenizer(self.folder, self.vocab_size)
 
     @cached_property
     def has_tokenizer(self) -> bool:
         """Whether there is a tokenizer to read."""
-        return self._folder is not None and has_tokenizer(self._folder)
+        return self.folder is not None and has_tokenizer(self.folder)
 
     def close(self) -> None:
         """End the chat template's process."""
@@ -90,15 +80,15 @@ class PromptEncoder:
         ids = self.validate_token_ids(encoded.token_ids)
         if not ids:
             raise UsageError("the prompt is empty: give at least one token")
-        if not self._is_encoder_decoder:
-            _check_length(ids, self._context_length - 1, f"the model's context is {self._context_length:,} and a new "
-                          "token must fit")  # fmt: skip
+        if not self.is_encoder_decoder:
+            context = self.context_length
+            _check_length(ids, context - 1, f"the model's context is {context:,} and a new token must fit")
             return replace(encoded, token_ids=ids, target=())
         target = self.validate_token_ids(encoded.target)
-        _check_length(ids, self._max_source_length, f"the model's encoder reads {self._max_source_length:,} at most")
-        if len(target) + self._decoder_start_length >= self._context_length:
+        _check_length(ids, self.max_source_length, f"the model's encoder reads {self.max_source_length:,} at most")
+        if len(target) + self.decoder_start_length >= self.context_length:
             raise UsageError(
-                f"the target has {len(target):,} tokens, but the decoder's context is {self._context_length:,}"
+                f"the target has {len(target):,} tokens, but the decoder's context is {self.context_length:,}"
             )
         return replace(encoded, token_ids=ids, target=target)
 
@@ -129,12 +119,12 @@ class PromptEncoder:
         """See :func:`validate_token_ids`; takes arrays of other libraries and devices too."""
         is_array = hasattr(token_ids, "__dlpack__") or hasattr(token_ids, "__cuda_array_interface__")
         if is_array and not isinstance(token_ids, np.ndarray):
-            token_ids = self._to_host(token_ids)
-        return validate_token_ids(token_ids, self._vocab_size)
+            token_ids = self.to_host(token_ids)
+        return validate_token_ids(token_ids, self.vocab_size)
 
     def _tokenize(self, prompt: Any, add_special_tokens: bool) -> EncodedPrompt:
         """A prompt's tokens, which need not fit the model, or be token ids at all."""
-        continues = not self._is_encoder_decoder
+        continues = not self.is_encoder_decoder
         if isinstance(prompt, EncodedPrompt):
             return prompt
         if isinstance(prompt, str):
@@ -143,7 +133,7 @@ class PromptEncoder:
         if not is_conversation(prompt):
             return EncodedPrompt(prompt, continues)
         check_messages(prompt)
-        ids = self.tokenizer.encode_turns([m.get("content", "") for m in prompt], self._max_source_length)
+        ids = self.tokenizer.encode_turns([m.get("content", "") for m in prompt], self.max_source_length)
         if ids is None:
             ids = self.tokenizer.encode(self.render(prompt), add_special_tokens=False)
         return EncodedPrompt(tuple(ids), continues=False)

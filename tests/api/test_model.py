@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -267,7 +268,7 @@ def test_a_model_that_fails_to_load_gives_its_device_back(folder, monkeypatch):
 # -- a closed model ---------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_model_says_so(folder):
+def test_a_closed_model_raises_an_error(folder):
     model = load(folder)
     stream = model.stream("hello", ignore_eos=True)
     unused = model.stream("hello")
@@ -289,6 +290,14 @@ def test_a_model_is_not_copied(model):
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(UsageError, match="cannot be copied, pickled or sent to another process: load its folder"):
             copied(model)
+
+
+def test_a_model_that_is_dropped_is_freed_at_once():
+    model = make_model()
+    model.generate(prompt_of(3), max_new_tokens=3)
+    dropped = weakref.ref(model)
+    del model
+    assert dropped() is None
 
 
 # -- results and logits -----------------------------------------------------------------------------------------------
@@ -314,7 +323,7 @@ def test_logits_do_not_depend_on_the_chunk():
 
 
 @pytest.mark.parametrize("ids", [[], [61], [-1], [1] * 97, [1.5], [[1, 2]], "text", None])
-def test_logits_of_what_is_no_sequence(ids):
+def test_invalid_token_ids_for_logits(ids):
     ops = WatchedBackend()
     with pytest.raises(UsageError):
         make_model(ops).logits(ids)

@@ -71,7 +71,7 @@ def test_a_dialogue_longer_than_the_context_loses_its_start(model: Path) -> None
     assert "forgotten: the first 2 messages" in result.stderr and result.stdout.count("\n") >= 4
 
 
-def test_an_answer_without_memory_for_it_costs_no_dialogue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_an_answer_does_not_end_the_dialogue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream, calls = Model.stream, []
 
     def scarce(self: Model, *arguments: Any, **options: Any) -> Iterator[Piece]:
@@ -90,7 +90,7 @@ def test_an_answer_without_memory_for_it_costs_no_dialogue(model: Path, monkeypa
 
 
 @pytest.mark.parametrize(("line", "words"), [(b"x" * 400, "shorten the prompt"), (b"caf\xe9", "surrogate")])
-def test_an_invalid_line_is_refused_and_the_dialogue_goes_on(model: Path, line: bytes, words: str) -> None:
+def test_an_invalid_line_does_not_end_the_dialogue(model: Path, line: bytes, words: str) -> None:
     arguments = ["chat", str(model), "--device", "cpu", *OPTIONS]
     result = CliRunner().invoke(main, arguments, input=line + b"\nhi\n")
     assert result.exit_code == 0 and words in result.stderr

@@ -97,7 +97,7 @@ print(sorted({{"numpy", "cupy", "torch", "tokenizers"}} & set(sys.modules)))
     assert run_python(code).strip() == "[]"
 
 
-def test_import_brings_in_nothing_and_the_names_arrive_when_used() -> None:
+def test_names_are_imported_when_they_are_used() -> None:
     code = """
 import sys
 import bminf_lite

@@ -141,7 +141,7 @@ def test_every_prompt_of_a_file_that_cannot_be_encoded_is_reported(model: Path, 
         assert words in result.stderr
 
 
-def test_a_byte_order_mark_is_no_text(model: Path, tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_dropped(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "hello"}', encoding="utf-8-sig")
     options = ["--json", "--max-new-tokens", "2"]

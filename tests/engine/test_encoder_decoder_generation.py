@@ -46,15 +46,15 @@ def test_greedy_generation_takes_the_largest_logit_each_time(length, target):
 
 
 @given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=4),
-    st.integers(1, 4),
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.integers(1, 3),
     st.sampled_from([1, 7, 64]),
     st.sampled_from([0, 2]),
     st.sampled_from([0.0, 0.9]),
 )
 def test_a_ragged_batch_equals_its_prompts_alone(lengths, max_batch, chunk, max_steps_in_flight, temperature):
     """For any chunks of sources and any reuse of slots. int8 products are exact in any batch."""
-    params = SamplingParams(max_new_tokens=10, temperature=temperature, seed=5)
+    params = SamplingParams(max_new_tokens=8, temperature=temperature, seed=5)
     sources = [source_of(length, seed) for seed, length in enumerate(lengths)]
 
     def requests():
@@ -85,7 +85,7 @@ def test_an_interrupted_stream_gives_its_memory_back():
     assert model.ops.memory_is_free
 
 
-def test_out_of_memory_for_sources_gives_the_decoder_s_cache_back():
+def test_out_of_memory_for_sources_gives_the_decoder_cache_back():
     class FullBackend(WatchedBackend):
         def layer_cache(self, slots, kv_heads, capacity, head_dim, *, int8=False):
             if len(self.arrays) == 2 * CONFIG["num_decoder_layers"]:

@@ -84,7 +84,7 @@ def test_full_width_becomes_half_width() -> None:
     assert EVA.normalize(text) == 'ＡＢｃ　１,。!()?、;:+"""...．'
 
 
-def test_frames() -> None:
+def test_special_tokens_around_a_text() -> None:
     """What follows a text that the model is to go on with, and what its decoder begins with."""
     plain = CPM2.encode("今天", add_special_tokens=False)
     assert CPM2.encode("今天") == [*plain, IDS["<s_3>"]] and CPM2.target_ids == (IDS["<s_3>"],)
@@ -126,7 +126,7 @@ def test_cpm1_is_sentencepiece_over_words(cpm1: Tokenizer, tmp_path: Path) -> No
         assert cpm1.encode(text) == processor.encode(words)
 
 
-def test_segmentation_is_jieba_s() -> None:
+def test_segmentation_equals_jieba() -> None:
     for text in [*TEXTS, "他来到了网易杭研大厦", "永和服装饰品有限公司"]:
         assert list(cpm_tokenizer.split_words(text)) == list(jieba.cut(text))
 
@@ -159,16 +159,12 @@ def test_a_malformed_model_file(tmp_path: Path) -> None:
 
 def test_without_jieba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jieba", None)
-    cpm_tokenizer.segmenter.cache_clear()
-    try:
-        with pytest.raises(CheckpointError, match=r"pip install 'bminf-lite\[cpm\]'"):
-            CPM2.encode("今天")
-    finally:
-        cpm_tokenizer.segmenter.cache_clear()
+    with pytest.raises(CheckpointError, match=r"pip install 'bminf-lite\[cpm\]'"):
+        cpm_tokenizer.import_extra("jieba")
 
 
 def test_jieba_keeps_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
-    """Its default is to load whatever ``jieba.cache`` lies there, and to write one, and to say so."""
+    """By default jieba loads ``jieba.cache`` from there, or writes it, and prints a message."""
     code = "from bminf_lite.text.cpm_tokenizer import split_words; print(len(list(split_words('今天天气'))))"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)

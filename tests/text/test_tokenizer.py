@@ -95,7 +95,7 @@ def test_the_chat_template_is_the_file_else_the_default_of_the_configuration(tmp
 
 
 @pytest.mark.parametrize("value", [3, {"default": "a"}, ["a"], [{"name": "default", "template": 1}]])
-def test_a_template_that_is_no_text_is_refused(tmp_path, value):
+def test_a_chat_template_must_be_text(tmp_path, value):
     with pytest.raises(CheckpointError, match="chat_template"):
         load_tokenizer(write(tmp_path, config={"chat_template": value}), 1000)
 
