@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from .values import Array
+
 PROMPT_FLAG = 1 << 30
 """Set in ``SamplerState.counts`` for a token of the prompt; the bits below say how often it was generated."""
 
@@ -51,20 +53,20 @@ class SamplerState:
     logit's. It may be False for such a state too.
     """
 
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    repetition_penalty: Any
-    presence_penalty: Any
-    frequency_penalty: Any
-    seed: Any
-    sequence: Any
-    step: Any
-    counts: Any = None
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    repetition_penalty: Array
+    presence_penalty: Array
+    frequency_penalty: Array
+    seed: Array
+    sequence: Array
+    step: Array
+    counts: Array = None
     greedy: bool = False
 
-    def map(self, function: Callable[[Any], Any]) -> SamplerState:
+    def map(self, function: Callable[[Array], Array]) -> SamplerState:
         """The state with ``function`` applied to each of its arrays: to copy them, or to move them to a device."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in values.items():

@@ -116,7 +116,7 @@ def test_a_float_weight_is_rounded_to_the_activation_type(
     )
     np.testing.assert_array_equal(one, other)
     rounded = values.astype(backend.activation_dtype).astype(np.float64)
-    # An H200 aligns the products of subnormal numbers, it seems, as if these were as large as normal ones.
+    # On an H200 the error of a subnormal number's product is that of the smallest normal one's.
     least = np.finfo(backend.activation_dtype).smallest_normal
     terms = np.maximum(np.abs(x.astype(np.float64)), least) @ np.maximum(np.abs(rounded), least).T
     assert_close(one, x.astype(np.float64) @ rounded.T, "linear, float sum", np.float32, terms)

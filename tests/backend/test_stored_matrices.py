@@ -38,7 +38,7 @@ def random(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 @pytest.fixture(params=[False, True], ids=["on the device", "on the host"])
 def placed(backend: Backend, request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """A backend that keeps tables where it is told."""
+    """A backend with embedding tables on the device, and one with tables on the host."""
     backend.placement = Placement(host_tables=request.param)
     yield backend
     backend.placement = Placement()
