@@ -16,6 +16,7 @@ import numpy as np
 from ..checkpoint.opened_model import open_model
 from ..errors import UsageError, listed
 from ..models import ModelConfig
+from ..quantize.stages import split_for_encoder_decoder
 from ..text.checkpoint_files import load_tokenizer
 from ..text.tokenizer import Tokenizer
 
@@ -36,9 +37,8 @@ class Window:
 
     def for_encoder_decoder(self, start: Sequence[int]) -> Window:
         """The same text for an encoder-decoder whose decoder starts with ``start``; scores at most half of the text."""
-        middle = max(-(-len(self.tokens) // 2), len(self.tokens) - self.scored)
-        tokens = np.concatenate([start, self.tokens[middle:]]).astype(np.int32)
-        return Window(tokens, len(self.tokens) - middle, self.tokens[:middle])
+        tokens, source = split_for_encoder_decoder(self.tokens, start, len(self.tokens) - self.scored)
+        return Window(tokens, len(self.tokens) - len(source), source)
 
 
 def read_texts(path: Path) -> list[str]:

@@ -17,7 +17,7 @@ from ..backend.base import Backend
 from ..backend.values import Array
 from ..checkpoint.opened_model import OpenedModel
 from ..layers.recording import LinearCall, LinearHooks
-from .stages import HiddenState, LayerwiseModel, SequenceBatch
+from .stages import HiddenState, LayerwiseModel, SequenceBatch, split_for_encoder_decoder
 
 MAX_BATCH_TOKENS = 4096
 """The most tokens of a batch."""
@@ -99,12 +99,6 @@ def make_batches(samples: Sequence[np.ndarray], start: Sequence[int] = ()) -> li
         SequenceBatch(*map(tuple, zip(*(split_for_encoder_decoder(sample, start) for sample in part), strict=True)))
         for part in parts
     ]
-
-
-def split_for_encoder_decoder(sample: np.ndarray, start: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The decoder's tokens, from ``start`` on, and the encoder's: the first half of ``sample``, rounded up."""
-    middle = -(-len(sample) // 2)
-    return np.concatenate([start, sample[middle:]]).astype(np.int32), sample[:middle]
 
 
 def _sample_residual(ops: Backend, states: Sequence[HiddenState], limit: int) -> Array:

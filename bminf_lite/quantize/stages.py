@@ -29,6 +29,17 @@ class SequenceBatch:
     sources: tuple[np.ndarray, ...] = ()
 
 
+def split_for_encoder_decoder(
+    tokens: np.ndarray, start: Sequence[int], least_source: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """The decoder's tokens, from ``start`` on, and the encoder's: the first half of ``tokens``, rounded up.
+
+    The encoder gets ``least_source`` tokens at least.
+    """
+    middle = max(-(-len(tokens) // 2), least_source)
+    return np.concatenate([start, tokens[middle:]]).astype(np.int32), tokens[:middle]
+
+
 @dataclass(frozen=True)
 class HiddenState:
     """A batch between two layers: the residual stream fp32 ``[T, features]``, and the encoder's output.

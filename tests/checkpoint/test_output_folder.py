@@ -36,14 +36,6 @@ def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "_exchange", lambda a, b: False)
 
 
-def test_appears_at_the_end(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "out"
-    with output_folder(target, False, 0) as folder:
-        fill(folder, "new")
-        assert not target.exists()
-    assert (target / MANIFEST_FILE).read_text() == "new" and names(target.parent) == {"out"}
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_nothing_is_left_after_a_failure(tmp_path: Path, error: type[BaseException]) -> None:
     with pytest.raises(error), output_folder(tmp_path / "out", False, 0) as folder:
@@ -70,15 +62,15 @@ def test_ctrl_c_while_the_old_one_is_removed(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.usefixtures("exchange")
 def test_replacing_keeps_the_old_one_until_the_new_one_is_complete(tmp_path: Path) -> None:
-    target = tmp_path / "out"
+    target = tmp_path / "deep" / "out"
     make(target, "old")
     with pytest.raises(ValueError), output_folder(target, True, 0) as folder:
         fill(folder, "new")
         assert (target / MANIFEST_FILE).read_text() == "old"
         raise ValueError
-    assert (target / MANIFEST_FILE).read_text() == "old" and names(tmp_path) == {"out"}
+    assert (target / MANIFEST_FILE).read_text() == "old" and names(target.parent) == {"out"}
     make(target, "new", force=True)
-    assert (target / MANIFEST_FILE).read_text() == "new" and names(tmp_path) == {"out"}
+    assert (target / MANIFEST_FILE).read_text() == "new" and names(target.parent) == {"out"}
 
 
 def test_an_existing_target_is_refused(tmp_path: Path) -> None:

@@ -66,23 +66,3 @@ def test_transformers_sees_the_same_weights(tmp_path: Path, recipe: str, tied: b
                 np.testing.assert_array_equal(state[name].numpy(), weight)
     layers = 8 if recipe == "mixed" else 14  # the first rule goes first, so layer 0 keeps one int8 matrix
     assert compared == layers + (not tied and recipe != "float head")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("shard_size", ["1GB", "50KB"])
-def test_sources_as_transformers_writes_them(tmp_path: Path, dtype: str, shard_size: str) -> None:
-    model = make_source(tmp_path / "source", False, getattr(torch, dtype))
-    model.save_pretrained(tmp_path / "source", max_shard_size=shard_size)
-    if shard_size == "50KB":
-        assert len(list((tmp_path / "source").glob("model-*.safetensors"))) > 1
-        (tmp_path / "source" / "model.safetensors").unlink(missing_ok=True)
-    report = migrate(tmp_path / "source", tmp_path / "out")
-    names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-    assert {tensor.source_dtype for tensor in report.tensors} == {names[dtype]}
-    with open_checkpoint(tmp_path / "source") as source, open_checkpoint(tmp_path / "out") as out:
-        for name, value in model.state_dict().items():
-            np.testing.assert_array_equal(source.read(name).astype(np.float32), value.float().numpy())
-            got = out.weight(name)
-            restored = got.dequantize() if isinstance(got, Int8Weight) else np.asarray(got, np.float32)
-            limit = 0.51 * (got.scale.astype(np.float32)[:, None] if isinstance(got, Int8Weight) else 0)
-            assert (np.abs(restored - value.float().numpy()) <= limit).all()
