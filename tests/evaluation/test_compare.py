@@ -221,7 +221,7 @@ def test_one_layer_of_each_is_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
     layer = sum(t.nbytes for name, t in tensors.items() if ".0." in name and t.ndim == 2)
     for layers in (True, False):
         ops.most = 0
-        compare(source, source, windows(source), layers=layers)
+        compare(source, source, windows(source)[:2], layers=layers)
         assert layer <= ops.most <= 2 * layer
 
 
@@ -229,8 +229,8 @@ def test_the_bundled_model_s_weak_spot_is_found(tmp_path: Path):
     """Its down projections have inputs of 50 times their rms, as those of large models have."""
     demo = Path(str(resources.files("bminf_lite.demo_model")))
     bminf_lite.migrate(demo, tmp_path / "int8")
-    text = read_texts(demo / "heldout.txt")
-    found = compare(tmp_path / "int8", demo, truncate_windows(windows_for(demo, text, 128, 64), 500), "cpu")
+    text = [read_texts(demo / "heldout.txt")[0][:3000]]
+    found = compare(tmp_path / "int8", demo, truncate_windows(windows_for(demo, text, 128, 128), 400), "cpu")
     worst = sorted(found.linears, key=lambda linear: linear.own.snr_db)[:4]
     assert {linear.name.rpartition(".")[2] for linear in worst} == {"down_proj"}
     assert min(linear.input.largest for linear in worst) > 20

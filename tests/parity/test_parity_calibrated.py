@@ -29,8 +29,16 @@ def error(logits: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("put_in", [untouched, outliers.in_norms, outliers.in_values], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("recipe", ["w8a8-smooth", "auto"])
+@pytest.mark.parametrize(
+    ("recipe", "put_in"),
+    [
+        ("w8a8-smooth", outliers.in_norms),
+        ("w8a8-smooth", outliers.in_values),
+        ("auto", untouched),
+        ("auto", outliers.in_norms),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_transformers_opens_it_and_agrees(
     tmp_path: Path, recipe: str, put_in: Callable[[outliers.Tensors, dict], None]
 ) -> None:

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import demo_corpus as corpus
 import pytest
 
-PATH = Path(__file__).parents[2] / "tools" / "demo_corpus.py"
 
-
-@pytest.fixture(scope="module")
-def corpus():
-    spec = importlib.util.spec_from_file_location("demo_corpus", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo_corpus"] = module  # dataclasses looks its module up
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        del sys.modules["demo_corpus"]
-
-
-def test_markup_goes_and_lines_are_joined(corpus):
+def test_markup_goes_and_lines_are_joined():
     text = """Call :meth:`Queue.put <queue.Queue.put>` with
     ``block`` false::
 
@@ -44,11 +27,11 @@ def test_markup_goes_and_lines_are_joined(corpus):
 
 
 @pytest.mark.parametrize("text", ["", "x = 1", "a | b | c", "=====", "f(a[0], b[1], c[2])", "Çok güzel bir şey."])
-def test_what_is_not_english_prose_goes(corpus, text):
+def test_what_is_not_english_prose_goes(text):
     assert list(corpus.paragraphs(text)) == []
 
 
-def test_splits_share_no_subject_and_no_long_run_of_words(corpus):
+def test_splits_share_no_subject_and_no_long_run_of_words():
     def words(subject: int, count: int) -> str:
         return " ".join(f"w{subject}x{i}" for i in range(count))
 
@@ -66,7 +49,7 @@ def test_splits_share_no_subject_and_no_long_run_of_words(corpus):
     assert any("Another paragraph." in d.paragraphs for d in train)
 
 
-def test_tests_are_only_trained_on(corpus):
+def test_tests_are_only_trained_on():
     found = [corpus.Document(f"s{n}", (f"word{n} " * 300,), supporting=n % 2 == 1) for n in range(600)]
     splits = corpus.split(found)
     assert not any(d.supporting for d in splits["heldout"] + splits["validation"])
