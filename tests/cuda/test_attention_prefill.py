@@ -11,6 +11,7 @@ from checked import repeats
 
 from bminf_lite.backend.base import attend
 from bminf_lite.cuda.kernels.attention import prefill as attention
+from bminf_lite.cuda.kernels.attention.heads import MAX_HEAD_DIM
 from bminf_lite.cuda.kernels.attention.prefill import (
     AttentionMask,
     AttentionTileConfig,
@@ -37,7 +38,7 @@ def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[Atte
 
 @pytest.mark.parametrize("capability", MOST_SHARED)
 def test_shared_memory_fits(capability: tuple[int, int]) -> None:
-    for tile_config in tile_configs(capability, range(16, attention.MAX_HEAD_DIM + 1, 16)):
+    for tile_config in tile_configs(capability, range(16, MAX_HEAD_DIM + 1, 16)):
         assert tile_config.shared <= MOST_SHARED[capability] << 10, tile_config
 
 
