@@ -69,16 +69,37 @@ def run(profile: str, report: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
 
 
+def place_real_sizes(profile: str) -> subprocess.CompletedProcess[str]:
+    """Launches of real sizes on a profile, checked without computing."""
+    folders = os.pathsep.join([str(TESTS.parent), str(TESTS / "cuda")])
+    command = [sys.executable, "-m", "fake_gpu.real_shapes", profile]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True)
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Future[Any], Path]]]:
-    """The runs of all profiles and their reports, two at a time: each computes on one core."""
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Two processes at a time: each computes on one core."""
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def runs(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Future[Any], Path]]:
+    """The runs of all profiles and their reports."""
     folder = tmp_path_factory.mktemp("fake_gpu")
-    with ThreadPoolExecutor(2) as pool:
-        yield {p: (pool.submit(run, p, folder / f"{p}.json"), folder / f"{p}.json") for p in CASES}
+    return {p: (pool.submit(run, p, folder / f"{p}.json"), folder / f"{p}.json") for p in CASES}
+
+
+@pytest.fixture(scope="module")
+def real_sizes(runs: object, pool: ThreadPoolExecutor) -> dict[str, Future[Any]]:
+    """:func:`place_real_sizes` of all profiles, behind the runs."""
+    return {profile: pool.submit(place_real_sizes, profile) for profile in PROFILES}
 
 
 @pytest.fixture(scope="module", params=CASES)
-def asked(request: pytest.FixtureRequest, runs: dict[str, tuple[Future[Any], Path]]) -> tuple[str, dict[str, Any]]:
+def asked(
+    request: pytest.FixtureRequest, runs: dict[str, tuple[Future[Any], Path]], real_sizes: object
+) -> tuple[str, dict[str, Any]]:
     """A profile, and what the tests asked of it, all of which passed."""
     future, report = runs[request.param]
     done = future.result()
@@ -96,12 +117,11 @@ def test_every_kernel_that_is_launched_is_modelled(asked: tuple[str, dict[str, A
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_real_sizes_stay_within_the_limits_of_the_gpu_and_of_the_machine_code(profile: str):
+def test_real_sizes_stay_within_the_limits_of_the_gpu_and_of_the_machine_code(
+    profile: str, real_sizes: dict[str, Future[Any]]
+):
     """Of each kernel that takes much dynamic shared memory, the instantiation that takes most."""
-    folders = os.pathsep.join([str(TESTS.parent), str(TESTS / "cuda")])
-    command = [sys.executable, "-m", "fake_gpu.real_shapes", profile]
-    environment = os.environ | {"PYTHONPATH": folders}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = real_sizes[profile].result()
     assert done.returncode == 0, done.stderr
     most: dict[str, Any] = {}
     for request in json.loads(done.stdout)["requested"]:

@@ -8,7 +8,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.cuda.kernels.gemm.layouts import Layout
@@ -25,7 +25,6 @@ def grid(layout: Layout) -> np.ndarray:
     return layout.offset(np.arange(layout.rows)[:, None], np.arange(layout.cols))
 
 
-@settings(deadline=None)
 @given(st.sampled_from(ORDERS), SIZES, SIZES)
 def test_every_element_has_a_place_of_its_own_inside_the_buffer(order, rows, cols):
     layout = Layout.of(order, rows, cols)
@@ -34,14 +33,12 @@ def test_every_element_has_a_place_of_its_own_inside_the_buffer(order, rows, col
     assert offsets.min() >= 0 and offsets.max() < layout.size
 
 
-@settings(deadline=None)
-@given(st.sampled_from(ORDERS), SIZES, SIZES)
+@given(st.sampled_from(ORDERS), st.integers(1, 5), st.integers(1, 5))
 def test_whole_tiles_leave_no_gap(order, rows, cols):
     layout = Layout.of(order, rows * TILE_ROWS.get(order, 1), cols * 32)
     assert np.array_equal(np.sort(grid(layout), axis=None), np.arange(layout.size))
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(ORDERS), SIZES, SIZES, st.lists(st.integers(0, 3), max_size=2), st.sampled_from(["int8", "int32"])
 )
@@ -76,13 +73,6 @@ def test_leading_dimension_as_the_header_says(order, rows, cols, ld):
     assert layout.ld == ld
     assert layout.offset(0, 32) == ld
     assert layout.size == 2 * ld
-
-
-def test_col32_2r_4r4_as_the_header_says():
-    layout = Layout.of(Order.COL32_2R_4R4, 32, 32)
-    for row in range(32):
-        for col in range(32):
-            assert layout.offset(row, col) == (((row % 8) // 2 * 4 + row // 8) * 2 + row % 2) * 32 + col
 
 
 def test_col4_4r2_8c_interleaves_even_and_odd_rows():
