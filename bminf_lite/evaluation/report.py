@@ -164,10 +164,9 @@ def outliers(table: Sequence[Row], kinds: Sequence[str]) -> dict[str, Any]:
     y = log_axis([v for row in placed for v in (row.linear.input.largest, row.linear.reference_input.largest)], 250, 12)
     curves = []
     for kind in dict.fromkeys(row.kind for row in placed):
-        ours, theirs = (
-            [(row.layer or 0, getattr(row.linear, name).largest) for row in placed if row.kind == kind]
-            for name in ("input", "reference_input")
-        )
+        same = [row for row in placed if row.kind == kind]
+        ours = [(row.layer or 0, row.linear.input.largest) for row in same]
+        theirs = [(row.layer or 0, row.linear.reference_input.largest) for row in same]
         differs = any(abs(math.log(max(a[1], 1e-9) / max(b[1], 1e-9))) > 0.2 for a, b in zip(ours, theirs, strict=True))
         dots = [(x(layer), y(value)) for layer, value in ours]
         colour = kinds.index(kind) % COLOURS

@@ -75,16 +75,13 @@ def test_a_speed_is_positive_and_finite(option: str, value: str) -> None:
     assert result.exit_code == 2 and f"'{value}' is not a speed" in result.stderr
 
 
-def test_what_does_not_fit_says_what_would() -> None:
-    result = run(CONFIGS / "llama-3-70b.json", *MACHINE, "--memory-limit", "2GiB")
-    assert result.exit_code == 1
-    assert "raise the memory limit to" in result.stderr
-
-
-def test_a_limit_larger_than_the_gpu() -> None:
-    result = run(CONFIGS / "llama-3-8b.json", *MACHINE, "--memory-limit", "80GiB")
-    assert result.exit_code == 2
-    assert "80.0 GiB, but the GPU has 24.0 GiB" in result.stderr
+@pytest.mark.parametrize(
+    ("limit", "code", "message"),
+    [("2GiB", 1, "raise the memory limit to"), ("80GiB", 2, "80.0 GiB, but the GPU has 24.0 GiB")],
+)
+def test_a_limit_that_is_too_small_or_too_large(limit: str, code: int, message: str) -> None:
+    result = run(CONFIGS / "llama-3-70b.json", *MACHINE, "--memory-limit", limit)
+    assert result.exit_code == code and message in result.stderr
 
 
 def test_speeds_that_are_not_given_are_not_made_up() -> None:
