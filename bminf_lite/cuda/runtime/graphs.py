@@ -38,16 +38,16 @@ class CudaGraph(Generic[Result]):
     def __init__(self, function: Callable[[], Result], stream: int, memory: Memory | None = None) -> None:
         functions = driver.load()
         self.memory = memory
-        graph = driver.Graph()
-        functions.cuStreamBeginCapture_v2(stream, CaptureMode.THREAD_LOCAL)
-        try:
-            with _garbage_collection_paused():
-                self.result = function()
-        except BaseException:
-            _abandon(stream)
-            raise
-        functions.cuStreamEndCapture(stream, graph)
         executable = driver.GraphExec()
+        with _garbage_collection_paused():
+            graph = driver.Graph()
+            functions.cuStreamBeginCapture_v2(stream, CaptureMode.THREAD_LOCAL)
+            try:
+                self.result = function()
+            except BaseException:
+                _abandon(stream)
+                raise
+            functions.cuStreamEndCapture(stream, graph)
         try:
             functions.cuGraphInstantiateWithFlags(executable, graph, 0)
         finally:
