@@ -47,7 +47,7 @@ def tokens(model: bminf_lite.Model, prompts: list[str], **options: Any) -> list[
 def test_recorded_and_eager_steps_give_the_same_tokens(model, prompts, options, monkeypatch):
     recorded = tokens(model, prompts, **options)
     assert tokens(model, prompts, **options) == recorded
-    monkeypatch.setattr(model.ops, "repeated", lambda work: work)
+    monkeypatch.setattr(model.ops, "capture", lambda work: work)
     assert tokens(model, prompts, **options) == recorded
 
 
