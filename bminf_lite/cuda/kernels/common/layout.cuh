@@ -1,5 +1,5 @@
 // Where element (row, col) of a matrix lies, for every layout that a product reads or writes.
-// The definition is bminf_lite/cuda/kernels/gemm/layouts.py, and a test compares the two.
+// The definition is bminf_lite/cuda/kernels/gemm/tensor_core_layouts.py, and a test compares the two.
 #pragma once
 #include "constants/order.cuh"
 

@@ -17,7 +17,7 @@
 namespace bminf {
 
 constexpr int WARPS = 2 * WARPGROUP / WARP;
-constexpr int BAND = 16;       // tiles of rows that share their parts of the weight while these are in the cache
+constexpr int BAND = 16;  // tiles of rows that share their parts of the weight while these are in the cache
 
 __device__ __forceinline__ void store_sums(unsigned address, const int (&sums)[4]) {
     asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(sums[0]), "r"(sums[1]),

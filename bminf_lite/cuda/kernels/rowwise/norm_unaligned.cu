@@ -5,7 +5,6 @@
 
 using namespace bminf;
 
-
 // Sum over the row of a function of its elements, in fp64 from fp32 sums of eight, which is how other kernels add up.
 template <class F>
 __device__ __forceinline__ double row_sum(
