@@ -9,7 +9,8 @@ the architecture ``foo``:
      ``parse(config) -> Config``, a frozen dataclass; it raises :class:`~bminf_lite.errors.CheckpointError` with every
      nonsensical value.
    - ``spec(config) -> Spec``: name, shape and role of every tensor of the checkpoint (:mod:`.spec`).
-   - ``Block`` and ``ModelBuilder``: the layers of :mod:`..layers` wired together. They name no device.
+   - ``Block`` and ``ModelBuilder``: the layers of :mod:`..layers` wired together, with the methods of
+     ``DecoderBuilder`` in :mod:`._decoder`. They name no device.
    - ``architecture = Architecture(parse, spec, ModelBuilder, Decoder)``.
 
    An architecture that differs from another one by its configuration states the difference: ``mistral.py`` is LLaMA
@@ -17,10 +18,11 @@ the architecture ``foo``:
    :mod:`._encoder_decoder`. A formula that no layer has yet becomes a file in ``layers/``, and an operation that no
    layer needed before a method of :class:`~bminf_lite.backend.base.Backend` and of its subclasses.
 2. A golden: cases of tiny random models in ``tools/make_goldens.py``, which writes what transformers computes for them
-   to ``tests/goldens/foo.json`` and ``.npz``. ``tests/models/test_goldens.py`` finds the family by its name in
-   ``tests/models/tiny_models.py``.
+   to ``tests/goldens/foo.json`` and ``.npz``. Add the name to a tuple of families in
+   ``tests/models/tiny_models.py``; ``tests/models/test_goldens.py`` tests what stands there.
 3. A parity test in ``tests/parity``: a checkpoint that transformers saves gives equal logits.
-4. A shape for ``bench`` in ``configs/``, if it is a published model.
+4. A row in README's table of models.
+5. A shape for ``bench`` in ``configs/``, if it is a published model.
 
 A module whose name begins with an underscore is shared by architectures.
 """
