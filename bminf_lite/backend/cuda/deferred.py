@@ -17,7 +17,7 @@ from ...cuda.kernels.arrays import address
 from ...cuda.kernels.constants import Source, Target
 from ...cuda.kernels.gemm.igemm import GemmPlan
 from ...cuda.kernels.gemm.layouts import Layout
-from ...cuda.kernels.rowwise.rows import NO_ROWS, RowSource, RowTarget
+from ...cuda.kernels.rowwise.rows import NO_ROWS, RowSource, RowTarget, array_source, array_target
 from ..values import Norm
 
 FROM_INT32, CODES = int(Source.FROM_INT32), int(Target.CODES)
@@ -154,15 +154,15 @@ def row_source(x: cp.ndarray | DeferredMatmul | None) -> RowSource:
     if isinstance(x, DeferredMatmul):
         weight, layout = x.weight, x.layout
         scales = x.x_scale.ptr, address(weight.scale), address(weight.bias)
-        return RowSource(x.acc.data.ptr, *scales, layout.ld, FROM_INT32, int(layout.order))
-    return RowSource.of(x)
+        return (x.acc.data.ptr, *scales, layout.ld), FROM_INT32, int(layout.order)
+    return array_source(x)
 
 
 def row_target(x: cp.ndarray | QuantizedActivations) -> RowTarget:
     """How a kernel writes codes, or padded rows of values."""
     if isinstance(x, QuantizedActivations):
-        return RowTarget(x.values.ptr, x.scales.ptr, x.layout.ld, CODES, int(x.layout.order))
-    return RowTarget.of(x)
+        return (x.values.ptr, x.scales.ptr, x.layout.ld), CODES, int(x.layout.order)
+    return array_target(x)
 
 
 def nbytes_of(*values: cp.ndarray | QuantizedActivations | DeferredMatmul | DeferredGate | None) -> int:

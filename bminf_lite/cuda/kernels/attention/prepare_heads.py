@@ -33,12 +33,12 @@ class PrepareHeads:
         q: cp.ndarray, bytes_moved: int = 0,
     ) -> None:  # fmt: skip
         """Norm and rotation of a step's heads; queries go to ``q`` ``[T, heads, head_pitch]``, others to the cache."""
-        data, x_scale, w_scale, bias, pitch, kind, order = qkv
+        read, kind, order = qkv
         expression = f"prepare_heads<{'true' if kind == FROM_INT32 else 'false'}, {order}, {element_of(cache)}>"
         step.is_unwritten(cache.keys.data.ptr, writes=True)
         self._launcher.launch(
             step, self.source, expression, q.shape[0], 256,
-            (data, x_scale, w_scale, bias, pitch, *head_arguments(spec), address(batch.cu_seqlens),
+            (*read, *head_arguments(spec), address(batch.cu_seqlens),
              address(batch.context_lens), address(batch.slots), batch.batch_size, q.data.ptr, cache.keys.data.ptr,
              cache.values.data.ptr, spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache), cache.capacity,
              address(cache.key_scales), address(cache.value_scales)),

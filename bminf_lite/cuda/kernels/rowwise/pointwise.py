@@ -42,12 +42,12 @@ class PointwiseKernels:
         self, step: StepContext, source: RowSource, out: cp.ndarray, activation: int, bytes_moved: int = 0
     ) -> None:
         """An activation function of each value, fp16 ``[rows, n]``."""
-        data, x_scale, w_scale, bias, pitch, kind, order = source
+        read, kind, order = source
         expression = f"activate_rows<{'true' if kind == FROM_INT32 else 'false'}, {order}, {int(activation)}>"
         rows, n = out.shape
         self._launcher.launch(
             step, self.source, expression, ceil_div(rows * n, 256), 256,
-            (data, x_scale, w_scale, bias, pitch, out.data.ptr, pitch_of(out), rows, n), bytes_moved=bytes_moved,
+            (*read, out.data.ptr, pitch_of(out), rows, n), bytes_moved=bytes_moved,
         )  # fmt: skip
 
     def add_positions(self, step: StepContext, batch: ForwardBatch, table: cp.ndarray, residual: cp.ndarray) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,45 +41,26 @@ ROW = int(Order.ROW)
 HALF_TYPE = np.dtype(np.float16)
 
 
-class RowSource(NamedTuple):
-    """Where a kernel reads rows: values, or an int32 product with the scales and the bias that finish it.
-
-    ``kind`` is a :class:`Source`, ``order`` an :class:`Order`, ``pitch`` the layout's leading dimension. Unused
-    addresses are 0.
-    """
-
-    data: int
-    x_scale: int
-    w_scale: int
-    bias: int
-    pitch: int
-    kind: int
-    order: int
-
-    @classmethod
-    def of(cls, x: cp.ndarray) -> RowSource:
-        """Rows of fp16 or fp32 values."""
-        kind = FROM_HALF if x.dtype == HALF_TYPE else FROM_FLOAT
-        return cls(x.data.ptr, 0, 0, 0, x.strides[0] // x.itemsize, kind, ROW)
-
-
-NO_ROWS = RowSource(0, 0, 0, 0, 0, NONE, ROW)
+RowSource = tuple[tuple[int, int, int, int, int], int, int]
+"""Where a kernel reads rows: addresses of the values or of an int32 product, its row scales, column scales and bias (0
+for none), and the pitch; a :class:`Source`; an :class:`Order`. A plain tuple, because one is made for every launch.
+"""
+RowTarget = tuple[tuple[int, int, int], int, int]
+"""Where a kernel writes rows: addresses of the codes or values and of the codes' scales (0 for none), and the pitch; a
+:class:`Target`; an :class:`Order`.
+"""
+NO_ROWS: RowSource = ((0, 0, 0, 0, 0), NONE, ROW)
 """The residual stream alone is read."""
 
 
-class RowTarget(NamedTuple):
-    """Where a kernel writes rows: int8 codes with a scale per row, or values; ``kind`` is a :class:`Target`."""
+def array_source(x: cp.ndarray) -> RowSource:
+    """Rows of fp16 or fp32 values."""
+    return (x.data.ptr, 0, 0, 0, x.strides[0] // x.itemsize), FROM_HALF if x.dtype == HALF_TYPE else FROM_FLOAT, ROW
 
-    data: int
-    scales: int
-    pitch: int
-    kind: int
-    order: int
 
-    @classmethod
-    def of(cls, x: cp.ndarray) -> RowTarget:
-        """Rows of fp16 or fp32 values."""
-        return cls(x.data.ptr, 0, x.strides[0] // x.itemsize, TO_HALF if x.dtype == HALF_TYPE else TO_FLOAT, ROW)
+def array_target(x: cp.ndarray) -> RowTarget:
+    """Rows of fp16 or fp32 values."""
+    return (x.data.ptr, 0, x.strides[0] // x.itemsize), TO_HALF if x.dtype == HALF_TYPE else TO_FLOAT, ROW
 
 
 class RowKernels:
@@ -119,24 +100,21 @@ class RowKernels:
         With ``norm``, ``residual`` fp32 is normalised after ``source`` was added to it, unless that is ``NO_ROWS``.
         With ``activation``, the rows of ``source`` have ``2 k`` elements: gate and up.
         """
+        read, source_kind, order = source
+        written, target_kind, out_order = target
         if norm is None:
             row_op = IDENTITY if activation is None else GATE + activation
         elif norm.center:
             row_op = LAYER_NORM
-            if source.kind == NONE and target.kind != CODES and self._prefers_persistent(rows, k):
+            if source_kind == NONE and target_kind != CODES and self._prefers_persistent(rows, k):
                 assert residual is not None
                 self._layer_norm_persistent(step, residual, norm, target, rows, k, bytes_moved)
                 return
         else:
             row_op = RMS_NORM
-        kernel, grid, block = self._transform_kernel(
-            rows, k, source.kind, row_op, target.kind, source.order, target.order
-        )
-        data, x_scale, w_scale, bias, pitch, _, _ = source
+        kernel, grid, block = self._transform_kernel(rows, k, source_kind, row_op, target_kind, order, out_order)
         kernel(
-            grid, block,
-            (data, x_scale, w_scale, bias, pitch, *pointer_and_pitch(residual), *norm_arguments(norm), target.data,
-             target.scales, target.pitch, rows, k),
+            grid, block, (*read, *pointer_and_pitch(residual), *norm_arguments(norm), *written, rows, k),
             0, self._launcher.stream, True, None, bytes_moved,
         )  # fmt: skip
         if step is not None:
@@ -158,7 +136,7 @@ class RowKernels:
         """A norm of fp32 rows of any width and alignment, fp32; ``out`` may be ``x``."""
         rows, k = x.shape
         if k <= MAX_NORM_WIDTH and is_padded(x) and is_padded(out):
-            self.transform(step, NO_ROWS, RowTarget.of(out), rows, k, x, norm, bytes_moved=nbytes_of(x, out))
+            self.transform(step, NO_ROWS, array_target(out), rows, k, x, norm, bytes_moved=nbytes_of(x, out))
             return
         norm_weight, norm_bias, eps = norm_arguments(norm)
         self._launcher.launch(
@@ -184,11 +162,12 @@ class RowKernels:
         """LayerNorms of fp32 rows, padded, as fp16 or fp32."""
         threads = 512 if k <= MAX_NORM_WIDTH // 2 else 1024
         norm_weight, norm_bias, eps = norm_arguments(norm)
-        has_bias, kind = "true" if norm_bias else "false", "__half" if target.kind == TO_HALF else "float"
+        (data, _, pitch), target_kind, _ = target
+        has_bias, kind = "true" if norm_bias else "false", "__half" if target_kind == TO_HALF else "float"
         self._launcher.launch(
             step, self.persistent_source, f"layer_norm_persistent<{has_bias}, {kind}, {threads}>",
             self._launcher.num_sms * (1024 // threads), threads,
-            (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, target.data, target.pitch, rows, k),
+            (x.data.ptr, pitch_of(x), norm_weight, norm_bias, eps, data, pitch, rows, k),
             shared=4 * round_up(k, PAD) * (2 if norm_bias else 1), bytes_moved=bytes_moved, cache=True,
         )  # fmt: skip
 
