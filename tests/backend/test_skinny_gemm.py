@@ -24,7 +24,7 @@ def chosen(request, cuda_backend, monkeypatch):
 
     monkeypatch.setattr(GemmPlan, "skinny_gemm_choice", verdict)
     if request.param == "few rows on any GPU":
-        monkeypatch.setattr(cuda_backend.products, "skinny_gemm", SkinnyGemm(cuda_backend.device))
+        monkeypatch.setattr(cuda_backend.int8_gemm, "skinny_gemm", SkinnyGemm(cuda_backend.device))
     return cuda_backend
 
 

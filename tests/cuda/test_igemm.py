@@ -200,7 +200,7 @@ def test_a_shape_that_cublaslt_refuses_is_computed_by_the_other_kernel(device, m
 @pytest.mark.parametrize("seen", [True, False], ids=["seen", "unseen"])
 @pytest.mark.parametrize("kind", [GemmKind.ROW_MAJOR, GemmKind.DP4A])
 def test_products_are_captured_into_a_graph(device, matmul_context, seen, kind):
-    from bminf_lite.cuda.runtime.graphs import Graph
+    from bminf_lite.cuda.runtime.graphs import CudaGraph
 
     rows, out, inner = 40 + seen, 256, 512
     plan = igemm_of(device, matmul_context, kind).plan(out, inner)
@@ -218,7 +218,7 @@ def test_products_are_captured_into_a_graph(device, matmul_context, seen, kind):
         acc.fill(0)
         cp.cuda.Device().synchronize()
     used = cp.get_default_memory_pool().used_bytes()
-    graph = Graph(product, stream.ptr)
+    graph = CudaGraph(product, stream.ptr)
     assert cp.get_default_memory_pool().used_bytes() == used
     for seed in range(2):
         x[...] = random_codes(rows + seed, inner)[:rows]

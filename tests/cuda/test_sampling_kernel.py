@@ -247,7 +247,7 @@ def test_a_graph_of_the_launches_draws_anew_each_time(gpu: Gpu) -> None:
         run.launch(logits, stream=stream.ptr)
         graph = stream.end_capture()
         for _ in range(5):
-            graph.replay()
+            graph.launch()
             tokens, _ = definition.sample(x, expected)
             stream.synchronize()
             np.testing.assert_array_equal(gpu.host(run.result)[0], tokens)
@@ -293,7 +293,7 @@ def microseconds(gpu: Gpu, rows: int, vocab: int, logits: np.ndarray, repeats: i
         for _ in range(8):
             start, end = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
             start.record(stream)
-            graph.replay()
+            graph.launch()
             end.record(stream)
             end.synchronize()
             times.append(gpu.cupy.cuda.get_elapsed_time(start, end) * 1000 / repeats)
