@@ -76,10 +76,6 @@ def test_sample_of_unusable_logits(backend):
     logits[2, 5] = np.inf
     logits[4, 1:] = -np.inf
     check_sample(backend, logits, random_sampler(rng, 6, 70, False), draws=1)
-    state = random_sampler(rng, 6, 70, False).map(backend.array)
-    batch = make_batch(backend, [1] * 6, [7] * 6, list(range(6)))
-    result = backend.host(backend.sample(backend.array(logits), state, batch))
-    np.testing.assert_array_equal(result[0] < 0, [True, True, True, False, False, False])
 
 
 @pytest.mark.gpu

@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bminf_lite.layers.position import rope_frequencies, rope_parameters
 
@@ -24,20 +22,6 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
 
 def plain(theta: float, head_dim: int) -> np.ndarray:
     return theta ** (-np.arange(0, head_dim, 2) / head_dim)
-
-
-@given(st.floats(1.5, 1e8), st.integers(1, 256))
-def test_default(theta, half):
-    frequencies, scale = rope_frequencies({"rope_type": "default", "rope_theta": theta}, 2 * half, 2048)
-    assert frequencies.dtype == np.float32 and frequencies.shape == (half,) and scale == 1
-    np.testing.assert_allclose(frequencies, plain(theta, 2 * half), rtol=1e-6 * (1 + math.log(theta)))
-    assert frequencies[0] == 1
-
-
-def test_linear_divides_positions():
-    frequencies, scale = rope_frequencies({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, 64, 2048)
-    np.testing.assert_allclose(frequencies, plain(1e4, 64) / 4, rtol=1e-5)
-    assert scale == 1
 
 
 def test_llama3_keeps_short_waves_and_stretches_long_ones():
