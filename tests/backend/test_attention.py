@@ -148,7 +148,7 @@ def test_histories_of_ragged_steps(backend, name, int8, seed, data):
 
 
 @INT8
-@pytest.mark.parametrize("tokens", [31, 65, 257, *repeats(32, 33, 63, 127, 129)])
+@pytest.mark.parametrize("tokens", [31, 65, pytest.param(257, marks=pytest.mark.gpu), *repeats(32, 33, 63, 127, 129)])
 @pytest.mark.parametrize("name", ["grouped", "window", "head of 64", "relative bias, head of 64"])
 def test_prefill_then_decode_around_tile_sizes(backend, name, tokens, int8):
     case = Case(backend, SPECS[name], np.random.default_rng(tokens), 1, tokens + 2, int8)

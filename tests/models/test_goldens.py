@@ -217,7 +217,7 @@ def test_repeated_decoding_equals_decoding_anew(case: Case):
 
         work = model.backend.capture(decode) if tokens is repeated else decode
         result = model.backend.sample(model.backend.array(logits), sampler, batch)
-        for _ in range(20):
+        for _ in range(12):
             tokens.append(model.backend.host(result)[0].tolist())
             result = work()
     assert repeated == anew
