@@ -12,9 +12,10 @@ from .sources import load
 class StepContext:
     """The state that launches of one step depend on. It is made when a step begins and dropped when it ends.
 
-    ``one_block_per_sm`` says whether the kernel launched last has one block on each multiprocessor. The caches that the
-    step has written are known from its first kernel on: that kernel, ``embed``, lets no other start before it has
-    ended, so a kernel behind it may read early what the step has not written. Outside a step nothing may be read early.
+    ``one_block_per_sm`` says whether the kernel launched last has one block on each multiprocessor; a step with one
+    token has no kernels but those that keep it. The caches that the step has written are known from its first kernel
+    on: that kernel, ``embed``, lets no other start before it has ended, so a kernel behind it may read early what the
+    step has not written. Outside a step nothing may be read early.
     """
 
     __slots__ = ("_written_caches", "one_block_per_sm")

@@ -1,5 +1,5 @@
 // The memory layouts of a product's operands and results: the offset of element (row, col).
-// bminf_lite/cuda/kernels/gemm/layouts.py defines them, and a test compares the two.
+// bminf_lite/cuda/kernels/gemm/tensor_core_layouts.py defines them, and a test compares the two.
 #pragma once
 #include "constants/order.cuh"
 
