@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from checked import repeats
+from random_values import random_sampler
 
 from bminf_lite.backend import sampling as definition
-from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerState
+from bminf_lite.backend.sampling import SamplerState
 from bminf_lite.cuda.kernels import constants
 from bminf_lite.cuda.kernels.sampling import sampler as sampling
 from bminf_lite.cuda.kernels.sources import SOURCES
-from bminf_lite.errors import DeviceError
 
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
 LLAMA = 128256
@@ -62,31 +62,6 @@ LOGITS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
 }
 
 
-def random_state(rng: np.random.Generator, rows: int, vocab: int, penalties: bool) -> SamplerState:
-    """Parameters that differ from row to row, limits among them."""
-
-    def one_of(*values: float) -> np.ndarray:
-        return rng.choice(np.array(values, np.float32), rows)
-
-    counts = None
-    if penalties:
-        seen = rng.random((2, rows, vocab)) < [[[0.05]], [[0.1]]]
-        counts = (rng.integers(1, 9, (rows, vocab)) * seen[0] + PROMPT_FLAG * seen[1]).astype(np.int32)
-    return SamplerState(
-        temperature=one_of(0, 0.05, 0.6, 1, 1, 1.7, 20),
-        top_k=one_of(0, 0, 1, 2, 20, 50, 1000, vocab - 1, vocab, vocab + 1, 2**30).astype(np.int32),
-        top_p=one_of(1e-12, 1e-6, 0.3, 0.8, 0.95, 1 - 2**-24, 1, 1),
-        min_p=one_of(0, 0, 1e-9, 0.05, 0.5, 1),
-        repetition_penalty=one_of(1, 1.3, 0.7),
-        presence_penalty=one_of(0, 0.5, -1),
-        frequency_penalty=one_of(0, 0.25, -0.5),
-        seed=rng.integers(0, 2**64, rows, dtype=np.uint64),
-        sequence=rng.integers(-(2**31), 2**31, rows, dtype=np.int32),
-        step=rng.integers(0, 2**31 - 9, rows, dtype=np.int32),
-        counts=counts,
-    )
-
-
 def plain(state: SamplerState) -> SamplerState:
     """The same without top-k and top-p."""
     rows = len(state.step)
@@ -106,15 +81,10 @@ def spoil(rng: np.random.Generator, logits: np.ndarray) -> np.ndarray:
 class Gpu:
     """Runs the kernels over CuPy arrays, with poison wherever they must not rely on what they find."""
 
-    def __init__(self) -> None:
-        self.cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-        from bminf_lite.cuda.runtime.driver import Device
+    def __init__(self, device: Any) -> None:
+        import cupy
 
-        try:
-            self.device = Device(0)
-        except DeviceError as error:
-            pytest.skip(f"no usable GPU: {error}")
-        self.sampler = sampling.Sampler(self.device)
+        self.cupy, self.sampler = cupy, sampling.Sampler(device)
 
     def address(self, array: Any) -> int:
         return 0 if array is None else array.data.ptr
@@ -176,7 +146,7 @@ def check(gpu: Any, logits: list[np.ndarray], state: SamplerState, greedy: bool 
 def check_random(gpu: Any, seed: int, kind: str, rows: int, vocab: int, draws: int = 2) -> None:
     rng = np.random.default_rng(seed)
     penalties, filtered, greedy = rng.random(3) < [0.5, 0.8, 0.1]
-    state = random_state(rng, rows, vocab, bool(penalties))
+    state = random_sampler(rng, rows, vocab, bool(penalties))
     if greedy:
         state.temperature[:] = 0
     if not filtered:
@@ -186,8 +156,8 @@ def check_random(gpu: Any, seed: int, kind: str, rows: int, vocab: int, draws: i
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    return Gpu()
+def gpu(device: Any) -> Gpu:
+    return Gpu(device)
 
 
 @pytest.mark.gpu
@@ -206,7 +176,7 @@ def test_many_random_rows(gpu: Gpu) -> None:
     rng = np.random.default_rng(5)
     for _ in range(4):
         logits = LOGITS["normal"](rng, 1024, 3001).astype(np.float32)
-        check(gpu, [spoil(rng, logits)], random_state(rng, 1024, 3001, penalties=bool(rng.random() < 0.5)))
+        check(gpu, [spoil(rng, logits)], random_sampler(rng, 1024, 3001, penalties=bool(rng.random() < 0.5)))
 
 
 @pytest.mark.gpu
@@ -221,7 +191,7 @@ def test_where_the_tail_is_cut(gpu: Gpu, vocab: int, spread: float) -> None:
     logits = -np.sort(-rng.standard_normal((rows, vocab)).astype(np.float32) * np.float32(spread), axis=1)
     logits[: rows // 4] = np.rint(4 * logits[: rows // 4]) / 4
     for _ in range(3):
-        state = random_state(rng, rows, vocab, penalties=False)
+        state = random_sampler(rng, rows, vocab, penalties=False)
         state.temperature[:], state.min_p[:] = rng.choice(np.float32([0.7, 1, 2]), rows), 0
         state.step[:], state.sequence[:] = 0, 0
         state.seed[:] = seeds[np.argsort(definition.random_words(seeds, zeros, zeros))[-rows:]]
@@ -234,7 +204,7 @@ def test_where_the_tail_is_cut(gpu: Gpu, vocab: int, spread: float) -> None:
 def test_a_graph_of_the_launches_draws_anew_each_time(gpu: Gpu) -> None:
     rng = np.random.default_rng(6)
     rows, vocab = 5, 4000
-    state = random_state(rng, rows, vocab, penalties=True)
+    state = random_sampler(rng, rows, vocab, penalties=True)
     x = LOGITS["normal"](rng, rows, vocab).astype(np.float32)
     run, expected = Run(gpu, state, rows, vocab), state.map(np.copy)
     logits = run.padded(x)
@@ -255,63 +225,6 @@ def test_a_graph_of_the_launches_draws_anew_each_time(gpu: Gpu) -> None:
 
 @pytest.mark.gpu
 def test_a_launch_without_a_step_leaves_it_alone(gpu: Gpu) -> None:
-    run = Run(gpu, random_state(np.random.default_rng(7), 3, 50, penalties=False), 3, 50)
+    run = Run(gpu, random_sampler(np.random.default_rng(7), 3, 50, penalties=False), 3, 50)
     run.launch(run.padded(np.zeros((3, 50), np.float32)), step=False)
     assert gpu.host(run.tokens).tolist() == [77] * 3 and gpu.host(run.context_lens).tolist() == [8] * 3
-
-
-# ---- how long it takes -------------------------------------------------------------------------------------------
-
-SPEEDS: dict[str, dict[str, float]] = {
-    "greedy": {"temperature": 0},
-    "temperature": {"temperature": 1},
-    "min-p": {"temperature": 1, "min_p": 0.05},
-    "top-k 50": {"temperature": 1, "top_k": 50},
-    "top-p 0.95": {"temperature": 1, "top_p": 0.95},
-    "top-k 20, top-p 0.8": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
-    "top-p 0.95, temperature 100": {"temperature": 100, "top_p": 0.95},
-}
-
-
-def microseconds(gpu: Gpu, rows: int, vocab: int, logits: np.ndarray, repeats: int = 50, **fields: float) -> float:
-    """One launch, as a part of a graph of many."""
-    state = plain(random_state(np.random.default_rng(8), rows, vocab, penalties=False))
-    state.temperature[:], state.min_p[:] = 0, 0
-    for name, value in fields.items():
-        getattr(state, name)[:] = value
-    run = Run(gpu, state, rows, vocab, filtered=bool({"top_k", "top_p"} & set(fields)))
-    x, greedy = run.padded(logits), not fields["temperature"]
-    run.launch(x, greedy)
-    stream = gpu.cupy.cuda.Stream(non_blocking=True)
-    gpu.cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        for _ in range(repeats):
-            run.launch(x, greedy, stream=stream.ptr)
-        graph = stream.end_capture()
-        times = []
-        for _ in range(8):
-            start, end = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times.append(gpu.cupy.cuda.get_elapsed_time(start, end) * 1000 / repeats)
-    return float(np.median(times[1:]))
-
-
-@pytest.mark.alone
-@pytest.mark.gpu
-def test_speed(gpu: Gpu) -> None:
-    """Prints how long each kind of sampling takes (pytest -s); only a result a hundred times too slow fails."""
-    rng = np.random.default_rng(9)
-    print(f"\nmicroseconds for a vocabulary of {LLAMA}, rows: 1, 8, 32")
-    for name, fields in SPEEDS.items():
-        times = []
-        for rows in (1, 8, 32):
-            logits = (rng.standard_normal((rows, LLAMA)) * 3).astype(np.float32)
-            times.append(microseconds(gpu, rows, LLAMA, logits, **fields))
-        print(f"{name:32}" + "".join(f"{t:9.1f}" for t in times))
-        assert max(times) < 5000
-    equal = np.zeros((1, LLAMA), np.float32)
-    print(f"{'all equal, top-p 0.95':32}{microseconds(gpu, 1, LLAMA, equal, temperature=1, top_p=0.95):9.1f}")
