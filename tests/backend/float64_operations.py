@@ -99,6 +99,30 @@ def rotate(head: np.ndarray, position: int, frequencies: np.ndarray, scale: floa
     return np.concatenate([turned.real, turned.imag])
 
 
+def attended(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, spec: AttentionSpec, position: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Every query ``[n, heads, head_dim]``, the first at ``position``, over every key; and the magnitudes of the sums.
+
+    A relative error of the terms of a score is an error of the weight: it moves the output by the magnitude of those
+    terms, which the second result therefore contains.
+    """
+    out, magnitude = np.empty((2, *q.shape))
+    for h in range(spec.heads):
+        group = h // (spec.heads // spec.kv_heads)
+        scores = q[:, h] @ k[:, group].T * spec.scale
+        if spec.bias is not None:
+            most = spec.bias.max_distance
+            distances = np.arange(len(k)) - position - np.arange(len(q))[:, None]
+            scores = scores + np.asarray(spec.bias.values, np.float64)[h, np.clip(distances, -most, most) + most]
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[:, h] = weights @ v[:, group]
+        spread = 1 + (np.abs(q[:, h]) @ np.abs(k[:, group]).T * abs(spec.scale)).max(axis=1)
+        magnitude[:, h] = spread[:, None] * (weights @ np.abs(v[:, group]))
+    return out, magnitude
+
+
 class AttentionModel:
     """Attention of one sequence, a token at a time; it keeps every key and value it has seen.
 
@@ -128,21 +152,7 @@ class AttentionModel:
         self.values.append(rounded(heads[spec.heads + spec.kv_heads :], self.activation))
         first = 0 if spec.window is None else max(0, position - spec.window + 1)
         keys, values = (np.array(x[first : position + 1]) for x in self.held or (self.keys, self.values))
-        out, magnitude = np.empty((2, spec.heads, spec.head_dim))
-        for h, query in enumerate(queries):
-            group = h // (spec.heads // spec.kv_heads)
-            scores = keys[:, group] @ query * spec.scale
-            if spec.bias is not None:
-                distances = np.clip(
-                    np.arange(first, position + 1) - position, -spec.bias.max_distance, spec.bias.max_distance
-                )
-                scores = scores + np.asarray(spec.bias.values, np.float64)[h, distances + spec.bias.max_distance]
-            weights = np.exp(scores - scores.max())
-            weights /= weights.sum()
-            out[h] = weights @ values[:, group]
-            # a relative error of the terms of a score is an error of the weight, and moves the output by this much
-            spread = 1 + (np.abs(keys[:, group]) @ np.abs(query) * abs(spec.scale)).max()
-            magnitude[h] = spread * (weights @ np.abs(values[:, group]))
+        out, magnitude = attended(np.array(queries)[None], keys, values, spec, position - first)
         return out.reshape(-1), magnitude.reshape(-1)
 
     def _prepare(self, head: np.ndarray, head_norm: Norm | None, position: int) -> np.ndarray:

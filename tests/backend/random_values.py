@@ -51,27 +51,27 @@ def norm_on(backend: Backend, norm: Norm) -> Norm:
     return dataclasses.replace(norm, weight=backend.vector(norm.weight), bias=bias)
 
 
-def random_sampler(rng: np.random.Generator, count: int, vocab: int, penalties: bool) -> SamplerState:
+def random_sampler(rng: np.random.Generator, rows: int, vocab: int, penalties: bool) -> SamplerState:
     """Sampling parameters drawn for each row from values that include every limit; NumPy arrays."""
 
     def one_of(*values: float) -> np.ndarray:
-        return rng.choice(np.array(values, np.float32), count)
+        return rng.choice(np.array(values, np.float32), rows)
 
     counts = None
     if penalties:
-        generated, prompt = rng.integers(0, [[[3]], [[2]]], (2, count, vocab), dtype=np.int32)
-        counts = generated + PROMPT_FLAG * prompt
+        seen = rng.random((2, rows, vocab)) < [[[0.05]], [[0.1]]]
+        counts = (rng.integers(1, 9, (rows, vocab)) * seen[0] + PROMPT_FLAG * seen[1]).astype(np.int32)
     return SamplerState(
-        temperature=one_of(0, 0.5, 1, 3),
-        top_k=one_of(0, 1, 2, 40, vocab).astype(np.int32),
-        top_p=one_of(1e-6, 0.3, 0.9, 1),
-        min_p=one_of(0, 0.05, 0.5, 1),
+        temperature=one_of(0, 0.05, 0.6, 1, 1, 1.7, 20),
+        top_k=one_of(0, 0, 1, 2, 20, 50, 1000, vocab - 1, vocab, vocab + 1, 2**30).astype(np.int32),
+        top_p=one_of(1e-12, 1e-6, 0.3, 0.8, 0.95, 1 - 2**-24, 1, 1),
+        min_p=one_of(0, 0, 1e-9, 0.05, 0.5, 1),
         repetition_penalty=one_of(1, 1.3, 0.7),
         presence_penalty=one_of(0, 0.5, -1),
         frequency_penalty=one_of(0, 0.25, -0.5),
-        seed=rng.integers(0, 2**64, count, dtype=np.uint64),
-        sequence=rng.integers(0, 9, count, dtype=np.int32),
-        step=rng.integers(0, 99, count, dtype=np.int32),
+        seed=rng.integers(0, 2**64, rows, dtype=np.uint64),
+        sequence=rng.integers(-(2**31), 2**31, rows, dtype=np.int32),
+        step=rng.integers(0, 2**31 - 9, rows, dtype=np.int32),
         counts=counts,
     )
 

@@ -77,29 +77,20 @@ def place_real_sizes(profile: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    """Two processes at a time: each computes on one core."""
-    with ThreadPoolExecutor(2) as executor:
-        yield executor
-
-
-@pytest.fixture(scope="module")
-def runs(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Future[Any], Path]]:
-    """The runs of all profiles and their reports."""
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[Future[Any], Path]]]:
+    """The runs of the profiles that are selected, and their reports. Two run at a time, on one core each."""
     folder = tmp_path_factory.mktemp("fake_gpu")
-    return {p: (pool.submit(run, p, folder / f"{p}.json"), folder / f"{p}.json") for p in CASES}
+    selected = {i.callspec.params["asked"] for i in request.session.items if "asked" in getattr(i, "fixturenames", ())}
+    with ThreadPoolExecutor(2) as pool:
+        yield {p: (pool.submit(run, p, folder / f"{p}.json"), folder / f"{p}.json") for p in CASES if p in selected}
 
 
-@pytest.fixture(scope="module")
-def real_sizes(runs: object, pool: ThreadPoolExecutor) -> dict[str, Future[Any]]:
-    """:func:`place_real_sizes` of all profiles, behind the runs."""
-    return {profile: pool.submit(place_real_sizes, profile) for profile in PROFILES}
-
-
-@pytest.fixture(scope="module", params=CASES)
-def asked(
-    request: pytest.FixtureRequest, runs: dict[str, tuple[Future[Any], Path]], real_sizes: object
-) -> tuple[str, dict[str, Any]]:
+@pytest.fixture(
+    scope="module", params=[pytest.param(p, marks=[pytest.mark.slow] if p == "h200" else []) for p in CASES]
+)
+def asked(request: pytest.FixtureRequest, runs: dict[str, tuple[Future[Any], Path]]) -> tuple[str, dict[str, Any]]:
     """A profile, and what the tests asked of it, all of which passed."""
     future, report = runs[request.param]
     done = future.result()
@@ -116,12 +107,11 @@ def test_every_kernel_that_is_launched_is_modelled(asked: tuple[str, dict[str, A
     assert len(launched) >= 10 and launched <= set(MODELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", PROFILES)
-def test_real_sizes_stay_within_the_limits_of_the_gpu_and_of_the_machine_code(
-    profile: str, real_sizes: dict[str, Future[Any]]
-):
+def test_real_sizes_stay_within_the_limits_of_the_gpu_and_of_the_machine_code(profile: str):
     """Of each kernel that takes much dynamic shared memory, the instantiation that takes most."""
-    done = real_sizes[profile].result()
+    done = place_real_sizes(profile)
     assert done.returncode == 0, done.stderr
     most: dict[str, Any] = {}
     for request in json.loads(done.stdout)["requested"]:

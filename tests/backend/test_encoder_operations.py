@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from float64_operations import attended
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_values import SEEDS, forbid_reading, make_batch
@@ -20,25 +23,6 @@ SPECS = {
     "head of 128": AttentionSpec(2, 2, 128, 0.09),
 }
 COUNTS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
-
-
-def attended(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, spec: AttentionSpec, bias: np.ndarray | None, max_distance: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Every query over every key in float64, and the magnitude of what was added up. ``[n, heads, head_dim]`` each."""
-    out, magnitude = np.empty((2, *q.shape))
-    for h in range(spec.heads):
-        group = h // (spec.heads // spec.kv_heads)
-        scores = q[:, h] @ k[:, group].T * spec.scale
-        if bias is not None:
-            distances = np.arange(len(k)) - np.arange(len(q))[:, None]
-            scores = scores + bias[h, np.clip(distances, -max_distance, max_distance) + max_distance]
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-        out[:, h] = weights @ v[:, group]
-        spread = 1 + (np.abs(q[:, h]) @ np.abs(k[:, group]).T * spec.scale).max(axis=1)
-        magnitude[:, h] = spread[:, None] * (weights @ np.abs(v[:, group]))
-    return out, magnitude
 
 
 def heads_of(rng: np.random.Generator, backend: Backend, tokens: int, count: int, head_dim: int) -> np.ndarray:
@@ -58,17 +42,17 @@ def check_encoder_attention(
 ) -> None:
     """One step of sources of ``counts`` tokens, biased by distance up to ``max_distance`` if there is one."""
     q, k, v = (heads_of(rng, backend, sum(counts), n, spec.head_dim) for n in (spec.heads, *2 * (spec.kv_heads,)))
-    values = (
-        None if max_distance is None else rng.standard_normal((spec.heads, 2 * max_distance + 1)).astype(np.float32)
-    )
-    bias = None if max_distance is None else RelativeBias(backend.array(values), max_distance)
-    device_spec = AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, spec.scale, bias=bias)
+    device_spec = spec
+    if max_distance is not None:
+        values = rng.standard_normal((spec.heads, 2 * max_distance + 1)).astype(np.float32)
+        device_spec = replace(spec, bias=RelativeBias(backend.array(values), max_distance))
+        spec = replace(spec, bias=RelativeBias(values, max_distance))
     qkv = np.concatenate([x.reshape(sum(counts), -1) for x in (q, k, v)], axis=1)
     batch = make_batch(backend, counts, [0] * len(counts), list(range(len(counts))))
     out = backend.host(backend.encoder_attention(backend.array(qkv), device_spec, batch))
     assert out.dtype == backend.activation_dtype
     parts = [np.split(x.astype(np.float64), np.cumsum(counts)[:-1]) for x in (q, k, v)]
-    results = [attended(*rows, spec, values, max_distance or 0) for rows in zip(*parts, strict=True)]
+    results = [attended(*rows, spec) for rows in zip(*parts, strict=True)]
     expected, magnitude = (np.concatenate(x).reshape(out.shape) for x in zip(*results, strict=True))
     assert_close(out, expected, "attention", backend.activation_dtype, magnitude)
 
@@ -105,7 +89,7 @@ def check_cross_attention(
         k, v = ((s.astype(np.float32)[..., None] * c).astype(k.dtype) for c, s in map(quantize_heads, (k, v)))
     sources = [np.split(x.astype(np.float64), np.cumsum(counts)[:-1]) for x in (k, v)]
     queries = np.split(q.astype(np.float64), np.cumsum(tokens)[:-1])
-    results = [attended(*rows, spec, None, 0) for rows in zip(queries, *sources, strict=True)]
+    results = [attended(*rows, spec) for rows in zip(queries, *sources, strict=True)]
     expected, magnitude = (np.concatenate(x).reshape(out.shape) for x in zip(*results, strict=True))
     assert_close(out, expected, "attention", backend.activation_dtype, magnitude)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import float64_operations as model
 import numpy as np
 import pytest
 from checked import repeats
-from random_values import norm_on, random_int8, random_norm, random_rows
+from random_values import random_int8, random_rows
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
@@ -46,12 +45,3 @@ def test_real_gated_products(cuda_backend, tokens, width, outputs, dynamic):
     expected = reference.gated_linear(x, reference.weight(kept), "silu")
     sums = np.abs(x.astype(np.float32)).sum(axis=1, keepdims=True) * 1e-4
     assert_close(y[:, some], expected, "gated_linear", np.float16, (gate + sums) * (up + sums))
-
-
-@pytest.mark.parametrize("width", [4096, 8192, 14336, 16384])
-@pytest.mark.parametrize("tokens", [1, 7, 512])
-def test_real_norms(cuda_backend, tokens, width):
-    rng = np.random.default_rng(width)
-    x, norm = random_rows(rng, tokens, width, np.float32), random_norm(rng, width, False)
-    y = cuda_backend.host(cuda_backend.norm(cuda_backend.array(x), norm_on(cuda_backend, norm)))
-    assert_close(y, model.norm(x, norm), "norm", np.float16, model.norm_terms(x, norm))

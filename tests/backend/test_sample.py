@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from checked import repeats
 from hypothesis import given
 from hypothesis import strategies as st
 from random_values import SEEDS, make_batch, random_sampler
@@ -14,16 +18,30 @@ from tolerances import assert_close
 from bminf_lite.backend import sampling
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.sampling import SamplerState
+from bminf_lite.cuda.kernels import constants
+from bminf_lite.cuda.kernels.sources import SOURCES
 
 
-def check_sample(backend: Backend, logits: np.ndarray, state: SamplerState, draws: int = 3) -> None:
-    """A few draws in a row: tokens equal, log-probabilities close, state and step advanced alike."""
-    expected_state, device_state = state.map(np.copy), state.map(backend.array)
-    batch = make_batch(backend, [1] * len(logits), [7] * len(logits), list(range(len(logits))))
-    for i in range(draws):
+def padded(backend: Backend, logits: np.ndarray) -> Any:
+    """``logits`` on the device, where NaN pads the rows of a GPU."""
+    if not backend.name.startswith("cuda"):
+        return backend.array(logits)
+    x = backend.arrays.rows(*logits.shape, np.float32)  # type: ignore[attr-defined]
+    whole = x if x.base is None else x.base
+    values = np.full(whole.shape, np.nan, np.float32)
+    values[:, : logits.shape[1]] = logits
+    backend.assign(whole, values)
+    return x
+
+
+def check_sample(backend: Backend, draws: list[np.ndarray], state: SamplerState) -> None:
+    """Draw once from each of several logits: tokens equal, log-probabilities close, state and step advanced alike."""
+    expected_state, device_state, count = state.map(np.copy), state.map(backend.array), len(draws[0])
+    batch = make_batch(backend, [1] * count, [7] * count, list(range(count)))
+    for i, logits in enumerate(draws):
         tokens, logprobs = sampling.sample(logits, expected_state)
-        result = backend.host(backend.sample(backend.array(logits), device_state, batch)).copy()
-        assert result.dtype == np.int32 and result.shape == (2, len(logits))
+        result = backend.host(backend.sample(padded(backend, logits), device_state, batch)).copy()
+        assert result.dtype == np.int32 and result.shape == (2, count)
         np.testing.assert_array_equal(result[0], tokens)
         spread = np.abs(np.where(np.isfinite(logits), logits, 0)).max(axis=1)
         assert_close(result[1].view(np.float32), logprobs, "logprob", np.float32, 1 + spread)
@@ -34,6 +52,7 @@ def check_sample(backend: Backend, logits: np.ndarray, state: SamplerState, draw
         np.testing.assert_array_equal(backend.host(device_state.counts), expected_state.counts)
 
 
+INF, NAN = np.float32(np.inf), np.float32(np.nan)
 VOCABULARIES = st.sampled_from([1, 2, 3, 31, 32, 33, 255, 256, 257, 1000, 5003])
 
 
@@ -43,7 +62,7 @@ def test_sample(backend, seed, count, vocab, penalties, with_ties):
     logits = rng.standard_normal((count, vocab)).astype(np.float32) * 4
     if with_ties:
         logits = np.rint(logits)
-    check_sample(backend, logits, random_sampler(rng, count, vocab, penalties))
+    check_sample(backend, [logits] * 3, random_sampler(rng, count, vocab, penalties))
 
 
 @given(SEEDS, st.integers(1, 5), VOCABULARIES)
@@ -53,7 +72,7 @@ def test_sample_that_is_known_to_be_greedy(backend, seed, count, vocab):
     logits = np.rint(rng.standard_normal((count, vocab)) * 2).astype(np.float32)
     state = random_sampler(rng, count, vocab, False)
     state.temperature[:] = 0
-    check_sample(backend, logits, dataclasses.replace(state, greedy=True))
+    check_sample(backend, [logits] * 3, dataclasses.replace(state, greedy=True))
 
 
 def test_sample_without_a_step(backend):
@@ -75,19 +94,114 @@ def test_sample_of_unusable_logits(backend):
     logits[1, :] = -np.inf
     logits[2, 5] = np.inf
     logits[4, 1:] = -np.inf
-    check_sample(backend, logits, random_sampler(rng, 6, 70, False), draws=1)
-    state = random_sampler(rng, 6, 70, False).map(backend.array)
-    batch = make_batch(backend, [1] * 6, [7] * 6, list(range(6)))
-    result = backend.host(backend.sample(backend.array(logits), state, batch))
-    np.testing.assert_array_equal(result[0] < 0, [True, True, True, False, False, False])
+    check_sample(backend, [logits], random_sampler(rng, 6, 70, False))
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_constants_are_the_definitions() -> None:
+    source = SOURCES.source("sampling/sample.cuh")
+
+    def values(name: str) -> list[float]:
+        match = re.search(rf"{name}\S* = ([^;]+);", source)
+        assert match is not None
+        return [float.fromhex(text) for text in re.findall(r"(0x[\d.a-f]+p[+-]?\d+)f", match[1])]
+
+    assert values("LOG2_E") == [float(sampling.LOG2_E)]
+    assert values("EXP2") == [float(c) for c in sampling.EXP2_COEFFICIENTS]
+    assert f"WEIGHT_BITS = {sampling.WEIGHT_BITS};" in source
+    assert sampling.PROMPT_FLAG == 1 << 30 and "PROMPT_FLAG = 1 << 30;" in source
+
+
+def test_the_buckets_reach_down_to_the_last_token_of_any_weight() -> None:
+    least = np.float32([[0.0, -28.8]])
+    assert sampling.weights(least, np.float32([0]), np.float32([1]))[0, 1] == 0
+    assert 28.8 * sampling.LOG2_E * constants.SAMPLING_BUCKETS_PER_OCTAVE < constants.SAMPLING_BUCKETS
+
+
+LOGITS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
+    "normal": lambda rng, rows, vocab: rng.normal(0, rng.uniform(0.1, 8), (rows, vocab)),
+    "few values": lambda rng, rows, vocab: rng.integers(-3, 4, (rows, vocab)) * rng.choice([0.5, 3, 0.0]),
+    "fp16": lambda rng, rows, vocab: rng.normal(0, 3, (rows, vocab)).astype(np.float16),
+    "all equal": lambda rng, rows, vocab: np.full((rows, vocab), rng.normal()),
+    "peaked": lambda rng, rows, vocab: rng.normal(0, 1, (rows, vocab)) + 30 * (rng.random((rows, vocab)) < 3 / vocab),
+    "wide": lambda rng, rows, vocab: rng.normal(0, 1, (rows, vocab)) * 10.0 ** rng.uniform(-30, 30, (rows, vocab)),
+    "mostly -inf": lambda rng, rows, vocab: np.where(
+        rng.random((rows, vocab)) < 0.9, -np.inf, rng.normal(0, 2, (rows, vocab))
+    ),
+    "close": lambda rng, rows, vocab: 8 + rng.integers(0, 900, (rows, vocab)) * 2.0**-20,
+}
+
+
+def spoil(rng: np.random.Generator, logits: np.ndarray) -> np.ndarray:
+    """Now and then a row from which no token can be chosen."""
+    rows, vocab = logits.shape
+    for row in np.flatnonzero(rng.random(rows) < 0.1):
+        kind = rng.integers(4)
+        logits[row, :] = -INF if kind == 0 else logits[row]
+        logits[row, rng.integers(vocab)] = (-INF, NAN, INF, -NAN)[kind]
+    return logits
+
+
+def check_random(backend: Backend, seed: int, kind: str, rows: int, vocab: int) -> None:
+    rng = np.random.default_rng(seed)
+    penalties, greedy = rng.random(2) < [0.5, 0.1]
+    state = random_sampler(rng, rows, vocab, bool(penalties))
+    if greedy:
+        state.temperature[:] = 0
+        state = dataclasses.replace(state, greedy=True)
+    check_sample(backend, [spoil(rng, LOGITS[kind](rng, rows, vocab).astype(np.float32)) for _ in range(2)], state)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("vocab", [32000, 128256, 151936])
-@pytest.mark.parametrize("penalties", [False, True])
-def test_real_vocabularies(cuda_backend, count, vocab, penalties):
-    rng = np.random.default_rng(vocab)
+@pytest.mark.parametrize("vocab", [1, 2, 31, 1000, 2047, 2048, 2049, 5003, 128256])
+@pytest.mark.parametrize("kind", ["normal", *repeats(*list(LOGITS)[1:])])
+def test_draws_what_the_definition_draws(cuda_backend: Backend, kind: str, vocab: int) -> None:
+    for seed in range(2 if vocab > 10000 else 8):
+        rows = [1, 3, 33, 8, 2, 16, 5, 33][seed] if vocab <= 10000 else [1, 4][seed]
+        check_random(cuda_backend, seed * 1000 + vocab, kind, rows, vocab)
+
+
+@pytest.mark.gpu
+@pytest.mark.repeats
+def test_many_random_rows(cuda_backend: Backend) -> None:
+    """Thousands of rows with parameters of their own."""
+    rng = np.random.default_rng(5)
     for _ in range(4):
-        logits = rng.standard_normal((count, vocab)).astype(np.float32) * 3
-        check_sample(cuda_backend, logits, random_sampler(rng, count, vocab, penalties))
+        logits = LOGITS["normal"](rng, 1024, 3001).astype(np.float32)
+        state = random_sampler(rng, 1024, 3001, penalties=bool(rng.random() < 0.5))
+        check_sample(cuda_backend, [spoil(rng, logits)], state)
+
+
+@pytest.mark.gpu
+@pytest.mark.repeats
+@pytest.mark.parametrize("vocab", [300, 5003])
+@pytest.mark.parametrize("spread", [0.02, 1.0, 3.0])
+def test_where_the_tail_is_cut(cuda_backend: Backend, vocab: int, spread: float) -> None:
+    """Logits that fall with the id, and random words near 2**32: what is drawn is the last token that is kept."""
+    rows, seeds = 64, np.arange(1 << 18, dtype=np.uint64)
+    zeros = np.zeros(len(seeds), np.int32)
+    rng = np.random.default_rng(vocab)
+    logits = -np.sort(-rng.standard_normal((rows, vocab)).astype(np.float32) * np.float32(spread), axis=1)
+    logits[: rows // 4] = np.rint(4 * logits[: rows // 4]) / 4
+    for _ in range(3):
+        state = random_sampler(rng, rows, vocab, penalties=False)
+        state.temperature[:], state.min_p[:] = rng.choice(np.float32([0.7, 1, 2]), rows), 0
+        state.step[:], state.sequence[:] = 0, 0
+        state.seed[:] = seeds[np.argsort(sampling.random_words(seeds, zeros, zeros))[-rows:]]
+        state.top_k[:] = rng.integers(0, vocab, rows)
+        state.top_p[:] = rng.choice(np.float32([1, 0.5, 0.9, 0.99, 1 - 2**-20]), rows)
+        check_sample(cuda_backend, [logits], state)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_the_launches_draws_anew_each_time(cuda_backend: Backend) -> None:
+    rng = np.random.default_rng(6)
+    logits, state = rng.standard_normal((5, 4000)).astype(np.float32), random_sampler(rng, 5, 4000, penalties=True)
+    expected_state, device_state = state.map(np.copy), state.map(cuda_backend.array)
+    on_gpu = padded(cuda_backend, logits)
+    work = cuda_backend.capture(lambda: cuda_backend.sample(on_gpu, device_state))
+    for _ in range(5):
+        tokens, _ = sampling.sample(logits, expected_state)
+        np.testing.assert_array_equal(cuda_backend.host(work())[0], tokens)

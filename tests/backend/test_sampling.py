@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from random_values import random_sampler
 
 from bminf_lite.backend.sampling import (
     PROMPT_FLAG,
@@ -43,11 +44,6 @@ def make_state(batch, counts=None, **values):
         for name, (default, dtype) in DEFAULTS.items()
     }
     return SamplerState(**columns, counts=counts)
-
-
-def take(state, rows):
-    """The rows of a state, copied."""
-    return state.map(lambda v: v[rows].copy())
 
 
 # Few distinct values, so that ties and equal weights are common
@@ -223,23 +219,10 @@ def test_a_batch_equals_its_rows_alone_and_in_any_order():
     rng = np.random.default_rng(1)
     batch, vocab = 9, 50
     logits = rng.standard_normal((batch, vocab)).astype(np.float32) * 3
-    counts = rng.integers(0, 3, (batch, vocab)).astype(np.int32)
-    state = make_state(
-        batch,
-        counts,
-        temperature=rng.choice([0, 0.7, 1.3], batch),
-        top_k=rng.choice([0, 1, 10, 99], batch),
-        top_p=rng.choice([1, 0.9, 0.3], batch),
-        min_p=rng.choice([0, 0.1], batch),
-        repetition_penalty=rng.choice([1, 1.2], batch),
-        frequency_penalty=rng.choice([0, 0.4], batch),
-        seed=rng.integers(0, 2**63, batch),
-        sequence=np.arange(batch),
-        step=rng.integers(0, 100, batch),
-    )
-    alone = [sample(logits[i : i + 1], take(state, slice(i, i + 1))) for i in range(batch)]
+    state = random_sampler(rng, batch, vocab, penalties=True)
+    alone = [sample(logits[i : i + 1], state.map(lambda v, i=i: v[i : i + 1].copy())) for i in range(batch)]
     order = rng.permutation(batch)
-    tokens, logprobs = sample(logits[order], take(state, order))
+    tokens, logprobs = sample(logits[order], state.map(lambda v: v[order]))
     np.testing.assert_array_equal(tokens, [alone[i][0][0] for i in order])
     np.testing.assert_array_equal(logprobs, [alone[i][1][0] for i in order])
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bminf_lite.cuda.kernels.sources import SOURCES
-from bminf_lite.cuda.runtime.declarations import kernel_name, parse_declarations, struct_format
+from bminf_lite.cuda.runtime.declarations import kernel_name, parse_declarations
 
 
 def test_parameters_and_template() -> None:
@@ -31,13 +30,3 @@ def test_parameters_and_template() -> None:
 def test_what_cannot_be_read_is_an_error(text: str) -> None:
     with pytest.raises(ValueError):
         parse_declarations(f"__global__ void {text}")
-
-
-def test_maps_lie_at_multiples_of_64_bytes() -> None:
-    assert struct_format("pfTiT") == "@Pf36x128si60x128s"
-
-
-def test_every_kernel_is_read() -> None:
-    declared = SOURCES.declarations("rowwise/rows.cu")["embed"]
-    assert declared.signature == "ppqpqi"
-    assert [p.name for p in declared.parameters] == ["tokens", "table", "pitch", "out", "out_pitch", "k"]

@@ -8,11 +8,19 @@ import numpy as np
 import pytest
 from checked import repeats
 
-from bminf_lite.cuda.kernels.gemm.plans import GemmKind
+from bminf_lite.cuda.kernels.gemm.plans import GemmKind, GemmLayouts, bucket
+from bminf_lite.cuda.kernels.gemm.tensor_core_plans import gemm_layouts
+from bminf_lite.cuda.runtime.cublaslt import Algorithm
 from bminf_lite.errors import DeviceError
 
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul  # noqa: E402
+from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import MatmulContext, NoAlgorithm  # noqa: E402
+from bminf_lite.cuda.kernels.gemm.igemm import GemmPlan, Int8Gemm  # noqa: E402
+from bminf_lite.cuda.kernels.gemm.skinny_gemm import SkinnyGemm  # noqa: E402
+from bminf_lite.cuda.runtime.graphs import CudaGraph  # noqa: E402
 
 SHAPES = [  # rows, out_features, in_features
     (1, 1, 1),
@@ -29,15 +37,7 @@ SHAPES = [  # rows, out_features, in_features
 
 @pytest.fixture(scope="module")
 def igemm(device, matmul_context):
-    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
-
     return Int8Gemm(device, matmul_context)
-
-
-def igemm_of(device, matmul_context, *kinds):
-    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
-
-    return Int8Gemm(device, matmul_context, kinds)
 
 
 def random_codes(*shape: int) -> cp.ndarray:
@@ -65,7 +65,7 @@ def run_plan(plan, x: cp.ndarray, codes: cp.ndarray, stream: int = 0) -> cp.ndar
 @pytest.mark.parametrize(("rows", "out_features", "in_features"), SHAPES)
 def test_a_plan_is_exact(device, matmul_context, kind, rows, out_features, in_features):
     x, codes = random_codes(rows, in_features), random_codes(out_features, in_features)
-    plan = igemm_of(device, matmul_context, kind).plan(out_features, in_features)
+    plan = Int8Gemm(device, matmul_context, [kind]).plan(out_features, in_features)
     assert (run_plan(plan, x, codes) == exact(x, codes.T)).all()
 
 
@@ -81,7 +81,7 @@ def test_extreme_codes_do_not_overflow(igemm):
 @pytest.mark.parametrize("kinds", [(), (GemmKind.DP4A,)], ids=["best", "dp4a"])
 def test_matmul_with_every_transposition(device, matmul_context, igemm, mnk, transpose_a, transpose_b, kinds):
     m, n, k = mnk
-    chosen = igemm_of(device, matmul_context, *kinds) if kinds else igemm
+    chosen = Int8Gemm(device, matmul_context, kinds) if kinds else igemm
     a, b = random_codes(m, k), random_codes(k, n)
     stored_a = cp.ascontiguousarray(a.T) if transpose_a else a
     stored_b = cp.ascontiguousarray(b.T) if transpose_b else b
@@ -97,7 +97,7 @@ def test_matmul_with_every_transposition(device, matmul_context, igemm, mnk, tra
 )
 @pytest.mark.parametrize("kinds", [(), (GemmKind.DP4A,)], ids=["best", "dp4a"])
 def test_matmul_broadcasts_batches(device, matmul_context, igemm, batch_a, batch_b, kinds):
-    chosen = igemm_of(device, matmul_context, *kinds) if kinds else igemm
+    chosen = Int8Gemm(device, matmul_context, kinds) if kinds else igemm
     a, b = random_codes(*batch_a, 3, 17), random_codes(*batch_b, 17, 5)
     result = chosen.matmul(a, b)
     assert result.shape == (*np.broadcast_shapes(batch_a, batch_b), 3, 5)
@@ -127,7 +127,7 @@ def test_a_plan_that_fails_gives_way_with_a_warning(device, matmul_context):
     """COL32 products are refused by cublasLt from compute capability 9.0 on."""
     if device.compute_capability < (9, 0):
         pytest.skip("this GPU runs COL32 products")
-    chosen = igemm_of(device, matmul_context, GemmKind.COL32_2R_4R4, GemmKind.COL4_4R2_8C, GemmKind.ROW_MAJOR)
+    chosen = Int8Gemm(device, matmul_context, [GemmKind.COL32_2R_4R4, GemmKind.COL4_4R2_8C, GemmKind.ROW_MAJOR])
     with pytest.warns(RuntimeWarning) as caught:
         assert chosen.kind is GemmKind.ROW_MAJOR
     assert [str(w.message).split(" is not used")[0].split()[-1] for w in caught] == ["col32_2r_4r4", "col4_4r2_8c"]
@@ -139,13 +139,13 @@ def test_a_plan_that_fails_gives_way_with_a_warning(device, matmul_context):
 def test_no_working_plan_is_an_error(device, matmul_context):
     if device.compute_capability < (9, 0):
         pytest.skip("this GPU runs COL32 products")
-    chosen = igemm_of(device, matmul_context, GemmKind.COL32_2R_4R4)
+    chosen = Int8Gemm(device, matmul_context, [GemmKind.COL32_2R_4R4])
     with pytest.warns(RuntimeWarning), pytest.raises(DeviceError, match="no int8 plan works"):
         chosen.plan(1, 1)
 
 
 def test_an_inexact_plan_is_not_trusted(device, matmul_context, monkeypatch):
-    chosen = igemm_of(device, matmul_context, GemmKind.ROW_MAJOR, GemmKind.DP4A)
+    chosen = Int8Gemm(device, matmul_context, [GemmKind.ROW_MAJOR, GemmKind.DP4A])
     multiply = type(chosen)._is_exact
     monkeypatch.setattr(
         chosen, "_is_exact", lambda plan, rows: plan.layouts.kind is GemmKind.DP4A and multiply(chosen, plan, rows)
@@ -170,9 +170,6 @@ def test_a_plain_weight_without_padding_is_not_copied(igemm):
 
 @pytest.mark.parametrize("kind", list(GemmKind))
 def test_a_weight_is_laid_out_as_the_plan_says(igemm, kind):
-    from bminf_lite.cuda.kernels.gemm.igemm import GemmPlan
-    from bminf_lite.cuda.kernels.gemm.tensor_core_plans import gemm_layouts
-
     plan = GemmPlan(igemm, gemm_layouts(kind, 45, 71))
     codes = random_codes(45, 71)
     padded = plan.weight.unpack(plan.pack_weight(codes))
@@ -181,9 +178,7 @@ def test_a_weight_is_laid_out_as_the_plan_says(igemm, kind):
 
 
 def test_a_shape_that_cublaslt_refuses_is_computed_by_the_other_kernel(device, matmul_context, monkeypatch):
-    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import NoAlgorithm
-
-    chosen = igemm_of(device, matmul_context, GemmKind.ROW_MAJOR)
+    chosen = Int8Gemm(device, matmul_context, [GemmKind.ROW_MAJOR])
     plan = chosen.plan(33, 65)
 
     def refuse(*_):
@@ -203,7 +198,7 @@ def test_products_are_captured_into_a_graph(device, matmul_context, seen, kind):
     from bminf_lite.cuda.runtime.graphs import CudaGraph
 
     rows, out, inner = 40 + seen, 256, 512
-    plan = igemm_of(device, matmul_context, kind).plan(out, inner)
+    plan = Int8Gemm(device, matmul_context, [kind]).plan(out, inner)
     codes, x = random_codes(out, inner), random_codes(rows, inner)
     weight, acc = plan.pack_weight(codes), cp.zeros((rows, out), np.int32)
     stream = cp.cuda.Stream(non_blocking=True)
@@ -229,15 +224,12 @@ def test_products_are_captured_into_a_graph(device, matmul_context, seen, kind):
 
 
 def test_algorithms_are_timed_once_and_remembered(device, tmp_path, monkeypatch):
-    from bminf_lite.cuda.kernels.gemm import cublaslt_matmul as matmul
-    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
-
     timings = []
     measure = matmul.timed
     monkeypatch.setattr(matmul, "timed", lambda *args: timings.append(1) or measure(*args))
     x, codes = random_codes(100, 256), random_codes(512, 256)
     for start in range(2):
-        plan = Int8Gemm(device, matmul.MatmulContext.open(device, cp.cuda.alloc, tmp_path), [GemmKind.ROW_MAJOR]).plan(
+        plan = Int8Gemm(device, MatmulContext.open(device, cp.cuda.alloc, tmp_path), [GemmKind.ROW_MAJOR]).plan(
             512, 256
         )
         before = len(timings)
@@ -249,11 +241,6 @@ def test_algorithms_are_timed_once_and_remembered(device, tmp_path, monkeypatch)
 
 
 def test_a_poisoned_store_costs_no_result(device, tmp_path):
-    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import MatmulContext
-    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
-    from bminf_lite.cuda.kernels.gemm.plans import bucket
-    from bminf_lite.cuda.runtime.cublaslt import Algorithm
-
     matmul_context = MatmulContext.open(device, cp.cuda.alloc, tmp_path)
     matmul_context.store.put(f"int8 plain {bucket(50)}x64x64", Algorithm((0xDEADBEEF,) * 8))
     x, codes = random_codes(50, 64), random_codes(64, 64)
@@ -271,9 +258,6 @@ def test_a_poisoned_store_costs_no_result(device, tmp_path):
 )
 def test_a_few_rows(igemm, rows, out_features, in_features):
     """By the kernel of their own, whether it is faster or not."""
-    from bminf_lite.cuda.kernels.gemm.igemm import GemmPlan
-    from bminf_lite.cuda.kernels.gemm.plans import GemmLayouts
-
     if not igemm.skinny_gemm.supports(rows):
         pytest.skip("the kernel needs compute capability 8.0")
     plan = GemmPlan(igemm, GemmLayouts(GemmKind.ROW_MAJOR, out_features, in_features), skinny_gemm=True)
@@ -282,8 +266,6 @@ def test_a_few_rows(igemm, rows, out_features, in_features):
 
 
 def test_the_kernel_for_a_few_rows_is_trusted_only_when_exact(device, matmul_context, monkeypatch):
-    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
-
     igemm, broken = (Int8Gemm(device, matmul_context, [GemmKind.ROW_MAJOR], skinny_gemm=True) for _ in range(2))
     assert igemm.skinny_gemm_verified
     monkeypatch.setattr(broken, "_is_exact", lambda plan, rows: rows != 13)
@@ -293,10 +275,6 @@ def test_the_kernel_for_a_few_rows_is_trusted_only_when_exact(device, matmul_con
 
 
 def test_which_kernel_is_faster_is_found_once_and_remembered(device, tmp_path, monkeypatch):
-    from bminf_lite.cuda.kernels.gemm.cublaslt_matmul import MatmulContext
-    from bminf_lite.cuda.kernels.gemm.igemm import GemmPlan, Int8Gemm
-    from bminf_lite.cuda.kernels.gemm.skinny_gemm import SkinnyGemm
-
     timings, verdicts = [], []
     measure = GemmPlan._is_faster
     monkeypatch.setattr(GemmPlan, "_is_faster", lambda *args: timings.append(1) or measure(*args))
@@ -313,21 +291,8 @@ def test_which_kernel_is_faster_is_found_once_and_remembered(device, tmp_path, m
 
 
 def test_the_fastest_kernel_is_not_timed(device, matmul_context, monkeypatch):
-    from bminf_lite.cuda.kernels.gemm.igemm import GemmPlan, Int8Gemm
-
     monkeypatch.setattr(GemmPlan, "_is_faster", lambda *args: pytest.fail("timed"))
     igemm = Int8Gemm(device, matmul_context, [GemmKind.ROW_MAJOR], skinny_gemm=True)
     if not igemm.skinny_gemm.is_fastest:
         pytest.skip("this GPU has none")
     assert igemm.plan(512, 256).uses_skinny_gemm(0, 0, 16, cp.cuda.get_current_stream().ptr)
-
-
-def test_the_faster_of_the_kernels_for_a_few_rows(device, matmul_context):
-    """Whichever it is, the result is the same, and nothing is timed while a graph is recorded."""
-    from bminf_lite.cuda.kernels.gemm.igemm import Int8Gemm
-
-    plan = Int8Gemm(device, matmul_context, [GemmKind.ROW_MAJOR], skinny_gemm=True).plan(4096, 4096)
-    for rows in (2, 16, 32):
-        x, codes = random_codes(rows, 4096), random_codes(4096, 4096)
-        for _ in range(2):
-            assert (run_plan(plan, x, codes) == exact(x, codes.T)).all()

@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from model_kit import make_model, prompt_of, request, run
-from random_values import make_batch
 
 from bminf_lite.api import Model
-from bminf_lite.backend.base import Backend, cached
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.quantization import LARGEST_HEAD_SCALE, quantize_heads
-from bminf_lite.backend.values import AttentionSpec
 from bminf_lite.layers.cache import CacheShape, KVCache
 
 
@@ -24,24 +20,6 @@ def int8_model(**config: object) -> Model:
     return Model(
         model.network, replace(model.engine_config, cache_shape=replace(model.engine_config.cache_shape, int8=True))
     )
-
-
-@pytest.mark.parametrize("ops", [CpuBackend(), Backend(np.float16)], ids=["fp32", "fp16"])
-def test_it_holds_codes_and_scales_of_each_token_s_heads(ops: Backend) -> None:
-    spec = AttentionSpec(2, 2, 8, 0.3)
-    cache = ops.layer_cache(1, 2, 16, 8, int8=True)
-    qkv = np.random.default_rng(0).standard_normal((5, spec.qkv_features)).astype(ops.activation_dtype)
-    ops.attention(qkv, spec, cache, make_batch(ops, [5], [0], [0]))
-    heads = qkv.reshape(5, 3, 2, 8)
-    found = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
-    for (codes, scales), x in zip(found, (heads[:, 1], heads[:, 2]), strict=True):
-        expected_codes, expected_scales = quantize_heads(x)
-        np.testing.assert_array_equal(codes[0, :, :5], expected_codes.swapaxes(0, 1))
-        np.testing.assert_array_equal(scales[0, :, :5], expected_scales.T)
-        assert not codes[0, :, 5:].any()
-    keys, values = cached(cache, 0, 5, np.float32)
-    half_step = np.abs(heads[:, 1:]).max(axis=-1, keepdims=True).astype(np.float32) / 254
-    assert (np.abs(np.stack([keys, values]).transpose(2, 0, 1, 3) - heads[:, 1:]) <= 1.001 * half_step).all()
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.floats(-24, 16))
@@ -64,19 +42,6 @@ def test_heads_of_zeros_and_heads_without_a_scale() -> None:
     np.testing.assert_array_equal(codes[:4], 0)
     np.testing.assert_array_equal(scales, np.array([0, np.nan, np.nan, np.nan, 515.5], np.float16))
     assert codes[4, 0] == 127
-
-
-def test_it_keeps_what_it_holds_when_it_grows() -> None:
-    ops = CpuBackend()
-    cache = ops.layer_cache(2, 2, 4, 8, int8=True)
-    rng = np.random.default_rng(1)
-    cache.keys[:], cache.values[:] = rng.integers(-127, 128, (2, 2, 2, 4, 8))
-    cache.key_scales[:], cache.value_scales[:] = rng.random((2, 2, 2, 4))
-    before = [cached(cache, slot, 4, np.float32) for slot in range(2)]
-    ops.grow(cache, 9)
-    assert cache.capacity == 9 and cache.keys.dtype == np.int8
-    for slot in range(2):
-        np.testing.assert_array_equal(cached(cache, slot, 4, np.float32), before[slot])
 
 
 def test_decoding_equals_prefilling_at_once() -> None:

@@ -154,22 +154,6 @@ TestArenaMachine = ArenaMachine.TestCase
 TestSlackMachine = SlackMachine.TestCase
 
 
-def test_maps_only_what_is_needed_and_reuses_it() -> None:
-    pages = FakePages()
-    arena = Arena(pages, PAGES * PAGE)
-    first, second = arena.allocate(PAGE // 2), arena.allocate(PAGE // 2)
-    assert arena.reserved == PAGE, "the second block fits into the page of the first"
-    third = arena.allocate(PAGE + 1)
-    assert arena.reserved == 3 * PAGE
-    addresses = first.address, second.address
-    first.free()
-    second.free()
-    again = arena.allocate(PAGE)
-    assert again.address == addresses[0], "neighbours coalesce"
-    assert arena.reserved == 3 * PAGE
-    assert third.address == again.address + PAGE
-
-
 def test_maps_where_the_fewest_pages_are_needed() -> None:
     arena = Arena(FakePages(chunk=PAGE), PAGES * PAGE)
     first, wall = arena.allocate(4 * PAGE), arena.allocate(PAGE + ALIGNMENT)
@@ -200,14 +184,6 @@ def test_slack_bounds_what_freed_blocks_keep() -> None:
     arena = Arena(FakePages(), PAGES * PAGE, slack=2 * PAGE)
     most = max(layer(arena) for _ in range(8))
     assert most <= arena.peak_used + 3 * PAGE, "the slack, and what is left of the last page"
-
-
-@pytest.mark.parametrize("pages, limit", [(FakePages(), 6 * PAGE), (FakePages(available=6 * PAGE), PAGES * PAGE)])
-def test_limit_and_device_outweigh_slack(pages: FakePages, limit: int) -> None:
-    arena = Arena(pages, limit, slack=12 * PAGE)
-    for _ in range(3):
-        assert layer(arena) <= 6 * PAGE
-    arena.allocate(6 * PAGE)
 
 
 def test_a_refusal_halfway_loses_no_memory() -> None:

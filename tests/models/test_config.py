@@ -9,7 +9,6 @@ from tiny_models import ENCODER_DECODERS, FAMILIES
 
 from bminf_lite import models
 from bminf_lite.errors import CheckpointError
-from bminf_lite.models.spec import Role, Spec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 TINY = {
@@ -25,10 +24,6 @@ TINY = {
 def parse(model_type: str = "llama", **changes: Any) -> Any:
     config = {"model_type": model_type, **(TINY if model_type in FAMILIES else {}), **changes}
     return models.find(config).parse(config)
-
-
-def spec(model_type: str, **changes: Any) -> Spec:
-    return models.find({"model_type": model_type}).spec(parse(model_type, **changes))
 
 
 def problems(model_type: str = "llama", **changes: Any) -> list[str]:
@@ -193,35 +188,3 @@ def test_a_head_of_t5_is_tied_and_scaled_or_neither(config, tied):
     """transformers 5 writes ``tie_word_embeddings: true`` for every T5, and beside it whether outputs are scaled."""
     parsed = parse("t5", **config)
     assert parsed.tied_head == tied and parsed.logit_scale == (512**-0.5 if tied else 1.0)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "biases", "norms"),
-    [
-        ("llama", {}, set(), False),
-        ("llama", {"attention_bias": True}, {"q", "k", "v", "o"}, False),
-        ("llama", {"mlp_bias": True}, {"gate", "up", "down"}, False),
-        ("mistral", {}, set(), False),
-        ("qwen2", {}, {"q", "k", "v"}, False),
-        ("qwen3", {}, set(), True),
-        ("qwen3", {"attention_bias": True}, {"q", "k", "v", "o"}, True),
-    ],
-)
-def test_which_biases_and_head_norms_a_checkpoint_has(family, changes, biases, norms):
-    parameters = spec(family, head_dim=12, **changes).parameters
-    found = {name.split(".")[-2].removesuffix("_proj") for name in parameters if name.endswith(".bias")}
-    assert found == biases
-    assert ("model.layers.2.self_attn.q_norm.weight" in parameters) == norms
-
-
-def test_shapes_and_roles_of_tensors():
-    found = spec("qwen3", head_dim=20, tie_word_embeddings=True)
-    shapes = {name.removeprefix("model.layers.1."): p.shape for name, p in found.parameters.items()}
-    assert shapes["self_attn.q_proj.weight"] == (80, 48) and shapes["self_attn.k_proj.weight"] == (40, 48)
-    assert shapes["self_attn.o_proj.weight"] == (48, 80) and shapes["self_attn.k_norm.weight"] == (20,)
-    assert shapes["mlp.gate_proj.weight"] == (80, 48) and shapes["mlp.down_proj.weight"] == (48, 80)
-    assert found.parameters["lm_head.weight"].role is Role.HEAD
-    assert found.parameters["model.embed_tokens.weight"].role is Role.EMBEDDING
-    assert found.tied == {"lm_head.weight": "model.embed_tokens.weight"}
-    quantized = [name for name, p in found.parameters.items() if p.role is Role.LINEAR]
-    assert len(quantized) == 3 * 7 and all(name.endswith("_proj.weight") for name in quantized)

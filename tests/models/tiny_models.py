@@ -125,11 +125,11 @@ CPM = {
 }
 
 
-def case_without_golden(model_type: str) -> Golden:
-    """A case of a model that transformers does not know, without logits."""
-    tokens, source = random_tokens(3, 11, 97), None if model_type == "cpm1" else random_tokens(4, 9, 97)
-    config = {"model_type": model_type, **CPM[model_type]}
-    return Golden("no golden", config, 1, "", tokens, np.empty(0), source)
+def case_without_golden(model_type: str, tokens: int = 11, source: int = 9, **config: Any) -> Golden:
+    """A case of a model that transformers does not know, without logits; see also tests/parity."""
+    read = None if model_type == "cpm1" else random_tokens(4, source, 97)
+    config = {"model_type": model_type, **CPM[model_type], **config}
+    return Golden("no golden", config, 1, "", random_tokens(3, tokens, 97), np.empty(0), read)
 
 
 class RandomWeights:

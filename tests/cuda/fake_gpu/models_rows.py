@@ -65,6 +65,16 @@ def write_outputs(call: Call, y: np.ndarray, pitch: int) -> None:
     out[...] = out + rounded(y) if epilogue == ADD else y
 
 
+def write_scaled(call: Call, acc: np.ndarray) -> None:
+    """The sums themselves, or what the epilogue makes of them with scales and bias."""
+    rows, n = acc.shape
+    if call.number("EPILOGUE") == TO_INT32:
+        call.rows("out", rows, call.out_pitch, n, np.int32, align=0)[...] = acc
+        return
+    y = call.vector("x_scale", rows, F32)[:, None] * (call.vector("w_scale", n, F32) * acc.astype(F32))
+    write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, call.out_pitch)
+
+
 @model
 def gemv(call: Call) -> None:
     n, k, pitch, blocks = call.n, call.k, call.pitch, call.launch.grid[0]
@@ -98,7 +108,7 @@ def gemv_float(call: Call) -> None:
 @model
 def skinny_gemm(call: Call) -> None:
     rows, n, pitch, epilogue = call.arguments["rows"], call.n, call.pitch, call.number("EPILOGUE")
-    tiles, matrices, sums = call.number("TILES"), 2 if epilogue == GATED else 1, epilogue == TO_INT32
+    tiles, matrices = call.number("TILES"), 2 if epilogue == GATED else 1
     groups, blocks = up(n // matrices, 16) // 16, call.launch.grid[0]
     share = max(groups * (b + 1) // blocks - groups * b // blocks for b in range(blocks)) * matrices
     warps, slots, steps = (call.defines[f"PIPELINE_{name}"] for name in ("WARPS", "STAGES", "STEPS"))
@@ -108,11 +118,7 @@ def skinny_gemm(call: Call) -> None:
     call.require(call.launch.shared >= needed, "too little shared memory")
     x, weight = call.rows("x", rows, pitch, pitch, np.int8), call.rows("weight", up(n, 16), pitch, pitch, np.int8)
     acc = x.astype(np.float64) @ weight[:n].T.astype(np.float64)
-    if sums:
-        call.rows("out", rows, call.out_pitch, n, np.int32, align=0)[...] = acc
-        return
-    y = call.vector("x_scale", rows, F32)[:, None] * (call.vector("w_scale", n, F32) * acc.astype(F32))
-    write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, call.out_pitch)
+    write_scaled(call, acc)
 
 
 @model
@@ -129,11 +135,7 @@ def skinny_gemm_hopper(call: Call) -> None:
     needed = stages * (2 * box + 24) + kept + 2 * 64 * 8 * tiles * 4 + 32
     call.require(stages >= 4 and call.launch.shared >= needed, "too little shared memory")
     acc = x.astype(np.float64) @ w.T.astype(np.float64)
-    if epilogue == TO_INT32:
-        call.rows("out", rows, call.out_pitch, n, np.int32, align=0)[...] = acc
-        return
-    y = call.vector("x_scale", rows, F32)[:, None] * (call.vector("w_scale", n, F32) * acc.astype(F32))
-    write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, call.out_pitch)
+    write_scaled(call, acc)
 
 
 @model

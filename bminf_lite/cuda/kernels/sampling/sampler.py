@@ -1,7 +1,7 @@
 """Choosing tokens on the GPU: the same tokens as :mod:`bminf_lite.backend.sampling`, without waiting for the host.
 
-One launch where every row takes its most likely token, two where tokens are drawn, four where top-k or top-p may cut
-the tail off. All rows at once, in any mixture; the launches may be captured into a graph.
+One launch where every row takes its most likely token, four where tokens are drawn. All rows at once, in any mixture;
+the launches may be captured into a graph.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ class Sampler:
         return tuple(self._module.kernel(name) for name in KERNELS)
 
     @staticmethod
-    def scratch_bytes(rows: int, vocab: int, filtered: bool = True) -> int:
+    def scratch_bytes(rows: int, vocab: int) -> int:
         """Bytes of scratch for :meth:`launch`, at an address that is a multiple of 16.
 
         They must be zero before the first launch, and each launch leaves them ready for the next one with the same
-        ``rows``, ``vocab`` and ``filtered``.
+        ``rows`` and ``vocab``.
         """
-        parts = ROW_BYTES + _chunks(vocab) * PART_BYTES
-        return rows * (parts + (BUCKETS * 12 + vocab * 8 if filtered else 0))
+        return rows * (ROW_BYTES + _chunks(vocab) * PART_BYTES + BUCKETS * 12 + vocab * 8)
 
     def launch(
         self, logits: int, pitch: int, rows: int, vocab: int, state: Sequence[int], result: int,
-        tokens: int, context_lens: int, scratch: int, stream: int, greedy: bool = False, filtered: bool = True,
+        tokens: int, context_lens: int, scratch: int, stream: int, greedy: bool = False,
     ) -> None:  # fmt: skip
         """Choose the next token of each row and advance the state; every array is given by its address on the GPU.
 
@@ -68,17 +67,12 @@ class Sampler:
         ``tokens`` int32 ``[rows]`` gets the tokens too, with 0 for -1, and ``context_lens`` int32 ``[rows]`` grows by
         one.
 
-        ``greedy`` promises that every temperature is 0, and not ``filtered`` that no row has a ``top_k`` from 1 to
-        ``vocab - 1`` or a ``top_p`` below 1; each saves launches.
+        ``greedy`` promises that every temperature is 0, which saves launches.
         """
         assert len(state) == len(STATE_ARRAYS) and pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (len(state), pitch, vocab)
         chunks = _chunks(vocab)
         arguments = (logits, *state, result, tokens, context_lens, scratch, rows, vocab, pitch, chunks)
-        best_token, histogram, cut_tail, draw_token = self._kernels
-        kernels = [best_token]
-        if not greedy:
-            kernels += [histogram, cut_tail, draw_token] if filtered else [draw_token]
-        for kernel in kernels:
+        for kernel in self._kernels[:1] if greedy else self._kernels:
             kernel((chunks, rows), THREADS, arguments, stream=stream, dependent=True, bytes_moved=4 * rows * vocab)
 
 
