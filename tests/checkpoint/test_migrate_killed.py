@@ -14,7 +14,7 @@ from tiny_checkpoints import CONFIG, random_tensors
 
 from bminf_lite.checkpoint.migrate import migrate
 
-KILLS = 16
+KILLS = 8
 RUN_AND_KILL = """
 import os, random, signal, sys, time
 from bminf_lite.checkpoint.migrate import migrate
