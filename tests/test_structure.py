@@ -52,7 +52,10 @@ def modules() -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """Absolute names of what a module imports anywhere in it, functions and type checking included."""
+    """The modules that a module imports anywhere in it, functions and type checking included.
+
+    ``from .a import b`` imports ``a.b`` if that is a module, else ``a``.
+    """
     package = ["bminf_lite", *path.relative_to(PACKAGE).parent.parts]
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -61,7 +64,10 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
-            found |= {".".join([*base, alias.name]) for alias in node.names} if len(base) < 2 else {".".join(base)}
+            for alias in node.names:
+                place = PACKAGE.parent.joinpath(*base, alias.name)
+                is_module = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+                found.add(".".join([*base, alias.name] if is_module else base))
     return found
 
 
@@ -98,7 +104,7 @@ def test_the_parts_have_no_cycle():
 def test_the_modules_have_no_cycle():
     """Imports inside functions and for type checkers count too."""
     by_name = {module_name(path): path for path in modules()}
-    graph = {name: (module_imports(path) & by_name.keys()) - {name} for name, path in by_name.items()}
+    graph = {name: (imports(path) & by_name.keys()) - {name} for name, path in by_name.items()}
     assert not cycles(graph)
 
 
@@ -124,23 +130,6 @@ def cycles(graph: dict[str, set[str]]) -> list[str]:
 def module_name(path: Path) -> str:
     names = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(names[:-1] if names[-1] == "__init__" else names)
-
-
-def module_imports(path: Path) -> set[str]:
-    """The modules that a module imports: ``from .a import b`` imports ``a.b`` if that is a module, else ``a``."""
-    package = ["bminf_lite", *path.relative_to(PACKAGE).parent.parts]
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = base + (node.module.split(".") if node.module else [])
-            for alias in node.names:
-                place = PACKAGE.parent.joinpath(*base, alias.name)
-                is_module = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
-                found.add(".".join([*base, alias.name] if is_module else base))
-    return found
 
 
 @pytest.mark.parametrize("path", modules(), ids=relative)
