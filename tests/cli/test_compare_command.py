@@ -34,12 +34,6 @@ def test_a_report_that_the_disk_does_not_hold_costs_no_result(source: Path, int8
     assert json.loads(result.stdout)["tokens"] > 100
 
 
-def test_the_report_is_written(source: Path, int8: Path, text: Path, tmp_path: Path):
-    result = run("compare", int8, source, text, "--report", tmp_path / "r.html", *CPU)
-    assert result.exit_code == 0 and str(tmp_path / "r.html") in result.stderr
-    assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-
-
 def test_what_is_wrong_is_told_before_any_work(source: Path, int8: Path, text: Path, tmp_path: Path):
     other = tiny_checkpoint.write(tmp_path / "other", vocab_size=300)
     (tmp_path / "empty.txt").write_text("")

@@ -50,12 +50,6 @@ def test_what_is_not_finite_is_null_in_json(tmp_path: Path, text: Path):
     assert facts(tmp_path / "hot", tmp_path / "a.txt")["standard_error"] is None
 
 
-@pytest.mark.parametrize("options", [["--window", 129], ["--window", 1], ["--stride", 0], ["--stride", 129]])
-def test_windows_that_make_no_sense_are_wrong_usage(source: Path, text: Path, options: list):
-    result = run("perplexity", source, text, *options, *CPU)
-    assert result.exit_code == 2 and options[0].removeprefix("--") in result.stderr
-
-
 def test_a_bad_text_is_reported_before_a_missing_model(tmp_path: Path, text: Path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
     for path, code, message in (

@@ -33,18 +33,6 @@ from bminf_lite.models.spec import Role, Spec
 TEXT = ["The quick brown fox jumps over the lazy dog. " * 6, "Pack my box with five dozen liquor jugs."]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint.write(tmp_path_factory.mktemp("compare") / "source")
-
-
-@pytest.fixture(scope="module")
-def int8(source: Path) -> Path:
-    out = source.parent / "int8"
-    bminf_lite.migrate(source, out)
-    return out
-
-
 def windows(folder: Path) -> list[Window]:
     return windows_for(folder, TEXT, 64, 32)
 
