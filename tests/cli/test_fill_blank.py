@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import cpm_checkpoints
+import cpm_kit
 import pytest
 from cli_kit import run
 from click.testing import Result
@@ -20,7 +20,7 @@ OPTIONS = ["--max-new-tokens", "7", "--temperature", "1", "--seed", "2", "--freq
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cpm_checkpoints.write(tmp_path_factory.mktemp("fill") / "model", "cpm2")
+    return cpm_kit.write(tmp_path_factory.mktemp("fill") / "model", "cpm2")
 
 
 def fill(model: Path, *arguments: str, stdin: str | None = None) -> Result:
