@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -23,20 +24,14 @@ DOWN = "model.layers.0.mlp.down_proj"
 RECIPE = 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\nsmoothing = false\nmax_error = {}\noutlier_columns = {}\n'
 
 
-def split(weight: np.ndarray, index: np.ndarray, dynamic: bool) -> Int8Weight:
-    rest = np.array(weight)
-    rest[:, index] = 0
-    int8 = quantize_weight(rest, dynamic)
-    return Int8Weight(int8.codes, int8.scale, dynamic, OutlierColumns(index, weight[:, index].astype(np.float16)))
-
-
 def test_matrices_of_one_product_keep_the_same_columns() -> None:
-    weight = np.ones((2, 4), np.float32)
-    parts = [split(weight, np.array([i], np.int32), True) for i in (1, 2)]
+    plain = quantize_weight(np.ones((2, 4), np.float32))
+    columns = [OutlierColumns(np.array([i], np.int32), np.zeros((2, 1), np.float16)) for i in (1, 2)]
+    parts = [replace(plain, outliers=c) for c in columns]
     with pytest.raises(ValueError, match="same columns"):
         Backend().weight(parts)
     with pytest.raises(ValueError, match="same columns"):
-        Backend().weight([parts[0], quantize_weight(weight)])
+        Backend().weight([parts[0], plain])
 
 
 @pytest.fixture(scope="module")
