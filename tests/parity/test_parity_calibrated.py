@@ -13,7 +13,7 @@ from reopened import reopened
 import bminf_lite
 
 pytest.importorskip("torch", reason="parity needs torch")
-import make_goldens  # noqa: E402  (needs torch)
+import make_goldens
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
