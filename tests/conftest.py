@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_checkpoint
 from hypothesis import settings
 
+import bminf_lite
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.cuda.runtime.driver import Device
@@ -25,10 +27,7 @@ settings.load_profile("plain")
 """``pytest`` draws the same examples every time. ``--hypothesis-profile=random`` draws others, and prints how to
 reproduce a failure."""
 
-LEFT_OUT = {
-    "compile_all": "compile every kernel for every architecture",
-    "slow": "take seconds each",
-}
+LEFT_OUT = {"compile_all": "compile every kernel for every architecture", "slow": "take seconds each"}
 """Markers of tests that a plain run leaves out, and what these tests do."""
 
 
@@ -118,6 +117,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("measures the whole GPU: run it without -n")
     if item.get_closest_marker("gpu") and why_no_gpu():
         pytest.skip(why_no_gpu())
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random LLaMA, which tests only read, as is true of ``int8`` and ``text``."""
+    return tiny_checkpoint.write(tmp_path_factory.mktemp("tiny") / "source")
+
+
+@pytest.fixture(scope="session")
+def int8(source: Path) -> Path:
+    """The same in int8."""
+    bminf_lite.migrate(source, source.parent / "int8")
+    return source.parent / "int8"
+
+
+@pytest.fixture(scope="session")
+def text(source: Path) -> Path:
+    """A text of 696 of its tokens: enough to calibrate on."""
+    path = source.parent / "text.txt"
+    path.write_text(tiny_checkpoint.WORDS * 12)
+    return path
 
 
 @pytest.fixture

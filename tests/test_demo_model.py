@@ -1,102 +1,58 @@
-"""The bundled demo model's files agree with each other and stay small."""
+"""The bundled demo model is small, and its files agree with each other."""
 
 from __future__ import annotations
 
 import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+from bminf_lite.checkpoint.opened_model import open_model
+
 FOLDER = Path(str(resources.files("bminf_lite.demo_model")))
+TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module")
-def config() -> dict:
-    return json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
+def read(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def weights() -> dict[str, np.ndarray]:
-    return load_file(FOLDER / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-
-
-def test_the_folder_is_complete_and_under_15_megabytes():
+def test_the_folder_is_complete_and_under_15_megabytes() -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir() if path.is_file()}
-    assert files.keys() >= {
-        "LICENSE.txt",
-        "config.json",
-        "generation_config.json",
-        "heldout.txt",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    assert files.keys() >= {"LICENSE.txt", "heldout.txt", "tokenizer_config.json"}
     assert sum(files.values()) < 15_000_000
 
 
-def test_the_configuration_describes_the_tensors(config, weights):
-    hidden, head_dim = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    assert config["model_type"] == "llama"
-    assert config["num_key_value_heads"] < config["num_attention_heads"]
-    expected = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (config["intermediate_size"], hidden),
-        "mlp.up_proj": (config["intermediate_size"], hidden),
-        "mlp.down_proj": (hidden, config["intermediate_size"]),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    shapes = {
-        f"model.layers.{layer}.{name}.weight": shape
-        for layer in range(config["num_hidden_layers"])
-        for name, shape in expected.items()
-    }
-    shapes |= {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    assert config["tie_word_embeddings"]
-    assert {name: array.shape for name, array in weights.items()} == shapes
+def test_the_tensors_are_those_of_a_llama_in_finite_fp32() -> None:
+    with open_model(FOLDER) as model:  # checks names and shapes
+        config = model.checkpoint.config
+    assert config["model_type"] == "llama" and config["num_key_value_heads"] < config["num_attention_heads"]
+    weights = load_file(FOLDER / "model.safetensors")
+    assert config["tie_word_embeddings"] and "lm_head.weight" not in weights
+    assert all(array.dtype == np.float32 and np.isfinite(array).all() for array in weights.values())
 
 
-def test_the_weights_are_finite_fp32(weights):
-    assert {array.dtype for array in weights.values()} == {np.dtype(np.float32)}
-    assert all(np.isfinite(array).all() for array in weights.values())
-
-
-def test_the_vocabulary_is_the_embedding(config, weights, tokenizer):
-    assert tokenizer.get_vocab_size() == config["vocab_size"] == len(weights["model.embed_tokens.weight"])
-    assert sorted(tokenizer.get_vocab().values()) == list(range(config["vocab_size"]))
-
-
-def test_special_tokens_agree(config, tokenizer):
-    settings = json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))
-    generation = json.loads((FOLDER / "generation_config.json").read_text(encoding="utf-8"))
-    bos = tokenizer.token_to_id(settings["bos_token"])
-    assert bos == config["bos_token_id"] == generation["bos_token_id"]
-    assert tokenizer.token_to_id(settings["eos_token"]) == config["eos_token_id"] == generation["eos_token_id"]
-    assert tokenizer.encode("Return").ids[0] == bos
+def test_the_vocabulary_and_the_special_tokens_are_those_of_the_configuration() -> None:
+    config, generation, settings = map(read, ("config.json", "generation_config.json", "tokenizer_config.json"))
+    assert sorted(TOKENIZER.get_vocab().values()) == list(range(config["vocab_size"]))
+    for name in ("bos_token", "eos_token"):
+        assert TOKENIZER.token_to_id(settings[name]) == config[f"{name}_id"] == generation[f"{name}_id"]
+    assert TOKENIZER.encode("Return").ids[0] == config["bos_token_id"]
     assert settings["model_max_length"] == config["max_position_embeddings"]
 
 
-def test_the_heldout_text_is_long_enough_and_survives_the_tokenizer(config, tokenizer):
+def test_the_heldout_text_is_long_enough() -> None:
     text = (FOLDER / "heldout.txt").read_text(encoding="utf-8")
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert 60_000 <= len(text.encode()) <= 100_000
-    assert len(ids) > 20 * config["max_position_embeddings"]
-    assert tokenizer.decode(ids) == text
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    assert len(ids) > 20 * read("config.json")["max_position_embeddings"] and TOKENIZER.decode(ids) == text
 
 
 @pytest.mark.parametrize("text", ["naïve café", "日本語 🐍", "\ttabs\n\n", "  two  spaces"])
-def test_any_text_survives_the_tokenizer(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+def test_any_text_survives_the_tokenizer(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text).ids) == text

@@ -52,7 +52,10 @@ def modules() -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """Absolute names of what a module imports anywhere in it, functions and type checking included."""
+    """The modules that a module imports anywhere in it, functions and type checking included.
+
+    ``from .a import b`` imports ``a.b`` if that is a module, else ``a``.
+    """
     package = ["bminf_lite", *path.relative_to(PACKAGE).parent.parts]
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -61,7 +64,10 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
-            found |= {".".join([*base, alias.name]) for alias in node.names} if len(base) < 2 else {".".join(base)}
+            for alias in node.names:
+                place = PACKAGE.parent.joinpath(*base, alias.name)
+                is_module = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+                found.add(".".join([*base, alias.name] if is_module else base))
     return found
 
 
@@ -98,7 +104,7 @@ def test_the_parts_have_no_cycle():
 def test_the_modules_have_no_cycle():
     """Imports inside functions and for type checkers count too."""
     by_name = {module_name(path): path for path in modules()}
-    graph = {name: (module_imports(path) & by_name.keys()) - {name} for name, path in by_name.items()}
+    graph = {name: (imports(path) & by_name.keys()) - {name} for name, path in by_name.items()}
     assert not cycles(graph)
 
 
@@ -126,23 +132,6 @@ def module_name(path: Path) -> str:
     return ".".join(names[:-1] if names[-1] == "__init__" else names)
 
 
-def module_imports(path: Path) -> set[str]:
-    """The modules that a module imports: ``from .a import b`` imports ``a.b`` if that is a module, else ``a``."""
-    package = ["bminf_lite", *path.relative_to(PACKAGE).parent.parts]
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = base + (node.module.split(".") if node.module else [])
-            for alias in node.names:
-                place = PACKAGE.parent.joinpath(*base, alias.name)
-                is_module = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
-                found.add(".".join([*base, alias.name] if is_module else base))
-    return found
-
-
 @pytest.mark.parametrize("path", modules(), ids=relative)
 def test_only_the_device_parts_import_cupy(path):
     libraries = {name.split(".")[0] for name in imports(path)}
@@ -154,12 +143,6 @@ def test_only_the_device_parts_import_cupy(path):
 @pytest.mark.parametrize("path", [p for p in modules() if relative(p).startswith(("layers/", "models/"))], ids=relative)
 def test_layers_and_models_name_no_device(path):
     assert not re.search(r"cupy|cuda|gpu|nvidia|\.device\b", path.read_text(), re.IGNORECASE)
-
-
-def test_importing_needs_neither_gpu_nor_torch():
-    heavy = "cupy", "cupyx", "torch", "transformers", "tokenizers", "jinja2", "click"
-    code = f"import sys, bminf_lite; print([m for m in {heavy!r} if m in sys.modules])"
-    assert python(code) == "[]"
 
 
 def test_what_there_is_to_compile_is_known_without_cupy():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ CHAT_TEMPLATE = (
 WORDS = "the quick brown fox jumps over the lazy dog and runs away "
 
 
-def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Random fp32 tensors for ``config``: weights about ``1/sqrt(in)``, norms about 1."""
+def tensors(config: dict[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """Random tensors for ``config``, tied ones left out: weights about ``1/sqrt(in)``, norms about 1."""
     architecture = architectures.find(config)
     spec = architecture.spec(architecture.parse(config))
     generator = np.random.default_rng(seed)
@@ -48,7 +49,7 @@ def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
         else:
             values /= np.float32(np.sqrt(parameter.shape[-1]))
         if name not in spec.tied:
-            result[name] = values.astype(np.float32)
+            result[name] = values.astype(dtype)
     return result
 
 
@@ -63,6 +64,14 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def save(folder: Path, config: dict[str, Any], values: Mapping[str, np.ndarray]) -> Path:
+    """Make ``folder`` a checkpoint without a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dict(values), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def write(
     folder: Path,
     *,
@@ -72,11 +81,9 @@ def write(
     **config: Any,
 ) -> Path:
     """Write a checkpoint into ``folder``; ``config`` changes :data:`CONFIG`. Returns the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     full = CONFIG | config
-    (folder / "config.json").write_text(json.dumps(full))
+    save(folder, full, tensors(full, seed))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 257} | (generation_config or {})))
-    save_file(tensors(full, seed), str(folder / "model.safetensors"), {"format": "pt"})
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>"} | ({"chat_template": chat_template} if chat_template else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(names))

@@ -1,10 +1,13 @@
-"""Small vocabularies of the kinds that CPM-1, CPM-2 and EVA have."""
+"""Small vocabularies of the kinds that CPM-1, CPM-2 and EVA have, and tiny random checkpoints with them."""
 
 from __future__ import annotations
 
 import io
 import json
 from pathlib import Path
+from typing import Any
+
+import tiny_checkpoint
 
 SENTENCES = [
     "今天天气不错，我们去北京大学看看。",
@@ -48,3 +51,36 @@ def sentencepiece_model() -> bytes:
         user_defined_symbols=["<cls>", "<sep>", "<mask>", "<eod>", "▂", "▃"],
     )  # fmt: skip
     return model.getvalue()
+
+
+VOCABULARY = word_list()
+SIZE = -(-len(VOCABULARY) // 8) * 8
+
+ENCODER_DECODER = {
+    "vocab_size": SIZE, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2,
+    "num_decoder_layers": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def write(folder: Path, model_type: str, seed: int = 0, **config: Any) -> Path:
+    """A checkpoint as the migration tools write it, in fp32."""
+    tokenizer = {"cpm2": "CPM2Tokenizer", "eva": "EVATokenizer"}[model_type]
+    start, end = {"cpm2": ("<s>", "<eod>"), "eva": ("<s_0>", "<sep>")}[model_type]
+    full = {
+        "model_type": model_type, **ENCODER_DECODER, "decoder_start_token_id": VOCABULARY.index(start),
+        "eos_token_id": VOCABULARY.index(end), **config,
+    }  # fmt: skip
+    write_words(folder, tokenizer)
+    return tiny_checkpoint.save(folder, full, tiny_checkpoint.tensors(full, seed))
+
+
+def write_cpm1(folder: Path, **config: Any) -> Path:
+    """CPM-1, with a sentencepiece model."""
+    full = {
+        "model_type": "cpm1", "vocab_size": 136, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 64, **config,
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "CPM1Tokenizer"}')
+    (folder / "chinese_vocab.model").write_bytes(sentencepiece_model())
+    return tiny_checkpoint.save(folder, full, tiny_checkpoint.tensors(full))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cpm_checkpoints
+import cpm_kit
 import pytest
 
 import bminf_lite
@@ -17,7 +17,7 @@ from bminf_lite.text.infilling import SPAN, FilledSpan, fill_spans
 from bminf_lite.text.prompts import EncodedPrompt
 
 pytest.importorskip("jieba")
-IDS = {word: i for i, word in enumerate(cpm_checkpoints.WORDS)}
+IDS = {word: i for i, word in enumerate(cpm_kit.VOCABULARY)}
 TEXT = f"今天{SPAN}不错，我们去{SPAN}"
 
 
@@ -25,7 +25,7 @@ TEXT = f"今天{SPAN}不错，我们去{SPAN}"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cpm")
     for model_type in ("cpm2", "eva"):
-        cpm_checkpoints.write(folder / model_type, model_type)
+        cpm_kit.write(folder / model_type, model_type)
     return folder
 
 
@@ -151,7 +151,7 @@ def test_unsupported_conversations(cpm2: Model, eva: Model) -> None:
 
 def test_cpm1_generates(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
-    folder = cpm_checkpoints.write_cpm1(tmp_path / "cpm1")
+    folder = cpm_kit.write_cpm1(tmp_path / "cpm1")
     with bminf_lite.load(folder, device="cpu") as model:
         result = model.generate("今天天气不错", max_new_tokens=8)
         assert result.text == "".join(piece.text for piece in model.stream("今天天气不错", max_new_tokens=8))

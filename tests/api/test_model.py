@@ -30,13 +30,8 @@ CONTEXT = 128
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint.write(tmp_path_factory.mktemp("model") / "model")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Iterator[Model]:
-    with bminf_lite.load(folder, device="cpu") as model:
+def model(source: Path) -> Iterator[Model]:
+    with bminf_lite.load(source, device="cpu") as model:
         yield model
 
 
@@ -117,9 +112,9 @@ def test_a_stop_text_ends_the_completion(model):
     assert len(cut.token_ids) < 60
 
 
-def test_the_end_token_is_reported_but_has_no_text(folder, tmp_path):
+def test_the_end_token_is_reported_but_has_no_text(source, tmp_path):
     """Even if the vocabulary does not call it special."""
-    with load(folder) as model:
+    with load(source) as model:
         plain = model.generate("hello", max_new_tokens=12)
     end = plain.token_ids[6]
     first = plain.token_ids.index(end)
@@ -189,9 +184,9 @@ def test_without_a_chat_template(tmp_path):
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def test_token_ids_need_no_tokenizer(folder, tmp_path):
+def test_token_ids_need_no_tokenizer(source, tmp_path):
     bare = without_tokenizer(tiny_checkpoint.write(tmp_path / "m"))
-    with load(folder) as complete, load(bare) as model:
+    with load(source) as complete, load(bare) as model:
         ids = complete.tokenizer.encode("hello")
         expected = complete.generate(ids, max_new_tokens=8).token_ids
         for call in (
@@ -248,28 +243,28 @@ def test_the_tokenizer_s_end_token_is_the_last_resort(tmp_path):
      {"memory_limit": "6 apples"}, {"memory_limit": []}, {"kv_cache": "fp8"},
      *({"device": d} for d in ("tpu", "cuda:-1", "cuda:", "", 0, None))],
 )  # fmt: skip
-def test_invalid_arguments_of_load(folder, options):
+def test_invalid_arguments_of_load(source, options):
     (value,) = options.values()
     with pytest.raises(UsageError, match=re.escape(repr(value))):
-        bminf_lite.load(folder, **{"device": "cpu"} | options)
+        bminf_lite.load(source, **{"device": "cpu"} | options)
 
 
-def test_a_model_that_fails_to_load_gives_its_device_back(folder, monkeypatch):
+def test_a_model_that_fails_to_load_gives_its_device_back(source, monkeypatch):
     closed = []
     ops = WatchedBackend()
     monkeypatch.setattr(ops, "close", lambda: closed.append(True))
     monkeypatch.setattr(ops, "table", lambda *_: 1 / 0)
     monkeypatch.setattr(backend, "create", lambda *_: ops)
     with pytest.raises(ZeroDivisionError):
-        bminf_lite.load(folder)
+        bminf_lite.load(source)
     assert closed == [True]
 
 
 # -- a closed model ---------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_model_raises_an_error(folder):
-    model = load(folder)
+def test_a_closed_model_raises_an_error(source):
+    model = load(source)
     stream = model.stream("hello", ignore_eos=True)
     unused = model.stream("hello")
     next(stream)

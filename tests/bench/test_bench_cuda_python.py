@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_a_fake_gpu() -> None:
     command = [sys.executable, "-m", "pytest", "--fake-gpu=h200", "-m", "gpu"]
     command += [str(TESTS / "bench"), str(TESTS / "backend" / "test_random_matrix.py")]

@@ -15,7 +15,7 @@ from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.bench import plot
 from bminf_lite.bench.model import random_model
 from bminf_lite.bench.profiler import Ceilings, Span
-from bminf_lite.bench.report import Report, markdown_table
+from bminf_lite.bench.report import Report
 from bminf_lite.bench.runner import KernelTime, Measurement, Trace, Workload
 from bminf_lite.errors import UsageError
 from bminf_lite.memory.planner import Machine, MemoryPlan, MemoryRequirements
@@ -97,15 +97,6 @@ def test_an_empty_report_still_tells_the_limits() -> None:
     report = Report("a device", {}, CEILINGS)
     assert report.markdown().startswith("Measured on this device")
     assert report.csv() == "" and "tests" not in json.loads(report.json())
-
-
-def test_a_table_of_texts_and_figures() -> None:
-    assert markdown_table([{"name": "a", "us": "10.5"}, {"name": "long", "us": ""}]).splitlines() == [
-        "| name |   us |",
-        "| ---- | ---: |",
-        "| a    | 10.5 |",
-        "| long |      |",
-    ]
 
 
 def test_drawings(report: Report, tmp_path) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch_writer
 from safetensors.numpy import save_file
-from tiny_checkpoints import CONFIG, MakeCheckpoint, random_tensors
+from tiny_checkpoint import tensors as random_tensors
+from tiny_checkpoints import CONFIG, MakeCheckpoint
 
 
 @pytest.fixture

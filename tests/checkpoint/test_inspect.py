@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_checkpoints import CONFIG, MakeCheckpoint, random_tensors
+from tiny_checkpoint import tensors as random_tensors
+from tiny_checkpoints import CONFIG, MakeCheckpoint
 
 from bminf_lite.checkpoint.inspect import inspect
 from bminf_lite.checkpoint.migrate import migrate

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
-from tiny_checkpoints import CONFIG, MakeCheckpoint, random_tensors, spec_of
+from safetensors.numpy import load_file
+from tiny_checkpoint import save
+from tiny_checkpoint import tensors as random_tensors
+from tiny_checkpoints import CONFIG, MakeCheckpoint
 
 from bminf_lite.backend import quantization
 from bminf_lite.backend.quantization import Int8Weight, quantize_weight
 from bminf_lite.checkpoint.migrate import migrate
-from bminf_lite.checkpoint.opened_model import open_model
+from bminf_lite.checkpoint.opened_model import describe_model, open_model
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import Recipe, Scheme
 from bminf_lite.errors import CheckpointError, UsageError
@@ -61,7 +63,7 @@ def test_output_is_what_the_definition_says(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, dtype: Any, recipe: Any, tied: bool, shards: int
 ) -> None:
     config = CONFIG | {"tie_word_embeddings": tied, "intermediate_size": 27}
-    source = make_checkpoint(tensors=random_tensors(config, dtype), shards=shards, **config)
+    source = make_checkpoint(tensors=random_tensors(config, dtype=dtype), shards=shards, **config)
     report = migrate(source, tmp_path / "out", recipe, shard_bytes=2000 if tied else 10**9)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1 or tied
     expect_migrated(source, tmp_path / "out", report.recipe)
@@ -188,7 +190,7 @@ def test_sources_that_cannot_be_migrated(make_checkpoint: MakeCheckpoint, tmp_pa
 
 def test_too_many_inputs_for_an_exact_sum(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     config = CONFIG | {"intermediate_size": 131_072, "num_hidden_layers": 1}
-    source = make_checkpoint(tensors=random_tensors(config, np.float16), **config)
+    source = make_checkpoint(tensors=random_tensors(config, dtype=np.float16), **config)
     with pytest.raises(CheckpointError, match=r"down_proj.weight' \[16, 131072\]: w8a8 allows 131,071 inputs"):
         migrate(source, tmp_path / "out", dry_run=True)
     migrate(source, tmp_path / "out", "w8a16", dry_run=True)
@@ -233,9 +235,7 @@ def test_threads_give_what_one_call_gives(
     tensors = random_tensors(config)
     for value in tensors.values():
         value *= np.float32(10.0 ** random.uniform(-8, 3))
-    (folder / "source").mkdir()
-    (folder / "source" / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "source" / "model.safetensors")
+    save(folder / "source", config, tensors)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantization, "BLOCK_ELEMENTS", block)
         report = migrate(folder / "source", folder / "out", "w8a16" if seed % 2 else "w8a8")
@@ -267,7 +267,7 @@ def test_memory_does_not_grow_with_the_file(make_checkpoint: MakeCheckpoint, tmp
     }  # fmt: skip
     rows = np.random.default_rng(0).standard_normal((2048, 256)).astype(np.float32)
     tensors = {}
-    for name, parameter in spec_of(config).parameters.items():
+    for name, parameter in describe_model(config).spec.parameters.items():
         large = np.resize(rows, parameter.shape)
         tensors[name] = np.ascontiguousarray(large.T).T if "layers.0." in name else large
     folder = make_checkpoint(tensors=tensors, form="bin", **config)

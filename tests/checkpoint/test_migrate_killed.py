@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save_file
-from tiny_checkpoints import CONFIG, random_tensors
+from tiny_checkpoint import save
+from tiny_checkpoint import tensors as random_tensors
+from tiny_checkpoints import CONFIG
 
 from bminf_lite.checkpoint.migrate import migrate
 
-KILLS = 16
+KILLS = 8
 RUN_AND_KILL = """
 import os, random, signal, sys, time
 from bminf_lite.checkpoint.migrate import migrate
@@ -42,10 +41,8 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     config = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1000}
     source, out = tmp_path / "source", tmp_path / "run" / "out"
-    source.mkdir()
     out.parent.mkdir()
-    (source / "config.json").write_text(json.dumps(config))
-    save_file(random_tensors(config, np.float32), source / "model.safetensors")
+    save(source, config, random_tensors(config))
     complete = []
     for recipe in ("w8a8", "w8a16"):
         migrate(source, tmp_path / recipe, recipe, shard_bytes=1_000_000)

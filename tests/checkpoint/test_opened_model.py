@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from tiny_checkpoints import CONFIG, MakeCheckpoint, random_tensors
+from tiny_checkpoint import save
+from tiny_checkpoint import tensors as random_tensors
+from tiny_checkpoints import CONFIG, MakeCheckpoint
 
 from bminf_lite.backend.quantization import Int8Weight, quantize_weight
 from bminf_lite.checkpoint.migrate import migrate
@@ -28,9 +29,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def write(folder: Path, config: dict[str, Any], prefix: str = "transformer.") -> dict[str, np.ndarray]:
     """A random checkpoint whose file omits ``prefix`` from its names; returns its tensors by their full names."""
     tensors = random_tensors(config)
-    folder.mkdir()
-    save_file({name.removeprefix(prefix): values for name, values in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    save(folder, config, {name.removeprefix(prefix): values for name, values in tensors.items()})
     return tensors
 
 

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from tiny_checkpoints import CONFIG, MakeCheckpoint, random_tensors
+from tiny_checkpoint import tensors as random_tensors
+from tiny_checkpoints import CONFIG, MakeCheckpoint
 
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.checkpoint.compressed_tensors import pack, quantization_config, unpack
@@ -43,7 +44,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_reads_every_tensor(make_checkpoint: MakeCheckpoint, shards: int, dtype: Any, form: str) -> None:
-    tensors = random_tensors(CONFIG, dtype)
+    tensors = random_tensors(CONFIG, dtype=dtype)
     folder = make_checkpoint(tensors=tensors, shards=shards, form=form)
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
     with open_model(folder) as model:

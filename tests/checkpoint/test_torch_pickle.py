@@ -124,10 +124,7 @@ def test_nothing_runs(name: str, mark: Path, tmp_path: Path, monkeypatch: pytest
                 monkeypatch.setattr(module, function, forbidden)
     storages = {"0": bytes(24)}
     inner = attack.removesuffix(b".")
-    hidden = {
-        "whole": attack,
-        "value": b"\x80\x02}" + encode("x") + inner.removeprefix(b"\x80\x02") + b"s.",
-    }
+    hidden = {"whole": attack, "value": b"\x80\x02}" + encode("x") + inner.removeprefix(b"\x80\x02") + b"s."}
     for kind, content in hidden.items():
         path = write_zip(tmp_path / f"{kind}.bin", content, storages)
         with pytest.raises(CheckpointError):

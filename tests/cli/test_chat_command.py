@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cpm_checkpoints
+import cpm_kit
 import pytest
 import tiny_checkpoint
 from click.testing import CliRunner, Result
@@ -107,7 +107,7 @@ def test_errors_that_no_line_can_change_appear_before_the_first(model: Path, tmp
 
 def test_eva(tmp_path: Path) -> None:
     pytest.importorskip("jieba")
-    model = cpm_checkpoints.write(tmp_path / "eva", "eva")
+    model = cpm_kit.write(tmp_path / "eva", "eva")
     result = chat(model, ["你好", "今天天气不错"])
     assert result.stdout == answers(model, ["你好", "今天天气不错"]), result.stderr
 

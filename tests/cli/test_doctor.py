@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from click.testing import CliRunner
+from cli_kit import output, run
 
-from bminf_lite.cli import main
 from bminf_lite.cuda import doctor
 from bminf_lite.cuda.doctor import Component, Gpu, Problem, Report
 
@@ -15,24 +14,10 @@ READY = Report("580.1", "13.0", (Gpu(0, "Example", (9, 0), 1 << 30),), "cupy 14"
 STUCK = Report(None, None, (), None, (Component("nvrtc", "13.0", None),), (), (Problem("No driver.", "install it"),))
 
 
-@pytest.fixture(params=[READY, STUCK], ids=["ready", "stuck"])
-def report(request, monkeypatch) -> Report:
-    monkeypatch.setattr(doctor, "diagnose", lambda: request.param)
-    return request.param
-
-
-def test_the_report_goes_to_stdout(report):
-    result = CliRunner().invoke(main, ["doctor"])
-    assert (result.exit_code, result.stdout, result.stderr) == (0, report.text() + "\n", "")
-
-
-def test_json(report):
-    result = CliRunner().invoke(main, ["doctor", "--json"])
-    assert result.exit_code == 0
-    assert json.loads(result.stdout) == json.loads(json.dumps(report.as_dict()))
-
-
-def test_it_fails_where_a_gpu_is_demanded_and_cannot_be_used(report):
-    result = CliRunner().invoke(main, ["doctor", "--device", "cuda"])
-    assert result.exit_code == (0 if report.usable else 1)
-    assert result.stdout == report.text() + "\n"
+@pytest.mark.parametrize("report", [READY, STUCK], ids=["ready", "stuck"])
+def test_the_report_goes_to_stdout(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda: report)
+    assert output("doctor") == report.text() + "\n"
+    assert json.loads(output("doctor", "--json")) == json.loads(json.dumps(report.as_dict()))
+    demanded = run("doctor", "--device", "cuda")
+    assert (demanded.exit_code, demanded.stdout) == (0 if report.usable else 1, report.text() + "\n")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import cpm_checkpoints
+import cpm_kit
 import pytest
-import tiny_checkpoint
-from click.testing import CliRunner, Result
+from cli_kit import run
+from click.testing import Result
 
 import bminf_lite
-from bminf_lite.cli import main
 from bminf_lite.text.infilling import fill_spans
 
 pytest.importorskip("jieba")
@@ -21,11 +20,11 @@ OPTIONS = ["--max-new-tokens", "7", "--temperature", "1", "--seed", "2", "--freq
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cpm_checkpoints.write(tmp_path_factory.mktemp("fill") / "model", "cpm2")
+    return cpm_kit.write(tmp_path_factory.mktemp("fill") / "model", "cpm2")
 
 
 def fill(model: Path, *arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(main, ["fill-blank", str(model), "--device", "cpu", *arguments], input=stdin)
+    return run("fill-blank", model, "--device", "cpu", *arguments, stdin=stdin)
 
 
 def test_prints_the_whole_text_as_the_api_gives_it(model: Path) -> None:
@@ -40,13 +39,12 @@ def test_prints_the_whole_text_as_the_api_gives_it(model: Path) -> None:
     assert fill(model, "-", *OPTIONS, stdin=TEXT + "\n").stdout == result.stdout
 
 
-def test_wrong_usage(model: Path, tmp_path: Path) -> None:
+def test_wrong_usage(model: Path, source: Path) -> None:
     for arguments, words in [
         (["no blank"], "<span>"),
         ([TEXT, "--temperature", "-1", "--frequency-penalty", "nan"], "frequency_penalty"),
     ]:
         result = fill(model, *arguments)
         assert result.exit_code == 2 and words in result.stderr and "Traceback" not in result.stderr
-    other = tiny_checkpoint.write(tmp_path / "llama")
-    result = fill(other, TEXT)
+    result = fill(source, TEXT)
     assert result.exit_code == 2 and "fills no blanks" in result.stderr

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 import tiny_checkpoint
-from click.testing import CliRunner, Result
+from cli_kit import run
+from click.testing import Result
 
 import bminf_lite
-from bminf_lite.cli import main
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint.write(tmp_path_factory.mktemp("generate") / "model")
+@pytest.fixture
+def model(source: Path) -> Path:
+    return source
 
 
 def generate(model: Path, *arguments: str, stdin: bytes | None = None) -> Result:
-    return CliRunner().invoke(main, ["generate", str(model), "--device", "cpu", *arguments], input=stdin)
+    return run("generate", model, "--device", "cpu", *arguments, stdin=stdin)
 
 
 def test_text_goes_to_stdout_and_equals_the_api(model: Path) -> None:
@@ -128,6 +128,8 @@ def test_every_invalid_line_of_a_file_of_prompts_is_reported(model: Path, tmp_pa
     result = generate(model, "--prompts", str(prompts))
     assert (result.exit_code, result.stdout) == (2, "")
     assert re.findall(r"line (\d+):", result.stderr) == [str(i) for i in range(2, 2 + len(bad))]
+    prompts.write_text("\n \n")
+    assert "no prompts" in generate(model, "--prompts", str(prompts)).stderr
 
 
 def test_every_prompt_of_a_file_that_cannot_be_encoded_is_reported(model: Path, tmp_path: Path) -> None:
@@ -149,16 +151,6 @@ def test_a_byte_order_mark_is_dropped(model: Path, tmp_path: Path) -> None:
     assert json.loads(generate(model, "-", *options, stdin="\ufeffhello".encode()).stdout)["prompt_tokens"] == 6
 
 
-def test_a_file_without_prompts(model: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n \n")
-    result = generate(model, "--prompts", str(prompts))
-    assert result.exit_code == 2 and "no prompts" in result.stderr
-
-
-def test_models_that_cannot_be_used(tmp_path: Path) -> None:
-    result = generate(tmp_path / "none", "x")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: ") and str(tmp_path / "none") in result.stderr
+def test_a_chat_without_a_template(tmp_path: Path) -> None:
     result = generate(tiny_checkpoint.write(tmp_path / "model", chat_template=None), "x", "--chat")
     assert result.exit_code == 2 and "chat template" in result.stderr

@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_checkpoint
-from click.testing import CliRunner
-
-import bminf_lite
-from bminf_lite.cli import main
+from cli_kit import run as command
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MACHINE = ("--gpu-memory", "24GiB", "--link", "25", "--bandwidth", "900")
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+    return command("plan", *arguments)
 
 
 def facts(*arguments: object) -> dict[str, Any]:
@@ -59,11 +55,9 @@ def test_an_int8_cache_takes_half() -> None:
     assert small == 2 * 32 * 8 * (128 + 2)
 
 
-def test_a_checkpoint_as_it_is_and_migrated(tmp_path: Path) -> None:
-    source = tiny_checkpoint.write(tmp_path / "source")
-    bminf_lite.migrate(source, tmp_path / "int8")
+def test_a_checkpoint_as_it_is_and_migrated(source: Path, int8: Path) -> None:
     as_stored = facts(source, *MACHINE)["weight_bytes"]
-    as_if, migrated = facts(source, *MACHINE, "--recipe", "w8a8"), facts(tmp_path / "int8", *MACHINE)
+    as_if, migrated = facts(source, *MACHINE, "--recipe", "w8a8"), facts(int8, *MACHINE)
     assert as_if == migrated
     assert migrated["weight_bytes"] < as_stored
 

@@ -101,10 +101,7 @@ def test_out_of_memory_for_sources_gives_the_decoder_cache_back():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: FLOAT.generate(source_of(41)),
-            "41 tokens, but the model's encoder reads 40 at most",
-        ),
+        (lambda: FLOAT.generate(source_of(41)), "41 tokens, but the model's encoder reads 40 at most"),
         (lambda: FLOAT.generate(EncodedPrompt((1, 2), target=(3,) * 39)), "target has 39 tokens, but .* context is 40"),
         (lambda: FLOAT.logits([1, 2, 3]), "source of 1 to 40 token ids, not none"),
         (lambda: FLOAT.logits([1], source=[3, 61]), "token 1 is 61"),

@@ -15,16 +15,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 from safetensors.numpy import load_file, save_file
-from tiny_models import (
-    ENCODER_DECODERS,
-    FAMILIES,
-    GPTS,
-    RandomWeights,
-    TinyEncoderDecoder,
-    TinyModel,
-    case_without_golden,
-    goldens,
-)
+from tiny_models import Golden, RandomWeights, one_of_each_architecture
 
 import bminf_lite
 from bminf_lite import models
@@ -40,18 +31,6 @@ from bminf_lite.evaluation.divergence import DivergenceAccumulator, log_softmax
 from bminf_lite.models.spec import Role, Spec
 
 TEXT = ["The quick brown fox jumps over the lazy dog. " * 6, "Pack my box with five dozen liquor jugs."]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint.write(tmp_path_factory.mktemp("compare") / "source")
-
-
-@pytest.fixture(scope="module")
-def int8(source: Path) -> Path:
-    out = source.parent / "int8"
-    bminf_lite.migrate(source, out)
-    return out
 
 
 def windows(folder: Path) -> list[Window]:
@@ -151,10 +130,9 @@ def test_schemes_are_named():
     assert [scheme_of(w) for w in found] == ["float", "w8a8", "w8a16", "w8a8+2"]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *GPTS, *ENCODER_DECODERS, "cpm2", "eva"])
-def test_every_model_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_path: Path):
+@pytest.mark.parametrize("golden", one_of_each_architecture(), ids=lambda golden: golden.config["model_type"])
+def test_every_model_runs_layer_by_layer_as_it_does_at_once(golden: Golden, tmp_path: Path):
     """The encoder of an encoder-decoder reads the first half of a window, and the decoder continues with the second."""
-    golden = case_without_golden(family) if family in ("cpm2", "eva") else next(goldens(family))
     weights, spec = RandomWeights(golden.config, golden.seed), golden.spec
     source = golden.save(tmp_path / "source", weights.tensors)
     bminf_lite.migrate(source, tmp_path / "int8")
@@ -167,15 +145,8 @@ def test_every_model_runs_layer_by_layer_as_it_does_at_once(family: str, tmp_pat
     total = DivergenceAccumulator()
     with open_model(tmp_path / "int8") as opened:
         for window in given:
-            logits = []
-            for w in (weights, opened.weights()):
-                if window.source is None:
-                    model = TinyModel(CpuBackend(), golden.config, w)
-                else:
-                    model = TinyEncoderDecoder(CpuBackend(), golden.config, w)
-                    model.read(window.source)
-                logits.append(model.run(window.tokens)[-window.scored - 1 : -1])
-            total.add(*logits, window.tokens[-window.scored :])
+            logits = [golden.logits_with(w, window.tokens, window.source) for w in (weights, opened.weights())]
+            total.add(*(part[-window.scored - 1 : -1] for part in logits), window.tokens[-window.scored :])
     found = compare(tmp_path / "int8", source, given, "cpu")
     np.testing.assert_allclose(found.divergence.divergences, total.result().divergences, rtol=1e-3, atol=1e-7)
     assert [block.layer for block in found.blocks] == list(range(number_of_layers(spec)))
@@ -229,8 +200,8 @@ def test_the_bundled_model_s_weak_spot_is_found(tmp_path: Path):
     """Its down projections have inputs of 50 times their rms, as those of large models have."""
     demo = Path(str(resources.files("bminf_lite.demo_model")))
     bminf_lite.migrate(demo, tmp_path / "int8")
-    text = [read_texts(demo / "heldout.txt")[0][:3000]]
-    found = compare(tmp_path / "int8", demo, truncate_windows(windows_for(demo, text, 128, 128), 400), "cpu")
+    text = [read_texts(demo / "heldout.txt")[0][:1500]]
+    found = compare(tmp_path / "int8", demo, truncate_windows(windows_for(demo, text, 128, 128), 250), "cpu")
     worst = sorted(found.linears, key=lambda linear: linear.own.snr_db)[:4]
     assert {linear.name.rpartition(".")[2] for linear in worst} == {"down_proj"}
     assert min(linear.input.largest for linear in worst) > 20

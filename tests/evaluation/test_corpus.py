@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.errors import UsageError
-from bminf_lite.evaluation.corpus import (
-    check_window,
-    read_texts,
-    sliding_windows,
-    truncate_windows,
-    windows_for,
-)
+from bminf_lite.evaluation.corpus import check_window, read_texts, sliding_windows, truncate_windows, windows_for
 
 documents = st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda lengths: max(lengths) >= 2)
 

@@ -69,9 +69,3 @@ def test_uniform_and_certain_predictions():
 def test_what_cannot_be_scored(tokens, window):
     with pytest.raises(UsageError, match=r"2 tokens at least|2 to the model's context, 96"):
         perplexity(MODEL, prompt_of(tokens), window)
-
-
-@pytest.mark.parametrize("stride", [0, -3, 9])
-def test_a_stride_that_scores_nothing_or_misses_tokens(stride):
-    with pytest.raises(UsageError, match=f"stride is {stride}"):
-        perplexity(MODEL, prompt_of(20), 8, stride)

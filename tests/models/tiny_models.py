@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from bminf_lite import models
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.quantization import HostWeight, quantize_weight
 from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.layers.cache import KVCache, SourceCache
@@ -103,6 +104,13 @@ class Golden:
         save_file(dict(tensors), folder / "model.safetensors")
         return folder
 
+    def logits_with(self, weights: Any, tokens: Any = None, source: Any = None) -> np.ndarray:
+        """What the CPU computes with ``weights`` from other tokens or the golden's own, fp32 ``[tokens, vocab]``."""
+        model = tiny_model(CpuBackend(), self.config, weights)
+        if self.source is not None:
+            model.read(self.source if source is None else source)
+        return model.run(self.tokens if tokens is None else tokens)
+
 
 def goldens(family: str) -> Iterator[Golden]:
     """The committed cases of one family."""
@@ -130,6 +138,12 @@ def case_without_golden(model_type: str, tokens: int = 11, source: int = 9, **co
     read = None if model_type == "cpm1" else random_tokens(4, source, 97)
     config = {"model_type": model_type, **CPM[model_type], **config}
     return Golden("no golden", config, 1, "", random_tokens(3, tokens, 97), np.empty(0), read)
+
+
+def one_of_each_architecture() -> list[Golden]:
+    """The first golden of each family, and the models that transformers does not know."""
+    families = (*FAMILIES, *GPTS, *ENCODER_DECODERS)
+    return [*(next(goldens(family)) for family in families), *map(case_without_golden, CPM)]
 
 
 class RandomWeights:

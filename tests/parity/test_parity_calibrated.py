@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import outliers
 import pytest
+from reopened import reopened
 
 import bminf_lite
 
-torch = pytest.importorskip("torch", reason="parity needs torch")
-transformers = pytest.importorskip("transformers", reason="parity needs transformers")
-pytest.importorskip("compressed_tensors", reason="parity needs compressed-tensors")
-import make_goldens  # noqa: E402  (needs torch)
+pytest.importorskip("torch", reason="parity needs torch")
+import make_goldens
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
@@ -49,9 +47,7 @@ def test_transformers_opens_it_and_agrees(
     with bminf_lite.load(source, device="cpu") as before, bminf_lite.load(out, device="cpu") as model:
         ids = np.array(model.tokenizer.encode((DEMO / "heldout.txt").read_text(encoding="utf-8")[:3000]))
         ours, unquantized = model.logits(ids), before.logits(ids)
-    opened, info = open_with_transformers(out)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    theirs = make_goldens.logits_of(opened, ids)
+    theirs = make_goldens.logits_of(reopened(out), ids)
     # they round activations by another definition (max / 127.5), and keep a tied head float
     assert error(ours, theirs) < 1.6 * error(theirs, unquantized)
     assert error(theirs, unquantized) < 0.02 and error(ours, unquantized) < 0.02
@@ -68,12 +64,4 @@ def test_transformers_refuses_outlier_columns_by_name(tmp_path: Path) -> None:
     report = bminf_lite.migrate(source, tmp_path / "out", recipe, calibrate=text, samples=4, device="cpu")
     assert any(product["outlier_columns"] for product in report.calibration["products"])
     with pytest.raises(ValueError, match="bminf-lite"):
-        open_with_transformers(tmp_path / "out")
-
-
-def open_with_transformers(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The model, computing in fp32, and what transformers says about the tensors."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
-    return model.eval(), info
+        reopened(tmp_path / "out")

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import ENCODER_DECODERS, GPTS, Golden, RandomWeights, TinyEncoderDecoder, TinyModel, goldens
+from tiny_models import ENCODER_DECODERS, GPTS, Golden, RandomWeights, goldens
 
 from bminf_lite import models
-from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.quantization import quantize_rows, quantize_weight
 from bminf_lite.models.spec import Role
 
@@ -56,12 +55,9 @@ def errors(golden: Golden, dynamic: bool) -> np.ndarray:
     weights = RandomWeights(golden.config, golden.seed, quantized=True, dynamic=dynamic)
     if golden.source is None:
         expected = make_goldens.logits_of(hf, golden.tokens)
-        logits = TinyModel(CpuBackend(), golden.config, weights).run(golden.tokens)
     else:
         _, expected = make_goldens.encoded_and_logits(hf, golden.source, golden.tokens)
-        model = TinyEncoderDecoder(CpuBackend(), golden.config, weights)
-        model.read(golden.source)
-        logits = model.run(golden.tokens)
+    logits = golden.logits_with(weights)
     return np.abs(logits - expected).max(axis=1) / np.abs(expected).max()
 
 

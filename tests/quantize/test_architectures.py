@@ -1,4 +1,4 @@
-"""Every architecture goes through the calibrated recipes: fused matrices, biases, ReLU, encoder and decoder."""
+"""Every architecture can be smoothed and calibrated: fused matrices, biases, ReLU, encoder and decoder."""
 
 from __future__ import annotations
 
@@ -7,29 +7,49 @@ from pathlib import Path
 import numpy as np
 import pytest
 from outliers import multiplied, width
-from tiny_models import (
-    CPM,
-    ENCODER_DECODERS,
-    FAMILIES,
-    GPTS,
-    Golden,
-    RandomWeights,
-    TinyEncoderDecoder,
-    TinyModel,
-    case_without_golden,
-    goldens,
-    random_tokens,
-)
+from tiny_models import ENCODER_DECODERS, FAMILIES, GPTS, Golden, RandomWeights, goldens, random_tokens
+from tiny_models import one_of_each_architecture as each
 
 import bminf_lite
-from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.checkpoint.opened_model import open_model
-from bminf_lite.layers.loading import Weights
-from bminf_lite.models.spec import Role
-from bminf_lite.quantize.smoothing import fold_factors
+from bminf_lite.models.spec import Fold, Role
+from bminf_lite.quantize.smoothing import expand_channels, fold_factors, reduce_channels
 
-CASES = [next(goldens(family)) for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS)]
-CASES += [case_without_golden(model_type) for model_type in CPM]
+ALL = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden in goldens(family)]
+ALL += [golden for golden in each() if golden.weights == ""]
+
+
+def matrices(golden: Golden) -> set[str]:
+    return {name for name, p in golden.spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
+
+
+@pytest.mark.parametrize("golden", ALL, ids=str)
+def test_powers_of_two_in_every_fold_change_nothing(golden: Golden) -> None:
+    """Not a single bit of the float model's logits."""
+    spec, random = golden.spec, np.random.default_rng(0)
+    weights = RandomWeights(golden.config, golden.seed)
+    expected = golden.logits_with(weights)
+    consumers = [name for fold in spec.foldable for name in fold.consumers]
+    assert len(consumers) == len(set(consumers)) and set(consumers) <= matrices(golden)
+    for fold in spec.foldable:
+        factors = np.exp2(random.integers(-6, 7, width(spec, fold))).astype(np.float32)
+        for name, rewrite in fold_factors(spec, fold, factors).items():
+            weights.tensors[name] = multiplied(weights.tensors[name], rewrite)
+    np.testing.assert_array_equal(golden.logits_with(weights), expected)
+
+
+def test_gathering_undoes_spreading() -> None:
+    fold = Fold((), (), block=2, repeat=3)
+    np.testing.assert_array_equal(expand_channels(np.arange(4), fold), [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3])
+    np.testing.assert_array_equal(reduce_channels(np.array([0, 9, 5, 1, 0, 1, 2, 3, 2, 3, 2, 8]), fold), [5, 9, 2, 8])
+
+
+def test_most_matrices_can_be_smoothed() -> None:
+    """All of a LLaMA's but a tied head."""
+    golden = next(goldens("llama"))
+    assert (
+        matrices(golden) - {name for fold in golden.spec.foldable for name in fold.consumers} <= golden.spec.tied.keys()
+    )
 
 
 def write(folder: Path, golden: Golden) -> Path:
@@ -43,42 +63,32 @@ def write(folder: Path, golden: Golden) -> Path:
     return golden.save(folder, tensors)
 
 
-def logits(golden: Golden, weights: Weights) -> np.ndarray:
-    if golden.source is None:
-        return TinyModel(CpuBackend(), golden.config, weights).run(golden.tokens)
-    model = TinyEncoderDecoder(CpuBackend(), golden.config, weights)
-    model.read(golden.source)
-    return model.run(golden.tokens)
-
-
 def migrated_error(golden: Golden, out: Path) -> float:
     """How far the logits of the checkpoint in ``out`` are from the float model's, relative to those."""
     with open_model(out) as model:
-        got = logits(golden, model.weights())
-    expected = logits(golden, RandomWeights(golden.config, golden.seed))
+        got = golden.logits_with(model.weights())
+    expected = golden.logits_with(RandomWeights(golden.config, golden.seed))
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("golden", CASES, ids=lambda golden: golden.config["model_type"])
-def test_calibrated_recipes(golden: Golden, tmp_path: Path) -> None:
+RECIPES = ("w8a8-smooth", pytest.param("auto", marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("golden", each(), ids=lambda golden: golden.config["model_type"])
+def test_calibrated_recipes(golden: Golden, recipe: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source", golden)
-    ids = random_tokens(7, 600, golden.config["vocab_size"])
+    ids = random_tokens(7, 512, golden.config["vocab_size"])
     bminf_lite.migrate(source, tmp_path / "plain")
-    error = {"plain": migrated_error(golden, tmp_path / "plain")}
-    for recipe in ("w8a8-smooth", "auto"):
-        report = bminf_lite.migrate(source, tmp_path / recipe, recipe, calibrate=ids, device="cpu")
-        decided = [name for product in report.calibration["products"] for name in product["tensors"]]
-        assert len(decided) == len(set(decided))
-        matrices = {name for name, p in golden.spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
-        assert set(decided) == matrices
-        assert 0 < report.cost["kl"] < 0.01
-        error[recipe] = migrated_error(golden, tmp_path / recipe)
-    assert error["w8a8-smooth"] < 0.5 * error["plain"] and error["w8a8-smooth"] < 0.05
-    assert error["auto"] < 1.05 * error["w8a8-smooth"]
+    report = bminf_lite.migrate(source, tmp_path / "out", recipe, calibrate=ids, device="cpu")
+    decided = [name for product in report.calibration["products"] for name in product["tensors"]]
+    assert len(decided) == len(set(decided)) and set(decided) == matrices(golden)
+    assert 0 < report.cost["kl"] < 0.01
+    assert migrated_error(golden, tmp_path / "out") < min(0.5 * migrated_error(golden, tmp_path / "plain"), 0.05)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("golden", CASES, ids=lambda golden: golden.config["model_type"])
+@pytest.mark.parametrize("golden", each(), ids=lambda golden: golden.config["model_type"])
 def test_a_gpu_calibrates_every_architecture(golden: Golden, tmp_path: Path) -> None:
     source = write(tmp_path / "source", golden)
     ids = random_tokens(7, 600, golden.config["vocab_size"])

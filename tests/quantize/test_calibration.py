@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_checkpoint
 from random_values import make_batch
 
 from bminf_lite.backend.base import Backend, Weight
@@ -62,11 +61,6 @@ def inputs(seen: list[Observation]) -> dict[tuple[str, ...], np.ndarray]:
         assert len(parts[observation.tensors]) == observation.batch_index + 1
         assert observation.is_last == (observation.batch_index + 1 == observation.num_batches)
     return {tensors: np.concatenate(x) for tensors, x in parts.items()}
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint.write(tmp_path_factory.mktemp("calibration") / "source")
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 1000])

@@ -48,7 +48,10 @@ def demo() -> Demo:
     return Demo()
 
 
-@pytest.mark.parametrize("recipe, bound", [("w8a16", 0.0005), ("w8a8", 0.004), ("auto", 0.003)])
+AUTO = pytest.param("auto", 0.003, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("recipe, bound", [("w8a16", 0.0005), ("w8a8", 0.004), AUTO])
 def test_int8_costs_little(demo: Demo, tmp_path: Path, recipe: str, bound: float) -> None:
     assert demo.cost(DEMO, tmp_path / "out", recipe) < bound
 
@@ -75,10 +78,12 @@ def with_outliers(demo: Demo, folder: Path, cases: Iterable[str]) -> Path:
     return source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_outliers_cost_plain_int8_much(demo: Demo, tmp_path: Path, case: str) -> None:
     assert demo.cost(with_outliers(demo, tmp_path / "source", [case]), tmp_path / "plain", "w8a8") > CASES[case]
 
 
+@pytest.mark.slow
 def test_a_calibration_finds_all_outliers(demo: Demo, tmp_path: Path) -> None:
     assert demo.cost(with_outliers(demo, tmp_path / "source", CASES), tmp_path / "auto", "auto") < 0.005

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 import outliers
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import bminf_lite
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.quantization import Int8Weight, OutlierColumns, quantize_rows, quantize_weight
+from bminf_lite.backend.quantization import Int8Weight, OutlierColumns, quantize_weight
 from bminf_lite.checkpoint.manifest import MigrationReport
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.errors import CheckpointError
@@ -25,50 +24,21 @@ DOWN = "model.layers.0.mlp.down_proj"
 RECIPE = 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\nsmoothing = false\nmax_error = {}\noutlier_columns = {}\n'
 
 
-def split(weight: np.ndarray, index: np.ndarray, dynamic: bool) -> Int8Weight:
-    rest = np.array(weight)
-    rest[:, index] = 0
-    int8 = quantize_weight(rest, dynamic)
-    return Int8Weight(int8.codes, int8.scale, dynamic, OutlierColumns(index, weight[:, index].astype(np.float16)))
-
-
-@given(st.integers(0, 2**32), st.integers(1, 9), st.integers(2, 40), st.integers(1, 9), st.booleans())
-def test_a_product_is_that_of_the_int8_part_and_of_the_columns(
-    seed: int, rows: int, inputs: int, outputs: int, dynamic: bool
-) -> None:
-    random = np.random.default_rng(seed)
-    index = np.sort(random.choice(inputs, random.integers(1, inputs), replace=False)).astype(np.int32)
-    x = random.standard_normal((rows, inputs)).astype(np.float32)
-    x[:, index] *= 1000
-    parts = [split(random.standard_normal((outputs, inputs)).astype(np.float32), index, dynamic) for _ in range(2)]
-    bias = random.standard_normal(outputs).astype(np.float32)
-    ops = Backend()
-    got = ops.linear(x, ops.weight(parts, [bias, None]), fp32=True)
-    rest = np.array(x)
-    rest[:, index] = 0
-    codes, scale = quantize_rows(rest)
-    seen = codes * scale[:, None].astype(np.float64) if dynamic else rest.astype(np.float64)
-    for part, y, b in zip(parts, np.split(got, 2, axis=1), (bias, np.float32(0)), strict=True):
-        int8 = part.scale.astype(np.float64)[:, None] * part.codes
-        assert part.outliers is not None
-        expected = seen @ int8.T + x[:, index].astype(np.float64) @ part.outliers.values.astype(np.float64).T + b
-        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(x).max() * inputs)
-
-
 def test_matrices_of_one_product_keep_the_same_columns() -> None:
-    weight = np.ones((2, 4), np.float32)
-    parts = [split(weight, np.array([i], np.int32), True) for i in (1, 2)]
+    plain = quantize_weight(np.ones((2, 4), np.float32))
+    columns = [OutlierColumns(np.array([i], np.int32), np.zeros((2, 1), np.float16)) for i in (1, 2)]
+    parts = [replace(plain, outliers=c) for c in columns]
     with pytest.raises(ValueError, match="same columns"):
         Backend().weight(parts)
     with pytest.raises(ValueError, match="same columns"):
-        Backend().weight([parts[0], quantize_weight(weight)])
+        Backend().weight([parts[0], plain])
 
 
 @pytest.fixture(scope="module")
 def spiked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """The demo model with a pair of neurons that spikes on a frequent token, and tokens to calibrate on."""
     with bminf_lite.load(DEMO, "cpu") as model:
-        ids = model.tokenizer.encode((DEMO / "heldout.txt").read_text(encoding="utf-8"))[:2048]
+        ids = model.tokenizer.encode((DEMO / "heldout.txt").read_text(encoding="utf-8"))[:640]
     token = max(set(ids), key=ids.count)
     folder = outliers.write(DEMO, tmp_path_factory.mktemp("spiked") / "source", outliers.spike(token))
     return folder, ids
@@ -99,8 +69,8 @@ def test_a_spike_is_kept_in_fp16(spiked: tuple[Path, list[int]], kept: tuple[Pat
         np.testing.assert_array_equal(weight.outliers.values, original[:, 640:].astype(np.float16))
         assert not weight.codes[:, 640:].any()
     with bminf_lite.load(source, "cpu") as floating, bminf_lite.load(folder, "cpu") as model:
-        expected = floating.logits(ids[:512])
-        assert np.linalg.norm(model.logits(ids[:512]) - expected) < 0.03 * np.linalg.norm(expected)
+        expected = floating.logits(ids[:256])
+        assert np.linalg.norm(model.logits(ids[:256]) - expected) < 0.03 * np.linalg.norm(expected)
 
 
 @pytest.mark.gpu

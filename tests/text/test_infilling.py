@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import tiny_checkpoint
 import tokenizer_kit
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
 import bminf_lite
 from bminf_lite.api import Model
@@ -26,8 +23,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp("t5")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    save_file(tiny_checkpoint.tensors(CONFIG), str(folder / "model.safetensors"), {"format": "pt"})
+    tiny_checkpoint.save(folder, CONFIG, tiny_checkpoint.tensors(CONFIG))
     tokenizer = tokenizer_kit.metaspace()
     tokenizer.add_special_tokens([f"<extra_id_{i}>" for i in range(4)][::-1])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -14,6 +14,7 @@ from bminf_lite.bench.shapes import read_shape
 from bminf_lite.checkpoint.reader import open_checkpoint
 
 
+@pytest.mark.slow
 def test_a_random_checkpoint_is_migrated_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 2048, "num_attention_heads": 2}
     (tmp_path / "small.json").write_text(json.dumps(read_shape("llama-tiny") | small))
