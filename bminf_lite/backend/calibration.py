@@ -72,11 +72,7 @@ class CalibrationOps:
         return quotient.astype(self.ops.activation_dtype)
 
     def weight(
-        self,
-        matrix: Array,
-        dynamic: bool | None,
-        factors: np.ndarray | None = None,
-        outliers: np.ndarray | None = None,
+        self, matrix: Array, dynamic: bool | None, factors: np.ndarray | None = None, outliers: np.ndarray | None = None
     ) -> Any:
         """The matrix, its columns multiplied by ``factors``, as a weight for ``linear``.
 

@@ -92,10 +92,7 @@ def parse_family(read: ConfigReader) -> Config:
         read.problem("rope_parameters", str(error))
     fields = read.checked_fields()
     return Config(
-        **fields,
-        frequencies=tuple(map(float, frequencies)),
-        rope_scale=scale,
-        windows=(None,) * fields["layers"],
+        **fields, frequencies=tuple(map(float, frequencies)), rope_scale=scale, windows=(None,) * fields["layers"]
     )
 
 

@@ -10,11 +10,7 @@ from . import llama
 from ._config import ConfigReader, flag, integer, with_defaults
 
 KEYS = with_defaults(
-    llama.KEYS,
-    vocab_size=151936,
-    intermediate_size=22016,
-    num_key_value_heads=32,
-    max_position_embeddings=32768,
+    llama.KEYS, vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
 )
 WINDOW = integer("sliding_window", 4096)
 LAYER_TYPES = ("full_attention", "sliding_attention")
