@@ -17,7 +17,6 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def parse(config: Mapping[str, Any]) -> llama.Config:
-    """Qwen2's configuration."""
     read = ConfigReader(config, KEYS)
     windows = qwen_windows(read)
     return replace(llama.parse_family(read), windows=windows, qkv_bias=True)
