@@ -38,7 +38,7 @@ FIRST_BIAS = "encoder.blocks.0.self_attn.self_attn.relative_attention_bias.weigh
 class Family:
     """The properties of a family of checkpoints that its tensors do not show.
 
-    The decoder begins with the token ``start`` and ends with ``end``; ``config`` is added to ``config.json``.
+    Decoding starts from the token ``start`` and ends with ``end``; ``config`` is added to ``config.json``.
     """
 
     model_type: str

@@ -70,12 +70,12 @@ class LayerwiseModel:
         self.names += [f"{kind} {i}" for i in range(config.layers)]
 
     def start(self, batches: Sequence[SequenceBatch]) -> list[HiddenState]:
-        """Each batch before the first layer."""
+        """The state of each batch before the first layer."""
         embed = self.builder.embed()
         return [HiddenState(embed(self._step(batch.sources or batch.sequences))) for batch in batches]
 
     def build(self, index: int) -> LayerFn:
-        """The layer of that number. It overwrites the state that it is given, as its operations do."""
+        """Layer ``index``, counted through encoder and decoder. It may overwrite the arrays of its state."""
         if index < self._encoders:
             encode = self.builder.encoder_block(index)
             return lambda state, batch: HiddenState(encode(state.residual, self._step(batch.sources)))
@@ -112,5 +112,4 @@ class LayerwiseModel:
             return block(residual, cache.layers[0], *source, self._step(batch.sequences))
 
     def _step(self, sequences: Sequence[np.ndarray]) -> ForwardBatch:
-        """All sequences from their start, packed."""
         return ForwardBatch.packed(self.ops.array, sequences)
