@@ -47,7 +47,6 @@ class ConversionTask:
 
     @property
     def scale_name(self) -> str:
-        """The tensor that holds the scales."""
         return f"{self.module}.weight_scale"
 
     @property
@@ -72,7 +71,6 @@ class ConversionTask:
 
     @property
     def nbytes(self) -> int:
-        """The size of :meth:`outputs`."""
         return sum(declared.nbytes for declared in self.outputs().values())
 
     @property
@@ -82,7 +80,6 @@ class ConversionTask:
 
     @property
     def row_elements(self) -> int:
-        """The length of a row."""
         return math.prod(self.info.shape[-1:])
 
     @property

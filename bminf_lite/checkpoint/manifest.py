@@ -70,12 +70,10 @@ class MigrationReport:
 
     @property
     def bytes_before(self) -> int:
-        """Size of the tensors in the source."""
         return sum(tensor.bytes_before for tensor in self.tensors)
 
     @property
     def bytes_after(self) -> int:
-        """Size of the tensors after migration."""
         return sum(tensor.bytes_after for tensor in self.tensors)
 
     def manifest(self) -> dict[str, Any]:

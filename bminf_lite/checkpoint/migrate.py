@@ -1,10 +1,10 @@
 """Migration: a float checkpoint in, the same model with int8 weights out.
 
 The source is read once, tensor by tensor and block by block (see :mod:`.conversion`), so memory stays small whatever
-the size of the model. The result appears complete or not at all (see :mod:`.output_folder`). Embeddings, norms and
-biases, and what the recipe leaves float, are copied bit for bit in the source's type. Two kinds of matrices stay float
-in the file and are quantized when the checkpoint is loaded: a tied head, which has no tensor of its own, and matrices
-that are stored ``[in, out]`` (GPT-2's), which other readers of the format open only as float.
+the size of the model. The result appears complete or not at all (see :mod:`.output_folder`). Embeddings, norms, biases
+and the matrices that the recipe leaves float are copied bit for bit in the source's type. Two kinds of matrices stay
+float in the file and are quantized when the checkpoint is loaded: a tied head, which has no tensor of its own, and
+matrices that are stored ``[in, out]`` (GPT-2's), which other readers of the format open only as float.
 
 The output is a compressed-tensors checkpoint that transformers and vLLM open, plus ``bminf_lite.json`` (see
 :mod:`.manifest`). Tokenizer files, chat templates, generation settings, licence and readme are copied.
@@ -130,7 +130,7 @@ class SchemeChoice:
 
     @classmethod
     def of(cls, spec: Spec, recipe: Recipe, rewrites: Mapping[str, WeightRewrite] | None = None) -> SchemeChoice:
-        """The recipe's schemes, replaced by those of ``rewrites``. Raises :class:`UsageError` for a useless recipe."""
+        """The recipe's schemes, replaced by those of ``rewrites``. Raises :class:`UsageError` if all are float."""
         matrices = {name: p for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
         recipe.check_patterns(matrices)
         chosen = {name: recipe.scheme_of(name, parameter.role is Role.HEAD) for name, parameter in matrices.items()}

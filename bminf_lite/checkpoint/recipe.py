@@ -40,7 +40,7 @@ OPTIONAL_KEYS: dict[str, tuple[type, str]] = {
 
 
 class Scheme(str, Enum):
-    """How a weight matrix is stored and run."""
+    """The number formats of a weight matrix and of its input."""
 
     W8A8 = "w8a8"
     W8A16 = "w8a16"

@@ -75,7 +75,6 @@ class TensorFile(ABC):
 
     @property
     def nbytes(self) -> int:
-        """The size of the file."""
         return self._state[0]
 
     def read(self, name: str) -> np.ndarray:

@@ -275,7 +275,6 @@ def _other_form(start: bytes) -> str:
 
 
 def _chosen(content: Any, entry: str | None) -> Mapping[Any, Any]:
-    """The dictionary that must hold the tensors."""
     chosen = content[entry] if isinstance(content, dict) and entry in content else content
     if not isinstance(chosen, dict):
         raise UnsupportedTorchFileError(f"it holds {describe(chosen)} instead of a dictionary of tensors")

@@ -37,7 +37,6 @@ class TensorDeclaration:
 
     @property
     def nbytes(self) -> int:
-        """Size of the data in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 

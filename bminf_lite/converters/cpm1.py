@@ -6,6 +6,7 @@ The tensors give all sizes but the number of heads, which by default is that of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,6 @@ def write(source: Path, vocabulary: Path, folder: Path, heads: int | None = None
             "eos_token_id": EOD,
         }
 
-    with Shards(source) as shards:
+    with closing(Shards(source)) as shards:
         merge_shards(shards, RULES, configure, folder)
     write_vocabulary(folder, vocabulary, "chinese_vocab.model", "CPM1Tokenizer")

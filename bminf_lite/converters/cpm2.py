@@ -6,6 +6,7 @@ All sizes come from the tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def write(source: Path, vocabulary: Path, folder: Path, family: Family) -> None:
             **family.config,
         }
 
-    with Shards(source, IGNORED) as shards:
+    with closing(Shards(source, IGNORED)) as shards:
         merge_shards(shards, RULES, configure, folder)
     write_vocabulary(folder, vocabulary, "vocab.txt", family.tokenizer_class)
 

@@ -58,7 +58,7 @@ class Shards:
     """The open shards of a model. ``names`` maps a tensor's name to its name in each file, which wrappers prefix.
 
     Raises :class:`CheckpointError` for a folder without shards, for files that cannot be used and for shards with
-    different tensors. A context manager.
+    different tensors.
     """
 
     def __init__(self, source: Path, ignored: tuple[str, ...] = ()):
@@ -71,12 +71,6 @@ class Shards:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Shards:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         for file in self.files:
@@ -154,7 +148,6 @@ def unwrapped(name: str) -> str:
 
 
 def rule_of(name: str, rules: Rules) -> Merge | None:
-    """How to merge a tensor; None for one that no rule knows."""
     return next((merge for pattern, merge in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
 
@@ -163,10 +156,10 @@ def merge_shards(shards: Shards, rules: Rules, configure: Configure, folder: Pat
 
     Raises :class:`CheckpointError` with every tensor that is unknown, missing or not of the configuration's shape.
     """
-    unknown = [f"unknown tensor {name!r}" for name in shards.names if rule_of(name, rules) is None]
+    merges = {name: merge for name in shards.names if (merge := rule_of(name, rules))}
+    unknown = [f"unknown tensor {name!r}" for name in shards.names if name not in merges]
     if unknown:
         raise CheckpointError(listed(shards.source, unknown))
-    merges = {name: rule_of(name, rules) or COPIES for name in shards.names}
     declared = {name: shards.merged(name, merge) for name, merge in merges.items()}
     config = configure({name: tensor.shape for name, tensor in declared.items()})
     spec = describe_model(config).spec

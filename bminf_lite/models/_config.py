@@ -198,9 +198,9 @@ class ConfigReader:
         text = f"{names[0]} ({values[0]}) is not a multiple of {names[1]} ({values[1]})"
         self.require(values[0] % values[1] == 0, text, *names)
 
-    def reject_unknown_keys(self, *others: Key) -> None:
-        """Record every key that is in neither the table, ``others`` nor :data:`COMMON`: for formats of our own."""
-        known = {key.name for key in (*self.keys.values(), *others)}
+    def reject_unknown_keys(self) -> None:
+        """Record every key that is neither in the table nor in :data:`COMMON`: for this project's own formats."""
+        known = {key.name for key in self.keys.values()}
         for name in self.config.keys() - known - COMMON:
             close = get_close_matches(name, known, n=1)
             hint = f"; the nearest is {close[0]}" if close else ""

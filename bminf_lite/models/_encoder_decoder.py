@@ -105,12 +105,11 @@ class Config(ModelConfig):
 
     @property
     def score_scale(self) -> float:
-        """The factor on the attention scores."""
         return self.head_dim**-0.5 if self.scaled_scores else 1.0
 
     @property
     def logit_scale(self) -> float:
-        """The factor on the logits, which makes up for the size of the embeddings in a tied head."""
+        """The factor on the logits, ``1 / sqrt(hidden_size)`` with a tied head."""
         return self.hidden_size**-0.5 if self.tied_head else 1.0
 
     @property
@@ -135,9 +134,9 @@ def check_buckets(read: ConfigReader) -> None:
 def spec(config: Config) -> Spec:
     """Every tensor of the checkpoint.
 
-    Factors move from a norm to what reads it (all layers of the decoder read the encoder's last norm), from values to
-    the output of attention, and from the last linear step before ``wo`` to ``wo``. Fused matrices are left out where
-    they would be divided.
+    Factors move from a norm to the matrices that read it (all layers of the decoder read the encoder's last norm), from
+    values to the output of attention, and from the last linear step before ``wo`` to ``wo``. Values in a fused matrix
+    are left out.
     """
     names, hidden, table = config.names, config.hidden_size, (config.vocab_size, config.hidden_size)
     tensors = embedding(names.embedding, table) | head(names.head, table)
@@ -282,7 +281,6 @@ class ModelBuilder:
         return EncoderBlock(self.config, self.weights, self.ops, layer, bias)
 
     def encoder_norm(self) -> NormLayer:
-        """The norm after the encoder's last layer."""
         return rms_norm(self.ops, self.weights, self.config.names.encoder.final_norm, self.config.norm_eps)
 
     def block(self, layer: int) -> DecoderBlock:

@@ -108,7 +108,6 @@ class Config(ModelConfig):
         return CacheShape(self.layers, self.heads, self.head_dim)
 
     def score_scale(self, layer: int) -> float:
-        """The factor on the attention scores of a layer."""
         scale = self.head_dim**-0.5 if self.scale_scores else 1.0
         return scale / (layer + 1) if self.scale_by_layer else scale
 
@@ -116,9 +115,9 @@ class Config(ModelConfig):
 def spec(config: Config) -> Spec:
     """Every tensor of the checkpoint.
 
-    Factors move from a norm to what reads it, from values to the output of attention, and from ``up`` to ``down`` where
-    a ReLU lies between. Norms whose output is the residual stream itself have other readers, and values in a fused
-    matrix are left out.
+    Factors move from a norm to the matrices that read it, from values to the output of attention, and from ``up`` to
+    ``down`` if a ReLU lies between. Norms whose output is the residual stream itself, which has other readers, and
+    values in a fused matrix are left out.
     """
     names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
     table = (config.vocab_size, config.embedding_size)
@@ -270,5 +269,4 @@ class ModelBuilder:
 
 
 def gpt_architecture(parse: Callable[[Mapping[str, Any]], Config]) -> Architecture:
-    """The architecture whose configurations ``parse`` reads."""
     return Architecture(parse, spec, ModelBuilder, Decoder)

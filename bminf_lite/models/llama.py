@@ -95,7 +95,7 @@ def parse_family(read: ConfigReader) -> Config:
 
 
 def spec(config: Config) -> Spec:
-    """Every tensor of the checkpoint. Factors move from a norm, the value heads and ``up`` into what reads them."""
+    """Every tensor of the checkpoint. Factors move from norms, value heads and ``up`` into the matrices after them."""
     hidden, inner, table = config.hidden_size, config.intermediate_size, (config.vocab_size, config.hidden_size)
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     tensors = embedding("model.embed_tokens", table) | norm("model.norm", hidden) | head("lm_head", table)

@@ -69,7 +69,7 @@ def run_calibration(
     layerwise = LayerwiseModel(model.architecture.ModelBuilder(config, hooks.weights, hooks.ops), config, ops)
     states, steps = layerwise.start(batches), len(layerwise.names) * len(batches) + 1
     for index, name in enumerate(layerwise.names):
-        layer_fn = None  # frees the layer before this one is built
+        layer_fn = None  # frees one layer before the next one is built
         layer_fn = layerwise.build(index)
         for number, batch in enumerate(batches):
             position = number, len(batches)

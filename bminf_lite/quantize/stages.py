@@ -83,20 +83,17 @@ class LayerwiseModel:
         block = self.builder.block(layer)
         if not self._encoders:
             return lambda state, batch: HiddenState(self._decode(block, state.residual, batch))
-        return self._second(block) if layer else self._first(block)
+        return self._with_source(block) if layer else self._first_with_source(block)
 
-    def _first(self, block: Any) -> LayerFn:
-        """The decoder's first layer."""
-        norm, embed, rest = self.builder.encoder_norm(), self.builder.embed(), self._second(block)
+    def _first_with_source(self, block: Any) -> LayerFn:
+        norm, embed, rest = self.builder.encoder_norm(), self.builder.embed(), self._with_source(block)
 
         def run(state: HiddenState, batch: SequenceBatch) -> HiddenState:
             return rest(HiddenState(embed(self._step(batch.sequences)), norm(state.residual)), batch)
 
         return run
 
-    def _second(self, block: Any) -> LayerFn:
-        """A layer of a decoder that reads an encoder's output."""
-
+    def _with_source(self, block: Any) -> LayerFn:
         def run(state: HiddenState, batch: SequenceBatch) -> HiddenState:
             longest = max(map(len, batch.sources))
             with closing(SourceCache(self.ops, self._shape, len(batch.sources), longest, longest)) as source:
