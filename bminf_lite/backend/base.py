@@ -76,7 +76,7 @@ class Backend:
     def __init__(self, activation_dtype: type = np.float32):
         self.activation_dtype = np.dtype(activation_dtype)
         self.placement = Placement()
-        """Where a model's weights will live; to be set before the model is built."""
+        """Where a model's weights live; set before the model is built."""
 
     # -- arrays ---------------------------------------------------------------------------------------------------
 
@@ -101,28 +101,29 @@ class Backend:
         return np.asarray(x)
 
     def complete(self, x: Array) -> Array:
-        """``x`` as an array that other libraries may read: deferred values are computed. Waits for the device."""
+        """``x`` as an array that other libraries may read, with deferred values computed. Waits for the device."""
         return x
 
     def fetch(self, x: Array) -> Callable[[], np.ndarray]:
-        """Start copying ``x`` to the host. Calling the result waits for the copy, which later work does not change."""
+        """Start copying ``x`` to the host; later work does not change the copy. Calling the result waits for it."""
         copy = np.array(x)
         return lambda: copy
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        """``work``, captured in a graph where the backend has graphs: later calls replay it.
+        """``work``, which a backend with graphs captures at the first call and replays at later ones.
 
         ``work`` must do the same operations on the same arrays at each call, and return the same arrays.
         """
         return work
 
     def describe(self) -> str:
-        """The device in words."""
+        """The device's name for people."""
         return "CPU (NumPy reference)"
 
     def memory(self) -> dict[str, int]:
-        """Device memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``, and
-        ``available``, which can still be allocated. Empty where the memory is the host's.
+        """Device memory in bytes; empty for a backend in host memory.
+
+        The keys are ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit`` and ``available`` (still free).
         """
         return {}
 
@@ -154,11 +155,11 @@ class Backend:
         return np.array(values, np.float32)
 
     def blocks(self, build: Callable[[int], T], count: int) -> Iterable[T]:
-        """The layers of a stack, which ``build(i)`` makes. A step iterates over them and uses each in its turn.
+        """The layers of a stack, which ``build(i)`` makes. A step iterates over them.
 
-        A model with several stacks makes the stack that decodes last; the others run once per prompt. The weight
-        matrices that ``build(i)`` makes must belong to layer ``i`` alone: a backend may keep them on the host, as its
-        :attr:`placement` says, and copy them to the device when an iteration reaches the layer.
+        A model with several stacks makes the decoding stack last; the others run once per prompt. The weight matrices
+        that ``build(i)`` makes must belong to layer ``i`` alone: as :attr:`placement` says, a backend may keep them on
+        the host and copy them to the device when an iteration reaches the layer.
         """
         return [build(index) for index in range(count)]
 
@@ -201,8 +202,8 @@ class Backend:
         The inputs of outlier columns count as zeros in both. The product of those columns, in the activation type and
         summed in fp32, is added before the bias.
 
-        The result is written to ``out`` if there is one, of that shape and type. ``out`` may be ``x`` if the weight is
-        square, because the product reads a copy of ``x`` in int8.
+        The result is written to ``out`` if given, of that shape and type. ``out`` may be ``x`` if the weight is square,
+        because the product reads a copy of ``x`` in int8.
         """
         y = self._matmul(x, weight)
         return stored(y if fp32 else self._round(y), out)
@@ -247,7 +248,7 @@ class Backend:
     def norm(self, residual: Array, norm: Norm, out: Array = None) -> Array:
         """RMSNorm or LayerNorm of each row in fp32, not rounded before the quantization that follows.
 
-        fp32 ``[T, features]`` -> ``[T, features]``, written to ``out`` if there is one, which may be ``residual``.
+        fp32 ``[T, features]`` -> ``[T, features]``, written to ``out`` if given, which may be ``residual``.
         """
         return stored(normalise(residual, norm), out)
 
@@ -255,8 +256,8 @@ class Backend:
         """Softmax of ``scale * x + bias`` over each row, in fp32: ``[T, features]`` fp32 or fp16 -> the same.
 
         ``bias`` fp32 and ``mask`` bool are ``[T, features]``, or ``[features]`` for all rows. Where ``mask`` is false
-        the result is exactly 0, also for a whole row. The result is written to ``out`` if there is one, of the shape
-        and type of ``x``; it may be ``x``.
+        the result is exactly 0, also for a whole row. The result is written to ``out`` if given, of the shape and type
+        of ``x``; it may be ``x``.
         """
         scores = x.astype(np.float32) * np.float32(scale)
         return stored(softmax(scores if bias is None else scores + bias, mask).astype(x.dtype), out)
@@ -398,19 +399,15 @@ def exact_int_matmul(x: Array, w: Array) -> Array:
 
 def sequences(batch: ForwardBatch) -> Iterator[tuple[slice, int, int]]:
     """For each sequence of a step: its rows among the step's tokens, its slot, and how many tokens the cache holds."""
+    ends = batch.cu_seqlens
     for b in range(batch.batch_size):
-        yield (
-            slice(int(batch.cu_seqlens[b]), int(batch.cu_seqlens[b + 1])),
-            int(batch.slots[b]),
-            int(batch.context_lens[b]),
-        )
+        yield slice(int(ends[b]), int(ends[b + 1])), int(batch.slots[b]), int(batch.context_lens[b])
 
 
 def positions_of(batch: ForwardBatch) -> Array:
     """Each token's position in its sequence, ``[T]``."""
-    return np.arange(int(batch.cu_seqlens[-1])) - np.repeat(
-        batch.cu_seqlens[:-1] - batch.context_lens, np.diff(batch.cu_seqlens)
-    )
+    ends = batch.cu_seqlens
+    return np.arange(int(ends[-1])) - np.repeat(ends[:-1] - batch.context_lens, np.diff(ends))
 
 
 def split_heads(x: np.ndarray, spec: AttentionSpec, *counts: int) -> list[np.ndarray]:

@@ -41,9 +41,9 @@ class CalibrationOps:
         return np.asarray(values).astype(np.float32)
 
     def column_absmax(self, x: Array, before: Array | None = None) -> Array:
-        """``max|x|`` of each column of an activation ``[T, in]`` -> fp32 ``[in]``.
+        """``max|x|`` of each column of ``[T, in]`` -> fp32 ``[in]``, or the maximum of that and of ``before``.
 
-        If ``before`` is given, the maximum of both; ``before`` may be overwritten.
+        ``before`` may be overwritten.
         """
         values = self.ops.host(x)
         top = np.maximum(values.max(axis=0), -values.min(axis=0)).astype(np.float32)
@@ -72,11 +72,7 @@ class CalibrationOps:
         return quotient.astype(self.ops.activation_dtype)
 
     def weight(
-        self,
-        matrix: Array,
-        dynamic: bool | None,
-        factors: np.ndarray | None = None,
-        outliers: np.ndarray | None = None,
+        self, matrix: Array, dynamic: bool | None, factors: np.ndarray | None = None, outliers: np.ndarray | None = None
     ) -> Any:
         """The matrix, its columns multiplied by ``factors``, as a weight for ``linear``.
 

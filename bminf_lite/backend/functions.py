@@ -30,7 +30,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope | None) -> np.ndarra
 
 
 def stored(result: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    """``result``, copied into ``out`` if there is one."""
+    """``result``, copied into ``out`` if given."""
     if out is None:
         return result
     out[...] = result

@@ -1,6 +1,6 @@
 """The memory that a model's weights take on a GPU, found by building the model without weights and without a GPU.
 
-It is a backend that counts bytes instead of making arrays, so the code that loads an architecture also measures it.
+:class:`MetaBackend` counts bytes instead of making arrays, so the code that loads an architecture also measures it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class MetaBackend(Backend):
     """A backend that computes nothing. After a model was built with it:
 
     ``layer_bytes`` are the bytes of each layer's matrices, stack by stack, ``non_layer_bytes`` those of all other
-    arrays, of which ``table_bytes`` are embedding tables. ``token_bytes`` bounds what a token of a prompt's chunk takes
-    on its way through a layer.
+    arrays, of which ``table_bytes`` are embedding tables.
     """
 
     name = "meta"
@@ -41,8 +40,10 @@ class MetaBackend(Backend):
 
     @property
     def token_bytes(self) -> int:
-        """The widest product's sums, the codes of its input and of the next one's, and the residual stream thrice:
-        itself, what is to be added to it, and its norm or a copy of it.
+        """A bound of the bytes that a layer's activations take per token of a prompt's chunk.
+
+        They are the sums of the widest product, the codes of its input and of the next product's, and three copies of
+        the residual stream: itself, the addend, and its norm or a copy.
         """
         return self._widest + self._deepest + 3 * self._stream
 

@@ -1,9 +1,9 @@
 """Symmetric int8 weights: the one definition of their codes and scales.
 
 Per output channel, ``a = max|w|`` and ``scale = fp16(a / 127)``; the codes are computed with the *rounded* scale,
-``code = clip(rint(w / fp32(scale)), -127, 127)``, rounding half to even. So the codes fit the scales that are stored. A
-row of zeros has scale 1. If any row's fp16 scale would be subnormal, all scales of that tensor are kept in fp32,
-because a subnormal fp16 number has fewer bits.
+``code = clip(rint(w / fp32(scale)), -127, 127)``, rounding half to even, so that the codes fit the stored scales. A row
+of zeros has scale 1. If any row's fp16 scale would be subnormal, all scales of that tensor are kept in fp32, because a
+subnormal fp16 number has fewer bits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ FP16_SMALLEST_NORMAL = float(np.finfo(np.float16).tiny)
 FP16_LARGEST = float(np.finfo(np.float16).max)
 CODE_MAX = 127
 LARGEST_HEAD_SCALE = np.float16(515.5)
-"""The largest scale of a head: 127 times the next larger one is infinite in fp16."""
+"""The largest scale of a head of the cache: 127 times the next larger fp16 number is infinite in fp16."""
 BLOCK_ELEMENTS = 1 << 18
 """1 MiB of fp32: a block, its ratios and its codes together fit the L2 cache of a core."""
 
 
 @dataclass(frozen=True)
 class OutlierColumns:
-    """Input columns of an int8 weight that stay fp16: their inputs are so large that the others would lose precision.
+    """Input columns of an int8 weight that stay fp16, because their large inputs would cost the others precision.
 
     ``index`` is int32 ``[n]``, ascending; ``values`` is fp16 ``[out, n]``. The weight's codes are zero there.
     """
@@ -38,9 +38,9 @@ class Int8Weight:
     """A weight matrix in int8, on the host.
 
     ``codes`` is int8 ``[out, in]``; ``scale`` is ``[out]`` in fp16 (or fp32, or bf16 as some writers store it), and the
-    weight is ``scale[:, None] * codes``. ``dynamic`` says whether activations are quantized too, per token at run time
-    (w8a8), or stay float (w8a16). Codes of -128 occur in files that others wrote, and are read as they are.
-    ``outliers`` are columns to be added to that.
+    weight is ``scale[:, None] * codes``, plus the columns ``outliers``. ``dynamic`` says whether activations are
+    quantized too, per token at run time (w8a8), or stay float (w8a16). Files of other writers may hold codes of -128,
+    which are read as they are.
     """
 
     codes: np.ndarray
@@ -98,7 +98,7 @@ def row_maxima(block: np.ndarray) -> np.ndarray:
 
 
 def round_to_codes(block: np.ndarray, scale: np.ndarray, ratio: np.ndarray, codes: np.ndarray) -> None:
-    """Set ``ratio`` to ``block / scale`` and ``codes`` to that, rounded and clipped. All fp32 ``[rows, in]``."""
+    """Set ``ratio`` to ``block / scale`` and ``codes`` to the ratio, rounded and clipped; all fp32 ``[rows, in]``."""
     with np.errstate(all="ignore"):
         np.divide(block, scale.astype(np.float32)[:, None], out=ratio)
         np.rint(ratio, out=codes)
@@ -157,8 +157,8 @@ def quantize_heads(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     With ``a = max|x|``, ``scale = fp16(a / 127)`` rounded up, and ``code = rint(x / fp32(scale))``: a code is wrong by
     half a step at most, however small ``a`` is. A head of zeros has scale 0. The scale is at most
-    :data:`LARGEST_HEAD_SCALE`, and codes are clipped to 127. Where ``a`` is a NaN or more than fp16 holds, the scale
-    is NaN, and so is what attention reads.
+    :data:`LARGEST_HEAD_SCALE`, and codes are clipped to 127. If ``a`` is a NaN or more than fp16 holds, the scale is
+    NaN, and attention reads NaN.
     """
     x = x.astype(np.float32, copy=False)
     a = np.abs(x).max(axis=-1, initial=0)
@@ -183,14 +183,15 @@ def int8_parts(parts: Sequence[HostWeight]) -> list[Int8Weight]:
 
 
 def stack_outliers(parts: Sequence[Int8Weight]) -> OutlierColumns | None:
-    """The outlier columns of stacked matrices, ``values`` fp32 ``[out, n]``, or None where there are none."""
-    values = [p.outliers.values.astype(np.float32) for p in parts if p.outliers is not None]
-    first = parts[0].outliers
-    return OutlierColumns(first.index, np.concatenate(values)) if first is not None else None
+    """The outlier columns of stacked matrices, ``values`` fp32 ``[out, n]``, or None if there are none."""
+    outliers = [part.outliers for part in parts if part.outliers is not None]
+    if not outliers:
+        return None
+    return OutlierColumns(outliers[0].index, np.concatenate([o.values.astype(np.float32) for o in outliers]))
 
 
 def stack_biases(parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """The biases of stacked matrices as one fp32 vector, or None where no part has one."""
+    """The biases of stacked matrices as one vector, fp32 ``[out]``, or None if no part has one."""
     if all(b is None for b in biases):
         return None
     pairs = zip(parts, biases, strict=True)

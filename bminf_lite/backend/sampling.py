@@ -8,10 +8,10 @@ The steps for each row of fp32 logits follow. Every fp32 operation is rounded on
 2. Temperature 0 takes the largest ``x``; of equals (0 equals -0), the lowest id.
 3. Otherwise each token has an integer weight, ``rint(2**40 * exp((x - max x) / temperature))``, see :func:`weights`.
    Integers add up to the same sum in any order, so a parallel kernel needs no particular order of summation to choose
-   the same token. What a weight drops is below ``2**-41`` of the most likely token's probability.
+   the same token. Rounding changes a weight by at most ``2**-41`` of the most likely token's.
 4. Tokens are ranked by ``x`` descending, of equals the lower id first. Top-k keeps the first ``k``. Top-p keeps the
-   shortest prefix whose weight is at least ``p`` times the weight of what top-k kept. Min-p keeps the tokens at least
-   ``min_p`` times as likely as the first one. The first is always kept.
+   shortest prefix whose weight is at least ``p`` times the weight of the tokens that top-k kept. Min-p keeps the
+   tokens at least ``min_p`` times as likely as the first one. The first is always kept.
 5. One 32-bit word ``u`` of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with
    the seed as key and ``(step, sequence, 0, 0)`` as counter, selects the position ``floor(u * total / 2**32)`` in
    the kept weights laid end to end by ascending token id.
@@ -22,9 +22,8 @@ The generator is keyed by the sequence and its step, so the draws of a sequence 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil, factorial, log
-from typing import Any
 
 import numpy as np
 
@@ -43,14 +42,14 @@ EXP2_COEFFICIENTS = tuple(np.float32(log(2) ** k / factorial(k)) for k in range(
 
 @dataclass
 class SamplerState:
-    """Sampling parameters and progress of ``B`` sequences. Arrays of any device, which ``sample`` changes in place.
+    """Sampling parameters and progress of ``B`` sequences: arrays of any device, which ``sample`` changes in place.
 
     ``temperature``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty`` and ``frequency_penalty`` are
     fp32 ``[B]``, ``top_k`` is int32 ``[B]`` (0: off), ``seed`` is uint64 ``[B]``. ``sequence`` int32 ``[B]`` tells the
     sequences of one seed apart; ``step`` int32 ``[B]`` counts the tokens drawn so far. ``counts`` is int32 ``[B, V]``:
-    how often each token was generated, plus ``PROMPT_FLAG`` where the prompt holds it; ``None`` without any penalty.
-    ``greedy`` is known on the host: each temperature is 0 and no row has penalties, so the token is the largest
-    logit's. It may be False for such a state too.
+    how often each token was generated, plus ``PROMPT_FLAG`` where the prompt holds it; None without any penalty.
+    ``greedy`` is known on the host and implies that each temperature is 0 and no row has penalties, so each row's
+    token is that of the largest logit.
     """
 
     temperature: Array
@@ -68,11 +67,8 @@ class SamplerState:
 
     def map(self, function: Callable[[Array], Array]) -> SamplerState:
         """The state with ``function`` applied to each of its arrays: to copy them, or to move them to a device."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in values.items():
-            if value is not None and not isinstance(value, bool):
-                values[name] = function(value)
-        return SamplerState(**values)
+        names = [f.name for f in fields(self) if f.name != "greedy" and getattr(self, f.name) is not None]
+        return replace(self, **{name: function(getattr(self, name)) for name in names})
 
 
 def sample(logits: np.ndarray, state: SamplerState) -> tuple[np.ndarray, np.ndarray]:
@@ -150,7 +146,7 @@ def keep(w: np.ndarray, x: np.ndarray, top_k: int, top_p: float, min_p: float) -
 
 
 def largest_mask(x: np.ndarray, k: int) -> np.ndarray:
-    """Where the ``k`` tokens ranked first are: bool ``[V]``. Linear time."""
+    """A mask of the ``k`` tokens ranked first, bool ``[V]``, in linear time."""
     smallest = np.partition(x, x.size - k)[x.size - k]
     mask: np.ndarray = x > smallest
     ties = np.flatnonzero(x == smallest)
@@ -159,7 +155,7 @@ def largest_mask(x: np.ndarray, k: int) -> np.ndarray:
 
 
 def shortest_prefix(x: np.ndarray, w: np.ndarray, bound: int) -> np.ndarray:
-    """The fewest ids ranked first that weigh ``bound`` together, in order. Sorts about as many tokens as it returns."""
+    """The shortest prefix of the ranked ids that weighs ``bound``. Sorts about as many tokens as it returns."""
     size = min(256, x.size)
     while True:
         ids = np.flatnonzero(largest_mask(x, size))
@@ -188,8 +184,7 @@ def random_words(seed: np.ndarray, sequence: np.ndarray, step: np.ndarray) -> np
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Philox4x32-10: counter uint32 ``[B, 4]`` and key uint32 ``[B, 2]`` -> four random words, uint32 ``[B, 4]``."""
-    low = np.uint64(0xFFFFFFFF)
-    half = np.uint64(32)
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     c0, c1, c2, c3 = counter.astype(np.uint64).T
     k0, k1 = key.astype(np.uint64).T
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Matrices in a file, which a backend reads into the memory where it needs them."""
+"""Matrices in a file, which a backend reads straight into the memory where it needs them."""
 
 from __future__ import annotations
 

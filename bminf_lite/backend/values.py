@@ -1,7 +1,7 @@
 """The values that layers and backends exchange. They hold arrays of a device and do not name it.
 
-An ``Array`` is what a backend computes with: a NumPy array, a CuPy array, or a deferred value, which a backend computes
-when the next operation reads it. Layers pass arrays on and read nothing of them but ``shape``.
+An ``Array`` is a backend's: a NumPy array, a CuPy array, or a deferred value, which the backend computes when the next
+operation reads it. Layers pass arrays on and read nothing of them but ``shape``.
 
 A step processes the new tokens of several sequences at once, packed one after another without padding. Prefilling
 ragged prompts and decoding one token of each sequence are therefore the same operation.
@@ -18,7 +18,7 @@ import numpy as np
 Array = Any
 """``[T, features]`` in docstrings: ``T`` tokens of a step, ``B`` sequences."""
 CACHE_BLOCK = 256
-"""The key-value cache grows in blocks of so many tokens."""
+"""The key-value cache grows in blocks of this many tokens."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class ForwardBatch:
     ) -> ForwardBatch:
         """A step of one or more new ``tokens`` of each sequence: by default from their start, in slots 0, 1, ...
 
-        ``array`` brings an array to the device: a backend's method of that name.
+        ``array`` copies an array to the device: a backend's method of that name.
         """
         counts = [len(row) for row in tokens]
         context_lens = [0] * len(counts) if context_lens is None else context_lens
@@ -75,8 +75,8 @@ class Placement:
     """Where a model's weights live, for a backend whose memory is not the host's.
 
     ``streamed`` are the numbers of the layers whose matrices stay on the host and pass through ``slots`` slots of
-    device memory of ``slot_size`` bytes each. Numbers count on from one stack to the next, and each streamed stack
-    has its own slots. With ``host_tables``, embedding tables stay on the host, and the device reads rows from there.
+    device memory of ``slot_size`` bytes each. Layers are numbered through all stacks, and each streamed stack has its
+    own slots. With ``host_tables``, embedding tables stay on the host, and the device reads rows from there.
     """
 
     streamed: tuple[int, ...] = ()

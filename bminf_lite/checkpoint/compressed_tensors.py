@@ -9,9 +9,9 @@ and vLLM open these.
 A configuration that this package cannot run is refused, and the error names the setting.
 
 Outlier columns are an extension of this project: ``X.outlier_columns``, int32 ``[n]``, are inputs whose codes are zero,
-and ``X.outlier_weight``, fp16 ``[out, n]``, holds their weights. A reader without them would compute wrong results. So
-their group, otherwise like ``int-quantized``, has the format :data:`OUTLIER_FORMAT`, which other readers refuse, and
-``outlier_columns`` in the configuration counts those of each layer.
+and ``X.outlier_weight``, fp16 ``[out, n]``, holds their weights. A reader that ignores them would compute wrong
+results. So their group, otherwise like ``int-quantized``, has the format :data:`OUTLIER_FORMAT`, which other readers
+refuse, and ``outlier_columns`` in the configuration counts those of each layer.
 """
 
 from __future__ import annotations
@@ -82,13 +82,8 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
         raise checkpoint_error(source, [f"quantization_config must be an object, not {raw!r}"])
     method = raw.get("quant_method", "compressed-tensors")
     if method != "compressed-tensors":
-        raise checkpoint_error(
-            source,
-            [
-                f"quantization_config.quant_method is {method!r}; this version reads int8 checkpoints of "
-                "compressed-tensors and migrates fp32, fp16 and bf16 ones: use this model's unquantized checkpoint"
-            ],
-        )
+        problem = f"quantization_config.quant_method is {method!r}, and this version reads compressed-tensors"
+        raise checkpoint_error(source, [problem], "migrate this model's unquantized checkpoint (fp32, fp16 or bf16)")
     problems = [
         f"quantization_config.{key} is {raw[key]!r}, which this version cannot run"
         for key in ("kv_cache_scheme", "transform_config")
@@ -152,7 +147,7 @@ def _target_problems(where: str, targets: object) -> list[str]:
 
 
 def _mismatches(where: str, args: object, dynamic: bool, strategies: Sequence[str]) -> list[str]:
-    """The settings of weights or activations that differ from symmetric int8 with one of ``strategies``."""
+    """A problem for each setting of weights or activations that is not symmetric int8 with one of ``strategies``."""
     if not isinstance(args, dict):
         return [f"{where} must be an object, not {args!r}"]
     default_strategy = "channel" if args.get("group_size") == -1 else "tensor"
@@ -207,18 +202,12 @@ FORMATS = {Scheme.W8A8: "int-quantized", Scheme.W8A16: PACKED_FORMAT}
 
 
 def _quantization_args(dynamic: bool, strategy: str) -> dict[str, Any]:
-    return {
-        "num_bits": 8,
-        "type": "int",
-        "symmetric": True,
-        "group_size": None,
-        "strategy": strategy,
-        "dynamic": dynamic,
-    }
+    fixed = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None}
+    return fixed | {"strategy": strategy, "dynamic": dynamic}
 
 
 def packed_width(in_features: int) -> int:
-    """How many int32 words hold a row of ``in_features`` codes."""
+    """The number of int32 words that hold a row of ``in_features`` codes."""
     return math.ceil(in_features / 4)
 
 

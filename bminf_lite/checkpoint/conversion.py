@@ -2,8 +2,8 @@
 
 A block is about a mebibyte of fp32, so its conversion stays in a core's cache, and memory does not grow with the size
 of a tensor. Threads suffice, because NumPy, reading, writing and hashing release the interpreter's lock. Blocks depend
-on each other in one way: the scales of a tensor are fp16 unless one row is too small for that, which the last block
-may show. Then, rarely, the tensor is converted and written again with fp32 scales.
+on each other in one way: the scales of a tensor are fp16 unless a row of any block is too small for that. Then, rarely,
+the tensor is converted and written again with fp32 scales.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .weight_rewrite import NO_REWRITE, WeightRewrite
 from .writer import CheckpointWriter, TensorDeclaration
 
 Progress = Callable[[int, int, str], None]
-"""Called with the bytes of the source that are done, all of them, and the name of a tensor."""
+"""Called with the bytes of the source that are converted, their total and the name of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,11 @@ class ConversionTask:
 
     @property
     def module(self) -> str:
-        """The layer that a weight belongs to."""
+        """The name of the weight's layer."""
         return self.name.removesuffix(".weight")
 
     @property
     def scale_name(self) -> str:
-        """The tensor that holds the scales."""
         return f"{self.module}.weight_scale"
 
     @property
@@ -56,7 +55,7 @@ class ConversionTask:
         return f"{self.module}.weight_packed" if self.scheme is Scheme.W8A16 else self.name
 
     def outputs(self) -> dict[str, TensorDeclaration]:
-        """The tensors to be written for it; the scales with the widest type that they may get."""
+        """The tensors to be written; scales have the widest type that they may get."""
         if self.scheme is Scheme.FLOAT:
             return {self.name: TensorDeclaration(self.info.dtype, self.info.shape)}
         rows, columns = self.info.shape
@@ -72,17 +71,15 @@ class ConversionTask:
 
     @property
     def nbytes(self) -> int:
-        """The size of :meth:`outputs`."""
         return sum(declared.nbytes for declared in self.outputs().values())
 
     @property
     def rows(self) -> int:
-        """How many rows the tensor has, all axes but the last taken together."""
+        """The number of rows, all axes but the last taken together."""
         return math.prod(self.info.shape[:-1])
 
     @property
     def row_elements(self) -> int:
-        """The length of a row."""
         return math.prod(self.info.shape[-1:])
 
     @property
@@ -102,7 +99,7 @@ class RowBlock:
 
     @property
     def nbytes(self) -> int:
-        """Its size in the source."""
+        """The size in the source."""
         return (self.stop - self.start) * self.task.row_bytes
 
 
@@ -166,7 +163,7 @@ class Converter:
     def _finish(self, task: ConversionTask, parts: list[ConvertedBlock]) -> TensorReport:
         """Complete a tensor, after converting it again if its scales need fp32."""
         if task.scheme is Scheme.FLOAT:
-            return _report(task, task.info.nbytes)
+            return tensor_report(task, task.info.nbytes)
         if any(part.needs_fp32_scale for part in parts):
             parts = [part for _, part in self._convert_all(_blocks(task, fp32_scale=True))]
         scale, signal, noise = (np.concatenate([getattr(p, f) for p in parts]) for f in ("scale", "signal", "noise"))
@@ -175,7 +172,7 @@ class Converter:
             self.writer.write(f"{task.module}.weight_shape", np.array(task.info.shape, np.int64))
         if task.rewrite.outliers is not None:
             self.writer.write(f"{task.module}.outlier_columns", task.rewrite.outliers)
-        return _report(task, task.nbytes - 4 * scale.size + scale.nbytes, scale, signal, noise)
+        return tensor_report(task, task.nbytes - 4 * scale.size + scale.nbytes, scale, signal, noise)
 
     def _convert_all(self, blocks: Iterable[RowBlock]) -> Iterator[tuple[RowBlock, ConvertedBlock]]:
         """Convert a few blocks ahead on all threads, and yield the results in order."""
@@ -273,7 +270,7 @@ def _blocks(task: ConversionTask, fp32_scale: bool = False) -> Iterator[RowBlock
         yield RowBlock(task, start, min(start + step, task.rows), fp32_scale)
 
 
-def _report(task: ConversionTask, size: int, *per_row: np.ndarray) -> TensorReport:
+def tensor_report(task: ConversionTask, size: int, *per_row: np.ndarray) -> TensorReport:
     """The report of a tensor of ``size`` bytes; ``per_row`` are its scales, signal and noise."""
     report = TensorReport(task.name, task.info.shape, task.info.dtype, task.scheme, task.info.nbytes, size)
     if not per_row or per_row[0].size == 0:
@@ -283,14 +280,9 @@ def _report(task: ConversionTask, size: int, *per_row: np.ndarray) -> TensorRepo
     if not noise.any():
         return report
     ratio = np.divide(signal, noise, out=np.full_like(signal, np.inf), where=noise > 0)
-    worst = int(np.argmin(ratio))
-    weighted = scale**2
-    return replace(
-        report,
-        snr_db=decibels((weighted * signal).sum() / (weighted * noise).sum()),
-        worst_row=worst,
-        worst_row_snr_db=decibels(ratio[worst]),
-    )
+    worst, weighted = int(np.argmin(ratio)), scale**2
+    snr = decibels((weighted * signal).sum() / (weighted * noise).sum())
+    return replace(report, snr_db=snr, worst_row=worst, worst_row_snr_db=decibels(ratio[worst]))
 
 
 def decibels(ratio: float) -> float:

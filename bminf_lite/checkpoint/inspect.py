@@ -57,12 +57,8 @@ def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 def _describe(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     info = checkpoint.tensors[name]
-    result: dict[str, Any] = {
-        "dtype": info.dtype,
-        "shape": list(info.shape),
-        "bytes": info.nbytes,
-        "file": info.file.name,
-    }
+    result: dict[str, Any] = {"dtype": info.dtype, "shape": list(info.shape)}
+    result |= {"bytes": info.nbytes, "file": info.file.name}
     module = name.removesuffix("_packed").removesuffix(".weight")
     group = checkpoint.quantization.group_of(module) if checkpoint.quantization else None
     codes = name == f"{module}.weight_packed" or (name == f"{module}.weight" and info.dtype == "I8")
@@ -78,9 +74,5 @@ def _describe(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 def _scale_statistics(scale: np.ndarray) -> dict[str, Any]:
     values = scale.astype(np.float64)
-    return {
-        "dtype": scale.dtype.name,
-        "min": float(values.min()),
-        "median": float(np.median(values)),
-        "max": float(values.max()),
-    }
+    statistics = {"min": float(values.min()), "median": float(np.median(values)), "max": float(values.max())}
+    return {"dtype": scale.dtype.name, **statistics}

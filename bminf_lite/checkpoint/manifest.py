@@ -26,7 +26,7 @@ class TensorReport:
 
     ``snr_db`` is the signal-to-noise ratio of the int8 tensor, ``10 log10(sum w^2 / sum (w - scale * code)^2)``, and
     ``worst_row`` the row where it is smallest. They are None for tensors that stay float, for a dry run, and for an
-    infinite ratio (nothing was lost). Sizes are in bytes, scales included.
+    infinite ratio. Sizes are in bytes, scales included.
     """
 
     name: str
@@ -70,22 +70,17 @@ class MigrationReport:
 
     @property
     def bytes_before(self) -> int:
-        """Size of the tensors in the source."""
         return sum(tensor.bytes_before for tensor in self.tensors)
 
     @property
     def bytes_after(self) -> int:
-        """Size of the tensors after migration."""
         return sum(tensor.bytes_after for tensor in self.tensors)
-
-    @property
-    def _has_outliers(self) -> bool:
-        return any(product["outlier_columns"] for product in self.calibration.get("products", []))
 
     def manifest(self) -> dict[str, Any]:
         """The content of ``bminf_lite.json``."""
+        has_outliers = any(product["outlier_columns"] for product in self.calibration.get("products", []))
         return {
-            "format_version": OUTLIER_FORMAT_VERSION if self._has_outliers else FORMAT_VERSION,
+            "format_version": OUTLIER_FORMAT_VERSION if has_outliers else FORMAT_VERSION,
             "tool": "bminf-lite",
             "tool_version": __version__,
             "recipe": self.recipe.to_dict(),

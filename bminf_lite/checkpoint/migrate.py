@@ -1,10 +1,10 @@
 """Migration: a float checkpoint in, the same model with int8 weights out.
 
 The source is read once, tensor by tensor and block by block (see :mod:`.conversion`), so memory stays small whatever
-the size of the model. The result appears complete or not at all (see :mod:`.output_folder`). Embeddings, norms and
-biases, and what the recipe leaves float, are copied bit for bit in the source's type. Two kinds of matrices stay float
-in the file and are quantized when the checkpoint is loaded: a tied head, which has no tensor of its own, and matrices
-that are stored ``[in, out]`` (GPT-2's), which other readers of the format open only as float.
+the size of the model. The result appears complete or not at all (see :mod:`.output_folder`). Embeddings, norms, biases
+and the matrices that the recipe leaves float are copied bit for bit in the source's type. Two kinds of matrices stay
+float in the file and are quantized when the checkpoint is loaded: a tied head, which has no tensor of its own, and
+matrices that are stored ``[in, out]`` (GPT-2's), which other readers of the format open only as float.
 
 The output is a compressed-tensors checkpoint that transformers and vLLM open, plus ``bminf_lite.json`` (see
 :mod:`.manifest`). Tokenizer files, chat templates, generation settings, licence and readme are copied.
@@ -27,7 +27,7 @@ from typing import Any
 from ..errors import CheckpointError, UsageError, checkpoint_error
 from ..models.spec import Role, Spec
 from .compressed_tensors import quantization_config
-from .conversion import ConversionTask, Converter, Progress
+from .conversion import ConversionTask, Converter, Progress, tensor_report
 from .manifest import MANIFEST_FILE, MigrationReport, SourceFile, TensorReport
 from .opened_model import OpenedModel, open_model
 from .output_folder import check_target, output_folder
@@ -37,10 +37,10 @@ from .weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
 from .writer import SHARD_BYTES, CheckpointWriter, write_json
 
 MAX_IN_FEATURES = 131_071
-"""With more, a sum of products of two int8 values can exceed int32."""
+"""A sum of more products of int8 values can exceed int32."""
 
 MAX_THREADS = 16
-"""With more, the disk is the limit."""
+"""More threads would wait for the disk."""
 
 COPIED_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*",
@@ -49,7 +49,7 @@ EXCLUDED_FILES = ("config.json", "*.index.json", MANIFEST_FILE, ".*")
 COPIED_FOLDER = "additional_chat_templates"
 
 CalibrateFn = Callable[[OpenedModel, Recipe], CalibrationResult]
-"""Runs a valid model, and decides what the recipe leaves open."""
+"""Decides the settings that the recipe leaves open, by running a valid model."""
 
 VerifyFn = Callable[[Path], Mapping[str, Any]]
 """Measures the cost of a complete folder; an exception rejects it."""
@@ -70,11 +70,9 @@ def migrate(
     """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
 
     ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. ``force`` replaces an earlier result
-    in ``out``, once the new one is complete. ``dry_run`` only reports what each tensor would become. ``progress`` is
-    called with the bytes of the source that are done, all of them, and a tensor's name. The result is split into files
-    of at most ``shard_bytes``. ``calibrate`` decides what a recipe leaves open, after the source, the recipe and
-    ``out`` were checked. ``verify`` gets the complete folder before it takes its name, and returns the report's
-    ``cost``.
+    in ``out``, once the new one is complete. ``dry_run`` only reports how each tensor would be converted. The result is
+    split into files of at most ``shard_bytes``. ``calibrate`` runs after the source, the recipe and ``out`` were
+    checked. ``verify`` gets the complete folder before it takes its name, and returns the report's ``cost``.
 
     Raises :class:`CheckpointError` if the source cannot be read or quantized or ``out`` cannot be written, and
     :class:`UsageError` for a recipe that makes no sense. ``out`` is untouched then, and after Ctrl-C.
@@ -88,10 +86,8 @@ def migrate(
     with open_model(source) as model:
         checkpoint = model.checkpoint
         if checkpoint.quantization is not None:
-            raise CheckpointError(
-                f"{checkpoint.path / 'config.json'}: has a quantization_config, so this checkpoint is quantized "
-                "already; migrate the fp32, fp16 or bf16 checkpoint that it was made from"
-            )
+            remedy = "migrate the fp32, fp16 or bf16 checkpoint that it was made from"
+            raise CheckpointError(f"{checkpoint.path}: is quantized already (quantization_config); {remedy}")
         _make_tasks(checkpoint, SchemeChoice.of(model.spec, chosen), {})
         if not dry_run:
             if checkpoint.path.resolve().is_relative_to(target):
@@ -134,7 +130,7 @@ class SchemeChoice:
 
     @classmethod
     def of(cls, spec: Spec, recipe: Recipe, rewrites: Mapping[str, WeightRewrite] | None = None) -> SchemeChoice:
-        """The recipe's schemes, replaced by those of ``rewrites``. Raises :class:`UsageError` for a useless recipe."""
+        """The recipe's schemes, replaced by those of ``rewrites``. Raises :class:`UsageError` if all are float."""
         matrices = {name: p for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
         recipe.check_patterns(matrices)
         chosen = {name: recipe.scheme_of(name, parameter.role is Role.HEAD) for name, parameter in matrices.items()}
@@ -183,10 +179,8 @@ def _make_tasks(
 
 
 def _estimate_report(task: ConversionTask) -> TensorReport:
-    size = task.nbytes
-    if task.scheme is not Scheme.FLOAT:
-        size -= 2 * task.info.shape[0]  # the scales are declared as fp32, and nearly always fp16
-    return TensorReport(task.name, task.info.shape, task.info.dtype, task.scheme, task.info.nbytes, size)
+    """The report of a dry run: scales are declared as fp32, and nearly always fp16."""
+    return tensor_report(task, task.nbytes - (0 if task.scheme is Scheme.FLOAT else 2 * task.rows))
 
 
 def _quantization(schemes: SchemeChoice, rewrites: Mapping[str, WeightRewrite]) -> dict[str, Any]:
@@ -243,7 +237,7 @@ def _copy_files(source: Path, files: list[Path], folder: Path) -> None:
 
 
 def _thread_counts() -> tuple[int, int]:
-    """Threads for checksums and for conversion: SHA-256 of fp32 data takes about as long as all the rest."""
+    """Threads for checksums and for conversion: SHA-256 of fp32 data takes about as long as the conversion."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     hashers = max(1, min(cores, MAX_THREADS) // 2)
     return hashers, max(1, min(cores, MAX_THREADS) - hashers)
@@ -253,7 +247,7 @@ def _thread_counts() -> tuple[int, int]:
 def _checksums(files: list[Path], threads: int) -> Iterator[list[Future[SourceFile]]]:
     """Hash files in the background, several at a time, until the block ends.
 
-    Hashing proceeds through a file at about the time when its tensors are read, so the disk is read once.
+    A file is hashed at about the time when its tensors are converted, so the disk is read once.
     """
     stop = threading.Event()
     pool = ThreadPoolExecutor(threads, "checksum")

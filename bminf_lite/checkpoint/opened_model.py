@@ -1,7 +1,7 @@
 """A checkpoint together with the model that its ``config.json`` describes: found, parsed, validated, in one place.
 
-:func:`describe_model` needs a configuration alone. :func:`open_model` opens a folder and checks its tensors too; what
-it returns can be built without further checks.
+:func:`describe_model` needs a configuration alone. :func:`open_model` opens a folder and checks its tensors too, so its
+result can be built without further checks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .recipe import Scheme
 from .tensor_file import FLOAT_DTYPES, TensorInfo
 
 TIED_ROWS = 64
-"""How many rows are compared to tell whether a tensor is a copy of another."""
+"""The number of rows that are compared to tell whether a tensor is a copy of another."""
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a ``config.json`` describes: the architecture, its parsed configuration, and its tensors."""
+    """The content of a ``config.json``: the architecture, its parsed configuration, and its tensors."""
 
     architecture: Architecture
     config: ModelConfig
@@ -66,7 +66,7 @@ class OpenedModel:
         self.close()
 
     def close(self) -> None:
-        """Close the files; matrices that were not read yet cannot be read any more."""
+        """Close the files; matrices that were not read yet can no longer be read."""
         self.checkpoint.close()
 
     def weights(self) -> CheckpointWeights:
@@ -97,7 +97,7 @@ def open_model(path: str | Path) -> OpenedModel:
 
 
 class CheckpointWeights:
-    """A checkpoint's tensors by the names that a model uses; a tied tensor is read from where its values are.
+    """A checkpoint's tensors by the names that a model uses; a tied tensor has the values of the other name.
 
     Matrices and embedding tables are read when they are used (see :meth:`.Checkpoint.stored`).
 
@@ -129,7 +129,7 @@ class CheckpointWeights:
         return values if self.spec.parameters[name].role is Role.EMBEDDING else np.asarray(values)
 
     def scheme_of(self, name: str) -> Scheme:
-        """How the model runs the matrix ``name``."""
+        """The scheme in which the model runs the matrix ``name``."""
         if name in self.spec.tied:
             return self.tied_scheme
         if self.spec.parameters[name].transposed:
@@ -141,7 +141,7 @@ class CheckpointWeights:
         return Scheme.W8A8 if group.dynamic else Scheme.W8A16
 
     def _scheme(self, key: str, value: object) -> Scheme:
-        """A scheme in the manifest; none means float."""
+        """A scheme in the manifest; None means float."""
         try:
             return Scheme.FLOAT if value is None else Scheme(value)
         except ValueError:
@@ -159,7 +159,7 @@ class _ExpectedTensor:
     required: bool = True
 
     def mismatches(self, info: TensorInfo) -> Iterator[str]:
-        """What is wrong with the tensor in the file."""
+        """The problems of the tensor in the file."""
         if info.shape not in self.shapes:
             shapes = " or ".join(str(list(shape)) for shape in self.shapes)
             yield f"tensor {self.name!r} has shape {list(info.shape)}; config.json needs {shapes}"

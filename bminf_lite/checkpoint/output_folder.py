@@ -51,9 +51,8 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(target, needed) from error
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
-            raise CheckpointError(
-                f"{target}: another process made it meanwhile; name another folder, or replace it with --force"
-            ) from error
+            remedy = "name another folder, or replace it with --force"
+            raise CheckpointError(f"{target}: another process made it meanwhile; {remedy}") from error
         raise CheckpointError(f"{target}: cannot be written: {error}") from error
     finally:
         _remove(partial)
@@ -68,10 +67,8 @@ def check_target(target: Path, force: bool) -> None:
     if not force:
         raise CheckpointError(f"{target}: already exists; name another folder, or replace it with --force (force=True)")
     if not target.is_dir() or (any(target.iterdir()) and not (target / MANIFEST_FILE).is_file()):
-        raise CheckpointError(
-            f"{target}: is not the result of a migration (it holds no {MANIFEST_FILE}), so it is not replaced; "
-            "delete it, or name another folder"
-        )
+        problem = f"holds no {MANIFEST_FILE}, so it is not the result of a migration and is not replaced"
+        raise CheckpointError(f"{target}: {problem}; delete it, or name another folder")
 
 
 def check_space(target: Path, needed: int) -> None:
@@ -81,15 +78,12 @@ def check_space(target: Path, needed: int) -> None:
 
 
 def _disk_full(target: Path, needed: int) -> CheckpointError:
-    free = shutil.disk_usage(target.parent).free
-    return CheckpointError(
-        f"{target}: the disk is full: {needed:,} bytes are needed and {free:,} are free; "
-        "make room, or name a folder on another disk"
-    )
+    room = f"{needed:,} bytes are needed and {shutil.disk_usage(target.parent).free:,} are free"
+    return CheckpointError(f"{target}: the disk is full: {room}; make room, or name a folder on another disk")
 
 
 def _clear_leftovers(target: Path) -> None:
-    """Remove the folders of killed runs for the same target; those of running ones are locked, and stay."""
+    """Remove the folders of killed runs for the same target. The folder of a running one is locked, and stays."""
     for leftover in _siblings(target, _OLD):
         if target.exists():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -146,7 +140,7 @@ def _publish(partial: Path, target: Path, force: bool) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two names in one step; False where the system cannot."""
+    """Exchange two names in one step; False if the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -56,7 +56,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close the files; matrices that were not read yet cannot be read any more."""
+        """Close the files; matrices that were not read yet can no longer be read."""
         for file in self._files.values():
             file.close()
 
@@ -91,7 +91,7 @@ class Checkpoint:
         self._files[self._info(name).file].read_tensor(self._name_in_file[name], buffer, offset)
 
     def stored(self, name: str) -> np.ndarray:
-        """A tensor as it is stored, read when it is used: a :class:`StoredMatrix`. It needs the checkpoint open."""
+        """A tensor as it is stored, read when it is used: a :class:`StoredMatrix`, valid while the files are open."""
         info = self._info(name)
 
         def read(buffer: memoryview, offset: int) -> None:
@@ -128,11 +128,10 @@ class Checkpoint:
     def _unpacked(self, module: str, packed: TensorInfo) -> np.ndarray:
         """The codes int8 ``[out, in]`` of a layer in the packed format."""
         rows, columns = (int(size) for size in self.read(f"{module}.weight_shape"))
-        if packed.shape != (rows, packed_width(columns)):
-            raise CheckpointError(
-                f"{packed.file}: {module}.weight_shape is {[rows, columns]}, which takes weight_packed "
-                f"{[rows, packed_width(columns)]}, not {list(packed.shape)}"
-            )
+        needed = (rows, packed_width(columns))
+        if packed.shape != needed:
+            problem = f"takes weight_packed {list(needed)}, not {list(packed.shape)}"
+            raise CheckpointError(f"{packed.file}: {module}.weight_shape {[rows, columns]} {problem}")
         return unpack(self.read(f"{module}.weight_packed"), columns)
 
     def _scale(self, module: str, rows: int) -> np.ndarray:
@@ -153,9 +152,8 @@ class Checkpoint:
             return None
         index = self.read(f"{module}.outlier_columns")
         if not ((np.diff(index, prepend=-1) > 0).all() and index[-1] < codes.shape[1]):
-            raise CheckpointError(
-                f"{self.path}: {module}.outlier_columns are not ascending numbers below {codes.shape[1]}"
-            )
+            problem = f"outlier_columns are not ascending numbers below {codes.shape[1]}"
+            raise CheckpointError(f"{self.path}: {module}.{problem}")
         return OutlierColumns(index, self.vector(f"{module}.outlier_weight"))
 
     def _info(self, name: str) -> TensorInfo:

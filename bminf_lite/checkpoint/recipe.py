@@ -11,7 +11,7 @@ Each decision is one of
 A tied head has no tensor of its own; it is quantized with ``head``'s scheme when the checkpoint is loaded.
 
 A recipe with a table ``[calibration]`` needs a text to calibrate on; the keys of the table are the fields of
-:class:`Calibration`.
+:class:`CalibrationSettings`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIONAL_KEYS: dict[str, tuple[type, str]] = {
 
 
 class Scheme(str, Enum):
-    """How a weight matrix is stored and run."""
+    """The number formats of a weight matrix and of its input."""
 
     W8A8 = "w8a8"
     W8A16 = "w8a16"
@@ -49,13 +49,13 @@ class Scheme(str, Enum):
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What a calibration may change.
+    """The methods of a calibration.
 
     ``smoothing`` moves factors per channel from activations into weights. A w8a8 product whose output error stays above
     ``max_error`` becomes w8a16; 0 turns that off. The error of a product is the mean over tokens of
-    ``|y_int8 - y|^2 / |y|^2``, so 0.001 is a signal-to-noise ratio of 30 dB. Instead of that, up to
-    ``outlier_columns`` of its inputs stay fp16 if that suffices; only bminf-lite opens such a checkpoint.
-    ``rounding`` is ``nearest``, or ``gptq`` for rounding that compensates its errors, where that gains enough.
+    ``|y_int8 - y|^2 / |y|^2``, so 0.001 is a signal-to-noise ratio of 30 dB. The product stays w8a8 if it suffices that
+    up to ``outlier_columns`` of its inputs stay fp16; only bminf-lite opens such a checkpoint. ``rounding`` is
+    ``nearest``, or ``gptq`` for rounding that compensates its errors, if that gains enough.
     """
 
     smoothing: bool = True
@@ -88,13 +88,11 @@ class Recipe:
         names = list(tensors)
         unused = [pattern for pattern in self.rules if not fnmatch.filter(names, pattern)]
         if unused:
-            raise UsageError(
-                f"recipe {self.name}: no weight matrix of this checkpoint matches {', '.join(map(repr, unused))}; "
-                f"patterns match full tensor names such as {names[0]!r}"
-            )
+            problem = f"no weight matrix of this checkpoint matches {', '.join(map(repr, unused))}"
+            raise UsageError(f"recipe {self.name}: {problem}; patterns match full tensor names such as {names[0]!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as its file has it."""
+        """The recipe with the keys of its file."""
         rules = {pattern: scheme.value for pattern, scheme in self.rules.items()}
         result = {"name": self.name, "linear": self.linear.value, "head": self.head.value, "rules": rules}
         return result | ({"calibration": asdict(self.calibration)} if self.calibration else {})
@@ -116,8 +114,7 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
         return parse_recipe(_built_in().joinpath(f"{recipe}.toml").read_text(encoding="utf-8"), str(recipe))
     path = Path(recipe)
     if not path.is_file():
-        names = ", ".join(built_in_recipes())
-        raise UsageError(f"recipe {str(recipe)!r} is neither built in ({names}) nor a file")
+        raise UsageError(f"recipe {str(recipe)!r} is neither built in ({', '.join(built_in_recipes())}) nor a file")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
 """One safetensors file, read strictly: an error names the tensor and the value that are wrong.
 
 The file is an 8-byte little-endian header length, a JSON header that gives every tensor's type, shape and byte range,
-and the data. The ``safetensors`` library accepts a header with two equal names, and its errors name neither tensor nor
-value; so the header is parsed here. A test compares both readers.
+and the data. The header is parsed here, because the ``safetensors`` library accepts two equal names, and its errors
+name neither tensor nor value. A test compares both readers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,11 @@ class SafetensorsFile(TensorFile):
             raise CheckpointError(f"{self.path}: {what}, so it is no safetensors file; download or export it again")
         length = int.from_bytes(self._read_bytes(0, 8), "little")
         if length > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{self.path}: claims a header of {length:,} bytes, and the format allows {MAX_HEADER_BYTES:,}; "
-                "it is damaged or no safetensors file"
-            )
+            problem = f"the format allows {MAX_HEADER_BYTES:,}; it is damaged or no safetensors file"
+            raise CheckpointError(f"{self.path}: claims a header of {length:,} bytes, and {problem}")
         if length > self.nbytes - 8:
-            raise CheckpointError(
-                f"{self.path}: claims a header of {length:,} bytes, but the file has {self.nbytes:,}; "
-                "it is truncated: download or export it again"
-            )
+            problem = f"the file has {self.nbytes:,}; it is truncated: download or export it again"
+            raise CheckpointError(f"{self.path}: claims a header of {length:,} bytes, but {problem}")
         return _parse_header(self.path, self._read_bytes(8, length), 8 + length, self.nbytes)
 
 

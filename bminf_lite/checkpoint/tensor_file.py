@@ -1,7 +1,7 @@
 """A file of tensors, whatever its format.
 
-Tensors are read into memory of the caller's, never through a memory map that outlives the call. Every read compares the
-file's size and modification time with those of its opening, so a file that was overwritten or cut short is an error.
+Tensors are read into the caller's memory, never through a memory map that outlives the call. Every read compares the
+file's size and modification time with those at its opening, so a file that was overwritten or cut short is an error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class TensorFile(ABC):
 
     @property
     def nbytes(self) -> int:
-        """The size of the file."""
         return self._state[0]
 
     def read(self, name: str) -> np.ndarray:
@@ -98,7 +97,6 @@ class TensorFile(ABC):
             raise CheckpointError(f"{self.path}: changed since it was opened; nothing else may write to it meanwhile")
 
     def close(self) -> None:
-        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

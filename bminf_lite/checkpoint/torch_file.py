@@ -2,9 +2,9 @@
 
 Since PyTorch 1.6 the file is a zip archive with a pickle, which describes the tensors, and a record per storage. Before
 that it is a sequence of pickles (a magic number, a version, byte order, the description, the storages' keys) followed
-by the storages. :mod:`.torch_pickle` reads the pickles. Every record is checked to lie in the file, stored and alone;
-every storage to fit its record, and every tensor to fit its storage. A tensor that the file holds in another order (a
-transposed matrix) is put in order while it is read, so memory stays small whatever the size of the file.
+by the storages. :mod:`.torch_pickle` reads the pickles. Records must lie within the file, uncompressed and without
+overlap; storages must fit their records, and tensors their storages. A tensor that is not in row-major order (a
+transposed matrix) is reordered while it is read, so memory stays small whatever the size of the file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class TorchFile(TensorFile):
         super().__init__(path)
 
     def read_tensor(self, name: str, buffer: memoryview, offset: int = 0) -> None:
-        """Fill ``buffer`` with a tensor's bytes in row-major order, from ``offset`` on."""
         if name not in self._strides:
             super().read_tensor(name, buffer, offset)
             return
@@ -71,7 +70,6 @@ class TorchFile(TensorFile):
         buffer[:] = array.flat[first:end].view(np.uint8).data[start : start + len(buffer)]
 
     def close(self) -> None:
-        """Close the file."""
         super().close()
         self._map = None
 
@@ -91,39 +89,33 @@ class TorchFile(TensorFile):
             raise CheckpointError(f"{self.path}: {error}") from error
 
     def _read_zip(self) -> tuple[Any, Mapping[str, Record]]:
-        """The content, and the places of the storages by key."""
+        """The content of the pickle, and the places of the storages by key."""
         records = self._zip_records()
         roots = [name.removesuffix("data.pkl") for name in records if name.split("/", 1)[-1] == "data.pkl"]
         if len(roots) != 1:
             raise UnsupportedTorchFileError("it is a zip archive without the data.pkl of a PyTorch file")
         root = roots[0]
         if f"{root}constants.pkl" in records:
-            raise UnsupportedTorchFileError(
-                "it is a TorchScript program, not a checkpoint; save the model's state_dict() instead"
-            )
+            raise UnsupportedTorchFileError("it is a TorchScript program; save the model's state_dict() instead")
         order = records.get(f"{root}byteorder")
         if order is not None and self._read_bytes(order.offset, min(order.size, 16)) != b"little":
             raise UnsupportedTorchFileError("its numbers are not little-endian, which this version does not read")
         pickled = records[f"{root}data.pkl"]
         if pickled.size > MAX_PICKLE_BYTES:
-            raise UnsupportedTorchFileError(
-                f"its pickle has {pickled.size:,} bytes, and {MAX_PICKLE_BYTES:,} are allowed"
-            )
+            raise UnsupportedTorchFileError(f"its pickle has {pickled.size:,} bytes; {MAX_PICKLE_BYTES:,} are allowed")
         content = load(io.BytesIO(self._read_bytes(pickled.offset, pickled.size)), self._ignored).value
         prefix = f"{root}data/"
         return content, {k.removeprefix(prefix): record for k, record in records.items() if k.startswith(prefix)}
 
     def _zip_records(self) -> dict[str, Record]:
-        """The records of the archive by name. The standard library reads its directory, but no record."""
+        """The records of the archive by name. ``zipfile`` reads the directory, and no record."""
         try:
             with zipfile.ZipFile(_DirectoryReader(self)) as archive:
                 entries = archive.infolist()
         except UnsupportedTorchFileError:
             raise
         except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, OSError, struct.error) as error:
-            raise UnsupportedTorchFileError(
-                f"its zip directory cannot be read ({error}); it is damaged or truncated"
-            ) from error
+            raise UnsupportedTorchFileError(f"its zip directory is damaged or truncated ({error})") from error
         records: dict[str, Record] = {}
         end = 0
         for entry in sorted(entries, key=lambda entry: entry.header_offset):
@@ -134,9 +126,7 @@ class TorchFile(TensorFile):
                 raise UnsupportedTorchFileError(f"its record {name!r} overlaps the one before it")
             end = record.offset + record.size
             if end > self.nbytes:
-                raise UnsupportedTorchFileError(
-                    f"its record {name!r} ends after the file's {self.nbytes:,} bytes; it is truncated"
-                )
+                raise UnsupportedTorchFileError(f"its record {name!r} ends after the file's end; it is truncated")
             records[name] = record
         return records
 
@@ -156,13 +146,10 @@ class TorchFile(TensorFile):
         if (flags | entry.flag_bits) & 0x1:
             raise UnsupportedTorchFileError(f"its record {name!r} is encrypted")
         if method != zipfile.ZIP_STORED or entry.compress_type != zipfile.ZIP_STORED:
-            raise UnsupportedTorchFileError(
-                f"its record {name!r} is compressed, which torch.save never does; save the checkpoint with it"
-            )
+            raise UnsupportedTorchFileError(f"its record {name!r} is compressed; save the checkpoint with torch.save")
         if entry.file_size != entry.compress_size:
-            raise UnsupportedTorchFileError(
-                f"its record {name!r} has {entry.compress_size:,} bytes and claims {entry.file_size:,}"
-            )
+            size = f"{entry.compress_size:,} bytes, not {entry.file_size:,}"
+            raise UnsupportedTorchFileError(f"its record {name!r} has {size}")
         return Record(entry.header_offset + _LOCAL_HEADER.size + name_size + extra_size, entry.file_size)
 
     def _read_legacy(self) -> tuple[Any, Mapping[str, Record]]:
@@ -192,9 +179,7 @@ class TorchFile(TensorFile):
             count = int.from_bytes(self._read_bytes(position, 8), "little")
             size = storage.whole * DTYPES[storage.dtype].itemsize
             if position + 8 + size > self.nbytes:
-                raise UnsupportedTorchFileError(
-                    f"it is truncated at the storage {key[:80]!r}: download or export it again"
-                )
+                raise UnsupportedTorchFileError(f"it is truncated at storage {key[:80]!r}: download or export it again")
             if count != storage.whole:
                 raise UnsupportedTorchFileError(f"storage {key[:80]!r} has {count:,} elements, not {storage.whole:,}")
             places[key] = Record(position + 8, size)
@@ -245,7 +230,7 @@ class TorchFile(TensorFile):
 
 
 class _DirectoryReader:
-    """The file for ``zipfile``, which reads as many bytes at once as the file claims; here, that is bounded."""
+    """The file for ``zipfile``, which reads a directory of any size that the file claims; here the size is bounded."""
 
     def __init__(self, file: TorchFile):
         self._file = file
@@ -265,9 +250,7 @@ class _DirectoryReader:
         rest = max(self._file.nbytes - self._position, 0)
         size = rest if size is None or size < 0 else min(size, rest)
         if size > MAX_DIRECTORY_BYTES:
-            raise UnsupportedTorchFileError(
-                f"its zip directory has {size:,} bytes, and {MAX_DIRECTORY_BYTES:,} are allowed"
-            )
+            raise UnsupportedTorchFileError(f"its zip directory is {size:,} bytes; {MAX_DIRECTORY_BYTES:,} are allowed")
         content = self._file._read_bytes(self._position, size)
         self._position += len(content)
         return content
@@ -283,7 +266,7 @@ def _is_row_major(tensor: StridedTensor) -> bool:
 
 
 def _other_form(start: bytes) -> str:
-    """Why a file that begins like this is neither of the two forms."""
+    """The reason why a file with these first bytes has neither of the two forms."""
     if not start:
         return "is empty; download or export it again"
     if start[257:262] == b"ustar":
@@ -292,7 +275,6 @@ def _other_form(start: bytes) -> str:
 
 
 def _chosen(content: Any, entry: str | None) -> Mapping[Any, Any]:
-    """The dictionary that must hold the tensors."""
     chosen = content[entry] if isinstance(content, dict) and entry in content else content
     if not isinstance(chosen, dict):
         raise UnsupportedTorchFileError(f"it holds {describe(chosen)} instead of a dictionary of tensors")

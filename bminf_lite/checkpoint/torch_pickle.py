@@ -7,9 +7,9 @@ rebuild tensors and parameters, storages and types. Their functions are defined 
 descriptions without any effect. Every other name and every other operation is refused, also those of the text protocol,
 which PyTorch never wrote. The standard library's ``pickletools`` splits the bytes into operations; it runs none.
 
-The cost is bounded too: operations are counted, each makes one value from the stack, a value is never walked through or
-hashed unless it is text or a small number, and the memo is a dictionary. So nesting, sharing and repetition cost no
-more than their bytes.
+The cost is bounded too: operations are counted, each makes one value from the stack, only text and small numbers are
+hashed, no value is traversed, and the memo is a dictionary. So nesting, sharing and repetition cost no more than their
+bytes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StorageClass:
 
 @dataclass(frozen=True)
 class Function:
-    """A function or class that a pickle may call: its replacement here, and how many arguments it takes."""
+    """A function or class that a pickle may call: its replacement here, and the number of its arguments."""
 
     name: str
     call: Callable[..., Any]
@@ -175,9 +175,7 @@ def _rebuild_parameter(tensor: Any, *_: Any) -> StridedTensor:
 
 def _torch_size(sizes: Any) -> tuple[Any, ...]:
     if not isinstance(sizes, (tuple, list)) or len(sizes) > MAX_DIMENSIONS:
-        raise UnsupportedTorchFileError(
-            f"a torch.Size is made of {describe(sizes)}, not of {MAX_DIMENSIONS} sizes at most"
-        )
+        raise UnsupportedTorchFileError(f"a torch.Size is {describe(sizes)}, not up to {MAX_DIMENSIONS} sizes")
     return tuple(sizes)
 
 

@@ -1,4 +1,4 @@
-"""What a calibration decided for a tensor, for migration to carry out. Calibration is :mod:`bminf_lite.quantize`."""
+"""The decisions of a calibration (:mod:`bminf_lite.quantize`) for a tensor, which migration carries out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .recipe import Scheme
 
 @dataclass(frozen=True)
 class WeightRewrite:
-    """How one tensor differs from what the recipe alone gives. None leaves a property as it is.
+    """The changes to one tensor beside those of the recipe. None leaves a property as it is.
 
     ``scheme`` replaces the recipe's. The tensor's rows are multiplied by ``row_factors`` and its columns by
     ``column_factors``, both fp32 powers of two, before anything else happens to it; a vector is one row. The columns

@@ -5,8 +5,7 @@ their places; then their bytes are written in any order, from any thread, and th
 file has no valid header and cannot be mistaken for a complete one.
 
 The type of some small tensors is known only when everything else is written: the scales of a weight are fp16, or fp32
-if one of them is too small for fp16. They are declared as *late*, with their widest possible type, and follow the
-others.
+if one of them does not fit fp16. They are declared as *late*, with their widest possible type, and follow the others.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class TensorDeclaration:
 
     @property
     def nbytes(self) -> int:
-        """Size of the data in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -95,7 +93,7 @@ class SafetensorsWriter:
         return _header(self._tensors | settled)
 
     def close(self) -> None:
-        """Close the file as it is."""
+        """Close the file; without :meth:`finish` it stays incomplete."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -147,7 +145,7 @@ class CheckpointWriter:
             write_json(self.folder / "model.safetensors.index.json", index)
 
     def close(self) -> None:
-        """Close every file as it is."""
+        """Close every file; without :meth:`finish` they stay incomplete."""
         for file in self._files:
             file.close()
 

@@ -1,11 +1,12 @@
 """CPM-1 as published (github.com/TsinghuaAI/CPM-1-Generate).
 
-Sizes come from the tensors. The number of heads does not, and is that of the published sizes by default.
+The tensors give all sizes but the number of heads, which by default is that of the published model of that size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ RULES = {
     "*.bias": COPIES,
 }
 HEADS = {768: 12, 1024: 16, 2560: 32}
-"""Elements of the hidden state -> heads, of the published sizes."""
+"""Hidden size -> heads of the published models."""
 
 EOD = 7
 """The end of a document in the published vocabulary."""
@@ -50,7 +51,7 @@ def write(source: Path, vocabulary: Path, folder: Path, heads: int | None = None
         vocab_size, hidden = shapes["word_embeddings.weight"]
         found = heads or HEADS.get(hidden)
         if found is None:
-            raise CheckpointError(f"{source}: has {hidden} elements per token, no published size; give --heads")
+            raise CheckpointError(f"{source}: hidden size {hidden} is of no published model; give --heads")
         return {
             "model_type": "cpm1",
             "vocab_size": vocab_size,
@@ -61,6 +62,6 @@ def write(source: Path, vocabulary: Path, folder: Path, heads: int | None = None
             "eos_token_id": EOD,
         }
 
-    with Shards(source) as shards:
+    with closing(Shards(source)) as shards:
         merge_shards(shards, RULES, configure, folder)
     write_vocabulary(folder, vocabulary, "chinese_vocab.model", "CPM1Tokenizer")

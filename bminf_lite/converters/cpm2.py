@@ -6,6 +6,7 @@ All sizes come from the tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ FIRST_BIAS = "encoder.blocks.0.self_attn.self_attn.relative_attention_bias.weigh
 class Family:
     """The properties of a family of checkpoints that its tensors do not show.
 
-    The decoder begins with the token ``start`` and ends with ``end``; ``config`` is added to ``config.json``.
+    Decoding starts from the token ``start`` and ends with ``end``; ``config`` is added to ``config.json``.
     """
 
     model_type: str
@@ -90,7 +91,7 @@ def write(source: Path, vocabulary: Path, folder: Path, family: Family) -> None:
             **family.config,
         }
 
-    with Shards(source, IGNORED) as shards:
+    with closing(Shards(source, IGNORED)) as shards:
         merge_shards(shards, RULES, configure, folder)
     write_vocabulary(folder, vocabulary, "vocab.txt", family.tokenizer_class)
 

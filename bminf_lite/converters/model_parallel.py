@@ -1,9 +1,9 @@
 """Checkpoints of model-parallel training: shards in PyTorch files, merged into one checkpoint.
 
 Megatron and DeepSpeed divide matrices over the processes of a group, each of which saves
-``mp_rank_XX_model_states.pt``. A layer with divided outputs is cut along its rows, a layer with divided inputs
-along its columns; norms, and the biases of the latter, are in every shard. A fused matrix (query, key and value) is cut
-part by part, so a shard holds some heads of each. Tensors are merged one at a time.
+``mp_rank_XX_model_states.pt``. A column-parallel layer is cut along its outputs (rows of its matrix), a row-parallel
+layer along its inputs (columns); norms, and the biases of the latter, are in every shard. A fused matrix (query, key
+and value) is cut part by part, so a shard holds some heads of each. Tensors are merged one at a time.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ UNUSED = (
     "__builtin__.set", "__builtin__.object", "builtins.set", "builtins.object", "deepspeed.*", "fp16.*",
     "collections.defaultdict",
 )  # fmt: skip
-"""Names of a training's state beside the model (random states, arguments, loss scalers), which are skipped."""
+"""Names in the pickle of a training's other state (random states, arguments, loss scalers), which are skipped."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """How the shards of a tensor are joined: along ``axis``, each of ``parts`` by itself; None for equal copies."""
+    """How the shards of a tensor are joined: along ``axis``, each of ``parts`` separately; None for equal copies."""
 
     axis: int | None = None
     parts: int = 1
@@ -55,10 +55,10 @@ Configure = Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]]
 
 
 class Shards:
-    """The open shards of a model. ``names`` maps a tensor's name to its names in the files, where wrappers prefix it.
+    """The open shards of a model. ``names`` maps a tensor's name to its name in each file, which wrappers prefix.
 
     Raises :class:`CheckpointError` for a folder without shards, for files that cannot be used and for shards with
-    different tensors. A context manager.
+    different tensors.
     """
 
     def __init__(self, source: Path, ignored: tuple[str, ...] = ()):
@@ -72,14 +72,7 @@ class Shards:
             self.close()
             raise
 
-    def __enter__(self) -> Shards:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Close the files."""
         for file in self.files:
             file.close()
 
@@ -99,7 +92,7 @@ class Shards:
         return np.concatenate([piece[i] for i in range(merge.parts) for piece in pieces], merge.axis)
 
     def merged(self, name: str, merge: Merge) -> TensorDeclaration:
-        """The type and the shape of the result of :meth:`read`."""
+        """The declaration of the tensor that :meth:`read` returns."""
         info = self.files[0].tensors[self.names[name][0]]
         shape = list(info.shape)
         if merge.axis is not None:
@@ -155,7 +148,6 @@ def unwrapped(name: str) -> str:
 
 
 def rule_of(name: str, rules: Rules) -> Merge | None:
-    """How to merge a tensor; None for one that no rule knows."""
     return next((merge for pattern, merge in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
 
@@ -164,10 +156,10 @@ def merge_shards(shards: Shards, rules: Rules, configure: Configure, folder: Pat
 
     Raises :class:`CheckpointError` with every tensor that is unknown, missing or not of the configuration's shape.
     """
-    unknown = [f"unknown tensor {name!r}" for name in shards.names if rule_of(name, rules) is None]
+    merges = {name: merge for name in shards.names if (merge := rule_of(name, rules))}
+    unknown = [f"unknown tensor {name!r}" for name in shards.names if name not in merges]
     if unknown:
         raise CheckpointError(listed(shards.source, unknown))
-    merges = {name: rule_of(name, rules) or COPIES for name in shards.names}
     declared = {name: shards.merged(name, merge) for name, merge in merges.items()}
     config = configure({name: tensor.shape for name, tensor in declared.items()})
     spec = describe_model(config).spec
@@ -192,9 +184,9 @@ def merge_shards(shards: Shards, rules: Rules, configure: Configure, folder: Pat
 
 
 def convert(write: Callable[[Path], None], source: Path, out: Path, recipe: str, force: bool) -> None:
-    """Let ``write`` write the merged checkpoint of ``source`` into a folder, and migrate it to ``out``.
+    """Merge ``source`` with ``write``, which writes the merged checkpoint into a folder, and migrate it to ``out``.
 
-    The recipe ``merge`` leaves the merged checkpoint in ``out`` as it is. ``force`` replaces an earlier result. The
+    With the recipe ``merge``, ``out`` is the merged checkpoint itself. ``force`` replaces an earlier result. The
     recipe, ``out`` and the disk are checked before the merge, which may take minutes. Raises :class:`CheckpointError`
     and :class:`UsageError`; ``out`` is untouched then.
     """
@@ -205,10 +197,7 @@ def convert(write: Callable[[Path], None], source: Path, out: Path, recipe: str,
         return
     loaded = load_recipe(recipe)
     if loaded.calibration is not None:
-        raise UsageError(
-            f"recipe {loaded.name}: write the tensors with --recipe merge, and give the folder to "
-            "bminf-lite migrate --calibrate"
-        )
+        raise UsageError(f"recipe {loaded.name}: convert with --recipe merge, then run bminf-lite migrate --calibrate")
     check_target(out, force)
     out.parent.mkdir(parents=True, exist_ok=True)
     check_space(out, size)

@@ -1,6 +1,6 @@
 """Self-attention with grouped heads, and the two kinds of attention that an encoder-decoder adds.
 
-Each adds its output to the residual stream, fp32 ``[T, features]``; ``x`` is the normalised stream.
+``add_to`` adds the output to the residual stream, fp32 ``[T, features]``; ``x`` is the normalised stream.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from .linear import Linear
 
 @dataclass(frozen=True)
 class Attention:
-    """``o(attend(qkv(x)))``, where a token sees itself and those before it.
-
-    ``qkv`` computes query, key and value side by side.
-    """
+    """``o(attend(qkv(x)))``, causal. ``qkv`` computes query, key and value side by side."""
 
     ops: Backend
     spec: AttentionSpec
@@ -26,7 +23,6 @@ class Attention:
     o: Linear
 
     def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """``residual + o(attend(qkv(x)))``."""
         return self.o.add_to(residual, self.ops.attention(self.qkv(x), self.spec, cache, batch))
 
 
@@ -40,7 +36,6 @@ class EncoderAttention:
     o: Linear
 
     def add_to(self, residual: Array, x: Array, batch: ForwardBatch) -> Array:
-        """``residual + o(attend(qkv(x)))``."""
         return self.o.add_to(residual, self.ops.encoder_attention(self.qkv(x), self.spec, batch))
 
 
@@ -48,7 +43,7 @@ class EncoderAttention:
 class CrossAttention:
     """``o(attend(q(x)))`` over an encoded source.
 
-    The source's keys and values, which ``kv`` computes side by side, are the same for every token that is decoded:
+    ``kv`` computes the source's keys and values side by side. They are the same for every token that is decoded, so
     :meth:`fill_cache` computes them once.
     """
 
@@ -63,5 +58,4 @@ class CrossAttention:
         self.ops.store_source(self.kv(source), self.spec, cache, batch)
 
     def add_to(self, residual: Array, x: Array, cache: LayerCache, source: SourceCache, batch: ForwardBatch) -> Array:
-        """``residual + o(attend(q(x)))``."""
         return self.o.add_to(residual, self.ops.cross_attention(self.q(x), self.spec, cache, source.lengths, batch))

@@ -12,10 +12,7 @@ from ..backend.values import CACHE_BLOCK, LayerCache
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model stores per token: ``layers`` times keys and values of ``kv_heads * head_dim``.
-
-    In the backend's activation type, or in ``int8`` with an fp16 scale for each token and head.
-    """
+    """The shape of a token's keys and values. With ``int8`` they are codes, with an fp16 scale per head and token."""
 
     layers: int
     kv_heads: int
@@ -32,8 +29,6 @@ class KVCache:
 
     ``source`` holds the encoded sources, which the decoder of an encoder-decoder reads beside its own tokens.
     """
-
-    BLOCK = CACHE_BLOCK
 
     def __init__(self, ops: Backend, shape: CacheShape, slots: int, capacity: int, limit: int):
         self.ops = ops
@@ -59,10 +54,7 @@ class KVCache:
             self.source.close()
 
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` per slot, and where that needs more memory, for half as many again as before.
-
-        Contents are kept; the arrays of each layer are replaced.
-        """
+        """Make room for ``tokens`` per slot; growth is by half at least. Contents are kept, arrays are replaced."""
         if tokens <= self.capacity:
             return
         capacity = self._rounded(max(tokens, min(self.limit, self.capacity * 3 // 2)))
@@ -71,7 +63,7 @@ class KVCache:
         self.capacity = capacity
 
     def _rounded(self, tokens: int) -> int:
-        return min(-(-max(tokens, 1) // self.BLOCK) * self.BLOCK, max(self.limit, tokens))
+        return min(-(-max(tokens, 1) // CACHE_BLOCK) * CACHE_BLOCK, max(self.limit, tokens))
 
 
 class SourceCache(KVCache):
@@ -86,7 +78,7 @@ class SourceCache(KVCache):
         self._lengths = np.zeros(slots, np.int32)
 
     def set_lengths(self, lengths: dict[int, int]) -> None:
-        """Set the lengths of the sources of some slots, in tokens by slot."""
+        """Set the lengths of some sources: slot -> tokens."""
         for slot, length in lengths.items():
             self._lengths[slot] = length
         self.ops.assign(self.lengths, self._lengths)

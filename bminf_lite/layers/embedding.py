@@ -8,15 +8,15 @@ from .loading import Weights
 
 
 class Embedding:
-    """The table ``{name}.weight`` ``[vocab, features]``, looked up."""
+    """Rows of the table ``{name}.weight`` ``[vocab, features]``."""
 
     def __init__(self, ops: Backend, weights: Weights, name: str):
         self.ops = ops
         self.table = ops.table(weights.vector(f"{name}.weight"))
 
-    def __call__(self, tokens: Array) -> Array:
-        """int32 ``[T]`` -> the residual stream, fp32 ``[T, features]``."""
-        return self.ops.embed(tokens, self.table)
+    def __call__(self, batch: ForwardBatch) -> Array:
+        """A step's tokens to the residual stream, fp32 ``[T, features]``."""
+        return self.ops.embed(batch.tokens, self.table)
 
 
 class PositionEmbedding:

@@ -1,8 +1,8 @@
 """Finding the layer in which a model's numbers stop being finite.
 
-A NaN or an infinity in an activation makes all later activations NaN, and the logits do not say where it came from: a
-damaged weight, or an activation that is too large for fp16. A model built with these checks looks at the input of each
-product. It computes the same, but the host waits for each layer, and steps are not captured in graphs.
+A NaN or an infinity in an activation makes all later activations NaN, and the logits do not show its origin: a damaged
+weight, or an activation that is too large for fp16. A model built with these checks tests the input of each product. It
+computes the same, but the host waits for each layer, and steps are not captured in graphs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def with_finite_checks(weights: Weights, ops: Backend) -> tuple[Weights, Backend
             token, channel = wrong[0]
             raise BminfError(
                 f"{', '.join(call.tensors)}: the input holds {values[token, channel]} in channel {channel} of token "
-                f"{token} of this step, which has {len(values):,}; {len(wrong):,} of its numbers are not finite"
+                f"{token} of this step's {len(values):,}; {len(wrong):,} of its numbers are not finite"
             )
 
     hooks = LinearHooks(ops, weights, check)

@@ -1,4 +1,4 @@
-"""Where layers get their weights from."""
+"""The source of a layer's weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ class Weights(Protocol):
 
     def weight(self, name: str) -> HostWeight:
         """The matrix ``name`` ``[out, in]``, float or int8."""
-        ...
 
     def vector(self, name: str) -> np.ndarray:
         """The float tensor ``name``: a norm's weight, a bias or an embedding table."""
-        ...
 
 
 class PermutedWeights:
@@ -29,7 +27,6 @@ class PermutedWeights:
         self.rows = rows
 
     def weight(self, name: str) -> HostWeight:
-        """The matrix ``name`` ``[out, in]``, float or int8."""
         weight = self.weights.weight(name)
         if isinstance(weight, Int8Weight):
             return weight.rows(self.rows)
@@ -37,6 +34,5 @@ class PermutedWeights:
         return permuted
 
     def vector(self, name: str) -> np.ndarray:
-        """The bias ``name`` ``[out]``."""
         permuted: np.ndarray = self.weights.vector(name)[self.rows]
         return permuted

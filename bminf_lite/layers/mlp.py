@@ -1,6 +1,6 @@
-"""Feed-forward layers, which add their output to the residual stream, fp32 ``[T, features]``.
+"""Feed-forward layers. ``activation`` names ``f``, one of ``backend.functions.ACTIVATIONS``.
 
-``activation`` names ``f``, one of ``backend.functions.ACTIVATIONS``; ``x`` is the normalised stream.
+``add_to`` adds the output to the residual stream, fp32 ``[T, features]``; ``x`` is the normalised stream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class GatedMLP:
     down: Linear
 
     def add_to(self, residual: Array, x: Array) -> Array:
-        """``residual + down(f(gate(x)) * up(x))``."""
         return self.down.add_to(residual, self.ops.gated_linear(x, self.gate_up.weight, self.activation))
 
 
@@ -40,5 +39,4 @@ class MLP:
         return self.ops.activated_linear(x, self.up.weight, self.activation)
 
     def add_to(self, residual: Array, x: Array) -> Array:
-        """``residual + down(f(up(x)))``."""
         return self.down.add_to(residual, self.hidden(x))

@@ -26,9 +26,8 @@ class NormLayer:
 def rms_norm(ops: Backend, weights: Weights, name: str, eps: float, scale: float = 1.0) -> NormLayer:
     """``x / sqrt(mean(x^2) + eps) * weight * scale``, with the weight ``{name}.weight`` ``[features]``."""
     weight = weights.vector(f"{name}.weight")
-    return NormLayer(
-        ops, Norm(ops.vector(weight if scale == 1 else weight.astype(np.float32) * np.float32(scale)), eps)
-    )
+    scaled = weight if scale == 1 else weight.astype(np.float32) * np.float32(scale)
+    return NormLayer(ops, Norm(ops.vector(scaled), eps))
 
 
 def layer_norm(ops: Backend, weights: Weights, name: str, eps: float) -> NormLayer:

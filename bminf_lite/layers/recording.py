@@ -1,7 +1,7 @@
-"""Observing the input of every matrix product, without the layers knowing.
+"""Hooks that observe the input of every matrix product; the layers need no change.
 
-Calibration and comparison need the input of each linear layer. Layers get a backend and weights when they are built.
-Built with those of :class:`LinearHooks` instead, they compute the same, and an observer is called before each product.
+Calibration and comparison need the input of each linear layer. Layers built with the backend and the weights of
+:class:`LinearHooks` compute the same, and an observer is called before each product.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ Observer = Callable[[LinearCall], None]
 
 
 class LinearHooks:
-    """``ops`` and ``weights`` for layers whose products are to be observed.
+    """``ops`` and ``weights`` for layers whose products are observed.
 
-    ``ops`` does what the given backend does, and calls ``observe`` before each product. The observer may compute with
-    the given backend, and must not change ``x``.
+    ``ops`` passes each call on to the given backend, and calls ``observe`` before each product. The observer may
+    compute with the given backend, and must not change ``x``.
     """
 
     def __init__(self, ops: Backend, weights: Weights, observe: Observer):

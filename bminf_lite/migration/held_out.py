@@ -14,7 +14,7 @@ from ..evaluation.compare import Progress, compare
 from ..evaluation.corpus import Window, fit_windows, parse_config
 
 MAX_HELD_OUT = 8
-"""How many sequences are held out; of a short text, an eighth."""
+"""The number of sequences that are held out; of a short text, an eighth."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ def split_samples(sequences: Sequence[np.ndarray], samples: int) -> CalibrationS
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
-    """``wanted`` of the numbers below ``count``, evenly spaced; a single one from the middle."""
+    """``wanted`` numbers below ``count``, evenly spaced; a single one is the middle."""
     if wanted == 1:
         return [count // 2]
     return [int(i) for i in np.linspace(0, count - 1, wanted).round()]
 
 
 def check_max_divergence(max_divergence: float | None, has_text: bool) -> None:
-    """Raise ``UsageError`` for a limit that is not positive, or that there is no text for."""
+    """Raise ``UsageError`` for a limit that is not positive, or that has no text to be measured on."""
     if max_divergence is None:
         return
     if not max_divergence > 0:
@@ -66,7 +66,7 @@ def measure_cost(
     max_divergence: float | None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """How far the checkpoint in ``model`` is from ``source`` on ``sequences``; see :class:`.divergence.Divergence`.
+    """The divergence of the checkpoint in ``model`` from ``source`` on ``sequences``; see :class:`.Divergence`.
 
     Raises ``CheckpointError`` if the mean divergence is more than ``max_divergence``, or NaN.
     """
@@ -75,7 +75,7 @@ def measure_cost(
     if max_divergence is not None and not found.kl <= max_divergence:
         raise CheckpointError(
             f"the int8 model diverges by {found.kl:.6g} nats per token from its source on {found.tokens:,} held-out "
-            f"tokens, and {max_divergence:g} are allowed: it was not written. Take a recipe that loses less (auto, "
+            f"tokens, and {max_divergence:g} are allowed: it was not written. Choose a more exact recipe (auto, "
             "w8a8-smooth, w8a16), or allow more"
         )
     return found.to_dict()

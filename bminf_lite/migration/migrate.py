@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from .. import backend
 from ..checkpoint.conversion import Progress
 from ..checkpoint.manifest import MigrationReport
-from ..checkpoint.migrate import migrate as migrate_checkpoint
+from ..checkpoint.migrate import migrate as migrate_folder
 from ..checkpoint.opened_model import OpenedModel
 from ..checkpoint.recipe import Recipe, load_recipe
 from ..checkpoint.weight_rewrite import CalibrationResult
@@ -32,7 +33,7 @@ from .held_out import CalibrationSplit, check_max_divergence, measure_cost, spli
 
 SAMPLE_TOKENS = 512
 MIN_TOKENS = 512
-"""With fewer tokens, the largest activations of a channel would be left to chance."""
+"""With fewer tokens, the largest activation of a channel would depend on chance."""
 
 CalibrationSource = str | Path | Sequence[int]
 """What to calibrate on: a file (text, or JSONL with a ``text`` per line), or token ids."""
@@ -63,21 +64,29 @@ def migrate(
     ``max_divergence`` nats per token.
 
     ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
-    tensor would become. The result is split into files of at most ``shard_bytes``. ``progress`` is called with the
-    bytes of the source that are done, all of them, and a tensor's name; ``calibration_progress`` with steps and a
-    layer's name, and ``cost_progress`` with layers.
+    tensor would become. The result is split into files of at most ``shard_bytes``. The calls of ``progress`` and
+    ``calibration_progress`` are described at :data:`.conversion.Progress` and :data:`.calibration.Progress`;
+    ``cost_progress`` is called with layers.
 
     Raises :class:`UsageError` for an unfit text or a recipe that makes no sense, :class:`CheckpointError` if the source
-    cannot be read or quantized or ``out`` cannot be written, and ``DeviceError``. Everything that can be checked
-    without work is checked first. After an error or Ctrl-C ``out`` is untouched.
+    cannot be read or quantized or ``out`` cannot be written, and ``DeviceError``. Cheap checks come first. After an
+    error or Ctrl-C ``out`` is untouched.
     """
     recipe = load_recipe(recipe)
     backend.check_device(device)
     check_max_divergence(max_divergence, calibrate is not None)
+    write = partial(
+        migrate_folder,
+        source,
+        out,
+        recipe,
+        force=force,
+        dry_run=dry_run,
+        progress=progress,
+        shard_bytes=shard_bytes,
+    )
     if calibrate is None:
-        return migrate_checkpoint(
-            source, out, recipe, force=force, dry_run=dry_run, progress=progress, shard_bytes=shard_bytes
-        )
+        return write()
     tokens = load_calibration_split(source, calibrate, samples)
 
     def decide(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
@@ -95,10 +104,7 @@ def migrate(
     def verify(folder: Path) -> dict[str, Any]:
         return measure_cost(folder, Path(source), tokens.held_out, device, max_divergence, cost_progress)
 
-    return migrate_checkpoint(
-        source, out, recipe, force=force, dry_run=dry_run, progress=progress, shard_bytes=shard_bytes,
-        calibrate=decide, verify=verify,
-    )  # fmt: skip
+    return write(calibrate=decide, verify=verify)
 
 
 def load_calibration_split(source: str | Path, text: CalibrationSource, samples: int) -> CalibrationSplit:
@@ -110,8 +116,7 @@ def load_calibration_split(source: str | Path, text: CalibrationSource, samples:
         raise UsageError(f"samples is {samples}; it must be 1 or more")
     config = parse_config(source)
     if isinstance(text, (str, Path)):
-        texts = read_texts(Path(text))
-        documents = encode_texts(texts, load_tokenizer(Path(source), config.vocab_size))
+        documents = encode_texts(read_texts(Path(text)), load_tokenizer(Path(source), config.vocab_size))
     else:
         documents = [np.array(validate_token_ids(text, config.vocab_size), np.int32)]
     total = sum(map(len, documents))

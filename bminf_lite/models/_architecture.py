@@ -1,4 +1,4 @@
-"""What every architecture file defines: how its configurations are read, which tensors it has, and how it is built."""
+"""The contents of an architecture file: reading configurations, the tensors, and building the layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .spec import Spec
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture; the configuration that its functions take is the one that its ``parse`` returns.
+    """An architecture. Its functions take the configuration that its ``parse`` returns.
 
-    ``parse`` reads a ``config.json``, and raises ``CheckpointError`` with every nonsensical value. ``spec`` says which
-    tensors the checkpoint of such a model has. ``ModelBuilder`` makes the parts of a model one at a time, for
-    calibration and comparison, which keep one layer in memory; ``network`` joins them.
+    ``parse`` reads a ``config.json``, and raises ``CheckpointError`` with every nonsensical value. ``spec`` lists the
+    tensors of a checkpoint. ``ModelBuilder`` makes the parts of a model one at a time, for calibration and comparison,
+    which keep one layer in memory; ``network`` joins them.
     """
 
     parse: Callable[[Mapping[str, Any]], ModelConfig]

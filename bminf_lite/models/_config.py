@@ -1,7 +1,7 @@
 """Reading a ``config.json`` by a table, with every nonsensical value reported at once.
 
 An architecture's table maps each field of its ``Config`` to a key: its name in ``config.json``, the type and bounds of
-its value, and the default. What a table cannot say, the architecture's ``parse`` reads and checks by hand.
+its value, and the default. The architecture's ``parse`` checks what a table cannot express.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class ModelConfig(ABC):
-    """What every parsed configuration says; lengths in tokens, sizes in elements.
+    """The part of a configuration that all architectures have; lengths in tokens, sizes in elements.
 
-    ``layers`` counts the layers that decode. An encoder-decoder also has a longest source that its encoder reads, and
-    tokens from which decoding starts.
+    ``layers`` counts the layers that decode.
     """
 
     is_encoder_decoder: ClassVar[bool] = False
@@ -67,7 +66,7 @@ class ModelConfig(ABC):
     @property
     @abstractmethod
     def cache_shape(self) -> CacheShape:
-        """What the model keeps per token, and an encoder-decoder also per token of its source."""
+        """The keys and values of a token, and in an encoder-decoder of a token of its source."""
 
     @property
     def max_source_length(self) -> int:
@@ -87,10 +86,10 @@ Fields = Mapping[str, Any]
 class Key:
     """The key ``name`` of ``config.json``; see :func:`integer`, :func:`number`, :func:`flag` and :func:`choice`.
 
-    ``convert`` turns a value into the field's, or into None where the value is not what ``expected`` says. An absent
-    key means ``default``. A key that is null, or absent without a default, means what ``derive`` computes from the
-    fields before it in the table; without ``derive`` it means ``default``, or is a problem if it is ``required``.
-    ``stand_in`` is the field's value after a problem, so that reading can go on to the next one.
+    ``convert`` returns the field's value, or None if the value in the file is not as ``expected``. An absent key means
+    ``default``. If the value is null, or absent without a default, ``derive`` computes it from the fields before it in
+    the table; without ``derive`` it is ``default``, or a problem if the key is ``required``. ``stand_in`` is the
+    field's value after a problem, so that reading can go on to the next key.
     """
 
     name: str
@@ -152,9 +151,9 @@ def with_defaults(keys: Keys, **defaults: Any) -> dict[str, Key]:
 
 
 class ConfigReader:
-    """Reads ``config`` by the table ``keys`` into :attr:`fields`, and what is not in the table by :meth:`value`.
+    """Reads ``config`` by the table ``keys`` into :attr:`fields`, and further keys by :meth:`value`.
 
-    Problems are collected, and :meth:`checked_fields` raises them together. Of one key only the first problem counts.
+    Problems are collected, and :meth:`checked_fields` raises them together. A key has one problem at most, its first.
     """
 
     def __init__(self, config: Mapping[str, Any], keys: Keys):
@@ -199,9 +198,9 @@ class ConfigReader:
         text = f"{names[0]} ({values[0]}) is not a multiple of {names[1]} ({values[1]})"
         self.require(values[0] % values[1] == 0, text, *names)
 
-    def reject_unknown_keys(self, *others: Key) -> None:
-        """Record every key that is in neither the table, ``others`` nor :data:`COMMON`: for formats of our own."""
-        known = {key.name for key in (*self.keys.values(), *others)}
+    def reject_unknown_keys(self) -> None:
+        """Record every key that is neither in the table nor in :data:`COMMON`: for this project's own formats."""
+        known = {key.name for key in self.keys.values()}
         for name in self.config.keys() - known - COMMON:
             close = get_close_matches(name, known, n=1)
             hint = f"; the nearest is {close[0]}" if close else ""

@@ -1,10 +1,10 @@
-"""What decoders share: the loop over the layers, and the output behind the last one."""
+"""The parts that decoders share: the loop over the layers, and the output after the last one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch, LayerCache
@@ -24,15 +24,12 @@ class DecoderBuilder(Protocol):
 
     def embed(self) -> Callable[[ForwardBatch], Array]:
         """Tokens to the residual stream, fp32 ``[T, features]``."""
-        ...
 
     def block(self, layer: int) -> Callable[[Array, LayerCache, ForwardBatch], Array]:
         """Layer ``layer``, counted from 0: residual stream, cache and batch to the residual stream."""
-        ...
 
     def output(self) -> Callable[[Array], Array]:
         """The residual stream to logits, fp32 ``[T, vocab]``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,6 @@ class Output:
 
 class Decoder:
     """Tokens in, logits out."""
-
-    is_encoder_decoder: ClassVar[bool] = False
 
     def __init__(self, builder: DecoderBuilder):
         self.ops = builder.ops

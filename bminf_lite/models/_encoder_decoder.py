@@ -1,13 +1,12 @@
-"""What T5, CPM-2, EVA and their kin share: an encoder, and a decoder that reads its output.
+"""T5, CPM-2, EVA and similar models: an encoder, and a decoder that reads its output.
 
 Both are pre-norm stacks with RMSNorm and a bias on the attention scores that depends on the distance of two tokens
-(https://arxiv.org/abs/1910.10683). The encoder's layers see a whole source; the decoder's see the tokens before, and
+(https://arxiv.org/abs/1910.10683). The encoder's attention is bidirectional, the decoder's causal. The decoder reads
 the encoded source through cross-attention, whose keys and values are computed once per source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,19 +20,28 @@ from ..layers.loading import Weights
 from ..layers.mlp import MLP, GatedMLP
 from ..layers.norm import NormLayer, rms_norm
 from ..layers.relative_bias import load_relative_bias
-from ._config import ConfigReader, ModelConfig, integer
+from ._config import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, ModelConfig, integer, number
 from ._decoder import Output
 from .spec import Fold, Parameter, Role, Spec, Tensors, embedding, head, linear, norm, weights_of
 
-BUCKETS = {
+KEYS = {
+    "vocab_size": integer("vocab_size", 32128),
+    "hidden_size": integer("d_model", 512),
+    "intermediate_size": integer("d_ff", 2048),
+    "encoder_layers": integer("num_layers", 6, high=MAX_LAYERS),
+    "layers": integer("num_decoder_layers", derive=lambda fields: fields["encoder_layers"], high=MAX_LAYERS),
+    "heads": integer("num_heads", 8),
+    "head_dim": integer("d_kv", 64, high=MAX_HEAD_DIM),
+    "norm_eps": number("layer_norm_epsilon", 1e-6, high=1.0),
     "buckets": integer("relative_attention_num_buckets", 32, low=4, high=65536, required=False),
     "max_distance": integer("relative_attention_max_distance", 128, high=65536, required=False),
 }
+"""The keys that all of them have; the defaults are T5's."""
 
 
 @dataclass(frozen=True)
 class CrossTensorNames:
-    """Where a layer of a decoder keeps its cross-attention. A source's key and value are one matrix or two."""
+    """Names of a layer's cross-attention. The key and value of a source are one matrix or two."""
 
     norm: str
     q: str
@@ -43,7 +51,7 @@ class CrossTensorNames:
 
 @dataclass(frozen=True)
 class StackTensorNames:
-    """Where a checkpoint keeps an encoder or a decoder. Names from ``self_norm`` on are those within ``{blocks}.{i}``.
+    """Names of the tensors of an encoder or a decoder. Those from ``self_norm`` on follow ``{blocks}.{i}``.
 
     Query, key and value are one matrix or three. ``mlp`` is the prefix of ``wi_0``, ``wi_1`` and ``wo`` (``wi`` and
     ``wo`` without a gate). An encoder has no cross-attention.
@@ -62,7 +70,7 @@ class StackTensorNames:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Where a checkpoint keeps what; ``ignored`` are patterns of copies that some files hold."""
+    """Names of a checkpoint's tensors; ``ignored`` are patterns of copies that some files hold."""
 
     embedding: str
     head: str
@@ -73,11 +81,10 @@ class TensorNames:
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    """The shape of a model; lengths in tokens, sizes in elements.
+    """The configuration of an encoder-decoder. ``layers`` are the decoder's.
 
-    ``layers`` are the decoder's. ``scaled_scores``: attention scores are divided by the root of the head's size.
-    ``biases_per_layer``: every layer has a table of relative biases, and not the first one for all. Decoding starts
-    from the tokens ``decoder_start_token_ids``.
+    ``scaled_scores``: attention scores are divided by the root of the head's size. ``biases_per_layer``: every layer
+    has a table of relative biases; otherwise the layers of a stack share the first one's.
     """
 
     is_encoder_decoder: ClassVar[bool] = True
@@ -94,17 +101,15 @@ class Config(ModelConfig):
 
     @property
     def decoder_start_token_ids(self) -> tuple[int, ...]:
-        """The token from which the decoder starts."""
         return (self.decoder_start_token_id,)
 
     @property
     def score_scale(self) -> float:
-        """The factor on the attention scores."""
         return self.head_dim**-0.5 if self.scaled_scores else 1.0
 
     @property
     def logit_scale(self) -> float:
-        """The factor on the logits, which makes up for the size of the embeddings in a tied head."""
+        """The factor on the logits, ``1 / sqrt(hidden_size)`` with a tied head."""
         return self.hidden_size**-0.5 if self.tied_head else 1.0
 
     @property
@@ -114,14 +119,13 @@ class Config(ModelConfig):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What the decoder keeps per token, and per token of the source."""
         return CacheShape(self.layers, self.heads, self.head_dim)
 
 
 def check_buckets(read: ConfigReader) -> None:
-    """Record problems with the fields of :data:`BUCKETS`."""
+    """Record problems with the buckets of relative distances."""
     buckets, max_distance = read.fields["buckets"], read.fields["max_distance"]
-    names = BUCKETS["buckets"].name, BUCKETS["max_distance"].name
+    names = KEYS["buckets"].name, KEYS["max_distance"].name
     read.require(buckets % 4 == 0, f"{names[0]} ({buckets}) is not a multiple of 4", names[0])
     text = f"{names[1]} ({max_distance}) is not larger than half of {names[0]} ({buckets})"
     read.require(max_distance > buckets // 2, text, *names)
@@ -130,9 +134,9 @@ def check_buckets(read: ConfigReader) -> None:
 def spec(config: Config) -> Spec:
     """Every tensor of the checkpoint.
 
-    Factors move from a norm to what reads it (all layers of the decoder read the encoder's last norm), from values to
-    the output of attention, and from the last linear step before ``wo`` to ``wo``. Fused matrices are left out where
-    they would be divided.
+    Factors move from a norm to the matrices that read it (all layers of the decoder read the encoder's last norm), from
+    values to the output of attention, and from the last linear step before ``wo`` to ``wo``. Values in a fused matrix
+    are left out.
     """
     names, hidden, table = config.names, config.hidden_size, (config.vocab_size, config.hidden_size)
     tensors = embedding(names.embedding, table) | head(names.head, table)
@@ -200,11 +204,9 @@ class BlockParts:
     block: str
 
     def linear(self, *names: str) -> Linear:
-        """One product with the matrices ``names`` of this layer."""
         return Linear(self.ops, self.weights, [f"{self.block}.{name}" for name in names])
 
     def norm(self, name: str) -> NormLayer:
-        """A norm of this layer."""
         return rms_norm(self.ops, self.weights, f"{self.block}.{name}", self.config.norm_eps)
 
     def attention(self, bias: RelativeBias | None) -> AttentionSpec:
@@ -213,7 +215,6 @@ class BlockParts:
         return AttentionSpec(config.heads, config.heads, config.head_dim, config.score_scale, bias=bias)
 
     def mlp(self, name: str) -> GatedMLP | MLP:
-        """The feed-forward layer."""
         kind = GatedMLP if self.config.gated else MLP
         inner = self.linear(*(f"{name}.{part}" for part in self.config.inner))
         return kind(self.ops, self.config.activation, inner, self.linear(f"{name}.wo"))
@@ -262,7 +263,7 @@ class DecoderBlock:
 
 
 class ModelBuilder:
-    """Makes the parts of a model one at a time, so that a caller may keep one of them in memory."""
+    """Makes the parts of a model one at a time; see :class:`._decoder.DecoderBuilder`."""
 
     def __init__(self, config: Config, weights: Weights, ops: Backend):
         self.config = config
@@ -270,10 +271,9 @@ class ModelBuilder:
         self.ops = ops
         self._shared_biases: dict[str, RelativeBias] = {}
 
-    def embed(self) -> Callable[[ForwardBatch], Array]:
-        """Tokens, of sources or of texts, to the residual stream."""
-        table = Embedding(self.ops, self.weights, self.config.names.embedding)
-        return lambda batch: table(batch.tokens)
+    def embed(self) -> Embedding:
+        """The embedding that encoder and decoder share."""
+        return Embedding(self.ops, self.weights, self.config.names.embedding)
 
     def encoder_block(self, layer: int) -> EncoderBlock:
         """Layer ``layer`` of the encoder, counted from 0."""
@@ -281,9 +281,7 @@ class ModelBuilder:
         return EncoderBlock(self.config, self.weights, self.ops, layer, bias)
 
     def encoder_norm(self) -> NormLayer:
-        """What follows the encoder's last layer."""
-        name = self.config.names.encoder.final_norm
-        return rms_norm(self.ops, self.weights, name, self.config.norm_eps)
+        return rms_norm(self.ops, self.weights, self.config.names.encoder.final_norm, self.config.norm_eps)
 
     def block(self, layer: int) -> DecoderBlock:
         """Layer ``layer`` of the decoder, counted from 0."""
@@ -312,8 +310,6 @@ class ModelBuilder:
 class EncoderDecoder:
     """A source in, then tokens in, logits out."""
 
-    is_encoder_decoder: ClassVar[bool] = True
-
     def __init__(self, builder: ModelBuilder):
         self.ops = builder.ops
         self.config = builder.config
@@ -331,7 +327,7 @@ class EncoderDecoder:
         return self.encoder_norm(residual)
 
     def encode_to_cache(self, batch: ForwardBatch, source: SourceCache) -> None:
-        """Encode whole sources, and put their keys and values for each layer of the decoder into their slots."""
+        """Encode whole sources, and store their keys and values for each layer of the decoder in their slots."""
         output = self.encode(batch)
         for block, cache in zip(self.decoder, source.layers, strict=True):
             block.cross_attention.fill_cache(output, cache, batch)

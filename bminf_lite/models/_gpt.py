@@ -1,4 +1,4 @@
-"""What GPT-2, OPT, GPT-NeoX and CPM-1 share: a decoder with LayerNorm, biases and a feed-forward layer without a gate.
+"""GPT-2, OPT, GPT-NeoX and CPM-1: a decoder with LayerNorm, biases and a feed-forward layer without a gate.
 
 They differ in how a checkpoint names and cuts its tensors (:class:`TensorNames`) and in fields of :class:`Config`:
 learned positions or rotary ones, the norm before or after a layer, both layers one after the other or side by side.
@@ -29,7 +29,7 @@ from .spec import Fold, Spec, Tensors, embedding, head, linear, norm, weights_of
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Where a checkpoint keeps what. Names from ``attention_norm`` to ``down`` are those within ``{layers}.{i}``.
+    """Names of a checkpoint's tensors. Those from ``attention_norm`` to ``down`` follow ``{layers}.{i}``.
 
     ``qkv`` has one name where query, key and value are one matrix, else three. ``transposed``: matrices are stored
     ``[in, out]``. ``positions`` is the table of learned positions, and ``project_in`` and ``project_out`` lie between
@@ -70,14 +70,14 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    """The shape of a model; lengths in tokens, sizes in elements.
+    """The configuration of such a decoder.
 
-    ``embedding_size`` differs from ``hidden_size`` where projections lie between the two. ``first_position`` is the row
-    of the table of learned positions that the first token gets. ``norm_first``: layers read a norm of the residual
-    stream; otherwise the stream itself is normalised after each layer. ``parallel``: attention and feed-forward layer
-    read the same stream. ``scale_scores``: attention scores are divided by the root of the head's size, and with
-    ``scale_by_layer`` by the layer's number too. ``interleaved_qkv``: the fused matrix holds query, key and value of
-    one head after another, and not all queries first.
+    ``embedding_size`` differs from ``hidden_size`` where projections lie between the two. ``first_position`` is the
+    first token's row in the table of learned positions. ``norm_first``: layers read a norm of the residual stream;
+    otherwise the stream itself is normalised after each layer. ``parallel``: attention and feed-forward layer read the
+    same stream. ``scale_scores``: attention scores are divided by the root of the head's size, and with
+    ``scale_by_layer`` by the layer's number too. ``interleaved_qkv``: the fused matrix holds query, key and value head
+    by head; otherwise it holds all queries, then all keys, then all values.
     """
 
     embedding_size: int
@@ -96,7 +96,6 @@ class Config(ModelConfig):
 
     @property
     def head_dim(self) -> int:
-        """Elements of an attention head."""
         return self.hidden_size // self.heads
 
     @property
@@ -106,11 +105,9 @@ class Config(ModelConfig):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What the model keeps per token."""
         return CacheShape(self.layers, self.heads, self.head_dim)
 
     def score_scale(self, layer: int) -> float:
-        """The factor on the attention scores of a layer."""
         scale = self.head_dim**-0.5 if self.scale_scores else 1.0
         return scale / (layer + 1) if self.scale_by_layer else scale
 
@@ -118,9 +115,9 @@ class Config(ModelConfig):
 def spec(config: Config) -> Spec:
     """Every tensor of the checkpoint.
 
-    Factors move from a norm to what reads it, from values to the output of attention, and from ``up`` to ``down`` where
-    a ReLU lies between. Norms whose output is the residual stream itself have other readers, and values in a fused
-    matrix are left out.
+    Factors move from a norm to the matrices that read it, from values to the output of attention, and from ``up`` to
+    ``down`` if a ReLU lies between. Norms whose output is the residual stream itself, which has other readers, and
+    values in a fused matrix are left out.
     """
     names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
     table = (config.vocab_size, config.embedding_size)
@@ -162,16 +159,16 @@ def spec(config: Config) -> Spec:
 
 
 def norm_tensors(name: str, config: Config) -> Tensors:
-    """Weight and bias of a LayerNorm; nothing where it has neither."""
+    """Weight and bias of a LayerNorm; empty if norms have neither."""
     return norm(name, config.hidden_size, bias=True) if config.affine_norms else {}
 
 
 def qkv_rows(config: Config) -> np.ndarray | None:
-    """The rows of the fused matrix in the order that attention takes them: queries, keys, values, head after head.
+    """The rows of the fused matrix in the order that attention reads: queries, keys, values, head after head.
 
-    None where they are in that order. Where only the first elements of a head are rotated, a head's elements get
-    another order, with the rotated ones at the start of either half. Queries and keys get the same order, so their
-    products stay what they are; and rotation with a frequency of zero leaves the other elements as they are.
+    None if they are in that order. If only the first elements of a head are rotated, the elements of a head are
+    reordered, so that the rotated ones start either half. Queries and keys get the same order, so their products do
+    not change; and a rotation with frequency zero leaves the other elements as they are.
     """
     if not config.interleaved_qkv:
         return None
@@ -221,7 +218,6 @@ class Block:
 
 
 def make_norm(config: Config, weights: Weights, ops: Backend, name: str) -> NormLayer:
-    """The LayerNorm ``name``."""
     if config.affine_norms:
         return layer_norm(ops, weights, name, config.norm_eps)
     return NormLayer(ops, Norm(ops.vector(np.ones(config.hidden_size, np.float32)), config.norm_eps, center=True))
@@ -236,7 +232,7 @@ class Input:
     positions: PositionEmbedding | None
 
     def __call__(self, batch: ForwardBatch) -> Array:
-        residual = self.embedding(batch.tokens)
+        residual = self.embedding(batch)
         if self.project is not None:
             residual = self.project.fp32(residual)
         return residual if self.positions is None else self.positions.add_to(residual, batch)
@@ -254,7 +250,6 @@ class ModelBuilder:
             self.rope = Rope(ops.vector(np.array(config.rotary.frequencies, np.float32)), config.rotary.scale)
 
     def embed(self) -> Input:
-        """Tokens to the residual stream."""
         config, names = self.config, self.config.names
         positions = None
         if names.positions is not None:
@@ -262,11 +257,9 @@ class ModelBuilder:
         return Input(Embedding(self.ops, self.weights, names.embedding), self._projection(names.project_in), positions)
 
     def block(self, layer: int) -> Block:
-        """Layer ``layer``, counted from 0."""
         return Block(self.config, self.weights, self.ops, layer, self.rope)
 
     def output(self) -> Output:
-        """The residual stream to logits."""
         config, names = self.config, self.config.names
         norm = make_norm(config, self.weights, self.ops, names.final_norm) if config.final_norm else None
         return Output(norm, self._projection(names.project_out), LMHead(self.ops, self.weights, [names.head]))
@@ -276,5 +269,4 @@ class ModelBuilder:
 
 
 def gpt_architecture(parse: Callable[[Mapping[str, Any]], Config]) -> Architecture:
-    """The architecture whose configurations ``parse`` reads."""
     return Architecture(parse, spec, ModelBuilder, Decoder)

@@ -37,7 +37,6 @@ NAMES = TensorNames(
 
 
 def parse(config: Mapping[str, Any]) -> Config:
-    """CPM-1's configuration, whose unknown keys are problems."""
     read = ConfigReader(config, KEYS)
     read.reject_unknown_keys()
     read.require_divisible("hidden_size", "heads")

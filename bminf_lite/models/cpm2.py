@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from . import _encoder_decoder
 from ._architecture import Architecture
-from ._config import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, integer, number
+from ._config import MAX_LAYERS, ConfigReader, integer, with_defaults
 from ._encoder_decoder import (
-    BUCKETS,
     Config,
     CrossTensorNames,
     EncoderDecoder,
@@ -24,17 +24,11 @@ from ._encoder_decoder import (
     spec,
 )
 
-KEYS = {
-    "vocab_size": integer("vocab_size", 26240),
-    "hidden_size": integer("d_model", 4096),
-    "intermediate_size": integer("d_ff", 10240),
-    "encoder_layers": integer("num_layers", 24, high=MAX_LAYERS),
+SIZES = {"vocab_size": 26240, "d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
+KEYS = with_defaults(_encoder_decoder.KEYS, **SIZES) | {
     "layers": integer("num_decoder_layers", 24, high=MAX_LAYERS),
-    "heads": integer("num_heads", 64),
-    "head_dim": integer("d_kv", 64, high=MAX_HEAD_DIM),
     "context_length": integer("max_position_embeddings", 512),
-    "norm_eps": number("layer_norm_epsilon", 1e-6, high=1.0),
-} | BUCKETS
+}
 """A ``config.json`` of this project's own; the defaults are the published model."""
 
 ENCODER = StackTensorNames(
@@ -67,12 +61,11 @@ NAMES = TensorNames(
 
 
 def parse(config: Mapping[str, Any]) -> Config:
-    """CPM-2's configuration."""
     return parse_cpm(ConfigReader(config, KEYS))
 
 
 def parse_cpm(read: ConfigReader) -> Config:
-    """What CPM-2 and EVA share; unknown keys are problems."""
+    """The configuration of CPM-2 or EVA, whose unknown keys are problems."""
     read.reject_unknown_keys()
     check_buckets(read)
     start = read.value(integer("decoder_start_token_id", 1, low=0, high=read.fields["vocab_size"] - 1))

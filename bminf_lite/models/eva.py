@@ -20,7 +20,6 @@ KEYS = with_defaults(cpm2.KEYS, vocab_size=30000, d_model=2048, d_ff=5120, num_h
 
 
 def parse(config: Mapping[str, Any]) -> Config:
-    """EVA's configuration."""
     return cpm2.parse_cpm(ConfigReader(config, KEYS))
 
 

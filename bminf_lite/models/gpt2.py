@@ -43,7 +43,6 @@ NAMES = TensorNames(
 
 
 def parse(config: Mapping[str, Any]) -> Config:
-    """GPT-2's configuration."""
     read = ConfigReader(config, KEYS)
     read.require_divisible("hidden_size", "heads")
     if read.value(flag("add_cross_attention", False)):

@@ -1,7 +1,7 @@
 """GPT-NeoX (https://arxiv.org/abs/2204.06745) and Pythia (https://arxiv.org/abs/2304.01373).
 
-Attention and feed-forward layer read the same residual stream, rotary positions turn the first part of each head only,
-and the fused matrix holds query, key and value of one head after another.
+Attention and feed-forward layer read the same residual stream, rotary positions apply to the first part of each head
+only, and the fused matrix holds query, key and value head by head.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def parse_rotary(read: ConfigReader) -> Rotary | None:
         read.problem("rope_parameters", str(error))
         return None
     if scale != 1 and rotated < head_dim:
-        read.problem("rope_parameters", f"rope_type {parameters['rope_type']!r} scales rotations, of whole heads only")
+        read.problem(
+            "rope_parameters", f"rope_type {parameters['rope_type']!r} is for rotations of whole heads only"
+        )
     rest = np.zeros((head_dim - rotated) // 2, np.float32)
     return Rotary(rotated, tuple(map(float, np.concatenate([frequencies, rest]))), scale)
 

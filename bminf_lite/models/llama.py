@@ -1,4 +1,4 @@
-"""LLaMA 2 and 3 (https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783), and what Mistral and Qwen share.
+"""LLaMA 2 and 3 (https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783), the base of Mistral and Qwen.
 
 A pre-norm decoder: RMSNorm, grouped-query attention with rotary positions, a gated feed-forward layer. Mistral and
 Qwen differ by a window, biases or a norm on queries and keys: fields of :class:`Config` that their files set.
@@ -6,7 +6,7 @@ Qwen differ by a window, biases or a norm on queries and keys: fields of :class:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ KEYS = {
     "activation": choice("hidden_act", "silu", ACTIVATIONS),
     "tied_head": flag("tie_word_embeddings", False),
 }
-"""What the whole family reads."""
+"""The keys that the whole family has."""
 
 ATTENTION_BIAS = flag("attention_bias", False)
 BIASES = {"qkv_bias": ATTENTION_BIAS, "o_bias": ATTENTION_BIAS, "mlp_bias": flag("mlp_bias", False)}
@@ -50,7 +50,7 @@ BIASES = {"qkv_bias": ATTENTION_BIAS, "o_bias": ATTENTION_BIAS, "mlp_bias": flag
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    """The shape of a model; lengths in tokens, sizes in elements.
+    """The configuration of a model of the family.
 
     ``frequencies`` are the rotary frequencies and ``rope_scale`` the factor on cosine and sine. ``windows`` has an
     entry per layer: the attention window, or None.
@@ -68,17 +68,15 @@ class Config(ModelConfig):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What the model keeps per token."""
         return CacheShape(self.layers, self.kv_heads, self.head_dim)
 
 
 def parse(config: Mapping[str, Any]) -> Config:
-    """LLaMA's configuration; raises ``CheckpointError``."""
     return parse_family(ConfigReader(config, KEYS | BIASES))
 
 
 def parse_family(read: ConfigReader) -> Config:
-    """What the family shares: no layer has a window."""
+    """The configuration of a model of the family, without windows."""
     head_dim = read.fields["head_dim"]
     if read.is_null(read.keys["head_dim"]):
         read.require_divisible("hidden_size", "heads")
@@ -92,15 +90,12 @@ def parse_family(read: ConfigReader) -> Config:
         read.problem("rope_parameters", str(error))
     fields = read.checked_fields()
     return Config(
-        **fields,
-        frequencies=tuple(map(float, frequencies)),
-        rope_scale=scale,
-        windows=(None,) * fields["layers"],
+        **fields, frequencies=tuple(map(float, frequencies)), rope_scale=scale, windows=(None,) * fields["layers"]
     )
 
 
 def spec(config: Config) -> Spec:
-    """Every tensor of the checkpoint. Factors move from a norm, the value heads and ``up`` into what reads them."""
+    """Every tensor of the checkpoint. Factors move from norms, value heads and ``up`` into the matrices after them."""
     hidden, inner, table = config.hidden_size, config.intermediate_size, (config.vocab_size, config.hidden_size)
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     tensors = embedding("model.embed_tokens", table) | norm("model.norm", hidden) | head("lm_head", table)
@@ -184,17 +179,13 @@ class ModelBuilder:
         self.ops = ops
         self.rope = Rope(ops.vector(np.array(config.frequencies, np.float32)), config.rope_scale)
 
-    def embed(self) -> Callable[[ForwardBatch], Array]:
-        """Tokens to the residual stream."""
-        table = Embedding(self.ops, self.weights, "model.embed_tokens")
-        return lambda batch: table(batch.tokens)
+    def embed(self) -> Embedding:
+        return Embedding(self.ops, self.weights, "model.embed_tokens")
 
     def block(self, layer: int) -> Block:
-        """Layer ``layer``, counted from 0."""
         return Block(self.config, self.weights, self.ops, layer, self.rope)
 
     def output(self) -> Output:
-        """The residual stream to logits."""
         final_norm = rms_norm(self.ops, self.weights, "model.norm", self.config.norm_eps)
         return Output(final_norm, None, LMHead(self.ops, self.weights, ["lm_head"]))
 

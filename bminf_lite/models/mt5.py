@@ -14,7 +14,7 @@ KEYS = with_defaults(t5.KEYS, vocab_size=250112, d_ff=1024, num_layers=8, num_he
 
 
 def parse(config: Mapping[str, Any]) -> Config:
-    """mT5's configuration. What it says about tying differs between versions; the published files have a head."""
+    """mT5's configuration. Its key about tying is ignored: it differs between versions, and all files have a head."""
     return t5.parse_t5(ConfigReader(config, KEYS), tied_head=False)
 
 

@@ -46,7 +46,6 @@ NAMES = TensorNames(
 
 
 def parse(config: Mapping[str, Any]) -> Config:
-    """OPT's configuration."""
     read = ConfigReader(config, KEYS)
     read.require_divisible("hidden_size", "heads")
     final_norm = read.fields["norm_first"] and not read.value(flag("_remove_final_layer_norm", False))

@@ -10,18 +10,13 @@ from . import llama
 from ._config import ConfigReader, flag, integer, with_defaults
 
 KEYS = with_defaults(
-    llama.KEYS,
-    vocab_size=151936,
-    intermediate_size=22016,
-    num_key_value_heads=32,
-    max_position_embeddings=32768,
+    llama.KEYS, vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
 )
 WINDOW = integer("sliding_window", 4096)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def parse(config: Mapping[str, Any]) -> llama.Config:
-    """Qwen2's configuration."""
     read = ConfigReader(config, KEYS)
     windows = qwen_windows(read)
     return replace(llama.parse_family(read), windows=windows, qkv_bias=True)

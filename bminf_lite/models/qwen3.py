@@ -14,7 +14,6 @@ KEYS = with_defaults(qwen2.KEYS, head_dim=128) | BIASES
 
 
 def parse(config: Mapping[str, Any]) -> llama.Config:
-    """Qwen3's configuration."""
     read = ConfigReader(config, KEYS)
     windows = qwen2.qwen_windows(read)
     return replace(llama.parse_family(read), windows=windows, qk_norm=True)

@@ -1,8 +1,7 @@
-"""What an architecture file says about its checkpoint: every tensor's name, shape and role.
+"""The tensors of a checkpoint, as an architecture file declares them: name, shape and role.
 
-The map is the contract between a checkpoint and a model. Reading validates against it and lists every missing,
-unexpected or misshapen tensor in one error; migration quantizes exactly the tensors whose role is ``LINEAR`` or
-``HEAD``.
+Reading a checkpoint lists every missing, unexpected or misshapen tensor in one error; migration quantizes exactly the
+tensors whose role is ``LINEAR`` or ``HEAD``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """What a tensor is for, which decides whether migration quantizes it."""
+    """The use of a tensor, which decides whether migration quantizes it."""
 
     LINEAR = "linear"  # [out, in], multiplied by activations: int8 after migration
     HEAD = "head"  # the output projection [vocab, hidden]: int8 too unless the recipe says otherwise
@@ -35,15 +34,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Fold:
-    """Where a factor per channel can move from an activation into the matrices that read it; the model stays the same.
+    """A place where factors per channel can move from an activation into the matrices that read it.
 
-    Dividing the ``producers`` (a norm's weight and bias, or a matrix, whose outputs are the channels, and its bias) and
-    multiplying the inputs of the ``consumers`` (matrices, all that read the activation) cancels out. Only a function
-    between them that commutes with positive factors per channel allows it: a product, a ReLU, attention's mean of
-    values.
+    The model stays the same: dividing the ``producers`` (a norm's weight and bias, or a matrix, whose outputs are the
+    channels, and its bias) cancels out with multiplying the inputs of the ``consumers``, all matrices that read the
+    activation. The function between them must commute with positive factors per channel: a product, a ReLU,
+    attention's mean of values.
 
-    A producer's channels come in blocks of ``block``, and a consumer reads every block ``repeat`` times in a row: that
-    is how query heads share a value head.
+    A producer's channels come in blocks of ``block``, and a consumer reads every block ``repeat`` times in a row,
+    because several query heads share a value head.
     """
 
     producers: tuple[str, ...]
@@ -81,7 +80,7 @@ def linear(name: str, shape: tuple[int, int], bias: bool = False, transposed: bo
 
 
 def norm(name: str, features: int, bias: bool = False) -> Tensors:
-    """The weight of a norm, and its bias if any."""
+    """The weight ``{name}.weight`` ``[features]`` of a norm, and its bias if any."""
     parts = ("weight", "bias") if bias else ("weight",)
     return {f"{name}.{part}": Parameter((features,), Role.VECTOR) for part in parts}
 

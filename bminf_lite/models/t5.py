@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from . import _encoder_decoder
 from ._architecture import Architecture
-from ._config import ACTIVATIONS, MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, choice, flag, integer, number
+from ._config import ACTIVATIONS, ConfigReader, choice, flag, integer
 from ._encoder_decoder import (
-    BUCKETS,
     Config,
     CrossTensorNames,
     EncoderDecoder,
@@ -29,21 +29,13 @@ FEED_FORWARDS = (
 )
 """``feed_forward_proj`` -> its function: ``gated-gelu`` means the tanh form."""
 
-KEYS = {
-    "vocab_size": integer("vocab_size", 32128),
-    "hidden_size": integer("d_model", 512),
-    "intermediate_size": integer("d_ff", 2048),
-    "encoder_layers": integer("num_layers", 6, high=MAX_LAYERS),
-    "layers": integer("num_decoder_layers", derive=lambda fields: fields["encoder_layers"], high=MAX_LAYERS),
-    "heads": integer("num_heads", 8),
-    "head_dim": integer("d_kv", 64, high=MAX_HEAD_DIM),
-    "norm_eps": number("layer_norm_epsilon", 1e-6, high=1.0),
+KEYS = _encoder_decoder.KEYS | {
     "activation": choice("feed_forward_proj", "relu", FEED_FORWARDS),
     "gated": choice("feed_forward_proj", "relu", {name: name.startswith("gated-") for name in FEED_FORWARDS}),
-} | BUCKETS
+}
 
 MAX_TOKENS = 1 << 15
-"""Relative biases set no bound to a source or to a text; this one keeps mistakes from taking all memory."""
+"""Relative biases do not bound the length of a source or a text; this bound keeps a mistake from filling the memory."""
 
 ENCODER = StackTensorNames(
     blocks="encoder.block",
@@ -87,7 +79,7 @@ def parse(config: Mapping[str, Any]) -> Config:
 
 
 def parse_t5(read: ConfigReader, tied_head: bool) -> Config:
-    """What T5, mT5 and UMT5 share."""
+    """The configuration of T5, mT5 or UMT5."""
     check_buckets(read)
     last_id = read.fields["vocab_size"] - 1
     padding = read.value(integer("pad_token_id", 0, low=0, required=False))

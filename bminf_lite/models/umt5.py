@@ -12,7 +12,6 @@ from ._encoder_decoder import Config
 
 
 def parse(config: Mapping[str, Any]) -> Config:
-    """UMT5's configuration."""
     read = ConfigReader(config, mt5.KEYS)
     tied_head = read.value(flag("tie_word_embeddings", True))
     return replace(t5.parse_t5(read, tied_head), biases_per_layer=True)

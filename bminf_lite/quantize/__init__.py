@@ -1,1 +1,1 @@
-"""Calibration: a model's activations on a text, and the decisions how to quantize each product."""
+"""Calibration: a model runs on a text, and its activations decide how each product is quantized."""

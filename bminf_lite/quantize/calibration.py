@@ -26,14 +26,14 @@ HEAD_TOKENS = 1024
 """The most tokens that the output head gets: logits for all of them would not fit in memory."""
 
 Progress = Callable[[int, int, str], None]
-"""Called with the steps that are done, all of them, and a layer's name; a step is a batch in a layer."""
+"""Called with the number of steps done, their total and a layer's name; a step is one batch in one layer."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The float input ``[T, in]`` of a product for one batch, on the device, and the names of its matrices.
+    """The float input ``x`` ``[T, in]`` of a product for one batch, on the device, and the names of its matrices.
 
-    ``batch_index`` counts the batches from 0, and there are ``num_batches`` of them for this product.
+    ``batch_index`` counts the product's ``num_batches`` batches from 0.
     """
 
     tensors: tuple[str, ...]
@@ -43,7 +43,6 @@ class Observation:
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the product's last batch."""
         return self.batch_index == self.num_batches - 1
 
 
@@ -70,7 +69,7 @@ def run_calibration(
     layerwise = LayerwiseModel(model.architecture.ModelBuilder(config, hooks.weights, hooks.ops), config, ops)
     states, steps = layerwise.start(batches), len(layerwise.names) * len(batches) + 1
     for index, name in enumerate(layerwise.names):
-        layer_fn = None  # frees the layer before this one is built
+        layer_fn = None  # frees one layer before the next one is built
         layer_fn = layerwise.build(index)
         for number, batch in enumerate(batches):
             position = number, len(batches)
@@ -114,10 +113,7 @@ def _sample_residual(ops: Backend, states: Sequence[HiddenState], limit: int) ->
 
 
 def sample_rows(count: int, limit: int, seed: int = 0) -> np.ndarray:
-    """At most ``limit`` of the row numbers below ``count``, ascending. Always the same for the same arguments.
-
-    They are drawn at random, so that no period of the text is favoured.
-    """
+    """At most ``limit`` row numbers below ``count``, ascending: a random sample that depends on the arguments alone."""
     if count <= limit:
         return np.arange(count)
     return np.sort(np.random.default_rng(seed).choice(count, limit, replace=False))

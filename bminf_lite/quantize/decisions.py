@@ -1,13 +1,13 @@
 """How each product is quantized, decided from its inputs during a calibration.
 
-Each product is decided as soon as its input is known, in the order in which the model computes them, so no activations
+Products are decided in the order in which the model computes them, as soon as their input is known, so no activations
 have to be kept. Decisions are independent of each other: a factor on a matrix's rows changes neither the codes of these
 rows nor their errors.
 
 Some products have too large an error with int8 activations even after smoothing: typically down projections, where a
 single token makes a few channels a thousand times larger than all others. If the recipe allows it and it suffices, a
 few of their input columns stay fp16; else all their activations stay float, with int8 weights. Both cost little time,
-because the weights that are read hardly grow.
+because the size of the weights hardly grows.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from .gptq import GPTQInputs, gptq_quantize
 from .smoothing import Smoothing, expand_channels, fold_factors, search_smoothing
 
 SEARCH_TOKENS = 512
-"""How many tokens the search for a smoothing compares its settings on."""
+"""The number of tokens on which the search for a smoothing compares its settings."""
 
 FP16_MAX = float(np.finfo(np.float16).max)
 
 EVALUATION_TOKENS = 4096
-"""How many tokens the reported errors are measured on, which also decide whether activations stay float."""
+"""The number of tokens of the reported errors, which also decide whether activations stay float."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision for a product: the error of the recipe alone, and the one that was reached.
+    """The decision for a product, its error with the recipe alone (``error_before``), and with the decision.
 
-    ``exponent`` is that of the smoothing, None where there is none; ``outlier_columns`` are the inputs kept in fp16;
+    ``exponent`` is that of the smoothing, None without one; ``outlier_columns`` are the inputs kept in fp16;
     ``rounding`` is ``nearest`` or ``gptq``.
     """
 
@@ -94,7 +94,7 @@ class QuantizationSearch:
         scheme, rows, input_max = self._scheme(names[0]), inputs.rows(), inputs.magnitudes()
         if not np.isfinite(input_max).all():
             raise CheckpointError(
-                f"{self.path}: what enters {names[0]} holds a NaN or an infinity on this text, with activations in "
+                f"{self.path}: the input of {names[0]} holds a NaN or an infinity on this text, with activations in "
                 f"{self.ops.activation_dtype}: calibrate on the CPU (--device cpu), or export the checkpoint again"
             )
         smoothing, factors = Smoothing(), None
@@ -128,7 +128,7 @@ class QuantizationSearch:
         return self.recipe.scheme_of(name, self.spec.parameters[name].role is Role.HEAD)
 
     def _are_stored(self, names: Sequence[str]) -> bool:
-        """Whether the file will hold their codes; matrices that are quantized when they are loaded have none there."""
+        """Whether the file holds codes of these matrices; some are quantized when they are loaded."""
         return all(name not in self.spec.tied and not self.spec.parameters[name].transposed for name in names)
 
     def _spill_to_disk(self, codes: np.ndarray) -> np.ndarray:
@@ -166,7 +166,7 @@ class QuantizationSearch:
 
 
 class InputStatistics:
-    """A product's input, summarized: its largest magnitudes, and some rows of each part."""
+    """Statistics of a product's input: its largest magnitudes, and some rows of each part."""
 
     def __init__(self, ops: Backend, use_gptq: bool):
         self.ops = ops
@@ -177,7 +177,6 @@ class InputStatistics:
         self._rows: list[Array] = []
 
     def add(self, seen: Observation) -> None:
-        """Add a part."""
         self._top = self._calibration_ops.column_absmax(seen.x, self._top)
         index = sample_rows(seen.x.shape[0], max(EVALUATION_TOKENS // seen.num_batches, 1), seed=seen.batch_index)
         self._rows.append(self._calibration_ops.rows(seen.x, index))
@@ -221,10 +220,8 @@ def largest_inputs(
     if count == 0:
         return np.empty(0, np.int32)
     factors = np.float32(1) if candidate.factors is None else candidate.factors
-    magnitudes = [
-        evaluator.ops.host(evaluator.calibration_ops.weight_column_absmax(matrix)) for matrix in evaluator.matrices
-    ]
-    weight_max = np.max(magnitudes, axis=0) * factors
+    absmax = evaluator.calibration_ops.weight_column_absmax
+    weight_max = np.max([evaluator.ops.host(absmax(matrix)) for matrix in evaluator.matrices], axis=0) * factors
     size = np.where(weight_max <= FP16_MAX, input_max / factors, 0)
     index = np.argsort(-size, kind="stable")[:count]
     return np.sort(index[size[index] > 0]).astype(np.int32)

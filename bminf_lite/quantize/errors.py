@@ -1,4 +1,4 @@
-"""How far an int8 product is from the float one, on a calibration's activations.
+"""The error of an int8 product on a calibration's activations, relative to the float product.
 
 The error of a product is the mean over tokens of ``|y_int8 - y|^2 / |y|^2``. Every token has the same weight: some
 tokens have enormous activations, and would dominate an error relative to the sum over all tokens. A token whose output
@@ -20,7 +20,7 @@ from ..checkpoint.recipe import Scheme
 
 @dataclass(frozen=True)
 class QuantizationCandidate:
-    """A way to quantize a product. Before, inputs are divided and weights multiplied by ``factors`` ``[in]``.
+    """A way to quantize a product, after dividing its inputs and multiplying its weights by ``factors`` ``[in]``.
 
     The input columns ``outliers`` (int32 ``[n]``) stay fp16.
     """

@@ -30,7 +30,7 @@ DAMPING = 0.01
 ROWS = 4096
 
 GAIN = 0.05
-"""How much smaller the error must become, relative to that of plain rounding."""
+"""The least reduction of the error, relative to that of plain rounding."""
 
 
 class GPTQInputs:
@@ -96,8 +96,7 @@ def inverse_hessian_cholesky(total: np.ndarray) -> np.ndarray:
 
     An input that is always zero counts as independent of the others.
     """
-    diagonal = np.diagonal(total)
-    damping = DAMPING * float(diagonal.mean()) or 1.0
+    damping = DAMPING * float(np.diagonal(total).mean()) or 1.0
     damped = total + np.diag(np.full(len(total), damping))
     return np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32)
 

@@ -25,7 +25,7 @@ EXPONENTS = tuple(round(0.1 * i, 1) for i in range(1, 11))
 """The exponents that are tried, beside no smoothing at all."""
 
 GAIN = 0.1
-"""How much smaller than without smoothing the error must become: less may be luck with the tokens."""
+"""The least relative reduction of the error: a smaller one may be chance."""
 
 MAX_SHIFT = 12
 """Factors lie between ``2**-MAX_SHIFT`` and ``2**MAX_SHIFT``: enough for any outlier, and far from fp16's limits."""
@@ -33,10 +33,7 @@ MAX_SHIFT = 12
 
 @dataclass(frozen=True)
 class Smoothing:
-    """``factors`` per channel of the producer, fp32 powers of two, and the ``exponent`` that gave them.
-
-    Both are None where no smoothing is best.
-    """
+    """``factors`` per channel of the producer, fp32 powers of two, and their ``exponent``; None without smoothing."""
 
     exponent: float | None = None
     factors: np.ndarray | None = None
@@ -47,10 +44,8 @@ def search_smoothing(evaluator: ErrorEvaluator, fold: Fold, input_max: np.ndarra
 
     ``input_max`` is ``max|x|`` per input ``[in]``.
     """
-    relative = [
-        evaluator.ops.host(evaluator.calibration_ops.relative_column_absmax(matrix)) for matrix in evaluator.matrices
-    ]
-    weight_max = np.max(relative, axis=0)
+    absmax = evaluator.calibration_ops.relative_column_absmax
+    weight_max = np.max([evaluator.ops.host(absmax(matrix)) for matrix in evaluator.matrices], axis=0)
     best, least = Smoothing(), (1 - GAIN) * np.mean(evaluator.errors(QuantizationCandidate(scheme)))
     for exponent in EXPONENTS:
         factors = channel_factors(input_max, weight_max, exponent, fold)
@@ -76,9 +71,8 @@ def channel_factors(input_max: np.ndarray, weight_max: np.ndarray, exponent: flo
 
 def fold_factors(spec: Spec, fold: Fold, factors: np.ndarray) -> dict[str, WeightRewrite]:
     """The rewrite of each tensor of a fold, as it is stored, for ``factors`` fp32 ``[channels]``."""
-    inverse = 1 / factors
     rewrites = {name: _along(spec.parameters[name], 1, expand_channels(factors, fold)) for name in fold.consumers}
-    return rewrites | {name: _along(spec.parameters[name], 0, inverse) for name in fold.producers}
+    return rewrites | {name: _along(spec.parameters[name], 0, 1 / factors) for name in fold.producers}
 
 
 def _along(parameter: Parameter, axis: int, factors: np.ndarray) -> WeightRewrite:

@@ -70,12 +70,12 @@ class LayerwiseModel:
         self.names += [f"{kind} {i}" for i in range(config.layers)]
 
     def start(self, batches: Sequence[SequenceBatch]) -> list[HiddenState]:
-        """Each batch before the first layer."""
+        """The state of each batch before the first layer."""
         embed = self.builder.embed()
         return [HiddenState(embed(self._step(batch.sources or batch.sequences))) for batch in batches]
 
     def build(self, index: int) -> LayerFn:
-        """The layer of that number. It overwrites the state that it is given, as its operations do."""
+        """Layer ``index``, counted through encoder and decoder. It may overwrite the arrays of its state."""
         if index < self._encoders:
             encode = self.builder.encoder_block(index)
             return lambda state, batch: HiddenState(encode(state.residual, self._step(batch.sources)))
@@ -83,20 +83,17 @@ class LayerwiseModel:
         block = self.builder.block(layer)
         if not self._encoders:
             return lambda state, batch: HiddenState(self._decode(block, state.residual, batch))
-        return self._second(block) if layer else self._first(block)
+        return self._with_source(block) if layer else self._first_with_source(block)
 
-    def _first(self, block: Any) -> LayerFn:
-        """The decoder's first layer."""
-        norm, embed, rest = self.builder.encoder_norm(), self.builder.embed(), self._second(block)
+    def _first_with_source(self, block: Any) -> LayerFn:
+        norm, embed, rest = self.builder.encoder_norm(), self.builder.embed(), self._with_source(block)
 
         def run(state: HiddenState, batch: SequenceBatch) -> HiddenState:
             return rest(HiddenState(embed(self._step(batch.sequences)), norm(state.residual)), batch)
 
         return run
 
-    def _second(self, block: Any) -> LayerFn:
-        """A layer of a decoder that reads an encoder's output."""
-
+    def _with_source(self, block: Any) -> LayerFn:
         def run(state: HiddenState, batch: SequenceBatch) -> HiddenState:
             longest = max(map(len, batch.sources))
             with closing(SourceCache(self.ops, self._shape, len(batch.sources), longest, longest)) as source:
@@ -112,5 +109,4 @@ class LayerwiseModel:
             return block(residual, cache.layers[0], *source, self._step(batch.sequences))
 
     def _step(self, sequences: Sequence[np.ndarray]) -> ForwardBatch:
-        """All sequences from their start, packed."""
         return ForwardBatch.packed(self.ops.array, sequences)
