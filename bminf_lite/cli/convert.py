@@ -22,14 +22,7 @@ from ..errors import UsageError
 @click.option("--attn-scale", is_flag=True, help="The checkpoint is EVA 2, which scales attention scores.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is an earlier result.")
 def convert(
-    model: str,
-    source: Path,
-    out: Path,
-    vocabulary: Path,
-    recipe: str,
-    heads: int | None,
-    attn_scale: bool,
-    force: bool,
+    model: str, source: Path, out: Path, vocabulary: Path, recipe: str, heads: int | None, attn_scale: bool, force: bool
 ) -> None:
     """Convert the published files of CPM-1, CPM-2 or EVA.
 

@@ -53,10 +53,7 @@ def speed(value: str) -> float:
     help="Speed from host memory to the GPU; without it measured on this machine's GPU.",
 )
 @click.option(
-    "--bandwidth",
-    type=speed,
-    metavar="GB/s",
-    help="Speed of the GPU's memory; without it measured, if there is a GPU.",
+    "--bandwidth", type=speed, metavar="GB/s", help="Speed of the GPU's memory; without it measured, if there is a GPU."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(

@@ -46,11 +46,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str,
-        bos_token: str | None = None,
-        eos_token: str | None = None,
-        limits: ChatLimits = ChatLimits(),
+        self, source: str, bos_token: str | None = None, eos_token: str | None = None, limits: ChatLimits = ChatLimits()
     ):
         if len(source) > limits.source:
             raise CheckpointError(f"the chat template has {len(source):,} characters; {limits.source:,} are allowed")
