@@ -34,7 +34,7 @@ class EncoderDecoder(Network, Protocol):
     """A model that has an encoder."""
 
     def encode_to_cache(self, batch: ForwardBatch, source: SourceCache) -> None:
-        """Encode whole sources, and store what the decoder needs of them."""
+        """Encode whole sources, and store the decoder's keys and values of them in ``source``."""
         ...
 
 
@@ -97,12 +97,12 @@ class ModelRunner:
             yield self.network(batch, self.cache, all_logits=True)
 
     def make_batch(self, parts: Sequence[ScheduledTokens]) -> ForwardBatch:
-        """The device's form of a step."""
+        """The arguments of a step, on the device."""
         requests, token_ids, context_lens = zip(*parts, strict=True)
         return ForwardBatch.packed(self.ops.array, token_ids, context_lens, [r.slot for r in requests])
 
     def make_sampler(self, requests: Sequence[Request]) -> SamplerState:
-        """The device's sampler state, continuing where each request is."""
+        """The sampler state of requests on the device, after the tokens that they have generated."""
         state = sampler_state(
             [r.params for r in requests],
             [r.prompt_token_ids for r in requests],
@@ -164,7 +164,7 @@ class DecodingGroup:
 
 @contextmanager
 def _memory_for(slots: int, tokens: int) -> Iterator[None]:
-    """Turn a ``MemoryError`` into ``OutOfMemory``, which says what the memory was for."""
+    """Turn a ``MemoryError`` into ``OutOfMemory`` with the purpose of the memory."""
     try:
         yield
     except MemoryError as error:

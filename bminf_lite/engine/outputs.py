@@ -1,4 +1,4 @@
-"""What generation returns: whole results, and pieces of a stream."""
+"""The outputs of generation: whole results, and pieces of a stream."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a stream: new text of prompt ``index``, and the tokens it came from.
+    """A part of a stream: new text of prompt ``index``, and the new tokens.
 
     Text is held back while it may be part of a character or of a stop string, so a piece may have tokens and no text.
     The last piece of each prompt has a ``finish_reason`` and the whole ``result``.

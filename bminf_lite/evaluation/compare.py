@@ -134,7 +134,7 @@ def compare(
 
     Without ``layers`` only the predictions are compared. Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``.
     """
-    batches = batch_windows(windows)
+    batches, progress = batch_windows(windows), progress or (lambda done, total, part: None)
     with (
         closing(backend.create(device, memory_limit)) as ops,
         LayerwiseCheckpoint(model, ops) as ours,
@@ -147,18 +147,15 @@ def compare(
         parts = [*ours.layerwise.names, "output head"]
         blocks = []
         for layer, part in enumerate(parts[:-1]):
-            if progress:
-                progress(layer, len(parts), part)
+            progress(layer, len(parts), part)
             if layers:
                 blocks.append(_compare_layer(layer, ours, theirs, batches, our_states, their_states))
             else:
                 _advance(layer, theirs, batches, their_states)
                 _advance(layer, ours, batches, our_states)
-        if progress:
-            progress(len(parts) - 1, len(parts), parts[-1])
+        progress(len(parts) - 1, len(parts), parts[-1])
         divergence, head = _compare_head(ours, theirs, batches, our_states, their_states, layers)
-        if progress:
-            progress(len(parts), len(parts), "done")
+        progress(len(parts), len(parts), "done")
         return Comparison(divergence, tuple(blocks), head, ops.name)
 
 

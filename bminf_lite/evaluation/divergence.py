@@ -1,4 +1,4 @@
-"""How far the predictions of a model are from those of a reference, token by token.
+"""The distance of a model's predictions from those of a reference, token by token.
 
 Perplexities are compared in pairs: the same tokens are hard for both models, so the difference of their losses has a
 far smaller standard error than either loss. Perplexity depends only on the probability of the token that follows in the

@@ -1,4 +1,4 @@
-"""The machine to plan for: this one, measured, or one that the user describes."""
+"""The machine to plan for: this one, as measured, or one that the user describes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .planner import Machine
 
 MEMINFO = Path("/proc/meminfo")
 CONTEXT_BYTES = 544 << 20
-"""Bytes of a CUDA context, the libraries and the kernels' code on an H200. They are fewer on smaller GPUs."""
+"""Bytes of a CUDA context, the libraries and the kernels' code on an H200; fewer on smaller GPUs."""
 
 
 def machine_of(
