@@ -102,7 +102,7 @@ class Model:
         self._configured_eos_ids = eos_ids
         self._prompts = PromptEncoder(
             folder,
-            lambda array: ops.host(ops.adopt(array)),  # without self: a dropped model is freed at once
+            lambda array: ops.host(ops.adopt(array)),  # does not use self, so that a dropped model is freed at once
             vocab_size=engine_config.vocab_size,
             context_length=engine_config.context_length,
             is_encoder_decoder=engine_config.is_encoder_decoder,

@@ -84,8 +84,8 @@ def plan_placement(
 ) -> MemoryPlan | None:
     """Plan for the memory that a backend can still allocate, and set ``ops.placement`` accordingly.
 
-    None if its memory is the host's, which must have room for all weights of ``spec``. Raises ``OutOfMemory``, with
-    what would fit.
+    Returns None for a CPU, whose host must have room for all weights of ``spec``. Raises ``OutOfMemory``, whose message
+    names a size that would fit.
     """
     memory = ops.memory()
     if "available" not in memory:
@@ -114,7 +114,7 @@ def make_engine_config(
 
 
 def _require_host_memory(spec: Spec) -> None:
-    """Raise ``OutOfMemory`` if the weights, which a CPU keeps in fp32, exceed what the host has free.
+    """Raise ``OutOfMemory`` if the weights, which a CPU keeps in fp32, exceed the host's free memory.
 
     Linux would grant the memory and kill a process when it is used.
     """
@@ -148,5 +148,5 @@ def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "
 
 
 def recipe_schemes(spec: Spec, recipe: Recipe) -> SchemeOf:
-    """Schemes as ``recipe`` chooses them."""
+    """The scheme that ``recipe`` gives a matrix, by its name."""
     return lambda name: recipe.scheme_of(name, spec.parameters[name].role is Role.HEAD)

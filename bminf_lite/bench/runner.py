@@ -160,16 +160,9 @@ def run_tests(
             peaks = profiler.peaks()
         tokens = test.batch * test.tokens
         per_token = test.batch if test.kind == "tg" else tokens
-        measurements.append(
-            Measurement(
-                test,
-                tuple(runs.seconds),
-                runs.costs.nbytes / per_token + cache_bytes_per_token(bench_model, test),
-                runs.costs.operations / per_token,
-                *peaks,
-                runs.streamed_bytes / tokens / repetitions,
-            )
-        )
+        nbytes = runs.costs.nbytes / per_token + cache_bytes_per_token(bench_model, test)
+        operations, streamed = runs.costs.operations / per_token, runs.streamed_bytes / tokens / repetitions
+        measurements.append(Measurement(test, tuple(runs.seconds), nbytes, operations, *peaks, streamed))
         on_result(measurements[-1])
     return measurements
 
@@ -238,7 +231,7 @@ WORKLOAD_RUNNERS = {"pp": _prefill, "enc": _encode, "tg": _decode}
 
 
 def cache_bytes_per_token(bench_model: BenchModel, test: Workload) -> float:
-    """Bytes of the keys and values that a token reads and adds; a chunk of ``pp`` reads them once."""
+    """Bytes of the keys and values that a token reads and adds; each chunk of ``pp`` reads them once."""
     if test.kind == "enc":
         return bench_model.cache_bytes(1)
     if test.kind == "tg":

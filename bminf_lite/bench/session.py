@@ -122,10 +122,8 @@ class Session:
         return [result() for result in fetched]
 
     def _greedy(self, count: int) -> SamplerState:
-        state = sampler_state(
-            [GREEDY] * count, [()] * count, self.bench_model.engine_config.vocab_size, list(range(count))
-        )
-        return state.map(self.ops.array)
+        vocab_size = self.bench_model.engine_config.vocab_size
+        return sampler_state([GREEDY] * count, [()] * count, vocab_size, range(count)).map(self.ops.array)
 
     # -- decode -------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ..errors import UsageError
+from ..memory.sizes import parse_size
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -20,8 +21,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def size(value: str) -> int:
     """The type of options that are an amount of memory such as ``6GiB``: its bytes."""
-    from ..memory.sizes import parse_size
-
     try:
         return parse_size(value)
     except UsageError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..memory.sizes import format_size
 from ._options import json_option, kv_cache_option, memory_limit_option, model_argument, size
 
 if TYPE_CHECKING:
@@ -100,7 +101,6 @@ def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
 def lines(plan: MemoryPlan) -> list[str]:
     """The plan as lines of text."""
     from ..memory.planner import suggestions
-    from ..memory.sizes import format_size
 
     requirements, machine = plan.requirements, plan.machine
     speeds = [
@@ -128,8 +128,6 @@ def lines(plan: MemoryPlan) -> list[str]:
 
 def host_text(plan: MemoryPlan) -> str:
     """The weights in host memory."""
-    from ..memory.sizes import format_size
-
     if not plan.host_bytes:
         return "nothing"
     parts = []

@@ -103,12 +103,8 @@ class ModelRunner:
 
     def make_sampler(self, requests: Sequence[Request]) -> SamplerState:
         """The sampler state of requests on the device, after the tokens that they have generated."""
-        state = sampler_state(
-            [r.params for r in requests],
-            [r.prompt_token_ids for r in requests],
-            self.config.vocab_size,
-            [r.index for r in requests],
-        )
+        params, prompts = [r.params for r in requests], [r.prompt_token_ids for r in requests]
+        state = sampler_state(params, prompts, self.config.vocab_size, [r.index for r in requests])
         state.step[:] = [len(r.output_token_ids) for r in requests]
         if state.counts is not None:
             for row, request in zip(state.counts, requests, strict=True):

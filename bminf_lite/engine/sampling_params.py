@@ -1,4 +1,4 @@
-"""How tokens are chosen: the parameters that a caller sets, checked once, and their form for a backend.
+"""The parameters of sampling: set by a caller, checked once, and turned into arrays for a backend.
 
 :func:`sampler_state` turns the :class:`SamplingParams` of several sequences into arrays, whose meaning
 :mod:`bminf_lite.backend.sampling` defines.
@@ -167,7 +167,7 @@ def sampler_state(
 
 
 def _problem(name: str, value: Any) -> str | None:
-    """What is wrong with the value of a field, if anything."""
+    """The error message for the value of a field; None if the value is valid."""
     if name in _INTEGERS:
         low, high = _INTEGERS[name]
         whole = isinstance(value, Integral) and not isinstance(value, bool)

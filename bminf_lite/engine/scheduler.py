@@ -51,11 +51,9 @@ class Scheduler:
 
     def initial_capacity(self) -> int:
         """Tokens per slot that the cache has at first: the longest prompt and the first tokens after it."""
-        context_length = self.config.context_length
-        longest = max(
-            len(r.prompt_token_ids) + min(r.remaining_tokens(context_length), KVCache.BLOCK) for r in self.waiting
-        )
-        return max(longest, min(self.config.cache_tokens // self.num_slots, context_length))
+        limit = self.config.context_length
+        longest = max(len(r.prompt_token_ids) + min(r.remaining_tokens(limit), KVCache.BLOCK) for r in self.waiting)
+        return max(longest, min(self.config.cache_tokens // self.num_slots, limit))
 
     def admit(self) -> list[Request]:
         """Give free slots to waiting requests, in order; returns the requests that start now."""

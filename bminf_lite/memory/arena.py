@@ -47,7 +47,7 @@ class Pages(Protocol):
         """Map memory to a range. Raises ``OutOfMemory``, with nothing mapped, if the device has none left."""
 
     def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """Give back what can be given back of a mapped, unused range; returns each ``(offset, nbytes)`` given back.
+        """Give back the whole chunks in a mapped, unused range; returns the ``(offset, nbytes)`` of each.
 
         Waits until the device has finished with them.
         """
@@ -97,13 +97,13 @@ class Arena:
         self._freed: deque[tuple[int, int, Block | None]] = deque()  # and not yet in a bin
         self._bins: dict[int, list[int]] = {}  # starts of freed blocks, by size
         self._mapped: list[Range] = []
-        self._ready: list[Range] = []  # what is mapped, free and in no bin
+        self._ready: list[Range] = []  # mapped, free and in no bin
         self._meter: Meter | None = None
         self._used = 0
         self.peak_used = 0
         self.peak_reserved = 0
         self._finalizer = weakref.finalize(self, pages.close)
-        self._finalizer.atexit = False  # a process that ends gives everything back by ending
+        self._finalizer.atexit = False  # the end of the process frees everything
 
     @property
     def used(self) -> int:
@@ -118,7 +118,7 @@ class Arena:
         return _total(self._mapped)
 
     def reset_peaks(self) -> None:
-        """Let the peaks start again from what is used and reserved now."""
+        """Set the peaks to the bytes used and reserved now."""
         with self._lock:
             self._collect()
             self.peak_used, self.peak_reserved = self._used, self.reserved
@@ -213,7 +213,7 @@ class Arena:
         self._ready, self._bins = _union(self._ready, freed), {}
 
     def _map_instead_of_joining(self, size: int) -> bool:
-        """Map memory for a block, if what the bins hold is within the slack; whether that succeeded."""
+        """Map memory for a block if the bins hold at most the slack; returns whether that succeeded."""
         if sum(size * len(starts) for size, starts in self._bins.items()) > self._slack:
             return False
         start = self._cheapest_range(size)
@@ -234,7 +234,7 @@ class Arena:
         try:
             self._map_missing(start, size)
         except OutOfMemory as error:
-            # Another process has taken memory that the limit allows. Free pages elsewhere may make up for it.
+            # Another process has taken memory that the limit allows. Giving back free pages elsewhere may be enough.
             if not self._trim():
                 raise OutOfMemory(self._explain(nbytes, str(error))) from error
             try:

@@ -183,7 +183,7 @@ class MemoryPlan:
 
     @property
     def step_seconds(self) -> float | None:
-        """A decode step of the whole batch; None if it depends on what is not known."""
+        """A decode step of the whole batch; None if it depends on an unknown speed."""
         if not self.streamed:
             return self.compute_seconds
         link, compute = self.link_seconds, self.compute_seconds
@@ -205,7 +205,7 @@ class MemoryPlan:
 def step_time(streamed: int, layers: int, slots: int, link: float, compute: float) -> float:
     """Seconds of a step whose copies take ``link`` and whose kernels take ``compute`` in all.
 
-    In the steady state the busier of the two never waits, with one exception: if the last streamed layer and the first
+    In the steady state the slower of the two never waits, with one exception: if the last streamed layer and the first
     have the same slot, the first one's copy starts when the last one's compute, ``compute / layers``, has ended.
     """
     stall = compute / layers if streamed % slots == 1 else 0.0
@@ -224,8 +224,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan that streams least with room for ``context`` tokens per sequence, by default :func:`default_context`.
 
-    Raises ``OutOfMemory``, with what would fit, if there is no room even with every layer streamed; ``UsageError`` for
-    a context or a batch out of range.
+    Raises ``OutOfMemory``, which names settings that would fit, if there is no room even with every layer streamed;
+    ``UsageError`` for a context or a batch out of range.
     """
     _check(requirements, context, batch)
     everything = MemoryPlan(requirements, machine, context or CACHE_BLOCK, batch, CHUNK)
@@ -253,7 +253,7 @@ def default_context(plan: MemoryPlan) -> int:
 
 
 def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
-    """Plans in order of preference: more and more is streamed, and at last chunks become smaller."""
+    """Plans in order of preference: each streams more than the one before; the last ones have smaller chunks."""
     layers, encoder = len(everything.requirements.layers), len(everything.requirements.prompt_layers)
     chunk, fewest = everything.chunk, everything.slots + 1
     bound = everything.machine.memory // SCRATCH_SHARE

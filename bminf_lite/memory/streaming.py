@@ -81,7 +81,7 @@ class Prefetcher:
 class StreamedBlocks(Generic[T]):
     """The blocks of a stack; those whose numbers are in ``streamed`` pass through slots.
 
-    A block may be used until the iteration goes on. A new iteration ends the one before.
+    A block may be used until the next one is requested. A new iteration ends the one before.
     """
 
     def __init__(self, blocks: Sequence[T], streamed: Iterable[int], link: Link, slots: int) -> None:
@@ -94,7 +94,7 @@ class StreamedBlocks(Generic[T]):
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[T]:
-        if self._iteration is not None:  # it was left early, and a traceback may keep it alive
+        if self._iteration is not None:  # the last iteration ended early, and a traceback may keep it alive
             self._iteration.close()
         self._iteration = self._run()
         return self._iteration

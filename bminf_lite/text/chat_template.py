@@ -107,7 +107,7 @@ class _Worker:
         assert process.stdin is not None and process.stdout is not None
         late = threading.Event()
 
-        def expire() -> None:  # without self, which the timer's thread would keep alive
+        def expire() -> None:  # does not use self, because the timer's thread would keep it alive
             late.set()
             process.kill()
 

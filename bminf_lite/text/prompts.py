@@ -169,7 +169,7 @@ def _check_length(token_ids: Sequence[int], limit: int, reason: str) -> None:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether ``value`` is a list of any kind. Bytes are not: they are text that was not decoded."""
+    """Whether ``value`` is a list of any kind; bytes are text that was not decoded, and no list."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))

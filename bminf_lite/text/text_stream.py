@@ -34,7 +34,7 @@ class Detokenizer:
         self._try_at = 0
 
     def push(self, token_id: int) -> str:
-        """The text that ``token_id`` makes certain; often empty, never part of a character."""
+        """The text that later tokens cannot change; often empty, never part of a character."""
         if not self._has_text(token_id):
             return ""
         self._pending.append(token_id)
@@ -42,7 +42,7 @@ class Detokenizer:
             return ""
         text = self._tokenizer.decode(self._emitted + self._pending)
         if text.endswith("\ufffd") or len(text) <= len(self._emitted_text):
-            # A longer run than a character's four bytes is not text: decode it again only now and then.
+            # A run longer than a character's four bytes is rarely text, so it is decoded less and less often.
             n = len(self._pending)
             self._try_at = n + 1 + (n // 8 if n >= _UNFINISHED_TOKENS else 0)
             return ""
