@@ -1,4 +1,4 @@
-"""A loaded model: joins the checkpoint, the network on its device, the engine and text. Holds no algorithm."""
+"""A loaded model: joins the checkpoint, the network on its device, the engine and text. It holds no algorithm."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def load(
       length, or less where memory is short. Without effect on a CPU.
     - ``check``: raise an error that names the layer where an activation is NaN or infinite. Slow on a GPU.
 
-    Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``, which says what would fit, or ``UsageError``.
+    Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
     for name, value in {"max_batch": max_batch, "context": 1 if context is None else context}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -82,8 +82,8 @@ def load(
 class Model:
     """A model on its device. Close it, or use it as a context manager, to give the device's memory back.
 
-    Several streams of one thread may interleave. ``folder`` holds the tokenizer's files, which are read when text first
-    needs them; a model without them takes and gives token ids. ``generation_config`` holds the defaults of sampling.
+    Several streams of one thread may interleave. ``folder`` holds the tokenizer's files, which are read when text is
+    first used; a model without them works with token ids alone. ``generation_config`` holds the defaults of sampling.
     ``eos_ids`` are the tokens that end a completion; None means the tokenizer's.
     """
 
@@ -102,7 +102,7 @@ class Model:
         self._configured_eos_ids = eos_ids
         self._prompts = PromptEncoder(
             folder,
-            lambda array: ops.host(ops.adopt(array)),  # without self: a dropped model is freed at once
+            lambda array: ops.host(ops.adopt(array)),  # does not use self, so that a dropped model is freed at once
             vocab_size=engine_config.vocab_size,
             context_length=engine_config.context_length,
             is_encoder_decoder=engine_config.is_encoder_decoder,

@@ -1,4 +1,4 @@
-"""The memory that a checkpoint's model needs, or a configuration's, and the plan of where its weights live.
+"""The memory that a checkpoint's or a configuration's model needs, and the plan of where its weights are stored.
 
 The model is built on a :class:`~bminf_lite.backend.meta.MetaBackend` with weights that have a shape and no values. That
 takes milliseconds for any size and needs no formula per architecture.
@@ -19,7 +19,7 @@ from .backend.quantization import HostWeight, Int8Weight
 from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
 from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
-from .cuda.kernels.arrays import HEAD_PAD
+from .cuda.kernels.arrays import HEAD_PAD, round_up
 from .engine.config import EngineConfig
 from .errors import OutOfMemory
 from .layers.cache import CacheShape
@@ -58,10 +58,10 @@ class MetaWeights:
 
 
 def requirements_of(path: str | Path, recipe: str | Path | None = None, kv_cache: str = "fp16") -> MemoryRequirements:
-    """The memory that the model needs whose checkpoint is the folder ``path``, or whose ``config.json`` is that file.
+    """The memory that a model needs; ``path`` is its checkpoint folder, or its ``config.json`` alone.
 
-    With a ``recipe``, as if it were migrated by that. Without one, a checkpoint is taken as it is and a configuration
-    as ``w8a8``. Raises ``CheckpointError`` and ``UsageError``.
+    With a ``recipe``, as if it were migrated by this recipe. Without one, a checkpoint is taken as it is stored and a
+    configuration as ``w8a8``. Raises ``CheckpointError`` and ``UsageError``.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".json":
@@ -84,8 +84,8 @@ def plan_placement(
 ) -> MemoryPlan | None:
     """Plan for the memory that a backend can still allocate, and set ``ops.placement`` accordingly.
 
-    None if its memory is the host's, which must have room for all weights of ``spec``. Raises ``OutOfMemory``, with
-    what would fit.
+    Returns None for a CPU, whose host must have room for all weights of ``spec``. Raises ``OutOfMemory``, whose message
+    names a size that would fit.
     """
     memory = ops.memory()
     if "available" not in memory:
@@ -99,7 +99,7 @@ def plan_placement(
 def make_engine_config(
     config: ModelConfig, cache_shape: CacheShape, plan: MemoryPlan | None, max_batch: int = EngineConfig.max_batch
 ) -> EngineConfig:
-    """The limits for a model of the parsed configuration ``config`` under ``plan``."""
+    """The engine's configuration for a model of the parsed configuration ``config`` under ``plan``."""
     return EngineConfig(
         config.context_length,
         config.vocab_size,
@@ -114,7 +114,7 @@ def make_engine_config(
 
 
 def _require_host_memory(spec: Spec) -> None:
-    """Raise ``OutOfMemory`` if the weights, which a CPU keeps in fp32, exceed what the host has free.
+    """Raise ``OutOfMemory`` if the weights, which a CPU keeps in fp32, exceed the host's free memory.
 
     Linux would grant the memory and kill a process when it is used.
     """
@@ -132,26 +132,21 @@ def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "
     meta = MetaBackend()
     model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes
+    head_dim = round_up(config.cache_shape.head_dim, HEAD_PAD)  # as a GPU stores it
+    cache_shape = replace(config.cache_shape, head_dim=head_dim, int8=kv_cache == "int8")
     return MemoryRequirements(
         layers=tuple(layers),
         prompt_layers=tuple(size for stack in encoders for size in stack),
         fixed=meta.non_layer_bytes + LIBRARY_BYTES,
         tables=meta.table_bytes,
         fixed_read=meta.non_layer_bytes - meta.table_bytes,
-        # An encoder-decoder caches its source, too.
-        cache_per_token=cache_bytes(config.cache_shape, kv_cache) * len(meta.layer_bytes),
+        cache_per_token=cache_shape.bytes_per_token() * len(meta.layer_bytes),  # an encoder-decoder's source, too
         scratch_per_token=meta.token_bytes,
         scratch_per_sequence=16 * config.vocab_size,
         context_length=config.context_length,
     )
 
 
-def cache_bytes(shape: CacheShape, kv_cache: str) -> int:
-    """Bytes that a token of one sequence takes in a GPU's cache."""
-    head_dim = -(-shape.head_dim // HEAD_PAD) * HEAD_PAD
-    return replace(shape, head_dim=head_dim, int8=kv_cache == "int8").bytes_per_token()
-
-
 def recipe_schemes(spec: Spec, recipe: Recipe) -> SchemeOf:
-    """Schemes as ``recipe`` chooses them."""
+    """The scheme that ``recipe`` gives a matrix, by its name."""
     return lambda name: recipe.scheme_of(name, spec.parameters[name].role is Role.HEAD)

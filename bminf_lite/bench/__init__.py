@@ -7,7 +7,7 @@ specific to an architecture. Each module does one part, and imports only those a
 - :mod:`.model`: the model under measurement, from a checkpoint or with random weights
 - :mod:`.calls`: observes the backend's operations, and counts the bytes and operations of products
 - :mod:`.cases`: the single kernels that are timed, and the plain formulas that they are compared with
-- :mod:`.profiler`: what measuring needs of a device: clock, memory peaks, limits, the parts of a step; serves the CPU
+- :mod:`.profiler`: measures a device: time, memory peaks, limits, the parts of a step; this one is the CPU's
 - :mod:`.cuda`: the profiler of an NVIDIA GPU, the only module here that imports CuPy
 - :mod:`.session`: sequences of random tokens that are prefilled and decoded
 - :mod:`.runner`: runs the measurements: workloads, one traced step, kernels

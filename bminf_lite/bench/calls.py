@@ -68,7 +68,7 @@ def trace_calls(ops: Backend, callback: Callable[[OpCall], object]) -> Iterator[
 
 @dataclass
 class LinearCosts:
-    """What products cost: bytes of weights read, and operations, two for each element of a weight and row."""
+    """The costs of products: bytes of weights read, and operations, two for each element of a weight and row."""
 
     nbytes: int = 0
     operations: int = 0

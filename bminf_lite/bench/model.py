@@ -1,4 +1,4 @@
-"""The model under measurement: a network on its device, from a checkpoint or with random weights, and its size."""
+"""The model that is measured: a network on its device, from a checkpoint or with random weights, and its size."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ CURVES = (
     ("tg", "depth", "context length, tokens"),
     ("tg", "batch", "sequences at once"),
 )
-"""Which kind of workload has its time drawn over which of its fields, and the label of that axis."""
+"""The curves of time: the kind of workload, its field on the horizontal axis, and the label of that axis."""
 
 Drawing = Callable[[Any], None]
 """Draws onto matplotlib's axes."""
@@ -45,7 +45,9 @@ def save(report: Report, path: Path) -> None:
     drawings = _curves(report.measurements)
     if report.trace:
         drawings.append(partial(_draw_trace, report=report))
-    drawings += [partial(_draw_kernels, report=report, operations=kind) for kind in _kinds(report)]
+    # Kernels with operations are drawn in operations per second, the others in bytes per second.
+    kinds = sorted({bool(k.operations) for k in report.kernels})
+    drawings += [partial(_draw_kernels, report=report, operations=kind) for kind in kinds]
     if not drawings:
         raise UsageError("--plot: there is nothing to draw")
     figure = Figure(figsize=(6.5 * len(drawings), 4.5), layout="constrained")
@@ -106,21 +108,15 @@ def _draw_trace(axes: Any, report: Report) -> None:
         count[span.name] += 1
     names = sorted(total, key=lambda name: -total[name])
     axes.barh([f"{count[n]} x {n}" for n in names], [1e6 * total[n] for n in names])
-    axes.axvline(1e6 * report.trace.step_seconds, color="black", linestyle="--", label="the step as it is run")
+    axes.axvline(1e6 * report.trace.step_seconds, color="black", linestyle="--", label="the whole step")
     axes.invert_yaxis()
     axes.set(xlabel="microseconds of one decode step")
     axes.legend(fontsize="small")
 
 
-def _kinds(report: Report) -> list[bool]:
-    """Which kinds of kernel rates the report has: False for bytes per second, True for operations per second."""
-    return sorted({bool(k.operations) for k in report.kernels})
-
-
 def _draw_kernels(axes: Any, report: Report, operations: bool) -> None:
-    rows = [(k, row) for k, row in zip(report.kernels, report.rows()["kernels"], strict=True)]
     rates: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    for kernel, row in rows:
+    for kernel, row in zip(report.kernels, report.rows()["kernels"], strict=True):
         if bool(kernel.operations) == operations:
             rates[kernel.kernel].append((kernel.shape, row["rate"]))
     for name, points in rates.items():

@@ -1,4 +1,4 @@
-"""What measuring needs of a device: a clock, memory peaks, the limits of the hardware, and the parts of a step.
+"""Measures a device: time, memory peaks, the limits of the hardware, and the parts of a step.
 
 :class:`Profiler` measures by the host's clock, which is right on a CPU, where an operation is complete when it returns.
 """

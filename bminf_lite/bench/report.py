@@ -120,12 +120,10 @@ class Report:
 
     def markdown(self) -> str:
         """Rounded tables, and below them the limits of the device."""
-        parts = []
-        for name, rows in self.rows().items():
-            parts.append(markdown_table([ROW_FORMATTERS[name](row) for row in rows]))
+        parts = [markdown_table([ROW_FORMATTERS[name](row) for row in rows]) for name, rows in self.rows().items()]
         if self.trace:
             parts.append(
-                f"One decode step behind {self.trace.depth} tokens takes {1e6 * self.trace.step_seconds:.1f} us as it "
+                f"One decode step after {self.trace.depth} tokens takes {1e6 * self.trace.step_seconds:.1f} us as it "
                 f"is run; its {len(self.trace.spans)} parts take {1e6 * self.trace.alone:.1f} us one by one."
             )
         c = self.ceilings
@@ -177,9 +175,18 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def _figure(value: float | None, digits: int = 1) -> str:
+    """A number with so many digits after the point; empty for None."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
 def _format_test_row(row: Row) -> Row:
-    reserved = row["peak_reserved_bytes"]
-    parameters = row["parameters"]
+    parameters, reserved = row["parameters"], row["peak_reserved_bytes"]
+    streaming = {
+        "streamed MB/token": _figure(row["streamed_bytes_per_token"] / 1e6),
+        "% link": _figure(row["percent_of_link"]),
+        "planned t/s": _figure(row["predicted_tokens_per_second"], 2),
+    }
     return {
         "model": row["model"],
         "size": _size(row["size_bytes"]),
@@ -193,53 +200,42 @@ def _format_test_row(row: Row) -> Row:
         "% int8": f"{row['percent_of_int8']:.1f}",
         "peak used": _size(row["peak_used_bytes"]),
         "peak reserved": "" if reserved is None else _size(reserved),
-        **(_format_streaming_row(row) if row["streamed_bytes_per_token"] else {}),
-    }
-
-
-def _format_streaming_row(row: Row) -> Row:
-    percent, predicted = row["percent_of_link"], row["predicted_tokens_per_second"]
-    return {
-        "streamed MB/token": f"{row['streamed_bytes_per_token'] / 1e6:.1f}",
-        "% link": "" if percent is None else f"{percent:.1f}",
-        "planned t/s": "" if predicted is None else f"{predicted:.2f}",
+        **(streaming if row["streamed_bytes_per_token"] else {}),
     }
 
 
 def _format_span_row(row: Row) -> Row:
-    percent = row["percent_of_read"]
     return {
         "launch": str(row["launch"]),
         "name": row["name"],
         "us": f"{row['microseconds']:.2f}",
         "MB": "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.3f}",
-        "% read": "" if percent is None else f"{percent:.1f}",
+        "% read": _figure(row["percent_of_read"]),
         "us to the next": f"{row['gap_microseconds']:.2f}",
     }
 
 
 def _format_name_row(row: Row) -> Row:
-    percent = row["percent_of_read"]
     return {
         "name": row["name"],
         "launches": str(row["launches"]),
         "us": f"{row['microseconds']:.1f}",
         "% of all": f"{row['percent_of_step']:.1f}",
-        "% read": "" if percent is None else f"{percent:.1f}",
+        "% read": _figure(row["percent_of_read"]),
     }
 
 
 def _format_kernel_row(row: Row) -> Row:
-    plain, speedup, allocated = row["plain_microseconds"], row["speedup"], row["allocated_bytes"]
+    allocated = row["allocated_bytes"]
     return {
         "kernel": row["kernel"],
         "shape": row["shape"],
         "us": f"{row['microseconds']:.1f}",
         "rate": f"{_number(row['rate'])} {row['unit']}",
         "% of ceiling": f"{row['percent_of_ceiling']:.1f}",
-        "plain us": "" if plain is None else f"{plain:.1f}",
-        "times faster": "" if speedup is None else f"{speedup:.1f}",
-        "MB taken": "" if allocated is None else f"{allocated / 1e6:.1f}",
+        "plain us": _figure(row["plain_microseconds"]),
+        "times faster": _figure(row["speedup"]),
+        "MB taken": _figure(None if allocated is None else allocated / 1e6),
     }
 
 

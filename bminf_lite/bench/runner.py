@@ -20,7 +20,7 @@ from .profiler import Profiler, Span, T
 from .session import Session, check_results
 
 WARM_UP_STEPS = 3
-"""Decode steps before the first that counts: one eager step, one that is captured, one that is replayed."""
+"""Decode steps before the first that is timed: one eager, one captured, one replayed."""
 TRACED_STEPS = 20
 """Decode steps whose mean is the time of a traced step with graphs."""
 
@@ -151,30 +151,20 @@ def run_tests(
     Raises ``BminfError`` if :func:`.check_results` finds a wrong result, ``OutOfMemory`` if the cache does not fit.
     """
     measurements = []
-    for test in encoder_workloads(tests) if bench_model.engine_config.is_encoder_decoder else tests:
+    if bench_model.engine_config.is_encoder_decoder:  # a prompt becomes a source, which has no tokens before it
+        tests = dict.fromkeys(replace(t, kind="enc", depth=0) if t.kind == "pp" else t for t in tests)
+    for test in tests:
         profiler.reset_peaks()
         with closing(Session(bench_model, test.batch, test.depth + test.tokens + WARM_UP_STEPS)) as session:
             runs = WORKLOAD_RUNNERS[test.kind](session, profiler, test, repetitions)
             peaks = profiler.peaks()
         tokens = test.batch * test.tokens
         per_token = test.batch if test.kind == "tg" else tokens
-        measurements.append(
-            Measurement(
-                test,
-                tuple(runs.seconds),
-                runs.costs.nbytes / per_token + cache_bytes_per_token(bench_model, test),
-                runs.costs.operations / per_token,
-                *peaks,
-                runs.streamed_bytes / tokens / repetitions,
-            )
-        )
+        nbytes = runs.costs.nbytes / per_token + cache_bytes_per_token(bench_model, test)
+        operations, streamed = runs.costs.operations / per_token, runs.streamed_bytes / tokens / repetitions
+        measurements.append(Measurement(test, tuple(runs.seconds), nbytes, operations, *peaks, streamed))
         on_result(measurements[-1])
     return measurements
-
-
-def encoder_workloads(tests: Iterable[Workload]) -> list[Workload]:
-    """``tests`` for an encoder-decoder: each prompt becomes a source, which has no tokens before it."""
-    return list(dict.fromkeys(replace(t, kind="enc", depth=0) if t.kind == "pp" else t for t in tests))
 
 
 @dataclass
@@ -241,7 +231,7 @@ WORKLOAD_RUNNERS = {"pp": _prefill, "enc": _encode, "tg": _decode}
 
 
 def cache_bytes_per_token(bench_model: BenchModel, test: Workload) -> float:
-    """Bytes of the keys and values that a token reads and adds; a chunk of ``pp`` reads them once."""
+    """Bytes of the keys and values that a token reads and adds; each chunk of ``pp`` reads them once."""
     if test.kind == "enc":
         return bench_model.cache_bytes(1)
     if test.kind == "tg":

@@ -66,15 +66,12 @@ class Session:
             self.prepare_prefill(depth)()
         return depth
 
-    def poison(self, first: int) -> None:
+    def poison(self, first: int, cache: KVCache | None = None) -> None:
         """Fill the cache from position ``first`` on with NaN, so that reading an unwritten place gives a wrong result.
 
-        Of an int8 cache, the scales are filled.
+        Of an int8 cache, the scales are filled. The default ``cache`` is that of the decoder.
         """
-        self._poison(self.cache, first)
-
-    def _poison(self, cache: KVCache, first: int) -> None:
-        for layer in cache.layers:
+        for layer in (self.cache if cache is None else cache).layers:
             int8 = layer.key_scales is not None
             for values in (layer.key_scales, layer.value_scales) if int8 else (layer.keys, layer.values):
                 self.ops.assign(values[:, :, first:], np.array(np.nan, values.dtype))
@@ -101,7 +98,7 @@ class Session:
         """
         network, source = cast(EncoderDecoder, self.bench_model.network), self.cache.source
         assert source is not None
-        self._poison(source, 0)
+        self.poison(0, source)
         at_once, every = max(1, self.bench_model.engine_config.max_num_batched_tokens // count), list(range(self.batch))
         groups = [every[i : i + at_once] for i in range(0, self.batch, at_once)]
         readings = [ForwardBatch.packed(self.ops.array, self.tokens((len(g), count)), slots=g) for g in groups]
@@ -125,10 +122,8 @@ class Session:
         return [result() for result in fetched]
 
     def _greedy(self, count: int) -> SamplerState:
-        state = sampler_state(
-            [GREEDY] * count, [()] * count, self.bench_model.engine_config.vocab_size, list(range(count))
-        )
-        return state.map(self.ops.array)
+        vocab_size = self.bench_model.engine_config.vocab_size
+        return sampler_state([GREEDY] * count, [()] * count, vocab_size, range(count)).map(self.ops.array)
 
     # -- decode -------------------------------------------------------------------------------------------------------
 
@@ -193,14 +188,14 @@ def check_results(results: list[np.ndarray], vocab_size: int, where: str) -> Non
     """
     tokens = np.concatenate([r[0] for r in results])
     logprobs = np.concatenate([r[1] for r in results]).view(np.float32)
-    problems = []
+    problem = ""
     if ((tokens < 0) | (tokens >= vocab_size)).any():
         wrong = int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
         known = {UNWRITTEN: "nothing was written", -1: "the logits hold a NaN or an infinity"}
-        problems.append(f"a step gave the token {wrong} ({known.get(wrong, 'which does not exist')})")
+        problem = f"a step gave the token {wrong} ({known.get(wrong, 'which does not exist')})"
     elif not (np.isfinite(logprobs) & (logprobs < 1e-3)).all():
-        problems.append(f"a log-probability is {logprobs[~np.isfinite(logprobs) | (logprobs >= 1e-3)][0]}")
+        problem = f"a log-probability is {logprobs[~np.isfinite(logprobs) | (logprobs >= 1e-3)][0]}"
     elif len(results) > 1 and len({r.tobytes() for r in results}) == 1:
-        problems.append(f"{len(results)} steps with different inputs gave exactly the same")
-    if problems:
-        raise BminfError(f"{where}: {problems[0]}, so its time means nothing")
+        problem = f"{len(results)} steps with different inputs gave exactly the same"
+    if problem:
+        raise BminfError(f"{where}: {problem}, so its time means nothing")

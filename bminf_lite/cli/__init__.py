@@ -55,7 +55,7 @@ class CommandLine(click.Group):
         return command
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Like click's, but handles stdout or stderr that cannot be written, or whose encoding lacks a character."""
+        """click's ``main``, which also handles output that cannot be written or encoded."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
@@ -79,7 +79,9 @@ class CommandLine(click.Group):
                 traceback.print_exception(error)
             else:
                 _print_error(error)
-            context.exit(_exit_code(error))
+            if isinstance(error, KeyboardInterrupt):
+                context.exit(INTERRUPTED)
+            context.exit(WRONG_USAGE if isinstance(error, UsageError) else FAILED)
 
 
 def _print_error(error: BaseException) -> None:
@@ -108,12 +110,6 @@ def _message(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return f"error: the host's memory does not suffice ({error}); take a smaller model, batch or context"
     return f"error: {type(error).__name__}: {error} (run again with --debug for the traceback)"
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return WRONG_USAGE if isinstance(error, UsageError) else FAILED
 
 
 main = CommandLine(

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and sizes as text."""
+"""Arguments, options, progress bars and texts that several commands share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ..errors import UsageError
+from ..memory.sizes import parse_size
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from ..engine.sampling_params import SamplingOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -18,48 +21,45 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def size(value: str) -> int:
     """The type of options that are an amount of memory such as ``6GiB``: its bytes."""
-    from ..memory.sizes import parse_size
-
     try:
         return parse_size(value)
     except UsageError as error:
         raise click.BadParameter(str(error)) from None
 
 
-model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
+PATH = click.Path(path_type=Path)
+OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
-text_argument = click.argument("text", metavar="FILE", type=click.Path(path_type=Path))
+model_argument = click.argument("model", metavar="MODEL", type=PATH)
 
-window_option = click.option(
-    "--window", type=int, metavar="N", help="Tokens that the model sees at once; by default its context, 1024 at most."
-)
+text_argument = click.argument("text", metavar="FILE", type=PATH)
 
-stride_option = click.option(
-    "--stride", type=int, metavar="N", help="Tokens from one window to the next; by default half the window."
-)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 device_option = click.option(
     "--device",
     default="auto",
     show_default=True,
     metavar="auto|cpu|cuda|cuda:N",
-    help="Where to run: auto takes a GPU if one can be used, otherwise the CPU.",
+    help="Where to compute: auto takes a GPU if one can be used, otherwise the CPU.",
 )
 
 memory_limit_option = click.option(
-    "--memory-limit",
-    type=size,
-    metavar="SIZE",
-    help="The most GPU memory to use, for example 6GiB or 800MiB; by default almost all that is free.",
+    "--memory-limit", type=size, metavar="SIZE", help="The most GPU memory to use, e.g. 6GiB; by default nearly all."
 )
 
+_KV_CACHE = "The type of the key-value cache; int8 takes half the memory."
 kv_cache_option = click.option(
-    "--kv-cache",
-    type=click.Choice(["fp16", "int8"]),
-    default="fp16",
-    show_default=True,
-    help="The type of the key-value cache; int8 takes half the memory.",
+    "--kv-cache", type=click.Choice(["fp16", "int8"]), default="fp16", show_default=True, help=_KV_CACHE
 )
+
+
+def window_options(command: Command) -> Command:
+    """The windows in which a text is read."""
+    window = "Tokens that the model sees at once; by default its context, 1024 at most."
+    stride = "Tokens from one window to the next; by default half the window."
+    command = click.option("--stride", type=int, metavar="N", help=stride)(command)
+    return click.option("--window", type=int, metavar="N", help=window)(command)
 
 
 def model_options(command: Command) -> Command:
@@ -102,6 +102,17 @@ def given_options(sampling: Mapping[str, Any], stop: tuple[str, ...] = ()) -> Sa
         given["stop"] = stop
     SamplingParams.from_checkpoint({}, **given)
     return given
+
+
+def progress_callback(bar: tqdm[Any]) -> Callable[[int, int, str], None]:
+    """A callback that updates a progress bar: parts that are done, all parts, and the name of the current part."""
+
+    def progress(done: int, total: int, part: str) -> None:
+        bar.total = total
+        bar.set_postfix_str(part, refresh=False)
+        bar.update(done - bar.n)
+
+    return progress
 
 
 def size_text(size: float) -> str:

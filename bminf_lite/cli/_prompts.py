@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError, listed
+from ..errors import UsageError
+from ..text.jsonl import decode_utf8, parse_lines
 
 if TYPE_CHECKING:
     from ..text.chat_template import Message
@@ -32,7 +32,7 @@ class Prompt:
 def read_stdin() -> Prompt:
     """All of stdin as one prompt, without its last newline. ``UsageError`` if it is closed or not UTF-8."""
     require_stdin()
-    return Prompt(_decode(sys.stdin.buffer.read(), "stdin").removesuffix("\n"))
+    return Prompt(decode_utf8(sys.stdin.buffer.read(), "stdin").removesuffix("\n"))
 
 
 def require_stdin() -> None:
@@ -46,42 +46,16 @@ def read_file(path: Path) -> list[Prompt]:
 
     The default ``id`` is the line's number. Empty lines are skipped. Raises ``UsageError``, which lists the bad lines.
     """
-    prompts: list[Prompt] = []
-    problems: list[str] = []
-    for number, line in enumerate(_decode(path.read_bytes(), str(path)).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(_parse(line, number))
-        except ValueError as error:
-            problems.append(f"line {number}: {error}")
-    if problems:
-        raise UsageError(listed(path, problems))
+    prompts = parse_lines(decode_utf8(path.read_bytes(), path), path, _parse)
     if not prompts:
         raise UsageError(f'{path}: holds no prompts; each line is an object such as {{"prompt": "Once"}}')
     return prompts
 
 
-def _decode(content: bytes, source: str) -> str:
-    """The text, without the byte order mark that some editors write."""
-    try:
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{source}: is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}") from None
-
-
-def _parse(line: str, number: int) -> Prompt:
+def _parse(value: dict[str, Any], number: int) -> Prompt:
     """A line's prompt; ``ValueError`` says what is wrong with it."""
     from ..text.chat_template import check_messages
 
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise ValueError("is not JSON of a prompt: it nests too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"is {type(value).__name__}, but must be an object with prompt or messages")
     unknown = sorted(set(value) - {"prompt", "messages", "id"})
     if unknown:
         raise ValueError(f"has unknown keys: {', '.join(unknown)}; known are prompt, messages and id")

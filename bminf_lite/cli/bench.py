@@ -1,14 +1,15 @@
-"""``bench``: how fast a model runs on this device, and which share of the hardware's limits that is."""
+"""``bench``: the speed of a model on this device, and the share of the hardware's limits that it reaches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ._options import device_option, kv_cache_option, memory_limit_option
+from ._options import OUTPUT, PATH, Command, device_option, kv_cache_option, memory_limit_option
 
 if TYPE_CHECKING:
     from ..bench.runner import Measurement
@@ -22,53 +23,26 @@ def numbers(value: str) -> tuple[int, ...]:
         raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 512,2048") from None
 
 
+def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[Command], Command]:
+    """An option that is a list of :func:`numbers`."""
+    return click.option(flag, name, type=numbers, default=default, metavar="N,...", help=f"{text} [{default}]")
+
+
 @click.command()
-@click.argument("model", metavar="[MODEL]", required=False, type=click.Path(path_type=Path))
+@click.argument("model", metavar="[MODEL]", required=False, type=PATH)
 @click.option(
-    "--shape",
-    metavar="NAME",
-    help="Random int8 weights, instead of a model, of a shape that comes with "
-    'the package ("bench" alone lists them) or of a config.json.',
+    "--shape", metavar="NAME", help='Random int8 weights of a packaged shape (listed by "bench") or a config.json.'
 )
-@click.option(
-    "-p",
-    "prompts",
-    type=numbers,
-    default="512",
-    metavar="N,...",
-    help="Lengths of prompts, or of an encoder's sources; 0 for none. [512]",
-)
-@click.option(
-    "-n",
-    "generated",
-    type=numbers,
-    default="128",
-    metavar="N,...",
-    help="Numbers of tokens to decode; 0 for none. [128]",
-)
-@click.option("-b", "batches", type=numbers, default="1", metavar="N,...", help="Sequences at once. [1]")
-@click.option(
-    "-d",
-    "depths",
-    type=numbers,
-    default="0",
-    metavar="N,...",
-    help="Tokens in the cache before a test begins, or in the source that it decodes. [0]",
-)
+@numbers_option("-p", "prompts", "512", "Lengths of prompts, or of an encoder's sources; 0 for none.")
+@numbers_option("-n", "generated", "128", "Numbers of tokens to decode; 0 for none.")
+@numbers_option("-b", "batches", "1", "Sequences at once.")
+@numbers_option("-d", "depths", "0", "Tokens in the cache before a test begins, or in the source that it decodes.")
 @click.option("-r", "repetitions", type=click.IntRange(1), default=5, show_default=True, help="Runs of each test.")
 @click.option(
-    "-o",
-    "output",
-    type=click.Choice(["md", "json", "csv"]),
-    default="md",
-    show_default=True,
-    help="The form of what is printed.",
+    "-o", "output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True, help="Output format."
 )
 @click.option(
-    "--plot",
-    metavar="FILE.png",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw the results too: cost curves where one of -p, -d and -b has several values.",
+    "--plot", metavar="FILE.png", type=OUTPUT, help="Draw the results, as curves where -p, -d or -b has several values."
 )
 @click.option("--trace", is_flag=True, help="Show the parts of one decode step in order, instead of running tests.")
 @click.option("--kernels", is_flag=True, help="Time single kernels over a sweep of sizes; needs no model.")
@@ -95,9 +69,9 @@ def bench(
 
     Processes random prompts (pp), or encodes sources (enc), and decodes tokens (tg) with the model in the folder MODEL,
     or with random weights of a shape. Prints tokens per second (the median of the runs ± their standard deviation), the
-    bytes that a token must move, and what that is of the rates that this device was measured to reach. Where layers are
-    streamed because they do not fit the memory limit, it also prints what was copied for a token, how much of the
-    link's speed that was, and the speed that "plan" predicts.
+    bytes that a token must move, and the share of this device's measured rates that is reached. If layers are streamed
+    because they do not fit the memory limit, it also prints the bytes copied for a token, the share of the link's
+    speed, and the speed that "plan" predicts.
 
     \b
     Example:

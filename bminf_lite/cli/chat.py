@@ -70,10 +70,6 @@ class Dialogue:
         self.start = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[dict[str, str]] = []
 
-    def clear(self) -> None:
-        """Forget everything but the system message."""
-        self.turns = []
-
     def answer(self, text: str) -> None:
         """Print an answer while it is generated. Ctrl-C cuts it off; the part until then stays in the dialogue.
 
@@ -138,7 +134,7 @@ def run_dialogue(dialogue: Dialogue) -> None:
             click.echo(err=True)
             continue
         if line == CLEAR:
-            dialogue.clear()
+            dialogue.turns = []
         elif line.startswith("/"):
             click.echo(f"error: there is no {line.split()[0]}; the only command is {CLEAR}", err=True)
         elif line:

@@ -1,4 +1,4 @@
-"""``compare``: what quantization cost, in predictions and layer by layer."""
+"""``compare``: the error of quantization, in predictions and layer by layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import UsageError
-from ._options import device_option, memory_limit_option, model_argument, stride_option, text_argument, window_option
+from ._options import (
+    OUTPUT,
+    PATH,
+    device_option,
+    json_option,
+    memory_limit_option,
+    model_argument,
+    progress_callback,
+    text_argument,
+    window_options,
+)
 
 if TYPE_CHECKING:
     from ..evaluation.compare import Comparison, LinearReport
@@ -19,20 +29,16 @@ MAX_SHOWN = 5
 
 @click.command()
 @model_argument
-@click.argument("reference", metavar="REFERENCE", type=click.Path(path_type=Path))
+@click.argument("reference", metavar="REFERENCE", type=PATH)
 @text_argument
 @click.option(
-    "--report",
-    metavar="OUT.html",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write plots and a table of all layers, as one HTML file that needs nothing else.",
+    "--report", metavar="OUT.html", type=OUTPUT, help="Write plots and a table of all layers, as one HTML file."
 )
-@window_option
-@stride_option
+@window_options
 @click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Score the first N tokens of FILE only.")
 @device_option
 @memory_limit_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def compare(
     model: Path,
     reference: Path,
@@ -72,21 +78,15 @@ def compare(
     if tokens is not None:
         windows = truncate_windows(windows, tokens)
     with tqdm(unit="part", desc="comparing", disable=None, leave=False) as bar:
-
-        def progress(done: int, total: int, part: str) -> None:
-            bar.total = total
-            bar.set_postfix_str(part, refresh=False)
-            bar.update(done - bar.n)
-
-        result = run(model, reference, windows, device, memory_limit, progress=progress)
+        result = run(model, reference, windows, device, memory_limit, progress=progress_callback(bar))
     click.echo(json.dumps(result.to_dict()) if as_json else lines(result))
-    if report is not None:  # last: a full disk must not cost what took so long to find
+    if report is not None:  # last, so that a full disk does not lose the results above
         write_report(report, result, model, reference, text)
         click.echo(f"wrote {report}", err=True)
 
 
 def lines(result: Comparison) -> str:
-    """The comparison for people: predictions, and the products that lose most."""
+    """The comparison as text: predictions, and the products with the least signal to noise."""
     found = sorted(result.linears, key=lambda linear: linear.own.snr_db)[:MAX_SHOWN]
     width = max(len(linear.name) for linear in found)
     title = f"least signal to noise of its own, of {len(result.linears)} products:"

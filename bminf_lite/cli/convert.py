@@ -1,4 +1,4 @@
-"""``convert``: CPM-1, CPM-2 and EVA as they were published."""
+"""``convert``: the published files of CPM-1, CPM-2 and EVA to int8."""
 
 from __future__ import annotations
 
@@ -7,29 +7,22 @@ from pathlib import Path
 import click
 
 from ..errors import UsageError
+from ._options import PATH
 
 
 @click.command()
 @click.argument("model", type=click.Choice(["cpm-1", "cpm-2", "eva"]))
-@click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--vocabulary", type=click.Path(path_type=Path), required=True, metavar="FILE",
+@click.argument("source", metavar="SOURCE", type=PATH)
+@click.argument("out", metavar="OUT", type=PATH)
+@click.option("--vocabulary", type=PATH, required=True, metavar="FILE",
               help="The published vocabulary: chinese_vocab.model of CPM-1, vocab.txt of CPM-2 and EVA.")  # fmt: skip
 @click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|merge|FILE",
               help="How to quantize, as in migrate; merge keeps the tensors float.")  # fmt: skip
-@click.option("--heads", type=click.IntRange(min=1), metavar="N",
-              help="Attention heads of CPM-1, for other than the published sizes.")  # fmt: skip
+@click.option("--heads", type=click.IntRange(min=1), metavar="N", help="Attention heads of a CPM-1 of another size.")
 @click.option("--attn-scale", is_flag=True, help="The checkpoint is EVA 2, which scales attention scores.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is an earlier result.")
 def convert(
-    model: str,
-    source: Path,
-    out: Path,
-    vocabulary: Path,
-    recipe: str,
-    heads: int | None,
-    attn_scale: bool,
-    force: bool,
+    model: str, source: Path, out: Path, vocabulary: Path, recipe: str, heads: int | None, attn_scale: bool, force: bool
 ) -> None:
     """Convert the published files of CPM-1, CPM-2 or EVA.
 

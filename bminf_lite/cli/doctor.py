@@ -1,12 +1,14 @@
-"""``doctor``: what this machine has, and what it lacks, for running on a GPU."""
+"""``doctor``: whether this machine can run models on a GPU, and which components are missing."""
 
 from __future__ import annotations
 
 import click
 
+from ._options import json_option
+
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+@json_option
 @click.option(
     "--device",
     type=click.Choice(["auto", "cuda"]),

@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 @click.command()
 @model_options
 @click.argument("prompt", metavar="[PROMPT | -]", required=False)
-@click.option(
-    "--prompts",
-    metavar="FILE.jsonl",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help='Many prompts: an object per line with "prompt" or "messages", and an optional "id".',
-)
+@click.option("--prompts", metavar="FILE.jsonl", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help='Many prompts: an object per line with "prompt" or "messages", and an optional "id".')  # fmt: skip
 @sampling_options
 @stop_option
 @click.option("--chat", is_flag=True, help="Treat the prompt as a user's message, in the checkpoint's chat template.")

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from ._options import model_argument, size_text
+from ._options import json_option, model_argument, size_text
 
 
 @click.command()
 @model_argument
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def inspect(model: Path, as_json: bool) -> None:
     """Show what is in a checkpoint.
 

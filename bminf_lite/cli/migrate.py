@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import size_text
+from ._options import PATH, device_option, progress_callback, size_text
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from ..checkpoint.manifest import MigrationReport, TensorReport
 
 
 @click.command()
-@click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("source", metavar="SOURCE", type=PATH)
+@click.argument("out", metavar="OUT", type=PATH)
 @click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|w8a8-smooth|auto|FILE",
               help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 with outliers moved into the "
                    "weights (w8a8-smooth); that, with float activations where int8 is too coarse (auto); or a TOML "
                    "file.")  # fmt: skip
-@click.option("--calibrate", type=click.Path(path_type=Path), metavar="FILE",
+@click.option("--calibrate", type=PATH, metavar="FILE",
               help='Text to calibrate on, or JSONL with a "text" per line; w8a8-smooth and auto need it.')  # fmt: skip
 @click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True,
               help="How many pieces of that text, of up to 512 tokens each.")  # fmt: skip
 @click.option("--max-divergence", type=float, metavar="NATS",
               help="Fail, and write nothing, if the mean divergence of predictions on a held-out part of that text is "
               "larger.")  # fmt: skip
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|cuda:N",
-              help="Where to calibrate: auto takes a GPU if one can be used, and else the CPU.")  # fmt: skip
+@device_option
 @click.option("--dry-run", is_flag=True, help="Check the source, and list how each tensor would be stored.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is a migrated checkpoint.")
 def migrate(
@@ -49,7 +46,7 @@ def migrate(
     """Migrate a checkpoint to int8.
 
     Reads the Hugging Face folder SOURCE (safetensors, or PyTorch's .bin files, in fp32, fp16 or bf16) and writes the
-    folder OUT, which appears complete or not at all.
+    folder OUT, which appears complete or not at all. Calibration and the measure of its cost run on --device.
 
     \b
     Example:
@@ -80,17 +77,6 @@ def migrate(
         click.echo(cost_line(report.cost))
 
 
-def progress_callback(bar: tqdm[Any]) -> Callable[[int, int, str], None]:
-    """A callback that updates a progress bar."""
-
-    def progress(done: int, total: int, tensor: str) -> None:
-        bar.total = total
-        bar.set_postfix_str(tensor, refresh=False)
-        bar.update(done - bar.n)
-
-    return progress
-
-
 def product_lines(products: Sequence[dict[str, Any]]) -> list[str]:
     """A calibration's decision for each product, in columns; errors of its output are signal-to-noise ratios."""
     names = [product["tensors"][0] + (", ..." if len(product["tensors"]) > 1 else "") for product in products]
@@ -109,7 +95,7 @@ def decibel_text(error: float) -> str:
 
 
 def cost_line(cost: Mapping[str, Any]) -> str:
-    """The distance from the source on the held-out text."""
+    """The error on the held-out text, as one line."""
     if cost["kl"] is None:
         return "cost: the int8 model's logits hold a NaN or an infinity"
     return (

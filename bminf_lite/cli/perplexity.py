@@ -8,26 +8,14 @@ from pathlib import Path
 
 import click
 
-from ._options import (
-    device_option,
-    kv_cache_option,
-    memory_limit_option,
-    model_argument,
-    stride_option,
-    text_argument,
-    window_option,
-)
+from ._options import json_option, model_options, text_argument, window_options
 
 
 @click.command()
-@model_argument
+@model_options
 @text_argument
-@window_option
-@stride_option
-@device_option
-@memory_limit_option
-@kv_cache_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@window_options
+@json_option
 def perplexity(
     model: Path,
     text: Path,

@@ -1,4 +1,4 @@
-"""``plan``: what fits on a GPU, what is streamed, and the speed that follows."""
+"""``plan``: which layers a GPU holds and which are streamed to it, and the speed that this gives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import kv_cache_option, memory_limit_option, model_argument, size
+from ..memory.sizes import format_size
+from ._options import json_option, kv_cache_option, memory_limit_option, model_argument, size
 
 if TYPE_CHECKING:
     from ..memory.planner import MemoryPlan
@@ -32,33 +33,17 @@ def speed(value: str) -> float:
 @model_argument
 @memory_limit_option
 @click.option(
-    "--context",
-    type=int,
-    metavar="N",
-    help="Tokens per sequence that the cache must have room for; "
-    "by default the model's context, or fewer where memory is short.",
+    "--context", type=int, metavar="N", help="Tokens per sequence; by default the model's context, or as many as fit."
 )
 @click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Sequences decoded together.")
 @kv_cache_option
 @click.option(
-    "--recipe",
-    metavar="w8a8|w8a16|FILE",
-    help="Plan as if migrated by this recipe; by default a checkpoint as it is, a config.json as w8a8.",
+    "--recipe", metavar="w8a8|w8a16|FILE", help="Plan as if migrated by this recipe; default: as stored, or w8a8."
 )
 @click.option("--gpu-memory", type=size, metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
-@click.option(
-    "--link",
-    type=speed,
-    metavar="GB/s",
-    help="Speed from host memory to the GPU; without it measured on this machine's GPU.",
-)
-@click.option(
-    "--bandwidth",
-    type=speed,
-    metavar="GB/s",
-    help="Speed of the GPU's memory; without it measured, if there is a GPU.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--link", type=speed, metavar="GB/s", help="Speed from host memory to the GPU; by default measured.")
+@click.option("--bandwidth", type=speed, metavar="GB/s", help="Speed of the GPU's memory; measured if there is one.")
+@json_option
 def plan(
     model: Path,
     memory_limit: int | None,
@@ -116,7 +101,6 @@ def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
 def lines(plan: MemoryPlan) -> list[str]:
     """The plan as lines of text."""
     from ..memory.planner import suggestions
-    from ..memory.sizes import format_size
 
     requirements, machine = plan.requirements, plan.machine
     speeds = [
@@ -143,9 +127,7 @@ def lines(plan: MemoryPlan) -> list[str]:
 
 
 def host_text(plan: MemoryPlan) -> str:
-    """What is not on the GPU."""
-    from ..memory.sizes import format_size
-
+    """The weights in host memory."""
     if not plan.host_bytes:
         return "nothing"
     parts = []

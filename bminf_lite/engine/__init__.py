@@ -1,1 +1,1 @@
-"""Requests in, tokens out: which requests run in a step, their memory, and what a caller gets back. No text here."""
+"""Generation in tokens: requests, the steps that run them, their memory, and the results. Text is not known here."""

@@ -1,4 +1,4 @@
-"""What bounds a run of a model."""
+"""The configuration of the engine for one model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..layers.cache import CacheShape
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Lengths in tokens, and how much runs at once.
+    """The limits of a model and of the engine; lengths are in tokens.
 
     - ``context_length``: prompt and completion of one sequence together. For an encoder-decoder, the decoder's tokens.
     - ``max_batch``: sequences that are decoded together; each has a slot of the key-value cache.

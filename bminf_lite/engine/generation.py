@@ -1,7 +1,7 @@
 """The decoding loop, in tokens: schedule, run, postprocess. It knows neither architectures nor text.
 
-The host runs ahead of the device by up to ``max_steps_in_flight`` steps. A stop is therefore known late, and the tokens
-of the steps launched after it are dropped.
+The host runs ahead of the device by up to ``max_steps_in_flight`` steps. It therefore learns late that a request has
+ended, and drops the tokens of the steps that it launched after the end.
 """
 
 from __future__ import annotations

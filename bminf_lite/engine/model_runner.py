@@ -34,7 +34,7 @@ class EncoderDecoder(Network, Protocol):
     """A model that has an encoder."""
 
     def encode_to_cache(self, batch: ForwardBatch, source: SourceCache) -> None:
-        """Encode whole sources, and store what the decoder needs of them."""
+        """Encode whole sources, and store the decoder's keys and values of them in ``source``."""
         ...
 
 
@@ -97,18 +97,14 @@ class ModelRunner:
             yield self.network(batch, self.cache, all_logits=True)
 
     def make_batch(self, parts: Sequence[ScheduledTokens]) -> ForwardBatch:
-        """The device's form of a step."""
+        """The arguments of a step, on the device."""
         requests, token_ids, context_lens = zip(*parts, strict=True)
         return ForwardBatch.packed(self.ops.array, token_ids, context_lens, [r.slot for r in requests])
 
     def make_sampler(self, requests: Sequence[Request]) -> SamplerState:
-        """The device's sampler state, continuing where each request is."""
-        state = sampler_state(
-            [r.params for r in requests],
-            [r.prompt_token_ids for r in requests],
-            self.config.vocab_size,
-            [r.index for r in requests],
-        )
+        """The sampler state of requests on the device, after the tokens that they have generated."""
+        params, prompts = [r.params for r in requests], [r.prompt_token_ids for r in requests]
+        state = sampler_state(params, prompts, self.config.vocab_size, [r.index for r in requests])
         state.step[:] = [len(r.output_token_ids) for r in requests]
         if state.counts is not None:
             for row, request in zip(state.counts, requests, strict=True):
@@ -164,7 +160,7 @@ class DecodingGroup:
 
 @contextmanager
 def _memory_for(slots: int, tokens: int) -> Iterator[None]:
-    """Turn a ``MemoryError`` into ``OutOfMemory``, which says what the memory was for."""
+    """Turn a ``MemoryError`` into ``OutOfMemory`` with the purpose of the memory."""
     try:
         yield
     except MemoryError as error:

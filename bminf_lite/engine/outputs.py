@@ -1,4 +1,4 @@
-"""What generation returns: whole results, and pieces of a stream."""
+"""The outputs of generation: whole results, and pieces of a stream."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a stream: new text of prompt ``index``, and the tokens it came from.
+    """A part of a stream: new text of prompt ``index``, and the new tokens.
 
     Text is held back while it may be part of a character or of a stop string, so a piece may have tokens and no text.
     The last piece of each prompt has a ``finish_reason`` and the whole ``result``.
@@ -91,18 +91,10 @@ def make_piece(request: Request, token_ids: Sequence[int], text: str, whole_text
     """The piece for new tokens of ``request`` and their ``text``; ``whole_text`` is all its text so far."""
     if request.finish_reason is None:
         return Piece(request.index, text, list(token_ids))
-    prompt_tokens = len(request.source_token_ids or request.prompt_token_ids)
-    result = Result(
-        whole_text,
-        list(request.output_token_ids),
-        request.finish_reason,
-        prompt_tokens,
-        Timings(
-            prompt_tokens=prompt_tokens,
-            new_tokens=len(request.output_token_ids),
-            prompt_seconds=request.first_token_time - request.start_time,
-            decode_seconds=request.last_token_time - request.first_token_time,
-        ),
-        list(request.logprobs) if request.params.logprobs else None,
-    )
+    prompt_tokens, output = len(request.source_token_ids or request.prompt_token_ids), list(request.output_token_ids)
+    prompt_seconds = request.first_token_time - request.start_time
+    decode_seconds = request.last_token_time - request.first_token_time
+    timings = Timings(prompt_tokens, len(output), prompt_seconds, decode_seconds)
+    logprobs = list(request.logprobs) if request.params.logprobs else None
+    result = Result(whole_text, output, request.finish_reason, prompt_tokens, timings, logprobs)
     return Piece(request.index, text, list(token_ids), request.finish_reason, result)

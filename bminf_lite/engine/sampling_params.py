@@ -1,4 +1,4 @@
-"""How tokens are chosen: the parameters that a caller sets, checked once, and their form for a backend.
+"""The parameters of sampling: set by a caller, checked once, and turned into arrays for a backend.
 
 :func:`sampler_state` turns the :class:`SamplingParams` of several sequences into arrays, whose meaning
 :mod:`bminf_lite.backend.sampling` defines.
@@ -91,9 +91,10 @@ class SamplingParams:
         """
         names = [f.name for f in fields(cls)]
         given = {name: value for name, value in overrides.items() if value is not None}
-        unknown = [_unknown(name, names) for name in overrides if name not in names]
-        if unknown:
-            raise UsageError("; ".join(unknown))
+        nearest = {n: get_close_matches(n, names, n=1, cutoff=0)[0] for n in overrides if n not in names}
+        if nearest:
+            problems = [f"there is no sampling option {name!r}; the nearest is {n!r}" for name, n in nearest.items()]
+            raise UsageError("; ".join(problems))
         defaults = {
             name: generation_config[name]
             for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -165,15 +166,12 @@ def sampler_state(
     )
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _problem(name: str, value: Any) -> str | None:
-    """What is wrong with the value of a field, if anything."""
+    """The error message for the value of a field; None if the value is valid."""
     if name in _INTEGERS:
         low, high = _INTEGERS[name]
-        valid = (_is_integer(value) and low <= value <= high) or (name == "seed" and value is None)
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        valid = (whole and low <= value <= high) or (name == "seed" and value is None)
         wanted = f"a whole number from {low} to {high}"
     elif name in _NUMBERS:
         least, most, wanted = _NUMBERS[name]
@@ -185,8 +183,3 @@ def _problem(name: str, value: Any) -> str | None:
     else:
         valid, wanted = isinstance(value, bool), "True or False"
     return None if valid else f"{name} is {value!r}, but must be {wanted}"
-
-
-def _unknown(name: str, names: list[str]) -> str:
-    close = get_close_matches(name, names, n=1, cutoff=0)
-    return f"there is no sampling option {name!r}; the nearest is {close[0]!r}"

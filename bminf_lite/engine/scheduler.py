@@ -1,4 +1,4 @@
-"""Decides which requests go into the next step. Runs nothing and holds no arrays.
+"""Decides which requests take part in the next step. It runs nothing and holds no arrays.
 
 A request waits for memory in :attr:`Scheduler.waiting`: the key-value cache has a fixed number of slots, and
 :meth:`Scheduler.admit` moves a waiting request on when one is free. Admitted prompts are prefilled in chunks: several
@@ -50,12 +50,10 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def initial_capacity(self) -> int:
-        """Tokens per slot for the cache to start with: the longest prompt and the first tokens after it."""
-        context_length = self.config.context_length
-        longest = max(
-            len(r.prompt_token_ids) + min(r.remaining_tokens(context_length), CACHE_BLOCK) for r in self.waiting
-        )
-        return max(longest, min(self.config.cache_tokens // self.num_slots, context_length))
+        """Tokens per slot that the cache has at first: the longest prompt and the first tokens after it."""
+        limit = self.config.context_length
+        longest = max(len(r.prompt_token_ids) + min(r.remaining_tokens(limit), CACHE_BLOCK) for r in self.waiting)
+        return max(longest, min(self.config.cache_tokens // self.num_slots, limit))
 
     def admit(self) -> list[Request]:
         """Give free slots to waiting requests, in order; returns the requests that start now."""
@@ -106,8 +104,8 @@ class Scheduler:
         """Whether to launch another decoding step of the same group.
 
         ``num_cached`` is the longest cache row of the group, ``in_flight`` the number of steps whose tokens are not
-        known yet, ``capacity`` the cache's. The rows of finished requests run on unused. The group ends when a quarter
-        of its rows are unused, or one is unused while a request waits for a slot or the cache would have to grow.
+        known yet, ``capacity`` the cache's. The rows of finished requests stay in the group. It ends when a quarter
+        of its rows are finished, or when one is while a request waits for a slot or the cache would have to grow.
         """
         context_length = self.config.context_length
         wanted = max((r.remaining_tokens(context_length) for r in group if not r.finish_reason), default=0)

@@ -1,1 +1,1 @@
-"""What a model predicts, and how far its int8 form is from the original: corpora, perplexity, comparisons, reports."""
+"""Measures the predictions of a model and the error of its int8 form: corpora, perplexity, comparisons, reports."""

@@ -88,7 +88,7 @@ class Comparison:
         return [linear for block in self.blocks for linear in block.linears] + list(self.head)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values. Infinite signal to noise, that of equal outputs, is None."""
+        """Everything as JSON values; the infinite signal to noise of equal outputs is None."""
         blocks = [{"layer": b.layer, "own": asdict(b.own), "accumulated": asdict(b.accumulated)} for b in self.blocks]
         linears = [{"name": linear.name, **asdict(linear)} for linear in self.linears]
         found: dict[str, Any] = {"device": self.device, **self.divergence.to_dict()}
@@ -134,7 +134,7 @@ def compare(
 
     Without ``layers`` only the predictions are compared. Raises ``CheckpointError``, ``DeviceError``, ``OutOfMemory``.
     """
-    batches = batch_windows(windows)
+    batches, progress = batch_windows(windows), progress or (lambda done, total, part: None)
     with (
         closing(backend.create(device, memory_limit)) as ops,
         LayerwiseCheckpoint(model, ops) as ours,
@@ -147,18 +147,15 @@ def compare(
         parts = [*ours.layerwise.names, "output head"]
         blocks = []
         for layer, part in enumerate(parts[:-1]):
-            if progress:
-                progress(layer, len(parts), part)
+            progress(layer, len(parts), part)
             if layers:
                 blocks.append(_compare_layer(layer, ours, theirs, batches, our_states, their_states))
             else:
                 _advance(layer, theirs, batches, their_states)
                 _advance(layer, ours, batches, our_states)
-        if progress:
-            progress(len(parts) - 1, len(parts), parts[-1])
+        progress(len(parts) - 1, len(parts), parts[-1])
         divergence, head = _compare_head(ours, theirs, batches, our_states, their_states, layers)
-        if progress:
-            progress(len(parts), len(parts), "done")
+        progress(len(parts), len(parts), "done")
         return Comparison(divergence, tuple(blocks), head, ops.name)
 
 
@@ -228,15 +225,15 @@ class LinearAccumulator:
         self._input, self._reference_input = ActivationStatsAccumulator(), ActivationStatsAccumulator()
 
     def add_reference(self, call: LinearCall) -> None:
-        """The reference's product: its input and output are what the model's calls are compared with."""
+        """The reference's product, with whose input and output the model's calls are compared."""
         self._x, self._y = self._host(call.x), self._output(call)
         self._reference_input.add(self._x)
 
     def add_own(self, call: LinearCall) -> None:
         """The model's product in a layer that was given the reference's input.
 
-        Earlier products of the layer have changed ``call.x`` already. So the product is computed for the reference's
-        input instead, in the units of ``call.x``.
+        ``call.x`` already has the errors of earlier products. So the product is computed for the reference's input
+        instead, scaled by channel as ``call.x`` is.
         """
         factors = estimate_channel_factors(self._host(call.x), self._x)
         x = self._x if factors is None else (self._x * factors).astype(np.float32)

@@ -6,18 +6,20 @@ read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..checkpoint.opened_model import open_model
-from ..errors import UsageError, listed
+from ..engine.config import EngineConfig
+from ..errors import UsageError
 from ..models import ModelConfig
 from ..quantize.stages import split_for_encoder_decoder
 from ..text.checkpoint_files import load_tokenizer
+from ..text.jsonl import decode_utf8, parse_lines
 from ..text.tokenizer import Tokenizer
 
 DEFAULT_WINDOW = 1024
@@ -44,9 +46,8 @@ class Window:
 def read_texts(path: Path) -> list[str]:
     """The documents of a file: all of it, or with the suffix ``.jsonl`` the ``text`` of each line's object.
 
-    A byte order mark at the start and documents of white space alone are left out. Raises ``UsageError`` for a file
-    that cannot be read, is empty, binary or not UTF-8, and for JSONL whose lines are not objects with a ``text``; the
-    message lists all such lines.
+    Documents of white space alone are left out. Raises ``UsageError`` for a file that cannot be read, is empty, binary
+    or not UTF-8, and for JSONL with lines that are not objects with a ``text``, which the message lists.
     """
     try:
         content = path.read_bytes()
@@ -54,39 +55,20 @@ def read_texts(path: Path) -> list[str]:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     if b"\0" in content:
         raise UsageError(f"{path}: is binary: byte {content.index(0)} is zero; give UTF-8 text, or JSONL")
-    try:
-        text = content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path}: is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}; convert it to UTF-8"
-        ) from None
-    texts = _parse_jsonl(path, text) if path.suffix.lower() == ".jsonl" else [text]
+    text = decode_utf8(content, path)
+    texts = parse_lines(text, path, _text_of) if path.suffix.lower() == ".jsonl" else [text]
     texts = [t for t in texts if t.strip()]
     if not texts:
         raise UsageError(f"{path}: holds no text; give a file with some hundred words at least")
     return texts
 
 
-def _parse_jsonl(path: Path, content: str) -> list[str]:
-    texts, problems = [], []
-    for number, line in enumerate(content.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            problems.append(f"line {number}: is not JSON: {error}")
-            continue
-        if not isinstance(value, dict):
-            problems.append(f"line {number}: is {type(value).__name__}, but must be an object with text")
-        elif not isinstance(value.get("text"), str):
-            found = f"text is {type(value['text']).__name__}" if "text" in value else f"has no text, but {list(value)}"
-            problems.append(f'line {number}: {found}; each line is an object such as {{"text": "Once upon a time"}}')
-        else:
-            texts.append(value["text"])
-    if problems:
-        raise UsageError(listed(path, problems))
-    return texts
+def _text_of(value: dict[str, Any], number: int) -> str:
+    text = value.get("text")
+    if not isinstance(text, str):
+        found = f"text is {type(text).__name__}" if "text" in value else f"has no text, but {list(value)}"
+        raise ValueError(f'{found}; each line is an object such as {{"text": "Once upon a time"}}')
+    return text
 
 
 def encode_texts(texts: Iterable[str], tokenizer: Tokenizer) -> list[np.ndarray]:
@@ -100,15 +82,14 @@ def windows_for(
     """``texts`` in windows for the model in ``folder``, by its tokenizer and context; its weights are not read.
 
     ``window`` is by default the context, or :data:`DEFAULT_WINDOW` if that is shorter; ``stride`` is by default half
-    the window. Raises ``CheckpointError`` for a folder that holds no model, and what :func:`sliding_windows` raises.
+    the window. Raises ``CheckpointError`` for a folder that holds no model, ``UsageError`` as :func:`sliding_windows`.
     """
     config = parse_config(folder)
     window = min(config.context_length, DEFAULT_WINDOW) if window is None else window
     stride = max(window // 2, 1) if stride is None else stride
     check_window(window, stride, config.context_length)
-    return fit_windows(
-        sliding_windows(encode_texts(texts, load_tokenizer(Path(folder), config.vocab_size)), window, stride), config
-    )
+    documents = encode_texts(texts, load_tokenizer(folder, config.vocab_size))
+    return fit_windows(sliding_windows(documents, window, stride), config)
 
 
 def parse_config(folder: str | Path) -> ModelConfig:
@@ -117,8 +98,8 @@ def parse_config(folder: str | Path) -> ModelConfig:
         return model.config
 
 
-def fit_windows(windows: Sequence[Window], config: ModelConfig) -> list[Window]:
-    """The windows for a model of that configuration; see :meth:`Window.for_encoder_decoder`."""
+def fit_windows(windows: Sequence[Window], config: ModelConfig | EngineConfig) -> list[Window]:
+    """The windows for a model of this configuration; see :meth:`Window.for_encoder_decoder`."""
     if not config.is_encoder_decoder:
         return list(windows)
     return [window.for_encoder_decoder(config.decoder_start_token_ids) for window in windows]

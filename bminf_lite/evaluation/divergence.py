@@ -1,4 +1,4 @@
-"""How far the predictions of a model are from those of a reference, token by token.
+"""The distance of a model's predictions from those of a reference, token by token.
 
 Perplexities are compared in pairs: the same tokens are hard for both models, so the difference of their losses has a
 far smaller standard error than either loss. Perplexity depends only on the probability of the token that follows in the
@@ -66,30 +66,24 @@ class DivergenceAccumulator:
     """Collects logits of the two models, in the order of the text."""
 
     def __init__(self) -> None:
-        self._losses: list[np.ndarray] = []
-        self._kl: list[np.ndarray] = []
-        self._same: list[np.ndarray] = []
+        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def add(self, reference: np.ndarray, model: np.ndarray, targets: np.ndarray) -> None:
         """Logits fp32 ``[n, vocab]`` of both models, and the tokens ``[n]`` that follow in the text."""
         rows = max(1, BLOCK_ELEMENTS // reference.shape[1])
         parts = [slice(first, first + rows) for first in range(0, len(targets), rows)]
         with ThreadPoolExecutor(min(len(parts), MAX_THREADS) or 1) as pool:
-            found = list(pool.map(lambda part: _token_metrics(reference[part], model[part], targets[part]), parts))
-        for losses, kl, same in found:
-            self._losses.append(losses)
-            self._kl.append(kl)
-            self._same.append(same)
+            self._parts += pool.map(lambda part: _token_metrics(reference[part], model[part], targets[part]), parts)
 
     def result(self) -> Divergence:
         """The divergence of all tokens that were added."""
-        theirs, ours = np.concatenate(self._losses, axis=1)
-        kl, same = np.concatenate(self._kl), np.concatenate(self._same).astype(np.float64)
+        losses, kl, same = (np.concatenate(parts, axis=-1) for parts in zip(*self._parts, strict=True))
+        theirs, ours = losses
         log_ratio, log_error = mean_and_error(ours - theirs)
         with np.errstate(over="ignore", invalid="ignore"):
             ratio = float(np.exp(log_ratio))
         kl_mean, kl_error = mean_and_error(kl)
-        agreement, agreement_error = mean_and_error(same)
+        agreement, agreement_error = mean_and_error(same.astype(np.float64))
         return Divergence(
             perplexity=Perplexity.from_losses(ours),
             reference=Perplexity.from_losses(theirs),

@@ -1,4 +1,4 @@
-"""How close a layer's output is to the reference's, and which properties of its input make int8 inexact.
+"""The error of a layer's output, and the properties of its input that make int8 inexact.
 
 Accumulators add batch by batch, and keep no batch.
 """
@@ -30,7 +30,7 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class ActivationStats:
-    """What makes an activation hard to quantize with one scale per token.
+    """The properties that make an activation hard to quantize with one scale per token.
 
     ``largest`` is the largest magnitude, in multiples of the root mean square of all values. ``channels`` are those
     with the largest magnitudes: their index, and their largest magnitude in the same unit. ``spread`` is the largest

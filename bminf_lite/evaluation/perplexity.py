@@ -1,4 +1,4 @@
-"""Perplexity: how well a model predicts a text. Its increase is a measure of what quantization costs."""
+"""Perplexity: how well a model predicts a text. Its increase measures the error of quantization."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..api import Model
-from .corpus import Window, check_window, sliding_windows
+from .corpus import Window, check_window, fit_windows, sliding_windows
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ def perplexity(model: Model, token_ids: Sequence[int], window: int = 512, stride
     tokens or longer than the model's context, and for a stride shorter than 1 token or longer than the window.
     """
     check_window(window, window if stride is None else stride, model.engine_config.context_length)
-    windows = sliding_windows([token_ids], window, stride)
-    if model.engine_config.is_encoder_decoder:
-        windows = [w.for_encoder_decoder(model.engine_config.decoder_start_token_ids) for w in windows]
+    windows = fit_windows(sliding_windows([token_ids], window, stride), model.engine_config)
     return Perplexity.from_losses(np.concatenate(list(window_losses(model, windows))))
 
 

@@ -1,4 +1,4 @@
-"""A comparison as one HTML file: plots that show the worst layer at a glance, and a table of all products.
+"""A comparison as one HTML file: plots that point out the worst layers, and a table of all products.
 
 The file refers to no other file: plots are inline SVG, and the script that sorts the table is part of it. This module
 computes positions; the template decides how they look.
@@ -60,7 +60,7 @@ def write_report(path: Path, comparison: Comparison, model: Path, reference: Pat
 
 
 def render(comparison: Comparison, model: str, reference: str, text: str) -> str:
-    """The report's HTML; ``model``, ``reference`` and ``text`` name what was compared."""
+    """The report's HTML; ``model``, ``reference`` and ``text`` are the names in its title."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.undefined = jinja2.StrictUndefined
     source = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")

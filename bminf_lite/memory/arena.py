@@ -12,8 +12,8 @@ memory is mapped instead as long as the bins hold no more than that.
 The memory is ordered by one stream: a block may be freed, and its memory allocated again, while work that uses it is
 still queued on that stream. A block that another stream uses must be kept until that stream has caught up.
 
-``KeyboardInterrupt`` may be raised inside any method and leaves the arena consistent. Memory leaves one place before it
-enters another, so an interrupt can lose a block's memory but never give it to two blocks.
+``KeyboardInterrupt`` may be raised inside any method and leaves the arena consistent. Memory is removed from one list
+before it is added to another, so an interrupt can lose a block's memory but never give it to two blocks.
 
 Nothing here depends on CUDA; :mod:`.device` has the pages of a GPU.
 """
@@ -47,7 +47,7 @@ class Pages(Protocol):
         """Map memory to a range. Raises ``OutOfMemory``, with nothing mapped, if the device has none left."""
 
     def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """Give back what can be given back of a mapped, unused range; returns each ``(offset, nbytes)`` given back.
+        """Give back the whole chunks in a mapped, unused range; returns the ``(offset, nbytes)`` of each.
 
         Waits until the device has finished with them.
         """
@@ -83,8 +83,8 @@ class Block:
 class Arena:
     """Blocks of ``pages``, never more than ``limit`` bytes (rounded down to whole pages). Safe to use from any thread.
 
-    ``remedy`` is what the error recommends when the limit is reached. ``slack`` is how many bytes of freed blocks may
-    stay in their bins while more memory is mapped.
+    ``remedy`` is the advice in the error when the limit is reached. Freed blocks of up to ``slack`` bytes may stay in
+    their bins while more memory is mapped.
     """
 
     def __init__(self, pages: Pages, limit: int, remedy: str = REMEDY, slack: int = 0) -> None:
@@ -97,13 +97,13 @@ class Arena:
         self._freed: deque[tuple[int, int, Block | None]] = deque()  # and not yet in a bin
         self._bins: dict[int, list[int]] = {}  # starts of freed blocks, by size
         self._mapped: list[Range] = []
-        self._ready: list[Range] = []  # what is mapped, free and in no bin
+        self._ready: list[Range] = []  # mapped, free and in no bin
         self._meter: Meter | None = None
         self._used = 0
-        self._peak_used = 0
-        self._peak_reserved = 0
+        self.peak_used = 0
+        self.peak_reserved = 0
         self._finalizer = weakref.finalize(self, pages.close)
-        self._finalizer.atexit = False  # a process that ends gives everything back by ending
+        self._finalizer.atexit = False  # the end of the process frees everything
 
     @property
     def used(self) -> int:
@@ -117,19 +117,11 @@ class Arena:
         """Bytes mapped, which other users of the device cannot have."""
         return _total(self._mapped)
 
-    @property
-    def peak_used(self) -> int:
-        return self._peak_used
-
-    @property
-    def peak_reserved(self) -> int:
-        return self._peak_reserved
-
     def reset_peaks(self) -> None:
-        """Let the peaks start again from what is used and reserved now."""
+        """Set the peaks to the bytes used and reserved now."""
         with self._lock:
             self._collect()
-            self._peak_used, self._peak_reserved = self._used, self.reserved
+            self.peak_used, self.peak_reserved = self._used, self.reserved
 
     def allocate(self, nbytes: int) -> Block:
         """A block of ``nbytes``, aligned to ``ALIGNMENT`` bytes; its contents are undefined.
@@ -145,8 +137,8 @@ class Arena:
             starts = self._bins.get(size)
             start = starts.pop() if starts else self._find_room(size, nbytes)
             self._used += size
-            if self._used > self._peak_used:
-                self._peak_used = self._used
+            if self._used > self.peak_used:
+                self.peak_used = self._used
             return Block(self, start, size, nbytes, None if self._meter is None else self._meter.allocate(nbytes))
 
     def scratch(self, nbytes: int) -> Scratch:
@@ -193,7 +185,7 @@ class Arena:
                 shadow.free()
 
     def _find_room(self, size: int, nbytes: int) -> int:
-        """The start of a mapped range for a block of which the bins have none, taken from the free memory."""
+        """The start of a mapped range for a block of a size that is in no bin, taken from the free memory."""
         start = self._take(size)
         if start is None and self._bins:
             if not self._map_instead_of_joining(size):
@@ -221,7 +213,7 @@ class Arena:
         self._ready, self._bins = _union(self._ready, freed), {}
 
     def _map_instead_of_joining(self, size: int) -> bool:
-        """Map memory for a block, if what the bins hold is within the slack; whether that succeeded."""
+        """Map memory for a block if the bins hold at most the slack; returns whether that succeeded."""
         if sum(size * len(starts) for size, starts in self._bins.items()) > self._slack:
             return False
         start = self._cheapest_range(size)
@@ -235,14 +227,14 @@ class Arena:
         return True
 
     def _map_for(self, size: int, nbytes: int) -> None:
-        """Map memory for a block of ``nbytes``, which takes ``size``; raises ``OutOfMemory`` if that cannot be."""
+        """Map memory for a block of ``nbytes``, which takes ``size``; raises ``OutOfMemory`` if there is no room."""
         start = self._cheapest_range(size)
         if start is None:
             raise OutOfMemory(self._explain(nbytes, "no free range is large enough"))
         try:
             self._map_missing(start, size)
         except OutOfMemory as error:
-            # Another process has taken memory that the limit allows. Free pages elsewhere may make up for it.
+            # Another process has taken memory that the limit allows. Giving back free pages elsewhere may be enough.
             if not self._trim():
                 raise OutOfMemory(self._explain(nbytes, str(error))) from error
             try:
@@ -275,7 +267,7 @@ class Arena:
             except Exception:  # but not an interrupt, after which pages may be mapped
                 self._mapped = before
                 raise
-            self._peak_reserved = max(self._peak_reserved, self.reserved)
+            self.peak_reserved = max(self.peak_reserved, self.reserved)
             self._ready = _union(self._ready, [(low, high)])
 
     def _trim(self) -> int:
@@ -354,7 +346,7 @@ def _union(ranges: Iterable[Range], more: Iterable[Range]) -> list[Range]:
 
 
 def _subtract(ranges: list[Range], holes: Iterable[Range]) -> list[Range]:
-    """What the holes leave of the ranges."""
+    """The parts of the ranges that are not in the holes."""
     for low, high in holes:
         left: list[Range] = []
         for start, end in ranges:

@@ -7,7 +7,6 @@ arena takes no more from the GPU than it needs. Without it, the whole amount is 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..cuda.runtime import driver
@@ -30,8 +29,8 @@ _ON_DEVICE, _PINNED, _READ_AND_WRITE, _MINIMUM_GRANULARITY = 1, 1, 3, 0
 
 
 def device_limit(memory_limit: int | str | None, free_bytes: int, total_bytes: int) -> int:
-    """Bytes that may be used of a GPU: ``memory_limit`` (``"6GiB"``, ``"500MB"``, bytes), or with None what is free
-    less a margin. A limit may exceed what is free now: the memory may be free when it is needed.
+    """Bytes that may be used of a GPU: ``memory_limit`` (``"6GiB"``, ``"500MB"``, bytes), or with None the free memory
+    less a margin. A limit may exceed the free memory, which may be more when it is needed.
 
     Raises ``UsageError`` for a text that is no size, and for a limit larger than the GPU.
     """
@@ -46,14 +45,9 @@ def device_limit(memory_limit: int | str | None, free_bytes: int, total_bytes: i
 def device_arena(device: Device, memory_limit: int | str | None = None) -> Arena:
     """An arena of the GPU's memory under ``memory_limit``, as :func:`device_limit` takes it."""
     limit = device_limit(memory_limit, *device.memory())
-    return Arena(device_pages(device, limit), limit, slack=min(SLACK, limit // 1024))
-
-
-def device_pages(device: Device, nbytes: int) -> Pages:
-    """Pages for ``nbytes``: mapped when they are needed if the GPU can do that, else all at once."""
-    if device.attribute(DeviceAttribute.VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
-        return MappedPages(device, nbytes)
-    return WholePages(device, nbytes)
+    maps = device.attribute(DeviceAttribute.VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)
+    pages: Pages = MappedPages(device, limit) if maps else WholePages(device, limit)
+    return Arena(pages, limit, slack=min(SLACK, limit // 1024))
 
 
 class MappedPages:
@@ -79,8 +73,8 @@ class MappedPages:
         self._device.make_current()
         done: list[int] = []
         try:
-            for start, size in _chunks(offset, nbytes):
-                self._map_chunk(start, size)
+            for start in range(offset, offset + nbytes, CHUNK_BYTES):
+                self._map_chunk(start, min(CHUNK_BYTES, offset + nbytes - start))
                 done.append(start)
         except LibraryError as error:
             for start in done:
@@ -152,11 +146,6 @@ class WholePages:
             self._device.make_current()
             self._driver.cuMemFree_v2(self.base)
             self.base = 0
-
-
-def _chunks(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(offset, offset + nbytes, CHUNK_BYTES):
-        yield start, min(CHUNK_BYTES, offset + nbytes - start)
 
 
 def _refused(device: Device, nbytes: int) -> OutOfMemory:

@@ -1,4 +1,4 @@
-"""The machine to plan for: this one, measured, or one that the user describes."""
+"""The machine to plan for: this one, as measured, or one that the user describes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .planner import Machine
 
 MEMINFO = Path("/proc/meminfo")
 CONTEXT_BYTES = 544 << 20
-"""Bytes of a CUDA context, the libraries and the kernels' code on an H200. They are fewer on smaller GPUs."""
+"""Bytes of a CUDA context, the libraries and the kernels' code on an H200; fewer on smaller GPUs."""
 
 
 def machine_of(
@@ -24,21 +24,17 @@ def machine_of(
 ) -> Machine:
     """A GPU with ``gpu_memory`` bytes, ``link`` and ``bandwidth`` in bytes per second, and this host's memory.
 
-    If ``gpu_memory`` or ``link`` is missing, this machine's first GPU is measured for what is not given. Raises
+    If ``gpu_memory`` or ``link`` is missing, this machine's first GPU is measured instead. Raises
     ``UsageError`` for a limit larger than the GPU, and ``DeviceError`` without a usable GPU to measure.
     """
     if gpu_memory is None or link is None:
         gpu = first_gpu()
-        free, total = gpu.memory() if gpu_memory is None else (_free_of(gpu_memory), gpu_memory)
+        free, total = gpu.memory()
         speeds = measure_speeds(gpu)
         link, bandwidth = link or speeds.link, bandwidth or speeds.bandwidth
-    else:
-        free, total = _free_of(gpu_memory), gpu_memory
+    if gpu_memory is not None:
+        free, total = max(0, gpu_memory - CONTEXT_BYTES), gpu_memory
     return Machine(usable_memory(memory_limit, free, total), link, bandwidth, available_memory())
-
-
-def _free_of(gpu_memory: int) -> int:
-    return max(0, gpu_memory - CONTEXT_BYTES)
 
 
 def first_gpu() -> Device:
@@ -51,7 +47,7 @@ def first_gpu() -> Device:
 
 
 def usable_memory(memory_limit: int | str | None, free_bytes: int, total_bytes: int) -> int:
-    """Bytes to plan with: at most the limit, and at most what is free now less a margin; raises as ``device_limit``."""
+    """Bytes to plan with: at most the limit, and at most the free memory less a margin; raises as ``device_limit``."""
     limit, free = (device_limit(given, free_bytes, total_bytes) for given in (memory_limit, None))
     return min(limit, free)
 

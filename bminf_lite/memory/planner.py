@@ -1,14 +1,13 @@
-"""What fits on a GPU, what must be streamed to it, and how fast that will be: arithmetic, before anything is loaded.
+"""Plans which weights a GPU holds and which are streamed to it, and predicts the speed, before anything is loaded.
 
-A plan never exceeds the memory and streams as little as it can. Weights that do not fit stay in host memory. First to
-go there are embedding tables, of which a token reads one row; then an encoder's layers, which run once for a prompt;
-then the layers that decode. Each step copies its streamed layers, one after another, into one of a few slots of device
-memory. Streamed layers are spread evenly through the depth, so that copies and compute never fall far behind each
-other and two slots are enough.
+A plan never exceeds the memory and streams as little as possible. Weights that do not fit stay in host memory: first
+the embedding tables, of which a token reads one row; then an encoder's layers, which run once for a prompt; then the
+layers that decode. Each step copies its streamed layers, one after another, into a few slots of device memory. Streamed
+layers are spread evenly through the depth, so that copies and compute stay close and two slots are enough.
 
-A step takes as long as the busier of link and compute. The link copies every streamed layer once. Compute reads every
-weight and the cache once, at a share of the memory bandwidth, and each layer costs some time of its own. A layer always
-goes to the same slot; if the last streamed layer and the first share one, the link also waits for that layer's compute.
+A step takes as long as the slower of link and compute. The link copies every streamed layer once. Compute reads every
+weight and the cache once, at a share of the memory bandwidth, and each layer adds a constant time. A layer always uses
+the same slot; if the last streamed layer and the first share one, the link also waits for that layer's compute.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ CHUNK = 2048
 """Prompt tokens that are processed at once, if memory allows."""
 SMALLEST_CHUNK = 32
 ENOUGH_CONTEXT = 4096
-"""If the context is not given, layers are streamed to make room for so many tokens, but not for more."""
+"""Without a given context, layers are streamed to make room for this many tokens at most."""
 CACHE_SHARE = 4
 """If layers are streamed and the context is not given, the cache takes at most memory / CACHE_SHARE."""
 SCRATCH_SHARE = 16
 """If layers are streamed, a chunk is so small that its scratch takes at most memory / SCRATCH_SHARE."""
 EFFICIENCY = 0.97
-"""The share of the memory bandwidth at which a decode step reads. With ``LAYER_SECONDS`` it meets what was measured on
-an H200 within 10 %, for the shapes 8B, 1B and CPM-2, contexts up to 32,768 and batches up to 32."""
+"""The share of the memory bandwidth at which a decode step reads. With ``LAYER_SECONDS``, predictions are within 10 %
+of measurements on an H200 (shapes 8B, 1B and CPM-2, contexts up to 32,768, batches up to 32)."""
 LAYER_SECONDS = 9e-6
 """Seconds that a layer's kernels take to start and to end, whatever they read."""
 COPY_LATENCY = 10e-6
@@ -71,10 +70,10 @@ class MemoryRequirements:
 
 @dataclass(frozen=True)
 class Machine:
-    """``memory`` is what may be used of the device and ``host_memory`` what the host has free, in bytes.
+    """A GPU and its host: usable device ``memory`` and free ``host_memory`` in bytes, and two speeds.
 
-    ``link`` is the speed of copies from pinned host memory to the device and ``bandwidth`` that of reading device
-    memory, in bytes per second. None means unknown; predictions that need it are None, too.
+    ``link`` is the speed of copies from pinned host memory to the device, ``bandwidth`` that of reading device memory,
+    in bytes per second. None means unknown; predictions that depend on it are None too.
     """
 
     memory: int
@@ -85,7 +84,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where a model's weights live, and what follows from it.
+    """Where a model's weights are stored, and the memory and time that follow.
 
     ``streamed`` are the numbers of the streamed layers, in order, and ``streamed_prompt`` those of an encoder's; with
     ``host_tables`` the embedding tables are in host memory. The cache has room for ``context`` tokens of ``batch``
@@ -124,7 +123,7 @@ class MemoryPlan:
 
     @property
     def placement(self) -> Placement:
-        """The plan as a backend takes it."""
+        """The plan in the form that a backend expects."""
         first = len(self.requirements.prompt_layers)
         numbers = (*self.streamed_prompt, *(first + index for index in self.streamed))
         return Placement(numbers, self.slots, self.slot_size, self.host_tables)
@@ -171,13 +170,9 @@ class MemoryPlan:
         """A decode step without copies, which reads every weight and the whole cache once."""
         if self.machine.bandwidth is None:
             return None
-        requirements = self.requirements
-        read = (
-            sum(requirements.layers)
-            + requirements.fixed_read
-            + self.context * self.batch * requirements.cache_per_token
-        )
-        return read / (self.machine.bandwidth * EFFICIENCY) + len(requirements.layers) * LAYER_SECONDS
+        needed = self.requirements
+        read = sum(needed.layers) + needed.fixed_read + self.context * self.batch * needed.cache_per_token
+        return read / (self.machine.bandwidth * EFFICIENCY) + len(needed.layers) * LAYER_SECONDS
 
     @property
     def link_seconds(self) -> float | None:
@@ -188,7 +183,7 @@ class MemoryPlan:
 
     @property
     def step_seconds(self) -> float | None:
-        """A decode step of the whole batch; None if it depends on what is not known."""
+        """A decode step of the whole batch; None if it depends on an unknown speed."""
         if not self.streamed:
             return self.compute_seconds
         link, compute = self.link_seconds, self.compute_seconds
@@ -210,7 +205,7 @@ class MemoryPlan:
 def step_time(streamed: int, layers: int, slots: int, link: float, compute: float) -> float:
     """Seconds of a step whose copies take ``link`` and whose kernels take ``compute`` in all.
 
-    In the steady state the busier of the two never waits, with one exception: if the last streamed layer and the first
+    In the steady state the slower of the two never waits, with one exception: if the last streamed layer and the first
     have the same slot, the first one's copy starts when the last one's compute, ``compute / layers``, has ended.
     """
     stall = compute / layers if streamed % slots == 1 else 0.0
@@ -229,8 +224,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan that streams least with room for ``context`` tokens per sequence, by default :func:`default_context`.
 
-    Raises ``OutOfMemory``, with what would fit, if there is no room even with every layer streamed; ``UsageError`` for
-    a context or a batch out of range.
+    Raises ``OutOfMemory``, which names settings that would fit, if there is no room even with every layer streamed;
+    ``UsageError`` for a context or a batch out of range.
     """
     _check(requirements, context, batch)
     everything = MemoryPlan(requirements, machine, context or CACHE_BLOCK, batch, CHUNK)
@@ -258,7 +253,7 @@ def default_context(plan: MemoryPlan) -> int:
 
 
 def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
-    """Plans in order of preference: more and more is streamed, and at last chunks become smaller."""
+    """Plans in order of preference: each streams more than the one before; the last ones have smaller chunks."""
     layers, encoder = len(everything.requirements.layers), len(everything.requirements.prompt_layers)
     chunk, fewest = everything.chunk, everything.slots + 1
     bound = everything.machine.memory // SCRATCH_SHARE
@@ -277,7 +272,7 @@ def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
 
 
 def smallest(plan: MemoryPlan) -> MemoryPlan:
-    """``plan`` with the least memory: every layer is streamed, if that saves memory."""
+    """``plan`` with the least memory: every layer is streamed if that saves memory."""
     bare = replace(plan, streamed=(), streamed_prompt=(), host_tables=True)
     without_encoder = replace(bare, streamed_prompt=tuple(range(len(plan.requirements.prompt_layers))))
     all_layers = tuple(range(len(plan.requirements.layers)))
@@ -302,13 +297,9 @@ def suggestions(plan: MemoryPlan) -> list[str]:
     """Changes that would stream less, each with its effect."""
     if not plan.streamed and not plan.streamed_prompt:
         return []
-    found = []
     everything = replace(plan, streamed=(), streamed_prompt=(), host_tables=False, chunk=CHUNK)
-    speed = everything.tokens_per_second
-    found.append(
-        f"{format_size(everything.total_bytes)} of GPU memory would hold everything"
-        + (f": {speed:,.0f} tokens/s" if speed else "")
-    )
+    speed = f": {everything.tokens_per_second:,.0f} tokens/s" if everything.tokens_per_second else ""
+    found = [f"{format_size(everything.total_bytes)} of GPU memory would hold everything{speed}"]
     if plan.batch > 1:
         found.append(_change(plan, f"a batch of {plan.batch // 2}", batch=plan.batch // 2))
     if plan.context > CACHE_BLOCK:

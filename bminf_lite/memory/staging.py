@@ -52,12 +52,12 @@ class Staging:
             self._futures.append(self._threads.submit(self._copy_piece, read, offset, count, address + offset))
 
     def finish(self) -> None:
-        """Wait until all pieces are queued for the device. Raises what reading one of them raised."""
+        """Wait until all pieces are queued for the device. Raises the first error of reading a piece."""
         parts = self._futures
         try:
             wait(parts)
         finally:
-            wait(parts)  # after Ctrl-C, too: while they run they write to the device
+            wait(parts)  # also after Ctrl-C, because threads that still run write to the device
             self._futures = []
         for part in parts:
             part.result()

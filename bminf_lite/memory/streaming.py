@@ -1,10 +1,10 @@
 """Layers that pass through a few slots of device memory, copied from the host just before they are needed.
 
-A model iterates over :class:`StreamedBlocks`, and each layer it gets is on the device when its kernels run. Every step
-takes the streamed layers in the same order, so the next copy is always known: when a slot is free, the next layer's
-copy into it is queued, also across the end of a step. Copies run in the background, in order. Events order them and
-compute: compute that uses a slot starts after the copy into it, and a copy starts after all compute that used its slot.
-The host waits for nothing.
+A model iterates over :class:`StreamedBlocks`, and each layer is on the device when its kernels run. Every step takes
+the streamed layers in the same order, so the next copy is always known: when a slot is free, the next layer's copy into
+it is queued, also across the end of a step. Copies run in the background, in order. Events order copies and compute:
+compute that uses a slot starts after the copy into it, and a copy starts after all compute that used its slot. The host
+never waits.
 
 A step may end early, by an exception or Ctrl-C at any point. A slot's contents are recorded only after the copy was
 queued, so the next step finds a record missing and starts over, with copies that wait for all compute.
@@ -57,7 +57,7 @@ class Prefetcher:
         self.link.await_copy(slot)
 
     def release(self, layer: int) -> None:
-        """All compute that uses the layer is queued; its slot is for the next one."""
+        """Let the next layer use the slot of this one, all of whose compute is queued."""
         slot = self.slot_of(layer)
         self.link.release(slot)
         self._holds[slot] = None
@@ -81,7 +81,7 @@ class Prefetcher:
 class StreamedBlocks(Generic[T]):
     """The blocks of a stack; those whose numbers are in ``streamed`` pass through slots.
 
-    A block may be used until the iteration goes on. A new iteration ends the one before.
+    A block may be used until the next one is requested. A new iteration ends the one before.
     """
 
     def __init__(self, blocks: Sequence[T], streamed: Iterable[int], link: Link, slots: int) -> None:
@@ -94,7 +94,7 @@ class StreamedBlocks(Generic[T]):
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[T]:
-        if self._iteration is not None:  # it was left early, and a traceback may keep it alive
+        if self._iteration is not None:  # the last iteration ended early, and a traceback may keep it alive
             self._iteration.close()
         self._iteration = self._run()
         return self._iteration

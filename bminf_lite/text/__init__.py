@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizers, prompts, chat templates, stop strings. Nothing here knows models or devices."""
+"""Text to tokens and back: tokenizers, prompts, chat templates, stop strings. Imports neither models nor devices."""

@@ -46,11 +46,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str,
-        bos_token: str | None = None,
-        eos_token: str | None = None,
-        limits: ChatLimits = ChatLimits(),
+        self, source: str, bos_token: str | None = None, eos_token: str | None = None, limits: ChatLimits = ChatLimits()
     ):
         if len(source) > limits.source:
             raise CheckpointError(f"the chat template has {len(source):,} characters; {limits.source:,} are allowed")
@@ -74,17 +70,14 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as e:
             raise UsageError(f"messages and variables of a chat template must be JSON values: {e}") from None
         with self._lock:
-            reply = self._ask(request)
+            if self._worker is None or not self._worker.alive:
+                self._worker = _Worker(self._source, self._limits)
+            reply = self._worker.ask(request, self._limits.seconds)
         if "text" in reply:
             return reply["text"]
         if "refused" in reply:
             raise UsageError(f"the chat template refuses these messages: {reply['refused']}")
         raise CheckpointError(f"the chat template {reply['failed']}; give a plain prompt, or correct the template")
-
-    def _ask(self, request: str) -> dict[str, str]:
-        if self._worker is None or not self._worker.alive:
-            self._worker = _Worker(self._source, self._limits)
-        return self._worker.ask(request, self._limits.seconds)
 
 
 class _Worker:
@@ -114,7 +107,7 @@ class _Worker:
         assert process.stdin is not None and process.stdout is not None
         late = threading.Event()
 
-        def expire() -> None:  # without self, which the timer's thread would keep alive
+        def expire() -> None:  # does not use self, because the timer's thread would keep it alive
             late.set()
             process.kill()
 

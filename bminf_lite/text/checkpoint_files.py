@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about text: its tokenizer, and the tokens that end a completion."""
+"""Reads the files of a checkpoint that concern text: its tokenizer, and the tokens that end a completion."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The tokenizers of CPM-1, CPM-2 and EVA: jieba cuts Chinese text into words, which the model's vocabulary encodes.
 
-- No vocabulary has a space or a line break. They are the words ``▂`` (U+2582) and ``▃`` (U+2583).
+- The vocabularies have no space and no line break. ``▂`` (U+2582) and ``▃`` (U+2583) stand for them.
 - CPM-1 gives the words to a sentencepiece model, ``chinese_vocab.model``.
 - CPM-2 and EVA have a word list, ``vocab.txt``, and cut a word into the longest entries from left to right. A character
   without an entry is ``<unk>``. Before that, CPM-2 makes full-width characters half-width, except for Chinese
   punctuation, and EVA makes punctuation ASCII.
 
-``decode(encode(text))`` gives the text back, except for unknown characters and what was normalised.
+``decode(encode(text))`` returns the text, except for unknown and normalised characters.
 ``tokenizer_class`` in ``tokenizer_config.json`` names the tokenizer of a checkpoint. The tokenizers need the packages
 of the extra ``cpm``: ``pip install 'bminf-lite[cpm]'``.
 """
@@ -48,7 +48,7 @@ PUNCTUATION = {
 
 
 class CpmTokenizer(Tokenizer):
-    """What the three have in common: words, special tokens, sentinels. ``pieces`` are the vocabulary by id."""
+    """The base of the three: words, special tokens and sentinels. ``pieces`` is the vocabulary, in the order of ids."""
 
     NAME: ClassVar[str]
     FILE: ClassVar[str]
@@ -209,7 +209,7 @@ class EvaTokenizer(WordListTokenizer):
         return (self.ids[self.END], self.sentinels[0])
 
     def encode_turns(self, turns: Sequence[str], longest: int) -> list[int]:
-        """As many of the last utterances as fit into ``longest`` tokens, at least one."""
+        """The last utterances, as many as fit into ``longest`` tokens and one at least."""
         separator = self.ids[self.END]
         ids = self.encode(turns[-1])
         for turn in reversed(turns[:-1]):

@@ -6,6 +6,7 @@ sentinel 1, filling 1, sentinel 2, ...``; the sentinel after the last blank ends
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,19 +29,16 @@ class FilledSpan:
 
 @dataclass(frozen=True)
 class BlankedText:
-    """A text with blanks in tokens, the ``prompt``, and what :meth:`fillings` needs to read the answer."""
+    """A text with blanks as a ``prompt``; the ``positions`` of its blanks, and the ``sentinels`` between fillings."""
 
     prompt: EncodedPrompt
-    parts: tuple[str, ...]
+    positions: tuple[int, ...]
     sentinels: tuple[int, ...]
 
     def fillings(self, tokenizer: Tokenizer, tokens: Iterable[int], eos_ids: frozenset[int]) -> list[FilledSpan]:
         """The fillings in the decoder's ``tokens``, one for each blank."""
         pieces = _split(tokens, self.sentinels, eos_ids | self.prompt.stop_ids)
-        positions = _positions(self.parts)
-        return [
-            FilledSpan(position, tokenizer.decode(piece)) for position, piece in zip(positions, pieces, strict=True)
-        ]
+        return [FilledSpan(at, tokenizer.decode(piece)) for at, piece in zip(self.positions, pieces, strict=True)]
 
 
 def encode_blanks(tokenizer: Tokenizer, text: str) -> BlankedText:
@@ -60,7 +58,8 @@ def encode_blanks(tokenizer: Tokenizer, text: str) -> BlankedText:
         raise UsageError(f"the text has {count} {SPAN}; give 1 to {len(sentinels) - 1} of them")
     stop = frozenset([sentinels[count]])
     prompt = EncodedPrompt(tuple(tokenizer.encode_spans(parts)), False, (sentinels[0],), stop)
-    return BlankedText(prompt, tuple(parts), tuple(sentinels[1:count]))
+    positions = tuple(match.start() for match in re.finditer(SPAN, text))
+    return BlankedText(prompt, positions, tuple(sentinels[1:count]))
 
 
 def fill_spans(text: str, fillings: Sequence[FilledSpan]) -> str:
@@ -81,10 +80,3 @@ def _split(tokens: Iterable[int], sentinels: Sequence[int], ends: frozenset[int]
         else:
             pieces[reached].append(token)
     return pieces
-
-
-def _positions(parts: Sequence[str]) -> list[int]:
-    positions = [len(parts[0])]
-    for part in parts[1:-1]:
-        positions.append(positions[-1] + len(SPAN) + len(part))
-    return positions

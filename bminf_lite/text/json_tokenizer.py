@@ -66,12 +66,8 @@ class JsonTokenizer(Tokenizer):
             for name, text in special.items()
             if text is not None and backend.token_to_id(text) is None
         ]
-        tokenizer = cls(
-            backend,
-            **special,
-            add_bos_token=config.get("add_bos_token") is True,
-            chat_template=_chat_template(folder, config),
-        )
+        template = _chat_template(folder, config)
+        tokenizer = cls(backend, **special, add_bos_token=config.get("add_bos_token") is True, chat_template=template)
         if len(tokenizer) > vocab_size:
             problems.append(
                 f"the tokenizer has ids up to {len(tokenizer) - 1}, but the embedding only {vocab_size} rows; "

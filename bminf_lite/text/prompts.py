@@ -70,12 +70,7 @@ class PromptEncoder:
         self._template = None
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
-        """The tokens of a prompt, checked: at least one, and few enough to leave room for a new token.
-
-        For an encoder-decoder, the prompt is what its encoder reads. ``add_special_tokens`` frames a text as the
-        checkpoint does. Raises ``UsageError`` for an invalid prompt, ``CheckpointError`` if a text or a conversation
-        needs a tokenizer that is missing.
-        """
+        """See :meth:`bminf_lite.Model.encode`."""
         encoded = self._tokenize(prompt, add_special_tokens)
         ids = self.validate_token_ids(encoded.token_ids)
         if not ids:
@@ -123,14 +118,14 @@ class PromptEncoder:
         return validate_token_ids(token_ids, self.vocab_size)
 
     def _tokenize(self, prompt: Any, add_special_tokens: bool) -> EncodedPrompt:
-        """A prompt's tokens, which need not fit the model, or be token ids at all."""
+        """A prompt's tokens, not checked yet: they may be no token ids, or too many."""
         continues = not self.is_encoder_decoder
         if isinstance(prompt, EncodedPrompt):
             return prompt
         if isinstance(prompt, str):
             target = self.tokenizer.target_ids if add_special_tokens else ()
             return EncodedPrompt(tuple(self.tokenizer.encode(prompt, add_special_tokens)), continues, target)
-        if not is_conversation(prompt):
+        if not (isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)):
             return EncodedPrompt(prompt, continues)
         check_messages(prompt)
         ids = self.tokenizer.encode_turns([m.get("content", "") for m in prompt], self.max_source_length)
@@ -146,11 +141,6 @@ def is_batch(prompt: Any) -> bool:
     return len(prompt) == 0 or not isinstance(prompt[0], (int, np.integer, dict))
 
 
-def is_conversation(prompt: Any) -> bool:
-    """Whether ``prompt`` is a list of messages."""
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)
-
-
 def dialogue_messages(turns: Sequence[str]) -> list[Message]:
     """The utterances of two speakers as messages; the last is the user's.
 
@@ -163,7 +153,7 @@ def dialogue_messages(turns: Sequence[str]) -> list[Message]:
 
 
 def validate_token_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
-    """Token ids as Python integers; ``UsageError`` for what is not a list of ids, or outside the vocabulary."""
+    """Token ids as Python integers; ``UsageError`` for another type, and for ids outside the vocabulary."""
     if not _is_list(token_ids):
         raise UsageError(f"a prompt is text, token ids or messages, but this one is {type(token_ids).__name__}")
     for position, i in enumerate(token_ids):
@@ -179,7 +169,7 @@ def _check_length(token_ids: Sequence[int], limit: int, reason: str) -> None:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether ``value`` is a list of any kind. Bytes are not: they are text that was not decoded."""
+    """Whether ``value`` is a list of any kind; bytes are text that was not decoded, and no list."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))

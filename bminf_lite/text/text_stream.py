@@ -1,12 +1,121 @@
-"""The text of one completion while its tokens arrive, up to a stop string."""
+"""The text of a completion while its tokens arrive: tokens to text, up to a stop string."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import islice
 
-from .detokenizer import Detokenizer
-from .stop_strings import StopMatcher
 from .tokenizer import Tokenizer
+
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_PROMPT_TOKENS = 16
+_UNFINISHED_TOKENS = 8
+
+
+class Detokenizer:
+    """Turns tokens into text, one at a time; the pieces joined are the text of all tokens decoded at once.
+
+    Text is emitted when no later token can change it. Two things delay it: an unfinished UTF-8 character, and a run of
+    byte tokens (``<0xE2>``), which a decoder turns into text or into U+FFFD as a whole. A token's text also depends
+    on the tokens before it: a SentencePiece decoder drops the space before the first word. Therefore a new token is
+    decoded together with the tokens of the last piece, and the text that it adds is new. Special tokens have no text.
+
+    ``prompt`` holds the ids that the sequence continues: with them the first word keeps the space before it. Each token
+    costs the decoding of a bounded window.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        # A decoder looks back a few tokens at most, and a character has four bytes at most.
+        self._emitted = list(islice(filter(self._has_text, reversed(prompt)), _PROMPT_TOKENS))[::-1]
+        self._emitted_text = tokenizer.decode(self._emitted)
+        self._pending: list[int] = []
+        self._try_at = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that later tokens cannot change; often empty, never part of a character."""
+        if not self._has_text(token_id):
+            return ""
+        self._pending.append(token_id)
+        if len(self._pending) < self._try_at or self._is_byte(token_id):
+            return ""
+        text = self._tokenizer.decode(self._emitted + self._pending)
+        if text.endswith("\ufffd") or len(text) <= len(self._emitted_text):
+            # A run longer than a character's four bytes is rarely text, so it is decoded less and less often.
+            n = len(self._pending)
+            self._try_at = n + 1 + (n // 8 if n >= _UNFINISHED_TOKENS else 0)
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        """The rest of the text after the last token. Unfinished characters are U+FFFD."""
+        return self._emit(self._tokenizer.decode(self._emitted + self._pending)) if self._pending else ""
+
+    def _emit(self, text: str) -> str:
+        new = text[len(self._emitted_text) :]
+        self._emitted, self._pending, self._try_at = self._pending, [], 0
+        self._emitted_text = self._tokenizer.decode(self._emitted)
+        return new
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._tokenizer.special_ids and self._tokenizer.id_to_piece(token_id) is not None
+
+    def _is_byte(self, token_id: int) -> bool:
+        piece = self._tokenizer.id_to_piece(token_id)
+        return self._tokenizer.byte_fallback and piece is not None and _BYTE_PIECE.fullmatch(piece) is not None
+
+
+class StopMatcher:
+    """Cuts a stream of text before the first of ``stop_strings``. Each character costs amortised O(strings).
+
+    The first stop string to be complete counts, and of several that end at the same character the longest. The emitted
+    text therefore depends on the text alone, however it is cut into pieces. Text that may be the start of a stop string
+    is held back until the next characters decide.
+    """
+
+    def __init__(self, stop_strings: Sequence[str] = ()):
+        self._stops = [(stop, _borders(stop)) for stop in stop_strings]
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take more text; returns the text to emit, and whether a stop string is complete. Drops text after that."""
+        if self.stopped:
+            return "", True
+        start = len(self._held)
+        self._held += text
+        for i, char in enumerate(text, start + 1):
+            for j, (stop, borders) in enumerate(self._stops):
+                matched = self._matched[j]
+                while matched and stop[matched] != char:
+                    matched = borders[matched]
+                self._matched[j] = matched + (stop[matched] == char)
+            complete = [len(stop) for (stop, _), n in zip(self._stops, self._matched, strict=True) if n == len(stop)]
+            if complete:
+                self.stopped = True
+                return self._take(i - max(complete)), True
+        return self._take(len(self._held) - max(self._matched, default=0)), False
+
+    def flush(self) -> str:
+        """The text held back, after the last text; empty after a stop string."""
+        return "" if self.stopped else self._take(len(self._held))
+
+    def _take(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        return text
+
+
+def _borders(stop: str) -> list[int]:
+    """For each length ``n`` the longest proper prefix of ``stop[:n]`` that is also its suffix (Knuth-Morris-Pratt)."""
+    borders = [0, 0]
+    for char in stop[1:]:
+        n = borders[-1]
+        while n and stop[n] != char:
+            n = borders[n]
+        borders.append(n + (stop[n] == char))
+    return borders
 
 
 class TextStream:

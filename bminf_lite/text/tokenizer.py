@@ -1,4 +1,4 @@
-"""Text to token ids and back: what the rest of the package may expect of every tokenizer."""
+"""The interface of all tokenizers: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import UsageError
 
 
 class Tokenizer(ABC):
-    """A checkpoint's tokenizer. What a vocabulary lacks is ``None`` or empty.
+    """A checkpoint's tokenizer. Attributes that a vocabulary does not have are ``None`` or empty.
 
     - ``bos_token``, ``eos_token``: the special tokens as text; ``bos_id``, ``eos_ids``: their ids.
     - ``special_ids``: all tokens without text.

@@ -195,8 +195,6 @@ def test_a_shape_that_cublaslt_refuses_is_computed_by_the_other_kernel(device, m
 @pytest.mark.parametrize("seen", [True, False], ids=["seen", "unseen"])
 @pytest.mark.parametrize("kind", [GemmKind.ROW_MAJOR, GemmKind.DP4A])
 def test_products_are_captured_into_a_graph(device, matmul_context, seen, kind):
-    from bminf_lite.cuda.runtime.graphs import CudaGraph
-
     rows, out, inner = 40 + seen, 256, 512
     plan = Int8Gemm(device, matmul_context, [kind]).plan(out, inner)
     codes, x = random_codes(out, inner), random_codes(rows, inner)
