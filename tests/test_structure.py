@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "api": {"placement", "engine", "text", "models", "layers", "backend", "checkpoint", "memory", "errors"},
     "converters": {"checkpoint", "errors"},
     "migration": {"evaluation", "quantize", "text", "backend", "checkpoint", "errors"},
-    "evaluation": {"quantize", "text", "models", "layers", "backend", "checkpoint", "errors", "api"},
+    "evaluation": {"api", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint", "errors"},
     "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "text": {"errors"},
     "engine": {"layers", "backend", "errors"},

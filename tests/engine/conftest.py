@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from bminf_lite.layers.cache import KVCache
-
 
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks() -> Iterator[None]:
     """Caches that start small and often grow."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCache, "BLOCK", 8)
+        for module in ("layers.cache", "engine.scheduler"):
+            patch.setattr(f"bminf_lite.{module}.CACHE_BLOCK", 8)
         yield

@@ -15,7 +15,6 @@ from bminf_lite.api import Model
 from bminf_lite.engine.generation import generate_tokens
 from bminf_lite.engine.request import Request
 from bminf_lite.errors import BminfError, OutOfMemory
-from bminf_lite.layers.cache import KVCache
 
 EOS = frozenset([11, 23])
 EXACT = make_model(quantized=True)
@@ -151,7 +150,8 @@ def test_the_cache_does_not_grow_for_a_row_that_has_ended(max_steps_in_flight):
 
 
 def test_a_waiting_request_starts_when_a_slot_is_free(monkeypatch):
-    monkeypatch.setattr(KVCache, "BLOCK", CONTEXT)  # a cache that grows would end the group too
+    for module in ("layers.cache", "engine.scheduler"):  # a cache that grows would end the group too
+        monkeypatch.setattr(f"bminf_lite.{module}.CACHE_BLOCK", CONTEXT)
     lengths = [30, 30, 3, 30, 30, 30, 30, 30, 4, 4]
     requests = [request(i, prompt_of(5, i), max_new_tokens=n) for i, n in enumerate(lengths)]
     run(make_model(WatchedBackend(1), max_batch=8), requests)
