@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import bminf_lite
+from bminf_lite.bench.model import read_shape
 from bminf_lite.bench.profiler import Ceilings, Profiler
-from bminf_lite.bench.shapes import read_shape
 from bminf_lite.cli import main
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
