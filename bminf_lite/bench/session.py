@@ -165,20 +165,10 @@ class Session:
 
 def chunks(batch: int, tokens: int, chunk: int) -> Iterator[list[tuple[int, int, int]]]:
     """The parts ``(sequence, first, end)`` of each prefill step of up to ``chunk`` tokens."""
-    parts: list[tuple[int, int, int]] = []
-    room = chunk
-    for sequence in range(batch):
-        first = 0
-        while first < tokens:
-            end = min(tokens, first + room)
-            parts.append((sequence, first, end))
-            room -= end - first
-            first = end
-            if room == 0:
-                yield parts
-                parts, room = [], chunk
-    if parts:
-        yield parts
+    for start in range(0, batch * tokens, chunk):
+        end = min(start + chunk, batch * tokens)
+        sequences = range(start // tokens, -(-end // tokens))
+        yield [(b, max(start - b * tokens, 0), min(end - b * tokens, tokens)) for b in sequences]
 
 
 def check_results(results: list[np.ndarray], vocab_size: int, where: str) -> None:
