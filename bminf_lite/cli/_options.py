@@ -42,7 +42,10 @@ device_option = click.option(
     help="Where to compute: auto takes a GPU if one can be used, otherwise the CPU.",
 )
 memory_limit_option = click.option(
-    "--memory-limit", type=size, metavar="SIZE", help="The most GPU memory to use, e.g. 6GiB; by default nearly all."
+    "--memory-limit",
+    type=size,
+    metavar="SIZE",
+    help="The most GPU memory to use, for example 6GiB or 800MiB; by default almost all that is free.",
 )
 _KV_CACHE = "The type of the key-value cache; int8 takes half the memory."
 kv_cache_option = click.option(
