@@ -50,8 +50,8 @@ def load(
       do not fit are streamed from host memory; see docs/memory.md. Without effect on a CPU.
     - ``max_batch``: the most sequences that are decoded together.
     - ``kv_cache``: ``fp16`` (fp32 on a CPU), or ``int8``, which takes half the memory.
-    - ``context``: tokens that the cache must have room for beside the weights. The default is the model's context
-      length, or less where memory is short. Without effect on a CPU.
+    - ``context``: tokens that the cache must have room for. The default is the model's context length, or less where
+      memory is short. Without effect on a CPU.
     - ``check``: raise an error that names the layer where an activation is NaN or infinite. Slow on a GPU.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
@@ -197,9 +197,9 @@ class Model:
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
         """The tokens of a prompt, checked: at least one, and few enough to leave room for a new token.
 
-        For an encoder-decoder, the prompt is what its encoder reads. ``add_special_tokens`` frames a text as the
-        checkpoint does, for example with a begin-of-text token. Raises ``UsageError`` for an invalid prompt,
-        ``CheckpointError`` if text needs a tokenizer that is missing.
+        The encoder of an encoder-decoder reads the prompt. ``add_special_tokens`` frames a text as the checkpoint does,
+        for example with a begin-of-text token. Raises ``UsageError`` for an invalid prompt, ``CheckpointError`` if text
+        needs a tokenizer that is missing.
         """
         return self._prompts.encode(prompt, add_special_tokens)
 
@@ -248,13 +248,13 @@ class Model:
         self._require_open()
         with closing(generate_tokens(self.network, requests, self.engine_config)) as steps:
             for request in steps:
-                stream, tokens = texts[request.index], request.take_new_tokens()
+                stream = texts[request.index]
                 # The end-of-sequence token has no text, even if the vocabulary gives it one.
-                visible = tokens[:-1] if request.ended_by_eos else tokens
+                visible = () if request.ended_by_eos else request.output_token_ids[-1:]
                 text, stopped = stream.push(visible, last=request.finish_reason is not None)
                 if stopped:
                     request.finish_reason = "stop"
-                yield make_piece(request, tokens, text, stream.text)
+                yield make_piece(request, text, stream.text)
                 self._require_open()
 
     def _require_open(self) -> None:

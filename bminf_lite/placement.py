@@ -148,5 +148,5 @@ def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "
 
 
 def recipe_schemes(spec: Spec, recipe: Recipe) -> SchemeOf:
-    """The scheme that ``recipe`` gives a matrix, by its name."""
+    """The scheme that ``recipe`` gives a matrix, by the matrix's name."""
     return lambda name: recipe.scheme_of(name, spec.parameters[name].role is Role.HEAD)

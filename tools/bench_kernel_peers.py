@@ -1,4 +1,4 @@
-"""Single kernels beside PyTorch's: eager, and compiled, which on a GPU means Triton kernels. One run, same sizes.
+"""Time single kernels and PyTorch's in one run at the same sizes: eager, and compiled (on a GPU by Triton).
 
     python tools/bench_kernel_peers.py [--device cuda|cpu] [--no-compile]
 

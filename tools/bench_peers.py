@@ -1,4 +1,4 @@
-"""Prefill and decoding beside transformers, on one shape with random weights, in one run.
+"""Compare prefill and decoding with transformers, on one shape with random weights, in one run.
 
 transformers runs in bf16: eagerly, and compiled with a static cache. This engine runs in int8. Each peer gets random
 prompts and decodes the same number of tokens greedily, ignoring end-of-sequence tokens. A round runs every peer once,
@@ -25,10 +25,9 @@ import transformers
 
 import bminf_lite
 from bminf_lite import backend
-from bminf_lite.bench.model import random_model
+from bminf_lite.bench.model import random_model, read_shape
 from bminf_lite.bench.report import markdown_table
 from bminf_lite.bench.runner import Workload, make_profiler, run_tests
-from bminf_lite.bench.shapes import read_shape
 
 ENGINE = "bminf-lite int8"
 

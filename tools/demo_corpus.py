@@ -1,13 +1,13 @@
 """English prose out of a Python installation: the text that the demo model is trained and measured on.
 
-The sources are what every Python installation has, all under the PSF licence: the doc strings and block comments of
-the standard library (parsed, never imported), the doc strings of its compiled modules (imported, since they have no
-source; none of them acts on import), and the language topics of ``help()``. Doctests, code, tables and markup go,
+The sources are part of every Python installation and under the PSF licence: the doc strings and block comments of the
+standard library (parsed, never imported), the doc strings of its compiled modules (imported, since they have no source;
+none of them acts on import), and the language topics of ``help()``. Doctests, code, tables and markup are removed,
 wrapped lines are joined, and no paragraph is kept twice.
 
 A document belongs to a *subject*: a top-level module (``_json``, ``json.decoder`` and ``test.test_json`` are all
-``json``) or a topic. Whole subjects are held out, so no text of theirs is trained on, and a training paragraph that
-shares a long run of words with the held-out or validation text is dropped as well.
+``json``) or a topic. Whole subjects are held out, so none of their text is in the training data. A training paragraph
+that shares a long run of words with the held-out or validation text is dropped as well.
 """
 
 from __future__ import annotations

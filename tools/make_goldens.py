@@ -1,4 +1,4 @@
-"""Make tests/goldens: what transformers computes for tiny random models of each family (torch; development only).
+"""Make tests/goldens: the results of transformers for tiny random models of each family (torch; development only).
 
     python tools/make_goldens.py [FAMILY ...]
 
@@ -214,7 +214,7 @@ SOURCE_TOKENS = 41
 
 
 def config_of(family: str, case: Case) -> Case:
-    """A ``config.json``: BASE with what the case changes. Qwen3's own default head size of 128 is for one case only."""
+    """A ``config.json``: BASE with the changes of the case. Qwen3's own default head size of 128 is in one case."""
     base = BASES.get(family, BASE | ({"head_dim": 12} if family == "qwen3" else {}))
     config = {"model_type": family} | base | case
     return {key: value for key, value in config.items() if value is not ABSENT}
@@ -238,7 +238,7 @@ def build(config: Case, seed: int) -> PreTrainedModel:
 
 
 def parsed(config: Case) -> Any:
-    """What this project makes of a configuration."""
+    """The configuration as this project parses it."""
     return models.find(config).parse(config)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 import bminf_lite
 from bminf_lite import models
-from bminf_lite.bench.shapes import read_shape
+from bminf_lite.bench.model import read_shape
 from bminf_lite.checkpoint.tensor_file import DTYPES
 from bminf_lite.checkpoint.writer import CheckpointWriter, TensorDeclaration, write_json
 from bminf_lite.errors import UsageError

@@ -1,12 +1,12 @@
-"""Time loading a checkpoint from the page cache to the GPU, and beside it reading its files alone.
+"""Time loading a checkpoint from the page cache to the GPU, and reading its files alone.
 
     python tools/measure_loading.py --shape llama-3-8b --folder /tmp/measure [--memory-limit 6GiB]
 
-makes a random checkpoint of the shape in ``--folder``, as ``migrate`` writes it (w8a8, the embedding in bf16), reads it
-once, and loads it ``--repeat`` times, each time in a process of its own. "reading" is the files read into memory by
-eight threads, "import" ends when the package is there, "load" is :func:`bminf_lite.load`, and "tokens" are the first
-eight after a prompt of eight, decoded greedily, with which kernels are compiled that are not in the cache yet.
-``--profile`` shows where the time of one more load goes. The folder is removed at the end.
+The command makes a random checkpoint of the shape in ``--folder``, as ``migrate`` writes it (w8a8, the embedding in
+bf16), and loads it ``--repeat`` times, each time in a process of its own. "reading" is the time of eight threads that
+read the files into memory, "import" that of importing the package, "load" that of :func:`bminf_lite.load`, and "tokens"
+that of the first eight tokens after a prompt of eight, which includes compiling kernels that are not in the cache.
+``--profile`` profiles one more load. The folder is removed at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THREADS, BLOCK = 8, 16 << 20
 def make_checkpoint(folder: Path, shape: str) -> None:
     """Random w8a8 weights. Norms are 1, so that activations stay finite."""
     from bminf_lite import models
-    from bminf_lite.bench.shapes import read_shape
+    from bminf_lite.bench.model import read_shape
     from bminf_lite.checkpoint.compressed_tensors import quantization_config
     from bminf_lite.checkpoint.recipe import Scheme
     from bminf_lite.checkpoint.writer import CheckpointWriter, TensorDeclaration

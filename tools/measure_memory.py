@@ -1,11 +1,11 @@
-"""How much of a GPU's memory a model under a limit uses, as another process sees it.
+"""Measure the GPU memory that a model under a limit uses, as another process sees it.
 
     python tools/measure_memory.py --shape llama-3-8b --memory-limit 4GiB
 
 Loads random weights of a shape under the limit, processes a prompt of the planned context less 64 tokens, and decodes
 64 tokens. Another process samples the GPU's used memory every millisecond. Prints for each stage the largest increase
-in used memory, and the part of it that the arena has reserved, which the limit bounds. The rest is the CUDA context,
-the libraries and the kernels' code. No other program may use the GPU meanwhile.
+in used memory, and the part of it that the arena has reserved, to which the limit applies. The rest is the CUDA
+context, the libraries and the kernels' code. No other program may use the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     stage, peaks, counts = spawn.Value("i", 0), spawn.Array("q", len(STAGES) + 1), spawn.Array("q", len(STAGES) + 1)
     sampler = spawn.Process(target=sample, args=(stage, peaks, counts), daemon=True)
     sampler.start()
-    while counts[0] < 10:  # until the sampler's own context is part of what was in use before
+    while counts[0] < 10:  # until the sampler's own context counts as memory in use before
         time.sleep(0.01)
     before, reserved = peaks[0], []
 
@@ -62,9 +62,8 @@ def main() -> None:
         stage.value = number
 
     from bminf_lite import backend
-    from bminf_lite.bench.model import random_model
+    from bminf_lite.bench.model import random_model, read_shape
     from bminf_lite.bench.session import Session
-    from bminf_lite.bench.shapes import read_shape
 
     stage.value = 1
     ops: Any = backend.create("cuda", args.memory_limit)

@@ -1,11 +1,11 @@
-"""Time and peak memory of a migration, beside what reading its source and writing its result alone take.
+"""Time and peak memory of a migration, and of reading its source and writing its result alone.
 
     python tools/measure_migration.py --gigabytes 2 --folder /tmp/measure
 
-makes a random fp32 checkpoint of LLaMA's architecture in ``--folder``, and runs each measurement in a process of its
-own, ``--repeat`` times in turn. "plain" reads the source through a small buffer and writes as many bytes as the
-migrated checkpoint has, in blocks, synced to the disk. Both read from the page cache, or with ``--cold`` from the disk.
-The folder is removed at the end.
+The command makes a random fp32 checkpoint of LLaMA's architecture in ``--folder``, and runs each measurement in a
+process of its own, ``--repeat`` times in turn. "plain" reads the source through a small buffer and writes as many bytes
+as the migrated checkpoint has, in blocks, synced to the disk. Both read from the page cache, or with ``--cold`` from
+the disk. The folder is removed at the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each recipe costs the demo model in perplexity, as it is and with outliers that change nothing in float.
+"""The perplexity that each recipe costs the demo model, as it is and with outliers that change nothing in float.
 
     PYTHONPATH=tests/quantize python tools/measure_quantization.py
 

@@ -9,8 +9,8 @@ model, and writes a Hugging Face folder: ``config.json``, ``generation_config.js
 tokenizer nor the model has seen. The same corpus, seed and device give the same result up to the order in which the
 GPU adds.
 
-The corpus is small, so what limits quality is overfitting: dropout on the embedding and on each block's two outputs,
-weight decay, and the weights kept are those with the lowest loss on the validation subjects.
+The corpus is small, so overfitting limits the quality. Against it there are dropout on the embedding and on each
+block's two outputs, and weight decay; the weights with the lowest loss on the validation subjects are kept.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def configuration() -> LlamaConfig:
-    """About 3.3 million parameters; every dimension a multiple of 64, as int8 kernels like it."""
+    """About 3.3 million parameters; every dimension is a multiple of 64, which suits int8 kernels."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,

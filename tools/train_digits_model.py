@@ -3,8 +3,8 @@
     python tools/train_digits_model.py [--steps 2500] [--out tests/data/digits_model]
 
 A T5 of about 100,000 parameters reads up to ten digits and writes them in ascending order. Each answer is right or
-wrong, so a test can count how many the int8 version keeps. transformers' T5 is what is trained: the model is of another
-implementation than the one that it tests. Takes a few minutes on two cores.
+wrong, so a test can count the right answers that the int8 version keeps. The model is trained with transformers' T5,
+an implementation other than the tested one. Takes a few minutes on two cores.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch.nn import functional
 from transformers import T5Config, T5ForConditionalGeneration
 
 START, END, FIRST = 0, 1, 2
-"""Token ids: what the decoder starts with (and padding), the end of a text, and the digit 0."""
+"""Token ids: the decoder's start token, which is also padding; the end of a text; the digit 0."""
 LONGEST = 10
 VOCABULARY = ["<pad>", "</s>", *"0123456789"]
 
 
 def batch(generator: torch.Generator, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sources with an end behind them, their padding mask, and targets; all ``[size, LONGEST + 1]``."""
+    """Sources followed by an end, their padding mask, and targets; all ``[size, LONGEST + 1]``."""
     lengths = torch.randint(1, LONGEST + 1, (size, 1), generator=generator)
     digits = torch.randint(0, 10, (size, LONGEST), generator=generator)
     place = torch.arange(LONGEST + 1)
     ordered = torch.where(place[:-1] < lengths, digits, 10).sort(dim=1).values
 
     def framed(values: torch.Tensor) -> torch.Tensor:
-        """Token ids with an end behind the last digit, and padding behind that."""
+        """Token ids: the digits, an end, and padding."""
         ids = functional.pad(values + FIRST, (0, 1))
         return torch.where(place < lengths, ids, torch.where(place == lengths, END, START))
 
@@ -77,7 +77,7 @@ def exact(model: T5ForConditionalGeneration, count: int, seed: int) -> float:
 
 
 def tokenizer() -> Tokenizer:
-    """A token per digit, and an end behind each prompt."""
+    """A token per digit, and an end after each prompt."""
     made = Tokenizer(models.WordLevel({text: i for i, text in enumerate(VOCABULARY)}, unk_token="<pad>"))
     made.add_special_tokens(["<pad>", "</s>"])
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")

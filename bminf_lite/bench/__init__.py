@@ -1,10 +1,9 @@
 """Measuring speed: tokens per second of a model, the parts of one step, single kernels, and the device's limits.
 
 A benchmark runs a model's own forward passes on random tokens, and checks their results. It contains nothing that is
-specific to an architecture. Each module does one part, and imports only those above it:
+specific to an architecture. Each module imports only those above it:
 
-- :mod:`.shapes`: the configurations from which models with random weights are made
-- :mod:`.model`: the model under measurement, from a checkpoint or with random weights
+- :mod:`.model`: the model that is measured, from a checkpoint or with random weights of a shape
 - :mod:`.calls`: observes the backend's operations, and counts the bytes and operations of products
 - :mod:`.cases`: the single kernels that are timed, and the plain formulas that they are compared with
 - :mod:`.profiler`: measures a device: time, memory peaks, limits, the parts of a step; this one is the CPU's

@@ -1,10 +1,14 @@
-"""The model that is measured: a network on its device, from a checkpoint or with random weights, and its size."""
+"""The model that is measured: a network on its device, from a checkpoint or with random weights of a shape.
+
+A shape is a configuration in the form of a checkpoint's ``config.json``.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +18,34 @@ from ..backend.base import Backend
 from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.random_matrix import RandomMatrix
 from ..checkpoint.opened_model import ModelDescription, describe_model, open_model
+from ..checkpoint.reader import read_json
 from ..checkpoint.recipe import Scheme
 from ..engine.config import EngineConfig
 from ..engine.model_runner import Network
+from ..errors import UsageError
 from ..layers.loading import Weights
 from ..memory.planner import MemoryPlan
 from ..models.spec import Role, Spec
 from ..placement import checkpoint_requirements, make_engine_config, plan_placement, requirements
+
+
+def shape_names() -> list[str]:
+    """The shapes that come with the package, sorted."""
+    folder = resources.files("bminf_lite").joinpath("configs")
+    return sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json"))
+
+
+def read_shape(name: str) -> dict[str, Any]:
+    """The configuration of the shape ``name``, or that in the file ``name``.
+
+    Raises ``UsageError`` if there is neither, ``CheckpointError`` for a file that is not a JSON object.
+    """
+    if name in shape_names():
+        with resources.as_file(resources.files("bminf_lite").joinpath("configs", f"{name}.json")) as path:
+            return read_json(path)
+    if Path(name).is_file():
+        return read_json(Path(name))
+    raise UsageError(f"--shape {name!r} is neither a file nor one of: {', '.join(shape_names())}")
 
 
 @dataclass(frozen=True)
@@ -48,9 +73,7 @@ class BenchModel:
         return tokens * self.engine_config.cache_shape.bytes_per_token(self.ops.activation_dtype.itemsize)
 
 
-def random_model(
-    name: str, config: Mapping[str, Any], ops: Backend, kv_cache: str = "fp16", seed: int = 0
-) -> BenchModel:
+def random_model(name: str, config: Mapping[str, Any], ops: Backend, kv_cache: str = "fp16") -> BenchModel:
     """A model of the shape ``config`` with random int8 weights, made on the device; ``kv_cache`` as in ``load``.
 
     Layers that do not fit the memory limit are streamed, as those of a checkpoint are.
@@ -58,7 +81,7 @@ def random_model(
     described = describe_model(config)
     spec = described.spec
     plan = plan_placement(ops, spec, lambda: requirements(described, lambda _: Scheme.W8A8, kv_cache))
-    return _build(name, described, RandomWeights(spec, seed), ops, plan, kv_cache)
+    return _build(name, described, RandomWeights(spec), ops, plan, kv_cache)
 
 
 def checkpoint_model(path: Path, ops: Backend, kv_cache: str = "fp16") -> BenchModel:
@@ -102,9 +125,9 @@ class CountingWeights:
 class RandomWeights:
     """Random w8a8 weights for ``spec``, scaled so that a layer's output is about as large as its input."""
 
-    def __init__(self, spec: Spec, seed: int = 0):
+    def __init__(self, spec: Spec):
         self._spec = spec
-        self._seeds = {name: seed * 1_000_003 + i for i, name in enumerate(spec.parameters)}
+        self._seeds = {name: i for i, name in enumerate(spec.parameters)}
 
     def weight(self, name: str) -> HostWeight:
         parameter = self._spec.parameters[name]

@@ -91,10 +91,10 @@ class Profiler:
         a, b = matrix[:size, :size].copy(), matrix[:size, :size].copy()
         return Ceilings(read, copy, 2 * size**3 / self.min_seconds(lambda: a @ b))
 
-    def min_seconds(self, work: Callable[[], Any], runs: int = 5) -> float:
-        """Seconds of the fastest of ``runs``, after a warm-up."""
+    def min_seconds(self, work: Callable[[], Any]) -> float:
+        """Seconds of the fastest of five runs, after a warm-up."""
         work()
-        return min(self.time(work)[0] for _ in range(runs))
+        return min(self.time(work)[0] for _ in range(5))
 
     def median_seconds(self, run: Callable[[int], Any], runs: int = 7) -> float:
         """Seconds of one ``run(i)``, the median of ``runs``, after a warm-up."""

@@ -20,7 +20,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def size(value: str) -> int:
-    """The type of options that are an amount of memory such as ``6GiB``: its bytes."""
+    """The bytes of an option that is an amount of memory, such as ``6GiB``."""
     try:
         return parse_size(value)
     except UsageError as error:
@@ -31,9 +31,7 @@ PATH = click.Path(path_type=Path)
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 model_argument = click.argument("model", metavar="MODEL", type=PATH)
-
 text_argument = click.argument("text", metavar="FILE", type=PATH)
-
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 device_option = click.option(
@@ -43,11 +41,12 @@ device_option = click.option(
     metavar="auto|cpu|cuda|cuda:N",
     help="Where to compute: auto takes a GPU if one can be used, otherwise the CPU.",
 )
-
 memory_limit_option = click.option(
-    "--memory-limit", type=size, metavar="SIZE", help="The most GPU memory to use, e.g. 6GiB; by default nearly all."
+    "--memory-limit",
+    type=size,
+    metavar="SIZE",
+    help="The most GPU memory to use, for example 6GiB or 800MiB; by default almost all that is free.",
 )
-
 _KV_CACHE = "The type of the key-value cache; int8 takes half the memory."
 kv_cache_option = click.option(
     "--kv-cache", type=click.Choice(["fp16", "int8"]), default="fp16", show_default=True, help=_KV_CACHE

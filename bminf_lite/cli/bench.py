@@ -86,10 +86,9 @@ def bench(
     """
     from .. import backend
     from ..bench import plot as drawing
-    from ..bench.model import checkpoint_model, random_model
+    from ..bench.model import checkpoint_model, random_model, read_shape, shape_names
     from ..bench.report import Report
     from ..bench.runner import make_profiler, run_tests, time_kernels, trace_step, workloads
-    from ..bench.shapes import read_shape, shape_names
 
     if (model is None) == (shape is None) and not (kernels and model is None):
         raise click.UsageError(f"Give either MODEL or --shape, which is one of: {', '.join(shape_names())}.")

@@ -15,7 +15,7 @@ from ._options import json_option, model_argument, size_text
 @model_argument
 @json_option
 def inspect(model: Path, as_json: bool) -> None:
-    """Show what is in a checkpoint.
+    """Show the content of a checkpoint.
 
     Prints the architecture and sizes of the folder MODEL, every tensor's type and shape, and the smallest, median and
     largest scale of each int8 tensor. No model is built, so it works for any architecture and any size.

@@ -38,7 +38,9 @@ def speed(value: str) -> float:
 @click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Sequences decoded together.")
 @kv_cache_option
 @click.option(
-    "--recipe", metavar="w8a8|w8a16|FILE", help="Plan as if migrated by this recipe; default: as stored, or w8a8."
+    "--recipe",
+    metavar="w8a8|w8a16|FILE",
+    help="Plan as if migrated by this recipe; by default a checkpoint as it is stored, a config.json as w8a8.",
 )
 @click.option("--gpu-memory", type=size, metavar="SIZE", help="The GPU's memory; without it this machine's GPU.")
 @click.option("--link", type=speed, metavar="GB/s", help="Speed from host memory to the GPU; by default measured.")

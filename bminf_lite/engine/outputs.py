@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +73,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a stream: new text of prompt ``index``, and the new tokens.
+    """A part of a stream: a new token of prompt ``index``, and the text that it completes.
 
-    Text is held back while it may be part of a character or of a stop string, so a piece may have tokens and no text.
+    Text is held back while it may be part of a character or of a stop string, so a piece may have no text.
     The last piece of each prompt has a ``finish_reason`` and the whole ``result``.
     """
 
@@ -87,14 +86,15 @@ class Piece:
     result: Result | None = None
 
 
-def make_piece(request: Request, token_ids: Sequence[int], text: str, whole_text: str) -> Piece:
-    """The piece for new tokens of ``request`` and their ``text``; ``whole_text`` is all its text so far."""
+def make_piece(request: Request, text: str, whole_text: str) -> Piece:
+    """The piece for the newest token of ``request`` and its ``text``; ``whole_text`` is all text so far."""
+    token_ids = request.output_token_ids[-1:]
     if request.finish_reason is None:
-        return Piece(request.index, text, list(token_ids))
+        return Piece(request.index, text, token_ids)
     prompt_tokens, output = len(request.source_token_ids or request.prompt_token_ids), list(request.output_token_ids)
     prompt_seconds = request.first_token_time - request.start_time
     decode_seconds = request.last_token_time - request.first_token_time
     timings = Timings(prompt_tokens, len(output), prompt_seconds, decode_seconds)
     logprobs = list(request.logprobs) if request.params.logprobs else None
     result = Result(whole_text, output, request.finish_reason, prompt_tokens, timings, logprobs)
-    return Piece(request.index, text, list(token_ids), request.finish_reason, result)
+    return Piece(request.index, text, token_ids, request.finish_reason, result)

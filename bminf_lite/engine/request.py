@@ -14,7 +14,7 @@ class Request:
     """A prompt, its sampling parameters, and the tokens generated so far.
 
     ``params`` must have a seed; ``index`` makes requests with equal seeds draw differently. For an encoder-decoder,
-    ``source_token_ids`` is what the encoder reads and ``prompt_token_ids`` is what the decoder starts with. A caller
+    the encoder reads ``source_token_ids`` and the decoder starts with ``prompt_token_ids``. A caller
     ends a request early by setting ``finish_reason``. Times are those of ``time.perf_counter``.
     """
 
@@ -28,7 +28,6 @@ class Request:
     finish_reason: str | None = None
     slot: int = -1
     num_prefilled_tokens: int = 0
-    num_delivered_tokens: int = 0
     start_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
@@ -63,9 +62,3 @@ class Request:
             self.finish_reason = "stop"
         elif self.remaining_tokens(context_length) <= 0:
             self.finish_reason = "length"
-
-    def take_new_tokens(self) -> list[int]:
-        """The generated tokens that no earlier call returned."""
-        new = self.output_token_ids[self.num_delivered_tokens :]
-        self.num_delivered_tokens = len(self.output_token_ids)
-        return new

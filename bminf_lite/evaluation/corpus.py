@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from ..checkpoint.opened_model import open_model
-from ..engine.config import EngineConfig
 from ..errors import UsageError
 from ..models import ModelConfig
 from ..quantize.stages import split_for_encoder_decoder
@@ -98,7 +97,7 @@ def parse_config(folder: str | Path) -> ModelConfig:
         return model.config
 
 
-def fit_windows(windows: Sequence[Window], config: ModelConfig | EngineConfig) -> list[Window]:
+def fit_windows(windows: Sequence[Window], config: ModelConfig) -> list[Window]:
     """The windows for a model of this configuration; see :meth:`Window.for_encoder_decoder`."""
     if not config.is_encoder_decoder:
         return list(windows)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..api import Model
-from .corpus import Window, check_window, fit_windows, sliding_windows
+from .corpus import Window, check_window, sliding_windows
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ def perplexity(model: Model, token_ids: Sequence[int], window: int = 512, stride
     tokens or longer than the model's context, and for a stride shorter than 1 token or longer than the window.
     """
     check_window(window, window if stride is None else stride, model.engine_config.context_length)
-    windows = fit_windows(sliding_windows([token_ids], window, stride), model.engine_config)
+    windows = sliding_windows([token_ids], window, stride)
+    if model.engine_config.is_encoder_decoder:
+        windows = [w.for_encoder_decoder(model.engine_config.decoder_start_token_ids) for w in windows]
     return Perplexity.from_losses(np.concatenate(list(window_losses(model, windows))))
 
 

@@ -287,7 +287,7 @@ class Arena:
         free = self._free_ranges()
         largest = max((end - start for start, end in free), default=0)
         return (
-            f"out of device memory: {format_size(nbytes)} asked for, {format_size(self._used)} in use, "
+            f"out of device memory: {format_size(nbytes)} requested, {format_size(self._used)} in use, "
             f"{format_size(_total(free))} free of which {format_size(largest)} in one piece, "
             f"{format_size(self.limit)} allowed; {reason}; {self.remedy}"
         )

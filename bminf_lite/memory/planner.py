@@ -240,7 +240,7 @@ def plan_memory(
 
 
 def default_context(plan: MemoryPlan) -> int:
-    """Tokens per sequence: the model's context, or as many as fit beside all weights, if those are enough.
+    """Tokens per sequence: the model's context, or as many as fit besides all weights if they are enough.
 
     Otherwise layers are streamed, and the cache gets a share of the memory: whole blocks, one at least.
     """
@@ -281,12 +281,12 @@ def smallest(plan: MemoryPlan) -> MemoryPlan:
 
 
 def largest_context(plan: MemoryPlan) -> int:
-    """The tokens per sequence that fit ``plan``'s memory if all else is as small as possible; 0 if none do."""
+    """The tokens per sequence that fit into the memory if the rest of ``plan`` is as small as possible."""
     return context_beside(smallest(replace(plan, chunk=SMALLEST_CHUNK, context=0)))
 
 
 def context_beside(plan: MemoryPlan) -> int:
-    """The tokens per sequence that fit the memory beside all else of ``plan``; 0 if none do."""
+    """The tokens per sequence that fit into the memory that the rest of ``plan`` leaves; 0 if none do."""
     bare = replace(plan, context=0)
     per_block = replace(plan, context=CACHE_BLOCK).cache_bytes
     blocks = max(0, bare.machine.memory - bare.total_bytes) // max(per_block, 1)

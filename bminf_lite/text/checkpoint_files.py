@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from . import cpm_tokenizer
+from .cpm_tokenizer import CLASSES, CpmTokenizer
 from .json_tokenizer import JsonTokenizer
 from .tokenizer import Tokenizer
 
@@ -46,5 +47,11 @@ def configured_eos_ids(
     return None
 
 
-def _tokenizer_class(folder: Path) -> type[cpm_tokenizer.CpmTokenizer] | type[JsonTokenizer]:
-    return cpm_tokenizer.find_tokenizer_class(folder) or JsonTokenizer
+def _tokenizer_class(folder: Path) -> type[CpmTokenizer] | type[JsonTokenizer]:
+    """The class of :data:`.cpm_tokenizer.CLASSES` that ``tokenizer_config.json`` names, else :class:`JsonTokenizer`."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return JsonTokenizer
+    name = config.get("tokenizer_class") if isinstance(config, dict) else None
+    return CLASSES.get(name, JsonTokenizer) if isinstance(name, str) else JsonTokenizer

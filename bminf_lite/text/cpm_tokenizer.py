@@ -13,7 +13,6 @@ of the extra ``cpm``: ``pip install 'bminf-lite[cpm]'``.
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from abc import abstractmethod
@@ -226,16 +225,6 @@ CLASSES: dict[str, type[CpmTokenizer]] = {
     "EVATokenizer": EvaTokenizer,
 }
 """Tokenizers by the ``tokenizer_class`` of ``tokenizer_config.json``."""
-
-
-def find_tokenizer_class(folder: Path) -> type[CpmTokenizer] | None:
-    """The class that ``tokenizer_config.json`` in ``folder`` names, if it is one of :data:`CLASSES`."""
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    name = config.get("tokenizer_class") if isinstance(config, dict) else None
-    return CLASSES.get(name) if isinstance(name, str) else None
 
 
 def split_words(text: str) -> Iterator[str]:

@@ -67,7 +67,7 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Cuts a stream of text before the first of ``stop_strings``. Each character costs amortised O(strings).
+    """Cuts a stream of text before the first of ``stop_strings``.
 
     The first stop string to be complete counts, and of several that end at the same character the longest. The emitted
     text therefore depends on the text alone, however it is cut into pieces. Text that may be the start of a stop string
@@ -75,8 +75,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop_strings: Sequence[str] = ()):
-        self._stops = [(stop, _borders(stop)) for stop in stop_strings]
-        self._matched = [0] * len(self._stops)
+        self._stops = stop_strings
         self._held = ""
         self.stopped = False
 
@@ -84,38 +83,24 @@ class StopMatcher:
         """Take more text; returns the text to emit, and whether a stop string is complete. Drops text after that."""
         if self.stopped:
             return "", True
-        start = len(self._held)
-        self._held += text
-        for i, char in enumerate(text, start + 1):
-            for j, (stop, borders) in enumerate(self._stops):
-                matched = self._matched[j]
-                while matched and stop[matched] != char:
-                    matched = borders[matched]
-                self._matched[j] = matched + (stop[matched] == char)
-            complete = [len(stop) for (stop, _), n in zip(self._stops, self._matched, strict=True) if n == len(stop)]
-            if complete:
-                self.stopped = True
-                return self._take(i - max(complete)), True
-        return self._take(len(self._held) - max(self._matched, default=0)), False
+        held = self._held + text
+        found = [(start + len(stop), start) for stop in self._stops if (start := held.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return held[: min(found)[1]], True
+        undecided = max((_overlap(held, stop) for stop in self._stops), default=0)
+        self._held = held[len(held) - undecided :]
+        return held[: len(held) - undecided], False
 
     def flush(self) -> str:
         """The text held back, after the last text; empty after a stop string."""
-        return "" if self.stopped else self._take(len(self._held))
-
-    def _take(self, count: int) -> str:
-        text, self._held = self._held[:count], self._held[count:]
+        text, self._held = self._held, ""
         return text
 
 
-def _borders(stop: str) -> list[int]:
-    """For each length ``n`` the longest proper prefix of ``stop[:n]`` that is also its suffix (Knuth-Morris-Pratt)."""
-    borders = [0, 0]
-    for char in stop[1:]:
-        n = borders[-1]
-        while n and stop[n] != char:
-            n = borders[n]
-        borders.append(n + (stop[n] == char))
-    return borders
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of ``text`` with which ``stop`` begins, but does not end."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TextStream:

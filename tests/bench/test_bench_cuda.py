@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bminf_lite.bench.model import random_model
+from bminf_lite.bench.model import random_model, read_shape
 from bminf_lite.bench.runner import Workload, run_tests, trace_step
-from bminf_lite.bench.shapes import read_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

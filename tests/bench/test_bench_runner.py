@@ -15,11 +15,10 @@ from bminf_lite.backend.functions import normalise, softmax
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.values import Norm
 from bminf_lite.bench import cases as plain
-from bminf_lite.bench.model import BenchModel, random_model
+from bminf_lite.bench.model import BenchModel, random_model, read_shape, shape_names
 from bminf_lite.bench.profiler import Profiler
 from bminf_lite.bench.runner import Workload, run_tests, time_kernels, trace_step, workloads
 from bminf_lite.bench.session import UNWRITTEN, Session, check_results, chunks
-from bminf_lite.bench.shapes import read_shape, shape_names
 from bminf_lite.engine.generation import generate_tokens
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams

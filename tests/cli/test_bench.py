@@ -12,8 +12,8 @@ from cli_kit import run
 from click.testing import Result
 
 import bminf_lite
+from bminf_lite.bench.model import read_shape
 from bminf_lite.bench.profiler import Ceilings, Profiler
-from bminf_lite.bench.shapes import read_shape
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 

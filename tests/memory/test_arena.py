@@ -219,7 +219,7 @@ def test_running_out_says_everything_and_leaves_everything_usable() -> None:
     with pytest.raises(OutOfMemory) as caught:
         arena.allocate(PAGE + 1)
     message = str(caught.value)
-    for part in ("2.0 KiB asked for", "32.0 KiB in use", "32.0 KiB free", "2.0 KiB in one piece", "64.0 KiB allowed"):
+    for part in ("2.0 KiB requested", "32.0 KiB in use", "32.0 KiB free", "2.0 KiB in one piece", "64.0 KiB allowed"):
         assert part in message
     assert "raise the memory limit" in message
     blocks += [arena.allocate(PAGE) for _ in range(PAGES // 2)]
@@ -230,7 +230,7 @@ def test_free_pages_elsewhere_make_up_for_a_device_that_refuses() -> None:
     pages = FakePages(available=6 * PAGE, chunk=PAGE)
     arena = Arena(pages, PAGES * PAGE)
     first = arena.allocate(3 * PAGE)
-    with pytest.raises(OutOfMemory, match=r"8\.0 KiB asked for.*the device refused.*raise"):
+    with pytest.raises(OutOfMemory, match=r"8\.0 KiB requested.*the device refused.*raise"):
         arena.allocate(4 * PAGE)
     arena_end = arena.allocate(PAGE)
     first.free()

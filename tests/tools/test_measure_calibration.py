@@ -10,7 +10,7 @@ import measure_calibration
 import pytest
 
 import bminf_lite
-from bminf_lite.bench.shapes import read_shape
+from bminf_lite.bench.model import read_shape
 from bminf_lite.checkpoint.reader import open_checkpoint
 
 
