@@ -15,7 +15,7 @@ from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Rel
 from ..layers.attention import Attention, CrossAttention, EncoderAttention
 from ..layers.cache import CacheShape, KVCache, SourceCache
 from ..layers.embedding import Embedding
-from ..layers.linear import Linear, LMHead
+from ..layers.linear import Linear
 from ..layers.loading import Weights
 from ..layers.mlp import MLP, GatedMLP
 from ..layers.norm import NormLayer, rms_norm
@@ -293,7 +293,7 @@ class ModelBuilder:
         config = self.config
         name = config.names.decoder.final_norm
         final_norm = rms_norm(self.ops, self.weights, name, config.norm_eps, config.logit_scale)
-        return Output(final_norm, None, LMHead(self.ops, self.weights, [config.names.head]))
+        return Output(final_norm, None, Linear(self.ops, self.weights, [config.names.head]))
 
     def _bias(self, stack: StackTensorNames, layer: int, bidirectional: bool) -> RelativeBias:
         """The relative bias of a layer: its own, or the one of its stack, which is loaded once."""

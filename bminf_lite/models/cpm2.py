@@ -69,14 +69,8 @@ def parse_cpm(read: ConfigReader) -> Config:
     read.reject_unknown_keys()
     check_buckets(read)
     start = read.value(integer("decoder_start_token_id", 1, low=0, high=read.fields["vocab_size"] - 1))
-    return Config(
-        **read.checked_fields(),
-        activation="gelu_tanh",
-        gated=True,
-        tied_head=False,
-        decoder_start_token_id=start,
-        names=NAMES,
-    )
+    fields = read.checked_fields() | {"activation": "gelu_tanh", "gated": True, "tied_head": False}
+    return Config(**fields, decoder_start_token_id=start, names=NAMES)
 
 
 architecture = Architecture(parse, spec, ModelBuilder, EncoderDecoder)

@@ -74,9 +74,7 @@ def parse_rotary(read: ConfigReader) -> Rotary | None:
         read.problem("rope_parameters", str(error))
         return None
     if scale != 1 and rotated < head_dim:
-        read.problem(
-            "rope_parameters", f"rope_type {parameters['rope_type']!r} is for rotations of whole heads only"
-        )
+        read.problem("rope_parameters", f"rope_type {parameters['rope_type']!r} is for rotations of whole heads only")
     rest = np.zeros((head_dim - rotated) // 2, np.float32)
     return Rotary(rotated, tuple(map(float, np.concatenate([frequencies, rest]))), scale)
 

@@ -84,13 +84,8 @@ def parse_t5(read: ConfigReader, tied_head: bool) -> Config:
     last_id = read.fields["vocab_size"] - 1
     padding = read.value(integer("pad_token_id", 0, low=0, required=False))
     start = read.value(integer("decoder_start_token_id", padding, low=0, high=last_id, required=False))
-    return Config(
-        **read.checked_fields(),
-        context_length=MAX_TOKENS,
-        tied_head=tied_head,
-        decoder_start_token_id=start,
-        names=NAMES,
-    )
+    fields = read.checked_fields() | {"context_length": MAX_TOKENS, "tied_head": tied_head}
+    return Config(**fields, decoder_start_token_id=start, names=NAMES)
 
 
 architecture = Architecture(parse, spec, ModelBuilder, EncoderDecoder)

@@ -8,7 +8,7 @@ import pytest
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import quantize_weight
 from bminf_lite.errors import CheckpointError
-from bminf_lite.layers.linear import Linear, LMHead
+from bminf_lite.layers.linear import Linear
 from bminf_lite.layers.loading import PermutedWeights
 
 
@@ -46,10 +46,9 @@ def test_permuted_weights_permute_the_outputs(int8):
     np.testing.assert_allclose(permuted, y[:, rows], rtol=1e-5, atol=1e-6)
 
 
-def test_the_head_is_fp32_on_every_backend():
-    half = X.astype(np.float16)
-    assert LMHead(Backend(np.float16), Tensors(), ["a"])(half).dtype == np.float32
-    assert Linear(Backend(np.float16), Tensors(), ["a"])(half).dtype == np.float16
+def test_logits_are_fp32_whatever_the_activation_type():
+    half, layer = X.astype(np.float16), Linear(Backend(np.float16), Tensors(), ["a"])
+    assert layer.fp32(half).dtype == np.float32 and layer(half).dtype == np.float16
 
 
 def test_matrices_quantized_differently_do_not_stack():
