@@ -110,14 +110,14 @@ class Backend:
         return lambda: copy
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        """``work``, which a backend with graphs captures at the first call and replays at later ones.
+        """``work``, which a backend with graphs captures once and replays at later calls.
 
         ``work`` must do the same operations on the same arrays at each call, and return the same arrays.
         """
         return work
 
     def describe(self) -> str:
-        """The device's name for people."""
+        """The device's name and properties, for display."""
         return "CPU (NumPy reference)"
 
     def memory(self) -> dict[str, int]:
