@@ -24,7 +24,13 @@ def create(device: str = "auto", memory_limit: int | str | None = None) -> Backe
     if device == "cpu":
         return CpuBackend()
     try:
-        return _cuda(int(device.partition(":")[2] or 0), memory_limit)
+        from ..cuda.doctor import require_usable
+
+        index = int(device.partition(":")[2] or 0)
+        require_usable(index)
+        from .cuda.backend import CudaBackend
+
+        return CudaBackend(index, memory_limit)
     except DeviceError as error:
         if device != "auto" or isinstance(error, MemoryError):
             raise
@@ -36,12 +42,3 @@ def check_device(device: str) -> None:
     """Raise ``UsageError`` unless ``device`` names a device."""
     if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N")
-
-
-def _cuda(index: int, memory_limit: int | str | None) -> Backend:
-    from ..cuda.doctor import require_usable
-
-    require_usable(index)
-    from .cuda.backend import CudaBackend
-
-    return CudaBackend(index, memory_limit)

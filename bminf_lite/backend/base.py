@@ -110,14 +110,14 @@ class Backend:
         return lambda: copy
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        """``work``, which a backend with graphs captures at the first call and replays at later ones.
+        """``work``, which a backend with graphs captures once and replays at later calls.
 
         ``work`` must do the same operations on the same arrays at each call, and return the same arrays.
         """
         return work
 
     def describe(self) -> str:
-        """The device's name for people."""
+        """The device's name and properties, for display."""
         return "CPU (NumPy reference)"
 
     def memory(self) -> dict[str, int]:
@@ -277,10 +277,8 @@ class Backend:
         tokens = qkv.shape[0]
         q, k, v = split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads)
         positions = positions_of(batch)
-        q, k = (
-            self._round(rotate(normalise(x, norm) if norm else x, positions, spec.rope))
-            for x, norm in ((q, spec.q_norm), (k, spec.k_norm))
-        )
+        q = self._round(rotate(normalise(q, spec.q_norm) if spec.q_norm else q, positions, spec.rope))
+        k = self._round(rotate(normalise(k, spec.k_norm) if spec.k_norm else k, positions, spec.rope))
         out = np.empty((tokens, spec.heads, spec.head_dim), np.float32)
         for rows, slot, context_len in sequences(batch):
             total = context_len + rows.stop - rows.start

@@ -91,8 +91,5 @@ class CalibrationOps:
 
     def squares(self, got: Array, expected: Array) -> tuple[np.ndarray, np.ndarray]:
         """``|got - expected|^2`` and ``|expected|^2`` of each row, fp32 ``[n, out]`` -> fp64 ``[n]`` on the host."""
-        difference = got - expected
-        return (
-            np.einsum("ij,ij->i", difference, difference, dtype=np.float64),
-            np.einsum("ij,ij->i", expected, expected, dtype=np.float64),
-        )
+        noise, size = (np.einsum("ij,ij->i", x, x, dtype=np.float64) for x in (got - expected, expected))
+        return noise, size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from .values import Norm, Rope
@@ -97,9 +95,4 @@ def relu(x: np.ndarray) -> np.ndarray:
     return y
 
 
-ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "silu": silu,
-    "gelu_tanh": gelu_tanh,
-    "relu": relu,
-    "gelu": gelu,
-}
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "relu": relu, "gelu": gelu}

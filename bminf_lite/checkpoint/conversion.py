@@ -71,6 +71,7 @@ class ConversionTask:
 
     @property
     def nbytes(self) -> int:
+        """The size of :meth:`outputs`."""
         return sum(declared.nbytes for declared in self.outputs().values())
 
     @property

@@ -96,14 +96,9 @@ def migrate(
         calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
         schemes = SchemeChoice.of(model.spec, chosen, calibrated.rewrites)
         tasks = _make_tasks(checkpoint, schemes, calibrated.rewrites)
-        report = MigrationReport(
-            chosen,
-            schemes.tied_head,
-            tuple(map(_estimate_report, tasks)),
-            tuple(SourceFile(file.name, file.stat().st_size, "") for file in checkpoint.files()),
-            calibrated.report,
-            schemes.late,
-        )
+        estimated = tuple(map(_estimate_report, tasks))
+        files = tuple(SourceFile(file.name, file.stat().st_size, "") for file in checkpoint.files())
+        report = MigrationReport(chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late)
         if dry_run:
             return report
         copied = _files_to_copy(checkpoint.path)
@@ -163,13 +158,12 @@ def _make_tasks(
     """The conversion of each tensor, in the order in which the source stores them."""
     spec, stored = schemes.spec, schemes.stored
     wide = [
-        f"tensor {name!r} {list(spec.parameters[name].shape)}: w8a8 allows {MAX_IN_FEATURES:,} inputs at most; "
-        "choose w8a16 or float for it"
+        f"tensor {name!r} {list(spec.parameters[name].shape)}: w8a8 allows {MAX_IN_FEATURES:,} inputs at most"
         for name, scheme in stored.items()
         if scheme is Scheme.W8A8 and spec.parameters[name].shape[-1] > MAX_IN_FEATURES
     ]
     if wide:
-        raise checkpoint_error(checkpoint.path, wide)
+        raise checkpoint_error(checkpoint.path, wide, "choose w8a16 or float")
     tasks = [
         ConversionTask(name, checkpoint.tensors[name], stored.get(name, Scheme.FLOAT), rewrites.get(name, NO_REWRITE))
         for name in spec.parameters

@@ -227,8 +227,6 @@ def _tied_problems(checkpoint: Checkpoint, spec: Spec) -> list[str]:
             continue
         one, other = (np.asarray(checkpoint.stored(n)[:TIED_ROWS]).astype(np.float32) for n in (name, source))
         if not np.array_equal(one, other, equal_nan=True):
-            problems.append(
-                f"tensor {name!r} differs from {source!r}, to which config.json ties it; correct "
-                "tie_word_embeddings there, or remove the tensor"
-            )
+            remedy = "correct tie_word_embeddings there, or remove the tensor"
+            problems.append(f"tensor {name!r} differs from {source!r}, to which config.json ties it; {remedy}")
     return problems

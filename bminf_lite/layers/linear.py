@@ -31,16 +31,9 @@ class Linear:
         return self.ops.linear(x, self.weight)
 
     def fp32(self, x: Array) -> Array:
-        """``[T, in]`` -> fp32 ``[T, out]``, as the start of a residual stream."""
+        """``[T, in]`` -> fp32 ``[T, out]``: logits, or the start of a residual stream."""
         return self.ops.linear(x, self.weight, fp32=True)
 
     def add_to(self, residual: Array, x: Array) -> Array:
         """``residual + self(x)``, fp32 ``[T, out]``; ``residual`` may be overwritten."""
         return self.ops.linear_add(x, self.weight, residual)
-
-
-class LMHead(Linear):
-    """The output projection: fp32 logits ``[T, vocab]``."""
-
-    def __call__(self, x: Array) -> Array:
-        return self.ops.linear(x, self.weight, fp32=True)

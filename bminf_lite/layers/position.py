@@ -7,7 +7,7 @@ both are read. The formulas are those of the papers, in the fp32 steps of transf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -112,9 +112,4 @@ def _yarn_attention(parameters: RopeParameters, factor: float) -> float:
     return mscale(1.0)
 
 
-_SCALINGS: dict[str, Callable[[np.ndarray, RopeParameters, int, int], RopeFrequencies]] = {
-    "default": _default,
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-}
+_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

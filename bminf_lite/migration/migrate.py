@@ -76,14 +76,7 @@ def migrate(
     backend.check_device(device)
     check_max_divergence(max_divergence, calibrate is not None)
     write = partial(
-        migrate_folder,
-        source,
-        out,
-        recipe,
-        force=force,
-        dry_run=dry_run,
-        progress=progress,
-        shard_bytes=shard_bytes,
+        migrate_folder, source, out, recipe, force=force, dry_run=dry_run, progress=progress, shard_bytes=shard_bytes
     )
     if calibrate is None:
         return write()

@@ -40,21 +40,18 @@ from ._config import ModelConfig
 
 __all__ = ["Architecture", "ModelConfig", "find", "names"]
 
-_NO_ARCHITECTURE = {"spec"}
-
 
 def names() -> list[str]:
     """The architectures that exist, sorted."""
     modules = (m.name for m in pkgutil.iter_modules(__path__))
-    return sorted(name for name in modules if name not in _NO_ARCHITECTURE and not name.startswith("_"))
+    return sorted(name for name in modules if name != "spec" and not name.startswith("_"))
 
 
 def find(config: Mapping[str, Any]) -> Architecture:
     """The architecture that ``config["model_type"]`` names; raises ``CheckpointError`` if there is none."""
     model_type = config.get("model_type")
     if model_type not in names():
-        raise CheckpointError(
-            f"config.json: model_type {model_type!r} is not supported; this version runs: {', '.join(names())}"
-        )
+        supported = f"this version runs: {', '.join(names())}"
+        raise CheckpointError(f"config.json: model_type {model_type!r} is not supported; {supported}")
     architecture: Architecture = importlib.import_module(f"{__name__}.{model_type}").architecture
     return architecture

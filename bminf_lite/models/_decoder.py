@@ -9,7 +9,7 @@ from typing import Protocol
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch, LayerCache
 from ..layers.cache import KVCache
-from ..layers.linear import Linear, LMHead
+from ..layers.linear import Linear
 from ..layers.norm import NormLayer
 from ._config import ModelConfig
 
@@ -34,15 +34,15 @@ class DecoderBuilder(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """The residual stream to logits: ``head(project(norm(r)))``."""
+    """The residual stream to logits: ``head(project(norm(r)))``, fp32 ``[T, vocab]``."""
 
     norm: NormLayer | None
     project: Linear | None
-    head: LMHead
+    head: Linear
 
     def __call__(self, residual: Array) -> Array:
         x = self.norm(residual) if self.norm else residual
-        return self.head(self.project(x) if self.project else x)
+        return self.head.fp32(self.project(x) if self.project else x)
 
 
 class Decoder:

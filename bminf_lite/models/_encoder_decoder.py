@@ -15,7 +15,7 @@ from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Rel
 from ..layers.attention import Attention, CrossAttention, EncoderAttention
 from ..layers.cache import CacheShape, KVCache, SourceCache
 from ..layers.embedding import Embedding
-from ..layers.linear import Linear, LMHead
+from ..layers.linear import Linear
 from ..layers.loading import Weights
 from ..layers.mlp import MLP, GatedMLP
 from ..layers.norm import NormLayer, rms_norm
@@ -269,7 +269,7 @@ class ModelBuilder:
         self.config = config
         self.weights = weights
         self.ops = ops
-        self._shared_biases: dict[str, RelativeBias] = {}
+        self._biases: dict[str, RelativeBias] = {}
 
     def embed(self) -> Embedding:
         """The embedding that encoder and decoder share."""
@@ -293,18 +293,15 @@ class ModelBuilder:
         config = self.config
         name = config.names.decoder.final_norm
         final_norm = rms_norm(self.ops, self.weights, name, config.norm_eps, config.logit_scale)
-        return Output(final_norm, None, LMHead(self.ops, self.weights, [config.names.head]))
+        return Output(final_norm, None, Linear(self.ops, self.weights, [config.names.head]))
 
     def _bias(self, stack: StackTensorNames, layer: int, bidirectional: bool) -> RelativeBias:
-        """The relative bias of a layer: its own, or the one of its stack, which is loaded once."""
-        if stack.blocks not in self._shared_biases:
-            owner = layer if self.config.biases_per_layer else 0
-            name = f"{stack.blocks}.{owner}.{stack.bias}"
-            bias = load_relative_bias(self.ops, self.weights, name, bidirectional, self.config.max_distance)
-            if self.config.biases_per_layer:
-                return bias
-            self._shared_biases[stack.blocks] = bias
-        return self._shared_biases[stack.blocks]
+        """The relative bias of a layer: its own, or that of its stack's first layer. Each is loaded once."""
+        name = f"{stack.blocks}.{layer if self.config.biases_per_layer else 0}.{stack.bias}"
+        if name not in self._biases:
+            max_distance = self.config.max_distance
+            self._biases[name] = load_relative_bias(self.ops, self.weights, name, bidirectional, max_distance)
+        return self._biases[name]
 
 
 class EncoderDecoder:

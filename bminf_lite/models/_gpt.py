@@ -17,7 +17,7 @@ from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Nor
 from ..layers.attention import Attention
 from ..layers.cache import CacheShape
 from ..layers.embedding import Embedding, PositionEmbedding
-from ..layers.linear import Linear, LMHead
+from ..layers.linear import Linear
 from ..layers.loading import PermutedWeights, Weights
 from ..layers.mlp import MLP
 from ..layers.norm import NormLayer, layer_norm
@@ -262,7 +262,7 @@ class ModelBuilder:
     def output(self) -> Output:
         config, names = self.config, self.config.names
         norm = make_norm(config, self.weights, self.ops, names.final_norm) if config.final_norm else None
-        return Output(norm, self._projection(names.project_out), LMHead(self.ops, self.weights, [names.head]))
+        return Output(norm, self._projection(names.project_out), Linear(self.ops, self.weights, [names.head]))
 
     def _projection(self, name: str) -> Linear | None:
         return Linear(self.ops, self.weights, [name]) if self.config.is_projected else None

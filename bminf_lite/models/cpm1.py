@@ -41,14 +41,9 @@ def parse(config: Mapping[str, Any]) -> Config:
     read.reject_unknown_keys()
     read.require_divisible("hidden_size", "heads")
     fields = read.checked_fields()
-    hidden = fields["hidden_size"]
+    size = fields["hidden_size"]
     return Config(
-        **fields,
-        embedding_size=hidden,
-        intermediate_size=4 * hidden,
-        activation="gelu_tanh",
-        tied_head=True,
-        names=NAMES,
+        **fields, embedding_size=size, intermediate_size=4 * size, activation="gelu_tanh", tied_head=True, names=NAMES
     )
 
 

@@ -10,28 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import _encoder_decoder
+from . import _encoder_decoder as encoder_decoder
 from ._architecture import Architecture
 from ._config import MAX_LAYERS, ConfigReader, integer, with_defaults
-from ._encoder_decoder import (
-    Config,
-    CrossTensorNames,
-    EncoderDecoder,
-    ModelBuilder,
-    StackTensorNames,
-    TensorNames,
-    check_buckets,
-    spec,
-)
 
 SIZES = {"vocab_size": 26240, "d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
-KEYS = with_defaults(_encoder_decoder.KEYS, **SIZES) | {
+KEYS = with_defaults(encoder_decoder.KEYS, **SIZES) | {
     "layers": integer("num_decoder_layers", 24, high=MAX_LAYERS),
     "context_length": integer("max_position_embeddings", 512),
 }
 """A ``config.json`` of this project's own; the defaults are the published model."""
 
-ENCODER = StackTensorNames(
+ENCODER = encoder_decoder.StackTensorNames(
     blocks="encoder.blocks",
     final_norm="encoder.final_layernorm",
     self_norm="self_attn.layer_norm",
@@ -41,7 +31,7 @@ ENCODER = StackTensorNames(
     mlp_norm="ff.layer_norm",
     mlp="ff.dense_relu_dense",
 )
-NAMES = TensorNames(
+NAMES = encoder_decoder.TensorNames(
     embedding="word_embeds",
     head="lm_head",
     encoder=ENCODER,
@@ -49,7 +39,7 @@ NAMES = TensorNames(
         ENCODER,
         blocks="decoder.blocks",
         final_norm="decoder.final_layernorm",
-        cross=CrossTensorNames(
+        cross=encoder_decoder.CrossTensorNames(
             norm="cross_attn.layer_norm",
             q="cross_attn.cross_attn.project_q",
             kv=("cross_attn.cross_attn.project_kv",),
@@ -60,23 +50,17 @@ NAMES = TensorNames(
 )
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> encoder_decoder.Config:
     return parse_cpm(ConfigReader(config, KEYS))
 
 
-def parse_cpm(read: ConfigReader) -> Config:
+def parse_cpm(read: ConfigReader) -> encoder_decoder.Config:
     """The configuration of CPM-2 or EVA, whose unknown keys are problems."""
     read.reject_unknown_keys()
-    check_buckets(read)
+    encoder_decoder.check_buckets(read)
     start = read.value(integer("decoder_start_token_id", 1, low=0, high=read.fields["vocab_size"] - 1))
-    return Config(
-        **read.checked_fields(),
-        activation="gelu_tanh",
-        gated=True,
-        tied_head=False,
-        decoder_start_token_id=start,
-        names=NAMES,
-    )
+    fields = read.checked_fields() | {"activation": "gelu_tanh", "gated": True, "tied_head": False}
+    return encoder_decoder.Config(**fields, decoder_start_token_id=start, names=NAMES)
 
 
-architecture = Architecture(parse, spec, ModelBuilder, EncoderDecoder)
+architecture = Architecture(parse, encoder_decoder.spec, encoder_decoder.ModelBuilder, encoder_decoder.EncoderDecoder)

@@ -17,7 +17,7 @@ from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Rop
 from ..layers.attention import Attention
 from ..layers.cache import CacheShape
 from ..layers.embedding import Embedding
-from ..layers.linear import Linear, LMHead
+from ..layers.linear import Linear
 from ..layers.loading import Weights
 from ..layers.mlp import GatedMLP
 from ..layers.norm import rms_norm
@@ -102,12 +102,12 @@ def spec(config: Config) -> Spec:
     folds = []
     for layer in range(config.layers):
         name = f"model.layers.{layer}"
-        qkv = [f"{name}.self_attn.{x}_proj" for x in "qkv"]
+        *qkv, o = (f"{name}.self_attn.{x}_proj" for x in "qkvo")
         gate, up, down = (f"{name}.mlp.{x}_proj" for x in ("gate", "up", "down"))
         value_tensors = linear(qkv[2], (kv, hidden), config.qkv_bias)
         up_tensors = linear(up, (inner, hidden), config.mlp_bias)
         tensors |= linear(qkv[0], (q, hidden), config.qkv_bias) | linear(qkv[1], (kv, hidden), config.qkv_bias)
-        tensors |= value_tensors | linear(f"{name}.self_attn.o_proj", (hidden, q), config.o_bias)
+        tensors |= value_tensors | linear(o, (hidden, q), config.o_bias)
         tensors |= linear(gate, (inner, hidden), config.mlp_bias) | up_tensors
         tensors |= linear(down, (hidden, inner), config.mlp_bias)
         tensors |= norm(f"{name}.input_layernorm", hidden) | norm(f"{name}.post_attention_layernorm", hidden)
@@ -116,12 +116,7 @@ def spec(config: Config) -> Spec:
             tensors |= norm(f"{name}.self_attn.k_norm", config.head_dim)
         folds += [
             Fold(weights_of(f"{name}.input_layernorm"), weights_of(*qkv)),
-            Fold(
-                tuple(value_tensors),
-                weights_of(f"{name}.self_attn.o_proj"),
-                block=config.head_dim,
-                repeat=config.heads // config.kv_heads,
-            ),
+            Fold(tuple(value_tensors), weights_of(o), block=config.head_dim, repeat=config.heads // config.kv_heads),
             Fold(weights_of(f"{name}.post_attention_layernorm"), weights_of(gate, up)),
             Fold(tuple(up_tensors), weights_of(down)),
         ]
@@ -140,20 +135,11 @@ class Block:
             rms_norm(ops, weights, f"{name}.self_attn.{x}_norm", config.norm_eps).norm if config.qk_norm else None
             for x in "qk"
         )
-        attention = AttentionSpec(
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-            scale=config.head_dim**-0.5,
-            window=config.windows[layer],
-            rope=rope,
-            q_norm=q_norm,
-            k_norm=k_norm,
-        )
+        scale, window = config.head_dim**-0.5, config.windows[layer]
         self.input_norm = rms_norm(ops, weights, f"{name}.input_layernorm", config.norm_eps)
         self.attention = Attention(
             ops,
-            attention,
+            AttentionSpec(config.heads, config.kv_heads, config.head_dim, scale, window, rope, q_norm, k_norm),
             Linear(ops, weights, [f"{name}.self_attn.{x}_proj" for x in "qkv"], config.qkv_bias),
             Linear(ops, weights, [f"{name}.self_attn.o_proj"], config.o_bias),
         )
@@ -187,7 +173,7 @@ class ModelBuilder:
 
     def output(self) -> Output:
         final_norm = rms_norm(self.ops, self.weights, "model.norm", self.config.norm_eps)
-        return Output(final_norm, None, LMHead(self.ops, self.weights, ["lm_head"]))
+        return Output(final_norm, None, Linear(self.ops, self.weights, ["lm_head"]))
 
 
 architecture = Architecture(parse, spec, ModelBuilder, Decoder)

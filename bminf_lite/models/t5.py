@@ -10,26 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import _encoder_decoder
+from . import _encoder_decoder as encoder_decoder
 from ._architecture import Architecture
 from ._config import ACTIVATIONS, ConfigReader, choice, flag, integer
-from ._encoder_decoder import (
-    Config,
-    CrossTensorNames,
-    EncoderDecoder,
-    ModelBuilder,
-    StackTensorNames,
-    TensorNames,
-    check_buckets,
-    spec,
-)
 
 FEED_FORWARDS = (
     ACTIVATIONS | {f"gated-{name}": value for name, value in ACTIVATIONS.items()} | {"gated-gelu": "gelu_tanh"}
 )
 """``feed_forward_proj`` -> its function: ``gated-gelu`` means the tanh form."""
 
-KEYS = _encoder_decoder.KEYS | {
+KEYS = encoder_decoder.KEYS | {
     "activation": choice("feed_forward_proj", "relu", FEED_FORWARDS),
     "gated": choice("feed_forward_proj", "relu", {name: name.startswith("gated-") for name in FEED_FORWARDS}),
 }
@@ -37,7 +27,7 @@ KEYS = _encoder_decoder.KEYS | {
 MAX_TOKENS = 1 << 15
 """Relative biases do not bound the length of a source or a text; this bound keeps a mistake from filling the memory."""
 
-ENCODER = StackTensorNames(
+ENCODER = encoder_decoder.StackTensorNames(
     blocks="encoder.block",
     final_norm="encoder.final_layer_norm",
     self_norm="layer.0.layer_norm",
@@ -47,7 +37,7 @@ ENCODER = StackTensorNames(
     mlp_norm="layer.1.layer_norm",
     mlp="layer.1.DenseReluDense",
 )
-NAMES = TensorNames(
+NAMES = encoder_decoder.TensorNames(
     embedding="shared",
     head="lm_head",
     encoder=ENCODER,
@@ -57,7 +47,7 @@ NAMES = TensorNames(
         final_norm="decoder.final_layer_norm",
         mlp_norm="layer.2.layer_norm",
         mlp="layer.2.DenseReluDense",
-        cross=CrossTensorNames(
+        cross=encoder_decoder.CrossTensorNames(
             norm="layer.1.layer_norm",
             q="layer.1.EncDecAttention.q",
             kv=("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v"),
@@ -71,26 +61,21 @@ NAMES = TensorNames(
 )
 
 
-def parse(config: Mapping[str, Any]) -> Config:
+def parse(config: Mapping[str, Any]) -> encoder_decoder.Config:
     """T5's configuration. Newer files say whether outputs are scaled, older ones whether the head is tied."""
     read = ConfigReader(config, KEYS)
     tied = read.value(flag("scale_decoder_outputs", read.value(flag("tie_word_embeddings", True))))
     return parse_t5(read, tied)
 
 
-def parse_t5(read: ConfigReader, tied_head: bool) -> Config:
+def parse_t5(read: ConfigReader, tied_head: bool) -> encoder_decoder.Config:
     """The configuration of T5, mT5 or UMT5."""
-    check_buckets(read)
+    encoder_decoder.check_buckets(read)
     last_id = read.fields["vocab_size"] - 1
     padding = read.value(integer("pad_token_id", 0, low=0, required=False))
     start = read.value(integer("decoder_start_token_id", padding, low=0, high=last_id, required=False))
-    return Config(
-        **read.checked_fields(),
-        context_length=MAX_TOKENS,
-        tied_head=tied_head,
-        decoder_start_token_id=start,
-        names=NAMES,
-    )
+    fields = read.checked_fields() | {"context_length": MAX_TOKENS, "tied_head": tied_head}
+    return encoder_decoder.Config(**fields, decoder_start_token_id=start, names=NAMES)
 
 
-architecture = Architecture(parse, spec, ModelBuilder, EncoderDecoder)
+architecture = Architecture(parse, encoder_decoder.spec, encoder_decoder.ModelBuilder, encoder_decoder.EncoderDecoder)

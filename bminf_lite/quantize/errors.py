@@ -65,9 +65,8 @@ class ErrorEvaluator:
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
     """The error of ``got``, fp32 ``[T, out]`` each; 0 where all of ``expected`` is 0."""
-    difference = got - expected
-    size = np.einsum("ij,ij->i", expected, expected, dtype=np.float64)
-    return mean_error(np.einsum("ij,ij->i", difference, difference, dtype=np.float64), size)
+    noise, size = (np.einsum("ij,ij->i", x, x, dtype=np.float64) for x in (got - expected, expected))
+    return mean_error(noise, size)
 
 
 def mean_error(noise: np.ndarray, size: np.ndarray) -> float:
