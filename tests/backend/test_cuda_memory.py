@@ -6,25 +6,18 @@ import gc
 
 import numpy as np
 import pytest
-from tiny_models import RandomWeights, goldens
+from model_kit import make_model, prompt_of
 
-from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
-from bminf_lite.engine.config import EngineConfig
 from bminf_lite.errors import OutOfMemory
 from bminf_lite.memory.arena import Arena, Block
 
-GOLDEN = next(golden for golden in goldens("llama") if golden.name == "grouped")
+TOKENS = prompt_of(33)
 
 
 def model_on(ops: Backend, context: int = 4096) -> Model:
-    """A tiny random int8 model of the context length ``context``."""
-    config = GOLDEN.config | {"max_position_embeddings": context}
-    architecture = models.find(config)
-    parsed = architecture.parse(config)
-    network = architecture.Model(parsed, RandomWeights(config, GOLDEN.seed, quantized=True), ops)
-    return Model(network, EngineConfig(parsed.context_length, parsed.vocab_size, parsed.cache_shape))
+    return make_model(ops, quantized=True, max_position_embeddings=context)
 
 
 @pytest.fixture
@@ -54,7 +47,7 @@ def test_decoding_in_the_steady_state_allocates_nothing(cuda_backend, monkeypatc
 
 @pytest.mark.gpu
 def test_running_out_is_told_and_leaves_the_model_usable(small_gpu):
-    model = model_on(small_gpu, context=2**20)
+    model = model_on(small_gpu, 2**20)
     expected = model.generate([1, 2, 3], max_new_tokens=8, temperature=0).token_ids
     with pytest.raises(OutOfMemory, match="allowed"):
         model.generate([[1] * 400_000] * 16, max_new_tokens=2)
@@ -67,7 +60,7 @@ def test_device_arrays_come_and_go_without_a_copy(cuda_backend):
     import cupy as cp
 
     model = model_on(cuda_backend)
-    ids = np.array(GOLDEN.tokens)
+    ids = np.array(TOKENS)
     expected = model.logits(ids)
     for given in (cp.asarray(ids), cp.asarray(ids.astype(np.int32))):
         logits = model.logits(given, device=True)
@@ -92,8 +85,8 @@ def test_what_writes_token_ids_on_another_stream_has_ended_before_they_are_read(
             return self.array.__cuda_array_interface__
 
     model = model_on(cuda_backend)
-    expected = model.logits(GOLDEN.tokens)
-    ids, right, large = cp.full(len(GOLDEN.tokens), -1), cp.asarray(GOLDEN.tokens), cp.empty(1 << 22, np.float32)
+    expected = model.logits(TOKENS)
+    ids, right, large = cp.full(len(TOKENS), -1), cp.asarray(TOKENS), cp.empty(1 << 22, np.float32)
     for offered in (ids, Interface(ids)):
         with cp.cuda.Stream(non_blocking=True) as stream:
             ids[...] = -1
@@ -130,7 +123,7 @@ def test_arrays_of_other_libraries_are_token_ids(backend):
     if backend.name != "cpu":
         pytest.skip("host memory is not this backend's")
     model = model_on(backend)
-    ids = np.array(GOLDEN.tokens, np.int64)
+    ids = np.array(TOKENS, np.int64)
     np.testing.assert_array_equal(model.logits(Foreign(ids)), model.logits(ids))
     assert model.memory() == {}
 

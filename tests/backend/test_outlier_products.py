@@ -31,18 +31,15 @@ def expected(
 ) -> tuple[np.ndarray, np.ndarray]:
     """``x`` fp32 times stacked weights in fp64, and the magnitudes of what is added up in fp32."""
     assert parts[0].outliers is not None
-    index, codes = parts[0].outliers.index, np.concatenate([p.codes for p in parts])
-    scale = np.concatenate([p.scale for p in parts])
-    values = np.concatenate([p.outliers.values for p in parts if p.outliers is not None]).astype(np.float64)
-    rest, kept = np.array(x), model.rounded(x[:, index], dtype).astype(np.float64)
-    rest[:, index] = 0
+    index, weight = parts[0].outliers.index, np.concatenate([p.dequantize() for p in parts]).astype(np.float64)
+    kept, rest = model.rounded(x, dtype).astype(np.float64), np.array(x)
+    product, terms = kept @ weight.T, np.abs(kept) @ np.abs(weight).T
     if parts[0].dynamic:
-        product = model.w8a8_product(rest, codes, scale, None).astype(np.float64)
-        terms = np.abs(product)
-    else:
-        rest, weight = model.rounded(rest, dtype).astype(np.float64), scale.astype(np.float64)[:, None] * codes
-        product, terms = rest @ weight.T, np.abs(rest) @ np.abs(weight).T
-    product, terms = product + kept @ values.T, terms + np.abs(kept) @ np.abs(values).T
+        rest[:, index] = 0
+        kept, weight = kept[:, index], weight[:, index]
+        codes, scale = (np.concatenate([getattr(p, name) for p in parts]) for name in ("codes", "scale"))
+        others = model.w8a8_product(rest, codes, scale, None).astype(np.float64)
+        product, terms = others + kept @ weight.T, np.abs(others) + np.abs(kept) @ np.abs(weight).T
     return (product, terms) if bias is None else (product + bias, terms + np.abs(bias))
 
 

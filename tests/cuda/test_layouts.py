@@ -33,12 +33,6 @@ def test_every_element_has_a_place_of_its_own_inside_the_buffer(order, rows, col
     assert offsets.min() >= 0 and offsets.max() < layout.size
 
 
-@given(st.sampled_from(ORDERS), st.integers(1, 5), st.integers(1, 5))
-def test_whole_tiles_leave_no_gap(order, rows, cols):
-    layout = Layout.of(order, rows * TILE_ROWS.get(order, 1), cols * 32)
-    assert np.array_equal(np.sort(grid(layout), axis=None), np.arange(layout.size))
-
-
 @given(
     st.sampled_from(ORDERS), SIZES, SIZES, st.lists(st.integers(0, 3), max_size=2), st.sampled_from(["int8", "int32"])
 )

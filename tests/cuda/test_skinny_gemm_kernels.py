@@ -7,6 +7,7 @@ import pytest
 from checked import repeats
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scaled_operands import RELU, ScaledOperands
 
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -15,7 +16,6 @@ from bminf_lite.cuda.kernels.constants import Epilogue  # noqa: E402
 from bminf_lite.cuda.kernels.gemm.skinny_gemm import GROUP, SkinnyGemm  # noqa: E402
 from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper  # noqa: E402
 
-RELU = 2
 SHAPES = [
     (2, 32, 16),
     (16, 4096, 4096),
@@ -36,38 +36,12 @@ def kernel(request, device):
     return made
 
 
-class Case:
-    """Random operands, and what the definition makes of them."""
+class Case(ScaledOperands):
+    """``outputs`` columns of a result that ``epilogue`` makes."""
 
     def __init__(self, rows: int, outputs: int, in_features: int, epilogue: Epilogue, bias: bool, seed: int = 0):
-        random = np.random.default_rng(seed)
-        self.rows, self.outputs, self.epilogue = rows, outputs, epilogue
-        self.channels = outputs * (2 if epilogue is Epilogue.GATED else 1)
-        self.pitch = -(-in_features // 16) * 16
-        self.x, self.w = (np.zeros((n, self.pitch), np.int8) for n in (rows, -(-self.channels // GROUP) * GROUP))
-        for matrix, n in ((self.x, rows), (self.w, self.channels)):
-            matrix[:n, :in_features] = random.integers(-128, 128, (n, in_features), np.int8)
-        self.x_scale, self.w_scale = (random.uniform(1e-4, 1e-2, n).astype(np.float32) for n in (rows, self.channels))
-        self.bias = random.normal(size=self.channels).astype(np.float32) if bias else None
-        self.before = random.normal(size=(rows, outputs)).astype(np.float32)
-
-    def expected(self) -> np.ndarray:
-        acc = self.x.astype(np.float64) @ self.w[: self.channels].T.astype(np.float64)
-        if self.epilogue is Epilogue.TO_INT32:
-            return acc.astype(np.int32)
-        y = self.x_scale[:, None] * (self.w_scale * acc.astype(np.float32))
-        y = y if self.bias is None else y + self.bias
-        if self.epilogue is Epilogue.TO_FLOAT:
-            return y
-        y = y.astype(np.float16)
-        if self.epilogue is Epilogue.ADD:
-            return self.before + y
-        if self.epilogue is Epilogue.ACTIVATED:
-            return np.maximum(y, 0)
-        if self.epilogue is Epilogue.GATED:
-            gate, up = np.split(y.astype(np.float32), 2, axis=1)
-            return (np.maximum(gate, 0) * up).astype(np.float16)
-        return y
+        super().__init__(rows, outputs * (2 if epilogue is Epilogue.GATED else 1), in_features, bias, seed)
+        self.outputs, self.epilogue = outputs, epilogue
 
     def run(self, kernel: SkinnyGemm) -> np.ndarray:
         """What the kernel writes; nothing beside its result may change."""
@@ -77,12 +51,15 @@ class Case:
         whole = np.full((self.rows + 1, self.outputs + 8), 85, dtype)
         if self.epilogue is Epilogue.ADD:
             whole[: self.rows, : self.outputs] = self.before
-        out, x, w = cp.asarray(whole), cp.asarray(self.x), cp.asarray(self.w)
+        pitch, groups = -(-self.in_features // 16) * 16, -(-self.channels // GROUP) * GROUP
+        columns = (0, pitch - self.in_features)
+        x, w = (np.pad(m, ((0, n - len(m)), columns)) for m, n in ((self.x, self.rows), (self.w, groups)))
+        out, x, w = cp.asarray(whole), cp.asarray(x), cp.asarray(w)
         scales = [cp.asarray(v) for v in (self.x_scale, self.w_scale)]
         bias = None if self.bias is None else cp.asarray(self.bias)
         kernel.launch(
             x.data.ptr, scales[0].data.ptr, w.data.ptr, scales[1].data.ptr, 0 if bias is None else bias.data.ptr,
-            out.data.ptr, self.outputs + 8, self.rows, self.channels, self.pitch, cp.cuda.get_current_stream().ptr,
+            out.data.ptr, self.outputs + 8, self.rows, self.channels, pitch, cp.cuda.get_current_stream().ptr,
             self.epilogue, RELU if self.epilogue in (Epilogue.GATED, Epilogue.ACTIVATED) else 0,
         )  # fmt: skip
         found = cp.asnumpy(out)
@@ -94,7 +71,7 @@ class Case:
 @pytest.mark.parametrize(("rows", "outputs", "in_features"), SHAPES)
 def test_outputs_are_the_definition_s(kernel, rows, outputs, in_features, epilogue):
     case = Case(rows, outputs, in_features, epilogue, bias=epilogue is not Epilogue.TO_INT32)
-    np.testing.assert_array_equal(case.run(kernel), case.expected())
+    np.testing.assert_array_equal(case.run(kernel), case.expected(case.epilogue))
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -104,7 +81,7 @@ def test_any_shape(kernel, rows, groups, in_features, epilogue, bias, data):
     case = Case(
         rows, groups * GROUP - missing, in_features, epilogue, bias and epilogue is not Epilogue.TO_INT32, seed=groups
     )
-    np.testing.assert_array_equal(case.run(kernel), case.expected())
+    np.testing.assert_array_equal(case.run(kernel), case.expected(case.epilogue))
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.TO_HALF, Epilogue.GATED])
@@ -113,7 +90,7 @@ def test_a_scale_that_is_no_number_stays_in_its_row(kernel, epilogue):
     case.x_scale[7] = np.nan
     found = case.run(kernel)
     others = np.arange(16) != 7
-    np.testing.assert_array_equal(found[others], case.expected()[others])
+    np.testing.assert_array_equal(found[others], case.expected(case.epilogue)[others])
     if epilogue is Epilogue.TO_HALF:
         assert np.isnan(found[7]).all()
 

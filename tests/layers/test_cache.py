@@ -13,11 +13,6 @@ from bminf_lite.layers.cache import CacheShape, KVCache
 SHAPE = CacheShape(layers=2, kv_heads=1, head_dim=2)
 
 
-def test_bytes_per_token():
-    assert CacheShape(32, 8, 128).bytes_per_token() == 131072
-    assert SHAPE.bytes_per_token(4) == 2 * 2 * 1 * 2 * 4
-
-
 @given(st.integers(1, 3000), st.integers(1, 5000), st.lists(st.integers(1, 5000), max_size=6))
 def test_capacity(first, limit, requests):
     first = min(first, limit)
@@ -30,6 +25,8 @@ def test_capacity(first, limit, requests):
         if cache.capacity > before:
             assert cache.capacity >= min(limit, before * 3 // 2)
         assert cache.capacity % CACHE_BLOCK == 0 or cache.capacity == limit
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        assert held == 3 * cache.capacity * SHAPE.bytes_per_token(4)
         assert len(cache.layers) == 2 and all(layer.capacity == cache.capacity for layer in cache.layers)
 
 
