@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """The modules that a module imports anywhere in it, functions and type checking included.
 

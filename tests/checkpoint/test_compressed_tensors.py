@@ -67,8 +67,6 @@ def test_targets_by_name_go_before_targets_by_class() -> None:
     "path, value, expected",
     [
         (["quant_method"], "gptq", "quant_method is 'gptq'"),
-        (["quant_method"], "awq", "quant_method is 'awq'"),
-        (["quant_method"], "bitsandbytes", "quant_method is 'bitsandbytes'"),
         (["format"], "float-quantized", "group_0.format is 'float-quantized'"),
         (["format"], None, "group_0.format is None"),
         (["config_groups"], {}, "config_groups must name at least one group"),

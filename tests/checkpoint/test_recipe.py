@@ -13,21 +13,11 @@ CALIBRATED = 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\n'
 EXAMPLES = Path(__file__).parents[2] / "configs" / "recipes"
 
 
-def test_built_in_recipes() -> None:
-    assert built_in_recipes() == ["auto", "w8a16", "w8a8", "w8a8-smooth"]
-    for name in built_in_recipes():
-        recipe = load_recipe(name)
-        scheme = name if name in ("w8a8", "w8a16") else "w8a8"
-        assert recipe.name == name and recipe.linear.value == recipe.head.value == scheme and recipe.description
-        assert (recipe.calibration is None) == (scheme == name)
-        assert load_recipe(recipe) is recipe
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
-def test_examples_are_valid(path: Path) -> None:
-    recipe = load_recipe(path)
-    assert recipe.name == path.stem and recipe.description
-    assert load_recipe(str(path)) == recipe
+@pytest.mark.parametrize("name", [*built_in_recipes(), *sorted(EXAMPLES.glob("*.toml"))], ids=lambda x: Path(x).stem)
+def test_built_in_recipes_and_examples_are_valid(name: str | Path) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == Path(name).stem and recipe.description
+    assert load_recipe(str(name)) == recipe and load_recipe(recipe) is recipe
 
 
 def test_the_first_pattern_that_matches_decides() -> None:

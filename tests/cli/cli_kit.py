@@ -1,10 +1,21 @@
-"""Runs a command of the command line in this process."""
+"""Runs a command of the command line in this process or in one of its own."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 from click.testing import CliRunner, Result
 
+import bminf_lite
 from bminf_lite.cli import main
+
+PROGRAM = [sys.executable, "-c", "from bminf_lite.cli import main; main()"]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(bminf_lite.__file__).parents[1])}
 
 
 def run(*arguments: object, stdin: str | bytes | None = None) -> Result:
@@ -16,3 +27,13 @@ def output(*arguments: object) -> str:
     result = run(*arguments)
     assert (result.exit_code, result.stderr) == (0, ""), result.stderr
     return result.stdout
+
+
+def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        [*PROGRAM, *map(str, arguments)],
+        **({"env": ENVIRONMENT} | pipes | options),
+        # A test runner in the background has SIGINT ignored, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )

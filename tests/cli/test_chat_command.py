@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +13,11 @@ from typing import Any
 import cpm_kit
 import pytest
 import tiny_checkpoint
-from click.testing import CliRunner, Result
+from cli_kit import ENVIRONMENT, run, start
+from click.testing import Result
 
 import bminf_lite
 from bminf_lite.api import Model
-from bminf_lite.cli import main
 from bminf_lite.engine.outputs import Piece
 from bminf_lite.errors import OutOfMemory
 
@@ -34,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chat(model: Path, lines: list[str], *options: str) -> Result:
     text = "".join(f"{line}\n" for line in lines)
-    return CliRunner().invoke(main, ["chat", str(model), "--device", "cpu", *OPTIONS, *options], input=text)
+    return run("chat", model, "--device", "cpu", *OPTIONS, *options, stdin=text)
 
 
 def answers(model: Path, lines: list[str], system: str | None = None, **options: object) -> str:
@@ -91,8 +89,7 @@ def test_out_of_memory_in_an_answer_does_not_end_the_dialogue(model: Path, monke
 
 @pytest.mark.parametrize(("line", "words"), [(b"x" * 400, "shorten the prompt"), (b"caf\xe9", "surrogate")])
 def test_an_invalid_line_does_not_end_the_dialogue(model: Path, line: bytes, words: str) -> None:
-    arguments = ["chat", str(model), "--device", "cpu", *OPTIONS]
-    result = CliRunner().invoke(main, arguments, input=line + b"\nhi\n")
+    result = run("chat", model, "--device", "cpu", *OPTIONS, stdin=line + b"\nhi\n")
     assert result.exit_code == 0 and words in result.stderr
     assert result.stdout == answers(model, ["hi"])
 
@@ -117,15 +114,8 @@ class Terminal:
 
     def __init__(self, *arguments: str):
         self.primary, secondary = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from bminf_lite.cli import main; main()", "chat", *arguments],
-            stdin=secondary,
-            stdout=secondary,
-            stderr=secondary,
-            env=os.environ | {"TERM": "dumb", "PYTHONPATH": str(Path(bminf_lite.__file__).parents[1])},
-            # A test runner in the background has SIGINT ignored, and its children would inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), secondary)
+        self.process = start("chat", *arguments, env=ENVIRONMENT | {"TERM": "dumb"}, **streams)
         os.close(secondary)
         self.shown = ""
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_checkpoint
-
-import bminf_lite
+from cli_kit import ENVIRONMENT, PROGRAM, start
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
-PROGRAM = [sys.executable, "-c", "from bminf_lite.cli import main; main()"]
 ENDLESS = ["--device", "cpu", "--max-new-tokens", "1000000"]
 TIMEOUT = 60
 FULL = Path("/dev/full")
@@ -28,20 +24,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that never ends by itself."""
     folder = tmp_path_factory.mktemp("processes") / "model"
     return tiny_checkpoint.write(folder, max_position_embeddings=2**20, generation_config={"eos_token_id": []})
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(bminf_lite.__file__).parents[1])}
-
-
-def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(
-        [*PROGRAM, *map(str, arguments)],
-        **({"env": environment()} | pipes | options),
-        # A test runner in the background has SIGINT ignored, and its children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
 
 
 def test_generate_streams_and_ends_on_ctrl_c(model: Path) -> None:
@@ -90,7 +72,7 @@ def test_the_exit_code_is_right_where_no_message_can_be_written(tmp_path: Path) 
 
 def test_characters_that_the_encoding_of_stdout_lacks_are_escaped(tmp_path: Path) -> None:
     source = tiny_checkpoint.write(tmp_path / "source")
-    process = start("migrate", source, tmp_path / "é⇒", env=environment() | {"PYTHONIOENCODING": "latin-1"})
+    process = start("migrate", source, tmp_path / "é⇒", env=ENVIRONMENT | {"PYTHONIOENCODING": "latin-1"})
     out, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0
     assert b"\xe9\\u21d2, recipe w8a8" in out
@@ -110,6 +92,6 @@ def test_a_reader_that_closes_the_pipe_ends_the_process_quietly(model: Path) -> 
 def test_a_closed_stdin_is_reported(model: Path, command: list[str]) -> None:
     arguments = [*PROGRAM, command[0], str(model), *command[1:], "--device", "cpu"]
     without = ["sh", "-c", 'exec "$@" <&-', "sh", *arguments]
-    found = subprocess.run(without, capture_output=True, env=environment(), timeout=TIMEOUT)
+    found = subprocess.run(without, capture_output=True, env=ENVIRONMENT, timeout=TIMEOUT)
     assert (found.returncode, found.stdout) == (2, b"")
     assert found.stderr == b"error: stdin is closed: connect it to a terminal, a file or a pipe\n"

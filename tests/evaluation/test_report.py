@@ -67,10 +67,6 @@ class Checker(HTMLParser):
         if tag not in self.VOID or tag == "rect":
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        self.links += [str(values[key]) for key in ("src", "href") if key in values]
-
     def handle_endtag(self, tag: str) -> None:
         if tag in self.VOID and tag != "rect":
             return

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import outliers
 import pytest
-from reopened import reopened
+from parity_kit import relative_error as error
+from parity_kit import reopened
 
 import bminf_lite
 
@@ -21,10 +22,6 @@ DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 
 def untouched(tensors: outliers.Tensors, config: dict) -> None:
     """No outliers."""
-
-
-def error(logits: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize(

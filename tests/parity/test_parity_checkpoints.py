@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reopened import reopened
+from parity_kit import greedy, relative_error, reopened
 from tiny_models import FAMILIES, goldens
 from tolerances import assert_close
 
@@ -48,10 +48,6 @@ def source(hf, tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def relative(error: np.ndarray, of: np.ndarray) -> float:
-    return float(np.sqrt((error**2).mean() / (of**2).mean()))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_source_that_transformers_saved(golden, hf, tmp_path, dtype):
     """In one file or in shards, in the types that checkpoints have."""
@@ -70,10 +66,7 @@ def test_greedy_generation(golden, hf, source):
     with bminf_lite.load(source, device="cpu") as model:
         results = model.generate(prompts, max_new_tokens=24, temperature=0)
     for prompt, result in zip(prompts, results, strict=True):
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            expected = hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
-        assert result.token_ids == expected[0, len(prompt) :].tolist()
+        assert result.token_ids == greedy(hf, prompt)
         assert result.finish_reason == ("stop" if 7 in result.token_ids else "length")
 
 
@@ -85,7 +78,7 @@ def test_a_migrated_w8a16_checkpoint_means_the_same_to_transformers(golden, sour
     with bminf_lite.load(tmp_path / "out", device="cpu") as model:
         logits = model.logits(golden.tokens)
     if golden.config.get("tie_word_embeddings"):  # quantized when loaded here, float there
-        assert relative(logits - expected, expected) < 0.02
+        assert relative_error(logits, expected) < 0.02
     else:
         assert_close(logits, expected, "logits", np.float32, np.abs(expected).max())
 
@@ -104,14 +97,14 @@ def test_a_migrated_w8a8_checkpoint_differs_by_the_definition_of_activation_scal
     unquantized = make_goldens.logits_of(hf, golden.tokens)
     with bminf_lite.load(tmp_path / "out", device="cpu") as model:
         ours = model.logits(golden.tokens)
-    assert relative(ours - theirs, theirs) < 1.6 * relative(theirs - unquantized, unquantized)
-    assert relative(ours - unquantized, unquantized) < 1.3 * relative(theirs - unquantized, unquantized)
+    assert relative_error(ours, theirs) < 1.6 * relative_error(theirs, unquantized)
+    assert relative_error(ours, unquantized) < 1.3 * relative_error(theirs, unquantized)
 
     compute = helpers.calculate_qparams
     monkeypatch.setattr(helpers, "calculate_qparams", lambda *a, **k: scaled(compute(*a, **k), 127.5 / 127))
     theirs = make_goldens.logits_of(opened, golden.tokens)
     if golden.config.get("tie_word_embeddings"):  # quantized when loaded here, float there
-        assert relative(ours - theirs, theirs) < 0.03
+        assert relative_error(ours, theirs) < 0.03
     else:
         worst = np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max()
         assert np.quantile(worst, 0.1) < 2e-6 and worst.max() < 3e-2
@@ -131,7 +124,7 @@ def test_the_migrated_demo_model_in_transformers(tmp_path):
         ids = np.array(model.tokenizer.encode(text[:3000]))
         ours = model.logits(ids)
     theirs = make_goldens.logits_of(reopened(tmp_path / "out"), ids)
-    assert relative(ours - theirs, theirs) < 0.03
+    assert relative_error(ours, theirs) < 0.03
     assert (ours.argmax(axis=1) == theirs.argmax(axis=1)).mean() > 0.95
     assert loss(ours, ids) == pytest.approx(loss(theirs, ids), rel=3e-3)
 

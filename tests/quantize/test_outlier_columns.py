@@ -82,15 +82,6 @@ def test_a_gpu_runs_it(spiked: tuple[Path, list[int]], kept: tuple[Path, Migrati
         assert model.generate(ids, max_new_tokens=8).token_ids  # one row at a time, recorded as a graph
 
 
-def test_where_columns_are_not_enough_activations_stay_float(spiked: tuple[Path, list[int]], tmp_path: Path) -> None:
-    source, ids = spiked
-    recipe = tmp_path / "columns.toml"
-    recipe.write_text(RECIPE.format(0.0005, 1))
-    report = bminf_lite.migrate(source, tmp_path / "out", recipe, calibrate=ids, device="cpu", dry_run=True)
-    spike = next(p for p in report.calibration["products"] if p["tensors"] == (f"{DOWN}.weight",))
-    assert spike["scheme"] == "w8a16" and not spike["outlier_columns"]
-
-
 def test_other_readers_are_told_by_name_and_damage_is_found(kept: tuple[Path, MigrationReport], tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(kept[0], folder)

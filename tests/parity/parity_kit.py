@@ -1,10 +1,11 @@
-"""Migrated checkpoints as transformers opens them."""
+"""What transformers makes of a checkpoint."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
@@ -19,3 +20,15 @@ def reopened(folder: Path) -> Any:
     )
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     return model.eval()
+
+
+def greedy(hf: Any, prompt: list[int]) -> list[int]:
+    """The tokens, 24 at most, that transformers continues with; of an encoder-decoder, those of its decoder."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        tokens = hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+    return tokens[0, 1 if hf.config.is_encoder_decoder else len(prompt) :].tolist()
+
+
+def relative_error(logits: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
