@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..backend.values import CACHE_BLOCK
 from ..errors import BminfError
+from ..layers.cache import KVCache
 from .config import EngineConfig
 from .request import Request
 
@@ -53,7 +53,7 @@ class Scheduler:
         """Tokens per slot for the cache to start with: the longest prompt and the first tokens after it."""
         context_length = self.config.context_length
         longest = max(
-            len(r.prompt_token_ids) + min(r.remaining_tokens(context_length), CACHE_BLOCK) for r in self.waiting
+            len(r.prompt_token_ids) + min(r.remaining_tokens(context_length), KVCache.BLOCK) for r in self.waiting
         )
         return max(longest, min(self.config.cache_tokens // self.num_slots, context_length))
 

@@ -30,6 +30,8 @@ class KVCache:
     ``source`` holds the encoded sources, which the decoder of an encoder-decoder reads beside its own tokens.
     """
 
+    BLOCK = CACHE_BLOCK
+
     def __init__(self, ops: Backend, shape: CacheShape, slots: int, capacity: int, limit: int):
         self.ops = ops
         self.slots = slots
@@ -63,7 +65,7 @@ class KVCache:
         self.capacity = capacity
 
     def _rounded(self, tokens: int) -> int:
-        return min(-(-max(tokens, 1) // CACHE_BLOCK) * CACHE_BLOCK, max(self.limit, tokens))
+        return min(-(-max(tokens, 1) // self.BLOCK) * self.BLOCK, max(self.limit, tokens))
 
 
 class SourceCache(KVCache):

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import CACHE_BLOCK
 from bminf_lite.layers.cache import CacheShape, KVCache
 
 SHAPE = CacheShape(layers=2, kv_heads=1, head_dim=2)
@@ -29,7 +28,7 @@ def test_capacity(first, limit, requests):
         assert (cache.capacity > before) == (tokens > before)
         if cache.capacity > before:
             assert cache.capacity >= min(limit, before * 3 // 2)
-        assert cache.capacity % CACHE_BLOCK == 0 or cache.capacity == limit
+        assert cache.capacity % KVCache.BLOCK == 0 or cache.capacity == limit
         assert len(cache.layers) == 2 and all(layer.capacity == cache.capacity for layer in cache.layers)
 
 
