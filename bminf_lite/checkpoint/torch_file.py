@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import math
 import mmap
+import os
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -110,7 +111,7 @@ class TorchFile(TensorFile):
     def _zip_records(self) -> dict[str, Record]:
         """The records of the archive by name. ``zipfile`` reads the directory, and no record."""
         try:
-            with zipfile.ZipFile(_DirectoryReader(self)) as archive:
+            with _DirectoryReader(self._fd, closefd=False) as file, zipfile.ZipFile(file) as archive:
                 entries = archive.infolist()
         except UnsupportedTorchFileError:
             raise
@@ -229,31 +230,15 @@ class TorchFile(TensorFile):
         return TensorInfo(tensor.dtype, tensor.shape, self.path, begin, elements * itemsize)
 
 
-class _DirectoryReader:
+class _DirectoryReader(io.FileIO):
     """The file for ``zipfile``, which reads a directory of any size that the file claims; here the size is bounded."""
 
-    def __init__(self, file: TorchFile):
-        self._file = file
-        self._position = 0
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.nbytes}[whence]
-        if position < 0:
-            raise ValueError("a place before the start of the file")
-        self._position = position
-        return position
-
     def read(self, size: int | None = -1) -> bytes:
-        rest = max(self._file.nbytes - self._position, 0)
+        rest = max(os.fstat(self.fileno()).st_size - self.tell(), 0)
         size = rest if size is None or size < 0 else min(size, rest)
         if size > MAX_DIRECTORY_BYTES:
             raise UnsupportedTorchFileError(f"its zip directory is {size:,} bytes; {MAX_DIRECTORY_BYTES:,} are allowed")
-        content = self._file._read_bytes(self._position, size)
-        self._position += len(content)
-        return content
+        return super().read(size)
 
 
 def _is_row_major(tensor: StridedTensor) -> bool:
