@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..backend.values import CACHE_BLOCK
 from ..errors import BminfError
 from .config import EngineConfig
 from .request import Request

@@ -229,13 +229,8 @@ def test_the_structures_have_the_drivers_sizes() -> None:
 
 
 @pytest.fixture
-def gpu(cuda_device: driver.Device) -> driver.Device:
-    return cuda_device
-
-
-@pytest.fixture
-def module(gpu: driver.Device, sources: Path) -> Module:
-    return Module(gpu, compiler.Sources(sources), "launch.cu", NAMES)
+def module(cuda_device: driver.Device, sources: Path) -> Module:
+    return Module(cuda_device, compiler.Sources(sources), "launch.cu", NAMES)
 
 
 @pytest.mark.gpu
@@ -282,10 +277,10 @@ def test_launches_keep_their_order(dependent: bool, module: Module) -> None:
 
 
 @pytest.mark.gpu
-def test_large_shared_memory(gpu: driver.Device, module: Module) -> None:
+def test_large_shared_memory(cuda_device: driver.Device, module: Module) -> None:
     import cupy
 
-    limit = gpu.attribute(driver.DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    limit = cuda_device.attribute(driver.DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
     n = limit // 4
     x = cupy.arange(n, dtype=np.float32)
     reverse = module.kernel("reverse")
@@ -297,10 +292,10 @@ def test_large_shared_memory(gpu: driver.Device, module: Module) -> None:
 
 
 @pytest.mark.gpu
-def test_clusters(gpu: driver.Device, module: Module) -> None:
+def test_clusters(cuda_device: driver.Device, module: Module) -> None:
     import cupy
 
-    if gpu.compute_capability < (9, 0):
+    if cuda_device.compute_capability < (9, 0):
         pytest.skip("clusters came with compute capability 9.0")
     out = cupy.zeros(8, np.int32)
     module.kernel("cluster_sizes")(8, 32, (out.data.ptr,), cluster=4)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.values import CACHE_BLOCK
 from bminf_lite.layers.cache import CacheShape, KVCache
 
 SHAPE = CacheShape(layers=2, kv_heads=1, head_dim=2)

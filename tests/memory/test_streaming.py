@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from simulated import SimulatedDevice, SimulatedLink
 from tiny_models import FAMILIES, GPTS, RandomWeights, TinyEncoderDecoder, TinyModel, goldens
 
 from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.engine.request import Request
 from bminf_lite.memory.planner import evenly_spaced, step_time
 from bminf_lite.memory.streaming import Prefetcher, StreamedBlocks
 
@@ -104,16 +106,24 @@ def test_a_chunk_of_a_prompt_passes_each_layer_once() -> None:
 
 @given(st.sets(st.integers(0, LAYERS - 1), min_size=1), st.integers(1, 3), st.booleans())
 def test_streamed_and_resident_give_equal_tokens_and_logits(streamed: set[int], slots: int, quantized: bool) -> None:
-    ids = prompt_of(20)
-    resident = make_model(num_hidden_layers=LAYERS, quantized=quantized)
     device = SimulatedDevice(sorted(streamed), slots)
     model = make_model(device, num_hidden_layers=LAYERS, quantized=quantized)
+    logits, requests = resident_results(quantized)
     for _ in range(2):
-        np.testing.assert_array_equal(model.logits(ids), resident.logits(ids))
-    requests = [[request(i, prompt_of(5 + i), max_new_tokens=6) for i in range(3)] for _ in range(2)]
-    expected, found = run(resident, requests[0]), run(model, requests[1])
-    assert [r.output_token_ids for r in found] == [r.output_token_ids for r in expected]
-    assert [r.logprobs for r in found] == [r.logprobs for r in expected]
+        np.testing.assert_array_equal(model.logits(prompt_of(20)), logits)
+    found = run(model, short_requests())
+    assert [r.output_token_ids for r in found] == [r.output_token_ids for r in requests]
+    assert [r.logprobs for r in found] == [r.logprobs for r in requests]
+
+
+@functools.cache
+def resident_results(quantized: bool) -> tuple[np.ndarray, list[Request]]:
+    model = make_model(num_hidden_layers=LAYERS, quantized=quantized)
+    return model.logits(prompt_of(20)), run(model, short_requests())
+
+
+def short_requests() -> list[Request]:
+    return [request(i, prompt_of(5 + i), max_new_tokens=6) for i in range(3)]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *GPTS])
