@@ -1,4 +1,4 @@
-"""The memory that a model's weights take on a GPU, found by building the model without weights and without a GPU.
+"""The memory of a model's weights on a GPU, computed without weights and without a GPU.
 
 :class:`MetaBackend` counts bytes instead of making arrays, so the code that loads an architecture also measures it.
 """
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class MetaBackend(Backend):
-    """A backend that computes nothing. After a model was built with it:
+    """A backend that computes nothing and counts the bytes of the model that is built with it.
 
-    ``layer_bytes`` are the bytes of each layer's matrices, stack by stack, ``non_layer_bytes`` those of all other
+    ``layer_bytes`` are the bytes of each layer's matrices, stack by stack. ``non_layer_bytes`` are those of all other
     arrays, of which ``table_bytes`` are embedding tables.
     """
 
@@ -40,10 +40,10 @@ class MetaBackend(Backend):
 
     @property
     def token_bytes(self) -> int:
-        """A bound of the bytes that a layer's activations take per token of a prompt's chunk.
+        """An upper bound of a layer's activations, in bytes per token of a prompt's chunk.
 
-        They are the sums of the widest product, the codes of its input and of the next product's, and three copies of
-        the residual stream: itself, the addend, and its norm or a copy.
+        They are the sums of the widest product, the codes of its input and of the next product's input, and three
+        arrays as large as the residual stream: itself, the addend, and its norm or a copy.
         """
         return self._widest + self._deepest + 3 * self._stream
 
@@ -90,5 +90,5 @@ class MetaBackend(Backend):
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes of an arena that a block of ``nbytes`` takes."""
+    """The size of an arena's block for ``nbytes``."""
     return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT

@@ -26,14 +26,14 @@ from .cases import GEMM_ROWS, MATRICES, WIDTHS, KernelCase, cycle, gemv, layer_n
 from .profiler import Ceilings, Profiler, Span, T
 
 RUNS_AT_ONCE = 10
-"""Runs of a kernel in one graph."""
+"""Runs of a kernel per graph."""
 HOLD_READS = 100
 """Reads of the whole buffer that keep the GPU busy for 20 ms or more while the host launches a step."""
 GEMM_SIZE = 8192
 ELEMENTS = 1 << 26
-"""Of the matrices on which row kernels are timed: 128 to 256 MiB, several times the size of a GPU's cache."""
+"""Elements of the matrices for row kernels: 128 to 256 MiB, several times the size of a GPU's cache."""
 WEIGHT_BYTES = 256 << 20
-"""Of all weights that a product is timed with in turn: more than a cache holds."""
+"""Bytes of all weights that a timed product uses in turn, which exceed the GPU's cache."""
 
 
 class CudaProfiler(Profiler):
@@ -73,7 +73,7 @@ class CudaProfiler(Profiler):
     # -- limits -------------------------------------------------------------------------------------------------------
 
     def ceilings(self) -> Ceilings:
-        """Measure reading by a kernel of its own, copy and link by the driver, and int8 products by the backend."""
+        """Measure reads by ``read_all``, copies and the host link by the driver, int8 products by the backend."""
         runtime, stream = cp.cuda.runtime, self.ops.stream.ptr
         data = self._random(self.ceiling_bytes // 1024, 1024, np.int8)
         target = self.ops.arrays.empty(data.shape, data.dtype)
@@ -133,7 +133,7 @@ class CudaProfiler(Profiler):
     # -- kernels ------------------------------------------------------------------------------------------------------
 
     def median_seconds(self, run: Callable[[int], Any], runs: int = 7) -> float:
-        """By a graph of several runs, so that the host's time does not count."""
+        """Seconds per run in a graph of several runs, without the host's time."""
 
         def several() -> None:
             for i in range(RUNS_AT_ONCE):
@@ -145,7 +145,7 @@ class CudaProfiler(Profiler):
         return median(self.time(work)[0] for _ in range(runs)) / RUNS_AT_ONCE
 
     def plain_seconds(self, run: Callable[[int], Any]) -> float:
-        """By events around several runs; with :data:`ELEMENTS` elements the GPU takes longer than the host."""
+        """Seconds per run, by events around several runs; for work that takes the GPU longer than the host."""
 
         def several() -> None:
             with self.ops.arrays.current():
@@ -169,7 +169,7 @@ class CudaProfiler(Profiler):
                 yield from self._finished_cases(rows, n, k)
 
     def _finished_cases(self, rows: int, n: int, k: int) -> Iterator[KernelCase]:
-        """Int8 products with a fused epilogue, where one kernel supports it, over several weights in turn."""
+        """Int8 products with a fused epilogue, if a kernel supports it, over several weights in turn."""
         weights = [self._weight(n, k, seed) for seed in range(ceil_div(WEIGHT_BYTES, n * k))]
         plan, fused, arrays = weights[0].plan, self.ops.fused, self.ops.arrays
         assert plan is not None
@@ -189,7 +189,7 @@ class CudaProfiler(Profiler):
                 yield KernelCase(name, f"{rows} x {n} x {k}", run, bytes_moved, 2 * rows * n * k)
 
     def _row_cases(self, rows: int, width: int) -> Iterator[KernelCase]:
-        """Softmax, norms of the residual stream, and quantization; into preallocated results, but for softmax."""
+        """Softmax, norms of the residual stream, and quantization; all but softmax write to preallocated arrays."""
         arrays, transform, shape = self.ops.arrays, self.ops.materializer.write_rows, f"{rows} x {width}"
         half = self._random(rows, width, np.float16)
         with arrays.current():
@@ -218,7 +218,7 @@ class CudaProfiler(Profiler):
         )
 
     def _projection_cases(self, rows: int, width: int) -> Iterator[KernelCase]:
-        """A square projection from fp16 to fp16 with quantization, into a new array and over its input."""
+        """A square fp16 projection with quantization, into a new array and in place."""
         weight = self._weight(width, width, 0, 1 / (73.6 * width**0.5))  # results as large as inputs, run after run
         x, nbytes, operations = self._random(rows, width, np.float16), width * (width + 4 * rows), 2 * rows * width**2
         shape = f"{rows} x {width} x {width}"
@@ -238,7 +238,7 @@ class CudaProfiler(Profiler):
         yield KernelCase("matvec", f"1 x {n} x {k}", run, n * k, plain=cycle(gemv, *plain))
 
     def _gemm(self, rows: int, n: int, k: int, in_all: int = 0) -> Callable[[int], None]:
-        """An int8 product from codes to int32 sums, over weights in turn that have ``in_all`` bytes together."""
+        """An int8 product from codes to int32 sums, over weights of ``in_all`` bytes in turn."""
         weights = [self._weight(n, k, seed) for seed in range(max(1, ceil_div(in_all, n * k)))]
         plan = weights[0].plan
         assert plan is not None

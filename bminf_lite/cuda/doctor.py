@@ -1,8 +1,7 @@
-"""A report on what a machine has for running on a GPU, what is missing, and the commands that install it.
+"""A report on a machine's GPUs and CUDA libraries, missing parts, and the commands that install them.
 
 :func:`diagnose` calls :class:`Probes`, one function for each fact. A probe raises ``DeviceError`` where it finds
-nothing, and the others still run, so the report is useful on a machine that has nothing. CuPy is imported only where
-the machine has a driver, a GPU and CuPy.
+nothing, and the others still run. CuPy is imported only if the machine has a driver, a GPU and CuPy.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from .runtime.driver import DeviceAttribute
 from .runtime.libraries import Headers, Library, Version, install_command, text
 
 CUPY_DISTRIBUTIONS = {"cupy-cuda13x": 13, "cupy-cuda12x": 12, "cupy": None}
-"""CuPy's wheels and the CUDA major version each is for; ``cupy`` alone is built from source for any."""
+"""CuPy's distributions and their CUDA major versions; ``cupy`` is built from source for any version."""
 SPEED_SIZE = 4096
-"""The speed of a plan is measured on a product of this many rows, outputs and inputs."""
+"""Rows, outputs and inputs of the product on which the speed of a plan is measured."""
 
 REQUIRED = {
     "nvrtc": "libnvrtc (compiles kernels)",
@@ -99,7 +98,7 @@ class Report:
         return {"usable": self.usable, **asdict(self)}
 
     def text(self) -> str:
-        """The report for people: one fact a line, and last what is missing with its remedy."""
+        """The report as text: one fact per line, then each problem with its remedy."""
         driver = "none" if self.driver_cuda is None else f"{self.driver or 'unknown'}, CUDA up to {self.driver_cuda}"
         lines = [_line("driver", driver)]
         lines += [_line(f"GPU {gpu.index}", _gpu_text(gpu)) for gpu in self.gpus]
@@ -130,7 +129,7 @@ def _find_gpus() -> list[Gpu]:
 
 
 def _describe(functions: Any, index: int) -> Gpu:
-    # Asked without a context, which on a machine with many GPUs would take seconds and memory on each.
+    # Without a context, which would take seconds and memory on each GPU.
     handle, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
     functions.cuDeviceGet(handle, index)
     functions.cuDeviceGetName(name, len(name), handle)
@@ -163,7 +162,7 @@ def _measure_plans() -> list[GemmReport]:
     int8_gemm = Int8Gemm(device, MatmulContext.open(device, cupy.cuda.alloc))
     reports = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the report has their contents
+        warnings.simplefilter("ignore", RuntimeWarning)  # the report repeats them
         for kind in GemmKind:
             problem = int8_gemm.check(kind)
             tops = None if problem else int8_gemm.speed(kind, SPEED_SIZE)
@@ -173,7 +172,7 @@ def _measure_plans() -> list[GemmReport]:
 
 @dataclass(frozen=True)
 class Probes:
-    """Where the facts come from; each raises ``DeviceError`` where there is nothing to find.
+    """The functions that find the facts; each raises ``DeviceError`` if it finds nothing.
 
     ``library(name)`` loads one of ``libraries.NAMES``, ``driver_release`` gives the driver's version (or ""), ``gpus``
     asks the driver, ``cupy`` gives the CuPy distributions with their versions, ``headers(major)`` finds headers,
@@ -189,7 +188,7 @@ class Probes:
 
 
 def diagnose(probes: Probes | None = None) -> Report:
-    """Report on this machine; loads libraries, and where none is missing runs products on the first GPU."""
+    """Report on this machine; loads libraries, and runs products on the first GPU if none is missing."""
     probes = probes or Probes()
     problems: list[Problem] = []
     libcuda = _library(probes, "cuda")
@@ -221,8 +220,8 @@ def diagnose(probes: Probes | None = None) -> Report:
 def require_usable(index: int, probes: Probes | None = None) -> None:
     """Check that GPU ``index`` can be used, without running anything on it.
 
-    Raises ``DeviceError`` with all that is missing and the commands that help, on one line. Where there is no driver,
-    nothing else is looked for.
+    Raises ``DeviceError`` with all missing parts and the commands that install them, on one line. Without a driver,
+    nothing else is checked.
     """
     probes = replace(probes or Probes(), plans=list)
     if isinstance(_library(probes, "cuda"), DeviceError):

@@ -83,7 +83,6 @@ def test_every_attribute_is_read_back_as_it_was_set(lt):
     assert desc[MatmulAttribute.COMPUTE_TYPE] == ComputeType.COMPUTE_32I
     assert desc[MatmulAttribute.SCALE_TYPE] == DataType.R_32I
     assert (desc[MatmulAttribute.TRANSA], desc[MatmulAttribute.TRANSB]) == (Operation.T, Operation.N)
-    assert desc[MatmulAttribute.EPILOGUE] == 1
 
     preference = Preference(lt, 3 << 32, 16)
     assert preference[PreferenceAttribute.MAX_WORKSPACE_BYTES] == 3 << 32

@@ -1,7 +1,7 @@
-"""Arrays in an arena's memory, laid out as the kernels expect.
+"""Arrays in an arena's memory, laid out as the kernels require.
 
-Rows take a multiple of ``PAD`` elements in memory, so that a kernel may read and write whole vectors anywhere. An array
-of another width is a view of a padded one.
+Rows are padded to a multiple of ``PAD`` elements, so that kernels can load and store whole vectors. An array of another
+width is a view of a padded one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Allocator(Protocol):
     """Memory for arrays: an arena, or scratch within one."""
 
     def allocate(self, nbytes: int) -> Any:
-        """A block at ``address``, which garbage collection frees."""
+        """A block with an ``address``, which is freed with its last reference."""
         ...
 
 
@@ -36,7 +36,7 @@ class Arrays:
         self._pinned: deque[tuple[int, Any]] = deque()
 
     def memory(self, nbytes: int) -> cp.cuda.MemoryPointer:
-        """Raw memory that lives as long as something refers to it; CuPy's own operations allocate with it, too."""
+        """Memory that is freed with its last reference; CuPy's own operations use it as their allocator."""
         block = self.allocator.allocate(nbytes)
         return cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(block.address, max(nbytes, 1), block, self.device), 0)
 
@@ -51,7 +51,7 @@ class Arrays:
         return array
 
     def rows(self, rows: int, columns: int, dtype: Any) -> cp.ndarray:
-        """A matrix ``[rows, columns]`` with padded rows. Without padding its contents are undefined, else zeros."""
+        """A matrix ``[rows, columns]`` with padded rows: zeros if there is padding, else undefined."""
         pitch = round_up(columns, PAD)
         if pitch == columns:
             return cp.ndarray((rows, columns), dtype, self.memory(rows * columns * np.dtype(dtype).itemsize))
@@ -106,13 +106,13 @@ class Arrays:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """CuPy's own operations inside run on this stream and allocate from this memory."""
+        """Within the context, CuPy's own operations run on this stream and allocate from this memory."""
         with cp.cuda.Device(self.device), self.stream, cp.cuda.using_allocator(self.memory):
             yield
 
     @contextmanager
     def within(self, allocator: Allocator) -> Iterator[None]:
-        """Allocate from ``allocator`` inside the ``with``."""
+        """Within the context, allocate from ``allocator``."""
         before, self.allocator = self.allocator, allocator
         try:
             yield

@@ -1,10 +1,9 @@
 """One NVIDIA GPU: the operations of :mod:`bminf_lite.backend.base`, each by kernels whose results must equal it.
 
-Work goes to one stream and memory comes from one arena. A step with a single token takes the matrix-vector kernels,
-which normalise and quantize their input themselves. A few rows, or many where the GPU has a kernel for them, take a
-kernel that finishes its outputs itself. Other products are cublasLt's, into int32 sums, and one kernel between two
-products reads the sums of the first and writes the codes for the second. For that, an operation may return a deferred
-value (see :mod:`.deferred`).
+Work goes to one stream, and memory comes from one arena. A step with a single token uses gemv kernels, which normalise
+and quantize their input. Products of a few rows, or of many if the GPU has a kernel for them, have a fused epilogue.
+cublasLt computes all other products into int32 sums, and one kernel between two products reads the sums of the first
+and writes the codes for the second. For that, an operation may return a deferred value (see :mod:`.deferred`).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from .weight_loader import Loader
 
 T = TypeVar("T")
 GEMV_FLOAT_MAX_ROWS = 4
-"""Up to so many rows, float weights are multiplied row by row: cheaper than a product on the tensor cores."""
+"""Up to this many rows, float weights use gemv, which is faster than a product on the tensor cores."""
 
 
 class CudaBackend(Backend):
@@ -92,9 +91,7 @@ class CudaBackend(Backend):
 
     def adopt(self, values: Any) -> Array:
         with cp.cuda.Device(self.arrays.device):
-            self.stream.wait_event(
-                cp.cuda.get_current_stream().record()
-            )  # work on it that CuPy's stream has not finished
+            self.stream.wait_event(cp.cuda.get_current_stream().record())  # CuPy's stream may still write the values
         with self.arrays.current():
             return cp.from_dlpack(values) if hasattr(values, "__dlpack__") else cp.asarray(values)
 
@@ -120,7 +117,7 @@ class CudaBackend(Backend):
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         if self.loader.streams_steps:
-            return work  # a graph cannot copy the next step's weights, and such steps wait for copies anyway
+            return work  # a graph cannot copy the next step's weights, and such steps are bound by copies
         return CapturedGraph(self.arena, self.arrays, work)
 
     def describe(self) -> str:
@@ -214,7 +211,7 @@ class CudaBackend(Backend):
         return self.materializer.dequantize(product, np.float32) if fp32 else product
 
     def _linear_into(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
-        """``linear`` into an array that is there, which may be ``x``: its codes or its product are there by then."""
+        """``linear`` into an existing array. It may be ``x``, because ``out`` is written after ``x`` was read."""
         assert out.shape == (x.shape[0], weight.out_features)
         if self._uses_gemv(x, weight) or weight.outliers is not None or not is_padded(out):
             with self.arrays.current():
@@ -250,7 +247,7 @@ class CudaBackend(Backend):
         return ResidualStream(target.values, pending)
 
     def _reusable_input(self, x: Array, weight: Weight) -> cp.ndarray | None:
-        """``x``, where the values that are added to the residual stream can be written over it.
+        """``x`` if the values to add to the residual stream can be written over it, else None.
 
         An int8 product adds them itself, or leaves int32 sums to the next norm, which are larger than its input.
         """
@@ -289,7 +286,7 @@ class CudaBackend(Backend):
         )
 
     def _uses_gemv(self, x: Array, weight: Weight) -> bool:
-        """Whether the matrix-vector kernels take ``x`` as it is: few rows, fp16 or a norm of a finished residual."""
+        """Whether gemv kernels support ``x``: few rows, in fp16 or a norm of a stream without a pending product."""
         if x.shape[0] > (GEMV_FLOAT_MAX_ROWS if weight.plan is None else 1):
             return False
         if weight.pitch > gemv.MAX_WIDTH or not weight.is_row_major or weight.outliers is not None:
@@ -322,7 +319,10 @@ class CudaBackend(Backend):
         return codes
 
     def _allocate_codes(self, layout: Layout) -> QuantizedActivations:
-        """Codes in one block with their scales, unless sums that are to be scaled later would keep both."""
+        """Codes and scales, in one block if the GPU has the fused kernel for many rows.
+
+        Elsewhere deferred sums keep the scales alive, and one block would keep the codes too.
+        """
         nbytes, scale_bytes = layout.nbytes, 4 * layout.rows
         if not self.fused.scaled_gemm.supported:
             return QuantizedActivations(layout, self.arrays.memory(nbytes), self.arrays.memory(scale_bytes))
@@ -352,7 +352,7 @@ class CudaBackend(Backend):
         return out
 
     def _with_outliers(self, x: Array, weight: Weight, dtype: type) -> cp.ndarray:
-        """The product of the other columns as any, in fp32, and then what the outlier columns add."""
+        """The product of the other columns in fp32, plus the product of the outlier columns."""
         assert weight.outliers is not None
         values, count = self.arrays.padded(self.materializer.materialize(x)), len(weight.outliers.index)
         rest = self.arrays.rows(values.shape[0], values.shape[1], values.dtype)
@@ -462,7 +462,7 @@ class CudaBackend(Backend):
         self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, out: cp.ndarray,
         lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Attention of one token per sequence: over its own, or over a source where ``lengths`` are given."""
+        """Attention of one token per sequence over its cache, or over a source of ``lengths``."""
         decode = self.kernels.attention_decode
         split = decode.split_kv(spec, batch, batch.max_context_len if lengths is None else cache.capacity)
         elements = split.partial_elements(spec, batch)
@@ -480,7 +480,7 @@ class CudaBackend(Backend):
         return q
 
     def _nbytes_moved(self, *values: cp.ndarray | DeferredMatmul) -> int:
-        """Bytes of what a kernel reads and writes, found only where the device has an observer."""
+        """Bytes that a kernel reads and writes; 0 without an observer."""
         return 0 if self.device.observer is None else nbytes_of(*values)
 
     def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:

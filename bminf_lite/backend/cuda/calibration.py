@@ -1,4 +1,4 @@
-"""CalibrationOps on a GPU: the operations of :mod:`..calibration` by the kernels of ``rowwise/calibration.cu``."""
+"""The operations of :mod:`..calibration` on a GPU, by the kernels of ``rowwise/calibration.cu``."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class CudaCalibrationOps(CalibrationOps):
         return noise, size
 
     def _quantize(self, matrix: FloatMatrix, factors: cp.ndarray | None, codes: cp.ndarray) -> cp.ndarray:
-        """Set ``codes`` ``[rows, pitch]``; returns the scales, fp32 ``[out]``."""
+        """Write ``codes`` ``[rows, pitch]``; returns the scales, fp32 ``[out]``."""
         n = matrix.shape[0]
         top, fp32_scales = self.arrays.empty((n,), np.float32), self.arrays.zeros((1,), np.int32)
         scale = self.arrays.zeros((round_up(n, PAD),), np.float32)[:n]
@@ -121,5 +121,5 @@ class CudaCalibrationOps(CalibrationOps):
         return None if factors is None else self.arrays.upload(factors.astype(np.float32))
 
     def _empty_or_zeros(self, rows: int, pitch: int, n: int, k: int, dtype: type) -> cp.ndarray:
-        """An array ``[rows, pitch]`` for a matrix ``[n, k]``, with zeros where that is smaller."""
+        """An array ``[rows, pitch]`` for a matrix ``[n, k]``: zeros if there is padding, else undefined."""
         return self.arrays.empty((n, k), dtype) if (rows, pitch) == (n, k) else self.arrays.zeros((rows, pitch), dtype)

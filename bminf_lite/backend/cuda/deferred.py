@@ -2,8 +2,7 @@
 
 An operation may return a deferred value (:class:`DeferredMatmul`, :class:`DeferredGate`, :class:`ResidualStream`,
 :class:`DeferredNorm`) instead of an array: an int32 product that is not scaled yet, a norm that is not computed yet.
-The next operation's kernel computes the rest while it reads the value, which saves a pass over memory. The result is
-the same, rounding included.
+The next operation's kernel computes it while reading, which saves a pass over memory. The results are bit-identical.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FROM_INT32, CODES = int(Source.FROM_INT32), int(Target.CODES)
 class Outliers:
     """Input columns of an int8 weight that stay fp16: ``index`` int32 ``[n]``, and ``values`` fp16 ``[n, out]``.
 
-    Rows of ``values`` are padded as all are; the codes of these columns are zero.
+    Rows of ``values`` are padded; the codes of these columns are zero.
     """
 
     index: cp.ndarray
@@ -71,13 +70,13 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product reads of it."""
+        """Bytes that a product reads."""
         arrays = [self.matrix, self.scale, self.bias, None if self.outliers is None else self.outliers.values]
         return sum(int(x.nbytes) for x in arrays if x is not None)
 
     @property
     def is_row_major(self) -> bool:
-        """Whether rows of ``pitch`` numbers follow each other."""
+        """Whether ``matrix`` holds rows of ``pitch`` numbers."""
         return self.plan is None or self.plan.layouts.is_row_major
 
 
@@ -109,11 +108,11 @@ class DeferredGate:
 
 @dataclass
 class ResidualStream:
-    """The residual stream fp32 ``[T, features]``, and a product that is still to be added to it.
+    """The residual stream fp32 ``[T, features]``, and a product that is not added to it yet.
 
-    ``norms`` are the norms of its present value that are not computed yet. Those still in use must be computed before
-    the value changes. The references are weak because a norm refers to its stream: a cycle would hold the memory of
-    both until the garbage collector runs.
+    ``norms`` are the deferred norms of its present value, which must be computed before the value changes. The
+    references are weak because a norm refers to its stream: a cycle would keep the memory of both until the garbage
+    collector runs.
     """
 
     values: cp.ndarray
@@ -128,10 +127,10 @@ class ResidualStream:
 
 @dataclass(eq=False)
 class DeferredNorm:
-    """A norm of the residual stream, unrounded. ``values`` fp32 are set once a kernel has computed it on its own.
+    """A norm of the residual stream. ``values`` fp32 are set if the norm was computed into an array.
 
     A norm is ``used`` once a kernel has computed it while reading. If the residual stream changes after that, it is
-    ``stale`` and must not be read again. Where several products read one norm, as all layers of a decoder read the
+    ``stale`` and must not be read again. If several products read one norm, as all layers of a decoder read the
     encoder's output, its ``codes`` are kept from the second on.
     """
 
@@ -148,7 +147,7 @@ class DeferredNorm:
 
 
 def row_source(x: cp.ndarray | DeferredMatmul | None) -> RowSource:
-    """How a kernel reads padded rows of values, or a product that is not scaled yet; None for nothing."""
+    """The kernel arguments for reading padded rows of values or an unscaled product; None reads no rows."""
     if x is None:
         return NO_ROWS
     if isinstance(x, DeferredMatmul):
@@ -159,14 +158,14 @@ def row_source(x: cp.ndarray | DeferredMatmul | None) -> RowSource:
 
 
 def row_target(x: cp.ndarray | QuantizedActivations) -> RowTarget:
-    """How a kernel writes codes, or padded rows of values."""
+    """The kernel arguments for writing codes or padded rows of values."""
     if isinstance(x, QuantizedActivations):
         return (x.values.ptr, x.scales.ptr, x.layout.ld), CODES, int(x.layout.order)
     return array_target(x)
 
 
 def nbytes_of(*values: cp.ndarray | QuantizedActivations | DeferredMatmul | DeferredGate | None) -> int:
-    """Bytes of what a kernel reads and writes."""
+    """The sum of the values' bytes."""
     total = 0
     for value in values:
         value = value.source if isinstance(value, DeferredGate) else value

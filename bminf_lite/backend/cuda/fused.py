@@ -1,4 +1,4 @@
-"""int8 products by kernels that finish their outputs themselves: they give an operation's result, not a sum."""
+"""int8 products by kernels with a fused epilogue, which write an operation's result instead of int32 sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .deferred import QuantizedActivations, Weight, nbytes_of
 
 
 class FusedGemms:
-    """The products of a few rows, and of many where the GPU has a kernel for these, on one stream."""
+    """Fused products of a few rows, and of many rows if the GPU has a kernel for them, on one stream."""
 
     def __init__(self, int8_gemm: Int8Gemm, arrays: Arrays) -> None:
         self.int8_gemm = int8_gemm
@@ -23,7 +23,7 @@ class FusedGemms:
         self.scaled_gemm = ScaledGemm(int8_gemm.device)
 
     def supports(self, codes: QuantizedActivations, weight: Weight, epilogue: Epilogue) -> bool:
-        """Whether such a kernel computes the product; it may be timed to find out."""
+        """Whether a fused kernel is used for the product; the first call for a shape may time it."""
         assert weight.plan is not None
         rows = codes.layout.rows
         if (
@@ -45,14 +45,14 @@ class FusedGemms:
     def multiply(
         self, codes: QuantizedActivations, weight: Weight, out: cp.ndarray, epilogue: Epilogue, activation: int = 0
     ) -> None:
-        """Put the product into ``out`` ``[rows, features]``, as ``epilogue`` says; ``activation`` by its number.
+        """Write the product to ``out`` ``[rows, features]`` with ``epilogue``; ``activation`` is an ``Activation``.
 
-        The product must be one that :meth:`supports`.
+        :meth:`supports` must be true of the product.
         """
         x, scale, rows = codes.values.ptr, codes.scales.ptr, codes.layout.rows
         observed, stream = self.int8_gemm.device.observer is not None, self.arrays.stream.ptr
         bytes_moved = weight.nbytes + nbytes_of(codes, out) if observed else 0
-        if rows >= MIN_ROWS:  # more than the other kernel takes
+        if rows >= MIN_ROWS:  # skinny_gemm supports fewer
             assert weight.scale is not None
             self.scaled_gemm.launch(
                 (x, weight.pitch),

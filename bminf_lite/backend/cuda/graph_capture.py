@@ -1,4 +1,4 @@
-"""Work that is recorded as a graph, because launching its kernels one by one takes longer than running them."""
+"""Work that is captured as a CUDA graph, because launching its kernels one by one takes longer than running them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .arrays import Arrays
 
 
 class CapturedGraph:
-    """Work that is done twice as it is, then recorded as a graph, then replayed.
+    """Work that runs directly in the first two calls, is captured in the third, and is replayed from then on.
 
-    The first time settles what is decided once, such as which kernel is fastest, with memory that is not needed again.
-    The second time shows which memory the work needs: a graph's scratch serves just the calls that were measured.
+    The first call makes decisions that are made once, such as the fastest kernel, whose memory is not needed again. The
+    second call measures the memory of the work, which is the size of the graph's scratch.
     """
 
     def __init__(self, arena: Arena, arrays: Arrays, work: Callable[[], Any]):

@@ -18,7 +18,7 @@ from ...cuda.runtime.driver import Device
 
 
 class Kernels:
-    """The launchers. ``step`` is what those of a step are given; it is replaced when a step begins and when it ends."""
+    """The launchers. ``step`` is the context of the present step; it is replaced when a step begins and ends."""
 
     def __init__(self, device: Device, stream: cp.cuda.Stream):
         launcher = Launcher(device, stream.ptr)
@@ -42,5 +42,5 @@ class Kernels:
         return self.step
 
     def end_step(self) -> None:
-        """The kernels launched from now on belong to no step."""
+        """End the step: later launches are outside a step."""
         self.step = StepContext(in_step=False)

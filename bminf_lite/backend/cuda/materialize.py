@@ -1,7 +1,7 @@
-"""Computing deferred values (see :mod:`.deferred`) where the next kernel cannot do so while it reads them.
+"""Computes deferred values (see :mod:`.deferred`) if the next kernel cannot do so while it reads them.
 
-:meth:`Materializer.flush_residual` must be called before the residual stream changes: a norm that is not computed yet
-would otherwise be taken of the changed values.
+:meth:`Materializer.flush_residual` must be called before the residual stream changes: a deferred norm would otherwise
+read the changed values.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Materializer:
         )
 
     def as_residual(self, x: Array) -> ResidualStream:
-        """``x`` as a residual stream. Where a layer ends with a norm, the norm of one stream becomes the next stream.
+        """``x`` as a residual stream. If a layer ends with a norm, the norm becomes the next layer's stream.
 
-        An array is the same stream each time, so that the norms of its present value are known when it changes.
+        An array always maps to the same stream, so that the norms of its present value are known when it changes.
         """
         if isinstance(x, ResidualStream):
             return x
@@ -132,7 +132,7 @@ class Materializer:
         return self.to_half(x)
 
     def flush_residual(self, residual: ResidualStream) -> None:
-        """Before the residual stream changes: compute the norms of its present value, and add what is pending."""
+        """Compute the deferred norms of the residual stream, and add the pending product to it."""
         for reference in residual.norms:
             norm = reference()
             if norm is not None and norm.used:

@@ -1,8 +1,8 @@
-"""Weights that live in host memory: layers copied into slots on a stream of their own, and tables that kernels read.
+"""Weights in host memory: layers that are copied into slots on a separate stream, and tables that kernels read.
 
 A streamed layer is made like any other, except that its matrices are allocated in its slot, from the slot's start. The
 slot's contents are then copied to the host as the layer's image. One copy of the image brings the layer back, and its
-arrays are where they were. Scales, biases and norms always stay on the device: they are small, and the kernel that
+arrays keep their addresses. Scales, biases and norms always stay on the device: they are small, and the kernel that
 finishes a layer's last product reads them after the next layer has begun.
 """
 
@@ -28,16 +28,16 @@ from ...memory.sizes import format_size
 
 runtime = cp.cuda.runtime
 HOST_RESERVE = 1 << 30
-"""Bytes of the host's memory that are left for everything else."""
+"""Bytes of host memory that are left to other programs."""
 TOUCH_THREADS = 8
 PAGE_BYTES = 4096
 
 
 class HostMemory:
-    """``nbytes`` of host memory at ``address``, pinned if the system allows it; otherwise a warning says why not.
+    """``nbytes`` of host memory at ``address``, pinned if the system allows it; otherwise there is a warning.
 
-    If the host's memory is nearly full, a temporary file that is mapped into memory takes its place: the system caches
-    what it can of it and reads the rest from disk each time. Raises ``OutOfMemory`` if the disk has no room either.
+    If the host's memory is nearly full, it is a temporary file mapped into memory: the system caches a part of it and
+    reads the rest from disk. Raises ``OutOfMemory`` if the disk is too small as well.
     """
 
     def __init__(self, nbytes: int):
@@ -75,7 +75,7 @@ def _unpin(address: int, _memory: mmap.mmap) -> None:
 def _anonymous_memory(nbytes: int) -> mmap.mmap:
     """Memory whose pages several threads have touched, large pages if the system has them.
 
-    To pin it then takes an eighth of the time that the driver's own allocation takes.
+    Pinning touched pages takes an eighth of the time of an allocation by the driver.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without large pages
@@ -131,11 +131,11 @@ class SlotLink:
         return self.slots[len(self.images) % len(self.slots)]
 
     def scratch_in_next_slot(self) -> Scratch:
-        """Memory for the matrices of the next layer to be made."""
+        """Memory for the matrices of the next layer."""
         return Scratch(self._next_slot)
 
     def keep(self, matrices: Scratch) -> None:
-        """Copy what was made in :meth:`scratch_in_next_slot` to the host, as the next layer's image."""
+        """Copy the contents of :meth:`scratch_in_next_slot` to the host, as the next layer's image."""
         image, source = HostMemory(matrices.peak_reserved), self._next_slot.address
         runtime.memcpyAsync(image.address, source, image.nbytes, runtime.memcpyDeviceToHost, self.compute.ptr)
         self.images.append(image)
@@ -193,9 +193,9 @@ class PinnedBuffers:
 
 
 def host_table(rows: int, pitch: int, device: int) -> cp.ndarray | None:
-    """Room for an fp16 table ``[rows, pitch]`` in pinned memory that kernels read.
+    """An uninitialized fp16 table ``[rows, pitch]`` in pinned memory, which kernels can read.
 
-    None if the system does not pin so much: the device cannot read pageable memory.
+    None if the system does not pin so much: kernels cannot read pageable memory.
     """
     memory = HostMemory(rows * pitch * 2)
     if not memory.pinned:

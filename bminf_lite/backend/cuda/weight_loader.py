@@ -28,17 +28,17 @@ from .streamed_weights import PinnedBuffers, SlotLink, host_table
 T = TypeVar("T")
 runtime = cp.cuda.runtime
 FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-"""Types that the device itself rounds to fp16."""
+"""Types that the GPU rounds to fp16."""
 NARROW_BYTES = 64 << 20
-"""Bytes of a matrix that are on the device at once while it is rounded to fp16."""
+"""Bytes of a matrix that are on the GPU at a time while it is rounded to fp16."""
 TABLE_BYTES = 16 << 20
-"""Bytes of a table that are on the device at once on its way to host memory."""
+"""Bytes of a table that are on the GPU at a time while it is copied to pinned memory."""
 
 
 class Loader:
-    """Makes weights with ``arrays``; ``int8_gemm`` knows the layout of those of int8 products.
+    """Makes weights with ``arrays``; ``int8_gemm`` defines the layout of int8 weights.
 
-    ``streams_steps``: whether the stack of layers that was made last is streamed.
+    ``streams_steps`` says whether the most recent stack of layers is streamed.
     """
 
     def __init__(self, arena: Arena, arrays: Arrays, kernels: Kernels, int8_gemm: Int8Gemm):
@@ -103,7 +103,7 @@ class Loader:
         return Outliers(self.arrays.upload(stacked.index.astype(np.int32)), columns)
 
     def matrix(self, values: Any) -> FloatMatrix:
-        """A float matrix of the host or of a file, in its own type."""
+        """A float matrix from the host or a file, in its own type."""
         kind = KINDS.get(values.dtype, BF16)
         dtype = np.dtype(np.uint16) if kind == BF16 else values.dtype
         data = self.arrays.empty(values.shape, dtype)
@@ -157,7 +157,7 @@ class Loader:
             return table[:, :columns]
 
     def _padded_rows(self, values: np.ndarray) -> cp.ndarray:
-        """A host matrix in fp16 with padded rows, outside of any slot."""
+        """A host matrix in fp16 with padded rows, never in a slot."""
         rows, columns = values.shape
         return self._stack([values], (rows, round_up(columns, PAD)), np.float16, self.arena)
 

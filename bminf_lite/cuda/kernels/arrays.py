@@ -1,6 +1,6 @@
-"""How the kernels expect matrices in memory: rows padded and aligned, so that whole vectors may be read anywhere.
+"""The memory layout of matrices that the kernels require: rows are padded and aligned for vector loads.
 
-Nothing here imports CuPy, so that what can be compiled is known where CuPy is not installed.
+This module does not import CuPy, so that kernels can be compiled without it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import cupy as cp
 
 PAD = 32
-"""Rows of matrices, and vectors, are padded to a multiple of this many elements: whole groups of COL32's columns."""
+"""Rows of matrices, and vectors, are padded to a multiple of this many elements: whole column groups of COL32."""
 HEAD_PAD = 16
 """Heads in the key-value cache are padded to a multiple of this many elements, with zeros, for the tensor cores."""
 
@@ -46,7 +46,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def address(x: cp.ndarray | None) -> int:
-    """The address of an array, 0 for none."""
+    """The address of an array, 0 for None."""
     if x is None:
         return 0
     found: int = x.data.ptr
@@ -60,16 +60,16 @@ def pitch_of(x: cp.ndarray) -> int:
 
 
 def pointer_and_pitch(x: cp.ndarray | None) -> tuple[int, int]:
-    """The address and the pitch of a padded matrix, zeros for none."""
+    """The address and the pitch of a padded matrix, zeros for None."""
     return (0, 0) if x is None else (x.data.ptr, x.strides[0] // x.itemsize)
 
 
 def is_padded(x: cp.ndarray) -> bool:
-    """Whether the rows of ``x`` are padded and aligned as every kernel expects."""
+    """Whether the rows of ``x`` are padded and aligned as the kernels require."""
     pitch = round_up(x.shape[1], PAD)
     return bool(x.strides == (pitch * x.itemsize, x.itemsize) and x.data.ptr % 16 == 0)
 
 
 def nbytes_of(*arrays: cp.ndarray | None) -> int:
-    """Bytes of what a kernel reads and writes."""
+    """The sum of the arrays' bytes."""
     return sum(0 if x is None else x.nbytes for x in arrays)

@@ -21,14 +21,14 @@ class Activation(IntEnum):
 
 
 ACTIVATIONS = {activation.name.lower(): activation for activation in Activation}
-"""By the names that the backend's operations take."""
+"""Activations by their names in the backend's operations."""
 
 
 class Epilogue(IntEnum):
-    """What a product's kernel makes of its int32 or fp32 sums.
+    """The epilogue of a product's kernel, on its int32 or fp32 sums.
 
-    ``ADD`` adds to fp32 values that are there. ``GATED``: rows ``n`` and ``n + N/2`` of the weight are gate and up.
-    ``ACTIVATED`` is a function of each output. ``TO_INT32`` leaves the sums unscaled.
+    ``ADD`` adds to fp32 values in memory. ``GATED``: rows ``n`` and ``n + N/2`` of the weight are gate and up.
+    ``ACTIVATED`` applies an activation to each output. ``TO_INT32`` writes unscaled sums.
     """
 
     TO_HALF = 0
@@ -48,7 +48,7 @@ class GemvInput(IntEnum):
 
 
 class Source(IntEnum):
-    """Where a row's values come from: nowhere, memory, or an int32 product that is not scaled yet."""
+    """The source of a row's values: none, an fp16 or fp32 array, or an unscaled int32 product."""
 
     NONE = 0
     FROM_HALF = 1
@@ -57,7 +57,7 @@ class Source(IntEnum):
 
 
 class RowOp(IntEnum):
-    """What a kernel over rows computes. A norm first adds the values to the residual stream; a gate has two halves."""
+    """A row kernel's operation. A norm first adds the values to the residual stream; a gate has two halves."""
 
     IDENTITY = 0
     RMS_NORM = 1
@@ -69,7 +69,7 @@ class RowOp(IntEnum):
 
 
 class Target(IntEnum):
-    """What a kernel over rows writes: int8 codes and a scale per row, or values."""
+    """The output of a kernel over rows: int8 codes and a scale per row, or values."""
 
     CODES = 0
     TO_HALF = 1
@@ -77,10 +77,10 @@ class Target(IntEnum):
 
 
 class DecodeMask(IntEnum):
-    """What a new token sees in decode attention.
+    """The keys that a new token attends to in decode attention.
 
-    ``CAUSAL``: the tokens before it and itself. ``BIASED``: the same, with a bias by the distance. ``CROSS``: the whole
-    source in its slot, to which it adds nothing.
+    ``CAUSAL``: all tokens up to itself. ``BIASED``: the same, with a bias by distance. ``CROSS``: the whole source in
+    its slot, which is not written.
     """
 
     CAUSAL = 0
@@ -89,10 +89,10 @@ class DecodeMask(IntEnum):
 
 
 class AttentionMask(IntEnum):
-    """What a query sees in prefill attention.
+    """The keys that a query attends to in prefill attention.
 
     ``CAUSAL``: the keys of its sequence up to its own, in the sequence's slot of the cache. ``CROSS``: the whole source
-    in that slot. ``BIDIRECTIONAL``: its whole sequence in this step, where sequences follow each other.
+    in that slot. ``BIDIRECTIONAL``: its whole sequence in this step, whose sequences are packed.
     """
 
     CAUSAL = 0
@@ -102,13 +102,13 @@ class AttentionMask(IntEnum):
 
 GEMV_THREADS = 512
 GEMV_CHUNK = 512
-"""Bytes of one row of the weight that a warp multiplies at once, 16 a thread."""
+"""Bytes of one row of the weight that a warp multiplies at once, 16 per thread."""
 DECODE_HEADS = 8
-"""Query heads of one key-value head that a block of the decode kernel takes at most: the columns of a product."""
+"""At most so many query heads of one key-value head share a block of the decode kernel: the N of an MMA."""
 SKINNY_ROWS = 16
-"""Rows of the weight in a group, which one product of the tensor cores takes."""
+"""Rows of the weight in a group: the M of one MMA."""
 SKINNY_STEP = 64
-"""Bytes of a row that two products take."""
+"""Bytes of a row in a step: the K of two MMAs."""
 SKINNY_HOPPER_THREADS = 320
 SKINNY_HOPPER_CLUSTER = 2
 SKINNY_HOPPER_ROWS = 64
@@ -116,7 +116,7 @@ SKINNY_HOPPER_ROWS = 64
 SKINNY_HOPPER_BOXES = 2
 """Boxes of ``ROW_BYTES`` columns in a stage."""
 SKINNY_HOPPER_WINDOW = 4
-"""Stages on their way at the same time. More only make other blocks wait longer for what they read."""
+"""Stages in flight at the same time. More of them delay the loads of other blocks."""
 GEMM_ROWS = 128
 """Rows of a tile of the result."""
 GEMM_STAGE_COLUMNS = 128
@@ -127,16 +127,16 @@ GEMM_BOX_ROWS = 16
 DP4A_TILE = 64
 CALIBRATION_THREADS = 256
 CALIBRATION_STRIP = 64
-"""Rows of which a thread of ``column_absmax`` takes a column."""
+"""Rows of a column that one thread of ``column_absmax`` reads."""
 UNALIGNED_NORM_THREADS = 512
 SAMPLING_CHUNK = 2048
-"""Token ids of a block."""
+"""Token ids per block."""
 SAMPLING_THREADS = 512
 SAMPLING_ROW_BYTES = 128
-"""Scratch of a row beside its arrays."""
+"""Bytes of scratch per row, beside its arrays."""
 SAMPLING_BUCKETS = 1024
 SAMPLING_BUCKETS_PER_OCTAVE = 24
-"""Buckets of likelihood to a factor of two: all tokens of any weight (42 octaves) have one."""
+"""Buckets per factor of two in probability: the buckets cover all 42 octaves of nonzero weights."""
 
 
 def render_header(*enumerations: type[IntEnum], **numbers: int) -> str:
@@ -183,4 +183,4 @@ HEADERS = {
         BUCKETS_PER_OCTAVE=SAMPLING_BUCKETS_PER_OCTAVE,
     ),
 }
-"""By the name under which a kernel includes it."""
+"""Headers by the name in an ``#include``."""

@@ -1,4 +1,4 @@
-"""Which instantiations of a kernel its launcher may need, enumerable without a GPU and without CuPy.
+"""The instantiations of kernels that launchers may need, enumerable without a GPU and without CuPy.
 
 Every launcher has ``instantiations(capability)``, which yields a :class:`KernelFamily` for each kernel that it launches
 on GPUs of that compute capability.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 Capability = tuple[int, int]
 BOOLEANS = ("false", "true")
-"""As CUDA C++ names them."""
+"""As template arguments, in CUDA C++."""
 
 
 def numbers(values: Iterable[int]) -> tuple[int, ...]:
@@ -21,7 +21,7 @@ def numbers(values: Iterable[int]) -> tuple[int, ...]:
 
 
 class Together(tuple[object, ...]):
-    """Template arguments that follow each other and whose values belong together."""
+    """Consecutive template arguments whose values belong together."""
 
     def __str__(self) -> str:
         return ", ".join(map(str, self))
@@ -36,7 +36,7 @@ def anything(*arguments: object) -> bool:
 class KernelFamily:
     """The instantiations of one kernel of ``source`` with the macros ``defines``.
 
-    ``values`` are those of each template argument; a combination of them is launched if ``possible``.
+    ``values`` are the values of each template argument; ``possible`` says which combinations are launched.
     """
 
     source: str
@@ -50,10 +50,5 @@ class KernelFamily:
         return (arguments for arguments in itertools.product(*self.values) if self.possible(*arguments))
 
     def expression(self, arguments: tuple[object, ...]) -> str:
-        """As CUDA C++ names the instantiation."""
-        return instantiation(self.name, *arguments) if arguments else self.name
-
-
-def instantiation(name: str, *arguments: object) -> str:
-    """``instantiation("k", 1, "true")`` -> ``"k<1, true>"``."""
-    return f"{name}<{', '.join(map(str, arguments))}>"
+        """The instantiation's name expression, such as ``k<1, true>``."""
+        return f"{self.name}<{', '.join(map(str, arguments))}>" if arguments else self.name

@@ -1,4 +1,4 @@
-"""The part that all launchers share: the kernels of one GPU, loaded when first needed, on one stream."""
+"""The common part of all launchers: the kernels of one GPU, each loaded at its first launch, on one stream."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .sources import load
 class StepContext:
     """The state that launches of one step depend on. It is made when a step begins and dropped when it ends.
 
-    ``one_block_per_sm`` says whether the kernel launched last has one block on each multiprocessor; a step with one
-    token has no kernels but those that keep it. The caches that the step has written are known from its first kernel
-    on: that kernel, ``embed``, lets no other start before it has ended, so a kernel behind it may read early what the
-    step has not written. Outside a step nothing may be read early.
+    ``one_block_per_sm`` says whether the last kernel has one block on each SM. The context also records the caches that
+    the step has written. A dependent kernel may read a cache before its predecessor has ended if the step has not
+    written that cache. The first kernel, ``embed``, ends before any other starts, so it separates steps. Outside a
+    step, no cache counts as unwritten.
     """
 
     __slots__ = ("_written_caches", "one_block_per_sm")
@@ -25,7 +25,7 @@ class StepContext:
         self._written_caches: set[int] | None = set() if in_step else None
 
     def is_unwritten(self, cache: int, writes: bool) -> bool:
-        """Whether the cache at this address is as it was before the step; ``writes``: the next kernel changes it."""
+        """Whether the step has not written the cache at this address; ``writes``: the next kernel writes it."""
         if self._written_caches is None:
             return False
         untouched = cache not in self._written_caches
@@ -43,7 +43,7 @@ class Launcher:
         self.num_sms = device.attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
         self.has_clusters = device.compute_capability >= (9, 0)
         self.max_shared = device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
-        self.half_shared = self.max_shared // 2  # two blocks with so much, and their static shared memory, do not fit
+        self.half_shared = self.max_shared // 2  # two such blocks, with their static shared memory, do not fit an SM
         self.kernel = functools.cache(self._load)
 
     def _load(self, source: str, expression: str, cache: bool = False, defines: tuple[str, ...] = ()) -> Kernel:
@@ -56,9 +56,9 @@ class Launcher:
     ) -> None:  # fmt: skip
         """Launch a kernel, which may start before its predecessor has ended if it is ``dependent``.
 
-        ``step`` is None for kernels that no step launches. ``bytes_moved`` is how many bytes the kernel must read and
-        write. ``cache``: see :meth:`Module.kernel`; for a kernel that fills the GPU, because its neighbours then cannot
-        run beside it.
+        ``step`` is None for kernels outside a step. ``bytes_moved`` counts the bytes that the kernel reads and writes.
+        ``cache``: see :meth:`Module.kernel`; for a kernel that fills the GPU, because other kernels cannot run beside
+        it.
         """
         kernel = self.kernel(source, expression, cache)
         kernel(grid, block, args, shared, self.stream, dependent, cluster, bytes_moved)

@@ -1,1 +1,1 @@
-"""CUDA without a toolkit: libraries, driver, run-time compiler, kernels and graphs. It knows no operation."""
+"""CUDA without a toolkit: libraries, driver, run-time compiler, kernels and graphs, independent of any operation."""

@@ -1,7 +1,7 @@
-"""C functions through ctypes: each declared once with its types, its status checked in one place.
+"""C functions through ctypes: each is declared once with its types, and its status is checked in one place.
 
 Every library used here returns a status from every function, 0 for success. ``bind`` turns a table of declarations into
-callables that raise on anything else, so a call site is one line and cannot forget the check.
+callables that raise on any other status, so a call site needs no check.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...errors import DeviceError
 
 
 class LibraryError(DeviceError):
-    """A CUDA library's function failed: ``function`` is its name, ``status`` what it returned."""
+    """A function of a CUDA library failed: ``function`` is its name, ``status`` its return value."""
 
     def __init__(self, function: str, status: int, reason: str) -> None:
         super().__init__(f"{function} failed: {reason} (status {status})")
@@ -28,8 +28,8 @@ def bind(
 ) -> SimpleNamespace:
     """The functions of ``library`` that ``prototypes`` names, each with its argument types.
 
-    A call raises :class:`LibraryError`, with ``describe(status)`` in the library's own words, unless it succeeds.
-    Raises ``DeviceError`` that lists every function which the library lacks, because it is too old.
+    A call that fails raises :class:`LibraryError` with the text of ``describe(status)``. ``bind`` raises
+    ``DeviceError`` with the names of the functions that a library lacks because it is too old.
     """
     missing = [name for name in prototypes if not hasattr(library, name)]
     if missing:

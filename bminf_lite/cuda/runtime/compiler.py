@@ -1,4 +1,4 @@
-"""CUDA C++ to machine code, by NVRTC, with the result kept on disk.
+"""Compiles CUDA C++ to machine code with NVRTC and keeps the result on disk.
 
 One call compiles one file of :class:`Sources` for one architecture and a list of template instantiations. It needs
 NVRTC and the CUDA headers but no GPU, so every kernel can be compiled for every architecture anywhere. The result holds
@@ -40,7 +40,7 @@ class Sources:
     _declarations: dict[str, dict[str, Declaration]] = field(default_factory=dict, repr=False)
 
     def read(self, name: str) -> str | None:
-        """The text of a file; None where there is none of that name."""
+        """The text of a file; None if no file has that name."""
         if name in self.generated:
             return self.generated[name]
         if self.folder is None or not (file := self.folder / name).is_file():
@@ -55,7 +55,7 @@ class Sources:
         return text
 
     def included(self, text: str) -> dict[str, str]:
-        """The files that ``text`` includes by quoted name, directly or not, by name; others are the compiler's."""
+        """The files that ``text`` includes by quoted name, directly or not, as name to text. NVRTC finds all others."""
         found: dict[str, str] = {}
         pending = [text]
         while pending:
@@ -66,7 +66,7 @@ class Sources:
         return found
 
     def declarations(self, name: str) -> dict[str, Declaration]:
-        """The kernels that a file declares, by name; parsed once."""
+        """The kernels that a file declares, by name; each file is parsed once."""
         found = self._declarations.get(name)
         if found is None:
             text = self.source(name)
@@ -76,9 +76,10 @@ class Sources:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel needs, as ptxas reports it: registers a thread, and bytes of everything else.
+    """The resources of one kernel, as ptxas reports them.
 
-    ``stack``, ``spill_stores`` and ``spill_loads`` are local memory a thread, ``shared`` static shared memory a block.
+    ``registers`` are counted per thread. ``stack``, ``spill_stores`` and ``spill_loads`` are bytes of local memory per
+    thread, ``shared`` is bytes of static shared memory per block.
     """
 
     registers: int
@@ -92,7 +93,7 @@ class Usage:
 class Cubin:
     """Machine code for one architecture: ``symbols`` maps each name expression to its symbol in ``image``.
 
-    ``usage`` holds what ptxas reported of each name expression; it lacks those of which it reported nothing.
+    ``usage`` maps each name expression to the resources that ptxas reported, if it reported any.
     """
 
     image: bytes
@@ -127,7 +128,7 @@ _COMPILATION_FAILED = 6
 
 @functools.cache
 def nvrtc() -> SimpleNamespace:
-    """NVRTC's functions, loaded at the first call; raises ``DeviceError`` where it is not installed."""
+    """NVRTC's functions, loaded at the first call; raises ``DeviceError`` if it is not installed."""
     library = libraries.load("nvrtc").dll
     library.nvrtcGetErrorString.argtypes = (ctypes.c_int,)
     library.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -156,8 +157,8 @@ def compile(
 
     ``name_expressions`` names each kernel as CUDA C++ would: ``"attend<128, true>"``, ``"bminf::copy"``. ``defines``
     are macros, ``"NAME"`` or ``"NAME=value"``. ``cache`` is the folder to keep results in, by default
-    :func:`cubin_cache.default_folder`. Raises ``DeviceError`` with the compiler's log where the source does not
-    compile, and where NVRTC or the headers are missing or too old for ``arch``.
+    :func:`cubin_cache.default_folder`. Raises ``DeviceError`` with the compiler's log if the source does not
+    compile, and if NVRTC or the headers are missing or too old for ``arch``.
     """
     _check_architecture(arch)
     text = sources.source(source_name)
@@ -165,7 +166,7 @@ def compile(
     version, include = libraries.load("nvrtc").version, _header_folder()
     options = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{include}", *(f"-D{define}" for define in defines))
     folder = cubin_cache.default_folder() if cache is None else cache
-    # Upgrading the CUDA headers replaces files in their folder, which changes the folder's time.
+    # Upgrading the CUDA headers replaces files in their folder, which changes the folder's modification time.
     installed = include.stat().st_mtime_ns
     identity = [source_name, text, headers, options, list(name_expressions), version, installed]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -188,7 +189,7 @@ def _check_architecture(arch: str) -> None:
         known = ", ".join(f"sm_{number}" for number in architectures())
         raise DeviceError(
             f"NVRTC {libraries.text(libraries.load('nvrtc').version)} cannot compile for {arch}, only for {known}; "
-            f"a newer GPU needs a newer NVRTC, an older GPU an older one (bminf-lite doctor says which is installed)"
+            f"a newer GPU needs a newer NVRTC, an older GPU an older one (see bminf-lite doctor for the installed one)"
         )
 
 
@@ -245,11 +246,11 @@ def _strings(values: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def parse_usage(log: str) -> dict[str, Usage]:
-    """What ptxas's verbose log says of each entry function, by symbol."""
+    """The resources of each entry function in ptxas's verbose log, by symbol."""
     found = {}
     for entry in log.split("Compiling entry function '")[1:]:
         symbol = entry.partition("'")[0]
-        # The properties of device functions that were not inlined may stand between an entry's own and its registers.
+        # The log may list device functions that were not inlined between an entry's properties and its registers.
         own = entry.partition(f"Function properties for {symbol}\n")[2]
 
         def number(pattern: str, text: str) -> int:

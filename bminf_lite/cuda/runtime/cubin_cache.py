@@ -1,9 +1,9 @@
 """Compiled kernels kept on disk, so that a second start compiles nothing.
 
 An entry is a file named by the hash of everything that its contents depend on, so an entry is never stale, only unused.
-It is written beside its place and renamed, so several processes may compile the same kernel at once: the last one wins
-with the same bytes. It begins with its own checksum, so a damaged entry counts as absent. A folder that cannot be
-written costs a warning and the time to compile, never a failure.
+It is written under a temporary name and then renamed, so several processes may compile the same kernel at once. It
+begins with a checksum of its contents, so a damaged entry counts as absent. If the folder cannot be written, there is a
+warning and each start compiles again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENVIRONMENT_VARIABLE = "BMINF_LITE_CACHE"
 
 
 def default_folder() -> Path:
-    """Where compiled kernels are kept: ``$BMINF_LITE_CACHE``, or ``bminf_lite`` in the platform's folder for caches."""
+    """The folder for compiled kernels: ``$BMINF_LITE_CACHE``, or ``bminf_lite`` in the platform's folder for caches."""
     if override := os.environ.get(ENVIRONMENT_VARIABLE):
         return Path(override)
     if sys.platform == "win32":
@@ -34,7 +34,7 @@ def default_folder() -> Path:
 
 
 def read(folder: Path, key: str) -> bytes | None:
-    """The entry's contents, or None where there is none or it is damaged."""
+    """The contents of the entry ``key``; None if it is absent or damaged."""
     try:
         stored = (folder / key).read_bytes()
     except OSError:
@@ -44,7 +44,7 @@ def read(folder: Path, key: str) -> bytes | None:
 
 
 def write(folder: Path, key: str, contents: bytes) -> None:
-    """Keep ``contents`` under ``key``; warns, once for each folder, where that is not possible."""
+    """Keep ``contents`` under ``key``; warns once for each folder that cannot be written."""
     temporary = None
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,10 @@
-"""cublasLt's C interface with types: each function declared once, each handle a type of its own, enums as enums.
+"""cublasLt's C interface with types: each handle has a type of its own, and enumerations are ``IntEnum``.
 
 :class:`CublasLt` wraps a loaded library. Its functions are called by their C names, take exactly the declared types (a
-matrix layout where a matmul descriptor belongs is a ``TypeError``), and raise
-:class:`.bindings.LibraryError` with the name of the status unless they succeed. The descriptor classes
-own what they create, and know the C type of every attribute, so a size never has to be written by hand. Names and
-values are those of ``cublasLt.h``, ``cublas_api.h`` and ``library_types.h``; only what this package uses is declared.
-No GPU is needed until :class:`CublasLt` creates its handle.
+matrix layout in place of a matmul descriptor is an error), and raise :class:`.bindings.LibraryError` with the name of
+the status if they fail. A descriptor class owns the cublasLt object that it creates and knows the C type of every
+attribute. Names and values are those of ``cublasLt.h``, ``cublas_api.h`` and ``library_types.h``. No GPU is needed
+until :class:`CublasLt` creates its handle.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Status(IntEnum):
 
 
 class ComputeType(IntEnum):
-    """``cublasComputeType_t``: what a product multiplies and accumulates in."""
+    """``cublasComputeType_t``: the type in which a product is accumulated."""
 
     COMPUTE_32F = 68
     COMPUTE_32I = 72
@@ -66,7 +65,7 @@ class Operation(IntEnum):
 
 
 class Order(IntEnum):
-    """``cublasLtOrder_t``: how a matrix lies in memory; :mod:`.layouts` defines the last three byte by byte."""
+    """``cublasLtOrder_t``: the order of a matrix's elements; ``gemm.tensor_core_layouts`` defines the last three."""
 
     COL = 0
     ROW = 1
@@ -95,14 +94,11 @@ class MatmulAttribute(IntEnum):
     POINTER_MODE = 2
     TRANSA = 3
     TRANSB = 4
-    TRANSC = 5
-    EPILOGUE = 7
 
 
 class PreferenceAttribute(IntEnum):
     """``cublasLtMatmulPreferenceAttributes_t``."""
 
-    SEARCH_MODE = 0
     MAX_WORKSPACE_BYTES = 1
     REDUCTION_SCHEME_MASK = 3
     MIN_ALIGNMENT_A_BYTES = 5
@@ -149,7 +145,7 @@ class Stream(c_void_p):
 
 
 class Algorithm(ctypes.Structure):
-    """``cublasLtMatmulAlgo_t``: may be kept as bytes and used again with the same cublasLt version and GPU."""
+    """``cublasLtMatmulAlgo_t``: its bytes stay valid for the same cublasLt version and GPU."""
 
     _fields_: ClassVar = [("data", c_uint64 * 8)]
 
@@ -210,15 +206,15 @@ def _describe(status: int) -> str:
 
 
 def _destroy_with(owner: object, destroy: Any, handle: c_void_p) -> None:
-    # At the interpreter's exit the driver may be gone already, and the process's end frees everything anyway.
+    # Not at the interpreter's exit: the driver may be unloaded, and the process frees all.
     weakref.finalize(owner, destroy, handle).atexit = False
 
 
 class CublasLt:
-    """A loaded cublasLt: ``functions`` has its C functions by their names; ``handle`` is made at its first use."""
+    """A loaded cublasLt: ``functions`` has its C functions by name, and the first use of ``handle`` creates it."""
 
     def __init__(self, dll: ctypes.CDLL) -> None:
-        """Declare every function on ``dll``; raises ``DeviceError`` naming those that the library lacks."""
+        """Declare every function of ``dll``; raises ``DeviceError`` with the names of those that it lacks."""
         self.functions = bind(dll, _FUNCTIONS, _describe)
         dll.cublasLtGetVersion.argtypes, dll.cublasLtGetVersion.restype = (), c_size_t
         self.version: int = dll.cublasLtGetVersion()
@@ -258,7 +254,7 @@ class _Descriptor:
 
 
 class MatrixLayout(_Descriptor):
-    """The shape and order of one matrix; ``ld`` counts elements, and means what ``order`` says it does."""
+    """The shape and order of one matrix; ``ld`` counts the elements between its columns, rows or groups."""
 
     prefix = "cublasLtMatrixLayout"
     types: ClassVar = {
@@ -280,9 +276,7 @@ class MatmulDesc(_Descriptor):
     """The operation ``D = alpha op(A) op(B) + beta C``."""
 
     prefix = "cublasLtMatmulDesc"
-    types: ClassVar = {
-        attribute: c_uint32 if attribute is MatmulAttribute.EPILOGUE else c_int32 for attribute in MatmulAttribute
-    }
+    types: ClassVar = dict.fromkeys(MatmulAttribute, c_int32)
 
     def __init__(
         self, lt: CublasLt, compute: ComputeType, scale: DataType, transpose_a: Operation, transpose_b: Operation
@@ -293,10 +287,9 @@ class MatmulDesc(_Descriptor):
 
 
 class Preference(_Descriptor):
-    """What the heuristic may choose from: a workspace in bytes, and the alignment in bytes of all four matrices.
+    """Limits for the heuristic: a workspace in bytes, and the alignment in bytes of all four matrices.
 
-    Partial sums of a product that is split along its inner dimension are kept in the compute type, never in a narrower
-    output type.
+    With split-K, partial sums are kept in the compute type, never in a narrower output type.
     """
 
     prefix = "cublasLtMatmulPreference"
@@ -315,7 +308,7 @@ class Preference(_Descriptor):
 
 
 class TransformDesc(_Descriptor):
-    """The operation ``C = alpha op(A) + beta op(B)``, which also changes a matrix from one order to another."""
+    """The operation ``C = alpha op(A) + beta op(B)``, which also converts a matrix from one order to another."""
 
     prefix = "cublasLtMatrixTransformDesc"
     types: ClassVar = dict.fromkeys(TransformAttribute, c_int32)

@@ -1,7 +1,7 @@
-"""The parameters of kernels, read from their ``__global__`` declarations, so that no other place repeats them.
+"""Reads the parameters of kernels from their ``__global__`` declarations, so that no other place repeats them.
 
-This reads the subset of CUDA C++ that the kernels are written in: parameters are pointers, numbers, a ``TensorMap``, or
-a struct of these. A type outside that subset raises ``ValueError``.
+The parser covers the subset of CUDA C++ that the kernels are written in: parameters are pointers, numbers, a
+``TensorMap``, or a struct of these. A type outside that subset raises ``ValueError``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LETTERS = {
     "int": "i", "unsigned": "I", "unsigned int": "I", "long long": "q", "unsigned long long": "Q", "u64": "Q",
     "float": "f", "double": "d", "bool": "?", "TensorMap": "T",
 }  # fmt: skip
-"""The :mod:`struct` letter of a parameter's type; ``T`` is a matrix as :mod:`.tensor_maps` describes it."""
+"""The :mod:`struct` letter of a parameter's type; ``T`` is a tensor map (:mod:`.tensor_maps`)."""
 _TEMPLATE = re.compile(r"template\s*<([^<>]*)>\s*")
 _KERNEL = re.compile(r"__global__\s+void\s+")
 _QUALIFIERS = re.compile(r"\b(?:const|__restrict__|__grid_constant__)\b")
@@ -26,7 +26,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: ``letter`` as :mod:`struct` has it (``p`` for a pointer), ``type`` without ``const``."""
+    """One parameter; ``letter`` is that of :mod:`struct` (``p`` for a pointer), ``type`` has no ``const``."""
 
     name: str
     type: str
@@ -35,7 +35,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Declaration:
-    """A ``__global__`` function: the names of its template's and of its own parameters; a struct's count one by one."""
+    """A ``__global__`` function: its template parameters and its parameters. Each member of a struct is a parameter."""
 
     name: str
     template: tuple[str, ...]
@@ -55,7 +55,7 @@ def kernel_name(expression: str) -> str:
 def parse_declarations(text: str, headers: str = "") -> dict[str, Declaration]:
     """The kernels that ``text`` declares, by name without namespace; structs may be defined in ``headers`` too."""
     text = _COMMENT.sub("", text)
-    everything: list[str] = []  # made when a struct is met
+    everything: list[str] = []  # filled when a parameter is a struct
     found = {}
     for match in _KERNEL.finditer(text):
         template = _TEMPLATE.fullmatch(text, max(0, text.rfind("template", 0, match.start())), match.start())
@@ -84,8 +84,8 @@ def parse_declarations(text: str, headers: str = "") -> dict[str, Declaration]:
 def struct_format(signature: str) -> str:
     """How :mod:`struct` packs the parameters of a signature.
 
-    ptxas puts a ``T`` at a multiple of 64 bytes of the constant bank. On compute capability 9.0, whose kernels alone
-    have such parameters, the first parameter lies 16 bytes behind one.
+    ptxas aligns a ``T`` to 64 bytes of the constant bank. Only kernels for compute capability 9.0 have such parameters;
+    there the first parameter lies 16 bytes behind a multiple of 64.
     """
     found = "@"
     for letter in signature.replace("p", "P"):
@@ -94,7 +94,7 @@ def struct_format(signature: str) -> str:
 
 
 def _closing(text: str, opening: int) -> int:
-    """The place of the parenthesis that closes the one at ``opening``."""
+    """The index of the parenthesis that closes the one at ``opening``."""
     depth = 0
     for place in range(opening, len(text)):
         depth += (text[place] == "(") - (text[place] == ")")
@@ -104,7 +104,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _parameter(declared: str) -> Parameter:
-    """One parameter; its letter is empty where the type is not a pointer or one of ``LETTERS``."""
+    """One parameter; its letter is empty if the type is neither a pointer nor in ``LETTERS``."""
     match = _PARAMETER.fullmatch(_QUALIFIERS.sub(" ", declared))
     if match is None:
         raise ValueError(f"not a parameter: {declared!r}")
@@ -117,15 +117,15 @@ def _members(name: str, text: str) -> list[Parameter]:
     """The members of a struct, up to its first function."""
     match = re.search(rf"\bstruct {re.escape(name)} \{{(.*?)(?:__device__|\}};)", text, re.DOTALL)
     if match is None:
-        raise ValueError(f"a parameter's type is {name!r}, which is not known")
+        raise ValueError(f"unknown type of a parameter: {name!r}")
     found: list[Parameter] = []
     for statement in filter(str.strip, match[1].split(";")):
         first, *others = statement.split(",")
         found.append(_parameter(first))
-        for other in others:  # "const float *a, *b": the type stands once
+        for other in others:  # "const float *a, *b"
             pointer = "*" in other
             found.append(Parameter(other.strip(" *\n"), found[-1].type, "p" if pointer else LETTERS[found[-1].type]))
     unknown = [member.type for member in found if not member.letter]
     if unknown:
-        raise ValueError(f"members of {name} have types that are not known: {', '.join(unknown)}")
+        raise ValueError(f"unknown types of members of {name}: {', '.join(unknown)}")
     return found

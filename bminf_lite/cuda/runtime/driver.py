@@ -1,7 +1,7 @@
-"""The CUDA driver's functions that this package calls, and the GPU as it describes it.
+"""The CUDA driver's functions that this package calls, and :class:`Device`, one GPU.
 
-Everything works in a GPU's primary context, the one that CuPy and the CUDA runtime use, so memory, streams and modules
-are shared with them freely. It stays for the life of the process, as theirs does.
+Everything works in a GPU's primary context, which CuPy and the CUDA runtime use too, so memory, streams and modules are
+shared with them. The context is kept until the process ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAST_SHARED_MEMORY_PER_BLOCK = 99 * _KIB
 def shared_memory_per_block(compute_capability: tuple[int, int]) -> int:
     """Bytes of shared memory that a block may have, opted in (CUDA C++ Programming Guide, compute capabilities).
 
-    Capabilities that are not listed have as little as 8.6, 8.9 and 12.0.
+    Capabilities that are not listed have the least, as 8.6, 8.9 and 12.0 do.
     """
     return _SHARED_MEMORY_PER_BLOCK.get(compute_capability, _LEAST_SHARED_MEMORY_PER_BLOCK)
 
@@ -77,10 +77,7 @@ class DeviceAttribute(IntEnum):
 class FunctionAttribute(IntEnum):
     """``CUfunction_attribute``."""
 
-    MAX_THREADS_PER_BLOCK = 0
     SHARED_SIZE_BYTES = 1
-    LOCAL_SIZE_BYTES = 3
-    NUM_REGS = 4
     MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
     PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 
@@ -99,7 +96,7 @@ class LaunchAttributeID(IntEnum):
 
 
 class LaunchAttribute(Structure):
-    """``CUlaunchAttribute``: ``value`` is a union of 64 bytes, of which the integers used here come first."""
+    """``CUlaunchAttribute``: ``value`` is a union of 64 bytes; the attributes used here are integers at its start."""
 
     _fields_ = (("id", c_int), ("padding", c_int), ("value", c_int * 16))
 
@@ -183,7 +180,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
 
 
 def describe(status: int) -> str:
-    """A ``CUresult`` in the driver's words."""
+    """The driver's name and description of a ``CUresult``."""
     library = libraries.load("cuda").dll
     for function in (library.cuGetErrorName, library.cuGetErrorString):
         function.argtypes = (c_int, POINTER(c_char_p))
@@ -195,7 +192,7 @@ def describe(status: int) -> str:
 
 @functools.cache
 def load() -> SimpleNamespace:
-    """The driver's functions, initialized. Raises ``DeviceError`` where there is no driver, or no GPU for it."""
+    """The driver's functions, initialized. Raises ``DeviceError`` without a driver or a usable GPU."""
     functions = bind(libraries.load("cuda").dll, _PROTOTYPES, describe)
     try:
         functions.cuInit(0)
@@ -205,21 +202,21 @@ def load() -> SimpleNamespace:
 
 
 def device_count() -> int:
-    """How many GPUs the driver offers."""
+    """The number of GPUs that the driver offers."""
     count = c_int()
     load().cuDeviceGetCount(count)
     return count.value
 
 
 Observer = Callable[[str, int, int], AbstractContextManager[None]]
-"""Called for each launch with its name, the bytes that it moves (0 where that is not known) and its stream. The context
-that it returns is entered before the launch and left after it, so that a profiler may put events around it."""
+"""Called for each launch with its name, the bytes that it moves (0 if unknown) and its stream. The context manager that
+it returns is entered before the launch and left after it, so that a profiler can record events around the launch."""
 
 
 class Device:
     """One GPU, with its primary context retained and current in the thread that made this object.
 
-    ``observer``, where it is set, is called for every launch that is made through this object.
+    ``observer``, if set, is called for every launch through this object.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -258,18 +255,18 @@ class Device:
 
     @property
     def arch(self) -> str:
-        """What to compile for: ``"sm_80"``; from 9.0 on with the features of that GPU alone, ``"sm_90a"``."""
+        """The compilation target: ``"sm_80"``; from 9.0 on with architecture-specific features, ``"sm_90a"``."""
         major, minor = self.compute_capability
         return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
     def memory(self) -> tuple[int, int]:
-        """The GPU's memory in bytes: what is free now, counting every process, and all of it."""
+        """The GPU's free and total memory in bytes; memory of other processes is not free."""
         self.make_current()
         free, total = c_size_t(), c_size_t()
         self._driver.cuMemGetInfo_v2(free, total)
         return free.value, total.value
 
     def synchronize(self) -> None:
-        """Wait for everything that the GPU was given in this context."""
+        """Wait for all work in this context."""
         self.make_current()
         self._driver.cuCtxSynchronize()

@@ -1,7 +1,7 @@
-"""A Python function's GPU work, recorded once and replayed with one call.
+"""CUDA graphs: the GPU work of a Python function, captured once and replayed with one call.
 
-A graph holds addresses, so all memory that the function reads and writes must stay where it was. Its inputs and outputs
-live in memory that outlasts the graph. What it allocates must come from memory that belongs to the graph.
+A graph holds addresses, so all memory that the function reads and writes must stay in place. Inputs and outputs must
+outlive the graph. The function must allocate from memory that belongs to the graph.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Memory(Protocol):
 
 
 class CudaGraph(Generic[Result]):
-    """The GPU work of ``function()``, which is called once, now, and does not run on the GPU until :meth:`replay`.
+    """The GPU work of ``function()``. The constructor calls the function once; :meth:`replay` runs its work.
 
-    ``stream`` is the stream, not the default one, on which the function puts all its work. ``memory`` is what the
-    function allocates from; it is freed with the graph. ``result`` is what the function returned. Run the function once
-    before, outside a graph, so that kernels are compiled, libraries are initialized and the need for memory is known:
-    anything that waits for the GPU or asks the driver for memory fails inside. If it raises, the stream is left as
-    it was before, and the memory stays the caller's.
+    ``stream``, which is not the default stream, receives all work of the function. The function allocates from
+    ``memory``, which is freed with the graph. ``result`` is the function's return value. The function must have run
+    once without capture, so that kernels are compiled and libraries are initialized, because synchronization and
+    driver allocations fail during stream capture. If the function raises, the capture ends and the caller keeps
+    ``memory``.
     """
 
     def __init__(self, function: Callable[[], Result], stream: int, memory: Memory | None = None) -> None:
@@ -57,19 +57,17 @@ class CudaGraph(Generic[Result]):
         self._finalizer = weakref.finalize(self, _destroy, executable, memory)
 
     def replay(self, stream: int) -> None:
-        """Run the recorded work on ``stream``, after what is there already."""
+        """Run the captured work on ``stream``."""
         self._launch(self._executable, stream)
 
     def close(self) -> None:
-        """Destroy the graph and free its memory, once the GPU has finished with it; twice is harmless."""
+        """Destroy the graph and free its memory. The GPU must have finished with it; a second call does nothing."""
         self._finalizer()
 
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Keep the collector from running finalizers meanwhile: one that frees GPU memory or destroys an event ends the
-    capture of its thread with an error.
-    """
+    """Run no finalizers during a capture: one that frees GPU memory or destroys an event would invalidate it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -84,7 +82,7 @@ def _abandon(stream: int) -> None:
     try:
         driver.load().cuStreamEndCapture(stream, graph)
     except LibraryError:
-        return  # the failure invalidated the capture, which has ended nevertheless
+        return  # the failure had invalidated the capture, and the call has ended it
     if graph:
         driver.load().cuGraphDestroy(graph)
 

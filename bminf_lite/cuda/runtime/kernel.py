@@ -1,8 +1,7 @@
 """Kernels loaded into a GPU and launched with as little Python as possible.
 
-A prompt's step launches some ten kernels a layer from Python, so a launch is one ``struct`` packing into memory that
-the kernel owns and one call of the driver; what does not change from launch to launch is kept. Launches may be captured
-into a graph.
+A prompt's step launches about ten kernels per layer from Python. A launch packs its arguments into a buffer of the
+kernel and calls the driver once; launch configurations are cached. Launches may be captured into a graph.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import functools
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ...errors import DeviceError
@@ -26,18 +24,8 @@ Dimensions = int | tuple[int, ...]
 CONFIGURATIONS = 64
 """Launch configurations that a kernel keeps; beyond that, the least recently used is dropped."""
 _PARAMETER_BUFFER_POINTER, _PARAMETER_BUFFER_SIZE = 1, 2
-_SHARED_WITHOUT_ASKING = 48 * 1024
-_ALL_SHARED, _AS_NEEDED = 100, -1  # percent of what L1 cache and shared memory divide between them
-
-
-@dataclass(frozen=True)
-class KernelAttributes:
-    """A loaded kernel: registers and bytes of local memory per thread, static shared memory per block."""
-
-    registers: int
-    local: int
-    shared: int
-    max_threads: int
+_DEFAULT_MAX_SHARED = 48 * 1024  # static and dynamic together
+_ALL_SHARED, _AS_NEEDED = 100, -1  # percent of the memory that L1 cache and shared memory share
 
 
 class Module:
@@ -73,13 +61,14 @@ class Module:
     def kernel(self, name_expression: str, cache: bool = False) -> Kernel:
         """The kernel of that name, one of the module's ``name_expressions``; its source declares its parameters.
 
-        With ``cache`` it gets as much L1 cache as its shared memory leaves: each load that is under way takes a line of
-        it, and a kernel that streams from memory has many. That goes for all kernels of the name from this module.
+        With ``cache`` the carveout leaves the L1 cache all memory that shared memory does not need: each load in flight
+        takes a cache line, and a kernel that streams from memory has many. This holds for all kernels of that name from
+        this module.
         """
         signature = self.sources.declarations(self.source_name)[kernel_name(name_expression)].signature
         function = driver.Function()
         driver.load().cuModuleGetFunction(function, self._handle, self.cubin.symbols[name_expression].encode())
-        # A multiprocessor divides its memory one way at a time: kernels that disagree on it cannot run side by side.
+        # An SM has one carveout at a time, so kernels with different carveouts cannot run on it together.
         carveout = _AS_NEEDED if cache else _ALL_SHARED
         driver.load().cuFuncSetAttribute(function, FunctionAttribute.PREFERRED_SHARED_MEMORY_CARVEOUT, carveout)
         return Kernel(self, name_expression, function, signature)
@@ -88,14 +77,12 @@ class Module:
 class Kernel:
     """One kernel, launched by calling it, from any thread.
 
-    ``signature`` has a letter for each parameter: ``p`` a pointer, and the :mod:`struct` letters for the rest, of which
-    ``i`` int32, ``I`` uint32, ``q`` int64, ``Q`` uint64, ``f`` fp32, ``d`` fp64 and ``?`` bool are the useful ones.
-    ``T`` is a matrix as :mod:`.tensor_maps` describes it. :mod:`.declarations` makes it of the kernel's declaration.
+    ``signature`` has a letter for each parameter: one of :data:`.declarations.LETTERS`, or ``p`` for a pointer.
     """
 
     def __init__(self, module: Module, name: str, function: driver.Function, signature: str) -> None:
         self.name = name
-        self._module = module  # which must outlive its kernels
+        self._module = module  # the loaded module must outlive its kernels
         self._device = module.device
         self._function = function
         self._launch = driver.load().cuLaunchKernelEx
@@ -112,15 +99,6 @@ class Kernel:
         )  # fmt: skip
         self._configured = functools.lru_cache(CONFIGURATIONS)(self._configure)
 
-    @functools.cached_property
-    def attributes(self) -> KernelAttributes:
-        return KernelAttributes(
-            registers=self._attribute(FunctionAttribute.NUM_REGS),
-            local=self._attribute(FunctionAttribute.LOCAL_SIZE_BYTES),
-            shared=self._attribute(FunctionAttribute.SHARED_SIZE_BYTES),
-            max_threads=self._attribute(FunctionAttribute.MAX_THREADS_PER_BLOCK),
-        )
-
     def __call__(
         self,
         grid: Dimensions,
@@ -132,15 +110,15 @@ class Kernel:
         cluster: Dimensions | None = None,
         bytes_moved: int = 0,
     ) -> None:
-        """Launch on ``stream`` (``cudaStream_t`` as an integer), in blocks of ``block`` threads, ``grid`` of them.
+        """Launch ``grid`` blocks of ``block`` threads on ``stream`` (``cudaStream_t`` as an integer).
 
         ``args`` are integers and floats, one for each letter of the signature; a pointer is an address on the GPU,
         whose memory must stay until the kernel has run. ``shared`` is dynamic shared memory in bytes. ``cluster`` is in
-        blocks. ``dependent`` lets the kernel start before the one ahead of it in the stream has ended; such a kernel
-        must wait (``cudaGridDependencySynchronize``) before it touches what that one writes. GPUs below compute
-        capability 9.0 ignore it. ``bytes_moved`` is how many bytes the kernel must read and write, for the device's
-        observer. The calling thread must have the GPU's context current. Raises ``TypeError`` for arguments that do not
-        fit the signature and ``DeviceError`` where the launch is refused.
+        blocks. ``dependent`` is programmatic dependent launch: the kernel may start before its predecessor has ended,
+        and must wait (``cudaGridDependencySynchronize``) before it accesses memory that the predecessor
+        writes. It has no effect below compute capability 9.0. ``bytes_moved`` counts the bytes that the kernel reads
+        and writes, for the device's observer. The GPU's context must be current in the calling thread. Raises
+        ``TypeError`` for arguments that do not fit the signature and ``DeviceError`` if the launch fails.
         """
         configuration = self._configured(grid, block, shared, stream, dependent, cluster)
         observer = self._device.observer
@@ -166,7 +144,7 @@ class Kernel:
         self, grid: Dimensions, block: Dimensions, shared: int, stream: int, dependent: bool,
         cluster: Dimensions | None,
     ) -> Any:  # fmt: skip
-        """A pointer to the ``CUlaunchConfig`` of such launches, which it keeps."""
+        """A pointer to the ``CUlaunchConfig`` of such launches; the pointer keeps the structure alive."""
         with self._lock:
             if shared > self._shared_allowed:
                 self._allow_shared(shared)
@@ -181,16 +159,12 @@ class Kernel:
             count += 1
         return ctypes.byref(LaunchConfig(_three(grid), _three(block), shared, stream, attributes, count))
 
-    def _attribute(self, attribute: FunctionAttribute) -> int:
-        value = ctypes.c_int()
-        driver.load().cuFuncGetAttribute(value, attribute, self._function)
-        return value.value
-
     def _allow_shared(self, shared: int) -> None:
-        # Static and dynamic shared memory count together.
-        without_asking = _SHARED_WITHOUT_ASKING - self._attribute(FunctionAttribute.SHARED_SIZE_BYTES)
-        if shared <= without_asking:
-            self._shared_allowed = without_asking
+        static = ctypes.c_int()
+        driver.load().cuFuncGetAttribute(static, FunctionAttribute.SHARED_SIZE_BYTES, self._function)
+        default = _DEFAULT_MAX_SHARED - static.value
+        if shared <= default:
+            self._shared_allowed = default
             return
         try:
             driver.load().cuFuncSetAttribute(self._function, FunctionAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)

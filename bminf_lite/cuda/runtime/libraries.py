@@ -1,10 +1,10 @@
-"""Where the CUDA libraries are, which versions they have, and how to get a missing one.
+"""Finds and loads the CUDA libraries, reads their versions, and names the command that installs a missing one.
 
 Four libraries are used: the driver (``libcuda``), the runtime (``libcudart``), the compiler (``libnvrtc``) and the
 matrix products (``libcublasLt``). The driver comes with the operating system. The others are searched for through
 cuda-pathfinder (wheels, conda, ``CUDA_PATH``), then in NVIDIA's wheels folder by folder, then by the dynamic linker.
-A library whose CUDA version is newer than the driver supports is passed over, because it would load and then fail at
-its first call. Nothing here imports CuPy, and nothing is loaded before it is needed.
+A library whose CUDA version is newer than the driver supports is skipped, because it would load and then fail at its
+first call. This module imports no CuPy and loads each library at its first use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CUDA_MAJORS = (13, 12)
 
 @dataclass(frozen=True)
 class Library:
-    """A loaded library: its file (None where the system does not tell), its version and its functions."""
+    """A loaded library: its file (None if unknown), its version and its functions."""
 
     name: str
     path: str | None
@@ -43,11 +43,11 @@ class Headers:
     version: Version
 
 
-def _version_by_pointer(function: str, digits: int = 1000) -> Callable[[ctypes.CDLL], Version]:
+def _version_by_pointer(function: str) -> Callable[[ctypes.CDLL], Version]:
     def read(dll: ctypes.CDLL) -> Version:
         number = ctypes.c_int(0)
         status = getattr(dll, function)(ctypes.byref(number))
-        return (number.value // digits, number.value % digits // 10) if status == 0 else ()
+        return (number.value // 1000, number.value % 1000 // 10) if status == 0 else ()
 
     return read
 
@@ -134,7 +134,7 @@ def _pathfinder_file(name: str) -> Iterator[str]:
 
 
 def candidates(name: str) -> Iterator[str]:
-    """What is tried for the library ``name``, in order: files, then names for the dynamic linker."""
+    """Candidates for the library ``name``, in order: files, then names for the dynamic linker."""
     spec = _SPECS[name]
     if spec.is_driver:
         yield spec.soname
@@ -146,7 +146,7 @@ def candidates(name: str) -> Iterator[str]:
 
 
 def _mapped_file(name: str) -> str | None:
-    """The file behind a library that the dynamic linker found by its name, read from the process's own map."""
+    """The file of a library that the dynamic linker found by name, read from ``/proc/self/maps``."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -158,7 +158,7 @@ def _mapped_file(name: str) -> str | None:
 def load_from(name: str, paths: Iterable[str], driver: Version) -> Library:
     """The first of ``paths`` that loads as the library ``name`` and is no newer than ``driver`` (``()``: unknown).
 
-    Raises ``DeviceError`` with everything that was tried and the command that installs the library.
+    Raises ``DeviceError`` with all attempts and the command that installs the library.
     """
     spec, tried = _SPECS[name], []
     for path in dict.fromkeys(paths):
@@ -183,7 +183,7 @@ def _remedy(name: str, driver: Version) -> str:
 
 @functools.cache
 def driver_version() -> Version:
-    """The newest CUDA version that the installed driver supports, ``(major, minor)``; ``()`` where there is none."""
+    """The newest CUDA version that the installed driver supports, ``(major, minor)``; ``()`` without a driver."""
     try:
         return load_from("cuda", candidates("cuda"), ()).version
     except DeviceError:
@@ -192,7 +192,7 @@ def driver_version() -> Version:
 
 @functools.cache
 def driver_release() -> str:
-    """The installed driver's own version, such as ``580.159.04``; empty where it cannot be asked."""
+    """The installed driver's own version, such as ``580.159.04``; empty if NVML does not report it."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -212,7 +212,7 @@ def load(name: str) -> Library:
 
 
 def header_folders() -> Iterator[Path]:
-    """Where the CUDA headers may be, in order: NVIDIA's wheels, what cuda-pathfinder finds, ``CUDA_PATH``."""
+    """Folders that may hold the CUDA headers, in order: NVIDIA's wheels, cuda-pathfinder's, ``CUDA_PATH``."""
     yield from _wheel_folders(_SPECS["cudart"], "include")
     try:
         from cuda.pathfinder import find_nvidia_header_directory
@@ -228,7 +228,7 @@ def header_folders() -> Iterator[Path]:
 
 
 def find_headers(folders: Iterable[Path] | None = None, major: int | None = None) -> Headers:
-    """The folder with ``cuda_fp16.h``, of the CUDA version ``major`` where such a one exists.
+    """The folder with ``cuda_fp16.h``; one of the CUDA version ``major`` is preferred.
 
     Raises ``DeviceError`` with the folders searched and the command that installs the headers.
     """
@@ -252,5 +252,5 @@ def _header_version(folder: Path) -> Version:
 
 
 def text(version: Version) -> str:
-    """A version as people write it: ``(13, 1, 0)`` is ``13.1.0``, and ``()`` is ``unknown``."""
+    """A version as text: ``(13, 1, 0)`` is ``13.1.0``, and ``()`` is ``unknown``."""
     return ".".join(map(str, version)) or "unknown"

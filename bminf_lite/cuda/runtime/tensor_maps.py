@@ -1,4 +1,4 @@
-"""Matrices described to the copy engine of compute capability 9.0 and later, which then copies boxes of them."""
+"""Tensor maps: descriptions of matrices for TMA copies, on compute capability 9.0 and later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import driver, libraries
 from .bindings import bind
 
 NBYTES = 128
-"""Of a ``CUtensorMap``; in memory and among a kernel's parameters it lies at a multiple of 64."""
+"""Bytes of a ``CUtensorMap``, which is aligned to 64 bytes in memory and among a kernel's parameters."""
 ROW_BYTES = 128
 """Bytes of each row in a box."""
 _ALIGNMENT = 64
@@ -39,7 +39,7 @@ class TensorMapDataType(IntEnum):
 
 @functools.cache
 def functions() -> SimpleNamespace:
-    """The driver's functions of CUDA 12 and later, without which such a GPU's tensor cores are of no use."""
+    """The driver functions for tensor maps, which CUDA 12 introduced."""
     return bind(libraries.load("cuda").dll, _PROTOTYPES, driver.describe)
 
 
@@ -55,10 +55,10 @@ def tensor_map_2d(
 ) -> bytes:
     """A ``CUtensorMap`` of ``[rows, columns]`` at ``address``, with ``pitch`` elements from row to row.
 
-    The address and a row's bytes are multiples of 16. A copy brings ``box_rows`` rows (256 at most) of ``ROW_BYTES``
-    each, zeros where they lie outside the matrix, or takes what lies inside. In shared memory they are rows of
-    ``ROW_BYTES`` whose 16-byte pieces are exchanged by the row's lowest three bits. With ``promote_256b`` the cache
-    also fetches the 128 bytes beside them: a gain where they are needed much later, a loss where they are needed soon.
+    The address and the bytes of a row are multiples of 16. A copy moves a box of ``box_rows`` rows (256 at most) of
+    ``ROW_BYTES`` each. A load fills elements outside the matrix with zeros; a store skips them. In shared memory the
+    box has the 128-byte swizzle. ``promote_256b`` is the L2 promotion: 256 bytes rather than 128. It is faster if the
+    neighbouring bytes are needed much later, and slower if they are needed soon.
     """
     buffer = ctypes.create_string_buffer(NBYTES + _ALIGNMENT)
     place = -ctypes.addressof(buffer) % _ALIGNMENT

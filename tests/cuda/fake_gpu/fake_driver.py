@@ -100,8 +100,8 @@ class FakeDriver:
 
     def cuFuncGetAttribute(self, value: Any, attribute: int, function: int) -> None:
         assert function in self.machine.kernels
-        known = {FunctionAttribute.MAX_THREADS_PER_BLOCK: MAX_THREADS, FunctionAttribute.NUM_REGS: 32}
-        set_number(value, known.get(FunctionAttribute(attribute), 0))
+        assert attribute == FunctionAttribute.SHARED_SIZE_BYTES
+        set_number(value, 0)
 
     def cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> int:
         kernel = self.machine.kernels[function]

@@ -1,1 +1,1 @@
-"""Attention over the key-value cache: decode, prefill, and what prepares their heads."""
+"""Attention over the key-value cache: decode, prefill, and the preparation of heads."""

@@ -20,21 +20,21 @@ MAX_CLUSTER = 8
 DEPTHS = (64, 128, 256)
 """Head sizes that the kernel is compiled for."""
 MIN_TOKENS_PER_SPLIT = 128
-"""Tokens of a context below which another block does not pay."""
+"""Tokens of a context per block, at least: splitting further is slower."""
 TOKENS_PER_CLUSTER = 1024
-"""Tokens of a context for each block, from which on several clusters, which meet in memory, are faster than one."""
+"""Tokens of a context per block above which several clusters, which exchange results in memory, beat one."""
 CAUSAL, BIASED, CROSS = map(int, DecodeMask)
 
 
 @dataclass(frozen=True)
 class KVSplit:
-    """How blocks share a context: blocks per cluster, blocks per context."""
+    """How a context is split: blocks per cluster, blocks per context."""
 
     cluster: int
     blocks: int
 
     def partial_elements(self, spec: AttentionSpec, batch: ForwardBatch) -> int:
-        """fp32 numbers that the clusters of a context exchange; 0 where there is one."""
+        """fp32 numbers that the clusters of all contexts exchange; 0 for one cluster per context."""
         clusters = self.blocks // self.cluster
         if clusters == 1:
             return 0
@@ -73,7 +73,7 @@ class AttentionDecode:
     ) -> None:  # fmt: skip
         """Attention of one new token per sequence, fp16 ``[B, heads * head_dim]``.
 
-        With ``lengths``, ``qkv`` holds queries only and ``cache`` encoded sources of that many tokens.
+        With ``lengths``, ``qkv`` holds queries only, and ``cache`` holds encoded sources of those lengths.
         """
         depth = padded_head_dim(spec)
         warps = (8 if depth <= 128 else 4) // self._warps_divisor

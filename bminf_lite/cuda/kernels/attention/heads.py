@@ -22,12 +22,12 @@ def element_of(cache: LayerCache) -> str:
 
 
 def bias_arguments(spec: AttentionSpec) -> tuple[int, int]:
-    """The biases of the scores, and up to which distance there are some."""
+    """The address of the score biases, and the largest distance that they cover."""
     return (0, 0) if spec.bias is None else (address(spec.bias.values), spec.bias.max_distance)
 
 
 def head_arguments(spec: AttentionSpec) -> tuple[int, int, int, float, float]:
-    """Norm weights of queries and keys, frequencies, epsilon and the rotation's scale."""
+    """Norm weights of queries and keys, rotary frequencies, epsilon and the rotary scale."""
     norm = spec.q_norm or spec.k_norm
     return (
         address(spec.q_norm.weight) if spec.q_norm else 0,

@@ -1,9 +1,8 @@
 """Attention for steps with several new tokens per sequence: over the key-value cache, a source, or each other.
 
-The kernels multiply on the tensor cores, tile by tile, and keep no scores in memory; ``attention/prefill.cu`` and
-``attention/prefill_hopper.cu`` say how. They are templates over the size of a head and of their tiles, compiled
-when a model first needs them. Scores with a bias, and queries that see every key, take the kernel for any GPU on
-compute capability 9.0 too.
+The kernels multiply tile by tile on the tensor cores and never write scores to memory: ``attention/prefill.cu`` for
+every GPU and ``attention/prefill_hopper.cu`` for compute capability 9.0. They are templates over the head size and the
+tile sizes, compiled at their first launch. The Hopper kernel supports causal attention without a bias only.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .heads import ELEMENTS, HALF, INT8
 
 WARP = 32
 LARGE_SHARED_MEMORY = 163 << 10
-"""Shared memory per block from which on two blocks of heads of more than 64 elements fit a multiprocessor."""
+"""With so much shared memory per block, two blocks for heads of more than 64 elements fit an SM."""
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are remembered."""
 LOG2_E = math.log2(math.e)
@@ -32,14 +31,15 @@ MASKS = (
     (AttentionMask.CAUSAL, False), (AttentionMask.CAUSAL, True), (AttentionMask.CROSS, False),
     (AttentionMask.BIDIRECTIONAL, False), (AttentionMask.BIDIRECTIONAL, True),
 )  # fmt: skip
-"""What a query sees, and whether scores have a bias."""
+"""Masks, and whether scores have a bias."""
 
 
 @dataclass(frozen=True)
 class AttentionTileConfig:
-    """One kernel, but for its last argument, the cache's element: blocks of ``threads`` with ``shared`` bytes each.
+    """One kernel without its last template argument, the element of the cache.
 
-    A block works on ``rows`` of queries. A row is a query token under one of the heads that share a key-value head.
+    A block has ``threads`` threads and ``shared`` bytes, and computes ``rows`` rows. A row is one query token of one of
+    the heads that share a key-value head.
     """
 
     source: str
@@ -49,14 +49,14 @@ class AttentionTileConfig:
     shared: int
 
     def expression(self, element: str) -> str:
-        """As CUDA C++ names the instantiation for a cache of ``HALF`` or ``INT8``."""
+        """The name expression for a cache of ``HALF`` or ``INT8``."""
         return f"{self.kernel}, {element}>"
 
 
 def synchronous(
     depth: int, rows: int, keys: int, blocks: int, mask: AttentionMask, biased: bool
 ) -> AttentionTileConfig:
-    """For any GPU: four warps a block, registers for ``blocks`` a multiprocessor, ``keys`` at a time."""
+    """For any GPU: four warps per block, registers for ``blocks`` blocks per SM, ``keys`` keys per tile."""
     kind = f"{int(mask)}, {'true' if biased else 'false'}"
     return AttentionTileConfig(
         source="attention/prefill.cu",
@@ -68,7 +68,7 @@ def synchronous(
 
 
 def hopper(depth: int, rows: int, keys: int, stages: int = 2) -> AttentionTileConfig:
-    """For compute capability 9.0: four warps for each 64 rows and four more, ``keys`` at a time, ``stages`` ahead."""
+    """For compute capability 9.0: four warps per 64 rows and four producer warps, ``keys`` keys per stage."""
     return AttentionTileConfig(
         source="attention/prefill_hopper.cu",
         kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}",
@@ -85,11 +85,11 @@ def tile_config_for(
     mask: AttentionMask = AttentionMask.CAUSAL,
     biased: bool = False,
 ) -> AttentionTileConfig:
-    """The tiling for heads padded to ``depth`` columns; ``small`` where 128 rows a block would leave the GPU idle."""
+    """The tiling for heads padded to ``depth`` columns; ``small`` if 128 rows per block would leave SMs idle."""
     if compute_capability == (9, 0) and depth in (64, 128, 256) and mask is AttentionMask.CAUSAL and not biased:
         return hopper(depth, rows=128, keys=64 if depth == 256 else 128)
     tile = functools.partial(synchronous, depth, mask=mask, biased=biased)
-    if depth > 128:  # the output alone takes half of a thread's registers
+    if depth > 128:  # the output accumulator takes half of a thread's registers
         return tile(rows=64, keys=48 if compute_capability >= (8, 0) else 16, blocks=1)
     little = shared_memory_per_block(compute_capability) < LARGE_SHARED_MEMORY
     if depth > 64 and compute_capability >= (8, 0) and little:
@@ -100,7 +100,7 @@ def tile_config_for(
 
 
 class PrefillAttention:
-    """Attention of new tokens over keys and values that are in a cache already, theirs included, on one GPU."""
+    """Attention of new tokens over a cache that already holds their keys and values."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -110,7 +110,7 @@ class PrefillAttention:
 
     @staticmethod
     def instantiations(capability: Capability) -> Iterator[KernelFamily]:
-        """For heads of common sizes: a kernel is compiled for every multiple of 16."""
+        """For common head sizes; other multiples of 16 are compiled when needed."""
         for depth, small, (mask, biased) in itertools.product(COMMON_DEPTHS, (False, True), MASKS):
             tile_config = tile_config_for(capability, depth, small, mask, biased)
             elements = (HALF,) if mask is AttentionMask.BIDIRECTIONAL else ELEMENTS
@@ -158,14 +158,13 @@ class PrefillAttention:
 
         Addresses are multiples of 16 bytes, pitches of 8 elements. ``tokens`` is ``T``, ``scale`` is positive,
         ``heads`` a multiple of ``kv_heads``, ``window`` at least 1 or None, and ``head_dim`` at most ``MAX_HEAD_DIM``.
-        Where each token sees its sequence in this step, ``keys`` and ``values`` are one slot with all tokens in order.
+        For ``AttentionMask.BIDIRECTIONAL``, ``keys`` and ``values`` are one slot with all tokens in order.
         ``dependent`` as in :class:`Kernel`.
         """
         rows = tokens * (heads // kv_heads)
         kernel, tile_config = self._find(rows, kv_heads, head_dim, mask, bias != 0, key_scales != 0)
-        tiles = (
-            rows + batch_size * (tile_config.rows - 1)
-        ) // tile_config.rows  # each sequence's last may be partly empty
+        # The last tile of each sequence may be partly empty.
+        tiles = (rows + batch_size * (tile_config.rows - 1)) // tile_config.rows
         kernel(
             (kv_heads, tiles), tile_config.threads,
             (

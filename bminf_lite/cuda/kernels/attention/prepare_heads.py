@@ -32,7 +32,8 @@ class PrepareHeads:
         self, step: StepContext, qkv: RowSource, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch,
         q: cp.ndarray, bytes_moved: int = 0,
     ) -> None:  # fmt: skip
-        """Norm and rotation of a step's heads; queries go to ``q`` ``[T, heads, head_pitch]``, others to the cache."""
+        """Norm and rotation of a step's heads; queries go to ``q`` ``[T, heads, head_pitch]``, keys and values to the
+        cache."""
         read, kind, order = qkv
         expression = f"prepare_heads<{'true' if kind == FROM_INT32 else 'false'}, {order}, {element_of(cache)}>"
         step.is_unwritten(cache.keys.data.ptr, writes=True)

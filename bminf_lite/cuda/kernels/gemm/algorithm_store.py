@@ -1,8 +1,8 @@
-"""Which cublasLt algorithm is fastest for a product, and whether another kernel is faster still, between runs.
+"""Keeps the fastest cublasLt algorithm of each product, and the choice between kernels, across processes.
 
-An :class:`AlgorithmStore` belongs to one GPU model, driver, cublasLt version and size of workspace. They are part of
-its file's name, so after an upgrade there is a new, empty store. A file that cannot be read counts as empty, and an
-algorithm taken from it is checked by cublasLt before its use, so the file can cost time but never a result.
+An :class:`AlgorithmStore` belongs to one GPU model, driver, cublasLt version and workspace size. They are part of the
+file's name, so an upgrade begins a new, empty store. A file that cannot be read counts as empty, and cublasLt checks
+each stored algorithm before its use, so a damaged file cannot change results.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ FORMAT = 2
 
 
 class AlgorithmStore:
-    """Algorithms and verdicts by a key that describes the product, in memory and in a small JSON file.
+    """Algorithms and choices by a key that describes the product, in memory and in a small JSON file.
 
-    ``identity`` is everything that an algorithm depends on; ``folder`` None keeps nothing on disk.
+    ``identity`` names all that an algorithm depends on; with ``folder`` None, the store is in memory only.
     """
 
     def __init__(self, identity: str, folder: Path | None) -> None:
@@ -29,21 +29,21 @@ class AlgorithmStore:
         self._known = self._read()
 
     def get(self, key: str) -> Algorithm | None:
-        """The algorithm kept for ``key``, as a copy of its own."""
+        """A copy of the algorithm kept for ``key``; None if there is none."""
         stored = self._known.get(key)
         return Algorithm.from_buffer_copy(bytes.fromhex(stored)) if isinstance(stored, str) else None
 
     def put(self, key: str, algorithm: Algorithm) -> None:
-        """Keep an algorithm, here and on disk, beside what other processes have kept there meanwhile."""
+        """Keep an algorithm in memory and on disk, merged with the entries of other processes."""
         self._keep(key, bytes(algorithm).hex())
 
     def choice(self, key: str) -> bool | None:
-        """The choice kept under ``key``; None where there is none."""
+        """The choice kept for ``key``; None if there is none."""
         stored = self._known.get(key)
         return stored if isinstance(stored, bool) else None
 
     def put_choice(self, key: str, choice: bool) -> None:
-        """Keep a verdict as :meth:`put` does an algorithm."""
+        """Keep a choice as :meth:`put` does an algorithm."""
         self._keep(key, choice)
 
     def _keep(self, key: str, value: str | bool) -> None:

@@ -1,10 +1,10 @@
-"""Products on one GPU by cublasLt: descriptors made once, algorithms chosen once, then one C call each.
+"""Products by cublasLt on one GPU: descriptors and algorithms are kept per shape, so a product is one C call.
 
 A :class:`MatmulContext` owns the library's handle, the workspace and the choices of algorithms. It makes a
-:class:`PreparedMatmul` product for each shape, which is then run on any stream with three addresses. The first run
-outside a graph capture may time the algorithms that cublasLt's heuristic proposes, by computing this very product with
-each of them; inside a capture nothing is timed, allocated or waited for. All products of one ``MatmulContext`` share
-one workspace, so they must not run at the same time on several streams.
+:class:`PreparedMatmul` for each shape, which runs on any stream with three addresses. The first run outside a stream
+capture may time the algorithms that cublasLt's heuristic proposes, on the operands of that run. Inside a capture
+nothing is timed or allocated. All products of one ``MatmulContext`` share one workspace, so they must not run on
+several streams at the same time.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class NoAlgorithm(DeviceError):
 class MatmulContext:
     """Runs products on the current GPU; see the module's docstring.
 
-    ``allocate(nbytes)`` gives the workspace: an object with an address ``ptr``, which is kept. ``store`` remembers
-    algorithms; without one, each process times anew. The observer of ``device``, if any, is called for each product.
+    ``allocate(nbytes)`` returns the workspace: an object with an address ``ptr``, which is kept. ``store`` keeps chosen
+    algorithms; without it, each process times them again. An observer of ``device`` is called for each product.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class MatmulContext:
         self.device = device
         self.store = store or AlgorithmStore("", None)
         self.workspace = allocate(WORKSPACE_BYTES)
-        lt.handle  # noqa: B018 - created now rather than inside a graph capture, because that allocates
+        lt.handle  # noqa: B018 - creating it allocates, which must not happen inside a stream capture
 
     @classmethod
     def open(cls, device: Device, allocate: Callable[[int], Any], folder: Path | None = None) -> MatmulContext:
         """On ``device``, with algorithms kept in ``folder`` (by default where compiled kernels are kept).
 
-        Raises ``DeviceError`` with the command that installs cublasLt where it is missing.
+        Raises ``DeviceError`` with the command that installs cublasLt if it is missing.
         """
         lt = CublasLt(libraries.load("cublasLt").dll)
         identity = f"{device.name} {libraries.driver_release()} {lt.version} {WORKSPACE_BYTES}"
@@ -82,7 +82,7 @@ class MatmulContext:
     def prepare(self, product: MatmulProblem, alignment: int = 256, key: str | None = None) -> PreparedMatmul:
         """Make the descriptors of ``product`` and choose an algorithm; raises :class:`NoAlgorithm`.
 
-        ``alignment`` in bytes (a power of two) is what all three addresses will have at least. With a ``key``, the
+        ``alignment`` in bytes, a power of two, divides all three addresses. With a ``key``, the
         proposed algorithms are timed at the first run and the best is remembered under that key, which may stand for
         several similar shapes. Without, the heuristic's first proposal is used, which is the same in every run.
         """
@@ -110,7 +110,7 @@ class PreparedMatmul:
         self._algorithm = known or self._proposals()[0]
 
     def run(self, a: int, b: int, d: int, stream: int) -> None:
-        """Compute ``d`` on ``stream``; all four are addresses, ``stream`` that of a ``cudaStream_t``."""
+        """Compute ``d`` from ``a`` and ``b``, all addresses, on ``stream``, a ``cudaStream_t`` as an integer."""
         if self._untimed and not capturing(stream):
             self._choose(a, b, d, stream)
         device = self._matmul_context.device
@@ -164,7 +164,7 @@ class PreparedMatmul:
         self._matmul_context.store.put(self._key, self._algorithm)
 
     def _time(self, algorithm: Algorithm, a: int, b: int, d: int, stream: int) -> float:
-        """Seconds that the product takes with ``algorithm``; infinity if it cannot run after all."""
+        """Seconds that the product takes with ``algorithm``; infinity if it fails."""
         try:
             self._launch(algorithm, a, b, d, stream)  # the first run loads the kernel
             return timed(lambda: self._launch(algorithm, a, b, d, stream), stream)
@@ -189,7 +189,7 @@ def common_alignment(*addresses: int) -> int:
 
 
 def capturing(stream: int) -> bool:
-    """Whether work on ``stream`` is being recorded into a graph."""
+    """Whether ``stream`` is being captured."""
     import cupy
 
     return bool(cupy.cuda.runtime.streamIsCapturing(stream))

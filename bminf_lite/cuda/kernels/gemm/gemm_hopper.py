@@ -1,7 +1,7 @@
-"""Int8 products of many rows on compute capability 9.0, scaled, and gated or added, in the kernel that multiplies.
+"""Int8 products of many rows on compute capability 9.0 with a fused epilogue: scaled, and gated or added.
 
-``gemm/gemm_hopper.cu`` gives exactly what an int32 product (:mod:`.igemm`) and a kernel that scales its sums give, but
-never writes those sums to memory.
+The results of ``gemm/gemm_hopper.cu`` equal those of an int32 product (:mod:`.igemm`) and a scaling kernel, but its
+sums are never written to memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EPILOGUES = (Epilogue.TO_HALF, Epilogue.ADD, Epilogue.GATED)
 class GemmTileConfig:
     """How blocks share a product: 128 rows by ``width`` rows of the weight at a time, in clusters of ``cluster``.
 
-    Or in clusters of ``split_k`` blocks, each of which takes a part of the columns of one such tile.
+    With split-K, the ``split_k`` blocks of a cluster share one tile, each with a part of its columns.
     """
 
     width: int
@@ -47,7 +47,7 @@ class GemmTileConfig:
 
     @property
     def arguments(self) -> str:
-        """The last of the kernel's template."""
+        """The last template arguments of the kernel."""
         return f"{self.width}, {self.cluster}, {self.split_k}"
 
     @property
@@ -56,12 +56,12 @@ class GemmTileConfig:
         return self.cluster * self.split_k
 
     def serves(self, epilogue: Epilogue, stages: int) -> bool:
-        """Whether each part has columns to multiply, and results that fill what a warp writes at a time."""
+        """Whether each part of a split has columns, and enough results for the box that a warp writes."""
         written = self.width // (2 if epilogue is Epilogue.GATED else 1) // self.split_k
         return self.split_k == 1 or (stages >= self.split_k and written >= (32 if epilogue is Epilogue.ADD else 64))
 
     def cost(self, rows: int, channels: int, stages: int, num_sms: int) -> float:
-        """How long a product takes, up to a factor: parts of the weight that a multiprocessor passes over."""
+        """The relative duration of a product: stages of the weight that one SM passes over."""
         row_tiles, tall = -(-rows // ROWS), -(-rows // (ROWS * self.cluster))
         slower = (1.08 if self.width < 256 else 1) * (1.05 if self.cluster < 2 else 1) * tall * self.cluster / row_tiles
         passes = self.width * slower * stages / self.split_k + (EXCHANGE if self.split_k > 1 else 0)
@@ -69,26 +69,26 @@ class GemmTileConfig:
 
 
 EXCHANGE = 1500
-"""Cost of exchanging sums between blocks, in rows of the weight times stages of the pipeline."""
+"""Cost of exchanging sums between blocks, in the unit of ``GemmTileConfig.cost``: weight rows times stages."""
 TILE_CONFIGS = (
     *(GemmTileConfig(width, cluster) for width in (256, 128) for cluster in (2, 1)),
     GemmTileConfig(128, split_k=2),
 )
 MIN_ROWS = 33
-"""Rows from which on this kernel is the fastest. Below, the kernel for a few rows is."""
+"""From this many rows on, this kernel is the fastest; below, ``skinny_gemm`` is."""
 KERNEL_CACHE_SIZE = 1024
-"""Shapes whose launches are remembered."""
+"""Shapes whose launches are kept; beyond that, the least recently used is dropped."""
 SELF_TESTS = (300, 400, 272), (100, 400, 2000)
 """Rows, rows of the weight and inner sizes of products that must be exact before the kernel is used."""
 
 
 PitchedPointer = tuple[int, int]
-"""An address and the elements from one row to the next, both in bytes multiples of 16."""
+"""An address, and the elements from one row to the next; both are multiples of 16 bytes."""
 
 
 @dataclass(frozen=True)
 class _KernelLaunch:
-    """The part of a launch that depends on the shape; ``numbers`` are parameters, from ``rows`` to ``column_tiles``."""
+    """The part of a launch that depends on the shape; ``numbers`` are the parameters ``rows`` to ``column_tiles``."""
 
     kernel: Kernel
     grid: int
@@ -123,7 +123,7 @@ class ScaledGemm:
 
     @functools.cached_property
     def verified(self) -> bool:
-        """Whether known products were computed bit for bit, on CuPy's current stream; if not, there is a warning."""
+        """Whether the self-tests are exact, on CuPy's current stream; if not, there is a warning."""
         wrong = [sizes for sizes in SELF_TESTS if not self._is_exact(*sizes)]
         for rows, channels, in_features in wrong[:1]:
             reason = f"a product of {rows} x {in_features} by {channels} x {in_features} was wrong"
@@ -145,7 +145,7 @@ class ScaledGemm:
             (out.data.ptr, channels), rows=rows, channels=channels, in_features=in_features,
             epilogue=Epilogue.TO_HALF, stream=cp.cuda.get_current_stream().ptr,
         )  # fmt: skip
-        acc = (x.astype(np.float64) @ w.T.astype(np.float64)).astype(np.float32)  # exact, and quick
+        acc = (x.astype(np.float64) @ w.T.astype(np.float64)).astype(np.float32)  # exact, faster than integers
         return np.array_equal(cp.asnumpy(out), (x_scale[:, None] * (w_scale * acc)).astype(np.float16))
 
     def launch(
@@ -166,16 +166,15 @@ class ScaledGemm:
         stream: int = 0,
         bytes_moved: int = 0,
     ) -> None:
-        """Put ``scaled(x @ w.T) + bias``, rounded to fp16, where and as ``epilogue`` says, one of ``EPILOGUES``.
+        """Compute ``scaled(x @ w.T) + bias`` with ``epilogue``, one of ``EPILOGUES``.
 
         - ``x`` int8 ``[rows, in_features]``, ``x_scale`` fp32 ``[rows]``;
         - ``w`` int8 ``[channels, in_features]``, ``w_scale`` fp32 ``[channels]``, ``bias`` as long or 0;
         - ``out`` fp16 ``[rows, channels]``, or fp32 to add to, or fp16 ``[rows, channels / 2]``: the ``activation`` (by
           its number in ``common.cuh``) of the first half times the second half.
 
-        The result has an even number of columns; the rest of the last 16 bytes of its rows is overwritten. Another
-        ``tile_config`` than the best is for tests, ``bytes_moved`` as in :class:`Kernel`. The kernel may start before
-        the one ahead of it has ended, and waits for it itself.
+        The result has an even number of columns; padding in the last 16 bytes of a row is overwritten. Tests set
+        ``tile_config``; None is the best one. ``bytes_moved`` as in :class:`Kernel`. The launch is dependent.
         """
         launch = self._kernel_launch(rows, channels, in_features, epilogue, activation, bias != 0, tile_config)
         element = TensorMapDataType.FLOAT32 if epilogue is Epilogue.ADD else TensorMapDataType.FLOAT16
@@ -193,10 +192,8 @@ class ScaledGemm:
     ) -> _KernelLaunch:  # fmt: skip
         gated, stages = epilogue is Epilogue.GATED, -(-in_features // STAGE_COLUMNS)
         if tile_config is None:
-            tile_configs = [tile_config for tile_config in TILE_CONFIGS if tile_config.serves(epilogue, stages)]
-            tile_config = min(
-                tile_configs, key=lambda tile_config: tile_config.cost(rows, channels, stages, self._num_sms)
-            )
+            candidates = [config for config in TILE_CONFIGS if config.serves(epilogue, stages)]
+            tile_config = min(candidates, key=lambda config: config.cost(rows, channels, stages, self._num_sms))
         columns, width = (channels // 2, tile_config.width // 2) if gated else (channels, tile_config.width)
         assert columns % 2 == 0 and epilogue in EPILOGUES, (columns, epilogue)
         row_tiles, column_tiles = -(-rows // (ROWS * tile_config.cluster)), -(-columns // width)

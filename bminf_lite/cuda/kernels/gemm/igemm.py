@@ -1,10 +1,10 @@
 """Exact int8 products on the GPU: ``acc = x @ w.T``, int8 times int8 summed in int32.
 
-:class:`Int8Gemm` picks the best plan that works on its GPU. A plan is used only after it has computed known
-products bit for bit; where it fails, a warning is issued and the next plan is tried. Each weight shape has one
-:class:`GemmPlan`, which knows the layouts of weights, activations and results, packs a weight once, and runs the
-product from addresses. After the first run of a shape, a run allocates nothing and waits for nothing, so it may be
-captured into a graph.
+:class:`Int8Gemm` chooses the first plan that is exact on its GPU. A plan is used only after it has computed known
+products bit for bit; if it fails, there is a warning and the next plan is tried. Each weight shape has one
+:class:`GemmPlan`, which defines the layouts of weights, activations and results, packs weights, and runs the product
+from addresses. After the first run of a shape, a run neither allocates nor synchronizes, so it may be captured into a
+graph.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ PREPARED_LIMIT = 256
 """Shapes for which a plan keeps descriptors; beyond that, the least recently used is dropped."""
 MAX_BATCH = 65535
 ALIGNMENT = 16
-"""Every operand of a plan must lie at a multiple of this many bytes."""
+"""Alignment of every operand of a plan, in bytes."""
 SELF_TESTS = ((1, 1, 1), (33, 70, 100), (128, 256, 512))
-"""Rows, out_features and in_features of the products that a plan must get right."""
+"""Rows, out_features and in_features of the products that a plan must compute exactly before it is used."""
 SKINNY_SELF_TESTS = ((2, 16, 16), (5, 70, 1000), (8, 4096, 528), (13, 300, 2100), (16, 512, 4096), (27, 2000, 600))
-"""The same for the kernel that serves a few rows."""
+"""The same for the kernel for a few rows."""
 
 
 class Int8Gemm:
     """Int8 products on one GPU.
 
     ``kinds`` are the plans to try in order, by default those for the GPU's compute capability. ``skinny_gemm`` lets
-    plans over plain rows take the kernel for a few rows where it is exact and faster.
+    row-major plans use the kernel for a few rows if it is exact and faster.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class Int8Gemm:
 
     @functools.cached_property
     def kind(self) -> GemmKind:
-        """The plan in use: the first that is exact on this GPU. Raises ``DeviceError`` where none is."""
+        """The plan in use: the first that is exact on this GPU. Raises ``DeviceError`` if none is."""
         return self._first_exact(self._kinds)
 
     @functools.cached_property
     def row_major_kind(self) -> GemmKind:
-        """The plan for operands that are not laid out beforehand."""
+        """The plan for operands in rows, without a packed weight."""
         plain = tuple(kind for kind in self._kinds if gemm_layouts(kind, 1, 1).is_row_major)
         return self.kind if self.kind in plain else self._first_exact(plain)
 
     @functools.cached_property
     def skinny_gemm_verified(self) -> bool:
-        """Whether the kernel for a few rows may be taken and computes every trial exactly that it can."""
+        """Whether the kernel for a few rows is allowed and computes every self-test that it supports exactly."""
         if not self._allow_skinny_gemm:
             return False
         for rows, out_features, in_features in SKINNY_SELF_TESTS:
@@ -98,7 +98,7 @@ class Int8Gemm:
         return found
 
     def check(self, kind: GemmKind) -> str | None:
-        """Why ``kind`` cannot be trusted on this GPU, in one line, or None if it computes every trial exactly."""
+        """Why ``kind`` cannot be used on this GPU, in one line; None if it computes every self-test exactly."""
         failures = (self._self_test(kind, *sizes) for sizes in SELF_TESTS)
         return next((failure for failure in failures if failure is not None), None)
 
@@ -157,7 +157,7 @@ class Int8Gemm:
         return self.prepare(layouts, layouts.batched(rows, count, w_stride, x_stride), None)
 
     def prepare(self, layouts: GemmLayouts, product: MatmulProblem, key: str | None) -> PreparedMatmul | None:
-        """The cublasLt product of a plan; None where :meth:`launch_dp4a` computes it."""
+        """The cublasLt product of a plan; None if :meth:`launch_dp4a` computes it."""
         if layouts.kind is GemmKind.DP4A:
             return None
         try:
@@ -230,8 +230,8 @@ class Int8Gemm:
 class GemmPlan:
     """Products with weights of one shape. :meth:`activation` and :meth:`result` are the layouts of the other matrices.
 
-    ``skinny_gemm`` says whether the kernel for a few rows computes those. With None the faster kernel does, found by
-    timing both once for each number of tiles.
+    ``skinny_gemm`` says whether the kernel for a few rows is used for those. With None, both kernels are timed once for
+    each number of tiles, and the faster one is used.
     """
 
     def __init__(self, igemm: Int8Gemm, layouts: GemmLayouts, skinny_gemm: bool | None = None) -> None:
@@ -259,7 +259,7 @@ class GemmPlan:
     def pack_weight(self, codes: cp.ndarray) -> cp.ndarray:
         """Codes int8 ``[out_features, in_features]`` -> int8 ``[weight.size]``, for :meth:`run`; once per weight.
 
-        Where plain rows need no padding this is a view of ``codes``, not a copy.
+        If a row-major weight needs no padding, this is a view of ``codes``, not a copy.
         """
         expected = (self.layouts.out_features, self.layouts.in_features)
         if codes.shape != expected or codes.dtype != np.int8:
@@ -281,7 +281,7 @@ class GemmPlan:
             self._run_matmul(acc, w, x, rows, stream)
 
     def uses_skinny_gemm(self, w: int, x: int, rows: int, stream: int) -> bool:
-        """Whether the kernel for a few rows computes the product, which :meth:`run` describes.
+        """Whether :meth:`run` uses the kernel for a few rows.
 
         The first time, both kernels are timed on these operands, with memory from CuPy's current allocator.
         """
@@ -294,13 +294,13 @@ class GemmPlan:
         return known
 
     def skinny_gemm_choice(self, rows: int) -> bool | None:
-        """The answer of :meth:`uses_skinny_gemm`; None where it is not known before a measurement."""
+        """The result of :meth:`uses_skinny_gemm`; None before the measurement that decides it."""
         if not self.layouts.is_row_major or not self._igemm.skinny_gemm.supports(rows):
             return False
         return self._skinny_gemm if self._skinny_gemm is not None else self._skinny_gemm_faster.get(tiles_for(rows))
 
     def _finds_faster(self, w: int, x: int, rows: int, stream: int) -> bool:
-        """Whether the kernel for a few rows is no slower: as is known, or was found before, or by timing it."""
+        """Whether the kernel for a few rows is no slower: always, by the stored choice, or by timing both."""
         if self._igemm.skinny_gemm.is_fastest:
             return True
         out, inner = self.layouts.padded
@@ -312,7 +312,7 @@ class GemmPlan:
         return choice
 
     def _is_faster(self, w: int, x: int, rows: int, stream: int) -> bool:
-        """Whether the kernel for a few rows is no slower, timed on the operands of a real product, read from memory."""
+        """Whether the kernel for a few rows is no slower, timed on real operands with a cold cache."""
         acc = cp.empty(self.result(rows).size, np.int32)
 
         def seconds(run: Callable[[int, int, int, int, int], None]) -> float:

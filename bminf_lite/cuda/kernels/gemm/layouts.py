@@ -1,7 +1,7 @@
-"""Where the elements of a product's matrices lie in their buffers.
+"""The layouts of a product's matrices in their buffers.
 
-Everywhere but on compute capabilities 7.5 to 8.9 matrices are row-major with a leading dimension; the layouts of those
-are :mod:`.tensor_core_layouts`. This module imports no CuPy and works on CuPy's arrays as on NumPy's.
+Matrices are row-major with a leading dimension. Compute capabilities 7.5 to 8.9 also have those of
+:mod:`.tensor_core_layouts`. This module does not import CuPy; its functions take NumPy's and CuPy's arrays.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which layouts and which cublasLt operation compute an exact int8 product, per GPU generation and shape.
+"""The layouts and the cublasLt operation of an exact int8 product, per GPU generation and shape.
 
 A plan is ``acc = x @ w.T``: activation codes ``x`` int8 ``[rows, in]`` times a weight ``w`` int8 ``[out, in]``, summed
-in int32. It describes buffers and operations and owns nothing, so every plan can be tested on a machine without a GPU.
-A plan pads: ``in``, ``out`` and ``rows`` may be any number from 1 on. The weight's padding is zeros, so an activation's
-padding may hold anything.
+in int32. It describes buffers and operations and owns no memory, so every plan can be tested without a GPU. ``in``,
+``out`` and ``rows`` are at least 1, and a plan pads them. The weight's padding is zeros, so an activation's padding may
+hold anything.
 
 ``ROW_MAJOR`` and ``DP4A`` were checked bit for bit on an H200 (compute capability 9.0, cublasLt 13.1).
 """
@@ -45,7 +45,7 @@ class MatmulOperand:
 
 @dataclass(frozen=True)
 class MatmulProblem:
-    """``D = op(A) op(B)``, where op transposes or does nothing; ``compute`` is what is summed in."""
+    """``D = op(A) op(B)``, where op transposes or does nothing; ``compute`` is the type of the sums."""
 
     a: MatmulOperand
     b: MatmulOperand
@@ -107,12 +107,12 @@ def kinds_for(capability: tuple[int, int]) -> tuple[GemmKind, ...]:
 
 
 def row_major_first(kinds: Sequence[GemmKind]) -> tuple[GemmKind, ...]:
-    """Row-major plans before those in tensor-core layouts: the matrix-vector kernels read rows only."""
+    """Row-major plans before those in tensor-core layouts: the gemv kernels read row-major weights only."""
     return tuple(sorted(kinds, key=[GemmKind.ROW_MAJOR, *(k for k in kinds if k is not GemmKind.ROW_MAJOR)].index))
 
 
 _ROW_MULTIPLE = 16
-"""Rows are padded to whole 16-byte vectors; cublasLt's fast int8 kernels want no less."""
+"""Rows are padded to whole 16-byte vectors, which cublasLt's fast int8 kernels require."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,6 @@ class GemmLayouts:
 
 
 def bucket(rows: int) -> int:
-    """``rows`` rounded up by a quarter or 15 at most, so that nearby sizes share the choice of an algorithm."""
+    """``rows`` rounded up by at most a quarter or 15, so that similar sizes share an algorithm."""
     step = max(16, 1 << max(0, (rows - 1).bit_length() - 3))
     return round_up(rows, step)

@@ -1,7 +1,7 @@
 """Exact int8 products of 2 to 32 rows on the tensor cores, bound by reading the weight: decoding of small batches.
 
-The kernel finishes its outputs itself: it scales the sums, adds the bias, and writes them, adds them to the residual
-stream or gates them.
+The kernel has a fused epilogue: it scales the sums, adds the bias, and writes them, adds them to the residual stream or
+gates them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TILES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """The weights under way in a block: warps, units of each, and steps of ``STEP`` columns in a unit."""
+    """The weights in flight in a block: warps, stages per warp, and steps of ``STEP`` columns per stage."""
 
     warps: int
     stages: int
@@ -34,7 +34,7 @@ class PipelineConfig:
 
     @property
     def nbytes(self) -> int:
-        """Shared memory that it takes; rows of a unit are padded by a step."""
+        """Bytes of shared memory; the rows of a stage are padded by one step."""
         return self.warps * self.stages * GROUP * (self.steps + 1) * STEP
 
     @property
@@ -58,7 +58,7 @@ class SkinnyGemm:
 
     source = "gemm/skinny_gemm.cu"
     is_fastest = False
-    """Whether the kernel is used without timing it: elsewhere cublasLt is faster on some shapes."""
+    """Whether the kernel is used without timing it; this one is slower than cublasLt on some shapes."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -66,7 +66,7 @@ class SkinnyGemm:
 
     @functools.cached_property
     def version(self) -> str:
-        """A hash of the kernel's source: measurements of another version do not count for this one."""
+        """A hash of the kernel's source, so that stored choices hold for one version only."""
         return hashlib.sha256(SOURCES.source(self.source).encode()).hexdigest()[:16]
 
     @classmethod
@@ -79,7 +79,7 @@ class SkinnyGemm:
             yield KernelFamily(cls.source, "skinny_gemm", (tiles, *EPILOGUE_ARGUMENTS), possible_epilogue, defines)
 
     def supports(self, rows: int) -> bool:
-        """Whether the kernel takes so many rows, and the GPU's tensor cores have the product."""
+        """Whether the kernel supports so many rows, and the GPU has int8 MMA of compute capability 8.0."""
         return 1 < rows <= MAX_ROWS and self._device.compute_capability >= (8, 0)
 
     def launch(
@@ -87,7 +87,7 @@ class SkinnyGemm:
         rows: int, out_features: int, pitch: int, stream: int, epilogue: Epilogue = Epilogue.TO_INT32,
         activation: int = 0, bytes_moved: int = 0,
     ) -> None:  # fmt: skip
-        """``out = x @ w.T`` on ``stream``, finished as ``epilogue`` says; the first six are addresses.
+        """``out = x @ w.T`` with ``epilogue``, on ``stream``; the first six arguments are addresses.
 
         ``x`` is int8 ``[rows, pitch]`` with ``x_scale`` fp32 ``[rows]``, ``w`` int8 ``[out_features, pitch]``, its rows
         padded to whole groups, ``w_scale`` and ``bias`` (or 0) fp32 ``[out_features]``. ``out`` has rows of
@@ -110,7 +110,7 @@ class SkinnyGemm:
 
     @functools.cached_property
     def _shared(self) -> int:
-        """Shared memory per block, less what the kernel always takes."""
+        """Shared memory per block without the kernel's static part."""
         return self._device.attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) - RESERVED_SHARED_MEMORY
 
     @functools.cached_property
@@ -129,7 +129,7 @@ def pipeline_for(tiles: int, room: int) -> PipelineConfig:
 
 
 def tiles_for(rows: int) -> int:
-    """Tiles of 8 rows, of which the kernel is compiled for 1, 2 and 4."""
+    """Tiles of 8 rows: 1, 2 or 4, as the kernel is compiled."""
     return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
@@ -142,5 +142,5 @@ EPILOGUE_ARGUMENTS = numbers(Epilogue), numbers(Activation)
 
 
 def possible_epilogue(tiles: int, epilogue: int, activation: int) -> bool:
-    """Whether products of a few rows end so: an activation stands for itself or for a gate."""
+    """Whether the combination is launched: only a gated or an activated epilogue has an activation."""
     return epilogue in (Epilogue.GATED, Epilogue.ACTIVATED) or activation == 0

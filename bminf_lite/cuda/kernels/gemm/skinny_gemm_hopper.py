@@ -1,7 +1,7 @@
-"""Exact int8 products of a few rows on compute capability 9.0: the same as :mod:`.skinny_gemm`, faster.
+"""Exact int8 products of a few rows on compute capability 9.0: the same results as :mod:`.skinny_gemm`, faster.
 
-The asynchronous tensor cores of ``skinny_gemm_hopper.cu`` take weights and activations from shared memory as the copy
-engine brings them, so a product takes as long as reading its weight, independent of the number of rows.
+``skinny_gemm_hopper.cu`` multiplies with WGMMA from shared memory that TMA copies fill, so a product takes as long as
+reading its weight, independent of the number of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..sources import load
 from .skinny_gemm import EPILOGUE_ARGUMENTS, MAX_ROWS, TILES, SkinnyGemm, possible_epilogue, tiles_for
 
 RESERVED_SHARED_MEMORY = 3 << 10
-"""Shared memory that is left to the kernel over rows which runs beside this one and waits for it."""
+"""Shared memory for the dependent kernel over rows that is resident beside this one."""
 _STAGE_BARRIERS, _SUMS_BARRIERS = 24, 32
 
 
@@ -61,7 +61,7 @@ class SkinnyGemmHopper(SkinnyGemm):
         )  # fmt: skip
 
     def _divide(self, tiles: int, steps: int, several: bool) -> tuple[bool, int, int]:
-        """Whether activations stay in shared memory, which pays for ``several`` tiles; stages; and bytes of it all."""
+        """Whether activations stay in shared memory, used for ``several`` tiles; stages; and bytes in total."""
         weight, activations = BOXES * ROWS * ROW_BYTES, BOXES * 8 * tiles * ROW_BYTES
         room, in_all = self._shared - RESERVED_SHARED_MEMORY, -(-steps // CLUSTER) * activations
         resident = several and in_all <= room // 2

@@ -1,7 +1,7 @@
-"""cublasLt's tensor-core layouts, defined twice over NumPy: by an index formula, and by a permutation that is fast.
+"""cublasLt's tensor-core layouts, defined twice: by an index formula, and by a fast permutation.
 
-Only GPUs of compute capability 7.5 to 8.9 multiply in them. They cut a matrix into groups of 32 columns, one after the
-other, ``ld`` elements apart; inside a group
+Only GPUs of compute capability 7.5 to 8.9 multiply in them. They divide a matrix into groups of 32 columns, ``ld``
+elements apart. Inside a group
 
 - ``COL32`` holds row after row of 32 columns;
 - ``COL4_4R2_8C`` holds tiles of 8 rows: 4 even rows, then 4 odd ones, each as 8 blocks of 4 columns;

@@ -1,8 +1,8 @@
 """Int8 products in tensor-core layouts, for compute capabilities 7.5 to 8.9: their buffers and operations.
 
-cublasLt refuses these products on compute capability 9.0, so this project has not executed them. Tests compare their
-layouts byte by byte with what ``cublasLtMatrixTransform`` writes on such a GPU, execute their descriptors by a NumPy
-model, and let cublasLt refuse them. On the GPUs that they are for, they are checked before they are trusted.
+cublasLt does not support these products on compute capability 9.0, where this project is measured. Tests compare the
+layouts byte by byte with the output of ``cublasLtMatrixTransform`` and execute the descriptors by a NumPy model. Each
+GPU runs the self-tests of :mod:`.igemm` before a plan is used.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 WARPS = GEMV_THREADS // 32
 LARGE_SHARED_MEMORY = 227 << 10
-"""Shared memory per block where two matrix-vector kernels fit side by side with twelve chunks under way per warp."""
+"""From so much shared memory per block on, blocks of two kernels fit an SM with twelve chunks in flight per warp."""
 MAX_FUSED_NORM_WIDTH = 4 * 8 * GEMV_THREADS
-"""Up to this many elements, ``gemv`` normalises its input; a thread's share of more does not fit its registers."""
+"""``gemv`` normalises inputs of up to this many elements; a thread's part of more does not fit its registers."""
 VECTORS = (1, 2, 4, 8)
 MAX_WIDTH = VECTORS[-1] * 8 * GEMV_THREADS
 UNITS = (4, 2, 1)
@@ -29,7 +29,7 @@ EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.ADD, Epilogue.GATED, 
 
 
 def pipeline_chunks(shared: int) -> int:
-    """Chunks under way per warp on a GPU with so much shared memory per block."""
+    """Chunks in flight per warp on a GPU with so much shared memory per block."""
     return 12 if shared >= LARGE_SHARED_MEMORY else 8
 
 
@@ -56,9 +56,9 @@ class Gemv:
     ) -> None:  # fmt: skip
         """``out`` from one row ``x``; ``activation`` for a gated or activated epilogue.
 
-        The blocks are as many as the multiprocessors, and each multiprocessor must get one. Behind a kernel with fewer
-        blocks, two of them could land on one multiprocessor and leave another idle, which halved the speed of decoding
-        an 8B model on an H200. There a block takes more than half of the shared memory.
+        There is one block per SM. Behind a kernel with another number of blocks, two of these blocks could land on one
+        SM and leave another idle. In that case a block requests more than half of an SM's shared memory, so that two do
+        not fit.
         """
         launcher = self._launcher
         n, pitch, num_sms = weight.out_features, weight.pitch, launcher.num_sms
@@ -114,12 +114,12 @@ class GemvFloat:
 
 
 def input_of(norm: Norm | None) -> int:
-    """The kernels' number for a row, or for a norm of one."""
+    """The ``GemvInput`` of a row, or of a norm of a row."""
     return HALF if norm is None else LAYER_NORM if norm.center else RMS_NORM
 
 
 def best_unit(rows: int, pitch: int) -> int:
-    """Chunks in a unit of ``gemv``: few idle warps at the end of a block's share against the work per unit."""
+    """Chunks in a unit of ``gemv``: small units leave fewer warps idle at the end, large ones have less overhead."""
 
     def cost(unit: int) -> float:
         units = rows * ceil_div(ceil_div(pitch, GEMV_CHUNK), unit)

@@ -1,4 +1,4 @@
-"""A calibration's computations over float matrices and activations: the launcher of ``calibration.cu``."""
+"""Calibration over float matrices and activations: the launcher of ``calibration.cu``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {np.dtype(np.float16): "__half", np.dtype(np.float32): "float"}
 
 @dataclass(frozen=True)
 class FloatMatrix:
-    """A float matrix ``[out, in]`` as a file has it, dense. ``kind`` is the kernels' name for its type.
+    """A dense float matrix ``[out, in]`` in its stored type; ``kind`` is the kernels' name of that type.
 
     bf16 numbers are held as uint16.
     """
@@ -39,7 +39,7 @@ class FloatMatrix:
 
 
 class CalibrationKernels:
-    """The kernels of a calibration. No step launches them."""
+    """The kernels of a calibration, which are launched outside steps."""
 
     source = "rowwise/calibration.cu"
 
@@ -56,7 +56,7 @@ class CalibrationKernels:
     def row_absmax(
         self, matrix: FloatMatrix, factors: cp.ndarray | None, top: cp.ndarray, fp32_scales: cp.ndarray
     ) -> None:
-        """The largest magnitude of each row, and 1 in ``fp32_scales`` if the scale of one does not fit fp16."""
+        """The largest magnitude of each row. ``fp32_scales`` becomes 1 if the scale of any row does not fit fp16."""
         self._over(
             "row_absmax", matrix.kind, len(top),
             (matrix.values.data.ptr, address(factors), top.data.ptr, fp32_scales.data.ptr, matrix.shape[1]),
@@ -72,27 +72,15 @@ class CalibrationKernels:
         scales: cp.ndarray,
         codes: cp.ndarray,
     ) -> None:
-        """Codes and scales from what :meth:`row_absmax` found."""
-        self._over(
-            "row_codes",
-            matrix.kind,
-            len(top),
-            (
-                matrix.values.data.ptr,
-                address(factors),
-                top.data.ptr,
-                fp32_scales.data.ptr,
-                scales.data.ptr,
-                codes.data.ptr,
-                pitch_of(codes),
-                matrix.shape[1],
-            ),
-            matrix.values,
-            codes,
-        )
+        """Codes and scales from the results of :meth:`row_absmax`."""
+        results = scales.data.ptr, codes.data.ptr, pitch_of(codes)
+        arguments = (
+            matrix.values.data.ptr, address(factors), top.data.ptr, fp32_scales.data.ptr, *results, matrix.shape[1],
+        )  # fmt: skip
+        self._over("row_codes", matrix.kind, len(top), arguments, matrix.values, codes)
 
     def column_absmax(self, x: cp.ndarray, kind: str, divisors: cp.ndarray | None, top: cp.ndarray) -> None:
-        """The largest magnitude of each column, or what ``top`` has. Rows are divided by ``divisors`` before."""
+        """Raise ``top`` to the largest magnitude of each column, after dividing rows by ``divisors``."""
         (rows, k), grid = x.shape, (ceil_div(x.shape[1], THREADS), ceil_div(x.shape[0], STRIP))
         self._over(
             "column_absmax", kind, grid,

@@ -1,7 +1,6 @@
 """The work between two products in one pass over memory: reading rows, adding, normalising, gating, quantizing.
 
-These are the launchers of ``rows.cu``, and of ``layer_norm_many_rows.cu`` and ``norm_unaligned.cu`` where those serve a
-norm better.
+These are the launchers of ``rows.cu``, and of ``layer_norm_many_rows.cu`` and ``norm_unaligned.cu`` for some norms.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ ROW_THREADS = (8, 32, 128, 256, 512, 1024)
 MAX_NORM_WIDTH = 4 * 8 * 512
 """Elements of a row that one block normalises in its registers."""
 WIDE = 4096
-"""Elements beyond which weight and bias take the L2 cache too long if a LayerNorm reads them for each of many rows."""
+"""Above this width, reads of weight and bias from L2 bound a LayerNorm of many rows."""
 ROWS_EACH = 4
-"""Rows for each multiprocessor, from which on it pays to keep weight and bias there."""
+"""Rows per SM from which on keeping weight and bias in shared memory is faster."""
 KERNEL_CACHE_SIZE = 1024
-"""Shapes of rows whose kernels are remembered."""
+"""Shapes whose kernels are kept; beyond that, the least recently used is dropped."""
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = map(int, Source)
 CODES, TO_HALF, TO_FLOAT = map(int, Target)
 IDENTITY, RMS_NORM, LAYER_NORM, GATE = map(int, (RowOp.IDENTITY, RowOp.RMS_NORM, RowOp.LAYER_NORM, RowOp.GATE_SILU))
@@ -42,15 +41,15 @@ HALF_TYPE = np.dtype(np.float16)
 
 
 RowSource = tuple[tuple[int, int, int, int, int], int, int]
-"""Where a kernel reads rows: addresses of the values or of an int32 product, its row scales, column scales and bias (0
-for none), and the pitch; a :class:`Source`; an :class:`Order`. A plain tuple, because one is made for every launch.
+"""The rows that a kernel reads: addresses of the values or of an int32 product, its row scales, column scales and bias
+(0 for none), and the pitch; a :class:`Source`; an :class:`Order`. A plain tuple, because every launch makes one.
 """
 RowTarget = tuple[tuple[int, int, int], int, int]
-"""Where a kernel writes rows: addresses of the codes or values and of the codes' scales (0 for none), and the pitch; a
-:class:`Target`; an :class:`Order`.
+"""The rows that a kernel writes: addresses of the codes or values and of the codes' scales (0 for none), and the pitch;
+a :class:`Target`; an :class:`Order`.
 """
 NO_ROWS: RowSource = ((0, 0, 0, 0, 0), NONE, ROW)
-"""The residual stream alone is read."""
+"""No rows: the kernel reads only the residual stream."""
 
 
 def array_source(x: cp.ndarray) -> RowSource:
@@ -123,9 +122,9 @@ class RowKernels:
     def _find_transform(
         self, rows: int, k: int, source: int, row_op: int, target: int, order: int, out_order: int
     ) -> tuple[Kernel, int, int]:
-        """The kernel for :meth:`transform`, how many blocks, and the threads of each."""
+        """The kernel for :meth:`transform`, its number of blocks, and the threads per block."""
         if k > MAX_ROW_WIDTH:
-            raise DeviceError(f"rows of {k:,} elements; the kernels take {MAX_ROW_WIDTH:,} at most")
+            raise DeviceError(f"rows of {k:,} elements; the kernels support at most {MAX_ROW_WIDTH:,}")
         fills_gpu = rows > self._launcher.num_sms
         threads, vectors = row_shape(k, max_vectors(source) if fills_gpu else 1)
         expression = f"transform<{source}, {row_op}, {target}, {threads}, {vectors}, {order}, {out_order}>"
@@ -147,7 +146,7 @@ class RowKernels:
         )  # fmt: skip
 
     def _prefers_persistent(self, rows: int, k: int) -> bool:
-        """Whether rows are so wide and many that it pays to keep weight and bias, and there is the shared memory."""
+        """Whether keeping weight and bias in shared memory is faster, and there is room for them."""
         launcher = self._launcher
         return (
             WIDE < k <= MAX_NORM_WIDTH
@@ -213,7 +212,7 @@ def orders_for(capability: Capability) -> tuple[int, ...]:
 
 
 def max_vectors(source: int) -> int:
-    """Vectors that a thread of ``transform`` takes at most where rows are many: int32 sums take more registers."""
+    """The most vectors per thread of ``transform`` for many rows: int32 sums take more registers."""
     return 2 if source == FROM_INT32 else 4
 
 
@@ -224,9 +223,9 @@ def vectors_for(columns: int, threads: int) -> int:
 
 
 def row_shape(columns: int, vectors: int) -> tuple[int, int]:
-    """Threads of a row, and the vectors of each: ``vectors`` at most, or with the most threads as many as it takes.
+    """Threads per row, and vectors per thread: at most ``vectors``, unless the largest number of threads needs more.
 
-    Where rows are many, more vectors mean more loads under way; where they are few, fewer mean a shorter way through.
+    With many rows, more vectors put more loads in flight. With few rows, fewer vectors give a lower latency.
     """
     for threads in ROW_THREADS if vectors == 2 else ROW_THREADS[:-1]:
         if vectors_for(columns, threads) <= vectors:
@@ -236,7 +235,7 @@ def row_shape(columns: int, vectors: int) -> tuple[int, int]:
 
 @functools.cache
 def row_shapes(vectors: int) -> set[tuple[int, int]]:
-    """Every :func:`row_shape` of rows that are few, and of rows that are many and take ``vectors``."""
+    """Every :func:`row_shape` of few rows, and of many rows with at most ``vectors``."""
     return {row_shape(k, v) for k in range(PAD, MAX_ROW_WIDTH + 1, PAD) for v in (1, vectors)}
 
 
@@ -246,12 +245,12 @@ def norm_arguments(norm: Norm | None) -> tuple[int, int, float]:
 
 
 def row_step(x: cp.ndarray | None) -> int:
-    """Elements from one row to the next, 0 where there is one for all rows."""
+    """Elements from one row to the next; 0 for a vector, which serves all rows."""
     return pitch_of(x) if x is not None and x.ndim == 2 else 0
 
 
 def in_vectors(*arrays: cp.ndarray) -> bool:
-    """Whether each eight elements of a row lie where a kernel may read them at once."""
+    """Whether rows are aligned for loads of eight elements."""
     width = {1: 8, 2: 16, 4: 16}
     return all(
         a.data.ptr % width[a.itemsize] == 0 and (row_step(a) * a.itemsize) % width[a.itemsize] == 0 for a in arrays

@@ -17,7 +17,7 @@ BLOCK_ROW = MAX_NORM_WIDTH
 """Elements of a row that one block holds in its registers."""
 MAX_CLUSTER = 8
 CLUSTER_SHAPE = 512, 4
-"""Threads of a block and vectors of each, where a cluster shares a row."""
+"""Threads per block and vectors per thread if a cluster shares a row."""
 
 
 class Softmax:

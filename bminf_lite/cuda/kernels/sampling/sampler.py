@@ -1,7 +1,7 @@
-"""Choosing tokens on the GPU: the same tokens as :mod:`bminf_lite.backend.sampling`, without waiting for the host.
+"""Sampling on the GPU: the same tokens as :mod:`bminf_lite.backend.sampling`, without a round trip to the host.
 
-One launch where every row takes its most likely token, four where tokens are drawn. All rows at once, in any mixture;
-the launches may be captured into a graph.
+Greedy sampling takes one launch, drawing takes four. A launch covers all rows, which may mix both. Launches may be
+captured into a graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SOURCE = "sampling/sample.cu"
 KERNELS = ("best_token", "histogram", "cut_tail", "draw_token")
 PART_BYTES = 16
 MAX_VOCAB = 2**23 - 1
-"""The weights of so many tokens add up within 64 bits."""
+"""The sum of the integer weights of so many tokens fits 64 bits."""
 
 STATE_ARRAYS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
