@@ -1,0 +1,162 @@
+"""Blocks of the cache: exact accounts, reuse of prefixes, windows, eviction."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bminf_lite.engine.block_manager import BlockManager, SequenceBlocks
+from bminf_lite.engine.prefix_index import block_key, root_key
+
+SIZE = 4
+
+
+def manager(blocks: int = 20, windows: tuple[int | None, ...] = (None,), **options) -> BlockManager:
+    return BlockManager(windows, [blocks] * len(windows), max_piece=8, block_size=SIZE, **options)
+
+
+def tokens(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count))
+
+
+def start(blocks: BlockManager, ids: list[int], **options) -> tuple[SequenceBlocks, int] | None:
+    """A sequence whose prompt is admitted, and how many of its tokens were cached."""
+    sequence = blocks.new_sequence(options.pop("salt", ""), options.pop("source", ()))
+    blocks.compute_keys(sequence, ids)
+    admission = blocks.admit(sequence, len(ids), 8, **options)
+    return None if admission is None else (sequence, admission.num_cached_tokens)
+
+
+def run(blocks: BlockManager, ids: list[int], **options) -> int:
+    """Compute a prompt and let it end; returns how many of its tokens were cached."""
+    started = start(blocks, ids, **options)
+    assert started is not None
+    sequence, cached = started
+    for computed in range(cached, len(ids), 8):
+        assert blocks.extend(sequence, computed, min(computed + 8, len(ids)))
+        blocks.enter(sequence, ids[: computed + 8])
+    blocks.release(sequence)
+    blocks.check([])
+    return cached
+
+
+def test_a_key_depends_on_every_token_on_their_order_and_on_the_root():
+    roots = [root_key(""), root_key("a"), root_key("", [1]), root_key("", [1, 2])]
+    keys = [block_key(root, ids) for root in roots for ids in ([1, 2, 3, 4], [1, 2, 4, 3], [1, 2, 3, 5])]
+    assert len({*roots, *keys}) == len(roots) + len(keys)
+
+
+def test_a_prefix_is_reused_up_to_its_last_full_block_and_never_the_last_token():
+    blocks = manager()
+    assert run(blocks, tokens(11)) == 0
+    assert run(blocks, tokens(11)) == 8
+    assert run(blocks, tokens(8)) == 4, "the last token is computed"
+    assert run(blocks, tokens(9)) == 8
+    assert run(blocks, [*tokens(6), 99, 99, 99]) == 4
+    assert run(blocks, tokens(11), salt="another tenant") == 0
+    assert run(blocks, tokens(11), reuse=False) == 0
+    assert run(manager(prefix_cache=False), tokens(11)) == 0
+
+
+def test_running_sequences_share_blocks():
+    blocks = manager(6)
+    first, _ = start(blocks, tokens(10))
+    blocks.enter(first, tokens(10))
+    second, cached = start(blocks, tokens(10))
+    assert cached == 8 and first.tables[0][:2] == second.tables[0][:2] and first.tables[0][2] != second.tables[0][2]
+    blocks.check([first, second])
+    blocks.release(first)
+    assert blocks.pools[0].num_used == 3
+    blocks.check([second])
+    blocks.release(second)
+    assert (blocks.pools[0].num_used, blocks.pools[0].num_idle) == (0, 2)
+
+
+def test_the_least_recently_used_prefix_is_evicted_first_and_from_its_end():
+    blocks = manager(7)
+    for first in (0, 100, 200):
+        assert run(blocks, tokens(8, first)) == 0
+    assert run(blocks, tokens(9)) == 8, "six blocks hold all three"
+    assert run(blocks, tokens(9, 200)) == 8
+    assert run(blocks, tokens(9, 100)) == 0
+
+
+def test_admission_is_whole_or_not_at_all():
+    blocks = manager(6)
+    first, _ = start(blocks, tokens(8))
+    assert start(blocks, tokens(13, 50)) is None and start(blocks, tokens(12, 50), spare=1) is None
+    blocks.check([first])
+    second, _ = start(blocks, tokens(12, 50))
+    assert not blocks.extend(first, 8, 9)
+    blocks.check([first, second])
+    blocks.release(second)
+    assert blocks.extend(first, 8, 9)
+    assert "21 tokens need 6 blocks of 4 tokens in the key-value cache, which has 5" in blocks.shortage(21)
+    assert blocks.shortage(20) is None
+
+
+def test_a_window_gives_back_what_it_has_passed():
+    blocks = manager(windows=(None, 6))
+    sequence, _ = start(blocks, tokens(40), reuse=False)
+    held = []
+    for computed in range(0, 40, 8):
+        assert blocks.extend(sequence, computed, computed + 8)
+        blocks.enter(sequence, tokens(computed + 8))
+        held.append(sum(b != 0 for b in sequence.tables[1]))
+        blocks.check([sequence])
+    assert len(sequence.tables[0]) == 10 and max(held) == 4
+    assert sequence.tables[1][:7] == [0] * 7
+
+
+def test_a_window_needs_only_the_blocks_that_the_next_token_sees():
+    blocks = manager(12, windows=(6,))
+    assert run(blocks, tokens(17)) == 0
+    assert run(blocks, tokens(17)) == 16
+    pool = blocks.pools[0]
+    keys = blocks.new_sequence()
+    blocks.compute_keys(keys, tokens(16))
+    pool.index.forget(gone := pool.index.find(keys.keys[0]))
+    pool._idle.pop(gone)
+    pool._free.append(gone)
+    assert run(blocks, tokens(17)) == 16, "the first block is not seen from token 16 on"
+    assert run(blocks, tokens(7)) == 0
+
+
+def test_a_source_is_shared_as_a_whole():
+    blocks = BlockManager([None], [9], 9, max_piece=8, block_size=SIZE)
+    first, _ = start(blocks, [1], source=tokens(10))
+    blocks.enter_source(first)
+    second = blocks.new_sequence("", tokens(10))
+    assert blocks.admit(second, 1, 8).source_is_cached and second.source_table == first.source_table
+    other = blocks.new_sequence("", tokens(9))
+    assert not blocks.admit(other, 1, 8).source_is_cached
+    blocks.check([first, second, other])
+    another = blocks.new_sequence("", tokens(16))
+    assert blocks.admit(another, 1, 8) is None, "five blocks are held"
+    for sequence in (first, second, other):
+        blocks.release(sequence)
+    assert blocks.admit(another, 1, 8) is not None
+    blocks.check([another])
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 3, 9)])
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 18), st.booleans()), max_size=40))
+def test_accounts_are_exact_after_every_action(windows, actions):
+    """Prompts that share prefixes start, grow and end in any order."""
+    blocks = manager(14, windows)
+    live: list[tuple[SequenceBlocks, list[int]]] = []
+    for kind, length, flag in actions:
+        if kind == 0 or not live:
+            ids = [*tokens(min(length, 9)), *tokens(length - 9, 50 * flag)]
+            if started := start(blocks, ids, spare=len(live)):
+                live.append((started[0], ids))
+                blocks.enter(started[0], ids[: started[1]])
+        elif kind == 1:
+            blocks.release(live.pop(length % len(live))[0])
+        else:
+            sequence, ids = live[length % len(live)]
+            if blocks.extend(sequence, len(ids), len(ids) + 1):
+                blocks.enter(sequence, ids)
+                ids.append(length)
+        blocks.check([s for s, _ in live])
