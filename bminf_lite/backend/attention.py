@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .values import RelativeBias
+from .values import BLOCK_SIZE, LayerCache, RelativeBias
 
 TILE = 128
 """Keys of a tile. Kernels for large heads have shorter tiles."""
@@ -34,6 +34,25 @@ class PartialResult:
     top: np.ndarray
     total: np.ndarray
     out: np.ndarray
+
+
+def cached(
+    cache: LayerCache, table: np.ndarray, tokens: int, dtype: np.typing.DTypeLike
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first keys and values of a sequence with block table ``[W]``, each ``[kv_heads, tokens, head_dim]``.
+
+    int8 ones become ``scale * code``, rounded to ``dtype``.
+    """
+    blocks = table[: -(-tokens // BLOCK_SIZE)]
+
+    def gathered(pool: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+        found: np.ndarray = pool[blocks].swapaxes(0, 1)
+        if scales is not None:
+            factors = scales[blocks].swapaxes(0, 1)[..., None].astype(np.float32)
+            found = (factors * found.astype(np.float32)).astype(dtype)
+        return found.reshape(found.shape[0], -1, found.shape[-1])[:, :tokens]
+
+    return gathered(cache.keys, cache.key_scales), gathered(cache.values, cache.value_scales)
 
 
 def attend(

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .attention import attend
+from .attention import attend, cached
 from .calibration import CalibrationOps
 from .functions import ACTIVATIONS, normalise, rotate, softmax, stored
 from .quantization import (
@@ -287,7 +287,7 @@ class Backend:
         for b, rows in enumerate(sequences(batch)):
             context_len = int(batch.context_lens[b])
             self._store(cache, table[b], context_len, k[rows], v[rows])
-            keys, values = self._cached(cache, table[b], context_len + rows.stop - rows.start)
+            keys, values = cached(cache, table[b], context_len + rows.stop - rows.start, self.activation_dtype)
             out[rows] = self._attend(q[rows], keys, values, spec, context_len, spec.window)
         return self._round(out.reshape(tokens, -1))
 
@@ -323,7 +323,7 @@ class Backend:
         (heads,) = split_heads(q, spec, spec.heads)
         out = np.empty(heads.shape, np.float32)
         for b, rows in enumerate(sequences(batch)):
-            keys, values = self._cached(source, batch.source_tables[b], int(batch.source_lens[b]))
+            keys, values = cached(source, batch.source_tables[b], int(batch.source_lens[b]), self.activation_dtype)
             out[rows] = self._attend(self._round(heads[rows]), keys, values, replace(spec, bias=None), causal=False)
         return self._round(out.reshape(q.shape))
 
@@ -356,18 +356,6 @@ class Backend:
             (keys, key_scales), (values, value_scales) = quantize_heads(keys), quantize_heads(values)
             cache.key_scales[block, :, place], cache.value_scales[block, :, place] = key_scales, value_scales
         cache.keys[block, :, place], cache.values[block, :, place] = keys, values
-
-    def _cached(self, cache: LayerCache, table: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """A sequence's first keys and values ``[kv_heads, tokens, head_dim]``; int8 ones as ``scale * code``, rounded."""
-        blocks = table[: -(-tokens // BLOCK_SIZE)]
-
-        def gathered(pool: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
-            found = pool[blocks].swapaxes(0, 1)
-            if scales is not None:
-                found = self._round(scales[blocks].swapaxes(0, 1)[..., None].astype(np.float32) * found)
-            return found.reshape(found.shape[0], -1, found.shape[-1])[:, :tokens]
-
-        return gathered(cache.keys, cache.key_scales), gathered(cache.values, cache.value_scales)
 
     def _attend(
         self,
