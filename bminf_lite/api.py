@@ -67,7 +67,7 @@ def load(
         ops = backend.create(device, memory_limit)
         try:
             cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
-            KVCache(ops, cache_shape, 1, 1, 1).close()  # raises now if the backend cannot have such a cache
+            KVCache.for_sequences(ops, cache_shape, 1, 1).close()  # raises now if the backend cannot have such a cache
             plan = plan_placement(ops, opened.spec, lambda: checkpoint_requirements(opened, kv_cache=kv_cache), context)
             weights = opened.weights()
             built_from = with_finite_checks(weights, ops) if check else (weights, ops)

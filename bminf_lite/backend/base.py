@@ -14,11 +14,12 @@ Shapes: ``T`` tokens of a step, of ``B`` sequences; see :class:`~bminf_lite.back
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from .attention import attend, cached
 from .calibration import CalibrationOps
 from .functions import ACTIVATIONS, normalise, rotate, softmax, stored
 from .quantization import (
@@ -32,7 +33,7 @@ from .quantization import (
 )
 from .sampling import SamplerState
 from .sampling import sample as sample_tokens
-from .values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement, RelativeBias
+from .values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement
 
 T = TypeVar("T")
 
@@ -163,21 +164,21 @@ class Backend:
         """
         return [build(index) for index in range(count)]
 
-    def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False) -> LayerCache:
-        """A key-value cache of one layer for ``capacity`` tokens per slot; see :class:`LayerCache`."""
-        shape = (slots, kv_heads, capacity, head_dim)
+    def layer_cache(self, num_blocks: int, kv_heads: int, head_dim: int, *, int8: bool = False) -> LayerCache:
+        """A key-value cache of one layer of ``num_blocks`` blocks; see :class:`LayerCache`. Contents are undefined."""
+        shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
         if int8:
             codes, scales = (np.zeros((2, *shape), np.int8), np.zeros((2, *shape[:3]), np.float16))
             return LayerCache(codes[0], codes[1], scales[0], scales[1])
         return LayerCache(np.zeros(shape, self.activation_dtype), np.zeros(shape, self.activation_dtype))
 
-    def grow(self, cache: LayerCache, capacity: int) -> None:
-        """Enlarge a layer's cache in place to ``capacity`` tokens per slot, keeping its contents."""
-        slots, kv_heads, old, head_dim = cache.keys.shape
+    def grow(self, cache: LayerCache, num_blocks: int) -> None:
+        """Enlarge a layer's cache in place to ``num_blocks`` blocks, keeping its contents."""
+        old, kv_heads, _, head_dim = cache.keys.shape
         int8 = cache.key_scales is not None
-        larger = self.layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
+        larger = self.layer_cache(num_blocks, kv_heads, head_dim, int8=int8)
         for name in ("keys", "values", "key_scales", "value_scales") if int8 else ("keys", "values"):
-            getattr(larger, name)[:, :, :old] = getattr(cache, name)
+            getattr(larger, name)[:old] = getattr(cache, name)
             setattr(cache, name, getattr(larger, name))
 
     def calibration_ops(self) -> CalibrationOps:
@@ -263,7 +264,9 @@ class Backend:
         return stored(softmax(scores if bias is None else scores + bias, mask).astype(x.dtype), out)
 
     def last_tokens(self, x: Array, batch: ForwardBatch) -> Array:
-        """Each sequence's last row: ``[T, features]`` -> ``[B, features]``."""
+        """The rows whose logits are wanted: ``[T, features]`` -> ``[L, features]``, by default each sequence's last."""
+        if batch.logit_rows is not None:
+            return x[batch.logit_rows]
         return x if batch.is_decode else x[batch.cu_seqlens[1:] - 1]
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
@@ -280,11 +283,12 @@ class Backend:
         q = self._round(rotate(normalise(q, spec.q_norm) if spec.q_norm else q, positions, spec.rope))
         k = self._round(rotate(normalise(k, spec.k_norm) if spec.k_norm else k, positions, spec.rope))
         out = np.empty((tokens, spec.heads, spec.head_dim), np.float32)
-        for rows, slot, context_len in sequences(batch):
-            total = context_len + rows.stop - rows.start
-            self._store(cache, slot, context_len, k[rows], v[rows])
-            keys, values = cached(cache, slot, total, self.activation_dtype)
-            out[rows] = attend(q[rows], keys, values, spec.scale, context_len, spec.window, spec.bias)
+        table = batch.block_tables[cache.group]
+        for b, rows in enumerate(sequences(batch)):
+            context_len = int(batch.context_lens[b])
+            self._store(cache, table[b], context_len, k[rows], v[rows])
+            keys, values = cached(cache, table[b], context_len + rows.stop - rows.start, self.activation_dtype)
+            out[rows] = self._attend(q[rows], keys, values, spec, context_len, spec.window)
         return self._round(out.reshape(tokens, -1))
 
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
@@ -295,33 +299,32 @@ class Backend:
         """
         q, k, v = (self._round(x) for x in split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads))
         out = np.empty((qkv.shape[0], spec.heads, spec.head_dim), np.float32)
-        for rows, _, _ in sequences(batch):
+        for rows in sequences(batch):
             keys, values = k[rows].swapaxes(0, 1), v[rows].swapaxes(0, 1)
-            out[rows] = attend(q[rows], keys, values, spec.scale, 0, None, spec.bias, causal=False)
+            out[rows] = self._attend(q[rows], keys, values, spec, causal=False)
         return self._round(out.reshape(qkv.shape[0], -1))
 
     def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
-        """Store the keys and values of whole sources from the start of their slots on.
+        """Store the keys and values of whole sources in the blocks of ``batch.source_tables``.
 
         ``kv`` is ``[T, 2 * kv_heads * head_dim]``: key and value heads side by side.
         """
         k, v = split_heads(kv, spec, spec.kv_heads, spec.kv_heads)
-        for rows, slot, _ in sequences(batch):
-            self._store(source, slot, 0, k[rows], v[rows])
+        for b, rows in enumerate(sequences(batch)):
+            self._store(source, batch.source_tables[b], 0, k[rows], v[rows])
 
-    def cross_attention(
-        self, q: Array, spec: AttentionSpec, source: LayerCache, lengths: Array, batch: ForwardBatch
-    ) -> Array:
-        """Attention of a step's tokens over the source in their sequence's slot.
+    def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> Array:
+        """Attention of a step's tokens over their sequence's source.
 
-        ``q`` is ``[T, heads * head_dim]``; ``lengths`` int32 ``[slots]`` are those of the sources. Every token sees the
-        whole source; there are no positions and no bias. Returns ``[T, heads * head_dim]``.
+        ``q`` is ``[T, heads * head_dim]``. The sources lie in the blocks of ``batch.source_tables`` and have
+        ``batch.source_lens`` tokens. Every token sees the whole source; there are no positions and no bias. Returns
+        ``[T, heads * head_dim]``.
         """
         (heads,) = split_heads(q, spec, spec.heads)
         out = np.empty(heads.shape, np.float32)
-        for rows, slot, _ in sequences(batch):
-            keys, values = cached(source, slot, lengths[slot], self.activation_dtype)
-            out[rows] = attend(self._round(heads[rows]), keys, values, spec.scale, 0, None, causal=False)
+        for b, rows in enumerate(sequences(batch)):
+            keys, values = cached(source, batch.source_tables[b], int(batch.source_lens[b]), self.activation_dtype)
+            out[rows] = self._attend(self._round(heads[rows]), keys, values, replace(spec, bias=None), causal=False)
         return self._round(out.reshape(q.shape))
 
     def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
@@ -344,14 +347,30 @@ class Backend:
         with np.errstate(over="ignore"):
             return x.astype(self.activation_dtype, copy=False)
 
-    def _store(self, cache: LayerCache, slot: int, first: int, keys: np.ndarray, values: np.ndarray) -> None:
-        """Store the keys and values ``[n, kv_heads, head_dim]`` of a slot's tokens from ``first`` on."""
-        place = slice(first, first + len(keys))
+    def _store(self, cache: LayerCache, table: np.ndarray, first: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Store the keys and values ``[n, kv_heads, head_dim]`` of a sequence's tokens from ``first`` on."""
+        position = np.arange(first, first + len(keys))
+        block, place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
         keys, values = self._round(keys), self._round(values)
         if cache.key_scales is not None:
             (keys, key_scales), (values, value_scales) = quantize_heads(keys), quantize_heads(values)
-            cache.key_scales[slot, :, place], cache.value_scales[slot, :, place] = key_scales.T, value_scales.T
-        cache.keys[slot, :, place], cache.values[slot, :, place] = keys.swapaxes(0, 1), values.swapaxes(0, 1)
+            cache.key_scales[block, :, place], cache.value_scales[block, :, place] = key_scales, value_scales
+        cache.keys[block, :, place], cache.values[block, :, place] = keys, values
+
+    def _attend(
+        self,
+        q: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        spec: AttentionSpec,
+        context_len: int = 0,
+        window: int | None = None,
+        causal: bool = True,
+    ) -> np.ndarray:
+        """:func:`.attention.attend` with weights in the activation type."""
+        return attend(
+            q, keys, values, spec.scale, context_len, window, spec.bias, causal, weight_dtype=self.activation_dtype
+        )
 
     def _matmul(self, x: Array, weight: Weight) -> Array:
         if weight.outliers is None:
@@ -374,16 +393,6 @@ class Backend:
         return weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
 
 
-def cached(cache: LayerCache, slot: int, tokens: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A slot's first keys and values ``[kv_heads, tokens, head_dim]``; int8 ones as ``scale * code`` in ``dtype``."""
-    keys, values = cache.keys[slot, :, :tokens], cache.values[slot, :, :tokens]
-    if cache.key_scales is None:
-        return keys, values
-    scales = (s[slot, :, :tokens, None].astype(np.float32) for s in (cache.key_scales, cache.value_scales))
-    keys, values = (s * codes.astype(np.float32) for s, codes in zip(scales, (keys, values), strict=True))
-    return keys.astype(dtype, copy=False), values.astype(dtype, copy=False)
-
-
 def exact_int_matmul(x: Array, w: Array) -> Array:
     """``x @ w.T`` of integers held in fp32, exactly: fp32 ``[T, K]``, ``[N, K]`` -> fp32 or int32 ``[T, N]``."""
     if x.shape[1] <= EXACT_IN_FP32:
@@ -395,11 +404,11 @@ def exact_int_matmul(x: Array, w: Array) -> Array:
     return acc
 
 
-def sequences(batch: ForwardBatch) -> Iterator[tuple[slice, int, int]]:
-    """For each sequence of a step: its rows among the step's tokens, its slot, and how many tokens the cache holds."""
+def sequences(batch: ForwardBatch) -> Iterator[slice]:
+    """The rows of each sequence among the step's tokens."""
     ends = batch.cu_seqlens
     for b in range(batch.batch_size):
-        yield slice(int(ends[b]), int(ends[b + 1])), int(batch.slots[b]), int(batch.context_lens[b])
+        yield slice(int(ends[b]), int(ends[b + 1]))
 
 
 def positions_of(batch: ForwardBatch) -> Array:
@@ -412,35 +421,3 @@ def split_heads(x: np.ndarray, spec: AttentionSpec, *counts: int) -> list[np.nda
     """``[T, sum(counts) * head_dim]`` split into parts of ``counts`` heads, each fp32 ``[T, count, head_dim]``."""
     heads = x.astype(np.float32).reshape(x.shape[0], sum(counts), spec.head_dim)
     return np.split(heads, np.cumsum(counts)[:-1], axis=1)
-
-
-def attend(
-    q: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    scale: float,
-    context_len: int,
-    window: int | None,
-    bias: RelativeBias | None = None,
-    causal: bool = True,
-) -> np.ndarray:
-    """One sequence's attention in fp32.
-
-    ``q`` is ``[n, heads, head_dim]`` at positions ``context_len..context_len+n``; ``keys`` and ``values`` are
-    ``[kv_heads, total, head_dim]``. A query sees all of them, or with ``causal`` those up to its own position and
-    within the window. Returns ``[n, heads, head_dim]``.
-    """
-    n, heads, head_dim = q.shape
-    kv_heads, total, _ = keys.shape
-    q = q.reshape(n, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-    scores = q.astype(np.float32) @ keys.astype(np.float32).swapaxes(1, 2) * np.float32(scale)
-    key, query = np.arange(total), context_len + np.arange(n)[:, None]
-    if bias is not None:
-        distance = np.clip(key - query, -bias.max_distance, bias.max_distance)
-        scores = scores + bias.values[:, distance + bias.max_distance].reshape(scores.shape)
-    mask = None
-    if causal and (n > 1 or (window is not None and window < total)):
-        mask = key <= query if window is None else (key <= query) & (key > query - window)
-        mask = np.tile(mask, (heads // kv_heads, 1))
-    out = softmax(scores, mask) @ values.astype(np.float32)
-    return out.reshape(kv_heads, heads // kv_heads, n, head_dim).transpose(2, 0, 1, 3).reshape(n, heads, head_dim)

@@ -17,8 +17,10 @@ import numpy as np
 
 Array = Any
 """``[T, features]`` in docstrings: ``T`` tokens of a step, ``B`` sequences."""
-CACHE_BLOCK = 256
-"""The key-value cache grows in blocks of this many tokens."""
+BLOCK_SIZE = 64
+"""Tokens of a block of the key-value cache."""
+NULL_BLOCK = 0
+"""The block that no sequence owns. Tables name it where a sequence has no block."""
 
 
 @dataclass
@@ -26,18 +28,31 @@ class ForwardBatch:
     """The new tokens of ``B`` sequences, ``T`` in all, on the device.
 
     ``tokens`` is int32 ``[T]``. Sequence ``b`` owns ``tokens[cu_seqlens[b]:cu_seqlens[b + 1]]`` (``cu_seqlens`` is
-    int32 ``[B + 1]``). Its row of the cache is ``slots[b]``, which holds ``context_lens[b]`` tokens before the step
-    (both int32 ``[B]``). ``batch_size``, ``max_query_len`` and ``max_context_len`` are known on the host: ``B``, the
-    largest number of new tokens of a sequence, and an upper bound of the tokens of a sequence after the step.
+    int32 ``[B + 1]``), and ``context_lens[b]`` of its tokens are in the cache before the step (int32 ``[B]``).
+
+    ``block_tables`` has a table int32 ``[B, W]`` for each group of layers (see ``CacheShape``): token ``p`` of sequence
+    ``b`` lies in block ``table[b, p // BLOCK_SIZE]``. The sources of an encoder-decoder have ``source_tables``, a
+    table of the same form, and ``source_lens``, int32 ``[B]``.
+
+    The other numbers are known on the host: ``batch_size`` is ``B``; ``num_decodes`` says how many sequences, which
+    come first, have one new token each; ``max_query_len`` is the largest number of new tokens of a sequence;
+    ``max_context_len`` and ``max_source_len`` are upper bounds of the tokens of a sequence after the step and of a
+    source. ``logit_rows`` int32 ``[L]`` are the tokens whose logits are wanted; None stands for the last token of each
+    sequence.
     """
 
     tokens: Array
     cu_seqlens: Array
     context_lens: Array
-    slots: Array
+    block_tables: tuple[Array, ...]
     batch_size: int
     max_query_len: int
     max_context_len: int
+    num_decodes: int = 0
+    logit_rows: Array = None
+    source_tables: Array = None
+    source_lens: Array = None
+    max_source_len: int = 0
 
     @classmethod
     def packed(
@@ -45,29 +60,41 @@ class ForwardBatch:
         array: Callable[[np.ndarray], Array],
         tokens: Sequence[Sequence[int] | np.ndarray] | np.ndarray,
         context_lens: Sequence[int] | None = None,
-        slots: Sequence[int] | None = None,
+        block_tables: Sequence[np.ndarray] = (),
+        source_tables: np.ndarray | None = None,
+        source_lens: Sequence[int] | None = None,
     ) -> ForwardBatch:
-        """A step of one or more new ``tokens`` of each sequence: by default from their start, in slots 0, 1, ...
+        """A step of one or more new ``tokens`` of each sequence: by default from their start, and without a cache.
 
         ``array`` copies an array to the device: a backend's method of that name.
         """
         counts = [len(row) for row in tokens]
         context_lens = [0] * len(counts) if context_lens is None else context_lens
-        slots = range(len(counts)) if slots is None else slots
+        several = [b for b, count in enumerate(counts) if count > 1]
         return cls(
             tokens=array(np.concatenate(tokens).astype(np.int32)),
             cu_seqlens=array(np.cumsum([0, *counts], dtype=np.int32)),
             context_lens=array(np.array(context_lens, np.int32)),
-            slots=array(np.array(slots, np.int32)),
+            block_tables=tuple(array(np.asarray(table, np.int32)) for table in block_tables),
             batch_size=len(counts),
             max_query_len=max(counts),
             max_context_len=max(p + n for p, n in zip(context_lens, counts, strict=True)),
+            num_decodes=several[0] if several else len(counts),
+            source_tables=None if source_tables is None else array(np.asarray(source_tables, np.int32)),
+            source_lens=None if source_lens is None else array(np.array(source_lens, np.int32)),
+            max_source_len=max(source_lens or (0,)),
         )
 
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has exactly one new token."""
-        return self.max_query_len == 1
+        return self.num_decodes == self.batch_size
+
+
+def sequential_tables(sequences: int, tokens: int) -> np.ndarray:
+    """A block table int32 ``[sequences, W]`` with room for ``tokens`` tokens each: blocks from 1 on, in order."""
+    width = -(-max(tokens, 1) // BLOCK_SIZE)
+    return np.arange(1, 1 + sequences * width, dtype=np.int32).reshape(sequences, width)
 
 
 @dataclass(frozen=True)
@@ -150,18 +177,19 @@ class AttentionSpec:
 
 @dataclass
 class LayerCache:
-    """Keys and values of one layer, each ``[slots, kv_heads, capacity, head_dim]``.
+    """Keys and values of one layer in blocks of tokens, each ``[num_blocks, kv_heads, BLOCK_SIZE, head_dim]``.
 
     They are in the backend's activation type, or int8 codes with a scale per token and head: then the scales are fp16
-    ``[slots, kv_heads, capacity]``.
+    ``[num_blocks, kv_heads, BLOCK_SIZE]``. ``group`` says which of a step's ``block_tables`` names the blocks.
     """
 
     keys: Array
     values: Array
     key_scales: Array = None
     value_scales: Array = None
+    group: int = 0
 
     @property
-    def capacity(self) -> int:
-        """Tokens that fit per slot."""
-        return int(self.keys.shape[2])
+    def num_blocks(self) -> int:
+        """Blocks, the null block included."""
+        return int(self.keys.shape[0])

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
 
 from ..backend.sampling import SamplerState
-from ..backend.values import Array, ForwardBatch
+from ..backend.values import BLOCK_SIZE, Array, ForwardBatch, sequential_tables
 from ..engine.model_runner import EncoderDecoder
 from ..engine.sampling_params import SamplingParams, sampler_state
 from ..errors import BminfError
-from ..layers.cache import KVCache, SourceCache
+from ..layers.cache import KVCache
 from .model import BenchModel
 
 GREEDY = SamplingParams(seed=0, ignore_eos=True)
@@ -35,9 +35,14 @@ class Session:
         engine_config = bench_model.engine_config
         self.start = engine_config.decoder_start_token_ids or (0,)
         room = capacity + (len(self.start) if engine_config.is_encoder_decoder else 0)
-        self.cache = KVCache(self.ops, engine_config.cache_shape, batch, room, max(engine_config.context_length, room))
+        shape = engine_config.cache_shape
+        self.cache = KVCache.for_sequences(self.ops, shape, batch, room)
+        self.table = sequential_tables(batch, room)
+        self.source_table: np.ndarray | None = None
+        self.source_len = 0
         if engine_config.is_encoder_decoder:
-            self.cache.source = SourceCache(self.ops, engine_config.cache_shape, batch, capacity, capacity)
+            self.cache.source = KVCache.for_sequences(self.ops, shape, batch, capacity)
+            self.source_table = sequential_tables(batch, capacity)
         self._sampler = self._greedy(batch)
         self._step: ForwardBatch | None = None
         self._replay: Callable[[], Array] | None = None
@@ -71,10 +76,15 @@ class Session:
 
         Of an int8 cache, the scales are filled. The default ``cache`` is that of the decoder.
         """
+        full, place = divmod(first, BLOCK_SIZE)
         for layer in (self.cache if cache is None else cache).layers:
             int8 = layer.key_scales is not None
-            for values in (layer.key_scales, layer.value_scales) if int8 else (layer.keys, layer.values):
-                self.ops.assign(values[:, :, first:], np.array(np.nan, values.dtype))
+            for pool in (layer.key_scales, layer.value_scales) if int8 else (layer.keys, layer.values):
+                nan = np.array(np.nan, pool.dtype)
+                blocks = pool[1:].reshape(self.batch, -1, *pool.shape[1:])  # each sequence's in order
+                if place:
+                    self.ops.assign(blocks[:, full, :, place:], nan)
+                self.ops.assign(blocks[:, full + bool(place) :], nan)
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
@@ -87,7 +97,7 @@ class Session:
         steps = []
         for parts in chunks(self.batch, count, self.bench_model.engine_config.max_num_batched_tokens):
             rows, firsts = [tokens[b, i:j] for b, i, j in parts], [past + i for _, i, _ in parts]
-            step = ForwardBatch.packed(self.ops.array, rows, firsts, [b for b, *_ in parts])
+            step = self._packed(rows, firsts, [b for b, *_ in parts])
             steps.append((step, self._greedy(len(parts))))
         return lambda: self._run(steps)
 
@@ -101,8 +111,12 @@ class Session:
         self.poison(0, source)
         at_once, every = max(1, self.bench_model.engine_config.max_num_batched_tokens // count), list(range(self.batch))
         groups = [every[i : i + at_once] for i in range(0, self.batch, at_once)]
-        readings = [ForwardBatch.packed(self.ops.array, self.tokens((len(g), count)), slots=g) for g in groups]
-        source.set_lengths(dict.fromkeys(every, count))
+        assert self.source_table is not None
+        readings = [
+            ForwardBatch.packed(self.ops.array, self.tokens((len(g), count)), source_tables=self.source_table[g])
+            for g in groups
+        ]
+        self.source_len = count
 
         def encode() -> None:
             for reading in readings:
@@ -112,7 +126,8 @@ class Session:
 
     def start_decoding(self) -> list[np.ndarray]:
         """Run the decoder's start tokens; returns the tokens chosen."""
-        return self._run([(ForwardBatch.packed(self.ops.array, [self.start] * self.batch), self._greedy(self.batch))])
+        step = self._packed([self.start] * self.batch, [0] * self.batch, list(range(self.batch)))
+        return self._run([(step, self._greedy(self.batch))])
 
     def _run(self, steps: list[tuple[ForwardBatch, SamplerState]]) -> list[np.ndarray]:
         fetched = [
@@ -120,6 +135,15 @@ class Session:
             for step, sampler in steps
         ]
         return [result() for result in fetched]
+
+    def _packed(
+        self, tokens: Sequence[Sequence[int] | np.ndarray] | np.ndarray, context_lens: list[int], sequences: list[int]
+    ) -> ForwardBatch:
+        tables = [self.table[sequences]] * len(self.cache.num_blocks)
+        if self.source_table is None:
+            return ForwardBatch.packed(self.ops.array, tokens, context_lens, tables)
+        lens = [self.source_len] * len(sequences)
+        return ForwardBatch.packed(self.ops.array, tokens, context_lens, tables, self.source_table[sequences], lens)
 
     def _greedy(self, count: int) -> SamplerState:
         vocab_size = self.bench_model.engine_config.vocab_size
@@ -131,8 +155,8 @@ class Session:
         """Make random tokens at position ``past`` the next step's input. A captured graph stays valid."""
         tokens = self.tokens((self.batch,))
         if self._step is None:
-            self._step = ForwardBatch.packed(self.ops.array, tokens[:, None], [past] * self.batch)
-            self._step.max_context_len = self.cache.capacity
+            self._step = self._packed(tokens[:, None], [past] * self.batch, list(range(self.batch)))
+            self._step.max_context_len = self.table.shape[1] * BLOCK_SIZE
         self.ops.assign(self._step.tokens, tokens)
         self.ops.assign(self._step.context_lens, np.full(self.batch, past, np.int32))
         if self._last is not None:

@@ -50,7 +50,7 @@ def _decode(scheduler: Scheduler, runner: ModelRunner) -> Iterator[Request]:
     with closing(DecodingGroup(runner, list(scheduler.running))) as group:
         while True:
             while group.steps_in_flight <= runner.ops.max_steps_in_flight and scheduler.should_continue(
-                group.requests, group.num_cached_tokens, group.steps_in_flight, runner.cache.capacity
+                group.requests, group.num_cached_tokens, group.steps_in_flight, runner.capacity
             ):
                 group.launch()
             if not group.steps_in_flight:

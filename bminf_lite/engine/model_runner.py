@@ -11,9 +11,9 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.sampling import SamplerState
-from ..backend.values import Array, ForwardBatch
+from ..backend.values import BLOCK_SIZE, Array, ForwardBatch, sequential_tables
 from ..errors import OutOfMemory
-from ..layers.cache import KVCache, SourceCache
+from ..layers.cache import KVCache, blocks_for
 from .config import EngineConfig
 from .request import Request
 from .sampling_params import sampler_state
@@ -33,7 +33,7 @@ class Network(Protocol):
 class EncoderDecoder(Network, Protocol):
     """A model that has an encoder."""
 
-    def encode_to_cache(self, batch: ForwardBatch, source: SourceCache) -> None:
+    def encode_to_cache(self, batch: ForwardBatch, source: KVCache) -> None:
         """Encode whole sources, and store the decoder's keys and values of them in ``source``."""
         ...
 
@@ -49,12 +49,17 @@ class ModelRunner:
         self.network = network
         self.ops = network.ops
         self.config = config
+        self.slots = slots
+        self.max_source_len = source_capacity
+        self.source_lens = np.zeros(slots, np.int32)
         shape = config.cache_shape
         with _memory_for(slots, capacity):
-            self.cache = KVCache(self.ops, shape, slots, capacity, config.context_length)
+            self.cache = KVCache.for_sequences(self.ops, shape, slots, capacity)
+            self.table = sequential_tables(slots, capacity)
             if config.is_encoder_decoder:
                 try:
-                    self.cache.source = SourceCache(self.ops, shape, slots, source_capacity, config.max_source_length)
+                    self.cache.source = KVCache.for_sequences(self.ops, shape, slots, source_capacity)
+                    self.source_table = sequential_tables(slots, source_capacity)
                 except BaseException:
                     self.close()
                     raise
@@ -63,16 +68,34 @@ class ModelRunner:
         """Give the memory back; nothing can be run afterwards."""
         self.cache.close()
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit per slot."""
+        return int(self.table.shape[1]) * BLOCK_SIZE
+
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` per slot. A cache that grows moves to another address."""
-        with _memory_for(self.cache.slots, tokens):
-            self.cache.reserve(tokens)
+        """Make room for ``tokens`` per slot. A cache that grows by half at least, and moves to another address."""
+        if tokens <= self.capacity:
+            return
+        width = blocks_for(max(tokens, min(self.config.context_length, self.capacity * 3 // 2)))
+        added = np.arange(self.slots * (width - self.table.shape[1]), dtype=np.int32).reshape(self.slots, -1)
+        table = np.concatenate([self.table, self.table.size + 1 + added], axis=1)
+        with _memory_for(self.slots, tokens):
+            for group in range(len(self.cache.num_blocks)):
+                self.cache.grow(group, 1 + table.size)
+        self.table = table
+
+    def tables(self, slots: list[int]) -> tuple[Array, ...]:
+        """The block tables of some slots on the device."""
+        return tuple(self.ops.array(self.table[slots]) for _ in self.cache.num_blocks)
 
     def encode_sources(self, sources: Mapping[int, Sequence[int]]) -> None:
         """Encode the source token ids of some slots, all in one step."""
         assert self.cache.source is not None
-        self.cache.source.set_lengths({slot: len(ids) for slot, ids in sources.items()})
-        batch = ForwardBatch.packed(self.ops.array, list(sources.values()), slots=list(sources))
+        slots = list(sources)
+        self.source_lens[slots] = [len(ids) for ids in sources.values()]
+        table = self.source_table[slots]
+        batch = ForwardBatch.packed(self.ops.array, list(sources.values()), source_tables=table)
         cast(EncoderDecoder, self.network).encode_to_cache(batch, self.cache.source)
 
     def prefill(self, chunk: Sequence[ScheduledTokens]) -> np.ndarray | None:
@@ -91,15 +114,25 @@ class ModelRunner:
         """
         if self.config.is_encoder_decoder:
             self.encode_sources({0: source})
+        self.reserve(len(token_ids))
         size = len(token_ids) if all_at_once else self.config.max_num_batched_tokens
         for start in range(0, len(token_ids), size):
-            batch = ForwardBatch.packed(self.ops.array, [token_ids[start : start + size]], [start])
+            batch = self._packed([token_ids[start : start + size]], [start], [0])
             yield self.network(batch, self.cache, all_logits=True)
 
     def make_batch(self, parts: Sequence[ScheduledTokens]) -> ForwardBatch:
         """The arguments of a step, on the device."""
         requests, token_ids, context_lens = zip(*parts, strict=True)
-        return ForwardBatch.packed(self.ops.array, token_ids, context_lens, [r.slot for r in requests])
+        return self._packed(token_ids, context_lens, [r.slot for r in requests])
+
+    def _packed(
+        self, token_ids: Sequence[Sequence[int] | np.ndarray], context_lens: Sequence[int], slots: list[int]
+    ) -> ForwardBatch:
+        tables = [self.table[slots]] * len(self.cache.num_blocks)
+        if self.cache.source is None:
+            return ForwardBatch.packed(self.ops.array, token_ids, context_lens, tables)
+        lens = [int(n) for n in self.source_lens[slots]]
+        return ForwardBatch.packed(self.ops.array, token_ids, context_lens, tables, self.source_table[slots], lens)
 
     def make_sampler(self, requests: Sequence[Request]) -> SamplerState:
         """The sampler state of requests on the device, after the tokens that they have generated."""
@@ -139,11 +172,12 @@ class DecodingGroup:
         """Start the next step of all rows."""
         runner, ops = self._runner, self._runner.ops
         self.num_cached_tokens += 1
-        if self.num_cached_tokens > runner.cache.capacity:
+        if self.num_cached_tokens > runner.capacity:
             self._replay = None
             runner.reserve(self.num_cached_tokens)
+            self._batch.block_tables = runner.tables([r.slot for r in self.requests])
         if self._replay is None:
-            self._batch.max_context_len = runner.cache.capacity
+            self._batch.max_context_len = runner.capacity
             self._replay = ops.capture(
                 lambda: ops.sample(runner.network(self._batch, runner.cache), self._sampler, self._batch)
             )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..backend.values import CACHE_BLOCK
+from ..backend.values import BLOCK_SIZE
 from ..errors import BminfError
 from .config import EngineConfig
 from .request import Request
@@ -52,7 +52,7 @@ class Scheduler:
     def initial_capacity(self) -> int:
         """Tokens per slot that the cache has at first: the longest prompt and the first tokens after it."""
         limit = self.config.context_length
-        longest = max(len(r.prompt_token_ids) + min(r.remaining_tokens(limit), CACHE_BLOCK) for r in self.waiting)
+        longest = max(len(r.prompt_token_ids) + min(r.remaining_tokens(limit), BLOCK_SIZE) for r in self.waiting)
         return max(longest, min(self.config.cache_tokens // self.num_slots, limit))
 
     def admit(self) -> list[Request]:

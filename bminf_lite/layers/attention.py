@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache
-from .cache import SourceCache
 from .linear import Linear
 
 
@@ -57,5 +56,5 @@ class CrossAttention:
         """Store keys and values of the encoder's output ``[T, features]`` for a step's sources."""
         self.ops.store_source(self.kv(source), self.spec, cache, batch)
 
-    def add_to(self, residual: Array, x: Array, cache: LayerCache, source: SourceCache, batch: ForwardBatch) -> Array:
-        return self.o.add_to(residual, self.ops.cross_attention(self.q(x), self.spec, cache, source.lengths, batch))
+    def add_to(self, residual: Array, x: Array, source: LayerCache, batch: ForwardBatch) -> Array:
+        return self.o.add_to(residual, self.ops.cross_attention(self.q(x), self.spec, source, batch))

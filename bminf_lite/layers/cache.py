@@ -1,49 +1,84 @@
-"""The key-value cache of a whole model: a row ("slot") per sequence, growing with the longest of them."""
+"""The key-value cache of a whole model: a pool of blocks of tokens for each layer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import CACHE_BLOCK, LayerCache
+from ..backend.values import BLOCK_SIZE, LayerCache, sequential_tables
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of a token's keys and values. With ``int8`` they are codes, with an fp16 scale per head and token."""
+    """The shape of a token's keys and values. With ``int8`` they are codes, with an fp16 scale per head and token.
+
+    ``windows`` has an entry for each layer, unless no layer has a window: how many tokens the layer sees, or None for
+    all. Layers with equal windows form a group, whose layers share block tables.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     int8: bool = False
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def groups(self) -> tuple[int | None, ...]:
+        """The window of each group of layers, in order of their first layers."""
+        return tuple(dict.fromkeys(self.windows)) or (None,)
+
+    def group_of(self, layer: int) -> int:
+        """The group of a layer, as an index of :attr:`groups`."""
+        return self.groups.index(self.windows[layer]) if self.windows else 0
+
+    def layers_of(self, group: int) -> int:
+        """How many layers a group has."""
+        return sum(self.group_of(layer) == group for layer in range(self.layers))
+
+    def bytes_per_layer_token(self, itemsize: int = 2) -> int:
+        """Bytes that one token takes in one layer; ``itemsize`` is that of the activation type."""
+        return 2 * self.kv_heads * (self.head_dim + 2 if self.int8 else self.head_dim * itemsize)
 
     def bytes_per_token(self, itemsize: int = 2) -> int:
-        """Bytes that one token of one sequence takes; ``itemsize`` is that of the activation type."""
-        return 2 * self.layers * self.kv_heads * (self.head_dim + 2 if self.int8 else self.head_dim * itemsize)
+        """Bytes that one token of one sequence takes in all layers."""
+        return self.layers * self.bytes_per_layer_token(itemsize)
 
 
 class KVCache:
-    """Keys and values of ``slots`` sequences of up to ``capacity`` tokens; ``limit`` is the model's context length.
+    """A pool of blocks for each layer. Who owns which block is the caller's business; block 0 belongs to no sequence.
 
-    ``source`` holds the encoded sources, which the decoder of an encoder-decoder reads beside its own tokens.
+    ``num_blocks`` gives the blocks of each group of layers, the null block included. ``source`` holds the encoded
+    sources, which the decoder of an encoder-decoder reads beside its own tokens; it has one group.
     """
 
-    def __init__(self, ops: Backend, shape: CacheShape, slots: int, capacity: int, limit: int):
+    def __init__(self, ops: Backend, shape: CacheShape, num_blocks: Sequence[int]):
         self.ops = ops
-        self.slots = slots
-        self.limit = limit
-        self.capacity = self._rounded(capacity)
+        self.shape = shape
+        self.num_blocks = list(num_blocks)
         self.layers: list[LayerCache] = []
-        self.source: SourceCache | None = None
+        self.source: KVCache | None = None
         try:
-            for _ in range(shape.layers):
-                layer = ops.layer_cache(slots, shape.kv_heads, self.capacity, shape.head_dim, int8=shape.int8)
+            for index in range(shape.layers):
+                group = shape.group_of(index)
+                layer = ops.layer_cache(self.num_blocks[group], shape.kv_heads, shape.head_dim, int8=shape.int8)
+                layer.group = group
                 self.layers.append(layer)
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def for_sequences(cls, ops: Backend, shape: CacheShape, sequences: int, tokens: int) -> KVCache:
+        """A cache with the blocks of :meth:`tables`, for ``sequences`` sequences of up to ``tokens`` tokens."""
+        count = 1 + sequential_tables(sequences, tokens).size
+        return cls(ops, shape, [count] * len(shape.groups))
+
+    def tables(self, sequences: int, tokens: int) -> list[np.ndarray]:
+        """For each group a block table int32 ``[sequences, W]`` that gives every sequence blocks of its own."""
+        return [sequential_tables(sequences, tokens)] * len(self.num_blocks)
 
     def close(self) -> None:
         """Free the memory now, even if a traceback or a caller still refers to the cache or to its layers."""
@@ -53,32 +88,14 @@ class KVCache:
         if self.source is not None:
             self.source.close()
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` per slot; growth is by half at least. Contents are kept, arrays are replaced."""
-        if tokens <= self.capacity:
-            return
-        capacity = self._rounded(max(tokens, min(self.limit, self.capacity * 3 // 2)))
+    def grow(self, group: int, num_blocks: int) -> None:
+        """Enlarge the pools of a group to ``num_blocks`` blocks. Contents are kept."""
         for layer in self.layers:
-            self.ops.grow(layer, capacity)
-        self.capacity = capacity
-
-    def _rounded(self, tokens: int) -> int:
-        return min(-(-max(tokens, 1) // CACHE_BLOCK) * CACHE_BLOCK, max(self.limit, tokens))
+            if layer.group == group:
+                self.ops.grow(layer, num_blocks)
+        self.num_blocks[group] = num_blocks
 
 
-class SourceCache(KVCache):
-    """Keys and values of encoded sources, one per slot, for each layer of a decoder.
-
-    ``lengths`` is int32 ``[slots]`` on the device: how many tokens the source of each slot has.
-    """
-
-    def __init__(self, ops: Backend, shape: CacheShape, slots: int, capacity: int, limit: int):
-        super().__init__(ops, shape, slots, capacity, limit)
-        self.lengths = ops.array(np.zeros(slots, np.int32))
-        self._lengths = np.zeros(slots, np.int32)
-
-    def set_lengths(self, lengths: dict[int, int]) -> None:
-        """Set the lengths of some sources: slot -> tokens."""
-        for slot, length in lengths.items():
-            self._lengths[slot] = length
-        self.ops.assign(self.lengths, self._lengths)
+def blocks_for(tokens: int) -> int:
+    """Blocks that hold ``tokens`` tokens of one sequence."""
+    return -(-tokens // BLOCK_SIZE)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..backend.values import CACHE_BLOCK, Placement
+from ..backend.values import BLOCK_SIZE, Placement
 from ..errors import OutOfMemory, UsageError
 from .sizes import format_size
 
@@ -143,7 +143,7 @@ class MemoryPlan:
     @property
     def cache_bytes(self) -> int:
         """The key-value cache of all sequences, and room for one layer's old cache while it grows."""
-        blocks = -(-self.context // CACHE_BLOCK) * CACHE_BLOCK
+        blocks = -(-self.context // BLOCK_SIZE) * BLOCK_SIZE
         whole = blocks * self.batch * self.requirements.cache_per_token
         return whole + whole // max(len(self.requirements.layers), 1)
 
@@ -228,7 +228,7 @@ def plan_memory(
     ``UsageError`` for a context or a batch out of range.
     """
     _check(requirements, context, batch)
-    everything = MemoryPlan(requirements, machine, context or CACHE_BLOCK, batch, CHUNK)
+    everything = MemoryPlan(requirements, machine, context or BLOCK_SIZE, batch, CHUNK)
     if context is None:
         everything = replace(everything, context=default_context(everything))
     if everything.fits:
@@ -249,7 +249,7 @@ def default_context(plan: MemoryPlan) -> int:
     if beside >= min(whole, ENOUGH_CONTEXT):
         return beside
     room = min(plan.machine.memory // CACHE_SHARE // max(per_token, 1), largest_context(plan))
-    return min(whole, max(room // CACHE_BLOCK, 1) * CACHE_BLOCK)
+    return min(whole, max(room // BLOCK_SIZE, 1) * BLOCK_SIZE)
 
 
 def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
@@ -288,9 +288,9 @@ def largest_context(plan: MemoryPlan) -> int:
 def context_beside(plan: MemoryPlan) -> int:
     """The tokens per sequence that fit into the memory that the rest of ``plan`` leaves; 0 if none do."""
     bare = replace(plan, context=0)
-    per_block = replace(plan, context=CACHE_BLOCK).cache_bytes
+    per_block = replace(plan, context=BLOCK_SIZE).cache_bytes
     blocks = max(0, bare.machine.memory - bare.total_bytes) // max(per_block, 1)
-    return min(blocks * CACHE_BLOCK, plan.requirements.context_length)
+    return min(blocks * BLOCK_SIZE, plan.requirements.context_length)
 
 
 def suggestions(plan: MemoryPlan) -> list[str]:
@@ -302,8 +302,8 @@ def suggestions(plan: MemoryPlan) -> list[str]:
     found = [f"{format_size(everything.total_bytes)} of GPU memory would hold everything{speed}"]
     if plan.batch > 1:
         found.append(_change(plan, f"a batch of {plan.batch // 2}", batch=plan.batch // 2))
-    if plan.context > CACHE_BLOCK:
-        half = max(CACHE_BLOCK, plan.context // 2)
+    if plan.context > BLOCK_SIZE:
+        half = max(BLOCK_SIZE, plan.context // 2)
         found.append(_change(plan, f"a context of {half:,} tokens", context=half))
     return [text for text in found if text]
 

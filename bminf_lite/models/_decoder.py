@@ -56,7 +56,7 @@ class Decoder:
         self.output = builder.output()
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
-        """fp32 logits ``[B, vocab]`` of each sequence's last token, or with ``all_logits`` of all, ``[T, vocab]``."""
+        """fp32 logits ``[L, vocab]`` of the step's ``logit_rows``, or with ``all_logits`` of all, ``[T, vocab]``."""
         residual = self.embed(batch)
         for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
             residual = block(residual, layer_cache, batch)

@@ -13,7 +13,7 @@ from typing import ClassVar
 from ..backend.base import Backend
 from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, RelativeBias
 from ..layers.attention import Attention, CrossAttention, EncoderAttention
-from ..layers.cache import CacheShape, KVCache, SourceCache
+from ..layers.cache import CacheShape, KVCache
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
 from ..layers.loading import Weights
@@ -254,11 +254,9 @@ class DecoderBlock:
         self.mlp_norm = parts.norm(stack.mlp_norm)
         self.mlp = parts.mlp(stack.mlp)
 
-    def __call__(
-        self, residual: Array, cache: LayerCache, source_cache: LayerCache, source: SourceCache, batch: ForwardBatch
-    ) -> Array:
+    def __call__(self, residual: Array, cache: LayerCache, source: LayerCache, batch: ForwardBatch) -> Array:
         residual = self.attention.add_to(residual, self.self_norm(residual), cache, batch)
-        residual = self.cross_attention.add_to(residual, self.cross_norm(residual), source_cache, source, batch)
+        residual = self.cross_attention.add_to(residual, self.cross_norm(residual), source, batch)
         return self.mlp.add_to(residual, self.mlp_norm(residual))
 
 
@@ -323,14 +321,14 @@ class EncoderDecoder:
             residual = block(residual, batch)
         return self.encoder_norm(residual)
 
-    def encode_to_cache(self, batch: ForwardBatch, source: SourceCache) -> None:
-        """Encode whole sources, and store their keys and values for each layer of the decoder in their slots."""
+    def encode_to_cache(self, batch: ForwardBatch, source: KVCache) -> None:
+        """Encode whole sources, and store their keys and values for each layer of the decoder in their blocks."""
         output = self.encode(batch)
         for block, cache in zip(self.decoder, source.layers, strict=True):
             block.cross_attention.fill_cache(output, cache, batch)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
-        """fp32 logits ``[B, vocab]`` of each sequence's last token, or with ``all_logits`` of all, ``[T, vocab]``.
+        """fp32 logits ``[L, vocab]`` of the step's ``logit_rows``, or with ``all_logits`` of all, ``[T, vocab]``.
 
         ``cache.source`` must hold the sources of the batch's sequences; see :meth:`encode_to_cache`.
         """
@@ -338,7 +336,7 @@ class EncoderDecoder:
         assert source is not None
         residual = self.embed(batch)
         for block, layer, source_layer in zip(self.decoder, cache.layers, source.layers, strict=True):
-            residual = block(residual, layer, source_layer, source, batch)
+            residual = block(residual, layer, source_layer, batch)
         if not all_logits:
             residual = self.ops.last_tokens(residual, batch)
         return self.output(residual)

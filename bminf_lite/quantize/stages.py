@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import Array, ForwardBatch
-from ..layers.cache import CacheShape, KVCache, SourceCache
+from ..backend.values import Array, ForwardBatch, LayerCache, sequential_tables
+from ..layers.cache import CacheShape, KVCache
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class LayerwiseModel:
         self.builder = builder
         self.ops = ops
         self.output: Callable[[], Callable[[Array], Array]] = builder.output
-        self._limit: int = config.context_length
         shape = config.cache_shape
         self._shape = CacheShape(1, shape.kv_heads, shape.head_dim)
         self._encoders: int = config.encoder_layers if config.is_encoder_decoder else 0
@@ -82,7 +81,7 @@ class LayerwiseModel:
         layer = index - self._encoders
         block = self.builder.block(layer)
         if not self._encoders:
-            return lambda state, batch: HiddenState(self._decode(block, state.residual, batch))
+            return lambda state, batch: HiddenState(self._decode(block, state.residual, self._step(batch.sequences)))
         return self._with_source(block) if layer else self._first_with_source(block)
 
     def _first_with_source(self, block: Any) -> LayerFn:
@@ -95,18 +94,26 @@ class LayerwiseModel:
 
     def _with_source(self, block: Any) -> LayerFn:
         def run(state: HiddenState, batch: SequenceBatch) -> HiddenState:
-            longest = max(map(len, batch.sources))
-            with closing(SourceCache(self.ops, self._shape, len(batch.sources), longest, longest)) as source:
-                source.set_lengths({slot: len(tokens) for slot, tokens in enumerate(batch.sources)})
-                block.cross_attention.fill_cache(state.encoded, source.layers[0], self._step(batch.sources))
-                return HiddenState(self._decode(block, state.residual, batch, source.layers[0], source), state.encoded)
+            count, lengths = len(batch.sources), [len(tokens) for tokens in batch.sources]
+            with closing(KVCache.for_sequences(self.ops, self._shape, count, max(lengths))) as source:
+                sources = replace(self._step(batch.sources), source_tables=self._table(count, max(lengths)))
+                block.cross_attention.fill_cache(state.encoded, source.layers[0], sources)
+                lens = self.ops.array(np.array(lengths, np.int32))
+                step = replace(
+                    self._step(batch.sequences),
+                    source_tables=sources.source_tables, source_lens=lens, max_source_len=max(lengths),
+                )  # fmt: skip
+                return HiddenState(self._decode(block, state.residual, step, source.layers[0]), state.encoded)
 
         return run
 
-    def _decode(self, block: Any, residual: Array, batch: SequenceBatch, *source: Any) -> Array:
-        longest = max(map(len, batch.sequences))
-        with closing(KVCache(self.ops, self._shape, len(batch.sequences), longest, self._limit)) as cache:
-            return block(residual, cache.layers[0], *source, self._step(batch.sequences))
+    def _decode(self, block: Any, residual: Array, step: ForwardBatch, *source: LayerCache) -> Array:
+        count, longest = step.batch_size, step.max_query_len
+        with closing(KVCache.for_sequences(self.ops, self._shape, count, longest)) as cache:
+            return block(residual, cache.layers[0], *source, replace(step, block_tables=(self._table(count, longest),)))
+
+    def _table(self, sequences: int, tokens: int) -> Array:
+        return self.ops.array(sequential_tables(sequences, tokens))
 
     def _step(self, sequences: Sequence[np.ndarray]) -> ForwardBatch:
         return ForwardBatch.packed(self.ops.array, sequences)

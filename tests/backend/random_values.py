@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerState
-from bminf_lite.backend.values import ForwardBatch, LayerCache, Norm
+from bminf_lite.backend.values import ForwardBatch, LayerCache, Norm, sequential_tables
 
 SEEDS = st.integers(0, 2**32 - 1)
 WIDTHS = st.sampled_from([1, 2, 3, 5, 7, 8, 16, 31, 32, 33, 61, 64, 96, 127, 130])
@@ -76,17 +77,30 @@ def random_sampler(rng: np.random.Generator, rows: int, vocab: int, penalties: b
     )
 
 
-def forbid_reading(backend: Backend, cache: LayerCache, token: int = 0) -> None:
-    """Fill a cache from ``token`` on with what new memory may hold: NaN, or codes whose scales are NaN."""
-    for x in vars(cache).values():
+def forbid_reading(backend: Backend, cache: LayerCache, block: int = 0) -> None:
+    """Fill a cache from ``block`` on with what new memory may hold: NaN, or codes whose scales are NaN."""
+    for x in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
         if x is not None:
-            whole = (x if x.base is None else x.base)[:, :, token:]  # with what pads a head
+            whole = (x if x.base is None or x.base.ndim != x.ndim else x.base)[block:]  # with what pads a head
             backend.assign(whole, np.full(whole.shape, -128 if whole.dtype == np.int8 else np.nan, whole.dtype))
 
 
+def scattered_table(sequences: int, tokens: int, first: int = 1) -> np.ndarray:
+    """A block table for ``sequences`` sequences: blocks from ``first`` on in no order."""
+    table = sequential_tables(sequences, tokens)
+    shuffled = np.random.default_rng(table.size).permutation(table.ravel()) + (first - 1)
+    return shuffled.reshape(table.shape).astype(np.int32)
+
+
 def make_batch(
-    backend: Backend, counts: list[int], context_lens: list[int], slots: list[int], tokens: np.ndarray | None = None
+    backend: Backend,
+    counts: list[int],
+    context_lens: list[int],
+    table: np.ndarray | None = None,
+    tokens: np.ndarray | None = None,
+    **source: Any,
 ) -> ForwardBatch:
-    """A step of ``counts[b]`` new tokens for each sequence."""
+    """A step of ``counts[b]`` new tokens for each sequence, whose blocks are in row ``b`` of ``table``."""
     tokens = np.zeros(sum(counts)) if tokens is None else tokens
-    return ForwardBatch.packed(backend.array, np.split(tokens, np.cumsum(counts)[:-1]), context_lens, slots)
+    rows = np.split(tokens, np.cumsum(counts)[:-1])
+    return ForwardBatch.packed(backend.array, rows, context_lens, () if table is None else (table,), **source)

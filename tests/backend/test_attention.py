@@ -11,11 +11,12 @@ from checked import repeats
 from float64_operations import AttentionModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_values import SEEDS, forbid_reading, make_batch, norm_on, random_norm
+from random_values import SEEDS, forbid_reading, make_batch, norm_on, random_norm, scattered_table
 from tolerances import assert_close
 
-from bminf_lite.backend.base import Backend, cached
-from bminf_lite.backend.values import AttentionSpec, LayerCache, RelativeBias, Rope
+from bminf_lite.backend.attention import cached
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.values import BLOCK_SIZE, AttentionSpec, LayerCache, RelativeBias, Rope
 
 SPECS = {
     "multi-head": AttentionSpec(4, 4, 8, 0.35),
@@ -62,14 +63,22 @@ class Case:
             )
         self.device_spec = device_spec
         self.models = [AttentionModel(self.spec, frequencies, backend.activation_dtype) for _ in range(slots)]
-        shape = (slots, spec.kv_heads, capacity, spec.head_dim)
-        self.cache: LayerCache = backend.layer_cache(*shape, int8=int8)
+        self.table = scattered_table(slots, capacity)
+        blocks = 1 + self.table.size
+        self.cache: LayerCache = backend.layer_cache(blocks, spec.kv_heads, spec.head_dim, int8=int8)
         forbid_reading(backend, self.cache)
 
-    def grow(self, capacity: int) -> None:
-        """The new tokens' places are like the cache at first: nobody may read them."""
-        before = self.cache.capacity
-        self.backend.grow(self.cache, capacity)
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit per slot."""
+        return int(self.table.shape[1]) * BLOCK_SIZE
+
+    def grow(self, tokens: int) -> None:
+        """The new blocks are like the cache at first: nobody may read them."""
+        before = self.cache.num_blocks
+        added = scattered_table(len(self.table), tokens - self.capacity, before)
+        self.table = np.concatenate([self.table, added], axis=1)
+        self.backend.grow(self.cache, before + added.size)
         forbid_reading(self.backend, self.cache, before)
 
     def random_qkv(self, tokens: int) -> np.ndarray:
@@ -77,7 +86,7 @@ class Case:
 
     def run(self, qkv: np.ndarray, counts: list[int], slots: list[int]) -> np.ndarray:
         """One step on the backend alone; the models tell what each slot holds already."""
-        batch = make_batch(self.backend, counts, [len(self.models[s].keys) for s in slots], slots)
+        batch = make_batch(self.backend, counts, [len(self.models[s].keys) for s in slots], self.table[slots])
         out = self.backend.attention(self.backend.array(qkv), self.device_spec, self.cache, batch)
         return self.backend.host(out)
 
@@ -96,7 +105,7 @@ class Case:
         """Let the models attend to what the codes that the backend has written stand for."""
         cache = self.host_cache()
         for n, slot in zip(counts, slots, strict=True):
-            found = cached(cache, slot, len(self.models[slot].keys) + n, self.backend.activation_dtype)
+            found = cached(cache, self.table[slot], len(self.models[slot].keys) + n, self.backend.activation_dtype)
             self.models[slot].held = tuple(x.astype(np.float64).swapaxes(0, 1) for x in found)  # type: ignore[assignment]
 
     def host_cache(self) -> LayerCache:
@@ -111,7 +120,7 @@ class Case:
         for slot, model in enumerate(self.models):
             if not model.keys:
                 continue
-            found = cached(cache, slot, len(model.keys), dtype)
+            found = cached(cache, self.table[slot], len(model.keys), dtype)
             for actual, scales, exact in zip(
                 found, (cache.key_scales, cache.value_scales), (model.keys, model.values), strict=True
             ):
@@ -119,8 +128,9 @@ class Case:
                 if scales is None:
                     assert_close(actual, expected, "cached", dtype, np.abs(expected).max())
                     continue
-                assert_close(scales[slot, :, : len(exact)], np.abs(expected).max(axis=-1) / 127, "head scale", dtype)
-                step = scales[slot, :, : len(exact), None].astype(np.float64)
+                own = scales[self.table[slot]].swapaxes(0, 1).reshape(expected.shape[0], -1)[:, : len(exact)]
+                assert_close(own, np.abs(expected).max(axis=-1) / 127, "head scale", dtype)
+                step = own[..., None].astype(np.float64)
                 rounding = np.finfo(dtype).eps * np.abs(expected).max()
                 assert (np.abs(actual - expected) <= step / 2 + rounding).all()
 
@@ -141,7 +151,7 @@ def test_histories_of_ragged_steps(backend, name, int8, seed, data):
         decoding = data.draw(st.booleans(), label="decoding")
         counts = [1 if decoding else data.draw(st.integers(1, 12), label="tokens") for _ in chosen]
         longest = max(len(case.models[s].keys) + n for s, n in zip(chosen, counts, strict=True))
-        if longest > case.cache.capacity:
+        if longest > case.capacity:
             case.grow(longest + 3)
         case.check(counts, chosen)
     case.check_cache()
@@ -227,12 +237,13 @@ def check_real_sizes(cuda_backend: Backend, make_spec: Callable[[Backend], Atten
     """2,000 tokens at once, then one more of each of three sequences, as the reference that rounds alike."""
     rng, reference = np.random.default_rng(0), Backend(np.float16)
     specs = {b: make_spec(b) for b in (cuda_backend, reference)}
-    caches = {b: b.layer_cache(3, spec.kv_heads, 2304, spec.head_dim, int8=int8) for b, spec in specs.items()}
+    table = scattered_table(3, 2304)[[1, 2, 0]]
+    caches = {b: b.layer_cache(1 + table.size, spec.kv_heads, spec.head_dim, int8=int8) for b, spec in specs.items()}
     context_lens = [0, 0, 0]
     for counts in ([2000, 31, 600], [1, 1, 1], [1, 1, 1], [1, 130, 1]):
         qkv = rng.standard_normal((sum(counts), specs[reference].qkv_features)).astype(np.float16)
         out, expected = (
-            b.host(b.attention(b.array(qkv), specs[b], caches[b], make_batch(b, counts, context_lens, [1, 2, 0])))
+            b.host(b.attention(b.array(qkv), specs[b], caches[b], make_batch(b, counts, context_lens, table)))
             for b in (cuda_backend, reference)
         )
         assert_close(out, expected, "attention", np.float16, np.abs(qkv).max())
@@ -245,7 +256,8 @@ def check_real_sizes(cuda_backend: Backend, make_spec: Callable[[Backend], Atten
 def test_a_long_context(cuda_backend, context_len, int8):
     """Blocks of several clusters share it where a GPU has clusters."""
     rng, reference = np.random.default_rng(context_len), Backend(np.float16)
-    spec, shape = AttentionSpec(8, 2, 64, 0.125), (1, 2, context_len + 7, 64)
+    table = scattered_table(1, context_len + 7)
+    spec, shape = AttentionSpec(8, 2, 64, 0.125), (1 + table.size, 2, BLOCK_SIZE, 64)
     held = {name: rng.standard_normal(shape).astype(np.float16) for name in ("keys", "values")}
     if int8:
         held = {name: rng.integers(-127, 128, shape).astype(np.int8) for name in held}
@@ -253,21 +265,8 @@ def test_a_long_context(cuda_backend, context_len, int8):
     qkv = rng.standard_normal((1, spec.qkv_features)).astype(np.float16)
     results = []
     for b in (cuda_backend, reference):
-        cache = b.layer_cache(*shape, int8=int8)
+        cache = b.layer_cache(shape[0], spec.kv_heads, spec.head_dim, int8=int8)
         for name, x in held.items():
             b.assign(getattr(cache, name), x)
-        results.append(b.host(b.attention(b.array(qkv), spec, cache, make_batch(b, [1], [context_len], [0]))))
+        results.append(b.host(b.attention(b.array(qkv), spec, cache, make_batch(b, [1], [context_len], table))))
     assert_close(*results, "attention", np.float16, np.abs(qkv).max())
-
-
-@pytest.mark.gpu
-@given(st.integers(1, 70), st.sampled_from([(8, 1), (32, 8), (64, 64), (40, 2)]), st.integers(1, 200_000))
-def test_blocks_of_a_context(cuda_backend, count, heads, max_context_len):
-    """Each multiprocessor has one, if there are as many sequences; a cluster is a power of two and is whole."""
-    kernels, spec = cuda_backend.kernels, AttentionSpec(*heads, 128, 1.0)
-    batch = make_batch(cuda_backend, [1] * count, [0] * count, list(range(count)))
-    split = kernels.attention_decode.split_kv(spec, batch, max_context_len)
-    contexts = count * heads[1] * -(-heads[0] // heads[1] // 8)
-    assert split.blocks % split.cluster == 0 and split.cluster in (1, 2, 4, 8)
-    assert split.blocks == 1 or split.blocks * contexts <= kernels.num_sms
-    assert split.blocks <= -(-max_context_len // 128)

@@ -10,7 +10,7 @@ import pytest
 from random_values import make_batch, norm_on, random_int8, random_rows
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import AttentionSpec, Norm
+from bminf_lite.backend.values import AttentionSpec, Norm, sequential_tables
 
 BACKENDS = {"cpu": ("bminf_lite.backend.cpu", "CpuBackend"), "cuda": ("bminf_lite.backend.cuda", "CudaBackend")}
 NOT_NUMBERS = [np.nan, np.inf, -np.inf]
@@ -117,13 +117,14 @@ def test_a_norm_of_a_row_that_is_not_finite_multiplies_to_nothing_finite(backend
 def test_attention_to_a_value_that_is_not_finite(backend, bad):
     """The token itself and those after it see it; another sequence of the batch does not."""
     spec = AttentionSpec(2, 1, 8, 0.3)
-    cache = backend.layer_cache(2, 1, 8, 8)
+    table = sequential_tables(2, 8)
+    cache = backend.layer_cache(3, 1, 8)
     qkv = np.random.default_rng(3).standard_normal((6, spec.qkv_features)).astype(backend.activation_dtype)
     qkv[2, -8:] = bad
-    batch = make_batch(backend, [3, 3], [0, 0], [0, 1])
+    batch = make_batch(backend, [3, 3], [0, 0], table)
     out = backend.host(backend.attention(backend.array(qkv), spec, cache, batch))
     assert not np.isfinite(out[2]).any() and np.isfinite(out[3:]).all()
-    batch = make_batch(backend, [1, 1], [3, 3], [0, 1])
+    batch = make_batch(backend, [1, 1], [3, 3], table)
     out = backend.host(backend.attention(backend.array(qkv[3:5]), spec, cache, batch))
     assert not np.isfinite(out[0]).any() and np.isfinite(out[1]).all()
 

@@ -7,10 +7,11 @@ import pytest
 from random_values import forbid_reading, make_batch
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import AttentionSpec, ForwardBatch, LayerCache
+from bminf_lite.backend.values import AttentionSpec, ForwardBatch, LayerCache, sequential_tables
 from bminf_lite.cuda.runtime.kernel import Kernel
 
 SPEC = AttentionSpec(4, 2, 16, 0.25)
+TABLE = sequential_tables(1, 16)
 
 
 class Chain:
@@ -29,12 +30,12 @@ class Chain:
         self.qkv = backend.array(np.ones((1, SPEC.qkv_features), np.float16))
 
     def cache(self) -> LayerCache:
-        cache = self.backend.layer_cache(1, SPEC.kv_heads, 16, SPEC.head_dim)
+        cache = self.backend.layer_cache(2, SPEC.kv_heads, SPEC.head_dim)
         forbid_reading(self.backend, cache)
         return cache
 
     def step(self, context_len: int) -> ForwardBatch:
-        return make_batch(self.backend, [1], [context_len], [0])
+        return make_batch(self.backend, [1], [context_len], TABLE)
 
     def embeds(self) -> None:
         self.backend.embed(self.backend.array(np.zeros(1, np.int32)), self.table)
@@ -74,5 +75,5 @@ def test_not_behind_a_prefill_of_the_same_step(chain):
     cache = chain.cache()
     chain.embeds()
     rows = chain.backend.array(np.ones((3, SPEC.qkv_features), np.float16))
-    chain.backend.attention(rows, SPEC, cache, make_batch(chain.backend, [3], [0], [0]))
+    chain.backend.attention(rows, SPEC, cache, make_batch(chain.backend, [3], [0], TABLE))
     assert not chain.attends_early(cache, 3)

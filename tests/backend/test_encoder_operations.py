@@ -9,7 +9,7 @@ import pytest
 from float64_operations import attended
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_values import SEEDS, forbid_reading, make_batch
+from random_values import SEEDS, forbid_reading, make_batch, scattered_table
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
@@ -48,7 +48,7 @@ def check_encoder_attention(
         device_spec = replace(spec, bias=RelativeBias(backend.array(values), max_distance))
         spec = replace(spec, bias=RelativeBias(values, max_distance))
     qkv = np.concatenate([x.reshape(sum(counts), -1) for x in (q, k, v)], axis=1)
-    batch = make_batch(backend, counts, [0] * len(counts), list(range(len(counts))))
+    batch = make_batch(backend, counts, [0] * len(counts))
     out = backend.host(backend.encoder_attention(backend.array(qkv), device_spec, batch))
     assert out.dtype == backend.activation_dtype
     parts = [np.split(x.astype(np.float64), np.cumsum(counts)[:-1]) for x in (q, k, v)]
@@ -72,24 +72,25 @@ def check_cross_attention(
     capacity: int, int8: bool,
 ) -> None:  # fmt: skip
     """Sources stored together in slots in any order, of a cache that holds longer ones beside them."""
-    slots = rng.permutation(5)[: len(counts)].tolist()
-    cache = backend.layer_cache(5, spec.kv_heads, capacity, spec.head_dim, int8=int8)
+    table = rng.permutation(scattered_table(5, capacity))[: len(counts)]
+    cache = backend.layer_cache(1 + scattered_table(5, capacity).size, spec.kv_heads, spec.head_dim, int8=int8)
     forbid_reading(backend, cache)
     k, v = (heads_of(rng, backend, sum(counts), spec.kv_heads, spec.head_dim) for _ in range(2))
     kv = np.concatenate([x.reshape(sum(counts), -1) for x in (k, v)], axis=1)
-    backend.store_source(backend.array(kv), spec, cache, make_batch(backend, counts, [0] * len(counts), slots))
-    held = np.full(5, 99, np.int32)
-    held[slots] = counts
+    backend.store_source(
+        backend.array(kv), spec, cache, make_batch(backend, counts, [0] * len(counts), source_tables=table)
+    )
     q = heads_of(rng, backend, sum(tokens), spec.heads, spec.head_dim)
-    batch = make_batch(backend, tokens, rng.integers(0, 30, len(tokens)).tolist(), slots)
-    out = backend.cross_attention(backend.array(q.reshape(sum(tokens), -1)), spec, cache, backend.array(held), batch)
+    positions = rng.integers(0, 30, len(tokens)).tolist()
+    batch = make_batch(backend, tokens, positions, source_tables=table, source_lens=counts)
+    out = backend.cross_attention(backend.array(q.reshape(sum(tokens), -1)), spec, cache, batch)
     out = backend.host(out)
     assert out.dtype == backend.activation_dtype
     if int8:
         k, v = ((s.astype(np.float32)[..., None] * c).astype(k.dtype) for c, s in map(quantize_heads, (k, v)))
-    sources = [np.split(x.astype(np.float64), np.cumsum(counts)[:-1]) for x in (k, v)]
+    parts = [np.split(x.astype(np.float64), np.cumsum(counts)[:-1]) for x in (k, v)]
     queries = np.split(q.astype(np.float64), np.cumsum(tokens)[:-1])
-    results = [attended(*rows, spec) for rows in zip(queries, *sources, strict=True)]
+    results = [attended(*rows, spec) for rows in zip(queries, *parts, strict=True)]
     expected, magnitude = (np.concatenate(x).reshape(out.shape) for x in zip(*results, strict=True))
     assert_close(out, expected, "attention", backend.activation_dtype, magnitude)
 

@@ -278,7 +278,7 @@ def test_norms_are_of_the_stream_before_it_changes(backend, seed, rows, width):
 @example(0, [1, 1, 1])
 def test_last_tokens(backend, seed, counts):
     x = np.random.default_rng(seed).standard_normal((sum(counts), 12)).astype(np.float32)
-    batch = make_batch(backend, counts, [0] * len(counts), list(range(len(counts))))
+    batch = make_batch(backend, counts, [0] * len(counts))
     y = backend.host(backend.last_tokens(backend.array(x), batch))
     np.testing.assert_array_equal(y, x[np.cumsum(counts) - 1])
 
@@ -289,7 +289,7 @@ def test_add_positions(backend, seed, sequences, width):
     counts, context_lens = [n for n, _ in sequences], [p for _, p in sequences]
     table = rng.standard_normal((20, width)).astype(backend.activation_dtype)
     residual = rng.standard_normal((sum(counts), width)).astype(np.float32)
-    batch = make_batch(backend, counts, context_lens, list(range(len(counts))))
+    batch = make_batch(backend, counts, context_lens)
     y = backend.host(backend.add_positions(backend.array(residual), backend.table(table), batch))
     positions = np.concatenate([p + np.arange(n) for n, p in sequences])
     np.testing.assert_array_equal(y, residual + table[positions].astype(np.float32))

@@ -37,7 +37,7 @@ def padded(backend: Backend, logits: np.ndarray) -> Any:
 def check_sample(backend: Backend, draws: list[np.ndarray], state: SamplerState) -> None:
     """Draw once from each of several logits: tokens equal, log-probabilities close, state and step advanced alike."""
     expected_state, device_state, count = state.map(np.copy), state.map(backend.array), len(draws[0])
-    batch = make_batch(backend, [1] * count, [7] * count, list(range(count)))
+    batch = make_batch(backend, [1] * count, [7] * count)
     for i, logits in enumerate(draws):
         tokens, logprobs = sampling.sample(logits, expected_state)
         result = backend.host(backend.sample(padded(backend, logits), device_state, batch)).copy()

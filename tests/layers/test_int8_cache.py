@@ -63,7 +63,7 @@ def test_it_takes_about_half() -> None:
     shape = CacheShape(32, 8, 128)
     assert replace(shape, int8=True).bytes_per_token() / shape.bytes_per_token() == 130 / 256
     ops = CpuBackend()
-    cache = KVCache(ops, replace(shape, layers=1, int8=True), 1, 256, 256)
+    cache = KVCache(ops, replace(shape, layers=1, int8=True), [4])
     (layer,) = cache.layers
     arrays = layer.keys, layer.values, layer.key_scales, layer.value_scales
     assert sum(a.nbytes for a in arrays) == 256 * replace(shape, layers=1, int8=True).bytes_per_token()

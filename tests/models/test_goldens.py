@@ -227,14 +227,16 @@ def start_decoding(model: TinyModel, *prompts: np.ndarray) -> tuple[ForwardBatch
     """Prefill, and make the step and the greedy sampler that decoding uses from then on."""
     logits = model.run(*prompts, all_logits=False)
     count, ops = len(prompts), model.backend
-    model.cache.reserve(64)
-    values = np.zeros(count), np.arange(count + 1), np.array(model.context_lens) - 1, np.arange(count)
-    arrays = (ops.array(np.asarray(x, np.int32)) for x in values)
+    context_lens = [n - 1 for n in model.context_lens]
+    batch = ForwardBatch.packed(
+        ops.array, np.zeros((count, 1)), context_lens, [model.table], **model.source_arguments(list(range(count)))
+    )
+    batch.max_context_len = 64
     zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
     numbers = [ops.array(x) for x in (zeros, zeros.astype(np.int32), ones, zeros, ones, zeros, zeros)]
     keys = ops.array(zeros.astype(np.uint64)), ops.array(zeros.astype(np.int32)), ops.array(zeros.astype(np.int32))
     return (
-        ForwardBatch(*arrays, batch_size=count, max_query_len=1, max_context_len=64),
+        batch,
         SamplerState(*numbers, *keys),
         logits,
     )

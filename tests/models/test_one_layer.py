@@ -11,8 +11,9 @@ from fake_gpu.real_shapes import configs
 from random_values import make_batch
 
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.values import sequential_tables
 from bminf_lite.bench.model import BenchModel, random_model
-from bminf_lite.layers.cache import KVCache, SourceCache
+from bminf_lite.layers.cache import KVCache
 
 VOCABULARY = 1000
 COUNTS = [150, 17, 1]
@@ -29,28 +30,31 @@ class Sequences:
     def __init__(self, bench_model: BenchModel, chosen: list[int]):
         self.bench_model, self.ops = bench_model, bench_model.ops
         limits, count = bench_model.engine_config, len(chosen)
-        self.counts, self.slots = [COUNTS[i] for i in chosen], list(range(count))
+        self.counts = [COUNTS[i] for i in chosen]
+        self.table, self.source = sequential_tables(count, max(COUNTS) + 1), {}
         self.tokens = [random_tokens(i) for i in chosen]
-        self.cache = KVCache(self.ops, limits.cache_shape, count, max(COUNTS) + 1, limits.context_length)
+        self.cache = KVCache.for_sequences(self.ops, limits.cache_shape, count, max(COUNTS) + 1)
         if limits.is_encoder_decoder:
             self._read([SOURCES[i] for i in chosen], chosen)
 
     def _read(self, lengths: list[int], chosen: list[int]) -> None:
         limits = self.bench_model.engine_config
-        source = SourceCache(self.ops, limits.cache_shape, len(lengths), max(lengths), limits.max_source_length)
-        source.set_lengths(dict(enumerate(lengths)))
+        source = KVCache.for_sequences(self.ops, limits.cache_shape, len(lengths), max(lengths))
+        table = sequential_tables(len(lengths), max(lengths))
         tokens = np.concatenate([random_tokens(100 + i)[:n] for i, n in zip(chosen, lengths, strict=True)])
-        batch = make_batch(self.ops, lengths, [0] * len(lengths), self.slots, tokens)
+        batch = make_batch(self.ops, lengths, [0] * len(lengths), tokens=tokens, source_tables=table)
         self.bench_model.network.encode_to_cache(batch, source)
         self.cache.source = source
+        self.source = {"source_tables": table, "source_lens": lengths}
 
     def logits(self) -> np.ndarray:
         """Behind the prompts, and behind one more token: ``[2, sequences, vocabulary]``."""
-        ones, zeros = [1] * len(self.slots), [0] * len(self.slots)
+        ones, zeros = [1] * len(self.counts), [0] * len(self.counts)
         prompts = np.concatenate([t[:n] for t, n in zip(self.tokens, self.counts, strict=True)])
         last = np.array([t[n] for t, n in zip(self.tokens, self.counts, strict=True)])
-        steps = (self.counts, zeros, self.slots, prompts), (ones, self.counts, self.slots, last)
-        found = [self.ops.host(self.bench_model.network(make_batch(self.ops, *s), self.cache)).copy() for s in steps]
+        steps = (self.counts, zeros, self.table, prompts), (ones, self.counts, self.table, last)
+        batches = [make_batch(self.ops, *step, **self.source) for step in steps]
+        found = [self.ops.host(self.bench_model.network(batch, self.cache)).copy() for batch in batches]
         self.cache.close()
         return np.stack(found)
 

@@ -20,8 +20,8 @@ from bminf_lite import models
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.quantization import HostWeight, quantize_weight
-from bminf_lite.backend.values import ForwardBatch
-from bminf_lite.layers.cache import KVCache, SourceCache
+from bminf_lite.backend.values import ForwardBatch, sequential_tables
+from bminf_lite.layers.cache import KVCache
 from bminf_lite.models.spec import Spec
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -167,6 +167,10 @@ class RandomWeights:
         return quantize_weight(weight, self.dynamic) if self.quantized else weight
 
 
+CAPACITY = 128
+"""Tokens that a tiny model's cache holds for each sequence."""
+
+
 class TinyModel:
     """A model on a backend with a cache of its own, driven step by step."""
 
@@ -184,15 +188,20 @@ class TinyModel:
     def clear(self) -> None:
         """Forget every sequence."""
         self.context_lens = [0] * self.slots
-        self.cache = KVCache(self.backend, self.cache_shape, self.slots, 16, 1024)
+        self.cache = KVCache.for_sequences(self.backend, self.cache_shape, self.slots, CAPACITY)
+        self.table = sequential_tables(self.slots, CAPACITY)
+
+    def source_arguments(self, slots: list[int]) -> dict[str, Any]:
+        """The arguments of ``ForwardBatch.packed`` for the sources of some slots."""
+        return {}
 
     def run(self, *rows: Sequence[int], slots: Sequence[int] | None = None, all_logits: bool = True) -> np.ndarray:
         """One step with new tokens for each of some slots: logits of all tokens, packed, or of each row's last."""
         slots = list(range(len(rows))) if slots is None else list(slots)
-        batch = ForwardBatch.packed(self.backend.array, rows, [self.context_lens[s] for s in slots], slots)
+        context_lens, source = [self.context_lens[s] for s in slots], self.source_arguments(slots)
+        batch = ForwardBatch.packed(self.backend.array, rows, context_lens, [self.table[slots]], **source)
         for slot, row in zip(slots, rows, strict=True):
             self.context_lens[slot] += len(row)
-        self.cache.reserve(batch.max_context_len)
         return np.array(self.backend.host(self.network(batch, self.cache, all_logits)))
 
 
@@ -201,11 +210,16 @@ class TinyEncoderDecoder(TinyModel):
 
     def clear(self) -> None:
         super().clear()
-        self.cache.source = SourceCache(self.backend, self.cache_shape, self.slots, 16, 1024)
+        self.cache.source = KVCache.for_sequences(self.backend, self.cache_shape, self.slots, CAPACITY)
+        self.source_lens = [0] * self.slots
+
+    def source_arguments(self, slots: list[int]) -> dict[str, Any]:
+        return {"source_tables": self.table[slots], "source_lens": [self.source_lens[s] for s in slots]}
 
     def source_step(self, *sources: Sequence[int], slots: Sequence[int] | None = None) -> ForwardBatch:
         """Whole sources as one step."""
-        return ForwardBatch.packed(self.backend.array, sources, slots=slots)
+        slots = list(range(len(sources))) if slots is None else list(slots)
+        return ForwardBatch.packed(self.backend.array, sources, source_tables=self.table[slots])
 
     def encode(self, *sources: Sequence[int]) -> np.ndarray:
         """The encoder's output for all tokens, packed."""
@@ -215,11 +229,9 @@ class TinyEncoderDecoder(TinyModel):
         """Read sources into slots, which forget what they held."""
         batch = self.source_step(*sources, slots=slots)
         slots = list(range(len(sources))) if slots is None else list(slots)
-        self.cache.source.reserve(max(map(len, sources)))
-        self.cache.source.set_lengths({slot: len(source) for slot, source in zip(slots, sources, strict=True)})
         self.network.encode_to_cache(batch, self.cache.source)
-        for slot in slots:
-            self.context_lens[slot] = 0
+        for slot, source in zip(slots, sources, strict=True):
+            self.context_lens[slot], self.source_lens[slot] = 0, len(source)
 
 
 def tiny_model(

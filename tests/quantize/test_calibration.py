@@ -12,6 +12,7 @@ from random_values import make_batch
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.values import sequential_tables
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.layers.cache import KVCache
@@ -55,8 +56,8 @@ def test_inputs_are_those_of_the_whole_model(source: Path, batch_tokens: int, mo
         hooks = LinearHooks(ops, model.weights(), keep)
         network = model.architecture.Model(config, hooks.weights, hooks.ops)
         for sample in SAMPLES:
-            cache = KVCache(ops, config.cache_shape, 1, len(sample), 128)
-            step = make_batch(ops, [len(sample)], [0], [0], sample)
+            cache = KVCache.for_sequences(ops, config.cache_shape, 1, len(sample))
+            step = make_batch(ops, [len(sample)], [0], sequential_tables(1, len(sample)), sample)
             network(step, cache, all_logits=True)
     found = inputs(observations(source, ops))
     assert found.keys() == expected.keys()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from ..runtime.cublaslt import Order
+from ..runtime.driver import shared_memory_per_block
 from ..runtime.tensor_maps import ROW_BYTES
 
 
@@ -100,6 +101,12 @@ class AttentionMask(IntEnum):
     BIDIRECTIONAL = 2
 
 
+LARGE_SHARED_MEMORY = 163 << 10
+"""With so much shared memory per block, two blocks of prefill attention for heads of 128 elements fit an SM."""
+BLOCK_SIZE = 64
+"""Tokens in a block of the paged key-value cache."""
+SEGMENT = 1024
+"""Keys of a segment, within which attention sums in one order; segments are merged in order. A multiple of tiles."""
 GEMV_THREADS = 512
 GEMV_CHUNK = 512
 """Bytes of one row of the weight that a warp multiplies at once, 16 per thread."""
@@ -139,6 +146,20 @@ SAMPLING_BUCKETS_PER_OCTAVE = 24
 """Buckets per factor of two in probability: the buckets cover all 42 octaves of nonzero weights."""
 
 
+def attention_tile(capability: tuple[int, int], padded_head_dim: int, mask: AttentionMask, biased: bool) -> int:
+    """Keys of a tile of attention: its weights are relative to the largest score up to the tile's end.
+
+    Decode and prefill attention of one kind have the same tile, because it decides how weights are rounded.
+    ``padded_head_dim`` is the head size rounded up to a multiple of 16.
+    """
+    if capability == (9, 0) and padded_head_dim in (64, 128, 256) and mask is AttentionMask.CAUSAL and not biased:
+        return 64 if padded_head_dim == 256 else 128
+    if padded_head_dim > 128:
+        return 32 if capability >= (8, 0) else 16
+    little = shared_memory_per_block(capability) < LARGE_SHARED_MEMORY
+    return 32 if padded_head_dim > 64 and little else 64
+
+
 def render_header(*enumerations: type[IntEnum], **numbers: int) -> str:
     """A header with the enumerations and, as ``constexpr int``, the numbers."""
     lines = ["#pragma once"]
@@ -157,6 +178,7 @@ HEADERS = {
     "constants/rows.cuh": render_header(Source, RowOp, Target),
     "constants/calibration.cuh": render_header(THREADS=CALIBRATION_THREADS, STRIP=CALIBRATION_STRIP),
     "constants/norm_unaligned.cuh": render_header(THREADS=UNALIGNED_NORM_THREADS),
+    "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
     "constants/decode.cuh": render_header(DecodeMask, HEADS=DECODE_HEADS),
     "constants/prefill.cuh": render_header(AttentionMask),
     "constants/skinny_gemm.cuh": render_header(ROWS=SKINNY_ROWS, STEP=SKINNY_STEP),

@@ -1,0 +1,142 @@
+"""Attention over NumPy, with the order of sums that every kernel follows.
+
+The result of a query depends on its own sequence alone: not on the other queries of the step, nor on how the keys are
+shared between processors. Keys are therefore taken in tiles and segments at fixed positions. Within a segment the tiles
+are summed in order, relative to the largest score so far (online softmax, https://arxiv.org/abs/1805.02867); each
+segment starts anew, and the segments are merged in order. So different processors may take different segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .values import BLOCK_SIZE, LayerCache, RelativeBias
+
+TILE = 128
+"""Keys of a tile. Kernels for large heads have shorter tiles."""
+SEGMENT = 1024
+"""Keys of a segment."""
+LANES = 8
+"""The weights of a tile are summed in this many parts: key ``j`` belongs to part ``j % LANES``."""
+LOG2_E = np.float32(np.log2(np.e))
+
+
+@dataclass
+class PartialResult:
+    """Attention over some keys: ``out / total`` is the weighted mean of their values.
+
+    ``top`` is the largest score to the base 2, ``[kv_heads, rows]``, and weights are ``2**(score - top)``. ``total`` is
+    the sum of the weights, of the same shape; ``out`` ``[kv_heads, rows, head_dim]`` is that of the weighted values.
+    """
+
+    top: np.ndarray
+    total: np.ndarray
+    out: np.ndarray
+
+
+def cached(
+    cache: LayerCache, table: np.ndarray, tokens: int, dtype: np.typing.DTypeLike
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first keys and values of a sequence with block table ``[W]``, each ``[kv_heads, tokens, head_dim]``.
+
+    int8 ones become ``scale * code``, rounded to ``dtype``.
+    """
+    blocks = table[: -(-tokens // BLOCK_SIZE)]
+
+    def gathered(pool: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+        found: np.ndarray = pool[blocks].swapaxes(0, 1)
+        if scales is not None:
+            factors = scales[blocks].swapaxes(0, 1)[..., None].astype(np.float32)
+            found = (factors * found.astype(np.float32)).astype(dtype)
+        return found.reshape(found.shape[0], -1, found.shape[-1])[:, :tokens]
+
+    return gathered(cache.keys, cache.key_scales), gathered(cache.values, cache.value_scales)
+
+
+def attend(
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    scale: float,
+    context_len: int = 0,
+    window: int | None = None,
+    bias: RelativeBias | None = None,
+    causal: bool = True,
+    tile: int = TILE,
+    segment: int = SEGMENT,
+    weight_dtype: np.typing.DTypeLike = np.float32,
+) -> np.ndarray:
+    """One sequence's attention; sums are fp32, and the weights are rounded to ``weight_dtype`` before the last product.
+
+    ``q`` is ``[n, heads, head_dim]`` at positions ``context_len..context_len+n``; ``keys`` and ``values`` are
+    ``[kv_heads, total, head_dim]``. A query sees all of them, or with ``causal`` those up to its own position and
+    within the window. ``segment`` is a multiple of ``tile``. Returns fp32 ``[n, heads, head_dim]``.
+    """
+    n, heads, head_dim = q.shape
+    kv_heads, total, _ = keys.shape
+    group = heads // kv_heads
+    rows = q.reshape(n, kv_heads, group, head_dim).transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+    rows = rows.astype(np.float32)
+    query = context_len + np.arange(n)[:, None]
+
+    def scores_of(first: int, last: int) -> np.ndarray:
+        """Scores to the base 2 of a range of keys, ``[kv_heads, rows, keys]``; -inf where a query does not see one."""
+        found: np.ndarray = rows @ keys[:, first:last].astype(np.float32).swapaxes(1, 2)
+        found = found * np.float32(np.float32(scale) * LOG2_E)
+        key = np.arange(first, last)
+        if bias is not None:
+            distance = np.clip(key - query, -bias.max_distance, bias.max_distance)
+            found = found + bias.values[:, distance + bias.max_distance].reshape(found.shape) * LOG2_E
+        if causal:
+            seen = key <= query if window is None else (key <= query) & (key > query - window)
+            found = np.where(np.tile(seen, (group, 1)), found, -np.inf)
+        return found
+
+    merged: PartialResult | None = None
+    for first in range(0, total, segment):
+        last = min(first + segment, total)
+        part = segment_result(scores_of(first, last), values[:, first:last], tile, weight_dtype)
+        merged = part if merged is None else merge(merged, part)
+    if merged is None:
+        return np.zeros((n, heads, head_dim), np.float32)
+    out = merged.out / np.where(merged.total == 0, np.float32(1), merged.total)[..., None]
+    return out.reshape(kv_heads, group, n, head_dim).transpose(2, 0, 1, 3).reshape(n, heads, head_dim)
+
+
+def segment_result(
+    scores: np.ndarray, values: np.ndarray, tile: int, weight_dtype: np.typing.DTypeLike
+) -> PartialResult:
+    """The result of one segment: ``scores`` ``[kv_heads, rows, keys]``, ``values`` ``[kv_heads, keys, head_dim]``."""
+    kv_heads, rows, count = scores.shape
+    top = np.full((kv_heads, rows), -np.inf, np.float32)
+    lanes = np.zeros((kv_heads, rows, LANES), np.float32)
+    out = np.zeros((kv_heads, rows, values.shape[-1]), np.float32)
+    for first in range(0, count, tile):
+        part = scores[..., first : first + tile]
+        new_top = np.maximum(top, part.max(axis=-1))
+        factor = rescale_factor(top, new_top)
+        weights = np.exp2(part - np.where(np.isneginf(new_top), np.float32(0), new_top)[..., None])
+        padded = np.pad(weights, ((0, 0), (0, 0), (0, -weights.shape[-1] % LANES)))
+        lanes = lanes * factor[..., None] + padded.reshape(kv_heads, rows, -1, LANES).sum(axis=2)
+        rounded = weights.astype(weight_dtype).astype(np.float32)
+        out = out * factor[..., None] + rounded @ values[:, first : first + tile].astype(np.float32)
+        top = new_top
+    while lanes.shape[-1] > 1:  # neighbours first
+        lanes = lanes[..., ::2] + lanes[..., 1::2]
+    return PartialResult(top, lanes[..., 0], out)
+
+
+def merge(left: PartialResult, right: PartialResult) -> PartialResult:
+    """The result over the keys of both."""
+    top = np.maximum(left.top, right.top)
+    a, b = rescale_factor(left.top, top), rescale_factor(right.top, top)
+    total = left.total * a + right.total * b
+    return PartialResult(top, total, left.out * a[..., None] + right.out * b[..., None])
+
+
+def rescale_factor(top: np.ndarray, new_top: np.ndarray) -> np.ndarray:
+    """``2**(top - new_top)``, and 0 for the top of an empty set."""
+    empty = np.isneginf(top)
+    return np.where(empty, np.float32(0), np.exp2(np.where(empty, np.float32(0), top - new_top))).astype(np.float32)
