@@ -123,18 +123,27 @@ class BlockManager:
         self.pools = [BlockPool(n) for n in num_blocks]
         self.source_pool = BlockPool(num_source_blocks) if num_source_blocks else None
 
+    def clear(self) -> None:
+        """Forget the contents of every block. No sequence may hold one."""
+        self.pools = [BlockPool(pool.num_blocks) for pool in self.pools]
+        self.source_pool = BlockPool(self.source_pool.num_blocks) if self.source_pool else None
+
     # -- what fits ----------------------------------------------------------------------------------------------------
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def shortage(self, num_tokens: int, num_source_tokens: int = 0) -> str | None:
-        """Why a sequence of this length does not fit even if it is alone; None if it fits."""
+    def shortage(self, num_tokens: int, num_source_tokens: int = 0, max_piece: int = 0) -> str | None:
+        """Why a sequence of this length does not fit even if it is alone; None if it fits.
+
+        ``max_piece`` is the most tokens that it has in a step, if that is more than the manager's.
+        """
+        max_piece = max(max_piece, self.max_piece)
         for pool, window in zip(self.pools, self.windows, strict=True):
             needed = self.blocks_for(num_tokens)
             if window is not None:
-                needed = min(needed, self.blocks_for(window + self.max_piece) + 1)
+                needed = min(needed, self.blocks_for(window + max_piece) + 1)
             if needed > pool.num_blocks - 1:
                 return self._shortage(num_tokens, needed, pool)
         needed = self.blocks_for(num_source_tokens)
@@ -173,7 +182,7 @@ class BlockManager:
         only. Returns None and changes nothing if fewer than ``spare`` blocks of a group would be left. With
         ``reuse=False`` the sequence begins at its first token.
         """
-        hits = self._cached_prefix(sequence, num_tokens) if reuse else 0
+        hits = self.cached_prefix(sequence, num_tokens) if reuse else 0
         found = [self._hit_blocks(sequence, group, hits) for group in range(len(self.pools))]
         ends = [num_tokens if w is None else min(num_tokens, hits * self.block_size + budget) for w in self.windows]
         for pool, blocks, end in zip(self.pools, found, ends, strict=True):
@@ -242,6 +251,18 @@ class BlockManager:
             sequence.source_table = []
         sequence.num_indexed = 0
 
+    def cached_prefix(self, sequence: SequenceBlocks, num_tokens: int) -> int:
+        """The most leading blocks that can be reused: every group has those that the token behind them sees."""
+        keys = sequence.keys[: (num_tokens - 1) // self.block_size]
+        for pool, window in zip(self.pools, self.windows, strict=True):
+            if window is None:
+                missing = (i for i, key in enumerate(keys) if pool.index.find(key) is None)
+                del keys[next(missing, len(keys)) :]
+        hits = len(keys)
+        while hits and not all(self._sees(group, keys, hits) for group in range(len(self.pools))):
+            hits -= 1
+        return hits
+
     def cached_source(self, sequence: SequenceBlocks) -> list[int] | None:
         """The blocks of the sequence's source if the cache has all of them: an encoder reads a source as a whole."""
         if not (self.prefix_cache and self.source_pool):
@@ -258,18 +279,6 @@ class BlockManager:
             self.source_pool.check(b for s in sequences for b in s.source_table)
 
     # -- prefixes -----------------------------------------------------------------------------------------------------
-
-    def _cached_prefix(self, sequence: SequenceBlocks, num_tokens: int) -> int:
-        """The most leading blocks that can be reused: every group has those that the token behind them sees."""
-        keys = sequence.keys[: (num_tokens - 1) // self.block_size]
-        for pool, window in zip(self.pools, self.windows, strict=True):
-            if window is None:
-                missing = (i for i, key in enumerate(keys) if pool.index.find(key) is None)
-                del keys[next(missing, len(keys)) :]
-        hits = len(keys)
-        while hits and not all(self._sees(group, keys, hits) for group in range(len(self.pools))):
-            hits -= 1
-        return hits
 
     def _sees(self, group: int, keys: Sequence[bytes], hits: int) -> bool:
         """Whether a group with a window has the blocks that a token behind ``hits`` blocks sees."""

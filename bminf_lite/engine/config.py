@@ -12,20 +12,30 @@ class EngineConfig:
     """The limits of a model and of the engine; lengths are in tokens.
 
     - ``context_length``: prompt and completion of one sequence together. For an encoder-decoder, the decoder's tokens.
-    - ``max_batch``: sequences that are decoded together; each has a slot of the key-value cache.
-    - ``max_num_batched_tokens``: prompt tokens of one step. A longer prompt is processed in chunks.
+    - ``num_blocks``: blocks of the key-value cache for each group of ``cache_shape``, the null block included;
+      ``num_source_blocks``: those of the sources of an encoder-decoder.
+    - ``max_num_seqs``: sequences that take part in one step.
+    - ``max_num_batched_tokens``: tokens of a step that holds prompts alone; a longer prompt is cut into pieces.
+    - ``max_num_mixed_tokens``: tokens of a step that also decodes. It bounds the time between two tokens of a sequence
+      while others' prompts are processed. A step holds one prompt token at least.
+    - ``max_logit_rows``: prompt tokens of a step whose logits are computed, for log-probabilities of prompts.
+    - ``max_queue``: requests that may wait.
+    - ``prefix_cache``: whether blocks of earlier prompts are reused.
     - ``is_encoder_decoder``: the model has an encoder, which reads sources of up to ``max_source_length`` tokens. Its
       decoder starts with ``decoder_start_token_ids``.
-    - ``cache_tokens``: tokens, shared by all slots, that the cache has room for from the start. It is set where memory
-      is short, because a cache that grows in nearly full memory fragments it.
     """
 
     context_length: int
     vocab_size: int
     cache_shape: CacheShape
-    max_batch: int = 16
+    num_blocks: tuple[int, ...]
+    num_source_blocks: int = 0
+    max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_num_mixed_tokens: int = 512
+    max_logit_rows: int = 256
+    max_queue: int = 65536
+    prefix_cache: bool = True
     is_encoder_decoder: bool = False
     max_source_length: int = 0
     decoder_start_token_ids: tuple[int, ...] = ()
-    cache_tokens: int = 0

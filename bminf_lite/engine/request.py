@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..backend.values import Array
+from .block_manager import SequenceBlocks
 from .sampling_params import SamplingParams
 
 
@@ -13,9 +15,21 @@ from .sampling_params import SamplingParams
 class Request:
     """A prompt, its sampling parameters, and the tokens generated so far.
 
-    ``params`` must have a seed; ``index`` makes requests with equal seeds draw differently. For an encoder-decoder,
-    the encoder reads ``source_token_ids`` and the decoder starts with ``prompt_token_ids``. A caller
-    ends a request early by setting ``finish_reason``. Times are those of ``time.perf_counter``.
+    A caller sets:
+
+    - ``params``, which must have a seed; ``index`` makes requests with equal seeds draw differently.
+    - ``source_token_ids``: what the encoder of an encoder-decoder reads; its decoder starts with ``prompt_token_ids``.
+    - ``priority``: requests with a higher one go first. ``deadline``: the request ends when ``time.perf_counter()``
+      reaches it.
+    - ``cache_salt``: requests with different salts share no cached blocks.
+    - ``prompt_logprobs``: compute the log-probability of each prompt token but the first.
+    - ``take_logits``: called with the prompt's logits, fp32 ``[n, vocab]`` of the backend, piece by piece, instead of
+      generating; ``whole_prompt`` makes one piece of them.
+    - ``on_update``: called by the engine's thread after each new token and when the request ends. An exception in it
+      ends the request.
+
+    The engine sets the rest. A request has ended when ``finish_reason`` is set: ``stop``, ``length``, ``deadline``,
+    ``cancelled`` or ``error``, and then ``error`` says which. Times are those of ``time.perf_counter``.
     """
 
     index: int
@@ -23,34 +37,77 @@ class Request:
     params: SamplingParams
     eos_ids: frozenset[int] = frozenset()
     source_token_ids: Sequence[int] = ()
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
+    prompt_logprobs: bool = False
+    take_logits: Callable[[Array], None] | None = None
+    whole_prompt: bool = False
+    on_update: Callable[[Request], None] = lambda request: None
+
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    prompt_token_logprobs: list[float | None] = field(default_factory=list)
     finish_reason: str | None = None
-    slot: int = -1
-    num_prefilled_tokens: int = 0
+    error: BaseException | None = None
+    blocks: SequenceBlocks | None = None
+    row: int = 0
+    arrival: int = -1
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
     start_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
 
-    @property
-    def is_prefilled(self) -> bool:
-        """Whether the whole prompt is in the cache."""
-        return self.num_prefilled_tokens == len(self.prompt_token_ids)
+    def __post_init__(self) -> None:
+        if self.prompt_logprobs:
+            self.prompt_token_logprobs = [None] * len(self.prompt_token_ids)
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Tokens in the cache: all but the newest generated token."""
-        return self.num_prefilled_tokens + max(len(self.output_token_ids) - 1, 0)
+    def order(self) -> tuple[int, int]:
+        """Requests are served in this order: by priority, then by arrival."""
+        return -self.priority, self.arrival
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt tokens and generated tokens that the host knows."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, with those that launched steps choose: the host does not know these ``num_pending_tokens``."""
+        return self.num_known_tokens + self.num_pending_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that are not in the cache and that no launched step computes."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logits behind each prompt token are needed, so that no prefix may come from the cache."""
+        return self.prompt_logprobs or self.take_logits is not None
 
     @property
     def ended_by_eos(self) -> bool:
         """Whether the last token is an end-of-sequence token that ends the completion."""
         return bool(self.output_token_ids) and self.output_token_ids[-1] in self.eos_ids and not self.params.ignore_eos
 
-    def remaining_tokens(self, context_length: int) -> int:
-        """The most tokens that can still be generated."""
-        limit = min(self.params.max_new_tokens, context_length - len(self.prompt_token_ids))
-        return limit - len(self.output_token_ids)
+    def token_ids(self, start: int, stop: int) -> Sequence[int]:
+        """The known tokens at positions ``start`` to ``stop``."""
+        length = len(self.prompt_token_ids)
+        if stop <= length:
+            return self.prompt_token_ids[start:stop]
+        if start >= length:
+            return self.output_token_ids[start - length : stop - length]
+        return [*self.prompt_token_ids[start:], *self.output_token_ids[: stop - length]]
+
+    def max_tokens(self, context_length: int) -> int:
+        """The most tokens that prompt and completion can have."""
+        length = len(self.prompt_token_ids)
+        return length if self.take_logits else min(length + self.params.max_new_tokens, context_length)
 
     def append_token(self, token: int, logprob: float, context_length: int) -> None:
         """Record a generated token; sets ``finish_reason`` if it is the last."""
@@ -60,5 +117,5 @@ class Request:
         self.logprobs.append(logprob)
         if self.ended_by_eos:
             self.finish_reason = "stop"
-        elif self.remaining_tokens(context_length) <= 0:
+        elif self.num_known_tokens >= self.max_tokens(context_length):
             self.finish_reason = "length"

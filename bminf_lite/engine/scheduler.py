@@ -1,141 +1,328 @@
-"""Decides which requests take part in the next step. It runs nothing and holds no arrays.
+"""Decides which tokens of which requests a step computes. It runs nothing and holds no arrays.
 
-A request waits for memory in :attr:`Scheduler.waiting`: the key-value cache has a fixed number of slots, and
-:meth:`Scheduler.admit` moves a waiting request on when one is free. Admitted prompts are prefilled in chunks: several
-short prompts share a chunk, and a long prompt takes several. Prefilled requests decode together, one token per step.
+Requests wait in order of priority and arrival until a row of the sampler and blocks of the cache are free for their
+whole prompt. Then they run: their prompt is computed in pieces, and each step adds a token. A step holds the next token
+of every sequence that decodes, and pieces of prompts up to a budget of tokens. If blocks run out, the request that was
+preempted least often, of these the youngest, gives its blocks back, waits again, and recomputes its tokens.
+
+The host may be ahead of the device: a request's newest token is pending until the step that chooses it is fetched, and
+the next step is planned without knowing it. Blocks are taken before a step is launched, so no step runs out of them.
+A block that is given back may still be written by a launched step. This is harmless: the device runs steps in order,
+and a block's next holder writes it in a later step.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from ..backend.values import BLOCK_SIZE
 from ..errors import BminfError
+from .block_manager import BlockManager
 from .config import EngineConfig
 from .request import Request
 
+ORDER = attrgetter("order")
+
 
 class ScheduledTokens(NamedTuple):
-    """The tokens of one request in a step, and how many tokens it has in the cache before them."""
+    """Tokens ``start`` to ``start + num_tokens`` of a request. ``samples``: the step chooses the token that follows."""
 
     request: Request
-    token_ids: Sequence[int]
-    num_cached_tokens: int
+    start: int
+    num_tokens: int
+    samples: bool
 
     @property
-    def completes_prompt(self) -> bool:
-        """Whether these are the last tokens of the prompt."""
-        return self.num_cached_tokens + len(self.token_ids) == len(self.request.prompt_token_ids)
+    def stop(self) -> int:
+        """The position behind the last token."""
+        return self.start + self.num_tokens
+
+    @property
+    def num_scored(self) -> int:
+        """Prompt tokens whose log-probabilities the step computes: those at ``start + 1`` and behind."""
+        last = len(self.request.prompt_token_ids) - 1
+        return max(min(self.stop, last) - self.start, 0) if self.request.prompt_logprobs else 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's tokens: parts of one token first, ``num_decodes`` of them. ``sources`` are encoded before it."""
+
+    parts: Sequence[ScheduledTokens]
+    num_decodes: int
+    sources: Sequence[Request] = ()
+
+
+class StepResult(NamedTuple):
+    """What a step chose and scored.
+
+    ``chosen`` is int32 ``[2, S]`` as ``Backend.sample`` returns it, for the parts that sample. ``prompt_logprobs`` is
+    fp32 ``[n]``, for the prompt tokens that the parts score.
+    """
+
+    chosen: np.ndarray
+    prompt_logprobs: np.ndarray
 
 
 class Scheduler:
-    """Requests in three states: ``waiting`` for a slot, ``prefilling``, and ``running`` (decoding)."""
+    """Requests in two states: ``waiting`` and ``running``, both in order."""
 
-    def __init__(self, requests: Sequence[Request], config: EngineConfig):
+    def __init__(self, config: EngineConfig, blocks: BlockManager):
         self.config = config
-        self.waiting = deque(requests)
-        self.prefilling: list[Request] = []
+        self.blocks = blocks
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.num_slots = min(config.max_batch, len(requests))
-        self.free_slots = list(range(self.num_slots))[::-1]
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self._free_rows = list(range(config.max_num_seqs, 0, -1))  # row 0 pads a step
+        self._launched: Sequence[ScheduledTokens] = ()
+        self._encoded: Sequence[Request] = ()
+        self._with_deadline: list[Request] = []
+        self._arrivals = 0
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is not finished."""
+        """Whether any request has not ended."""
         return bool(self.waiting or self.running)
 
-    def initial_capacity(self) -> int:
-        """Tokens per slot that the cache has at first: the longest prompt and the first tokens after it."""
-        limit = self.config.context_length
-        longest = max(len(r.prompt_token_ids) + min(r.remaining_tokens(limit), BLOCK_SIZE) for r in self.waiting)
-        return max(longest, min(self.config.cache_tokens // self.num_slots, limit))
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn. It must fit (:meth:`.BlockManager.shortage`)."""
+        request.arrival = self._arrivals = self._arrivals + 1
+        request.blocks = self.blocks.new_sequence(request.cache_salt, request.source_token_ids)
+        insort(self.waiting, request, key=ORDER)
+        if request.deadline is not None:
+            self._with_deadline.append(request)
 
-    def admit(self) -> list[Request]:
-        """Give free slots to waiting requests, in order; returns the requests that start now."""
-        while self.waiting and self.free_slots:
-            request = self.waiting.popleft()
-            request.slot = self.free_slots.pop()
-            request.start_time = time.perf_counter()
-            self.prefilling.append(request)
-        return self.prefilling
-
-    def source_batches(self, requests: Sequence[Request]) -> list[list[Request]]:
-        """Requests whose sources are encoded together: as many as ``max_num_batched_tokens`` allows, at least one."""
-        batches: list[list[Request]] = []
-        budget = 0
-        for request in requests:
-            if len(request.source_token_ids) > budget:
-                batches.append([])
-                budget = self.config.max_num_batched_tokens
-            batches[-1].append(request)
-            budget -= len(request.source_token_ids)
-        return batches
-
-    def next_chunk(self) -> list[ScheduledTokens]:
-        """The next ``max_num_batched_tokens`` prompt tokens to process; empty when all prompts are."""
-        chunk: list[ScheduledTokens] = []
-        budget = self.config.max_num_batched_tokens
-        for request in self.prefilling:
-            start = request.num_prefilled_tokens
-            tokens = request.prompt_token_ids[start : start + budget]
-            if len(tokens):
-                chunk.append(ScheduledTokens(request, tokens, start))
-            budget -= len(tokens)
-        return chunk
-
-    def finish_chunk(self, chunk: Sequence[ScheduledTokens], chosen: np.ndarray | None) -> list[Request]:
-        """Record that a chunk was processed. Requests whose prompt is complete run now, and are returned.
-
-        ``chosen`` holds their first tokens; see :meth:`postprocess`.
-        """
-        for request, token_ids, _ in chunk:
-            request.num_prefilled_tokens += len(token_ids)
-        self.prefilling = [r for r in self.prefilling if not r.is_prefilled]
-        ready = [] if chosen is None else self.postprocess([part.request for part in chunk], chosen)
-        self.running += ready
-        return ready
-
-    def should_continue(self, group: Sequence[Request], num_cached: int, in_flight: int, capacity: int) -> bool:
-        """Whether to launch another decoding step of the same group.
-
-        ``num_cached`` is the longest cache row of the group, ``in_flight`` the number of steps whose tokens are not
-        known yet, ``capacity`` the cache's. The rows of finished requests stay in the group. It ends when a quarter
-        of its rows are finished, or when one is while a request waits for a slot or the cache would have to grow.
-        """
-        context_length = self.config.context_length
-        wanted = max((r.remaining_tokens(context_length) for r in group if not r.finish_reason), default=0)
-        if wanted <= in_flight or num_cached >= context_length:
+    def end(self, request: Request, reason: str, error: BaseException | None = None) -> bool:
+        """End a request at any point of its life, with its blocks given back; returns False if it has ended before."""
+        if request.finish_reason is not None:
             return False
-        finished = sum(r.finish_reason is not None for r in group)
-        crowded = bool(self.waiting) or finished * 4 >= len(group) or num_cached >= capacity
-        return not (finished and crowded)
+        request.finish_reason, request.error = reason, error
+        self._leave(request)
+        return True
 
-    def postprocess(self, group: Sequence[Request], chosen: np.ndarray) -> list[Request]:
-        """Record the tokens of a step, int32 ``[2, B]`` as ``Backend.sample`` returns them.
+    def end_overdue(self, now: float) -> list[Request]:
+        """End and return the requests whose deadline has passed."""
+        overdue = [r for r in self._with_deadline if r.deadline is not None and r.deadline <= now]
+        if overdue:
+            self._with_deadline = [r for r in self._with_deadline if r not in overdue and r.finish_reason is None]
+        return [r for r in overdue if self.end(r, "deadline")]
 
-        Drops the tokens of finished requests and of incomplete prompts, and returns the other requests. Raises
-        ``BminfError`` where no token could be chosen.
+    def reset(self, error: BaseException) -> list[Request]:
+        """End every request with an error, forget the contents of the cache, and return the requests."""
+        ended = [r for r in (*self.running, *self.waiting) if self.end(r, "error", error)]
+        self._launched = self._encoded = ()
+        self.blocks.clear()
+        return ended
+
+    # -- planning a step ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """The next step, whose blocks are taken; None if there is nothing to compute. The caller must launch it."""
+        self._enter_launched()
+        preemptions = self.num_preemptions
+        plan: dict[Request, int] = {}
+        for request in list(self.running):
+            if request.num_uncomputed_tokens == 1 and request.row > 0:
+                self._plan(request, 1, plan)
+        config = self.config
+        total = config.max_num_mixed_tokens if plan else config.max_num_batched_tokens
+        budget = Budget(max(min(total, config.max_num_batched_tokens) - len(plan), 1), config.max_logit_rows)
+        for request in list(self.running):
+            if request.num_uncomputed_tokens > 1 and request.row > 0 and (count := budget.piece(request)) > 0:
+                self._plan(request, count, plan)
+                budget.spend(request, plan.get(request, 0))
+        sources = self._admit(plan, budget) if self.num_preemptions == preemptions else []
+        if not plan:
+            return None
+        parts = sorted((self._part(r, count) for r, count in plan.items()), key=lambda part: part.num_tokens > 1)
+        for request, _, count, samples in parts:
+            request.num_computed_tokens += count
+            request.num_pending_tokens += samples
+        self._launched, self._encoded = parts, sources
+        return Step(parts, sum(part.num_tokens == 1 for part in parts), sources)
+
+    def _part(self, request: Request, count: int) -> ScheduledTokens:
+        start = request.num_computed_tokens
+        complete = start + count == request.num_tokens
+        samples = complete and request.num_tokens < request.max_tokens(self.config.context_length)
+        return ScheduledTokens(request, start, count, samples)
+
+    def _plan(self, request: Request, count: int, plan: dict[Request, int]) -> None:
+        """Plan tokens of a running request, for which others may be preempted, or it."""
+        if request.num_pending_tokens and request.num_tokens >= request.max_tokens(self.config.context_length):
+            return  # it ends when the pending token arrives
+        assert request.blocks is not None
+        computed = request.num_computed_tokens
+        has_room = count == 1 and computed % self.blocks.block_size
+        while not has_room and not self.blocks.extend(request.blocks, computed, computed + count):
+            victim = max(self.running, key=lambda r: (-r.priority, -r.num_preemptions, r.arrival))
+            self._preempt(victim)
+            plan.pop(victim, None)
+            if victim is request:
+                return
+        plan[request] = count
+
+    def _preempt(self, request: Request) -> None:
+        """Let a running request wait again. Its tokens stay, pending ones included; their keys and values go."""
+        self._stop_running(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, request, key=ORDER)
+
+    def _admit(self, plan: dict[Request, int], budget: Budget) -> list[Request]:
+        """Start waiting requests in order while rows, blocks and the budget last; returns those to encode.
+
+        The first request that does not fit stops this, so that others do not pass it for ever. A request is passed only
+        while a running one computes the block that it needs next: then it waits to share that block.
         """
-        receivers = []
-        for request, token, logprob in zip(group, chosen[0], chosen[1].view(np.float32), strict=True):
-            if request.finish_reason or not request.is_prefilled:
+        sources: list[Request] = []
+        position = 0
+        while position < min(len(self.waiting), self.config.max_num_seqs) and self._free_rows and budget.tokens > 0:
+            request = self.waiting[position]
+            blocks, num_tokens = request.blocks, request.num_tokens
+            assert blocks is not None
+            if request.num_pending_tokens:
+                break  # a preempted request whose newest token is on its way
+            if self.blocks.prefix_cache and len(blocks.keys) < num_tokens // self.blocks.block_size:
+                self.blocks.compute_keys(blocks, request.token_ids(0, num_tokens))
+            if self._is_computed_for_another(request, sources):
+                position += 1
                 continue
-            if token < 0:
-                position = len(request.prompt_token_ids) + len(request.output_token_ids)
-                raise BminfError(
-                    f"prompt {request.index}: no token can be chosen at position {position}, because the model's "
-                    "logits there hold a NaN or an infinity; load(..., check=True) or generate --check finds the layer"
-                )
-            request.append_token(int(token), float(logprob), self.config.context_length)
-            receivers.append(request)
-        return receivers
+            new_source = bool(request.source_token_ids) and self.blocks.cached_source(blocks) is None
+            if new_source and sources and len(request.source_token_ids) > budget.tokens:
+                break
+            if request.scores_prompt and budget.logit_rows == 0:
+                break
+            piece = num_tokens if request.whole_prompt else budget.tokens
+            spare, reuse = len(self.running), not request.scores_prompt
+            admission = self.blocks.admit(blocks, num_tokens, piece, spare=spare, reuse=reuse)
+            if admission is None:
+                break
+            del self.waiting[position]
+            insort(self.running, request, key=ORDER)
+            request.row = self._free_rows.pop()
+            request.num_computed_tokens = admission.num_cached_tokens
+            if not request.num_preemptions:
+                request.num_cached_tokens = admission.num_cached_tokens
+                self.num_cached_tokens += admission.num_cached_tokens
+                self.num_prompt_tokens += num_tokens
+            if not admission.source_is_cached and request.source_token_ids:
+                sources.append(request)
+                budget.tokens = max(budget.tokens - len(request.source_token_ids), 1)
+            plan[request] = budget.piece(request)
+            budget.spend(request, plan[request])
+        return sources
 
-    def release(self) -> None:
-        """Remove finished requests and free their slots."""
-        self.free_slots += [r.slot for r in self.running if r.finish_reason]
-        self.running = [r for r in self.running if not r.finish_reason]
+    def _is_computed_for_another(self, request: Request, sources: Sequence[Request]) -> bool:
+        """Whether a running request computes the first block that the cache lacks, or a source that is the same."""
+        blocks = request.blocks
+        assert blocks is not None
+        if not self.blocks.prefix_cache or request.scores_prompt:
+            return False
+        if request.source_token_ids and any(r.blocks and r.blocks.root == blocks.root for r in sources):
+            return True
+        hits = self.blocks.cached_prefix(blocks, request.num_tokens)
+        if hits >= (request.num_tokens - 1) // self.blocks.block_size:
+            return False
+        key = blocks.keys[hits]
+        others = (r.blocks for r in self.running if r.blocks)
+        return any(o.num_indexed <= hits < len(o.keys) and o.keys[hits] == key for o in others)
+
+    # -- after a step -------------------------------------------------------------------------------------------------
+
+    def postprocess(self, step: Step, result: StepResult) -> list[Request]:
+        """Record the result of a step.
+
+        Drops what belongs to requests that have ended, and returns the others that have a new token or end now.
+        """
+        updated = []
+        tokens, logprobs = result.chosen[0].tolist(), result.chosen[1].view(np.float32).tolist()
+        chosen, scores = iter(zip(tokens, logprobs, strict=True)), iter(result.prompt_logprobs.tolist())
+        for part in step.parts:
+            request = part.request
+            for position in range(part.start + 1, part.start + 1 + part.num_scored):
+                request.prompt_token_logprobs[position] = next(scores)
+            if part.samples:
+                token, logprob = next(chosen)
+                request.num_pending_tokens -= 1
+            if request.finish_reason is not None:
+                continue
+            if part.samples and token < 0:
+                self.end(request, "error", _no_token(request))
+            elif part.samples:
+                request.append_token(token, logprob, self.config.context_length)
+            elif part.stop >= request.max_tokens(self.config.context_length):
+                request.finish_reason = "length"
+            else:
+                continue
+            updated.append(request)
+            if request.finish_reason is not None:
+                self._leave(request)
+        return updated
+
+    def _enter_launched(self) -> None:
+        """Make the blocks that the last step has filled with accepted tokens available to others."""
+        for request in self._encoded:
+            if request.finish_reason is None and request.blocks and request.blocks.source_table:
+                self.blocks.enter_source(request.blocks)
+        for request, *_ in self._launched:
+            self._enter(request)
+        self._launched = self._encoded = ()
+
+    def _enter(self, request: Request) -> None:
+        blocks, size = request.blocks, self.blocks.block_size
+        accepted = min(request.num_computed_tokens, request.num_known_tokens)
+        if blocks and blocks.tables[0] and accepted // size > blocks.num_indexed:
+            self.blocks.enter(blocks, request.token_ids(0, accepted))
+
+    def _leave(self, request: Request) -> None:
+        """Remove a request from the state in which it is."""
+        if request.row > 0:
+            self._stop_running(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def _stop_running(self, request: Request) -> None:
+        """Take a request's row and blocks; its accepted tokens stay in the index."""
+        assert request.blocks is not None
+        self._enter(request)
+        self.blocks.release(request.blocks)
+        self.running.remove(request)
+        self._free_rows.append(request.row)
+        request.row = 0
+
+
+@dataclass
+class Budget:
+    """What is left of a step: tokens, and prompt tokens whose logits are wanted."""
+
+    tokens: int
+    logit_rows: int
+
+    def piece(self, request: Request) -> int:
+        """The most tokens that a request may have in the step."""
+        if request.whole_prompt:
+            return request.num_uncomputed_tokens
+        limit = min(self.tokens, self.logit_rows) if request.scores_prompt else self.tokens
+        return min(request.num_uncomputed_tokens, limit)
+
+    def spend(self, request: Request, count: int) -> None:
+        """Subtract the tokens that a request has."""
+        self.tokens -= count
+        if request.scores_prompt:
+            self.logit_rows -= count
+
+
+def _no_token(request: Request) -> BminfError:
+    return BminfError(
+        f"prompt {request.index}: no token can be chosen at position {request.num_known_tokens}, because the model's "
+        "logits there hold a NaN or an infinity; load(..., check=True) or generate --check finds the layer"
+    )

@@ -1,0 +1,216 @@
+"""A device that computes nothing: a sequence's next token is a hash of its tokens, read back through its block tables.
+
+A wrong block, a block that was overwritten, or a token at a wrong place changes the hash.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+
+from bminf_lite.engine.block_manager import BlockManager
+from bminf_lite.engine.config import EngineConfig
+from bminf_lite.engine.request import Request
+from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.engine.scheduler import Scheduler, Step, StepResult
+from bminf_lite.layers.cache import CacheShape
+
+VOCAB = 50
+SIZE = 4
+UNWRITTEN = -7
+
+
+def visible(tokens: np.ndarray, window: int | None) -> np.ndarray:
+    """What the last of the tokens sees."""
+    return tokens if window is None else tokens[max(len(tokens) - window, 0) :]
+
+
+def next_token(parts: Sequence[np.ndarray]) -> int:
+    return crc32(b"|".join(np.asarray(p, np.int32).tobytes() for p in parts)) % VOCAB
+
+
+def alone(request: Request, windows: Sequence[int | None], context_length: int) -> tuple[list[int], list[float]]:
+    """The tokens of a request that nothing disturbs, and the scores of its prompt."""
+    tokens = list(request.prompt_token_ids)
+    source = np.array(request.source_token_ids, np.int32)
+
+    def follows(ids: list[int]) -> int:
+        return next_token([source, *(visible(np.array(ids, np.int32), w) for w in windows)])
+
+    scores = [float(follows(tokens[:n])) for n in range(1, len(tokens))]
+    while len(tokens) < min(len(request.prompt_token_ids) + request.params.max_new_tokens, context_length):
+        tokens.append(follows(tokens))
+        if tokens[-1] in request.eos_ids:
+            break
+    return tokens[len(request.prompt_token_ids) :], scores
+
+
+class StubRunner:
+    """Launches in order and, like a device, computes at once what is fetched later."""
+
+    def __init__(self, blocks: BlockManager, config: EngineConfig, max_steps_in_flight: int = 0):
+        self.blocks = blocks
+        self.max_steps_in_flight = max_steps_in_flight
+        self.pools = [np.full((p.num_blocks, blocks.block_size), UNWRITTEN, np.int32) for p in blocks.pools]
+        source_blocks = blocks.source_pool.num_blocks if blocks.source_pool else 0
+        self.sources = np.full((source_blocks, blocks.block_size), UNWRITTEN, np.int32)
+        self.last_token = np.zeros(config.max_num_seqs + 1, np.int32)
+        self.steps: list[Step] = []
+        self.encoded = 0
+        self.before_launch: Callable[[], None] = lambda: None
+        self.closed = False
+
+    def launch(self, step: Step) -> StubHandle:
+        self.before_launch()
+        self.steps.append(step)
+        for request in step.sources:
+            self._write(self.sources, request.blocks.source_table, 0, np.array(request.source_token_ids, np.int32))
+            self.encoded += 1
+        for part in step.parts:
+            request = part.request
+            ids = list(request.token_ids(part.start, min(part.stop, request.num_known_tokens)))
+            if len(ids) < part.num_tokens:
+                assert part.num_tokens == 1, "only the newest token may be unknown"
+                ids.append(int(self.last_token[request.row]))
+            for pool, table in zip(self.pools, request.blocks.tables, strict=True):
+                self._write(pool, table, part.start, np.array(ids, np.int32))
+        chosen, scores = [], []
+        for part in step.parts:
+            scores += [float(self._follows(part.request, part.start + 1 + i)) for i in range(part.num_scored)]
+            if part.samples:
+                chosen.append(self._follows(part.request, part.stop))
+                self.last_token[part.request.row] = chosen[-1]
+            if part.request.take_logits:
+                part.request.take_logits(np.full((part.num_tokens, 1), part.start))
+        assert step.num_decodes == sum(p.num_tokens == 1 for p in step.parts[: step.num_decodes])
+        bits = np.zeros(len(chosen), np.float32).view(np.int32)
+        return StubHandle(StepResult(np.stack([np.array(chosen, np.int32), bits]), np.array(scores, np.float32)))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _follows(self, request: Request, stop: int) -> int:
+        """The token behind the first ``stop`` ones."""
+        seen = [self._read(self.sources, request.blocks.source_table, 0, len(request.source_token_ids))]
+        for pool, table, window in zip(self.pools, request.blocks.tables, self.blocks.windows, strict=True):
+            seen.append(self._read(pool, table, max(stop - window, 0) if window else 0, stop))
+        return next_token(seen)
+
+    def _write(self, pool: np.ndarray, table: list[int], first: int, ids: np.ndarray) -> None:
+        for position, token in enumerate(ids.tolist(), first):
+            block = table[position // self.blocks.block_size]
+            assert block != 0
+            pool[block, position % self.blocks.block_size] = token
+
+    def _read(self, pool: np.ndarray, table: list[int], first: int, stop: int) -> np.ndarray:
+        positions = np.arange(first, stop)
+        found = pool[np.array(table, np.int32)[positions // self.blocks.block_size], positions % self.blocks.block_size]
+        assert not (found == UNWRITTEN).any()
+        return found
+
+
+@dataclass
+class StubHandle:
+    result: StepResult
+
+    def fetch(self) -> StepResult:
+        return self.result
+
+
+def make_config(
+    blocks: int = 12, windows: Sequence[int | None] = (None,), source_blocks: int = 0, **limits: object
+) -> EngineConfig:
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_num_mixed_tokens": 6, "max_logit_rows": 5}
+    return EngineConfig(
+        context_length=32, vocab_size=VOCAB, cache_shape=CacheShape(len(windows), 1, 1, windows=tuple(windows)),
+        num_blocks=(blocks,) * len(windows), num_source_blocks=source_blocks, **(defaults | limits),
+    )  # fmt: skip
+
+
+def make_blocks(config: EngineConfig) -> BlockManager:
+    return BlockManager(
+        config.cache_shape.groups, config.num_blocks, config.num_source_blocks,
+        max_piece=config.max_num_batched_tokens, prefix_cache=config.prefix_cache, block_size=SIZE,
+    )  # fmt: skip
+
+
+def make_request(prompt: Sequence[int], max_new_tokens: int = 5, **fields: object) -> Request:
+    return Request(0, list(prompt), SamplingParams(max_new_tokens=max_new_tokens, seed=1), **fields)
+
+
+@dataclass
+class Driver:
+    """A scheduler and a stub, stepped by hand, with every account checked after each action."""
+
+    config: EngineConfig
+    max_steps_in_flight: int = 0
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.blocks = make_blocks(self.config)
+        self.scheduler = Scheduler(self.config, self.blocks)
+        self.runner = StubRunner(self.blocks, self.config, self.max_steps_in_flight)
+        self.in_flight: deque[tuple[Step, StubHandle]] = deque()
+
+    def add(self, request: Request) -> Request:
+        limit = request.max_tokens(self.config.context_length)
+        assert self.blocks.shortage(limit, len(request.source_token_ids)) is None
+        self.requests.append(request)
+        self.scheduler.add(request)
+        self.check()
+        return request
+
+    def launch(self) -> bool:
+        step = self.scheduler.schedule()
+        self.check()
+        if step is not None:
+            self.in_flight.append((step, self.runner.launch(step)))
+        return step is not None
+
+    def fetch(self) -> None:
+        step, handle = self.in_flight.popleft()
+        self.scheduler.postprocess(step, handle.fetch())
+        self.check()
+
+    def step(self) -> None:
+        """What the engine's loop does in one turn."""
+        while len(self.in_flight) <= self.max_steps_in_flight and self.launch():
+            pass
+        if self.in_flight:
+            self.fetch()
+
+    def run(self) -> None:
+        """To the end of every request."""
+        for _ in range(5000):
+            if not self.scheduler.has_requests and not self.in_flight:
+                break
+            before = len(self.runner.steps), len(self.in_flight)
+            self.step()
+            assert before != (len(self.runner.steps), len(self.in_flight)), "a turn without progress"
+        assert not self.scheduler.has_requests
+        assert all(pool.num_used == 0 for pool in self.blocks.pools)
+
+    def check(self) -> None:
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        self.blocks.check([r.blocks for r in running])
+        rows = [r.row for r in running]
+        assert sorted(rows + self.scheduler._free_rows) == list(range(1, self.config.max_num_seqs + 1))
+        assert running == sorted(running, key=lambda r: r.order) and waiting == sorted(waiting, key=lambda r: r.order)
+        assert all(r.row == 0 for r in waiting)
+        live = [r for r in self.requests if r.finish_reason is None]
+        assert sorted(map(id, live)) == sorted(map(id, running + waiting))
+
+    def check_results(self) -> None:
+        """Each result is that of the request alone, or its beginning if the request was cancelled."""
+        for request in self.requests:
+            tokens, scores = alone(request, self.blocks.windows, self.config.context_length)
+            if request.finish_reason in ("stop", "length"):
+                assert request.output_token_ids == tokens
+                if request.prompt_logprobs:
+                    assert request.prompt_token_logprobs == [None, *scores]
+            else:
+                assert request.output_token_ids == tokens[: len(request.output_token_ids)]
