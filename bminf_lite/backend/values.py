@@ -181,6 +181,7 @@ class LayerCache:
 
     They are in the backend's activation type, or int8 codes with a scale per token and head: then the scales are fp16
     ``[num_blocks, kv_heads, BLOCK_SIZE]``. ``group`` says which of a step's ``block_tables`` names the blocks.
+    ``memory`` belongs to the backend: what the arrays lie in, if they can grow in place.
     """
 
     keys: Array
@@ -188,6 +189,7 @@ class LayerCache:
     key_scales: Array = None
     value_scales: Array = None
     group: int = 0
+    memory: Any = None
 
     @property
     def num_blocks(self) -> int:
