@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .values import BLOCK_SIZE, LayerCache, RelativeBias
+from .values import BLOCK_SIZE, SEGMENT, LayerCache, RelativeBias
 
 TILE = 128
 """Keys of a tile. Kernels for large heads have shorter tiles."""
-SEGMENT = 1024
-"""Keys of a segment."""
 LANES = 8
 """The weights of a tile are summed in this many parts: key ``j`` belongs to part ``j % LANES``."""
 LOG2_E = np.float32(np.log2(np.e))

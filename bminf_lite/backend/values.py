@@ -19,6 +19,8 @@ Array = Any
 """``[T, features]`` in docstrings: ``T`` tokens of a step, ``B`` sequences."""
 BLOCK_SIZE = 64
 """Tokens of a block of the key-value cache."""
+SEGMENT = 1024
+"""Keys of a segment, within which attention sums in one order; segments are merged in order of position."""
 NULL_BLOCK = 0
 """The block that no sequence owns. Tables name it where a sequence has no block."""
 

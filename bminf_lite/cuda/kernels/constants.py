@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from ...backend.attention import SEGMENT
-from ...backend.values import BLOCK_SIZE
+from ...backend.values import BLOCK_SIZE, SEGMENT
 from ..runtime.cublaslt import Order
 from ..runtime.driver import shared_memory_per_block
 from ..runtime.tensor_maps import ROW_BYTES
