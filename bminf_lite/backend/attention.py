@@ -137,4 +137,5 @@ def merge(left: PartialResult, right: PartialResult) -> PartialResult:
 def rescale_factor(top: np.ndarray, new_top: np.ndarray) -> np.ndarray:
     """``2**(top - new_top)``, and 0 for the top of an empty set."""
     empty = np.isneginf(top)
-    return np.where(empty, np.float32(0), np.exp2(np.where(empty, np.float32(0), top - new_top))).astype(np.float32)
+    difference = np.subtract(top, new_top, out=np.zeros_like(top), where=~empty)
+    return np.where(empty, np.float32(0), np.exp2(difference))

@@ -1,4 +1,4 @@
-"""The order of sums in attention: tiles and segments change roundings only, and a split into segments changes nothing."""
+"""The order of sums in attention: tiles and segments change roundings only."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def test_any_tiles_and_segments_give_attention(seed: int, keys: int, queries: in
 
 
 @given(SEEDS, st.integers(1, 70), st.integers(1, 40), st.data())
-def test_a_query_gets_the_same_in_one_piece_and_in_several(
-    seed: int, keys: int, queries: int, data: st.DataObject
-) -> None:
+def test_queries_in_one_piece_and_in_several(seed: int, keys: int, queries: int, data: st.DataObject) -> None:
     """In fp32 the sums of a matrix product depend on its shape, so this holds within the tolerance."""
     queries = min(queries, keys)
     q, k, v = random_heads(np.random.default_rng(seed), queries, keys)
