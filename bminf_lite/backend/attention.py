@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .values import BLOCK_SIZE, LayerCache, RelativeBias
+from .values import BLOCK_SIZE, SEGMENT, LayerCache, RelativeBias
 
 TILE = 128
 """Keys of a tile. Kernels for large heads have shorter tiles."""
-SEGMENT = 1024
-"""Keys of a segment."""
 LANES = 8
 """The weights of a tile are summed in this many parts: key ``j`` belongs to part ``j % LANES``."""
 LOG2_E = np.float32(np.log2(np.e))
@@ -139,4 +137,5 @@ def merge(left: PartialResult, right: PartialResult) -> PartialResult:
 def rescale_factor(top: np.ndarray, new_top: np.ndarray) -> np.ndarray:
     """``2**(top - new_top)``, and 0 for the top of an empty set."""
     empty = np.isneginf(top)
-    return np.where(empty, np.float32(0), np.exp2(np.where(empty, np.float32(0), top - new_top))).astype(np.float32)
+    difference = np.subtract(top, new_top, out=np.zeros_like(top), where=~empty)
+    return np.where(empty, np.float32(0), np.exp2(difference))

@@ -164,8 +164,13 @@ class Backend:
         """
         return [build(index) for index in range(count)]
 
-    def layer_cache(self, num_blocks: int, kv_heads: int, head_dim: int, *, int8: bool = False) -> LayerCache:
-        """A key-value cache of one layer of ``num_blocks`` blocks; see :class:`LayerCache`. Contents are undefined."""
+    def layer_cache(
+        self, num_blocks: int, kv_heads: int, head_dim: int, *, int8: bool = False, max_blocks: int | None = None
+    ) -> LayerCache:
+        """A key-value cache of one layer of ``num_blocks`` blocks; see :class:`LayerCache`. Contents are undefined.
+
+        With ``max_blocks`` the cache can :meth:`grow` to so many blocks without a copy, and its address stays.
+        """
         shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
         if int8:
             codes, scales = (np.zeros((2, *shape), np.int8), np.zeros((2, *shape[:3]), np.float16))
@@ -173,13 +178,20 @@ class Backend:
         return LayerCache(np.zeros(shape, self.activation_dtype), np.zeros(shape, self.activation_dtype))
 
     def grow(self, cache: LayerCache, num_blocks: int) -> None:
-        """Enlarge a layer's cache in place to ``num_blocks`` blocks, keeping its contents."""
+        """Enlarge a layer's cache to ``num_blocks`` blocks, keeping its contents.
+
+        Without ``max_blocks`` at its creation, the contents are copied to another address.
+        """
         old, kv_heads, _, head_dim = cache.keys.shape
         int8 = cache.key_scales is not None
         larger = self.layer_cache(num_blocks, kv_heads, head_dim, int8=int8)
         for name in ("keys", "values", "key_scales", "value_scales") if int8 else ("keys", "values"):
             getattr(larger, name)[:old] = getattr(cache, name)
             setattr(cache, name, getattr(larger, name))
+
+    def free_layer_cache(self, cache: LayerCache) -> None:
+        """Free a layer's cache, even if something still refers to it."""
+        cache.keys = cache.values = cache.key_scales = cache.value_scales = cache.memory = None
 
     def calibration_ops(self) -> CalibrationOps:
         """The operations of a calibration on this device."""

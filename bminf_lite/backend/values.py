@@ -19,6 +19,8 @@ Array = Any
 """``[T, features]`` in docstrings: ``T`` tokens of a step, ``B`` sequences."""
 BLOCK_SIZE = 64
 """Tokens of a block of the key-value cache."""
+SEGMENT = 1024
+"""Keys of a segment, within which attention sums in one order; segments are merged in order of position."""
 NULL_BLOCK = 0
 """The block that no sequence owns. Tables name it where a sequence has no block."""
 
@@ -181,6 +183,7 @@ class LayerCache:
 
     They are in the backend's activation type, or int8 codes with a scale per token and head: then the scales are fp16
     ``[num_blocks, kv_heads, BLOCK_SIZE]``. ``group`` says which of a step's ``block_tables`` names the blocks.
+    ``memory`` belongs to the backend: what the arrays lie in, if they can grow in place.
     """
 
     keys: Array
@@ -188,6 +191,7 @@ class LayerCache:
     key_scales: Array = None
     value_scales: Array = None
     group: int = 0
+    memory: Any = None
 
     @property
     def num_blocks(self) -> int:

@@ -51,10 +51,13 @@ class KVCache:
     """A pool of blocks for each layer. Who owns which block is the caller's business; block 0 belongs to no sequence.
 
     ``num_blocks`` gives the blocks of each group of layers, the null block included. ``source`` holds the encoded
-    sources, which the decoder of an encoder-decoder reads beside its own tokens; it has one group.
+    sources, which the decoder of an encoder-decoder reads beside its own tokens; it has one group. With ``max_blocks``
+    the pools of a group can grow to so many blocks, and stay at their addresses.
     """
 
-    def __init__(self, ops: Backend, shape: CacheShape, num_blocks: Sequence[int]):
+    def __init__(
+        self, ops: Backend, shape: CacheShape, num_blocks: Sequence[int], max_blocks: Sequence[int] | None = None
+    ):
         self.ops = ops
         self.shape = shape
         self.num_blocks = list(num_blocks)
@@ -63,7 +66,10 @@ class KVCache:
         try:
             for index in range(shape.layers):
                 group = shape.group_of(index)
-                layer = ops.layer_cache(self.num_blocks[group], shape.kv_heads, shape.head_dim, int8=shape.int8)
+                layer = ops.layer_cache(
+                    self.num_blocks[group], shape.kv_heads, shape.head_dim,
+                    int8=shape.int8, max_blocks=max_blocks[group] if max_blocks else None,
+                )  # fmt: skip
                 layer.group = group
                 self.layers.append(layer)
         except BaseException:
@@ -83,7 +89,7 @@ class KVCache:
     def close(self) -> None:
         """Free the memory now, even if a traceback or a caller still refers to the cache or to its layers."""
         for layer in self.layers:
-            layer.keys = layer.values = layer.key_scales = layer.value_scales = None
+            self.ops.free_layer_cache(layer)
         self.layers.clear()
         if self.source is not None:
             self.source.close()

@@ -100,6 +100,7 @@ class Arena:
         self._ready: list[Range] = []  # mapped, free and in no bin
         self._meter: Meter | None = None
         self._used = 0
+        self._outside = 0
         self.peak_used = 0
         self.peak_reserved = 0
         self._finalizer = weakref.finalize(self, pages.close)
@@ -114,8 +115,8 @@ class Arena:
 
     @property
     def reserved(self) -> int:
-        """Bytes mapped, which other users of the device cannot have."""
-        return _total(self._mapped)
+        """Bytes mapped, and charged, which other users of the device cannot have."""
+        return _total(self._mapped) + self._outside
 
     def reset_peaks(self) -> None:
         """Set the peaks to the bytes used and reserved now."""
@@ -140,6 +141,23 @@ class Arena:
             if self._used > self.peak_used:
                 self.peak_used = self._used
             return Block(self, start, size, nbytes, None if self._meter is None else self._meter.allocate(nbytes))
+
+    def charge(self, nbytes: int) -> None:
+        """Count ``nbytes`` of device memory that belong to somebody else towards the limit; negative to count less.
+
+        Free pages are given back if there is no room. Raises ``OutOfMemory``, with nothing counted, if that is not
+        enough.
+        """
+        with self._lock:
+            self._collect()
+            if self.reserved + nbytes > self.limit and nbytes > 0:
+                self._trim()
+                if self.reserved + nbytes > self.limit:
+                    raise OutOfMemory(self._explain(nbytes, "the limit is reached"))
+            self._outside += nbytes
+            self._used += nbytes
+            self.peak_used = max(self.peak_used, self._used)
+            self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def scratch(self, nbytes: int) -> Scratch:
         """An arena within one block of ``nbytes`` of this one; raises ``OutOfMemory`` as :meth:`allocate` does."""
@@ -260,7 +278,10 @@ class Arena:
         return start // granularity * granularity, -(-(start + size) // granularity) * granularity
 
     def _map_missing(self, start: int, size: int) -> None:
-        for low, high in _subtract([self._whole_pages(start, size)], self._mapped):
+        missing = _subtract([self._whole_pages(start, size)], self._mapped)
+        if self._outside and self.reserved + _total(missing) > self.limit:
+            raise OutOfMemory("the limit is reached")
+        for low, high in missing:
             before, self._mapped = self._mapped, _union(self._mapped, [(low, high)])
             try:
                 self._pages.map(low, high - low)
@@ -288,7 +309,7 @@ class Arena:
         largest = max((end - start for start, end in free), default=0)
         return (
             f"out of device memory: {format_size(nbytes)} requested, {format_size(self._used)} in use, "
-            f"{format_size(_total(free))} free of which {format_size(largest)} in one piece, "
+            f"{format_size(_total(free) - self._outside)} free of which {format_size(largest)} in one piece, "
             f"{format_size(self.limit)} allowed; {reason}; {self.remedy}"
         )
 

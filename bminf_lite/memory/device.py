@@ -7,13 +7,15 @@ arena takes no more from the GPU than it needs. Without it, the whole amount is 
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..cuda.runtime import driver
 from ..cuda.runtime.bindings import LibraryError
 from ..cuda.runtime.driver import AccessDescription, AllocationProperties, Device, DeviceAttribute, Location, Status
 from ..errors import OutOfMemory, UsageError
-from .arena import Arena, Pages
+from .arena import ALIGNMENT, Arena, Pages
 from .sizes import format_size, parse_size
 
 CHUNK_BYTES = 64 << 20
@@ -50,6 +52,18 @@ def device_arena(device: Device, memory_limit: int | str | None = None) -> Arena
     return Arena(pages, limit, slack=min(SLACK, limit // 1024))
 
 
+def page_bytes(device: Device) -> int:
+    """The least memory that can be mapped, on a device with virtual memory management."""
+    granularity = ctypes.c_size_t()
+    device.make_current()
+    driver.load().cuMemGetAllocationGranularity(granularity, _properties(device), _MINIMUM_GRANULARITY)
+    return granularity.value
+
+
+def _properties(device: Device) -> AllocationProperties:
+    return AllocationProperties(type=_PINNED, location=Location(type=_ON_DEVICE, id=device.index))
+
+
 class MappedPages:
     """``nbytes`` of addresses, rounded up to ``granularity``, with memory mapped to them in chunks."""
 
@@ -57,12 +71,9 @@ class MappedPages:
         self._device = device
         self._driver = driver.load()
         device.make_current()
-        location = Location(type=_ON_DEVICE, id=device.index)
-        self._properties = AllocationProperties(type=_PINNED, location=location)
-        self._access = AccessDescription(location=location, flags=_READ_AND_WRITE)
-        granularity = ctypes.c_size_t()
-        self._driver.cuMemGetAllocationGranularity(granularity, self._properties, _MINIMUM_GRANULARITY)
-        self.granularity = granularity.value
+        self._properties = _properties(device)
+        self._access = AccessDescription(location=self._properties.location, flags=_READ_AND_WRITE)
+        self.granularity = page_bytes(device)
         self._nbytes = max(1, -(-nbytes // self.granularity)) * self.granularity
         base = ctypes.c_uint64()
         self._driver.cuMemAddressReserve(base, self._nbytes, 0, 0, 0)
@@ -117,6 +128,76 @@ class MappedPages:
         nbytes, handle = self._chunks.pop(offset)
         self._driver.cuMemUnmap(self.base + offset, nbytes)
         self._driver.cuMemRelease(handle)
+
+
+class GrowingMemory:
+    """Ranges of addresses ("lanes") for arrays that grow together and stay where they are.
+
+    Lane ``i`` holds up to ``most`` items of ``item_bytes[i]`` bytes. Memory is mapped to it from its start on, in whole
+    pages, and counts towards the limit of ``arena``.
+    """
+
+    def __init__(self, device: Device, arena: Arena, item_bytes: Sequence[int], most: int) -> None:
+        self._arena = arena
+        self._item_bytes = tuple(item_bytes)
+        self._most = most
+        maps = device.attribute(DeviceAttribute.VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)
+        self._granularity = page_bytes(device) if maps else ALIGNMENT
+        sizes = [self._rounded(most * nbytes) for nbytes in self._item_bytes]
+        self._offsets = [sum(sizes[:lane]) for lane in range(len(sizes))]
+        self._mapped = [0] * len(sizes)
+        if maps:
+            self._pages: Pages = MappedPages(device, sum(sizes))
+        else:
+            arena.charge(sum(sizes))
+            try:
+                self._pages = WholePages(device, sum(sizes))
+            except BaseException:
+                arena.charge(-sum(sizes))
+                raise
+            self._mapped = sizes
+        self._finalizer = weakref.finalize(self, self._pages.close)
+        self._finalizer.atexit = False  # the end of the process frees everything
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes there are."""
+        return len(self._offsets)
+
+    def address(self, lane: int) -> int:
+        """The first address of a lane."""
+        return self._pages.base + self._offsets[lane]
+
+    def grow(self, count: int) -> None:
+        """Map memory for ``count`` items or more in each lane. Raises ``OutOfMemory`` with nothing changed."""
+        if count > self._most:
+            raise ValueError(f"{count} items, but addresses were reserved for {self._most}")
+        sizes = [max(m, self._rounded(count * n)) for m, n in zip(self._mapped, self._item_bytes, strict=True)]
+        more = sum(sizes) - sum(self._mapped)
+        if more == 0:
+            return
+        self._arena.charge(more)
+        done: list[tuple[int, int]] = []
+        try:
+            for offset, before, size in zip(self._offsets, self._mapped, sizes, strict=True):
+                if size > before:
+                    self._pages.map(offset + before, size - before)
+                    done.append((offset + before, size - before))
+        except BaseException:
+            for offset, nbytes in done:
+                self._pages.unmap(offset, nbytes)
+            self._arena.charge(-more)
+            raise
+        self._mapped = sizes
+
+    def free(self) -> None:
+        """Give the memory back. The device must have finished with it; twice is harmless."""
+        if self._finalizer.alive:
+            self._finalizer()
+            self._arena.charge(-sum(self._mapped))
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._granularity) * self._granularity
 
 
 class WholePages:

@@ -17,7 +17,15 @@ from bminf_lite.cuda.runtime.bindings import LibraryError, bind
 from bminf_lite.cuda.runtime.driver import Device
 from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.memory.arena import Arena
-from bminf_lite.memory.device import CHUNK_BYTES, MARGIN, MappedPages, WholePages, device_arena, device_limit
+from bminf_lite.memory.device import (
+    CHUNK_BYTES,
+    MARGIN,
+    GrowingMemory,
+    MappedPages,
+    WholePages,
+    device_arena,
+    device_limit,
+)
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -217,3 +225,29 @@ def test_another_process_taking_the_memory(cuda_device: Device) -> None:
     block.free()
     arena.close()
     assert cuda_device.memory()[0] == free
+
+
+def test_growing_memory_keeps_its_addresses_and_counts_towards_the_limit(functions: SimpleNamespace) -> None:
+    device = Device(0)
+    arena = device_arena(device, "64MiB")
+    memory = GrowingMemory(device, arena, [MIB, MIB // 2], 40)
+    addresses = [memory.address(lane) for lane in range(memory.lanes)]
+    assert addresses[1] - addresses[0] == 40 * MIB and arena.reserved == taken(device) == 0
+    memory.grow(3)
+    assert arena.reserved == arena.used == taken(device) == 4 * MIB + 2 * MIB
+    memory.grow(2)
+    assert taken(device) == 6 * MIB
+    block = arena.allocate(40 * MIB)
+    with pytest.raises(OutOfMemory, match="the limit is reached"):
+        memory.grow(20)
+    with pytest.raises(OutOfMemory, match=r"64\.0 MiB allowed"):
+        arena.allocate(20 * MIB)
+    assert taken(device) == arena.reserved == 46 * MIB
+    block.free()
+    memory.grow(40)  # the arena's free pages make room
+    assert [memory.address(lane) for lane in range(memory.lanes)] == addresses
+    assert taken(device) == arena.reserved == 60 * MIB
+    memory.free()
+    memory.free()
+    assert taken(device) == arena.reserved == arena.used == 0
+    arena.close()

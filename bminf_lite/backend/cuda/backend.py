@@ -8,6 +8,7 @@ and writes the codes for the second. For that, an operation may return a deferre
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -30,12 +31,12 @@ from ...cuda.kernels.sampling.sampler import STATE_ARRAYS, Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
-from ...memory.device import MARGIN, device_arena
+from ...memory.device import MARGIN, GrowingMemory, device_arena
 from ..base import Backend
 from ..calibration import CalibrationOps
 from ..quantization import HostWeight
 from ..sampling import SamplerState
-from ..values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm
+from ..values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm
 from .arrays import Arrays
 from .calibration import CudaCalibrationOps
 from .deferred import (
@@ -150,28 +151,66 @@ class CudaBackend(Backend):
     def vector(self, values: np.ndarray) -> Array:
         return self.arrays.vector(np.asarray(values))
 
-    def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False) -> LayerCache:
+    def layer_cache(
+        self, num_blocks: int, kv_heads: int, head_dim: int, *, int8: bool = False, max_blocks: int | None = None
+    ) -> LayerCache:
         if head_dim > MAX_HEAD_DIM or head_dim % 2:
             raise DeviceError(f"heads of {head_dim} elements; attention kernels take even sizes up to {MAX_HEAD_DIM}")
-        shape, padded = (slots, kv_heads, capacity), round_up(head_dim, HEAD_PAD)
+        if max_blocks is not None:
+            return self._growing_cache(num_blocks, max_blocks, kv_heads, head_dim, int8)
+        shape, padded = (num_blocks, kv_heads, BLOCK_SIZE), round_up(head_dim, HEAD_PAD)
         keys, values = (self.arrays.empty((*shape, padded), np.int8 if int8 else np.float16) for _ in range(2))
         scales = (self.arrays.empty(shape, np.float16) for _ in range(2 if int8 else 0))
         return LayerCache(keys[..., :head_dim], values[..., :head_dim], *scales)
 
-    def grow(self, cache: LayerCache, capacity: int) -> None:
-        slots, kv_heads, old, head_dim = cache.keys.shape
+    def grow(self, cache: LayerCache, num_blocks: int) -> None:
+        old, kv_heads, _, head_dim = cache.keys.shape
+        int8 = cache.key_scales is not None
+        if cache.memory is not None:
+            cache.memory.grow(num_blocks)
+            cache.keys, cache.values, *scales = self._pools(cache.memory, num_blocks, kv_heads, head_dim)
+            if int8:
+                cache.key_scales, cache.value_scales = scales
+            return
+        larger = self.layer_cache(num_blocks, kv_heads, head_dim, int8=int8)
         runtime = cp.cuda.runtime
-        for name in ("keys", "values", "key_scales", "value_scales"):
-            before = getattr(cache, name)
-            if before is None:
-                continue
-            padding = (head_pitch_of(cache),) if before.ndim == 4 else ()
-            larger = self.arrays.empty((slots, kv_heads, capacity, *padding), before.dtype)
-            runtime.memcpy2DAsync(
-                larger.data.ptr, larger.strides[1], before.data.ptr, before.strides[1], old * before.strides[2],
-                slots * kv_heads, runtime.memcpyDeviceToDevice, self.stream.ptr,
-            )  # fmt: skip
-            setattr(cache, name, larger[..., :head_dim] if padding else larger)
+        for name in ("keys", "values", "key_scales", "value_scales") if int8 else ("keys", "values"):
+            before, after = getattr(cache, name), getattr(larger, name)
+            nbytes = old * before.strides[0]
+            runtime.memcpyAsync(after.data.ptr, before.data.ptr, nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
+            setattr(cache, name, after)
+
+    def free_layer_cache(self, cache: LayerCache) -> None:
+        if cache.memory is not None:
+            self.stream.synchronize()
+            cache.memory.free()
+        super().free_layer_cache(cache)
+
+    def _growing_cache(self, num_blocks: int, max_blocks: int, kv_heads: int, head_dim: int, int8: bool) -> LayerCache:
+        heads = kv_heads * BLOCK_SIZE  # of a block
+        nbytes = heads * round_up(head_dim, HEAD_PAD)
+        memory = GrowingMemory(
+            self.device, self.arena, [nbytes, nbytes, 2 * heads, 2 * heads] if int8 else [2 * nbytes] * 2, max_blocks
+        )
+        try:
+            memory.grow(num_blocks)
+        except BaseException:
+            memory.free()
+            raise
+        return LayerCache(*self._pools(memory, num_blocks, kv_heads, head_dim), memory=memory)
+
+    def _pools(self, memory: GrowingMemory, num_blocks: int, kv_heads: int, head_dim: int) -> list[cp.ndarray]:
+        """Keys and values, and for int8 their scales, in the lanes of ``memory``."""
+        shape, padded = (num_blocks, kv_heads, BLOCK_SIZE), round_up(head_dim, HEAD_PAD)
+
+        def array(lane: int, shape: tuple[int, ...], dtype: type) -> cp.ndarray:
+            nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+            unowned = cp.cuda.UnownedMemory(memory.address(lane), nbytes, memory, self.arrays.device)
+            return cp.ndarray(shape, dtype, cp.cuda.MemoryPointer(unowned, 0))
+
+        codes = np.int8 if memory.lanes == 4 else np.float16
+        heads = [array(lane, (*shape, padded), codes)[..., :head_dim] for lane in range(2)]
+        return heads + [array(lane, shape, np.float16) for lane in range(2, memory.lanes)]
 
     def calibration_ops(self) -> CalibrationOps:
         return CudaCalibrationOps(self, self.materializer, self.loader, self.int8_gemm)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from ...backend.values import BLOCK_SIZE, SEGMENT
 from ..runtime.cublaslt import Order
 from ..runtime.driver import shared_memory_per_block
 from ..runtime.tensor_maps import ROW_BYTES
@@ -103,10 +104,6 @@ class AttentionMask(IntEnum):
 
 LARGE_SHARED_MEMORY = 163 << 10
 """With so much shared memory per block, two blocks of prefill attention for heads of 128 elements fit an SM."""
-BLOCK_SIZE = 64
-"""Tokens in a block of the paged key-value cache."""
-SEGMENT = 1024
-"""Keys of a segment, within which attention sums in one order; segments are merged in order. A multiple of tiles."""
 GEMV_THREADS = 512
 GEMV_CHUNK = 512
 """Bytes of one row of the weight that a warp multiplies at once, 16 per thread."""

@@ -1,0 +1,64 @@
+"""The order of sums in attention: tiles and segments change roundings only."""
+
+from __future__ import annotations
+
+import numpy as np
+from float64_operations import attended
+from hypothesis import given
+from hypothesis import strategies as st
+from random_values import SEEDS
+from tolerances import assert_close
+
+from bminf_lite.backend.attention import PartialResult, attend, merge, segment_result
+from bminf_lite.backend.values import AttentionSpec
+
+KV_HEADS, GROUP, HEAD_DIM = 2, 3, 8
+
+
+def random_heads(rng: np.random.Generator, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries ``[n, heads, head_dim]``, keys and values ``[kv_heads, keys, head_dim]``, with some large scores."""
+    q = rng.standard_normal((queries, KV_HEADS * GROUP, HEAD_DIM)).astype(np.float32)
+    k, v = rng.standard_normal((2, KV_HEADS, keys, HEAD_DIM)).astype(np.float32)
+    return q * rng.choice([1, 8], (queries, 1, 1)).astype(np.float32), k, v
+
+
+@given(SEEDS, st.integers(1, 70), st.integers(1, 20), st.sampled_from([(8, 16), (8, 32), (16, 16), (64, 128)]))
+def test_any_tiles_and_segments_give_attention(seed: int, keys: int, queries: int, sizes: tuple[int, int]) -> None:
+    """All queries see all keys; the float64 model knows neither tiles nor segments."""
+    q, k, v = random_heads(np.random.default_rng(seed), queries, keys)
+    found = attend(q, k, v, 0.4, causal=False, tile=sizes[0], segment=sizes[1])
+    spec = AttentionSpec(KV_HEADS * GROUP, KV_HEADS, HEAD_DIM, 0.4)
+    heads = (x.swapaxes(0, 1).astype(np.float64) for x in (k, v))
+    expected, magnitude = attended(q.astype(np.float64), *heads, spec)
+    assert_close(found, expected.reshape(found.shape), "attention", np.float32, magnitude.reshape(found.shape))
+
+
+@given(SEEDS, st.integers(1, 70), st.integers(1, 40), st.data())
+def test_queries_in_one_piece_and_in_several(seed: int, keys: int, queries: int, data: st.DataObject) -> None:
+    """In fp32 the sums of a matrix product depend on its shape, so this holds within the tolerance."""
+    queries = min(queries, keys)
+    q, k, v = random_heads(np.random.default_rng(seed), queries, keys)
+    window = data.draw(st.sampled_from([None, 3, 17]))
+    whole = attend(q, k, v, 0.4, keys - queries, window, tile=8, segment=16)
+    cut = data.draw(st.integers(0, queries - 1))
+    seen = keys - queries + cut
+    parts = [attend(q[cut:], k, v, 0.4, seen, window, tile=8, segment=16)]
+    if cut:
+        parts.insert(0, attend(q[:cut], k[:, :seen], v[:, :seen], 0.4, keys - queries, window, tile=8, segment=16))
+    assert_close(np.concatenate(parts), whole, "attention", np.float32, np.abs(v).max())
+
+
+@given(SEEDS, st.integers(1, 30))
+def test_an_empty_side_leaves_the_other_unchanged(seed: int, keys: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores, values = rng.standard_normal((1, 4, keys)).astype(np.float32), rng.standard_normal((1, keys, 5))
+    part = segment_result(scores, values.astype(np.float32), 8, np.float32)
+    empty = segment_result(np.full_like(scores, -np.inf), values.astype(np.float32), 8, np.float32)
+    for merged in (merge(empty, part), merge(part, empty)):
+        for name in PartialResult.__dataclass_fields__:
+            np.testing.assert_array_equal(getattr(merged, name), getattr(part, name))
+
+
+def test_a_query_that_sees_nothing_gets_zeros() -> None:
+    q, k, v = random_heads(np.random.default_rng(0), 2, 5)
+    np.testing.assert_array_equal(attend(q, k[:, :0], v[:, :0], 1.0, causal=False), 0)
