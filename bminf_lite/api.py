@@ -237,6 +237,7 @@ class Model:
     def _request(self, index: int, prompt: EncodedPrompt, params: SamplingParams) -> Request:
         """The engine's form of a prompt: tokens to continue, or a source to encode and the decoder's first tokens."""
         eos_ids = self.eos_ids | prompt.stop_ids
+        params.check_model(self.engine_config.vocab_size, eos_ids)
         if not self.engine_config.is_encoder_decoder:
             return Request(index, prompt.token_ids, params, eos_ids)
         start = (*self.engine_config.decoder_start_token_ids, *prompt.target)

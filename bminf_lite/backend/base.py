@@ -30,7 +30,7 @@ from .quantization import (
     stack_biases,
     stack_outliers,
 )
-from .sampling import SamplerState
+from .sampling import NULL_ROW, SamplerState
 from .sampling import sample as sample_tokens
 from .values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement, RelativeBias
 
@@ -94,6 +94,13 @@ class Backend:
 
     def assign(self, target: Array, values: np.ndarray) -> None:
         """Overwrite a device array with a host array of the same shape."""
+        target[...] = values
+
+    def write(self, target: Array, values: np.ndarray) -> None:
+        """Overwrite a contiguous device array with a host array of its shape and dtype, without waiting for the device.
+
+        Work that was started before sees the old values, later work the new ones. ``values`` may change afterwards.
+        """
         target[...] = values
 
     def host(self, x: Array) -> np.ndarray:
@@ -325,17 +332,20 @@ class Backend:
         return self._round(out.reshape(q.shape))
 
     def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
-        """Choose each sequence's next token, as :mod:`.sampling` defines it: fp32 ``[B, vocab]`` -> int32 ``[2, B]``.
+        """Choose the next token of each sequence of a step, as :mod:`.sampling` defines it, from fp32 ``[B, vocab]``.
 
+        Returns int32 ``[2, B]``, or ``[2 + 2 * MAX_LOGPROBS, B]`` in the variant ``FULL``: what ``Choice.packed`` says.
         Row 0 holds the tokens (-1 where no token can be chosen), row 1 the bits of their fp32 log-probabilities. The
         sampler's state advances. A decoding ``batch`` is changed in place to the next one: its ``tokens`` are the
-        chosen tokens (0 for -1), and its ``context_lens`` grow by one.
+        chosen tokens (0 for -1), and its ``context_lens`` grow by one; where the sampler's row is ``NULL_ROW``, both
+        stay.
         """
-        tokens, logprobs = sample_tokens(logits, sampler)
+        choice = sample_tokens(logits, sampler)
         if batch is not None:
-            batch.tokens[...] = np.maximum(tokens, 0)
-            batch.context_lens += 1
-        return np.stack([tokens, logprobs.view(np.int32)])
+            used = sampler.rows != NULL_ROW
+            batch.tokens[used] = np.maximum(choice.tokens, 0)[used]
+            batch.context_lens[used] += 1
+        return choice.packed()
 
     # -- shared by the operations ---------------------------------------------------------------------------------
 

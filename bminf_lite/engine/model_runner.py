@@ -10,13 +10,13 @@ from typing import Protocol, cast
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.sampling import SamplerState
+from ..backend.sampling import SamplerState, state_of
 from ..backend.values import Array, ForwardBatch
 from ..errors import OutOfMemory
 from ..layers.cache import KVCache, SourceCache
 from .config import EngineConfig
 from .request import Request
-from .sampling_params import sampler_state
+from .sampling_params import sequence_sampling
 from .scheduler import ScheduledTokens
 
 
@@ -76,7 +76,7 @@ class ModelRunner:
         cast(EncoderDecoder, self.network).encode_to_cache(batch, self.cache.source)
 
     def prefill(self, chunk: Sequence[ScheduledTokens]) -> np.ndarray | None:
-        """Process prompt tokens; returns the chosen tokens int32 ``[2, B]``, or None if no prompt is complete yet."""
+        """Process prompt tokens; returns what ``Backend.sample`` does, or None if no prompt is complete yet."""
         self.reserve(max(part.num_cached_tokens + len(part.token_ids) for part in chunk))
         logits = self.network(self.make_batch(chunk), self.cache)
         if not any(part.completes_prompt for part in chunk):
@@ -103,13 +103,10 @@ class ModelRunner:
 
     def make_sampler(self, requests: Sequence[Request]) -> SamplerState:
         """The sampler state of requests on the device, after the tokens that they have generated."""
-        params, prompts = [r.params for r in requests], [r.prompt_token_ids for r in requests]
-        state = sampler_state(params, prompts, self.config.vocab_size, [r.index for r in requests])
-        state.step[:] = [len(r.output_token_ids) for r in requests]
-        if state.counts is not None:
-            for row, request in zip(state.counts, requests, strict=True):
-                np.add.at(row, request.output_token_ids, 1)
-        return state.map(self.ops.array)
+        sequences = [
+            sequence_sampling(r.params, r.index, r.prompt_token_ids, r.output_token_ids, r.eos_ids) for r in requests
+        ]
+        return state_of(sequences, self.config.vocab_size).map(self.ops.array)
 
 
 class DecodingGroup:
@@ -150,7 +147,7 @@ class DecodingGroup:
         self._in_flight.append(ops.fetch(self._replay()))
 
     def fetch(self) -> np.ndarray:
-        """The tokens of the oldest step in flight, int32 ``[2, B]``. Waits for the device."""
+        """The result of ``Backend.sample`` of the oldest step in flight. Waits for the device."""
         return self._in_flight.popleft()()
 
     def close(self) -> None:

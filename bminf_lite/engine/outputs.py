@@ -39,7 +39,9 @@ class Result:
 
     ``finish_reason`` is ``"stop"`` (an end-of-sequence token or a stop string) or ``"length"`` (``max_new_tokens`` or
     the model's context is used up). ``token_ids`` holds every generated token, including the end-of-sequence token;
-    ``text`` ends before a stop string. ``logprobs`` has the log-probability of each token if the parameters say so.
+    ``text`` ends before a stop string. ``logprobs`` has the log-probability of each token if the parameters say so,
+    and ``top_logprobs`` for each token the most likely tokens at its place, as pairs of a token id and its
+    log-probability, if the parameters ask for any.
     """
 
     text: str
@@ -48,6 +50,7 @@ class Result:
     prompt_tokens: int
     timings: Timings
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -68,6 +71,8 @@ class Result:
         }
         if self.logprobs is not None:
             result["logprobs"] = self.logprobs
+        if self.top_logprobs is not None:
+            result["top_logprobs"] = [[list(pair) for pair in pairs] for pairs in self.top_logprobs]
         return result
 
 
@@ -95,6 +100,7 @@ def make_piece(request: Request, text: str, whole_text: str) -> Piece:
     prompt_seconds = request.first_token_time - request.start_time
     decode_seconds = request.last_token_time - request.first_token_time
     timings = Timings(prompt_tokens, len(output), prompt_seconds, decode_seconds)
-    logprobs = list(request.logprobs) if request.params.logprobs else None
-    result = Result(whole_text, output, request.finish_reason, prompt_tokens, timings, logprobs)
+    logprobs = list(request.logprobs) if request.params.logprobs is not None else None
+    top_logprobs = list(request.top_logprobs) if request.params.logprobs else None
+    result = Result(whole_text, output, request.finish_reason, prompt_tokens, timings, logprobs, top_logprobs)
     return Piece(request.index, text, token_ids, request.finish_reason, result)

@@ -25,6 +25,7 @@ class Request:
     source_token_ids: Sequence[int] = ()
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: str | None = None
     slot: int = -1
     num_prefilled_tokens: int = 0
@@ -52,12 +53,16 @@ class Request:
         limit = min(self.params.max_new_tokens, context_length - len(self.prompt_token_ids))
         return limit - len(self.output_token_ids)
 
-    def append_token(self, token: int, logprob: float, context_length: int) -> None:
+    def append_token(
+        self, token: int, logprob: float, context_length: int, top_logprobs: Sequence[tuple[int, float]] = ()
+    ) -> None:
         """Record a generated token; sets ``finish_reason`` if it is the last."""
         self.last_token_time = time.perf_counter()
         self.first_token_time = self.first_token_time or self.last_token_time
         self.output_token_ids.append(token)
         self.logprobs.append(logprob)
+        if self.params.logprobs:
+            self.top_logprobs.append(list(top_logprobs))
         if self.ended_by_eos:
             self.finish_reason = "stop"
         elif self.remaining_tokens(context_length) <= 0:

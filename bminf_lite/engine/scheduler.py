@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..backend.sampling import Choice
 from ..backend.values import CACHE_BLOCK
 from ..errors import BminfError
 from .config import EngineConfig
@@ -116,13 +117,14 @@ class Scheduler:
         return not (finished and crowded)
 
     def postprocess(self, group: Sequence[Request], chosen: np.ndarray) -> list[Request]:
-        """Record the tokens of a step, int32 ``[2, B]`` as ``Backend.sample`` returns them.
+        """Record the tokens of a step, int32 as ``Backend.sample`` returns them.
 
         Drops the tokens of finished requests and of incomplete prompts, and returns the other requests. Raises
         ``BminfError`` where no token could be chosen.
         """
         receivers = []
-        for request, token, logprob in zip(group, chosen[0], chosen[1].view(np.float32), strict=True):
+        choice = Choice.unpack(chosen)
+        for b, (request, token, logprob) in enumerate(zip(group, choice.tokens, choice.logprobs, strict=True)):
             if request.finish_reason or not request.is_prefilled:
                 continue
             if token < 0:
@@ -131,7 +133,8 @@ class Scheduler:
                     f"prompt {request.index}: no token can be chosen at position {position}, because the model's "
                     "logits there hold a NaN or an infinity; load(..., check=True) or generate --check finds the layer"
                 )
-            request.append_token(int(token), float(logprob), self.config.context_length)
+            top = choice.most_likely(b, request.params.logprobs or 0)
+            request.append_token(int(token), float(logprob), self.config.context_length, top)
             receivers.append(request)
         return receivers
 
