@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+import time
+import weakref
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 
 from . import backend
 from .checkpoint.opened_model import open_model
+from .completions import Completion, arun, run
 from .engine.config import EngineConfig
-from .engine.generation import generate_tokens
+from .engine.core import Engine, EngineStats, closed_error
 from .engine.model_runner import ModelRunner, Network
-from .engine.outputs import Piece, Result, make_piece
+from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
 from .errors import UsageError
@@ -38,25 +42,31 @@ def load(
     path: str | Path,
     device: str = "auto",
     memory_limit: int | str | None = None,
-    max_batch: int = 16,
+    max_batch: int | None = None,
     kv_cache: str = "fp16",
     context: int | None = None,
     check: bool = False,
+    prefix_cache: bool = True,
+    max_queue: int = EngineConfig.max_queue,
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
     - ``device``: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
     - ``memory_limit``: the most GPU memory that the model may use, in bytes or as text such as ``"6GiB"``. Layers that
       do not fit are streamed from host memory; see docs/memory.md. Without effect on a CPU.
-    - ``max_batch``: the most sequences that are decoded together.
+    - ``max_batch``: the most sequences that a step computes; the default follows from the memory.
     - ``kv_cache``: ``fp16`` (fp32 on a CPU), or ``int8``, which takes half the memory.
     - ``context``: tokens that the cache must have room for. The default is the model's context length, or less where
       memory is short. Without effect on a CPU.
     - ``check``: raise an error that names the layer where an activation is NaN or infinite. Slow on a GPU.
+    - ``prefix_cache``: keep the keys and values of finished requests, and reuse them for prompts that begin alike.
+      Results are the same without it.
+    - ``max_queue``: the most requests that may wait; one more is an error.
 
     Raises ``CheckpointError``, ``DeviceError``, ``UsageError``, or ``OutOfMemory`` with a size that would fit.
     """
-    for name, value in {"max_batch": max_batch, "context": 1 if context is None else context}.items():
+    bounds = {"max_batch": max_batch, "context": context, "max_queue": max_queue}
+    for name, value in ((n, v) for n, v in bounds.items() if v is not None):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}, but must be a whole number, 1 or more")
     if kv_cache not in ("fp16", "int8"):
@@ -76,15 +86,36 @@ def load(
             ops.close()
             raise
         engine_config = make_engine_config(config, cache_shape, plan, max_batch)
+        engine_config = replace(engine_config, prefix_cache=prefix_cache, max_queue=max_queue)
         return Model(network, engine_config, checkpoint.path, checkpoint.generation_config, eos_ids)
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """The keyword arguments of generation: the fields of :class:`SamplingParams`, and how a request is served.
+
+    - ``add_special_tokens``: frame a text as the checkpoint does; see :meth:`Model.encode`. True by default.
+    - ``priority``: requests with a higher number start first; 0 by default.
+    - ``deadline``: seconds after which the request ends with what it has, and the finish reason ``deadline``.
+    - ``cache_salt``: a text; only requests with equal ones reuse each other's keys and values.
+    - ``prompt_logprobs``: report the log-probability of each token of the prompt. The prompt is then computed whole.
+    """
+
+    add_special_tokens: bool
+    priority: int
+    deadline: float | None
+    cache_salt: str
+    prompt_logprobs: bool
 
 
 class Model:
     """A model on its device. Close it, or use it as a context manager, to give the device's memory back.
 
-    Several streams of one thread may interleave. ``folder`` holds the tokenizer's files, which are read when text is
-    first used; a model without them works with token ids alone. ``generation_config`` holds the defaults of sampling.
-    ``eos_ids`` are the tokens that end a completion; None means the tokenizer's.
+    It may be used by any number of threads and asyncio tasks: all requests share the steps of one loop, which runs in a
+    thread of its own and owns the device (docs/scheduling.md).
+
+    ``folder`` holds the tokenizer's files, which are read when text is first used; a model without them works with
+    token ids alone. ``generation_config`` holds the defaults of sampling. ``eos_ids`` are the tokens that end a
+    completion; None means the tokenizer's.
     """
 
     def __init__(
@@ -100,16 +131,19 @@ class Model:
         self.generation_config = generation_config or {}
         self.ops = ops = network.ops
         self._configured_eos_ids = eos_ids
+        self._engine = engine = Engine(
+            engine_config, lambda blocks: ModelRunner(network, engine_config, blocks), ops.make_current, ops.close
+        )
+        self._finalizer = weakref.finalize(self, engine.close)
         self._prompts = PromptEncoder(
             folder,
-            lambda array: ops.host(ops.adopt(array)),  # does not use self, so that a dropped model is freed at once
+            lambda array: engine.call(lambda: ops.host(ops.adopt(array))),  # without self, which is freed when dropped
             vocab_size=engine_config.vocab_size,
             context_length=engine_config.context_length,
             is_encoder_decoder=engine_config.is_encoder_decoder,
             max_source_length=engine_config.max_source_length,
             decoder_start_length=len(engine_config.decoder_start_token_ids),
         )
-        self._closed = False
 
     @property
     def device(self) -> str:
@@ -136,12 +170,17 @@ class Model:
         """GPU memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; empty on a CPU."""
         return self.ops.memory()
 
+    def stats(self) -> EngineStats:
+        """What the engine does now: waiting and running requests, blocks of the cache, and counts since loading."""
+        return self._engine.stats()
+
     def close(self) -> None:
-        """Give the device's memory back. Afterwards the model and its unfinished streams raise ``UsageError``."""
-        if not self._closed:
-            self._closed = True
-            self._prompts.close()
-            self.ops.close()
+        """Give the device's memory back. Afterwards the model and its unfinished streams raise ``UsageError``.
+
+        It may be called while other threads generate: their calls raise the same error.
+        """
+        self._prompts.close()
+        self._finalizer()
 
     def __reduce__(self) -> str:
         raise UsageError("a model cannot be copied, pickled or sent to another process: load its folder again there")
@@ -156,43 +195,50 @@ class Model:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str
-        self, prompt: Prompt, *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
+        self, prompt: Prompt, **options: Unpack[RequestOptions]
     ) -> Result: ...
     @overload
-    def generate(
-        self, prompt: Sequence[Prompt], *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
-    ) -> list[Result]: ...
-    def generate(
-        self, prompt: Any, *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
-    ) -> Result | list[Result]:
+    def generate(self, prompt: Sequence[Prompt], **options: Unpack[RequestOptions]) -> list[Result]: ...
+    def generate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Result | list[Result]:
         """Complete a prompt or a list of prompts. One prompt gives a result, a list gives a list in the same order.
 
         A prompt is text, a list of token ids, a list of messages (``{"role": "user", "content": ...}``) to answer, or a
-        result of :meth:`encode`. ``options`` are the fields of :class:`SamplingParams`, whose defaults come from the
-        checkpoint's ``generation_config.json``; for ``add_special_tokens`` see :meth:`encode`. Prompts of one list draw
-        differently with the same seed. Raises ``UsageError`` for invalid arguments, which lists all invalid prompts;
-        ``CheckpointError`` for missing or malformed tokenizer files; ``OutOfMemory``, after which the model can still
-        be used for fewer or shorter prompts.
+        result of :meth:`encode`. ``options`` are those of :class:`RequestOptions`; defaults of sampling come from the
+        checkpoint's ``generation_config.json``. Prompts of one list draw differently with the same seed. Raises
+        ``UsageError`` for invalid arguments, which lists all invalid prompts, for a prompt that could never fit in the
+        cache and for too many waiting requests; ``CheckpointError`` for missing or malformed tokenizer files;
+        ``OutOfMemory``, after which the model can still be used.
         """
-        with closing(self.stream(prompt, add_special_tokens=add_special_tokens, **options)) as pieces:
-            results = {piece.index: piece.result for piece in pieces if piece.result is not None}
-        ordered = [results[i] for i in range(len(results))]
-        return ordered if is_batch(prompt) else ordered[0]
+        completions = self._completions(prompt, options)
+        with closing(run(self._engine, completions, _needs_text_at_once(completions))) as pieces:
+            return _results(prompt, [piece for piece in pieces if piece.result is not None])
 
     def stream(
-        self, prompt: Prompt | Sequence[Prompt], *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
+        self, prompt: Prompt | Sequence[Prompt], **options: Unpack[RequestOptions]
     ) -> Generator[Piece, None, None]:
         """Like :meth:`generate`, but yields pieces as the text appears. Arguments are checked before the first piece.
 
-        Closing the stream ends generation and gives its memory back.
+        Closing the stream ends generation; the memory of its requests is free at the next step.
         """
-        self._require_open()
-        params = SamplingParams.from_checkpoint(self.generation_config, **options)
-        encoded = self._prompts.encode_all(prompt, add_special_tokens)
-        tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
-        requests = [self._request(i, p, params.with_seed()) for i, p in enumerate(encoded)]
-        texts = [TextStream(tokenizer, params.stop, p.token_ids if p.continues else ()) for p in encoded]
-        return self._run(requests, texts)
+        return run(self._engine, self._completions(prompt, options), every_token=True)
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, **options: Unpack[RequestOptions]
+    ) -> Result: ...
+    @overload
+    async def agenerate(self, prompt: Sequence[Prompt], **options: Unpack[RequestOptions]) -> list[Result]: ...
+    async def agenerate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Result | list[Result]:
+        """:meth:`generate` for asyncio. Cancelling the task cancels its requests."""
+        completions = self._completions(prompt, options)
+        async with aclosing(arun(self._engine, completions, _needs_text_at_once(completions))) as pieces:
+            return _results(prompt, [piece async for piece in pieces if piece.result is not None])
+
+    def astream(
+        self, prompt: Prompt | Sequence[Prompt], **options: Unpack[RequestOptions]
+    ) -> AsyncGenerator[Piece, None]:
+        """:meth:`stream` for asyncio: ``async for piece in model.astream(prompt)``."""
+        return arun(self._engine, self._completions(prompt, options), every_token=True)
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
         """The tokens of a prompt, checked: at least one, and few enough to leave room for a new token.
@@ -234,32 +280,42 @@ class Model:
         """
         return self._prompts.render(messages, add_generation_prompt, **variables)
 
-    def _request(self, index: int, prompt: EncodedPrompt, params: SamplingParams) -> Request:
+    def _completions(self, prompt: Any, options: RequestOptions) -> list[Completion]:
+        """The requests of a call with the texts that they will have. All arguments are checked."""
+        self._require_open()
+        given = cast(dict[str, Any], dict(options))
+        add_special_tokens = given.pop("add_special_tokens", True)
+        served: dict[str, Any] = {}
+        for name in ("priority", "cache_salt", "prompt_logprobs"):
+            if name in given:
+                served[name] = given.pop(name)
+        deadline = given.pop("deadline", None)
+        _check_served(served, deadline, self.engine_config.is_encoder_decoder)
+        params = SamplingParams.from_checkpoint(self.generation_config, **given)
+        encoded = self._prompts.encode_all(prompt, add_special_tokens)
+        tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
+        if deadline is not None:
+            served["deadline"] = time.perf_counter() + deadline
+        return [
+            Completion(
+                self._request(i, p, params.with_seed(), served),
+                TextStream(tokenizer, params.stop, p.token_ids if p.continues else ()),
+            )
+            for i, p in enumerate(encoded)
+        ]
+
+    def _request(self, index: int, prompt: EncodedPrompt, params: SamplingParams, served: dict[str, Any]) -> Request:
         """The engine's form of a prompt: tokens to continue, or a source to encode and the decoder's first tokens."""
         eos_ids = self.eos_ids | prompt.stop_ids
+        params.check_model(self.engine_config.vocab_size, eos_ids)
         if not self.engine_config.is_encoder_decoder:
-            return Request(index, prompt.token_ids, params, eos_ids)
+            return Request(index, prompt.token_ids, params, eos_ids, **served)
         start = (*self.engine_config.decoder_start_token_ids, *prompt.target)
-        return Request(index, start, params, eos_ids, source_token_ids=prompt.token_ids)
-
-    def _run(self, requests: list[Request], texts: list[TextStream]) -> Generator[Piece, None, None]:
-        if not requests:
-            return
-        self._require_open()
-        with closing(generate_tokens(self.network, requests, self.engine_config)) as steps:
-            for request in steps:
-                stream = texts[request.index]
-                # The end-of-sequence token has no text, even if the vocabulary gives it one.
-                visible = () if request.ended_by_eos else request.output_token_ids[-1:]
-                text, stopped = stream.push(visible, last=request.finish_reason is not None)
-                if stopped:
-                    request.finish_reason = "stop"
-                yield make_piece(request, text, stream.text)
-                self._require_open()
+        return Request(index, start, params, eos_ids, source_token_ids=prompt.token_ids, **served)
 
     def _require_open(self) -> None:
-        if self._closed:
-            raise UsageError("the model is closed: load it again")
+        if not self._finalizer.alive:
+            raise closed_error()
 
     # -- tensors --------------------------------------------------------------------------------------------------
 
@@ -288,8 +344,65 @@ class Model:
         if not (0 < len(source_ids) <= longest if config.is_encoder_decoder else source is None):
             wanted = f"a source of 1 to {longest:,} token ids" if config.is_encoder_decoder else "no source"
             raise UsageError(f"logits of this model need {wanted}, not {'none' if source is None else len(source_ids)}")
-        with closing(ModelRunner(self.network, config, 1, len(ids), len(source_ids))) as runner:
-            if device:
-                (logits,) = runner.logits(ids, source_ids, all_at_once=True)
-                return self.ops.complete(logits)
-            return np.concatenate([self.ops.host(logits) for logits in runner.logits(ids, source_ids)])
+        return self._logits(ids.tolist(), source_ids, device)
+
+    def _logits(self, token_ids: Sequence[int], source_ids: Sequence[int], device: bool) -> Any:
+        """The logits of checked tokens. They are computed like a prompt, beside other requests."""
+        ops = self.ops
+        pieces: dict[int, Any] = {}
+        errors: list[BaseException] = []
+        ended: SimpleQueue[Request] = SimpleQueue()
+
+        def take(start: int, logits: Any) -> None:
+            if start == 0:
+                pieces.clear()
+            try:
+                pieces[start] = ops.complete(logits) if device else ops.host(logits)
+            except BaseException as error:
+                errors.append(error)
+
+        request = Request(
+            0, token_ids, SamplingParams(seed=0), source_token_ids=source_ids, take_logits=take, whole_prompt=device,
+            on_update=ended.put,
+        )  # fmt: skip
+        self._engine.submit([request])
+        try:
+            ended.get()
+        finally:
+            self._engine.cancel([request])
+        for error in (request.error, *errors):
+            if error is not None:
+                raise error
+        return pieces[0] if device else np.concatenate(list(pieces.values()))
+
+
+def _needs_text_at_once(completions: Sequence[Completion]) -> bool:
+    """Whether each token's text is needed when the token comes, because a stop string may end the request."""
+    return any(c.request.params.stop for c in completions)
+
+
+def _results(prompt: Any, last_pieces: Sequence[Piece]) -> Result | list[Result]:
+    """The results in the order of the prompts; one result for one prompt."""
+    results = {piece.index: piece.result for piece in last_pieces if piece.result is not None}
+    ordered = [results[i] for i in range(len(results))]
+    return ordered if is_batch(prompt) else ordered[0]
+
+
+def _check_served(served: Mapping[str, Any], deadline: Any, is_encoder_decoder: bool) -> None:
+    """Raise ``UsageError`` with all wrong values among how a request is to be served."""
+    problems = []
+    for name, kind, wanted in (
+        ("priority", int, "a whole number"), ("cache_salt", str, "a text"), ("prompt_logprobs", bool, "True or False"),
+    ):  # fmt: skip
+        value = served.get(name, kind())
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            problems.append(f"{name} is {value!r}, but must be {wanted}")
+    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+        problems.append(f"deadline is {deadline!r}, but must be seconds, more than 0")
+    if served.get("prompt_logprobs") and is_encoder_decoder:
+        problems.append(
+            "prompt_logprobs is True, but the prompt of this model is read by an encoder, which predicts none of its "
+            "tokens: leave it out"
+        )
+    if problems:
+        raise UsageError("; ".join(problems))

@@ -16,13 +16,14 @@ import numpy as np
 from .backend.base import Backend
 from .backend.meta import MetaBackend
 from .backend.quantization import HostWeight, Int8Weight
+from .backend.values import BLOCK_SIZE
 from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
 from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
 from .cuda.kernels.arrays import HEAD_PAD, round_up
 from .engine.config import EngineConfig
 from .errors import OutOfMemory
-from .layers.cache import CacheShape
+from .layers.cache import CacheShape, blocks_for
 from .memory.machine import available_memory
 from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
 from .memory.sizes import format_size
@@ -31,6 +32,11 @@ from .models.spec import Role, Spec
 
 LIBRARY_BYTES = 48 << 20
 """Bytes of cublasLt's workspace and the kernels' own small arrays on the device."""
+
+LOGITS_SHARE = 8
+"""Logits of the sequences of a step take at most this part of the memory that a plan leaves."""
+CPU_CACHE = 4 << 30
+"""Bytes that a CPU is assumed to have free where the system does not say."""
 
 SchemeOf = Callable[[str], Scheme]
 
@@ -97,20 +103,58 @@ def plan_placement(
 
 
 def make_engine_config(
-    config: ModelConfig, cache_shape: CacheShape, plan: MemoryPlan | None, max_batch: int = EngineConfig.max_batch
+    config: ModelConfig, cache_shape: CacheShape, plan: MemoryPlan | None, max_num_seqs: int | None = None
 ) -> EngineConfig:
-    """The engine's configuration for a model of the parsed configuration ``config`` under ``plan``."""
+    """The engine's configuration for a model of the parsed configuration ``config`` under ``plan``.
+
+    The key-value cache takes the memory that the plan has for it and all that the plan leaves. Without a plan, that is
+    on a CPU, it takes at most a quarter of the host's free memory. There are blocks for one sequence of the planned
+    context at least, and for ``max_num_seqs`` at most.
+    """
+    chunk = CHUNK if plan is None else plan.chunk
+    if plan is None:
+        max_num_seqs = max_num_seqs or EngineConfig.max_num_seqs
+        room, context, itemsize = (available_memory() or CPU_CACHE) // 4, config.context_length, 4
+    else:
+        left = max(plan.machine.memory - plan.total_bytes, 0)
+        per_sequence = plan.requirements.scratch_per_sequence
+        if max_num_seqs is None:
+            max_num_seqs = min(max(left // LOGITS_SHARE // per_sequence, 1), EngineConfig.max_num_seqs)
+        room = plan.cache_bytes + max(left - (max_num_seqs - 1) * per_sequence, 0)
+        context, itemsize = plan.context, 2
+    *num_blocks, num_source_blocks = cache_blocks(config, cache_shape, context, chunk, room, max_num_seqs, itemsize)
     return EngineConfig(
         config.context_length,
         config.vocab_size,
         cache_shape,
-        max_batch,
-        max_num_batched_tokens=plan.chunk if plan is not None else CHUNK,
-        cache_tokens=plan.context if plan is not None and plan.host_tables else 0,
+        tuple(num_blocks),
+        num_source_blocks,
+        max_num_seqs,
+        max_num_batched_tokens=chunk,
         is_encoder_decoder=config.is_encoder_decoder,
         max_source_length=config.max_source_length,
         decoder_start_token_ids=config.decoder_start_token_ids,
     )
+
+
+def cache_blocks(
+    config: ModelConfig, shape: CacheShape, context: int, chunk: int, room: int, max_num_seqs: int, itemsize: int
+) -> list[int]:
+    """Blocks of each group of layers, null blocks included, that fit in ``room`` bytes; the last are the sources'.
+
+    Groups share the room so that each can serve the same number of sequences of ``context`` tokens. ``itemsize`` is
+    that of the activation type.
+    """
+    needed = [blocks_for(context if w is None else min(context, w + chunk)) + (w is not None) for w in shape.groups]
+    layers = [shape.layers_of(group) for group in range(len(needed))]
+    if config.is_encoder_decoder:
+        needed.append(blocks_for(min(config.max_source_length, context)))
+        layers.append(shape.layers)
+    block_bytes = BLOCK_SIZE * shape.bytes_per_layer_token(itemsize)
+    one_sequence = sum(n * count for n, count in zip(needed, layers, strict=True)) * block_bytes
+    sequences = min(max(room / one_sequence, 1), max_num_seqs)
+    blocks = [1 + int(sequences * n) for n in needed]
+    return blocks if config.is_encoder_decoder else [*blocks, 0]
 
 
 def _require_host_memory(spec: Spec) -> None:

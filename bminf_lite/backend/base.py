@@ -31,7 +31,7 @@ from .quantization import (
     stack_biases,
     stack_outliers,
 )
-from .sampling import SamplerState
+from .sampling import NULL_ROW, SamplerState, report
 from .sampling import sample as sample_tokens
 from .values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement
 
@@ -97,6 +97,13 @@ class Backend:
         """Overwrite a device array with a host array of the same shape."""
         target[...] = values
 
+    def write(self, target: Array, values: np.ndarray) -> None:
+        """Overwrite a contiguous device array with a host array of its shape and dtype, without waiting for the device.
+
+        Work that was started before sees the old values, later work the new ones. ``values`` may change afterwards.
+        """
+        target[...] = values
+
     def host(self, x: Array) -> np.ndarray:
         """A NumPy array of the values. Waits for the device."""
         return np.asarray(x)
@@ -116,6 +123,9 @@ class Backend:
         ``work`` must do the same operations on the same arrays at each call, and return the same arrays.
         """
         return work
+
+    def make_current(self) -> None:
+        """Let the calling thread use the device; each thread that does so calls this once."""
 
     def describe(self) -> str:
         """The device's name and properties, for display."""
@@ -340,17 +350,37 @@ class Backend:
         return self._round(out.reshape(q.shape))
 
     def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
-        """Choose each sequence's next token, as :mod:`.sampling` defines it: fp32 ``[B, vocab]`` -> int32 ``[2, B]``.
+        """Choose the next token of each sequence of a step, as :mod:`.sampling` defines it, from fp32 ``[B, vocab]``.
 
+        Returns int32 ``[2, B]``, or ``[2 + 2 * MAX_LOGPROBS, B]`` in the variant ``FULL``: what ``Choice.packed`` says.
         Row 0 holds the tokens (-1 where no token can be chosen), row 1 the bits of their fp32 log-probabilities. The
         sampler's state advances. A decoding ``batch`` is changed in place to the next one: its ``tokens`` are the
-        chosen tokens (0 for -1), and its ``context_lens`` grow by one.
+        chosen tokens (0 for -1), and its ``context_lens`` grow by one; where the sampler's row is ``NULL_ROW``, both
+        stay.
         """
-        tokens, logprobs = sample_tokens(logits, sampler)
+        choice = sample_tokens(logits, sampler)
         if batch is not None:
-            batch.tokens[...] = np.maximum(tokens, 0)
-            batch.context_lens += 1
-        return np.stack([tokens, logprobs.view(np.int32)])
+            used = sampler.rows != NULL_ROW
+            batch.tokens[used] = np.maximum(choice.tokens, 0)[used]
+            batch.context_lens[used] += 1
+        return choice.packed()
+
+    def insert_last_tokens(self, tokens: Array, sampler: SamplerState) -> None:
+        """Replace -1 among a step's first tokens by the newest token of its sequence, in place.
+
+        ``tokens`` is int32 ``[T]``; token ``i`` belongs to the sequence in row ``sampler.rows[i]``, for the leading
+        sequences of the step. So a step can be started before the tokens that the step before it chooses are known.
+        """
+        count = min(len(tokens), len(sampler.rows))
+        newest = sampler.columns["last_token"][sampler.rows[:count]]
+        tokens[:count] = np.where(tokens[:count] < 0, newest, tokens[:count])
+
+    def token_logprobs(self, logits: Array, tokens: Array) -> Array:
+        """The log-softmax of each row of ``logits`` at its token: fp32 ``[n, vocab]``, int32 ``[n]`` -> fp32 ``[n]``.
+
+        The sums are in the order of those that :meth:`sample` reports.
+        """
+        return report(logits, tokens, np.zeros(len(tokens), np.int32)).logprobs
 
     # -- shared by the operations ---------------------------------------------------------------------------------
 

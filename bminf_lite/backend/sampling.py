@@ -2,9 +2,11 @@
 
 The steps for each row of fp32 logits follow. Every fp32 operation is rounded on its own (no fused multiply-add).
 
-1. Repetition penalty ``r`` over the tokens of prompt and completion, as in Hugging Face transformers: ``x / r`` where
-   ``x > 0``, else ``x * r``. Then, over generated tokens and as in OpenAI's definition, ``x - frequency * n`` where
-   ``n`` says how often the token was generated, and ``x - presence`` where ``n > 0``.
+1. The sequence's ``logit_bias`` is added. Then repetition penalty ``r`` over the tokens of prompt and completion, as in
+   Hugging Face transformers: ``x / r`` where ``x > 0``, else ``x * r``. Then, over generated tokens and as in OpenAI's
+   definition, ``x - frequency * n`` where ``n`` says how often the token was generated, and ``x - presence`` where
+   ``n > 0``. Last, tokens that the sequence's bit mask forbids, and its end-of-sequence tokens until ``min_tokens``
+   tokens are drawn, become -inf (but NaN and +inf stay, so that they are noticed).
 2. Temperature 0 takes the largest ``x``; of equals (0 equals -0), the lowest id.
 3. Otherwise each token has an integer weight, ``rint(2**40 * exp((x - max x) / temperature))``, see :func:`weights`.
    Integers add up to the same sum in any order, so a parallel kernel needs no particular order of summation to choose
@@ -16,18 +18,33 @@ The steps for each row of fp32 logits follow. Every fp32 operation is rounded on
    the seed as key and ``(step, sequence, 0, 0)`` as counter, selects the position ``floor(u * total / 2**32)`` in
    the kept weights laid end to end by ascending token id.
 
-The generator is keyed by the sequence and its step, so the draws of a sequence do not depend on its batch.
+Log-probabilities are the log-softmax of the logits as given, before step 1. Their order of sums is a function of the
+vocabulary's size alone.
+
+A draw depends on the logits and on the sequence's own row of the table, never on its place in the step or on the rest
+of the batch: the generator is keyed by the seed, the sequence and its step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from math import ceil, factorial, log
+from typing import NamedTuple
 
 import numpy as np
 
 from .values import Array
+
+NULL_ROW = 0
+"""The row of a sequence that only pads a step: nothing is chosen for it, and nothing changes."""
+MAX_LOGPROBS = 20
+"""The most likely tokens that a step can report for each sequence; OpenAI's bound."""
+MAX_LOGIT_BIAS = 300
+"""Tokens with a bias, for each sequence."""
+MAX_END_TOKENS = 15
+"""End-of-sequence tokens that ``min_tokens`` can forbid, for each sequence: as many as make a row 128 bytes long."""
 
 PROMPT_FLAG = 1 << 30
 """Set in ``SamplerState.counts`` for a token of the prompt; the bits below say how often it was generated."""
@@ -39,79 +56,260 @@ LOG2_E = np.float32(1 / log(2))
 EXP2_COEFFICIENTS = tuple(np.float32(log(2) ** k / factorial(k)) for k in range(6, -1, -1))
 """Taylor series of ``2**f`` for ``|f| <= 1/2``, highest power first: within 2e-7 of the function, and exact at 0."""
 
+ROW = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("top_k", np.int32),  # 0: off
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("sequence", np.int32),  # tells the sequences of one seed apart
+        ("step", np.int32),  # tokens drawn so far; sampling advances it
+        ("last_token", np.int32),  # the newest token, 0 for -1; sampling writes it
+        ("min_tokens", np.int32),
+        ("num_logprobs", np.int32),  # of the most likely tokens, 0 to MAX_LOGPROBS
+        ("num_bias", np.int32),  # entries of SamplerState.bias
+        ("count_row", np.int32),  # of SamplerState.counts; -1: no penalties
+        ("mask_row", np.int32),  # of SamplerState.masks; -1: every token is allowed
+        ("end_tokens", np.int32, MAX_END_TOKENS),  # filled with -1
+    ]
+)
+"""One sequence's row of :attr:`SamplerState.table`: 128 bytes, so that one copy writes it and one access reads it."""
+ROW_WORDS = ROW.itemsize // 4
+
+
+class SamplerVariant(IntEnum):
+    """What the rows of a step need at most. A step of a greater variant gives the same tokens and log-probabilities."""
+
+    GREEDY = 0
+    """Every temperature is 0, and nothing changes the logits."""
+    DRAW = 1
+    """Nothing changes the logits: no bias, penalties, masks or ``min_tokens``. No row reports most likely tokens."""
+    FULL = 2
+    """Everything."""
+
 
 @dataclass
 class SamplerState:
-    """Sampling parameters and progress of ``B`` sequences: arrays of any device, which ``sample`` changes in place.
+    """Sampling parameters and progress of up to ``R - 1`` sequences, and which of them take part in a step.
 
-    ``temperature``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty`` and ``frequency_penalty`` are
-    fp32 ``[B]``, ``top_k`` is int32 ``[B]`` (0: off), ``seed`` is uint64 ``[B]``. ``sequence`` int32 ``[B]`` tells the
-    sequences of one seed apart; ``step`` int32 ``[B]`` counts the tokens drawn so far. ``counts`` is int32 ``[B, V]``:
-    how often each token was generated, plus ``PROMPT_FLAG`` where the prompt holds it; None without any penalty.
-    ``greedy`` is known on the host and implies that each temperature is 0 and no row has penalties, so each row's
-    token is that of the largest logit.
+    Arrays are those of any device. ``table`` is int32 ``[R, ROW_WORDS]``, a :data:`ROW` for each sequence; row
+    ``NULL_ROW`` belongs to none. ``rows`` is int32 ``[B]``: the rows of a step's sequences, each at most once, or
+    ``NULL_ROW`` where a sequence only pads the step. ``variant`` bounds what these rows need.
+
+    The other arrays may be None while no row needs them. ``bias`` is int32 ``[R, 2, MAX_LOGIT_BIAS]``: for each row of
+    ``table`` the ids of tokens, ascending, and the bits of what is added to their logits, fp32. ``counts`` is int32
+    ``[C, V]``: how often each token was generated, plus ``PROMPT_FLAG`` where the prompt holds it. ``masks`` is uint32
+    ``[M, ceil(V / 32)]``: token ``t`` is allowed if bit ``t % 32`` of word ``t // 32`` is set. A row of the table names
+    its row of ``counts`` and of ``masks``, so that only sequences that need one take its memory.
+
+    ``sample`` changes ``table`` and ``counts`` in place. Nothing of a step's geometry depends on their contents, so a
+    captured step stays valid while rows are written.
     """
 
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    repetition_penalty: Array
-    presence_penalty: Array
-    frequency_penalty: Array
-    seed: Array
-    sequence: Array
-    step: Array
+    table: Array
+    rows: Array
+    variant: SamplerVariant
+    bias: Array = None
     counts: Array = None
-    greedy: bool = False
+    masks: Array = None
+
+    @property
+    def columns(self) -> np.ndarray:
+        """The table as an array of :data:`ROW` ``[R]``; its fields are views. For NumPy arrays."""
+        columns: np.ndarray = self.table.view(ROW)[:, 0]
+        return columns
 
     def map(self, function: Callable[[Array], Array]) -> SamplerState:
         """The state with ``function`` applied to each of its arrays: to copy them, or to move them to a device."""
-        names = [f.name for f in fields(self) if f.name != "greedy" and getattr(self, f.name) is not None]
+        names = [n for n in ("table", "rows", "bias", "counts", "masks") if getattr(self, n) is not None]
         return replace(self, **{name: function(getattr(self, name)) for name in names})
 
 
-def sample(logits: np.ndarray, state: SamplerState) -> tuple[np.ndarray, np.ndarray]:
-    """The next token of each row, fp32 ``[B, V]`` -> int32 ``[B]``, and its log-probability, fp32 ``[B]``.
+@dataclass(frozen=True)
+class SequenceSampling:
+    """One sequence's part of a :class:`SamplerState`, on the host.
 
-    The log-probability is the log-softmax of the logits as given, before penalties and temperature. A row from which
-    no token can be chosen (a NaN among its logits, or a maximum of +inf or -inf after penalties) gives the token -1
-    and the log-probability NaN. Advances ``state.step``, and counts the chosen tokens in ``state.counts``.
+    ``row`` is one :data:`ROW`, whose ``num_bias``, ``count_row`` and ``mask_row`` are filled in where it is stored.
+    ``bias`` holds up to ``MAX_LOGIT_BIAS`` pairs of a token, ascending, and what is added to its logit. With
+    ``penalized``, ``prompt`` and ``generated`` are the token ids that the penalties count.
     """
+
+    row: np.ndarray
+    bias: Sequence[tuple[int, float]] = ()
+    penalized: bool = False
+    prompt: Sequence[int] = field(default=(), repr=False)
+    generated: Sequence[int] = field(default=(), repr=False)
+
+    @property
+    def variant(self) -> SamplerVariant:
+        """The least variant that serves the sequence, unless it has a mask."""
+        row = self.row
+        if self.bias or self.penalized or row["num_logprobs"] or row["step"] < row["min_tokens"]:
+            return SamplerVariant.FULL
+        return SamplerVariant.DRAW if row["temperature"] > 0 else SamplerVariant.GREEDY
+
+    def packed_bias(self) -> np.ndarray:
+        """int32 ``[2, MAX_LOGIT_BIAS]``, as :attr:`SamplerState.bias` holds it."""
+        packed = np.zeros((2, MAX_LOGIT_BIAS), np.int32)
+        packed[0, : len(self.bias)] = [token for token, _ in self.bias]
+        packed[1, : len(self.bias)] = np.array([value for _, value in self.bias], np.float32).view(np.int32)
+        return packed
+
+    def counted(self, vocab_size: int) -> np.ndarray:
+        """int32 ``[V]``, as :attr:`SamplerState.counts` holds it."""
+        counts = np.bincount(np.asarray(self.generated, np.int64), minlength=vocab_size).astype(np.int32)
+        counts[np.asarray(self.prompt, np.int64)] |= PROMPT_FLAG
+        return counts
+
+
+class Choice(NamedTuple):
+    """The result of :func:`sample`.
+
+    ``tokens`` int32 ``[B]`` and their log-probabilities ``logprobs`` fp32 ``[B]``. In a step of the variant ``FULL``
+    also the most likely tokens, by rank, and their log-probabilities: int32 and fp32 ``[B, MAX_LOGPROBS]``, of which a
+    row has its first ``num_logprobs`` (fewer if the vocabulary has fewer). The rest is -1 and NaN.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top_tokens: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+    def packed(self) -> np.ndarray:
+        """All in one array for one copy to the host: int32 ``[2, B]``, or ``[2 + 2 * MAX_LOGPROBS, B]`` with the top.
+
+        Rows: the tokens, the bits of their log-probabilities, the most likely tokens, the bits of theirs.
+        """
+        parts = [self.tokens[None], self.logprobs.view(np.int32)[None]]
+        if self.top_tokens is not None and self.top_logprobs is not None:
+            parts += [self.top_tokens.T, self.top_logprobs.T.view(np.int32)]
+        return np.concatenate(parts)
+
+    @classmethod
+    def unpack(cls, packed: np.ndarray) -> Choice:
+        """The opposite of :meth:`packed`."""
+        if len(packed) == 2:
+            return cls(packed[0], packed[1].view(np.float32))
+        top_tokens, top_logprobs = packed[2 : 2 + MAX_LOGPROBS], packed[2 + MAX_LOGPROBS :].view(np.float32)
+        return cls(packed[0], packed[1].view(np.float32), top_tokens.T, top_logprobs.T)
+
+    def most_likely(self, sequence: int, count: int) -> list[tuple[int, float]]:
+        """The ``count`` most likely tokens of a sequence of the step, by rank, and their log-probabilities."""
+        if self.top_tokens is None or self.top_logprobs is None:
+            return []
+        tokens, logprobs = self.top_tokens[sequence, :count].tolist(), self.top_logprobs[sequence, :count].tolist()
+        return [(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True) if token >= 0]
+
+
+def neutral_rows(count: int) -> np.ndarray:
+    """``count`` rows of :data:`ROW` that take the token of the largest logit."""
+    rows = np.zeros(count, ROW)
+    rows["top_p"] = rows["repetition_penalty"] = 1
+    rows["count_row"] = rows["mask_row"] = rows["end_tokens"] = -1
+    return rows
+
+
+def state_of(sequences: Sequence[SequenceSampling], vocab_size: int) -> SamplerState:
+    """The state of some sequences alone, as NumPy arrays: sequence ``b`` has row ``b + 1``, and all take part."""
+    table, penalized = neutral_rows(len(sequences) + 1), [s for s in sequences if s.penalized]
+    bias = np.zeros((len(table), 2, MAX_LOGIT_BIAS), np.int32) if any(s.bias for s in sequences) else None
+    counts = np.stack([s.counted(vocab_size) for s in penalized]) if penalized else None
+    for row, sequence in enumerate(sequences, start=1):
+        table[row] = sequence.row
+        table["num_bias"][row] = len(sequence.bias)
+        if bias is not None:
+            bias[row] = sequence.packed_bias()
+    table["count_row"][[row for row, s in enumerate(sequences, start=1) if s.penalized]] = range(len(penalized))
+    variant = max((s.variant for s in sequences), default=SamplerVariant.GREEDY)
+    rows = np.arange(1, len(table), dtype=np.int32)
+    return SamplerState(table.view(np.int32).reshape(-1, ROW_WORDS), rows, variant, bias, counts)
+
+
+def sample(logits: np.ndarray, state: SamplerState) -> Choice:
+    """The next token of each sequence of a step, from fp32 logits ``[B, V]``.
+
+    A row from which no token can be chosen (a NaN among its logits, or a maximum of +inf or -inf after step 1) gives
+    the token -1 and the log-probability NaN. A row that is ``NULL_ROW`` gives the same, and nothing of it changes.
+    Advances ``step`` and ``last_token`` of the others, and counts the chosen tokens in ``state.counts``.
+    """
+    columns, used = state.columns, state.rows != NULL_ROW
+    own = columns[state.rows]
     with np.errstate(over="ignore", invalid="ignore"):
-        x = penalise(logits, state)
+        x = adjust(logits, state)
         largest = x.max(axis=1)
-        valid = np.isfinite(largest)
+        valid = np.isfinite(largest) & used
         tokens = np.where(valid, x.argmax(axis=1), -1).astype(np.int32)
-        drawn = np.flatnonzero(valid & (state.temperature > 0))
+        drawn = np.flatnonzero(valid & (own["temperature"] > 0))
         if drawn.size:
-            w = weights(x[drawn], largest[drawn], state.temperature[drawn])
-            uniform = random_words(state.seed[drawn], state.sequence[drawn], state.step[drawn])
-            for i, row in enumerate(drawn):
-                keep(w[i], x[row], int(state.top_k[row]), float(state.top_p[row]), float(state.min_p[row]))
-                tokens[row] = draw(w[i], int(uniform[i]))
-        logprobs = log_softmax_at(logits, tokens)
-    state.step += 1
-    if state.counts is not None:
-        rows = np.flatnonzero(valid)
-        state.counts[rows, tokens[rows]] += 1
-    return tokens, np.where(valid, logprobs, np.float32(np.nan)).astype(np.float32)
+            w = weights(x[drawn], largest[drawn], own["temperature"][drawn])
+            uniform = random_words(own["seed"][drawn], own["sequence"][drawn], own["step"][drawn])
+            for i, b in enumerate(drawn):
+                keep(w[i], x[b], int(own["top_k"][b]), float(own["top_p"][b]), float(own["min_p"][b]))
+                tokens[b] = draw(w[i], int(uniform[i]))
+        choice = report(logits, tokens, own["num_logprobs"])
+    columns["step"][state.rows[used]] += 1
+    columns["last_token"][state.rows[used]] = np.maximum(tokens, 0)[used]
+    counted = valid & (own["count_row"] >= 0)
+    if counted.any():
+        state.counts[own["count_row"][counted], tokens[counted]] += 1
+    return choice if state.variant == SamplerVariant.FULL else Choice(choice.tokens, choice.logprobs)
 
 
-def penalise(logits: np.ndarray, state: SamplerState) -> np.ndarray:
-    """Step 1: fp32 ``[B, V]``; the logits themselves if nothing is counted."""
-    if state.counts is None:
+def adjust(logits: np.ndarray, state: SamplerState) -> np.ndarray:
+    """Step 1: fp32 ``[B, V]``; the logits themselves if nothing changes them."""
+    own = state.columns[state.rows]
+    early = own["step"] < own["min_tokens"]
+    changed = (own["num_bias"] > 0) | (own["count_row"] >= 0) | (own["mask_row"] >= 0) | early
+    if not changed.any():
         return logits
-    rows, ids = np.nonzero(state.counts)
-    generated = (state.counts[rows, ids] & (PROMPT_FLAG - 1)).astype(np.float32)
-    repetition = state.repetition_penalty[rows]
-    x = logits[rows, ids]
-    x = np.where(x > 0, x / repetition, x * repetition)
-    x = x - state.frequency_penalty[rows] * generated
-    x = x - np.where(generated > 0, state.presence_penalty[rows], np.float32(0))
-    penalised = logits.copy()
-    penalised[rows, ids] = x
-    return penalised
+    adjusted = logits.copy()
+    for x, row, parameters, is_early in zip(adjusted, state.rows, own, early, strict=True):
+        if parameters["num_bias"] > 0:
+            tokens, bits = state.bias[row, :, : parameters["num_bias"]]
+            x[tokens] += bits.view(np.float32)
+        if parameters["count_row"] >= 0:
+            penalise(x, state.counts[parameters["count_row"]], parameters)
+        if parameters["mask_row"] >= 0:
+            bits = np.unpackbits(state.masks[parameters["mask_row"]].view(np.uint8), count=x.size, bitorder="little")
+            forbid(x, np.flatnonzero(bits == 0))
+        if is_early:
+            forbid(x, parameters["end_tokens"][parameters["end_tokens"] >= 0])
+    return adjusted
+
+
+def penalise(x: np.ndarray, counts: np.ndarray, parameters: np.ndarray) -> None:
+    """Penalise the logits ``x`` fp32 ``[V]`` in place; ``counts`` is int32 ``[V]``, ``parameters`` one :data:`ROW`."""
+    ids = np.flatnonzero(counts)
+    generated = (counts[ids] & (PROMPT_FLAG - 1)).astype(np.float32)
+    repetition = parameters["repetition_penalty"]
+    y = np.where(x[ids] > 0, x[ids] / repetition, x[ids] * repetition)
+    y = y - parameters["frequency_penalty"] * generated
+    x[ids] = y - np.where(generated > 0, parameters["presence_penalty"], np.float32(0))
+
+
+def forbid(x: np.ndarray, ids: np.ndarray) -> None:
+    """Make the logits of tokens -inf, in place, unless they are NaN or +inf."""
+    x[ids] = np.where(x[ids] < np.inf, np.float32(-np.inf), x[ids])
+
+
+def report(logits: np.ndarray, tokens: np.ndarray, num_logprobs: np.ndarray) -> Choice:
+    """Log-probabilities of the chosen ``tokens`` int32 ``[B]`` and of the ``num_logprobs`` most likely of each row."""
+    largest = logits.max(axis=1)
+    log_sums = np.log(np.exp(logits - largest[:, None]).sum(axis=1))
+    chosen = np.take_along_axis(logits, np.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+    logprobs = np.where(tokens < 0, np.float32(np.nan), chosen - largest - log_sums).astype(np.float32)
+    top_tokens = np.full((len(tokens), MAX_LOGPROBS), -1, np.int32)
+    top_logprobs = np.full((len(tokens), MAX_LOGPROBS), np.nan, np.float32)
+    for b in np.flatnonzero((tokens >= 0) & (num_logprobs > 0)):
+        k = min(int(num_logprobs[b]), logits.shape[1])
+        ids = np.flatnonzero(largest_mask(logits[b], k))
+        top_tokens[b, :k] = ids[np.argsort(-logits[b, ids], kind="stable")]
+        top_logprobs[b, :k] = logits[b, top_tokens[b, :k]] - largest[b] - log_sums[b]
+    return Choice(tokens, logprobs, top_tokens, top_logprobs)
 
 
 def weights(x: np.ndarray, largest: np.ndarray, temperature: np.ndarray) -> np.ndarray:
@@ -194,11 +392,3 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
         k0 = (k0 + np.uint64(0x9E3779B9)) & low
         k1 = (k1 + np.uint64(0xBB67AE85)) & low
     return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
-
-
-def log_softmax_at(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """``log softmax(logits)[b, tokens[b]]`` in fp32 ``[B]``; undefined in rows whose token is -1."""
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    chosen = np.take_along_axis(shifted, np.maximum(tokens, 0)[:, None], axis=1)[:, 0]
-    logprobs: np.ndarray = chosen - np.log(np.exp(shifted).sum(axis=1))
-    return logprobs

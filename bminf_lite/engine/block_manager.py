@@ -25,6 +25,8 @@ class BlockPool:
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self.index = PrefixIndex()
+        self.highest = NULL_BLOCK
+        """The highest block that was ever taken; lower ones are taken first."""
         self._holders = [0] * num_blocks
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
@@ -52,6 +54,7 @@ class BlockPool:
         """A block for one holder: a free one, else the least recently used idle one, which leaves the index."""
         block = self._free.pop() if self._free else self._idle.popitem(last=False)[0]
         self.index.forget(block)
+        self.highest = max(self.highest, block)
         self._holders[block] = 1
         return block
 

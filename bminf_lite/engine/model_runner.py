@@ -1,23 +1,30 @@
-"""Runs a model on the requests of a step: device arrays, the key-value cache and its memory, captured steps."""
+"""Runs a model on the tokens of a step: device arrays, the key-value cache and its memory, the sampler's table."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.sampling import SamplerState
-from ..backend.values import BLOCK_SIZE, Array, ForwardBatch, sequential_tables
+from ..backend.sampling import SequenceSampling
+from ..backend.values import Array, ForwardBatch
 from ..errors import OutOfMemory
 from ..layers.cache import KVCache, blocks_for
+from .block_manager import BlockManager, BlockPool, SequenceBlocks
 from .config import EngineConfig
 from .request import Request
-from .sampling_params import sampler_state
-from .scheduler import ScheduledTokens
+from .sampler_table import SamplerTable
+from .sampling_params import sequence_sampling
+from .scheduler import Step, StepResult
+
+FIRST_BLOCKS = 64
+"""Blocks that a pool has at first, if it may have so many."""
+NO_TOKEN = -1
+"""Stands for a token that the host does not know: the newest of its sequence, which the sampler holds."""
 
 
 class Network(Protocol):
@@ -26,7 +33,7 @@ class Network(Protocol):
     ops: Backend
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, all_logits: bool = False) -> Array:
-        """Logits fp32: of each sequence's last token ``[B, vocab]``, or of all tokens ``[T, vocab]``."""
+        """Logits fp32 ``[L, vocab]`` of the batch's ``logit_rows``, or of all tokens ``[T, vocab]``."""
         ...
 
 
@@ -38,167 +45,208 @@ class EncoderDecoder(Network, Protocol):
         ...
 
 
-class ModelRunner:
-    """A model and a key-value cache of ``slots`` rows of ``capacity`` tokens, which grows when needed.
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device computes. :meth:`fetch` waits for it."""
 
-    ``source_capacity`` is the longest source that an encoder-decoder reads. :meth:`close` gives the memory back even
-    while a traceback still refers to the runner. Raises ``OutOfMemory`` where the cache does not fit.
+    choice: Callable[[], np.ndarray] | None
+    scores: Callable[[], np.ndarray] | None
+
+    def fetch(self) -> StepResult:
+        """What the step chose and scored."""
+        chosen = self.choice() if self.choice else np.zeros((2, 0), np.int32)
+        return StepResult(chosen, self.scores() if self.scores else np.zeros(0, np.float32))
+
+
+class HostTables:
+    """The block tables of a group by row, int32 ``[rows, width]`` on the host, kept up to date without a rebuild."""
+
+    def __init__(self, rows: int, width: int):
+        self.array = np.zeros((rows, width), np.int32)
+        self._owners: list[tuple[Request, int] | None] = [None] * rows
+        self._lengths = [0] * rows
+
+    def update(self, request: Request, table: Sequence[int], has_window: bool) -> None:
+        """Copy what is new in the table of a request: its end, and with a window also what was given back."""
+        row, owner, length = request.row, (request, request.num_preemptions), len(table)
+        first = self._lengths[row] if self._owners[row] == owner else 0
+        if first != length:
+            first = 0 if has_window else first
+            self.array[row, first:length] = table[first:]
+            self._owners[row], self._lengths[row] = owner, length
+
+
+class ModelRunner:
+    """A model, its key-value cache and its sampler. It runs the steps of a scheduler that plans with ``blocks``.
+
+    The cache has the blocks that were ever needed at the same time, and grows up to those of ``config``. Raises
+    ``OutOfMemory`` where memory does not suffice. :meth:`close` gives the memory back even while a traceback refers to
+    the runner.
     """
 
-    def __init__(self, network: Network, config: EngineConfig, slots: int, capacity: int, source_capacity: int = 0):
+    def __init__(self, network: Network, config: EngineConfig, blocks: BlockManager):
         self.network = network
         self.ops = network.ops
         self.config = config
-        self.slots = slots
-        self.max_source_len = source_capacity
-        self.source_lens = np.zeros(slots, np.int32)
-        shape = config.cache_shape
-        with _memory_for(slots, capacity):
-            self.cache = KVCache.for_sequences(self.ops, shape, slots, capacity)
-            self.table = sequential_tables(slots, capacity)
-            if config.is_encoder_decoder:
+        self.blocks = blocks
+        self.max_steps_in_flight = self.ops.max_steps_in_flight
+        self.table = SamplerTable(self.ops, config.max_num_seqs, config.vocab_size)
+        width, rows = blocks_for(config.context_length), config.max_num_seqs + 1
+        self._tables = [HostTables(rows, width) for _ in config.num_blocks]
+        self._source_tables = HostTables(rows, blocks_for(config.max_source_length))
+        with _memory_for_the_cache():
+            self.cache = self._pools(config.num_blocks)
+            if config.num_source_blocks:
                 try:
-                    self.cache.source = KVCache.for_sequences(self.ops, shape, slots, source_capacity)
-                    self.source_table = sequential_tables(slots, source_capacity)
+                    self.cache.source = self._pools((config.num_source_blocks,))
                 except BaseException:
                     self.close()
                     raise
 
     def close(self) -> None:
-        """Give the memory back; nothing can be run afterwards."""
+        """Give the memory of the cache back; nothing can be run afterwards."""
         self.cache.close()
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit per slot."""
-        return int(self.table.shape[1]) * BLOCK_SIZE
+    # -- rows of the sampler ------------------------------------------------------------------------------------------
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` per slot. A cache that grows by half at least, and moves to another address."""
-        if tokens <= self.capacity:
-            return
-        width = blocks_for(max(tokens, min(self.config.context_length, self.capacity * 3 // 2)))
-        added = np.arange(self.slots * (width - self.table.shape[1]), dtype=np.int32).reshape(self.slots, -1)
-        table = np.concatenate([self.table, self.table.size + 1 + added], axis=1)
-        with _memory_for(self.slots, tokens):
-            for group in range(len(self.cache.num_blocks)):
-                self.cache.grow(group, 1 + table.size)
-        self.table = table
+    def has_room(self, request: Request) -> bool:
+        """Whether the sampler has a free row, and what else the request's parameters need."""
+        return self.table.has_room(self._sampling(request))
 
-    def tables(self, slots: list[int]) -> tuple[Array, ...]:
-        """The block tables of some slots on the device."""
-        return tuple(self.ops.array(self.table[slots]) for _ in self.cache.num_blocks)
+    def add(self, request: Request) -> int:
+        """Give a request a row of the sampler."""
+        return self.table.add(self._sampling(request))
 
-    def encode_sources(self, sources: Mapping[int, Sequence[int]]) -> None:
-        """Encode the source token ids of some slots, all in one step."""
+    def remove(self, row: int) -> None:
+        """Free a row."""
+        self.table.remove(row)
+
+    def _sampling(self, request: Request) -> SequenceSampling:
+        return sequence_sampling(
+            request.params, request.index, request.prompt_token_ids, request.output_token_ids, request.eos_ids
+        )
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def launch(self, step: Step) -> LaunchedStep:
+        """Start a step without waiting for it, or for the steps before it."""
+        self._grow()
+        if step.sources:
+            self._encode(step.sources)
+        sampled = [p.request.row for p in step.parts if p.samples]
+        scored = [p for p in step.parts if p.num_scored]
+        taken = [p for p in step.parts if p.request.take_logits]
+        sampler = self.table.state(self.ops.array(np.array(sampled, np.int32)), self.table.variant(sampled))
+        batch = self._make_batch(step)
+        if any(p.request.num_pending_tokens > p.samples for p in step.parts):
+            self.ops.insert_last_tokens(batch.tokens, sampler)
+        logits = self.network(batch, self.cache)
+        choice = scores = None
+        if sampled:
+            choice = self.ops.fetch(self.ops.sample(logits[: len(sampled)], sampler))
+        end = len(sampled)
+        if scored:
+            targets = [p.request.prompt_token_ids[p.start + 1 : p.start + 1 + p.num_scored] for p in scored]
+            first, end = end, end + sum(map(len, targets))
+            ids = self.ops.array(np.concatenate(targets).astype(np.int32))
+            scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], ids))
+        for part in taken:
+            first, end = end, end + part.num_tokens
+            assert part.request.take_logits is not None
+            part.request.take_logits(part.start, logits[first:end])
+        return LaunchedStep(choice, scores)
+
+    def _make_batch(self, step: Step) -> ForwardBatch:
+        """The arguments of the model. The rows of ``logits`` are: those to sample from, those to score, those taken."""
+        parts, array = step.parts, self.ops.array
+        starts = np.cumsum([0, *(p.num_tokens for p in parts)])
+        tokens = np.full(int(starts[-1]), NO_TOKEN, np.int32)
+        for part, start in zip(parts, starts.tolist(), strict=False):
+            ids = part.request.token_ids(part.start, min(part.stop, part.request.num_known_tokens))
+            tokens[start : start + len(ids)] = ids
+        ends = [int(end) - 1 for part, end in zip(parts, starts[1:], strict=True) if part.samples]
+        pairs = list(zip(parts, starts.tolist(), strict=False))
+        scored = [range(start, start + p.num_scored) for p, start in pairs if p.num_scored]
+        taken = [range(start, start + p.num_tokens) for p, start in pairs if p.request.take_logits]
+        rows = [*ends, *(row for group in (*scored, *taken) for row in group)] or [len(tokens) - 1]
+        tables, source_tables, source_lens = self._device_tables([p.request for p in parts])
+        return ForwardBatch(
+            tokens=array(tokens),
+            cu_seqlens=array(starts.astype(np.int32)),
+            context_lens=array(np.array([p.start for p in parts], np.int32)),
+            block_tables=tables,
+            batch_size=len(parts),
+            max_query_len=max(p.num_tokens for p in parts),
+            max_context_len=max(p.stop for p in parts),
+            num_decodes=step.num_decodes,
+            logit_rows=array(np.array(rows, np.int32)),
+            source_tables=source_tables,
+            source_lens=source_lens,
+            max_source_len=max(len(p.request.source_token_ids) for p in parts),
+        )
+
+    def _device_tables(self, requests: Sequence[Request]) -> tuple[tuple[Array, ...], Array, Array]:
+        """The block tables of a step's sequences, the tables of their sources, and the sources' lengths."""
+        rows, found = [r.row for r in requests], []
+        for group, (tables, window) in enumerate(zip(self._tables, self.blocks.windows, strict=True)):
+            width = 0
+            for request in requests:
+                table = _blocks(request).tables[group]
+                width = max(width, len(table))
+                tables.update(request, table, window is not None)
+            found.append(self.ops.array(tables.array[rows, :width]))
+        if self.cache.source is None:
+            return tuple(found), None, None
+        for request in requests:
+            self._source_tables.update(request, _blocks(request).source_table, False)
+        lens = np.array([len(r.source_token_ids) for r in requests], np.int32)
+        width = blocks_for(int(lens.max()))
+        return tuple(found), self.ops.array(self._source_tables.array[rows, :width]), self.ops.array(lens)
+
+    def _encode(self, requests: Sequence[Request]) -> None:
+        """Encode the sources of requests, all at once."""
         assert self.cache.source is not None
-        slots = list(sources)
-        self.source_lens[slots] = [len(ids) for ids in sources.values()]
-        table = self.source_table[slots]
-        batch = ForwardBatch.packed(self.ops.array, list(sources.values()), source_tables=table)
+        sources = [r.source_token_ids for r in requests]
+        table = np.zeros((len(requests), blocks_for(max(map(len, sources)))), np.int32)
+        for row, request in zip(table, requests, strict=True):
+            row[: len(_blocks(request).source_table)] = _blocks(request).source_table
+        batch = ForwardBatch.packed(self.ops.array, sources, source_tables=table)
         cast(EncoderDecoder, self.network).encode_to_cache(batch, self.cache.source)
 
-    def prefill(self, chunk: Sequence[ScheduledTokens]) -> np.ndarray | None:
-        """Process prompt tokens; returns the chosen tokens int32 ``[2, B]``, or None if no prompt is complete yet."""
-        self.reserve(max(part.num_cached_tokens + len(part.token_ids) for part in chunk))
-        logits = self.network(self.make_batch(chunk), self.cache)
-        if not any(part.completes_prompt for part in chunk):
-            return None
-        sampler = self.make_sampler([part.request for part in chunk])
-        return self.ops.fetch(self.ops.sample(logits, sampler))()
+    # -- memory -------------------------------------------------------------------------------------------------------
 
-    def logits(self, token_ids: np.ndarray, source: Sequence[int], all_at_once: bool = False) -> Iterator[Array]:
-        """Logits after each of the tokens of one sequence, fp32 ``[T, vocab]``, chunk by chunk.
+    def _pools(self, max_blocks: Sequence[int]) -> KVCache:
+        first = [min(n, FIRST_BLOCKS) for n in max_blocks]
+        return KVCache(self.ops, self.config.cache_shape, first, max_blocks)
 
-        The arrays are the backend's. With ``all_at_once`` there is one chunk.
-        """
-        if self.config.is_encoder_decoder:
-            self.encode_sources({0: source})
-        self.reserve(len(token_ids))
-        size = len(token_ids) if all_at_once else self.config.max_num_batched_tokens
-        for start in range(0, len(token_ids), size):
-            batch = self._packed([token_ids[start : start + size]], [start], [0])
-            yield self.network(batch, self.cache, all_logits=True)
-
-    def make_batch(self, parts: Sequence[ScheduledTokens]) -> ForwardBatch:
-        """The arguments of a step, on the device."""
-        requests, token_ids, context_lens = zip(*parts, strict=True)
-        return self._packed(token_ids, context_lens, [r.slot for r in requests])
-
-    def _packed(
-        self, token_ids: Sequence[Sequence[int] | np.ndarray], context_lens: Sequence[int], slots: list[int]
-    ) -> ForwardBatch:
-        tables = [self.table[slots]] * len(self.cache.num_blocks)
-        if self.cache.source is None:
-            return ForwardBatch.packed(self.ops.array, token_ids, context_lens, tables)
-        lens = [int(n) for n in self.source_lens[slots]]
-        return ForwardBatch.packed(self.ops.array, token_ids, context_lens, tables, self.source_table[slots], lens)
-
-    def make_sampler(self, requests: Sequence[Request]) -> SamplerState:
-        """The sampler state of requests on the device, after the tokens that they have generated."""
-        params, prompts = [r.params for r in requests], [r.prompt_token_ids for r in requests]
-        state = sampler_state(params, prompts, self.config.vocab_size, [r.index for r in requests])
-        state.step[:] = [len(r.output_token_ids) for r in requests]
-        if state.counts is not None:
-            for row, request in zip(state.counts, requests, strict=True):
-                np.add.at(row, request.output_token_ids, 1)
-        return state.map(self.ops.array)
+    def _grow(self) -> None:
+        """Let the pools hold the blocks that are in use."""
+        with _memory_for_the_cache():
+            _grow_pools(self.cache, self.blocks.pools)
+            if self.cache.source is not None and self.blocks.source_pool is not None:
+                _grow_pools(self.cache.source, [self.blocks.source_pool])
 
 
-class DecodingGroup:
-    """Requests that decode together, a token each per step.
+def _blocks(request: Request) -> SequenceBlocks:
+    assert request.blocks is not None
+    return request.blocks
 
-    A step is captured once and replayed. It is captured again when the cache grows, because a captured step holds the
-    cache's address. Several steps may be in flight: launched, with tokens that the host has not fetched yet.
-    """
 
-    def __init__(self, runner: ModelRunner, requests: Sequence[Request]):
-        self.requests = requests
-        self.num_cached_tokens = max(r.num_cached_tokens for r in requests)
-        self._runner = runner
-        self._batch = runner.make_batch(
-            [ScheduledTokens(r, r.output_token_ids[-1:], r.num_cached_tokens) for r in requests]
-        )
-        self._sampler = runner.make_sampler(requests)
-        self._replay: Callable[[], Array] | None = None
-        self._in_flight: deque[Callable[[], np.ndarray]] = deque()
-
-    @property
-    def steps_in_flight(self) -> int:
-        """Steps whose tokens are not known yet."""
-        return len(self._in_flight)
-
-    def launch(self) -> None:
-        """Start the next step of all rows."""
-        runner, ops = self._runner, self._runner.ops
-        self.num_cached_tokens += 1
-        if self.num_cached_tokens > runner.capacity:
-            self._replay = None
-            runner.reserve(self.num_cached_tokens)
-            self._batch.block_tables = runner.tables([r.slot for r in self.requests])
-        if self._replay is None:
-            self._batch.max_context_len = runner.capacity
-            self._replay = ops.capture(
-                lambda: ops.sample(runner.network(self._batch, runner.cache), self._sampler, self._batch)
-            )
-        self._in_flight.append(ops.fetch(self._replay()))
-
-    def fetch(self) -> np.ndarray:
-        """The tokens of the oldest step in flight, int32 ``[2, B]``. Waits for the device."""
-        return self._in_flight.popleft()()
-
-    def close(self) -> None:
-        """Give the captured step's memory back."""
-        self._replay = None
+def _grow_pools(cache: KVCache, pools: Sequence[BlockPool]) -> None:
+    """Enlarge the pools of a cache by half at least where a block lies behind their end."""
+    for group, pool in enumerate(pools):
+        if pool.highest >= cache.num_blocks[group]:
+            wanted = max(pool.highest + 1, cache.num_blocks[group] * 3 // 2)
+            cache.grow(group, min(wanted, pool.num_blocks))
 
 
 @contextmanager
-def _memory_for(slots: int, tokens: int) -> Iterator[None]:
+def _memory_for_the_cache() -> Iterator[None]:
     """Turn a ``MemoryError`` into ``OutOfMemory`` with the purpose of the memory."""
     try:
         yield
     except MemoryError as error:
         raise OutOfMemory(
-            f"no room for {tokens:,} tokens of {slots} sequences in the key-value cache: {error}. Generate fewer "
-            "tokens, or fewer sequences at a time (max_batch)"
+            f"no room for the key-value cache: {error}. Free memory on the device, or load the model with a lower "
+            "max_batch or context"
         ) from error

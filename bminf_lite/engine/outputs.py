@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .request import Request
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock seconds of one request: from its start to its first token, and from there to its last."""
+    """Wall-clock seconds of one request: from its start to its first token, from there to its last, and before it.
+
+    ``queue_seconds`` is the time that it waited to start.
+    """
 
     prompt_tokens: int
     new_tokens: int
     prompt_seconds: float
     decode_seconds: float
+    queue_seconds: float = 0.0
 
     @property
     def total_seconds(self) -> float:
@@ -37,9 +42,14 @@ class Timings:
 class Result:
     """A finished request. Prints as its text.
 
-    ``finish_reason`` is ``"stop"`` (an end-of-sequence token or a stop string) or ``"length"`` (``max_new_tokens`` or
-    the model's context is used up). ``token_ids`` holds every generated token, including the end-of-sequence token;
-    ``text`` ends before a stop string. ``logprobs`` has the log-probability of each token if the parameters say so.
+    ``finish_reason`` is ``"stop"`` (an end-of-sequence token or a stop string), ``"length"`` (``max_new_tokens`` or the
+    model's context is used up), or ``"deadline"``. ``token_ids`` holds every generated token, including the
+    end-of-sequence token; ``text`` ends before a stop string.
+
+    ``logprobs`` has the log-probability of each token if the parameters say so, and ``top_logprobs`` for each token the
+    most likely tokens at its place, as pairs of a token id and its log-probability, if the parameters ask for any.
+    ``prompt_logprobs`` has None for the first token of the prompt and then each token's log-probability, if the call
+    asks for them. ``cached_tokens`` of the prompt came from the cache of earlier requests.
     """
 
     text: str
@@ -48,6 +58,9 @@ class Result:
     prompt_tokens: int
     timings: Timings
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: list[float | None] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -59,7 +72,9 @@ class Result:
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "timings": {
+                "queue_seconds": self.timings.queue_seconds,
                 "prompt_seconds": self.timings.prompt_seconds,
                 "decode_seconds": self.timings.decode_seconds,
                 "prompt_tokens_per_second": self.timings.prompt_tokens_per_second,
@@ -68,6 +83,10 @@ class Result:
         }
         if self.logprobs is not None:
             result["logprobs"] = self.logprobs
+        if self.top_logprobs is not None:
+            result["top_logprobs"] = [[list(pair) for pair in pairs] for pairs in self.top_logprobs]
+        if self.prompt_logprobs is not None:
+            result["prompt_logprobs"] = self.prompt_logprobs
         return result
 
 
@@ -75,7 +94,8 @@ class Result:
 class Piece:
     """A part of a stream: a new token of prompt ``index``, and the text that it completes.
 
-    Text is held back while it may be part of a character or of a stop string, so a piece may have no text.
+    Text is held back while it may be part of a character or of a stop string, so a piece may have no text. A request
+    that ends at its deadline ends with a piece without a token.
     The last piece of each prompt has a ``finish_reason`` and the whole ``result``.
     """
 
@@ -86,15 +106,38 @@ class Piece:
     result: Result | None = None
 
 
-def make_piece(request: Request, text: str, whole_text: str) -> Piece:
-    """The piece for the newest token of ``request`` and its ``text``; ``whole_text`` is all text so far."""
-    token_ids = request.output_token_ids[-1:]
-    if request.finish_reason is None:
-        return Piece(request.index, text, token_ids)
-    prompt_tokens, output = len(request.source_token_ids or request.prompt_token_ids), list(request.output_token_ids)
-    prompt_seconds = request.first_token_time - request.start_time
-    decode_seconds = request.last_token_time - request.first_token_time
-    timings = Timings(prompt_tokens, len(output), prompt_seconds, decode_seconds)
-    logprobs = list(request.logprobs) if request.params.logprobs else None
-    result = Result(whole_text, output, request.finish_reason, prompt_tokens, timings, logprobs)
-    return Piece(request.index, text, token_ids, request.finish_reason, result)
+class Update(NamedTuple):
+    """A request at one moment: its generated tokens, whether it has ended, and when its newest token came."""
+
+    request: Request
+    num_tokens: int
+    finish_reason: str | None
+    time: float
+
+    @classmethod
+    def of(cls, request: Request) -> Update:
+        """The state now."""
+        return cls(request, len(request.output_token_ids), request.finish_reason, request.last_token_time)
+
+
+def make_result(update: Update, text: str) -> Result:
+    """The result of a request that ends with ``update``, with its whole ``text``."""
+    request, count = update.request, update.num_tokens
+    assert update.finish_reason is not None
+    prompt_tokens = len(request.source_token_ids or request.prompt_token_ids)
+    started = request.start_time or time.perf_counter()
+    first_token, last_token = request.first_token_time or started, update.time or started
+    timings = Timings(
+        prompt_tokens, count, first_token - started, last_token - first_token, started - request.arrival_time
+    )
+    return Result(
+        text,
+        request.output_token_ids[:count],
+        update.finish_reason,
+        prompt_tokens,
+        timings,
+        request.logprobs[:count] if request.params.logprobs is not None else None,
+        request.top_logprobs[:count] if request.params.logprobs else None,
+        request.num_cached_tokens,
+        list(request.prompt_token_logprobs) if request.prompt_logprobs else None,
+    )

@@ -23,13 +23,15 @@ class Request:
       reaches it.
     - ``cache_salt``: requests with different salts share no cached blocks.
     - ``prompt_logprobs``: compute the log-probability of each prompt token but the first.
-    - ``take_logits``: called with the prompt's logits, fp32 ``[n, vocab]`` of the backend, piece by piece, instead of
-      generating; ``whole_prompt`` makes one piece of them.
+    - ``take_logits``: called by the engine's thread with a position and the logits of the prompt from there on, fp32
+      ``[n, vocab]`` of the backend, instead of generating. The pieces come in order, and begin anew if the request is
+      preempted. ``whole_prompt`` makes one piece of them.
     - ``on_update``: called by the engine's thread after each new token and when the request ends. An exception in it
       ends the request.
 
     The engine sets the rest. A request has ended when ``finish_reason`` is set: ``stop``, ``length``, ``deadline``,
-    ``cancelled`` or ``error``, and then ``error`` says which. Times are those of ``time.perf_counter``.
+    ``cancelled`` or ``error``, and then ``error`` says which. Times are those of ``time.perf_counter``: when the
+    request was made, when it started to run, and of its first and last token.
     """
 
     index: int
@@ -41,12 +43,13 @@ class Request:
     deadline: float | None = None
     cache_salt: str = ""
     prompt_logprobs: bool = False
-    take_logits: Callable[[Array], None] | None = None
+    take_logits: Callable[[int, Array], None] | None = None
     whole_prompt: bool = False
     on_update: Callable[[Request], None] = lambda request: None
 
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_token_logprobs: list[float | None] = field(default_factory=list)
     finish_reason: str | None = None
     error: BaseException | None = None
@@ -57,6 +60,7 @@ class Request:
     num_pending_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    arrival_time: float = field(default_factory=time.perf_counter)
     start_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
@@ -109,12 +113,16 @@ class Request:
         length = len(self.prompt_token_ids)
         return length if self.take_logits else min(length + self.params.max_new_tokens, context_length)
 
-    def append_token(self, token: int, logprob: float, context_length: int) -> None:
+    def append_token(
+        self, token: int, logprob: float, context_length: int, top_logprobs: Sequence[tuple[int, float]] = ()
+    ) -> None:
         """Record a generated token; sets ``finish_reason`` if it is the last."""
         self.last_token_time = time.perf_counter()
         self.first_token_time = self.first_token_time or self.last_token_time
         self.output_token_ids.append(token)
         self.logprobs.append(logprob)
+        if self.params.logprobs:
+            self.top_logprobs.append(list(top_logprobs))
         if self.ended_by_eos:
             self.finish_reason = "stop"
         elif self.num_known_tokens >= self.max_tokens(context_length):

@@ -1,21 +1,29 @@
-"""The parameters of sampling: set by a caller, checked once, and turned into arrays for a backend.
+"""The parameters of sampling: set by a caller, checked once, and turned into what a backend's sampler takes.
 
-:func:`sampler_state` turns the :class:`SamplingParams` of several sequences into arrays, whose meaning
-:mod:`bminf_lite.backend.sampling` defines.
+:func:`sequence_sampling` turns the :class:`SamplingParams` of a sequence into its row of the sampler's table, which
+:mod:`bminf_lite.backend.sampling` defines; :mod:`.sampler_table` keeps the rows of all running sequences.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from ..backend.sampling import PROMPT_FLAG, SamplerState
+from ..backend.sampling import (
+    MAX_END_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    SamplerState,
+    SequenceSampling,
+    neutral_rows,
+    state_of,
+)
 from ..errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +35,20 @@ FP32_MAX = float(np.finfo(np.float32).max)
 MAX_PENALTY = 1e24
 """Small enough that penalised logits stay finite in fp32 for any number of occurrences of a token."""
 
-_INTEGERS = {"max_new_tokens": (1, INT32_MAX), "top_k": (0, INT32_MAX), "seed": (0, 2**64 - 1)}
+MAX_BIAS = 100
+"""OpenAI's bound: a bias of -100 or 100 forbids a token or leaves hardly another."""
+
+_INTEGERS = {
+    "max_new_tokens": (1, INT32_MAX),
+    "min_tokens": (0, INT32_MAX),
+    "top_k": (0, INT32_MAX),
+    "seed": (0, 2**64 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+}
+_MAY_BE_NONE = {
+    "seed": "None for a random one",
+    "logprobs": "None for none (0 reports those of the chosen tokens, k also the k most likely tokens)",
+}
 _NUMBERS = {
     "temperature": (0.0, FP32_MAX, "a finite number, 0 or more"),
     "top_p": (FP32_TINY, 1.0, "over 0 and at most 1"),
@@ -54,7 +75,11 @@ class SamplingParams:
     - ``seed``: 0 to 2**64 - 1. The same seed gives the same tokens; ``None`` draws a seed at random.
     - ``stop``: strings that end the completion and are not part of it. One string counts as a tuple of one.
     - ``ignore_eos``: continue after an end-of-sequence token.
-    - ``logprobs``: report the log-probability of each token.
+    - ``min_tokens``: end-of-sequence tokens are not chosen before so many tokens are generated; at most
+      ``max_new_tokens``. It has no effect with ``ignore_eos``.
+    - ``logit_bias``: numbers from -100 to 100 that are added to the logits of some tokens, by token id; up to 300.
+    - ``logprobs``: report the log-probability of each token, and of so many most likely tokens beside it (0 to 20);
+      ``None`` reports nothing. They are those of the model, before temperature, penalties and filters.
     """
 
     max_new_tokens: int = 128
@@ -68,7 +93,9 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    logprobs: bool = False
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -76,8 +103,14 @@ class SamplingParams:
         elif isinstance(self.stop, Sequence):
             object.__setattr__(self, "stop", tuple(self.stop))
         problems = [p for f in fields(self) if (p := _problem(f.name, getattr(self, f.name)))]
+        if not problems and self.min_tokens > self.max_new_tokens:
+            problems.append(
+                f"min_tokens is {self.min_tokens}, but must be at most max_new_tokens ({self.max_new_tokens}): lower "
+                "it or raise max_new_tokens"
+            )
         if problems:
             raise UsageError("; ".join(problems))
+        object.__setattr__(self, "logit_bias", {int(token): float(b) for token, b in self.logit_bias.items()})
 
     @classmethod
     def from_checkpoint(
@@ -116,6 +149,25 @@ class SamplingParams:
         """These parameters with a random seed if they have none."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether the tokens of the prompt and the completion have to be counted."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    def check_model(self, vocab_size: int, eos_ids: Collection[int]) -> None:
+        """Raise ``UsageError`` for parameters that do not fit a model's vocabulary and end-of-sequence tokens."""
+        outside = sorted(token for token in self.logit_bias if token >= vocab_size)
+        if outside:
+            raise UsageError(
+                f"logit_bias has the token {outside[0]}, but the model's tokens are 0 to {vocab_size - 1}: use ids of "
+                "this model's tokenizer"
+            )
+        if self.min_tokens and not self.ignore_eos and len(eos_ids) > MAX_END_TOKENS:
+            raise UsageError(
+                f"min_tokens is {self.min_tokens}, but the model has {len(eos_ids)} end-of-sequence tokens, and "
+                f"min_tokens can hold back {MAX_END_TOKENS}: set min_tokens to 0, or use ignore_eos"
+            )
+
 
 class SamplingOptions(TypedDict, total=False):
     """The fields of :class:`SamplingParams` as keyword arguments; ``None`` means the checkpoint's default."""
@@ -131,7 +183,35 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     ignore_eos: bool | None
-    logprobs: bool | None
+    min_tokens: int | None
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+
+
+def sequence_sampling(
+    params: SamplingParams,
+    sequence: int,
+    prompt: Sequence[int] = (),
+    generated: Sequence[int] = (),
+    eos_ids: Collection[int] = (),
+) -> SequenceSampling:
+    """What the sampler has to know of a sequence that has a prompt and ``generated`` tokens (ids) so far.
+
+    ``params`` must have a seed and fit the model (:meth:`SamplingParams.check_model`). ``sequence`` makes sequences
+    with equal seeds draw differently.
+    """
+    (row,) = neutral_rows(1)
+    for name in ("seed", "temperature", "top_k", "top_p", "min_p"):
+        row[name] = getattr(params, name)
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        row[name] = getattr(params, name)
+    row["sequence"], row["step"], row["last_token"] = sequence, len(generated), generated[-1] if generated else 0
+    row["num_logprobs"] = params.logprobs or 0
+    if params.min_tokens and not params.ignore_eos:
+        row["min_tokens"] = params.min_tokens
+        row["end_tokens"][: len(eos_ids)] = sorted(eos_ids)
+    bias = sorted(params.logit_bias.items())
+    return SequenceSampling(row, bias, params.penalizes, prompt, generated)
 
 
 def sampler_state(
@@ -141,45 +221,47 @@ def sampler_state(
 
     Each of ``params`` must have a seed. ``sequences`` makes sequences with equal seeds draw differently.
     """
-
-    def column(name: str, dtype: type) -> np.ndarray:
-        return np.array([getattr(p, name) for p in params], dtype)
-
-    counts = None
-    if any((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1, 0, 0) for p in params):
-        counts = np.zeros((len(params), vocab_size), np.int32)
-        for row, prompt in zip(counts, prompts, strict=True):
-            row[np.asarray(prompt, np.int64)] = PROMPT_FLAG
-    return SamplerState(
-        temperature=column("temperature", np.float32),
-        top_k=column("top_k", np.int32),
-        top_p=column("top_p", np.float32),
-        min_p=column("min_p", np.float32),
-        repetition_penalty=column("repetition_penalty", np.float32),
-        presence_penalty=column("presence_penalty", np.float32),
-        frequency_penalty=column("frequency_penalty", np.float32),
-        seed=column("seed", np.uint64),
-        sequence=np.array(sequences, np.int32),
-        step=np.zeros(len(params), np.int32),
-        counts=counts,
-        greedy=counts is None and all(p.temperature == 0 for p in params),
-    )
+    return state_of([sequence_sampling(*of) for of in zip(params, sequences, prompts, strict=True)], vocab_size)
 
 
 def _problem(name: str, value: Any) -> str | None:
     """The error message for the value of a field; None if the value is valid."""
     if name in _INTEGERS:
         low, high = _INTEGERS[name]
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        valid = (whole and low <= value <= high) or (name == "seed" and value is None)
+        valid = (_is_whole(value) and low <= value <= high) or (value is None and name in _MAY_BE_NONE)
         wanted = f"a whole number from {low} to {high}"
+        if name in _MAY_BE_NONE:
+            wanted += f", or {_MAY_BE_NONE[name]}"
     elif name in _NUMBERS:
         least, most, wanted = _NUMBERS[name]
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        valid = number and least <= value <= most  # false for NaN
+        valid = _is_number(value) and least <= value <= most  # false for NaN
     elif name == "stop":
         valid = isinstance(value, tuple) and all(isinstance(s, str) and s for s in value)
         wanted = "a text or several, none of them empty"
+    elif name == "logit_bias":
+        return _bias_problem(value)
     else:
         valid, wanted = isinstance(value, bool), "True or False"
     return None if valid else f"{name} is {value!r}, but must be {wanted}"
+
+
+def _bias_problem(value: Any) -> str | None:
+    """The same for ``logit_bias``, which names the first wrong entry."""
+    if not isinstance(value, Mapping):
+        return f"logit_bias is {value!r}, but must be a mapping of token ids to numbers"
+    if len(value) > MAX_LOGIT_BIAS:
+        return f"logit_bias has {len(value)} entries, but may have {MAX_LOGIT_BIAS}: leave out those that matter least"
+    for token, bias in value.items():
+        if not (_is_whole(token) and 0 <= token <= INT32_MAX):
+            return f"logit_bias has the token {token!r}, but token ids must be whole numbers, 0 or more"
+        if not (_is_number(bias) and -MAX_BIAS <= bias <= MAX_BIAS):
+            return f"logit_bias of token {token} is {bias!r}, but must be a number from {-MAX_BIAS} to {MAX_BIAS}"
+    return None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -13,14 +13,16 @@ and a block's next holder writes it in a later step.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ..backend.sampling import Choice
 from ..errors import BminfError
 from .block_manager import BlockManager
 from .config import EngineConfig
@@ -51,7 +53,10 @@ class ScheduledTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A step's tokens: parts of one token first, ``num_decodes`` of them. ``sources`` are encoded before it."""
+    """A step's tokens: parts of one token first, ``num_decodes`` of them, and of these first those that sample.
+
+    The sources of ``sources`` are encoded before it.
+    """
 
     parts: Sequence[ScheduledTokens]
     num_decodes: int
@@ -61,26 +66,42 @@ class Step:
 class StepResult(NamedTuple):
     """What a step chose and scored.
 
-    ``chosen`` is int32 ``[2, S]`` as ``Backend.sample`` returns it, for the parts that sample. ``prompt_logprobs`` is
-    fp32 ``[n]``, for the prompt tokens that the parts score.
+    ``chosen`` is int32 as ``Backend.sample`` returns it, for the parts that sample. ``prompt_logprobs`` is fp32
+    ``[n]``, for the prompt tokens that the parts score.
     """
 
     chosen: np.ndarray
     prompt_logprobs: np.ndarray
 
 
+class Rows(Protocol):
+    """The rows of the sampler, from 1 on; see :class:`.SamplerTable`."""
+
+    def has_room(self, request: Request) -> bool:
+        """Whether :meth:`add` finds a row."""
+        ...
+
+    def add(self, request: Request) -> int:
+        """Give a request a row and write its parameters there for the steps that are launched from now on."""
+        ...
+
+    def remove(self, row: int) -> None:
+        """Free a row."""
+        ...
+
+
 class Scheduler:
     """Requests in two states: ``waiting`` and ``running``, both in order."""
 
-    def __init__(self, config: EngineConfig, blocks: BlockManager):
+    def __init__(self, config: EngineConfig, blocks: BlockManager, rows: Rows):
         self.config = config
         self.blocks = blocks
+        self.rows = rows
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self._free_rows = list(range(config.max_num_seqs, 0, -1))  # row 0 pads a step
         self._launched: Sequence[ScheduledTokens] = ()
         self._encoded: Sequence[Request] = ()
         self._with_deadline: list[Request] = []
@@ -141,7 +162,7 @@ class Scheduler:
         sources = self._admit(plan, budget) if self.num_preemptions == preemptions else []
         if not plan:
             return None
-        parts = sorted((self._part(r, count) for r, count in plan.items()), key=lambda part: part.num_tokens > 1)
+        parts = sorted((self._part(r, n) for r, n in plan.items()), key=lambda p: (p.num_tokens > 1, not p.samples))
         for request, _, count, samples in parts:
             request.num_computed_tokens += count
             request.num_pending_tokens += samples
@@ -185,8 +206,10 @@ class Scheduler:
         """
         sources: list[Request] = []
         position = 0
-        while position < min(len(self.waiting), self.config.max_num_seqs) and self._free_rows and budget.tokens > 0:
+        while position < min(len(self.waiting), self.config.max_num_seqs) and budget.tokens > 0:
             request = self.waiting[position]
+            if not self.rows.has_room(request):
+                break
             blocks, num_tokens = request.blocks, request.num_tokens
             assert blocks is not None
             if request.num_pending_tokens:
@@ -199,7 +222,7 @@ class Scheduler:
             new_source = bool(request.source_token_ids) and self.blocks.cached_source(blocks) is None
             if new_source and sources and len(request.source_token_ids) > budget.tokens:
                 break
-            if request.scores_prompt and budget.logit_rows == 0:
+            if request.prompt_logprobs and budget.logit_rows == 0:
                 break
             piece = num_tokens if request.whole_prompt else budget.tokens
             spare, reuse = len(self.running), not request.scores_prompt
@@ -208,9 +231,10 @@ class Scheduler:
                 break
             del self.waiting[position]
             insort(self.running, request, key=ORDER)
-            request.row = self._free_rows.pop()
+            request.row = self.rows.add(request)
             request.num_computed_tokens = admission.num_cached_tokens
             if not request.num_preemptions:
+                request.start_time = time.perf_counter()
                 request.num_cached_tokens = admission.num_cached_tokens
                 self.num_cached_tokens += admission.num_cached_tokens
                 self.num_prompt_tokens += num_tokens
@@ -244,21 +268,23 @@ class Scheduler:
         Drops what belongs to requests that have ended, and returns the others that have a new token or end now.
         """
         updated = []
-        tokens, logprobs = result.chosen[0].tolist(), result.chosen[1].view(np.float32).tolist()
-        chosen, scores = iter(zip(tokens, logprobs, strict=True)), iter(result.prompt_logprobs.tolist())
+        choice = Choice.unpack(result.chosen)
+        chosen = enumerate(zip(choice.tokens.tolist(), choice.logprobs.tolist(), strict=True))
+        scores = iter(result.prompt_logprobs.tolist())
         for part in step.parts:
             request = part.request
             for position in range(part.start + 1, part.start + 1 + part.num_scored):
                 request.prompt_token_logprobs[position] = next(scores)
             if part.samples:
-                token, logprob = next(chosen)
+                place, (token, logprob) = next(chosen)
                 request.num_pending_tokens -= 1
             if request.finish_reason is not None:
                 continue
             if part.samples and token < 0:
                 self.end(request, "error", _no_token(request))
             elif part.samples:
-                request.append_token(token, logprob, self.config.context_length)
+                top = choice.most_likely(place, request.params.logprobs or 0)
+                request.append_token(token, logprob, self.config.context_length, top)
             elif part.stop >= request.max_tokens(self.config.context_length):
                 request.finish_reason = "length"
             else:
@@ -296,13 +322,13 @@ class Scheduler:
         self._enter(request)
         self.blocks.release(request.blocks)
         self.running.remove(request)
-        self._free_rows.append(request.row)
+        self.rows.remove(request.row)
         request.row = 0
 
 
 @dataclass
 class Budget:
-    """What is left of a step: tokens, and prompt tokens whose logits are wanted."""
+    """What is left of a step: tokens, and prompt tokens whose log-probabilities are wanted."""
 
     tokens: int
     logit_rows: int
@@ -311,13 +337,13 @@ class Budget:
         """The most tokens that a request may have in the step."""
         if request.whole_prompt:
             return request.num_uncomputed_tokens
-        limit = min(self.tokens, self.logit_rows) if request.scores_prompt else self.tokens
+        limit = min(self.tokens, self.logit_rows) if request.prompt_logprobs else self.tokens
         return min(request.num_uncomputed_tokens, limit)
 
     def spend(self, request: Request, count: int) -> None:
         """Subtract the tokens that a request has."""
         self.tokens -= count
-        if request.scores_prompt:
+        if request.prompt_logprobs:
             self.logit_rows -= count
 
 

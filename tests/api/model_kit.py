@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.values import LayerCache
-from bminf_lite.engine.generation import generate_tokens
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.placement import make_engine_config
@@ -40,20 +39,13 @@ class WatchedBackend(Backend):
         super().__init__()
         self.max_steps_in_flight = max_steps_in_flight
         self.arrays: list[weakref.ref[np.ndarray]] = []
-        self.largest = 0
         self.samples = 0
-        self.grown = 0
         self.interrupt: Callable[[], None] = lambda: None
 
-    def layer_cache(self, slots: int, kv_heads: int, capacity: int, head_dim: int, *, int8: bool = False) -> LayerCache:
-        self.largest = max(self.largest, capacity)
-        cache = super().layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
+    def layer_cache(self, *shape: int, **kind: Any) -> LayerCache:
+        cache = super().layer_cache(*shape, **kind)
         self.arrays += [weakref.ref(cache.keys), weakref.ref(cache.values)]
         return cache
-
-    def grow(self, cache: LayerCache, capacity: int) -> None:
-        super().grow(cache, capacity)
-        self.grown += 1
 
     def sample(self, logits: Any, sampler: Any, batch: Any = None) -> Any:
         self.samples += 1
@@ -71,8 +63,10 @@ def make_model(
     *,
     quantized: bool = False,
     max_batch: int = 16,
+    num_blocks: int | None = None,
     chunk: int = 2048,
     eos_ids: frozenset[int] = frozenset(),
+    limits: Mapping[str, Any] = MappingProxyType({}),
     **config: Any,
 ) -> Model:
     """A model without a tokenizer. Quantized, its products are exact, so a row is the same bits in any batch."""
@@ -81,13 +75,25 @@ def make_model(
     parsed = architecture.parse(full)
     network = architecture.Model(parsed, RandomWeights(full, 7, quantized), ops or WatchedBackend())
     engine_config = make_engine_config(parsed, parsed.cache_shape, None, max_batch)
-    return Model(network, replace(engine_config, max_num_batched_tokens=chunk), eos_ids=eos_ids)
+    if num_blocks is not None:
+        engine_config = replace(engine_config, num_blocks=(num_blocks,) * len(engine_config.num_blocks))
+    return Model(network, replace(engine_config, max_num_batched_tokens=chunk, **limits), eos_ids=eos_ids)
 
 
 def run(model: Model, requests: list[Request]) -> list[Request]:
     """Run requests to their end."""
-    with closing(generate_tokens(model.network, requests, model.engine_config)) as steps:
-        deque(steps, maxlen=0)
+    ended: SimpleQueue[Request] = SimpleQueue()
+
+    def on_update(request: Request) -> None:
+        if request.finish_reason is not None:
+            ended.put(request)
+
+    for r in requests:
+        r.on_update = on_update
+    model._engine.submit(requests)
+    for _ in requests:
+        if (error := ended.get().error) is not None:
+            raise error
     return requests
 
 

@@ -59,6 +59,7 @@ class StubRunner:
         source_blocks = blocks.source_pool.num_blocks if blocks.source_pool else 0
         self.sources = np.full((source_blocks, blocks.block_size), UNWRITTEN, np.int32)
         self.last_token = np.zeros(config.max_num_seqs + 1, np.int32)
+        self.free_rows = list(range(config.max_num_seqs, 0, -1))
         self.steps: list[Step] = []
         self.encoded = 0
         self.before_launch: Callable[[], None] = lambda: None
@@ -85,10 +86,19 @@ class StubRunner:
                 chosen.append(self._follows(part.request, part.stop))
                 self.last_token[part.request.row] = chosen[-1]
             if part.request.take_logits:
-                part.request.take_logits(np.full((part.num_tokens, 1), part.start))
+                part.request.take_logits(part.start, np.zeros((part.num_tokens, 1)))
         assert step.num_decodes == sum(p.num_tokens == 1 for p in step.parts[: step.num_decodes])
         bits = np.zeros(len(chosen), np.float32).view(np.int32)
         return StubHandle(StepResult(np.stack([np.array(chosen, np.int32), bits]), np.array(scores, np.float32)))
+
+    def has_room(self, request: Request) -> bool:
+        return bool(self.free_rows)
+
+    def add(self, request: Request) -> int:
+        return self.free_rows.pop()
+
+    def remove(self, row: int) -> None:
+        self.free_rows.append(row)
 
     def close(self) -> None:
         self.closed = True
@@ -152,8 +162,8 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.blocks = make_blocks(self.config)
-        self.scheduler = Scheduler(self.config, self.blocks)
         self.runner = StubRunner(self.blocks, self.config, self.max_steps_in_flight)
+        self.scheduler = Scheduler(self.config, self.blocks, self.runner)
         self.in_flight: deque[tuple[Step, StubHandle]] = deque()
 
     def add(self, request: Request) -> Request:
@@ -198,7 +208,7 @@ class Driver:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         self.blocks.check([r.blocks for r in running])
         rows = [r.row for r in running]
-        assert sorted(rows + self.scheduler._free_rows) == list(range(1, self.config.max_num_seqs + 1))
+        assert sorted(rows + self.runner.free_rows) == list(range(1, self.config.max_num_seqs + 1))
         assert running == sorted(running, key=lambda r: r.order) and waiting == sorted(waiting, key=lambda r: r.order)
         assert all(r.row == 0 for r in waiting)
         live = [r for r in self.requests if r.finish_reason is None]

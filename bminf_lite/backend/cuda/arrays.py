@@ -34,6 +34,7 @@ class Arrays:
         self.stream = stream
         self.device = device
         self._pinned: deque[tuple[int, Any]] = deque()
+        self._writes: deque[tuple[cp.cuda.Event, int, Any]] = deque()
 
     def memory(self, nbytes: int) -> cp.cuda.MemoryPointer:
         """Memory that is freed with its last reference; CuPy's own operations use it as their allocator."""
@@ -94,6 +95,23 @@ class Arrays:
             return values
 
         return wait
+
+    def write(self, target: cp.ndarray, values: np.ndarray) -> None:
+        """Start copying a host array to a contiguous array of its shape and dtype, by way of pinned host memory."""
+        assert (target.shape, target.dtype) == (values.shape, values.dtype) and target.flags.c_contiguous, target.shape
+        if not values.size:
+            return
+        while self._writes and self._writes[0][0].done:
+            _, size, pinned = self._writes.popleft()
+            self._pinned.append((size, pinned))
+        size = max(4096, 1 << (values.nbytes - 1).bit_length())  # few sizes, so that memory is used again
+        pinned = self._take_pinned(size)
+        np.frombuffer(pinned, values.dtype, values.size).reshape(values.shape)[...] = values
+        runtime = cp.cuda.runtime
+        runtime.memcpyAsync(target.data.ptr, pinned.ptr, values.nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
+        event = cp.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        self._writes.append((event, size, pinned))
 
     def _take_pinned(self, nbytes: int) -> Any:
         for index, (size, pinned) in enumerate(self._pinned):

@@ -27,7 +27,7 @@ from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.gemm.plans import kinds_for, row_major_first
 from ...cuda.kernels.gemv import gemv
 from ...cuda.kernels.rowwise.rows import ROW
-from ...cuda.kernels.sampling.sampler import STATE_ARRAYS, Sampler
+from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
@@ -35,7 +35,7 @@ from ...memory.device import MARGIN, GrowingMemory, device_arena
 from ..base import Backend
 from ..calibration import CalibrationOps
 from ..quantization import HostWeight
-from ..sampling import SamplerState
+from ..sampling import MAX_LOGPROBS, SamplerState, SamplerVariant
 from ..values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm
 from .arrays import Arrays
 from .calibration import CudaCalibrationOps
@@ -100,6 +100,9 @@ class CudaBackend(Backend):
         with self.arrays.current():
             target[...] = cp.asarray(values, target.dtype)
 
+    def write(self, target: Array, values: np.ndarray) -> None:
+        self.arrays.write(target, values)
+
     def host(self, x: Array) -> np.ndarray:
         values = self.materializer.materialize(x)
         with self.arrays.current():
@@ -120,6 +123,9 @@ class CudaBackend(Backend):
         if self.loader.streams_steps:
             return work  # a graph cannot copy the next step's weights, and such steps are bound by copies
         return CapturedGraph(self.arena, self.arrays, work)
+
+    def make_current(self) -> None:
+        self.device.make_current()
 
     def describe(self) -> str:
         major, minor = self.device.compute_capability
@@ -525,13 +531,15 @@ class CudaBackend(Backend):
     def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
         logits = self.arrays.padded(logits)
         rows, vocab = logits.shape
-        state = [address(getattr(sampler, name)) for name in STATE_ARRAYS]
-        scratch = self._zeros(f"sample {rows} {vocab} {sampler.greedy}", Sampler.scratch_bytes(rows, vocab), np.uint8)
-        result = self.arrays.empty((2, rows), np.int32)
+        greedy, full = sampler.variant == SamplerVariant.GREEDY, sampler.variant == SamplerVariant.FULL
+        arrays = sampler.rows, sampler.table, sampler.bias, sampler.counts, sampler.masks
+        scratch_bytes = Sampler.scratch_bytes(rows, vocab, greedy)
+        scratch = self._zeros(f"sample {rows} {vocab} {greedy}", scratch_bytes, np.uint8)
+        result = self.arrays.empty((2 + 2 * MAX_LOGPROBS * full, rows), np.int32)
         tokens, context_lens = (batch.tokens.data.ptr, batch.context_lens.data.ptr) if batch is not None else (0, 0)
         self.kernels.sampler.launch(
-            logits.data.ptr, pitch_of(logits), rows, vocab, state, result.data.ptr,
-            tokens, context_lens, scratch.data.ptr, self.stream.ptr, greedy=sampler.greedy,
+            logits.data.ptr, pitch_of(logits), rows, vocab, [address(x) for x in arrays], result.data.ptr,
+            tokens, context_lens, scratch.data.ptr, self.stream.ptr, greedy, full,
         )  # fmt: skip
         self.kernels.end_step()
         return result

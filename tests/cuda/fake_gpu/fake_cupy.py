@@ -154,6 +154,10 @@ class Event:
         Machine.current.stream((stream or current_stream()).ptr)
         self.recorded = True
 
+    @property
+    def done(self) -> bool:
+        return self.recorded
+
     def synchronize(self) -> None:
         Machine.current.refuse_in_recording("waiting for an event")
 

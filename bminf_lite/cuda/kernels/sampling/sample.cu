@@ -4,12 +4,16 @@
 //
 // Logits are [B, pitch]; see Arguments. The grid of each kernel is (chunks of CHUNK ids, B). The last block of a row to
 // arrive does what needs the whole row, so that no block waits for another. Weights are integers, so their sums do not
-// depend on the order of atomics.
+// depend on the order of atomics. The sums of log-probabilities are floats: they are taken over a thread's ids, a block
+// and the chunks of a row, always in the same order, so that they depend on the row alone.
 //
-//   best_token   argmax and log-sum-exp; chooses the token of rows with temperature 0
-//   histogram    weight and number of tokens by bucket of likelihood: finds the buckets in which top-k and top-p end
-//   cut_tail     lists the tokens of these buckets and finds the exact token with which top-k and top-p end
-//   draw_token   sums the weights of each chunk, draws a chunk, then a token in it
+//   best_token    argmax and log-sum-exp; chooses the token of rows with temperature 0
+//   histogram     weight and number of tokens by bucket of likelihood: finds the buckets in which top-k and top-p end
+//   cut_tail      lists the tokens of these buckets and finds the exact token with which top-k and top-p end
+//   draw_token    sums the weights of each chunk, draws a chunk, then a token in it
+//   top_logprobs  the most likely tokens and their log-probabilities
+//
+// The first four have an instantiation with ADJUSTED for steps in which biases, penalties or masks change logits.
 //
 // The scratch memory must be zero before the first launch; the counters in it are zero again after each.
 #include "sampling/sample.cuh"
@@ -21,7 +25,9 @@ __device__ __forceinline__ float rescale(float from, float to) { return from == 
 
 __device__ __forceinline__ MaxLogSumExp merge(const MaxLogSumExp& a, const MaxLogSumExp& b) {
     const float top = fmaxf(a.top, b.top);
-    return {min(a.key, b.key), top, a.sum * rescale(a.top, top) + b.sum * rescale(b.top, top)};
+    // Rounded as written, so that every instantiation and every compiler gives the same bits.
+    const float sum = __fadd_rn(__fmul_rn(a.sum, rescale(a.top, top)), __fmul_rn(b.sum, rescale(b.top, top)));
+    return {min(a.key, b.key), top, sum};
 }
 
 template <int LANES>
@@ -46,12 +52,19 @@ __device__ __forceinline__ MaxLogSumExp merge_block(MaxLogSumExp best) {
     return best;
 }
 
+template <bool ADJUSTED>
 __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
     wait_on_dependent_grids();
     launch_dependent_grids();
-    const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
-    const ThreadLogits own = load_logits(a, first);
-    const float temperature = a.temperature[blockIdx.y];
+    const int first = blockIdx.x * CHUNK + threadIdx.x * EACH, table_row = a.table_row();
+    const ThreadLogits own = load_logits<ADJUSTED>(a, table_row, first);
+    if (table_row == NULL_ROW) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            a.row().drawing = a.row().cutting = false;
+            write_choice(a, -1, NAN_F);
+        }
+        return;
+    }
     MaxLogSumExp best = {LAST_KEY, -INF_F, 0.0f};
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -60,11 +73,14 @@ __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
-        if (first + i < a.vocab) best.sum += rescale(own.given[i], best.top);
+        if (first + i < a.vocab) best.sum = __fadd_rn(best.sum, rescale(own.given[i], best.top));
     best = merge_block(best);
     if (threadIdx.x == 0) a.parts()[blockIdx.x] = best;
     if (!is_last_block(a)) return;
 
+    const SamplerRow& parameters = a.table[table_row];
+    const float temperature = parameters.temperature, top_p = parameters.top_p, min_p = parameters.min_p;
+    const int top_k = parameters.top_k;
     best = {LAST_KEY, -INF_F, 0.0f};
     for (int i = threadIdx.x; i < a.chunks; i += THREADS) best = merge(best, a.parts()[i]);
     best = merge_block(best);
@@ -76,7 +92,8 @@ __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
     row.cut = LAST_KEY;
     row.largest = largest, row.top = best.top, row.log_sum = log_sum;
     row.drawing = drawing, row.cutting = false;
-    if (!drawing) finish_row(a, valid ? static_cast<int>(best.key) : -1, best.top, log_sum);
+    row.temperature = temperature, row.top_p = top_p, row.min_p = min_p, row.top_k = top_k;
+    if (!drawing) finish_row(a, table_row, valid ? static_cast<int>(best.key) : -1, best.top, log_sum);
 }
 
 // ---- in which buckets top-k and top-p end ------------------------------------------------------------------------
@@ -137,8 +154,8 @@ __device__ __forceinline__ int first_reaching(const u64* before, u64 target) {
 // warp.
 __device__ __forceinline__ void plan_cuts(const Arguments& a, const Totals& totals) {
     const u64 tokens = totals.number[BUCKETS], total = totals.weight[BUCKETS];
-    const int k = a.top_k[blockIdx.y];
-    const float p = a.top_p[blockIdx.y];
+    const int k = a.row().top_k;
+    const float p = a.row().top_p;
     const bool by_k = 0 < k && k < tokens, by_p = p < 1.0f;
     const int k_bucket = by_k ? first_reaching(totals.number, k) : -1;
     // The weight that top-k keeps of its last bucket is not known yet. Its bounds give the first and the last bucket in
@@ -161,21 +178,20 @@ __device__ __forceinline__ void plan_cuts(const Arguments& a, const Totals& tota
     row.k_weight_before = totals.weight[k_bucket] - totals.weight[gap] + totals.weight[first];
 }
 
+template <bool ADJUSTED>
 __global__ void __launch_bounds__(THREADS, 3) histogram(const Arguments a) {
     __shared__ Histogram<BUCKETS> bins;
     __shared__ Totals totals;
     wait_on_dependent_grids();
     launch_dependent_grids();
-    const ThreadLogits own = load_logits(a, blockIdx.x * CHUNK + threadIdx.x * EACH);
+    const ThreadLogits own = load_logits<ADJUSTED>(a, a.table_row(), blockIdx.x * CHUNK + threadIdx.x * EACH);
     const Row row = a.row();
-    const int k = a.top_k[blockIdx.y];
-    if (!row.drawing || !((0 < k && k < a.vocab) || a.top_p[blockIdx.y] < 1.0f)) return;
+    if (!row.drawing || !((0 < row.top_k && row.top_k < a.vocab) || row.top_p < 1.0f)) return;
     bins.clear();
     __syncthreads();
-    const float temperature = a.temperature[blockIdx.y];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const TokenWeight w = token_weight(own.x[i], row.largest, temperature);
+        const TokenWeight w = token_weight(own.x[i], row.largest, row.temperature);
         bins.add(bucket_of(w), w.weight);
     }
     __syncthreads();
@@ -276,6 +292,7 @@ __device__ Prefix shortest_prefix(
     return {last_key, weight_before};
 }
 
+template <bool ADJUSTED>
 __global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
     __shared__ u64 cache[CACHED];
     __shared__ Histogram<1 << DIGIT> bins;
@@ -283,15 +300,14 @@ __global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
     wait_on_dependent_grids();
     launch_dependent_grids();
     const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
-    const ThreadLogits own = load_logits(a, first);
+    const ThreadLogits own = load_logits<ADJUSTED>(a, a.table_row(), first);
     const Row row = a.row();
     if (!row.cutting) return;
     if (threadIdx.x == 0) found = 0;
     __syncthreads();
-    const float temperature = a.temperature[blockIdx.y];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const int bucket = bucket_of(token_weight(own.x[i], row.largest, temperature));
+        const int bucket = bucket_of(token_weight(own.x[i], row.largest, row.temperature));
         if (bucket >= 0 && ((row.first <= bucket && bucket <= row.last) || bucket == row.k_bucket))
             cache[atomicAdd(&found, 1u)] = rank_key(own.x[i], first + i);
     }
@@ -313,13 +329,12 @@ __global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
     }
     Prefix kept = {LAST_KEY, row.total_weight};
     if (row.k_bucket >= 0) {
-        kept = shortest_prefix(keys, n, false, row.k_rank, row.largest, temperature, bins);
+        kept = shortest_prefix(keys, n, false, row.k_rank, row.largest, row.temperature, bins);
         kept.weight += row.k_weight_before;
     }
-    const float p = a.top_p[blockIdx.y];
-    if (p < 1.0f) {
-        const u64 target = top_p_bound(p, kept.weight) - row.weight_before;
-        kept = shortest_prefix(keys, n, true, target, row.largest, temperature, bins);
+    if (row.top_p < 1.0f) {
+        const u64 target = top_p_bound(row.top_p, kept.weight) - row.weight_before;
+        kept = shortest_prefix(keys, n, true, target, row.largest, row.temperature, bins);
     }
     if (threadIdx.x == 0) a.row().cut = kept.key, a.row().listed = 0;
 }
@@ -331,29 +346,29 @@ struct Weights {
 };
 
 // The weights of a thread's ids from `first` on; 0 for tokens that top-k, top-p or min-p drop.
-__device__ __forceinline__ Weights
-kept_weights(const Arguments& a, const Row& row, const ThreadLogits& own, int first) {
-    const float temperature = a.temperature[blockIdx.y];
-    const u64 least = static_cast<u64>(ceil(static_cast<double>(a.min_p[blockIdx.y]) * (1ull << WEIGHT_BITS)));
+__device__ __forceinline__ Weights kept_weights(const Row& row, const ThreadLogits& own, int first) {
+    const u64 least = static_cast<u64>(ceil(static_cast<double>(row.min_p) * (1ull << WEIGHT_BITS)));
     Weights weights = {};
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const u64 w = token_weight(own.x[i], row.largest, temperature).weight;
+        const u64 w = token_weight(own.x[i], row.largest, row.temperature).weight;
         if (w >= least && rank_key(own.x[i], first + i) <= row.cut) weights.of[i] = w;
         weights.sum += weights.of[i];
     }
     return weights;
 }
 
+template <bool ADJUSTED>
 __global__ void __launch_bounds__(THREADS, 3) draw_token(const Arguments a) {
     wait_on_dependent_grids();
     launch_dependent_grids();
+    const int table_row = a.table_row();
     int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
-    const ThreadLogits own = load_logits(a, first);
+    const ThreadLogits own = load_logits<ADJUSTED>(a, table_row, first);
     const Row row = a.row();
     if (!row.drawing) return;
     u64* const sums = reinterpret_cast<u64*>(a.parts());  // [chunks]
-    const u64 sum = sum_over_block(kept_weights(a, row, own, first).sum).total;
+    const u64 sum = sum_over_block(kept_weights(row, own, first).sum).total;
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
     if (!is_last_block(a)) return;
 
@@ -365,7 +380,8 @@ __global__ void __launch_bounds__(THREADS, 3) draw_token(const Arguments a) {
     for (int i = begin; i < end; ++i) weight += sums[i];
     const Sum over_row = sum_over_block(weight);
     unsigned rest;
-    const unsigned word = random_word(a.seed[blockIdx.y], a.sequence[blockIdx.y], a.step[blockIdx.y]);
+    const SamplerRow& sequence = a.table[table_row];
+    const unsigned word = random_word(sequence.seed, sequence.sequence, sequence.step);
     u64 position = scaled_down(word, over_row.total, rest);
     if (over_row.before <= position && position < over_row.before + weight) {
         int chunk = begin;
@@ -376,11 +392,100 @@ __global__ void __launch_bounds__(THREADS, 3) draw_token(const Arguments a) {
     __syncthreads();
     first = drawn_chunk * CHUNK + threadIdx.x * EACH;
     position = drawn_position;
-    const Weights kept = kept_weights(a, row, load_logits(a, first), first);
+    const Weights kept = kept_weights(row, load_logits<ADJUSTED>(a, table_row, first), first);
     u64 before = sum_over_block(kept.sum).before;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        if (before <= position && position < before + kept.of[i]) finish_row(a, first + i, row.top, row.log_sum);
+        if (before <= position && position < before + kept.of[i])
+            finish_row(a, table_row, first + i, row.top, row.log_sum);
         before += kept.of[i];
     }
+}
+
+// ---- the most likely tokens --------------------------------------------------------------------------------------
+
+// The smaller key of two lanes that are `distance` apart goes to the lower lane if `ascending`.
+__device__ __forceinline__ u64 exchanged(u64 key, int distance, bool ascending) {
+    const u64 other = __shfl_xor_sync(FULL, key, distance);
+    const bool lower = !(threadIdx.x & distance);
+    return lower == ascending ? min(key, other) : max(key, other);
+}
+
+// Sorts the keys of a warp, ascending, if they are a bitonic sequence of length WARP.
+__device__ __forceinline__ u64 merged_lanes(u64 key) {
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) key = exchanged(key, d, true);
+    return key;
+}
+
+// Sorts the keys of a warp, ascending (Batcher's bitonic sort).
+__device__ __forceinline__ u64 sorted_lanes(u64 key) {
+#pragma unroll
+    for (int run = 2; run <= WARP; run *= 2)
+#pragma unroll
+        for (int d = run / 2; d; d /= 2) key = exchanged(key, d, run == WARP || !(threadIdx.x & run));
+    return key;
+}
+
+// The WARP smallest keys of two ascending lists, ascending.
+__device__ __forceinline__ u64 smallest_of(u64 a, u64 b) {
+    return merged_lanes(min(a, __shfl_sync(FULL, b, WARP - 1 - threadIdx.x % WARP)));
+}
+
+// Merges the ascending lists of a block's warps; warp 0 has the result.
+__device__ __forceinline__ u64 smallest_of_block(u64 key) {
+    __shared__ u64 lists[WARPS][WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    lists[warp][lane] = key;
+#pragma unroll
+    for (int half = WARPS / 2; half; half /= 2) {
+        __syncthreads();
+        if (warp < half) lists[warp][lane] = key = smallest_of(key, lists[warp + half][lane]);
+    }
+    return key;
+}
+
+// Launched after the token is chosen. A row of a table that asks for none, and a sequence without a token, gets -1 and
+// NaN.
+__global__ void __launch_bounds__(THREADS, 2) top_logprobs(const Arguments a) {
+    static_assert(MAX_LOGPROBS <= WARP && EACH == 4, "a lane per token");
+    wait_on_dependent_grids();
+    launch_dependent_grids();
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int table_row = a.table_row();
+    int wanted = table_row == NULL_ROW ? 0 : min(a.table[table_row].num_logprobs, a.vocab);
+    if (a.result[blockIdx.y] < 0) wanted = 0;
+    int* const ids = a.result + 2 * size_t(a.result_pitch) + blockIdx.y;
+    if (wanted == 0) {
+        if (blockIdx.x == 0 && threadIdx.x < MAX_LOGPROBS) {
+            ids[size_t(threadIdx.x) * a.result_pitch] = -1;
+            ids[size_t(threadIdx.x + MAX_LOGPROBS) * a.result_pitch] = __float_as_int(NAN_F);
+        }
+        return;
+    }
+    const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
+    float given[EACH];
+    load_given(a, first, given);
+    u64 smallest = LAST_KEY;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const u64 key = first + i < a.vocab ? rank_key(given[i], first + i) : LAST_KEY;
+        const u64 worst = __shfl_sync(FULL, smallest, WARP - 1);
+        if (__any_sync(FULL, key < worst)) smallest = smallest_of(smallest, sorted_lanes(key));
+    }
+    smallest = smallest_of_block(smallest);
+    u64* const lists = a.list();
+    if (warp == 0) lists[blockIdx.x * WARP + lane] = smallest;
+    if (!is_last_block(a)) return;
+
+    smallest = LAST_KEY;
+    for (int chunk = warp; chunk < a.chunks; chunk += WARPS)
+        smallest = smallest_of(smallest, lists[chunk * WARP + lane]);
+    smallest = smallest_of_block(smallest);
+    if (threadIdx.x >= MAX_LOGPROBS) return;
+    const int id = static_cast<int>(smallest);
+    const bool used = lane < wanted;
+    const float logprob = used ? a.logits[size_t(blockIdx.y) * a.pitch + id] - a.row().top - a.row().log_sum : NAN_F;
+    ids[size_t(lane) * a.result_pitch] = used ? id : -1;
+    ids[size_t(lane + MAX_LOGPROBS) * a.result_pitch] = __float_as_int(logprob);
 }

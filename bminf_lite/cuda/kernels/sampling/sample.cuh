@@ -1,5 +1,5 @@
 // What the sampling kernels share: the arithmetic of the definition (bminf_lite/backend/sampling.py), the state of a
-// row, and sums over a block.
+// sequence, and sums over a block.
 #pragma once
 #include "common/common.cuh"
 #include "constants/sampling.cuh"
@@ -10,24 +10,52 @@ typedef unsigned long long u64;
 constexpr int EACH = CHUNK / THREADS;  // token ids of a thread, a multiple of 4
 constexpr int WARPS = THREADS / WARP;
 constexpr int PROMPT_FLAG = 1 << 30;
+constexpr int NULL_ROW = 0;
+constexpr int MAX_LOGPROBS = 20;
+constexpr int MAX_LOGIT_BIAS = 300;
+constexpr int MAX_END_TOKENS = 15;
 constexpr int WEIGHT_BITS = 40;
 constexpr float LOG2_E = 0x1.715476p+0f;
 constexpr float EXP2[7] = {0x1.430912p-13f, 0x1.5d87fep-10f, 0x1.3b2ab6p-7f, 0x1.c6b08ep-5f,
                            0x1.ebfbe0p-3f,  0x1.62e430p-1f,  0x1p+0f};
 constexpr u64 LAST_KEY = ~0ull;
 
-// The state of a row between the kernels. top-p ends in one of the buckets first to last; top-k ends in k_bucket (-1:
-// no top-k) with the listed token of rank k_rank.
+// A sequence's row of SamplerState.table.
+struct SamplerRow {
+    u64 seed;
+    float temperature;
+    int top_k;
+    float top_p;
+    float min_p;
+    float repetition_penalty;
+    float presence_penalty;
+    float frequency_penalty;
+    int sequence;
+    int step;
+    int last_token;
+    int min_tokens;
+    int num_logprobs;
+    int num_bias;
+    int count_row;
+    int mask_row;
+    int end_tokens[MAX_END_TOKENS];
+};
+static_assert(sizeof(SamplerRow) == 128, "one cache line");
+
+// The state of a sequence between the kernels. top-p ends in one of the buckets first to last; top-k ends in k_bucket
+// (-1: no top-k) with the listed token of rank k_rank.
 struct Row {
     u64 cut;                             // the rank key of the last token that top-k and top-p keep
     u64 total_weight;                    // of all tokens
     u64 weight_before, k_weight_before;  // of unlisted tokens before `first` and before k_bucket
     unsigned arrival_count, listed;      // blocks that have arrived; entries of list()
-    float largest, top, log_sum;         // largest logit with penalties and without, log(sum(exp(given - top)))
+    float largest, top, log_sum;         // largest logit after step 1 and as given, log(sum(exp(given - top)))
     int drawing, cutting;                // whether draw_token and cut_tail have work
     int first, last, k_bucket, k_rank;   // buckets, see below
+    float temperature, top_p, min_p;     // of the sequence, here to be read at once
+    int top_k;
 };
-static_assert(sizeof(Row) <= ROW_BYTES, "the host allocates ROW_BYTES for each row");
+static_assert(sizeof(Row) <= ROW_BYTES, "the host allocates ROW_BYTES for each sequence");
 
 // The result of best_token for a chunk or a row: the rank key of the best token, the largest logit as given, and
 // sum(exp(given - top)).
@@ -36,33 +64,37 @@ struct MaxLogSumExp {
     float top, sum;
 };
 
-// The parameters of all kernels. logits: [B, pitch]; counts: [B, vocab]; result: [2, B], tokens and the bits of their
-// log probabilities; the others: [B]. counts, tokens and context_lens may be null.
+// The parameters of all kernels. logits: [B, pitch]; rows: [B], each sequence's row of table; table, bias, counts and
+// masks as in SamplerState; result: [2 or 2 + 2 * MAX_LOGPROBS, result_pitch], as Choice.packed says; tokens and
+// context_lens: [B]. Pointers that nothing needs may be null.
 struct Arguments {
-    const float *logits, *temperature;
-    const int* top_k;
-    const float *top_p, *min_p, *repetition, *presence, *frequency;
-    const u64* seed;
-    const int* sequence;
-    int *step, *counts, *result, *tokens, *context_lens;
+    const float* logits;
+    const int* rows;
+    SamplerRow* table;
+    const int* bias;
+    int* counts;
+    const unsigned* masks;
+    int *result, *tokens, *context_lens;
     char* scratch;
-    int rows, vocab, pitch, chunks;
+    int batch, vocab, pitch, chunks, result_pitch;
 
+    // The row of table of this block's sequence.
+    __device__ int table_row() const { return rows[blockIdx.y]; }
     __device__ Row& row() const { return *reinterpret_cast<Row*>(scratch + size_t(blockIdx.y) * ROW_BYTES); }
-    __device__ MaxLogSumExp* parts() const {  // [rows, chunks]; draw_token overlays its sums
-        return reinterpret_cast<MaxLogSumExp*>(scratch + size_t(rows) * ROW_BYTES) + size_t(blockIdx.y) * chunks;
+    __device__ MaxLogSumExp* parts() const {  // [batch, chunks]; draw_token overlays its sums
+        return reinterpret_cast<MaxLogSumExp*>(scratch + size_t(batch) * ROW_BYTES) + size_t(blockIdx.y) * chunks;
     }
-    __device__ u64* weights() const {  // [rows, BUCKETS]
-        return reinterpret_cast<u64*>(scratch + size_t(rows) * (ROW_BYTES + chunks * sizeof(MaxLogSumExp))) +
+    __device__ u64* weights() const {  // [batch, BUCKETS]
+        return reinterpret_cast<u64*>(scratch + size_t(batch) * (ROW_BYTES + chunks * sizeof(MaxLogSumExp))) +
                size_t(blockIdx.y) * BUCKETS;
     }
-    __device__ unsigned* numbers() const {  // [rows, BUCKETS]
-        u64* const end = weights() + size_t(rows - blockIdx.y) * BUCKETS;
+    __device__ unsigned* numbers() const {  // [batch, BUCKETS]
+        u64* const end = weights() + size_t(batch - blockIdx.y) * BUCKETS;
         return reinterpret_cast<unsigned*>(end) + size_t(blockIdx.y) * BUCKETS;
     }
-    __device__ u64* list() const {  // [rows, vocab]
-        unsigned* const end = numbers() + size_t(rows - blockIdx.y) * BUCKETS;
-        return reinterpret_cast<u64*>(end) + size_t(blockIdx.y) * vocab;
+    __device__ u64* list() const {  // [batch, chunks * CHUNK]; top_logprobs overlays [chunks, WARP] of each
+        unsigned* const end = numbers() + size_t(batch - blockIdx.y) * BUCKETS;
+        return reinterpret_cast<u64*>(end) + size_t(blockIdx.y) * chunks * CHUNK;
     }
 };
 
@@ -141,14 +173,57 @@ __device__ __forceinline__ float value_of(u64 key) {
 
 // ---- rows, blocks and chunks -------------------------------------------------------------------------------------
 
-// The logits of a thread's EACH ids: as given and with penalties (x); -inf beyond the vocabulary.
+// The logits of a thread's EACH ids: as given and after step 1 (x); -inf beyond the vocabulary.
 struct ThreadLogits {
     float given[EACH], x[EACH];
 };
 
-// Loads the logits of the ids from `first` on.
-__device__ __forceinline__ ThreadLogits load_logits(const Arguments& a, int first) {
-    ThreadLogits own;
+// -inf for a forbidden token; a logit that makes the row unusable stays.
+__device__ __forceinline__ float forbidden(float x) { return x < INF_F ? -INF_F : x; }
+
+// Step 1 of the definition for the ids from `first` on.
+__device__ __forceinline__ void adjust(const Arguments& a, int table_row, int first, float (&x)[EACH]) {
+    const SamplerRow& row = a.table[table_row];
+    if (row.num_bias > 0) {
+        const int* const ids = a.bias + size_t(table_row) * 2 * MAX_LOGIT_BIAS;
+        int entry = 0, end = row.num_bias;  // of the first id that is not before `first`
+        while (entry < end) {
+            const int middle = (entry + end) / 2;
+            if (ids[middle] < first)
+                entry = middle + 1;
+            else
+                end = middle;
+        }
+        for (; entry < row.num_bias && ids[entry] < first + EACH; ++entry) {
+            const float value = __int_as_float(ids[MAX_LOGIT_BIAS + entry]);
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (ids[entry] == first + i) x[i] = __fadd_rn(x[i], value);
+        }
+    }
+    if (row.count_row >= 0) {
+        const int* const counts = a.counts + size_t(row.count_row) * a.vocab;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (first + i < a.vocab)
+                x[i] = penalised(
+                    x[i], counts[first + i], row.repetition_penalty, row.presence_penalty, row.frequency_penalty);
+    }
+    if (row.mask_row >= 0 && first < a.vocab) {
+        const unsigned word = a.masks[size_t(row.mask_row) * ((a.vocab + 31) / 32) + first / 32] >> first % 32;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (!(word >> i & 1)) x[i] = forbidden(x[i]);
+    }
+    if (row.step < row.min_tokens)
+        for (int entry = 0; entry < MAX_END_TOKENS; ++entry)
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (row.end_tokens[entry] == first + i) x[i] = forbidden(x[i]);
+}
+
+// Loads the logits of the ids from `first` on, as given.
+__device__ __forceinline__ void load_given(const Arguments& a, int first, float (&given)[EACH]) {
     const float* logits = a.logits + size_t(blockIdx.y) * a.pitch + first;
 #pragma unroll
     for (int i = 0; i < EACH; i += 4) {
@@ -156,17 +231,18 @@ __device__ __forceinline__ ThreadLogits load_logits(const Arguments& a, int firs
         if (first + i < a.vocab) v = *reinterpret_cast<const float4*>(logits + i);
         const float loaded[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) own.x[i + j] = own.given[i + j] = first + i + j < a.vocab ? loaded[j] : -INF_F;
+        for (int j = 0; j < 4; ++j) given[i + j] = first + i + j < a.vocab ? loaded[j] : -INF_F;
     }
-    if (a.counts) {
-        const float repetition = a.repetition[blockIdx.y];
-        const float presence = a.presence[blockIdx.y], frequency = a.frequency[blockIdx.y];
-        const int* counts = a.counts + size_t(blockIdx.y) * a.vocab;
+}
+
+// Loads the logits of the ids from `first` on; ADJUSTED: step 1 may change them.
+template <bool ADJUSTED>
+__device__ __forceinline__ ThreadLogits load_logits(const Arguments& a, int table_row, int first) {
+    ThreadLogits own;
+    load_given(a, first, own.given);
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (first + i < a.vocab)
-                own.x[i] = penalised(own.given[i], counts[first + i], repetition, presence, frequency);
-    }
+    for (int i = 0; i < EACH; ++i) own.x[i] = own.given[i];
+    if (ADJUSTED) adjust(a, table_row, first, own.x);
     return own;
 }
 
@@ -211,18 +287,24 @@ __device__ __forceinline__ Sum sum_over_block(u64 x) {
     return sum;
 }
 
-// Writes the choice of a row, -1 if there is none, and updates its state: counts, step, tokens and context_lens. Called
-// by one thread. Atomics whose result is unused do not stall it.
-__device__ __forceinline__ void finish_row(const Arguments& a, int token, float top, float log_sum) {
-    const int row = blockIdx.y;
+// Writes the choice of a sequence, -1 if there is none.
+__device__ __forceinline__ void write_choice(const Arguments& a, int token, float logprob) {
+    a.result[blockIdx.y] = token;
+    a.result[a.result_pitch + blockIdx.y] = __float_as_int(logprob);
+}
+
+// Writes the choice of a sequence and updates its state: counts, step, last_token, tokens and context_lens. Called by
+// one thread. Atomics whose result is unused do not stall it.
+__device__ __forceinline__ void finish_row(const Arguments& a, int table_row, int token, float top, float log_sum) {
+    SamplerRow& row = a.table[table_row];
     float logprob = NAN_F;
     if (token >= 0) {
-        logprob = a.logits[size_t(row) * a.pitch + token] - top - log_sum;
-        if (a.counts) atomicAdd(&a.counts[size_t(row) * a.vocab + token], 1);
+        logprob = a.logits[size_t(blockIdx.y) * a.pitch + token] - top - log_sum;
+        if (a.counts && row.count_row >= 0) atomicAdd(&a.counts[size_t(row.count_row) * a.vocab + token], 1);
     }
-    a.result[row] = token;
-    a.result[a.rows + row] = __float_as_int(logprob);
-    atomicAdd(&a.step[row], 1);
-    if (a.tokens) a.tokens[row] = max(token, 0);
-    if (a.context_lens) atomicAdd(&a.context_lens[row], 1);
+    write_choice(a, token, logprob);
+    atomicAdd(&row.step, 1);
+    row.last_token = max(token, 0);
+    if (a.tokens) a.tokens[blockIdx.y] = max(token, 0);
+    if (a.context_lens) atomicAdd(&a.context_lens[blockIdx.y], 1);
 }

@@ -1,7 +1,7 @@
 """Sampling on the GPU: the same tokens as :mod:`bminf_lite.backend.sampling`, without a round trip to the host.
 
-Greedy sampling takes one launch, drawing takes four. A launch covers all rows, which may mix both. Launches may be
-captured into a graph.
+Greedy sampling takes one launch, drawing takes four, and everything takes five. A launch covers all rows, which may mix
+what they need. Launches may be captured into a graph.
 """
 
 from __future__ import annotations
@@ -15,65 +15,78 @@ from ..constants import SAMPLING_BUCKETS as BUCKETS
 from ..constants import SAMPLING_CHUNK as CHUNK
 from ..constants import SAMPLING_ROW_BYTES as ROW_BYTES
 from ..constants import SAMPLING_THREADS as THREADS
-from ..instantiations import Capability, KernelFamily
+from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..sources import SOURCES
 
 SOURCE = "sampling/sample.cu"
-KERNELS = ("best_token", "histogram", "cut_tail", "draw_token")
+DRAWING = ("best_token", "histogram", "cut_tail", "draw_token")
+"""Each with and without ADJUSTED: whether biases, penalties and masks may change logits."""
+TOP = "top_logprobs"
 PART_BYTES = 16
 MAX_VOCAB = 2**23 - 1
 """The sum of the integer weights of so many tokens fits 64 bits."""
-
-STATE_ARRAYS = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "sequence", "step", "counts",
-)  # fmt: skip
-"""Fields of ``SamplerState`` that the kernels take, in this order."""
+ROWS_AT_ONCE = 256
+"""Rows that draw in one launch: more than fill any GPU. It bounds the scratch, 8 bytes per row and token."""
 
 
 class Sampler:
     """The sampling kernels of one GPU. They are compiled at the first launch, which must not be captured."""
 
     def __init__(self, device: Device) -> None:
-        self._module = Module(device, SOURCES, SOURCE, KERNELS)
+        families = self.instantiations(device.compute_capability)
+        names = [family.expression(arguments) for family in families for arguments in family.all()]
+        self._module = Module(device, SOURCES, SOURCE, names)
 
     @staticmethod
     def instantiations(capability: Capability) -> Iterator[KernelFamily]:
-        yield from (KernelFamily(SOURCE, name) for name in KERNELS)
+        yield from (KernelFamily(SOURCE, name, (BOOLEANS,)) for name in DRAWING)
+        yield KernelFamily(SOURCE, TOP)
 
     @functools.cached_property
-    def _kernels(self) -> tuple[Kernel, ...]:
-        return tuple(self._module.kernel(name) for name in KERNELS)
+    def _plain(self) -> tuple[Kernel, ...]:
+        return tuple(self._module.kernel(f"{name}<false>") for name in DRAWING)
+
+    @functools.cached_property
+    def _full(self) -> tuple[Kernel, ...]:
+        return (*(self._module.kernel(f"{name}<true>") for name in DRAWING), self._module.kernel(TOP))
 
     @staticmethod
-    def scratch_bytes(rows: int, vocab: int) -> int:
+    def scratch_bytes(rows: int, vocab: int, greedy: bool) -> int:
         """Bytes of scratch for :meth:`launch`, at an address that is a multiple of 16.
 
         They must be zero before the first launch, and each launch leaves them ready for the next one with the same
         ``rows`` and ``vocab``.
         """
-        return rows * (ROW_BYTES + _chunks(vocab) * PART_BYTES + BUCKETS * 12 + vocab * 8)
+        chunks = _chunks(vocab)
+        needed = ROW_BYTES + chunks * PART_BYTES
+        return rows * needed if greedy else min(rows, ROWS_AT_ONCE) * (needed + BUCKETS * 12 + chunks * CHUNK * 8)
 
     def launch(
-        self, logits: int, pitch: int, rows: int, vocab: int, state: Sequence[int], result: int,
-        tokens: int, context_lens: int, scratch: int, stream: int, greedy: bool = False,
+        self, logits: int, pitch: int, batch: int, vocab: int, state: Sequence[int], result: int,
+        tokens: int, context_lens: int, scratch: int, stream: int, greedy: bool, full: bool,
     ) -> None:  # fmt: skip
-        """Choose the next token of each row and advance the state; every array is given by its address on the GPU.
+        """Choose the next token of each sequence and advance the state; every array is given by its address on the GPU.
 
-        ``logits`` is fp32 ``[rows, vocab]`` with rows ``pitch`` elements apart, a multiple of 4, the first at a
-        multiple of 16 bytes; ``rows`` up to 65,535, ``vocab`` up to :data:`MAX_VOCAB`. ``state`` holds the
-        :data:`STATE_ARRAYS` of a ``SamplerState``, 0 for ``counts`` without penalties. ``result`` int32 ``[2, rows]``
-        gets the tokens, -1 where none can be chosen, and the bits of their fp32 log-probabilities. Unless they are 0,
-        ``tokens`` int32 ``[rows]`` gets the tokens too, with 0 for -1, and ``context_lens`` int32 ``[rows]`` grows by
-        one.
+        ``logits`` is fp32 ``[batch, vocab]`` with rows ``pitch`` elements apart, a multiple of 4, the first at a
+        multiple of 16 bytes; ``batch`` up to 65,535, ``vocab`` up to :data:`MAX_VOCAB`. ``state`` holds ``rows``,
+        ``table``, ``bias``, ``counts`` and ``masks`` of a ``SamplerState``, 0 for None. ``result`` int32 gets what
+        ``Choice.packed`` says. Unless they are 0, ``tokens`` int32 ``[batch]`` gets the tokens too, with 0 for -1, and
+        ``context_lens`` int32 ``[batch]`` grows by one, but neither for the null row.
 
-        ``greedy`` promises that every temperature is 0, which saves launches.
+        ``greedy`` and ``full`` say which variant it is.
         """
-        assert len(state) == len(STATE_ARRAYS) and pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (len(state), pitch, vocab)
-        chunks = _chunks(vocab)
-        arguments = (logits, *state, result, tokens, context_lens, scratch, rows, vocab, pitch, chunks)
-        for kernel in self._kernels[:1] if greedy else self._kernels:
-            kernel((chunks, rows), THREADS, arguments, stream=stream, dependent=True, bytes_moved=4 * rows * vocab)
+        assert len(state) == 5 and pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (len(state), pitch, vocab)
+        chunks, rows, at_once = _chunks(vocab), state[0], batch if greedy else ROWS_AT_ONCE
+        kernels = self._full if full else self._plain[:1] if greedy else self._plain
+        for start in range(0, batch, at_once):
+            count, words = min(at_once, batch - start), 4 * start
+            arguments = (
+                logits + words * pitch, rows + words, *state[1:], result + words, tokens and tokens + words,
+                context_lens and context_lens + words, scratch, count, vocab, pitch, chunks, batch,
+            )  # fmt: skip
+            for kernel in kernels:
+                moved = 4 * count * vocab
+                kernel((chunks, count), THREADS, arguments, stream=stream, dependent=True, bytes_moved=moved)
 
 
 def _chunks(vocab: int) -> int:

@@ -1,0 +1,106 @@
+"""Reads what the engine reports of requests and turns tokens into pieces of text, for threads and for asyncio.
+
+The engine's thread only leaves updates in a queue. The text is made where the caller reads, so a caller that reads
+slowly or not at all delays no one; what waits for it is bounded by the tokens that it asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from queue import SimpleQueue
+
+from .engine.core import Engine
+from .engine.outputs import Piece, Update, make_result
+from .engine.request import Request
+from .text.text_stream import TextStream
+
+
+class Completion:
+    """One request and the text of its tokens so far."""
+
+    def __init__(self, request: Request, text: TextStream):
+        self.request = request
+        self.has_ended = False
+        self._text = text
+        self._num_read = 0
+
+    def read(self, update: Update) -> list[Piece]:
+        """The pieces up to ``update``: one per token. The last one has the result. Raises the request's error."""
+        if self.has_ended:
+            return []
+        if self.request.error is not None:
+            self.has_ended = True
+            raise self.request.error
+        pieces = [self._next_piece(update) for _ in range(self._num_read, update.num_tokens) if not self.has_ended]
+        if update.finish_reason is not None and not self.has_ended:  # it ends without another token
+            text, _ = self._text.push((), last=True)
+            pieces.append(self._end(update, text, []))
+        return pieces
+
+    def _next_piece(self, update: Update) -> Piece:
+        token = self.request.output_token_ids[self._num_read]
+        self._num_read += 1
+        last = self._num_read == update.num_tokens and update.finish_reason is not None
+        # The end-of-sequence token has no text, even if the vocabulary gives it one.
+        visible = () if last and update.finish_reason == "stop" else (token,)
+        text, stopped = self._text.push(visible, last=last)
+        if stopped:
+            update = update._replace(num_tokens=self._num_read, finish_reason="stop")
+        if stopped or last:
+            return self._end(update, text, [token])
+        return Piece(self.request.index, text, [token])
+
+    def _end(self, update: Update, text: str, token_ids: list[int]) -> Piece:
+        self.has_ended = True
+        result = make_result(update, self._text.text)
+        return Piece(self.request.index, text, token_ids, result.finish_reason, result)
+
+
+def run(engine: Engine, completions: Sequence[Completion], every_token: bool) -> Generator[Piece, None, None]:
+    """Run requests to their end and yield their pieces: as the tokens come, or at the end of each request.
+
+    Closing the generator, or an error, cancels the requests.
+    """
+    updates: SimpleQueue[Update] = SimpleQueue()
+    by_request = _subscribe(completions, updates.put, every_token)
+    try:
+        engine.submit(list(by_request))
+        while not all(c.has_ended for c in completions):
+            update = updates.get()
+            yield from by_request[update.request].read(update)
+    finally:
+        engine.cancel([r for r in by_request if r.finish_reason is None])
+
+
+async def arun(engine: Engine, completions: Sequence[Completion], every_token: bool) -> AsyncGenerator[Piece, None]:
+    """As :func:`run`, for asyncio."""
+    updates: asyncio.Queue[Update] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def deliver(update: Update) -> None:
+        loop.call_soon_threadsafe(updates.put_nowait, update)
+
+    by_request = _subscribe(completions, deliver, every_token)
+    try:
+        engine.submit(list(by_request))
+        while not all(c.has_ended for c in completions):
+            update = await updates.get()
+            for piece in by_request[update.request].read(update):
+                yield piece
+    finally:
+        engine.cancel([r for r in by_request if r.finish_reason is None])
+
+
+def _subscribe(
+    completions: Sequence[Completion], deliver: Callable[[Update], None], every_token: bool
+) -> dict[Request, Completion]:
+    """Let the engine deliver the requests' updates, or only their last ones; returns the completions by request."""
+
+    def on_update(request: Request) -> None:
+        if every_token or request.finish_reason is not None:
+            deliver(Update.of(request))
+
+    for completion in completions:
+        completion.request.on_update = on_update
+    return {completion.request: completion for completion in completions}

@@ -1,0 +1,308 @@
+"""The loop that runs all requests of a model, in the one thread that calls its device.
+
+Callers in any thread leave messages: a request, a cancellation, or a function to run between two steps. The loop reads
+them, launches steps until the device has enough of them, waits for the oldest, and tells each caller about its tokens.
+It sleeps while nothing is to be done.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ..errors import BminfError, UsageError
+from .block_manager import BlockManager
+from .config import EngineConfig
+from .request import Request
+from .scheduler import Rows, Scheduler, Step, StepResult
+
+T = TypeVar("T")
+
+
+class Launched(Protocol):
+    """A step that the device computes."""
+
+    def fetch(self) -> StepResult:
+        """Its result; waits for the device."""
+        ...
+
+
+class Runner(Rows, Protocol):
+    """What runs steps; see :class:`.ModelRunner`."""
+
+    max_steps_in_flight: int
+
+    def launch(self, step: Step) -> Launched:
+        """Start a step."""
+        ...
+
+    def close(self) -> None:
+        """Give its memory back."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine does now, and what it has done since the model was loaded.
+
+    Blocks are those of the group of layers that has the fewest available: ``blocks_used`` are held by requests,
+    ``blocks_cached`` are held by none and may be reused, ``blocks_free`` are the rest. ``cached_tokens`` of
+    ``prompt_tokens`` came from the cache.
+    """
+
+    waiting: int
+    running: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_free: int
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Engine:
+    """Requests in, tokens out, for every thread of the process.
+
+    ``on_start`` is called in the engine's thread before anything else, ``make_runner`` when the first request comes, and
+    ``on_close`` at the end (in the caller's thread if nothing has started the engine). A request's ``on_update`` is
+    called in the engine's thread too, so it must be quick.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        make_runner: Callable[[BlockManager], Runner],
+        on_start: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
+        block_size: int | None = None,
+    ):
+        self.config = config
+        sizes = {} if block_size is None else {"block_size": block_size}
+        self.blocks = BlockManager(
+            config.cache_shape.groups, config.num_blocks, config.num_source_blocks,
+            max_piece=max(config.max_num_batched_tokens, config.max_num_mixed_tokens),
+            prefix_cache=config.prefix_cache, **sizes,
+        )  # fmt: skip
+        self._make_runner = make_runner
+        self._on_start = on_start
+        self._on_close = on_close
+        self._runner: Runner | None = None
+        self._scheduler: Scheduler | None = None
+        self._in_flight: deque[tuple[Step, Launched]] = deque()
+        self._num_steps = 0
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Condition()
+        self._messages: list[Callable[[], None]] = []
+        self._arriving = 0
+        self._closing = False
+        self._has_started = False
+
+    # -- called in any thread -----------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Let requests join at the next step, all or none.
+
+        Raises ``UsageError`` for a request that could never fit in the cache, for too many waiting requests, after
+        :meth:`close`, and in a process that was forked from the one that made the engine.
+        """
+        for request in requests:
+            self._require_fit(request)
+        with self._open():
+            waiting = self._arriving + len(self._scheduler.waiting if self._scheduler else ())
+            if waiting + len(requests) > self.config.max_queue:
+                raise UsageError(
+                    f"{waiting:,} requests wait, and {len(requests):,} more would exceed the bound of "
+                    f"{self.config.max_queue:,} (max_queue): wait until some are done, or raise the bound"
+                )
+            self._post(lambda: self._add(requests))
+            self._arriving += len(requests)
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """End requests early. Their blocks are free at the next step. No effect on those that have ended."""
+        if os.getpid() != self._process:
+            return
+        with self._wake:
+            if self._thread is not None and not self._closing:
+                self._post(lambda: self._end(requests, "cancelled"))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine's thread, between two steps, and return its result or raise its error."""
+        if threading.current_thread() is self._thread:
+            return function()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                self._start()
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._open():
+            self._post(run)
+        return future.result()
+
+    def stats(self) -> EngineStats:
+        """A snapshot, which does not wait for the engine."""
+        scheduler, pool = self._scheduler, min(self.blocks.pools, key=lambda p: p.num_available)
+        cached, used = pool.num_idle, pool.num_used
+        return EngineStats(
+            waiting=self._arriving + len(scheduler.waiting if scheduler else ()),
+            running=len(scheduler.running if scheduler else ()),
+            blocks_used=used,
+            blocks_cached=cached,
+            blocks_free=pool.num_blocks - 1 - used - cached,
+            steps=self._num_steps,
+            preemptions=scheduler.num_preemptions if scheduler else 0,
+            prompt_tokens=scheduler.num_prompt_tokens if scheduler else 0,
+            cached_tokens=scheduler.num_cached_tokens if scheduler else 0,
+        )
+
+    def close(self) -> None:
+        """End all requests with an error, give the memory back and stop the thread. May be called again."""
+        if os.getpid() != self._process:
+            return  # the thread and the device belong to the parent
+        with self._wake:
+            started, first, self._closing = self._thread, not self._closing, True
+            self._wake.notify()
+        if started is None:
+            if first:
+                self._on_close()
+        elif started is not threading.current_thread():
+            started.join()
+
+    def _open(self) -> threading.Condition:
+        """The lock, after a check that the engine can take messages; starts the thread."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                "this process was forked from the one that loaded the model, and has neither its engine nor its "
+                'device: load the model here, or start processes with multiprocessing.get_context("spawn")'
+            )
+        with self._wake:
+            if self._closing:
+                raise closed_error()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="bminf-lite-engine", daemon=True)
+                self._thread.start()
+        return self._wake
+
+    def _post(self, message: Callable[[], None]) -> None:
+        if self._closing:
+            raise closed_error()
+        self._messages.append(message)
+        self._wake.notify()
+
+    def _require_fit(self, request: Request) -> None:
+        length = request.max_tokens(self.config.context_length)
+        piece = length if request.whole_prompt else 0
+        reason = self.blocks.shortage(length, len(request.source_token_ids), piece)
+        if reason is not None:
+            raise UsageError(
+                f"prompt {request.index} can never run: {reason}. Shorten the prompt (here "
+                f"{len(request.prompt_token_ids):,} tokens), lower max_new_tokens (here "
+                f"{request.params.max_new_tokens:,}), or load the model with more memory or kv_cache='int8'"
+            )
+
+    # -- called in the engine's thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._messages or self._closing or self._in_flight or self._has_requests()):
+                    self._wake.wait()
+                messages, self._messages = self._messages, []
+                closing = self._closing
+            while messages:
+                messages.pop(0)()
+            if closing:
+                break
+            try:
+                self._advance()
+            except BaseException as error:
+                self._fail(error)
+        self._fail(closed_error())
+        try:
+            if self._runner is not None:
+                self._runner.close()
+        finally:
+            self._runner = None
+            self._on_close()
+
+    def _start(self) -> None:
+        if not self._has_started:
+            self._on_start()
+            self._has_started = True
+
+    def _has_requests(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_requests
+
+    def _advance(self) -> None:
+        """Launch the steps that the device should have, and handle the result of the oldest."""
+        scheduler, runner = self._scheduler, self._runner
+        if scheduler is None or runner is None:
+            return
+        self._tell(scheduler.end_overdue(time.perf_counter()))
+        while len(self._in_flight) <= runner.max_steps_in_flight and (step := scheduler.schedule()):
+            self._in_flight.append((step, runner.launch(step)))
+            self._num_steps += 1
+        if self._in_flight:
+            step, launched = self._in_flight.popleft()
+            self._tell(scheduler.postprocess(step, launched.fetch()))
+        elif scheduler.has_requests:
+            raise BminfError("the scheduler has requests and plans no step: this is a bug in bminf-lite")
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        try:
+            self._start()
+            if self._runner is None:
+                self._runner = self._make_runner(self.blocks)
+                self._scheduler = Scheduler(self.config, self.blocks, self._runner)
+            assert self._scheduler is not None
+            for request in requests:
+                if request.finish_reason is None:
+                    self._scheduler.add(request)
+        except BaseException as error:
+            for request in requests:
+                if self._scheduler is not None:
+                    self._scheduler.end(request, "error", error)
+                request.finish_reason, request.error = "error", error
+            self._tell(requests)
+        finally:
+            with self._wake:
+                self._arriving -= len(requests)
+
+    def _end(self, requests: Sequence[Request], reason: str, error: BaseException | None = None) -> None:
+        if self._scheduler is not None:
+            self._tell([r for r in requests if self._scheduler.end(r, reason, error)])
+
+    def _fail(self, error: BaseException) -> None:
+        """End all requests. What the steps in flight leave in the cache is not used."""
+        self._in_flight.clear()
+        if self._scheduler is not None:
+            self._tell(self._scheduler.reset(error))
+
+    def _tell(self, requests: Sequence[Request]) -> None:
+        """Call the requests' ``on_update``. An error in one ends that request, and the callback hears of it once."""
+        for request in requests:
+            try:
+                request.on_update(request)
+            except BaseException as error:  # noqa: PERF203, the others must hear of theirs
+                if self._scheduler is not None:
+                    self._scheduler.end(request, "error", error)
+                request.finish_reason, request.error = "error", error
+                with suppress(BaseException):
+                    request.on_update(request)
+
+
+def closed_error() -> UsageError:
+    """The error of every use of a closed model."""
+    return UsageError("the model is closed: load it again")
