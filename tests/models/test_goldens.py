@@ -22,7 +22,7 @@ from tiny_models import (
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.sampling import SamplerState
+from bminf_lite.backend.sampling import SamplerState, SequenceSampling, neutral_rows, state_of
 from bminf_lite.backend.values import ForwardBatch
 
 CASES = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden in goldens(family)]
@@ -230,11 +230,8 @@ def start_decoding(model: TinyModel, *prompts: np.ndarray) -> tuple[ForwardBatch
     model.cache.reserve(64)
     values = np.zeros(count), np.arange(count + 1), np.array(model.context_lens) - 1, np.arange(count)
     arrays = (ops.array(np.asarray(x, np.int32)) for x in values)
-    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
-    numbers = [ops.array(x) for x in (zeros, zeros.astype(np.int32), ones, zeros, ones, zeros, zeros)]
-    keys = ops.array(zeros.astype(np.uint64)), ops.array(zeros.astype(np.int32)), ops.array(zeros.astype(np.int32))
     return (
         ForwardBatch(*arrays, batch_size=count, max_query_len=1, max_context_len=64),
-        SamplerState(*numbers, *keys),
+        state_of([SequenceSampling(row) for row in neutral_rows(count)], logits.shape[1]).map(ops.array),
         logits,
     )
