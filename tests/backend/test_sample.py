@@ -27,6 +27,7 @@ from bminf_lite.backend.sampling import (
     state_of,
 )
 from bminf_lite.cuda.kernels import constants
+from bminf_lite.cuda.kernels.sampling.sampler import ROWS_AT_ONCE
 from bminf_lite.cuda.kernels.sources import SOURCES
 
 
@@ -210,6 +211,15 @@ def test_draws_what_the_definition_draws(cuda_backend: Backend, kind: str, vocab
     for seed in range(2 if vocab > 10000 else 8):
         rows = [1, 3, 33, 8, 2, 16, 5, 33][seed] if vocab <= 10000 else [1, 4][seed]
         check_random(cuda_backend, seed * 1000 + vocab, kind, rows, vocab)
+
+
+@pytest.mark.gpu
+def test_steps_of_different_sizes_share_their_scratch(cuda_backend: Backend) -> None:
+    """More rows than draw at once, then fewer, then more."""
+    rng = np.random.default_rng(8)
+    for count in (5, 2 * ROWS_AT_ONCE + 7, 3, 300):
+        logits = LOGITS["normal"](rng, count, 2500).astype(np.float32)
+        check_sample(cuda_backend, [logits], random_sampler(rng, count, 2500, full=count < 300))
 
 
 @pytest.mark.gpu

@@ -15,20 +15,21 @@ from bminf_lite.backend.sampling import (
     report,
     sample,
 )
-from bminf_lite.cuda.kernels.constants import SAMPLING_BUCKETS, SAMPLING_CHUNK, SAMPLING_THREADS
-from bminf_lite.cuda.kernels.sampling.sampler import PART_BYTES, ROW_BYTES, ROWS_AT_ONCE
+from bminf_lite.cuda.kernels.constants import SAMPLING_BUCKETS, SAMPLING_CHUNK, SAMPLING_ROW_BYTES, SAMPLING_THREADS
+from bminf_lite.cuda.kernels.sampling.sampler import PART_BYTES, ROWS_AT_ONCE
 
 from .launching import Call, model
 
 F32 = np.float32
-_DRAWING = 0x5A
+_DRAWING, JUNK = 0x5A, 0xA5
+CHUNK_BYTES = 8 * SAMPLING_CHUNK
+"""Of the list of tokens."""
 
 
 def state_of(call: Call) -> SamplerState:
     """The state as far as the step's rows reach; how large its arrays are is not among the arguments."""
-    batch, vocab, full = call.batch, call.vocab, bool(call.number("ADJUSTED"))
-    rows = call.vector("rows", batch, np.int32)
-    call.require((rows >= 0).all(), "a row is negative")
+    vocab, full, rows = call.vocab, bool(call.number("ADJUSTED")), call.vector("rows", batch_of(call), np.int32)
+    call.require(bool((rows >= 0).all()), "a row is negative")
     used = rows[rows != NULL_ROW]
     call.require(len(set(used.tolist())) == len(used), "two sequences share a row")
     size = int(rows.max()) + 1
@@ -47,21 +48,29 @@ def state_of(call: Call) -> SamplerState:
     return state
 
 
+def batch_of(call: Call) -> int:
+    return call.launch.grid[1]
+
+
 def logits_of(call: Call) -> np.ndarray:
     call.require(call.launch.grid[0] == call.chunks and call.chunks * SAMPLING_CHUNK >= call.vocab, "chunks")
-    call.require(call.launch.grid[1] == call.batch and call.launch.block == SAMPLING_THREADS, "blocks")
-    return call.rows("logits", call.batch, call.pitch, call.vocab, F32)
+    call.require(call.launch.block == SAMPLING_THREADS, "threads")
+    return call.rows("logits", batch_of(call), call.pitch, call.vocab, F32)
 
 
-def scratch_rows(call: Call) -> np.ndarray:
-    """The head of each row's scratch, uint8 ``[batch, ROW_BYTES]``; the parts behind are checked."""
-    call.vector("scratch", call.batch * (ROW_BYTES + call.chunks * PART_BYTES), np.uint8, 16)
-    return call.vector("scratch", call.batch * ROW_BYTES, np.uint8, 16).reshape(-1, ROW_BYTES)
+def scratch_of(call: Call, drawing: bool) -> tuple[np.ndarray, ...]:
+    """The scratch, uint8 ``[batch, bytes]``: the sequences' heads, the parts of chunks, and what only draws need.
+
+    The latter is the histogram, which must be zero between kernels, and the list of tokens.
+    """
+    places = np.cumsum([SAMPLING_ROW_BYTES, call.chunks * PART_BYTES, SAMPLING_BUCKETS * 12, call.chunks * CHUNK_BYTES])
+    whole = call.rows("scratch", batch_of(call), call.scratch_pitch, places[3 if drawing else 1], np.uint8)
+    return tuple(np.split(whole, places[: 3 if drawing else 1], axis=1))
 
 
 def result_rows(call: Call, rows: int) -> np.ndarray:
     """The result, int32 ``[rows, batch]``."""
-    return call.rows("result", rows, call.result_pitch, call.batch, np.int32, align=0)
+    return call.rows("result", rows, call.result_pitch, batch_of(call), np.int32, align=0)
 
 
 def finish(call: Call, logits: np.ndarray, state: SamplerState, sequences: np.ndarray) -> None:
@@ -75,38 +84,39 @@ def finish(call: Call, logits: np.ndarray, state: SamplerState, sequences: np.nd
     result[0, sequences], result[1, sequences] = choice.tokens, choice.logprobs.view(np.int32)
     used = sequences[state.rows[sequences] != NULL_ROW]
     if call.tokens:
-        call.vector("tokens", call.batch, np.int32)[used] = np.maximum(result[0, used], 0)
+        call.vector("tokens", batch_of(call), np.int32)[used] = np.maximum(result[0, used], 0)
     if call.context_lens:
-        call.vector("context_lens", call.batch, np.int32)[used] += 1
+        call.vector("context_lens", batch_of(call), np.int32)[used] += 1
 
 
 @model
 def best_token(call: Call) -> None:
-    logits, state, heads = logits_of(call), state_of(call), scratch_rows(call)
+    logits, state, (heads, parts) = logits_of(call), state_of(call), scratch_of(call, drawing=False)
     call.require(not heads.any(), "the scratch is not zero")
     with np.errstate(all="ignore"):
         valid = np.isfinite(adjust(logits, state).max(axis=1))
     drawing = valid & (state.columns["temperature"][state.rows] > 0) & (state.rows != NULL_ROW)
     heads[drawing, 0] = _DRAWING
+    parts[...] = JUNK
     finish(call, logits, state, np.flatnonzero(~drawing))
 
 
 @model
 def histogram(call: Call) -> None:
-    batch, buckets = call.batch, SAMPLING_BUCKETS
-    call.require(batch <= ROWS_AT_ONCE, "too many rows at once")
-    needed = batch * (ROW_BYTES + call.chunks * PART_BYTES + buckets * 12 + call.chunks * SAMPLING_CHUNK * 8)
-    call.vector("scratch", needed, np.uint8, 16)
+    call.require(batch_of(call) <= ROWS_AT_ONCE, "too many rows at once")
+    _, _, histograms, _ = scratch_of(call, drawing=True)
+    call.require(not histograms.any(), "the histogram is not zero")
 
 
 @model
 def cut_tail(call: Call) -> None:
-    histogram(call)
+    *_, lists = scratch_of(call, drawing=True)
+    lists[...] = JUNK
 
 
 @model
 def draw_token(call: Call) -> None:
-    heads = scratch_rows(call)
+    heads, *_ = scratch_of(call, drawing=True)
     sequences = np.flatnonzero(heads[:, 0] == _DRAWING)
     heads[...] = 0
     finish(call, logits_of(call), state_of(call), sequences)
@@ -114,8 +124,8 @@ def draw_token(call: Call) -> None:
 
 @model
 def top_logprobs(call: Call) -> None:
-    histogram(call)
-    rows = call.vector("rows", call.batch, np.int32)
+    cut_tail(call)
+    rows = call.vector("rows", batch_of(call), np.int32)
     table = call.rows("table", int(rows.max()) + 1, ROW_WORDS, ROW_WORDS, np.int32, 128)
     state = SamplerState(table, rows, SamplerVariant.FULL)
     result = result_rows(call, 2 + 2 * MAX_LOGPROBS)
