@@ -23,7 +23,9 @@ MAY_IMPORT = {
         "checkpoint", "memory", "cuda", "demo_model", "errors",
     },
     "bench": {"placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
-    "api": {"completions", "placement", "engine", "text", "models", "layers", "backend", "checkpoint", "memory", "errors"},
+    "api": {
+        "completions", "placement", "engine", "text", "models", "layers", "backend", "checkpoint", "memory", "errors",
+    },
     "converters": {"checkpoint", "errors"},
     "migration": {"evaluation", "quantize", "text", "backend", "checkpoint", "errors"},
     "evaluation": {"api", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint", "errors"},

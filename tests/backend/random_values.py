@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import Int8Weight
-from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerState
+from bminf_lite.backend.sampling import (
+    MAX_END_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    NULL_ROW,
+    PROMPT_FLAG,
+    ROW_WORDS,
+    SamplerState,
+    SamplerVariant,
+    neutral_rows,
+)
 from bminf_lite.backend.values import ForwardBatch, LayerCache, Norm, sequential_tables
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -52,29 +62,57 @@ def norm_on(backend: Backend, norm: Norm) -> Norm:
     return dataclasses.replace(norm, weight=backend.vector(norm.weight), bias=bias)
 
 
-def random_sampler(rng: np.random.Generator, rows: int, vocab: int, penalties: bool) -> SamplerState:
-    """Sampling parameters drawn for each row from values that include every limit; NumPy arrays."""
+def random_sampler(rng: np.random.Generator, count: int, vocab: int, full: bool) -> SamplerState:
+    """A step of ``count`` sequences: a few rows of a larger table in any order, and now and then the null row.
+
+    Parameters are drawn for each row from values that include every limit. With ``full`` some rows have biases,
+    penalties, masks and a least number of tokens, and report most likely tokens. NumPy arrays.
+    """
+    total = count + 3
+    table = neutral_rows(total)
 
     def one_of(*values: float) -> np.ndarray:
-        return rng.choice(np.array(values, np.float32), rows)
+        return rng.choice(np.array(values, np.float32), total)
 
-    counts = None
-    if penalties:
-        seen = rng.random((2, rows, vocab)) < [[[0.05]], [[0.1]]]
-        counts = (rng.integers(1, 9, (rows, vocab)) * seen[0] + PROMPT_FLAG * seen[1]).astype(np.int32)
-    return SamplerState(
-        temperature=one_of(0, 0.05, 0.6, 1, 1, 1.7, 20),
-        top_k=one_of(0, 0, 1, 2, 20, 50, 1000, vocab - 1, vocab, vocab + 1, 2**30).astype(np.int32),
-        top_p=one_of(1e-12, 1e-6, 0.3, 0.8, 0.95, 1 - 2**-24, 1, 1),
-        min_p=one_of(0, 0, 1e-9, 0.05, 0.5, 1),
-        repetition_penalty=one_of(1, 1.3, 0.7),
-        presence_penalty=one_of(0, 0.5, -1),
-        frequency_penalty=one_of(0, 0.25, -0.5),
-        seed=rng.integers(0, 2**64, rows, dtype=np.uint64),
-        sequence=rng.integers(-(2**31), 2**31, rows, dtype=np.int32),
-        step=rng.integers(0, 2**31 - 9, rows, dtype=np.int32),
-        counts=counts,
-    )
+    table["temperature"] = one_of(0, 0.05, 0.6, 1, 1, 1.7, 20)
+    table["top_k"] = one_of(0, 0, 1, 2, 20, 50, 1000, vocab - 1, vocab, vocab + 1, 2**30)
+    table["top_p"] = one_of(1e-12, 1e-6, 0.3, 0.8, 0.95, 1 - 2**-24, 1, 1)
+    table["min_p"] = one_of(0, 0, 1e-9, 0.05, 0.5, 1)
+    table["seed"] = rng.integers(0, 2**64, total, dtype=np.uint64)
+    table["sequence"] = rng.integers(-(2**31), 2**31, total)
+    table["step"] = rng.integers(0, 2**31 - 9, total)
+    table[NULL_ROW] = neutral_rows(1)
+    rows = rng.permutation(np.arange(1, total, dtype=np.int32))[:count]
+    rows[rng.random(count) < 0.1] = NULL_ROW
+    state = SamplerState(table.view(np.int32).reshape(total, ROW_WORDS), rows, SamplerVariant.DRAW)
+    return add_adjustments(rng, state, vocab) if full else state
+
+
+def add_adjustments(rng: np.random.Generator, state: SamplerState, vocab: int) -> SamplerState:
+    """What the variant ``FULL`` has beyond the others."""
+    table, total = state.columns, len(state.table)
+    table["repetition_penalty"] = rng.choice(np.float32([1, 1.3, 0.7]), total)
+    table["presence_penalty"] = rng.choice(np.float32([0, 0.5, -1]), total)
+    table["frequency_penalty"] = rng.choice(np.float32([0, 0.25, -0.5]), total)
+    table["num_logprobs"] = rng.choice([0, 0, 1, 3, MAX_LOGPROBS], total)
+    bias = np.zeros((total, 2, MAX_LOGIT_BIAS), np.int32)
+    ends = rng.integers(-1, vocab, (total, MAX_END_TOKENS))
+    table["end_tokens"] = np.where(rng.random(ends.shape) < 0.5, ends, -1)
+    table["min_tokens"] = table["step"] + rng.integers(-1, 3, total)
+    for row in np.flatnonzero(rng.random(total) < 0.5):
+        ids = rng.choice(vocab, rng.integers(1, min(vocab, MAX_LOGIT_BIAS) + 1), replace=False)
+        table["num_bias"][row] = len(ids)
+        bias[row, 0, : len(ids)] = np.sort(ids)
+        bias[row, 1, : len(ids)] = rng.normal(0, 5, len(ids)).astype(np.float32).view(np.int32)
+    table["count_row"] = np.where(rng.random(total) < 0.6, rng.permutation(total), -1)
+    table["mask_row"] = np.where(rng.random(total) < 0.4, rng.integers(0, 3, total), -1)
+    table[NULL_ROW] = neutral_rows(1)
+    seen = rng.random((2, total, vocab)) < [[[0.05]], [[0.1]]]
+    counts = (rng.integers(1, 9, (total, vocab)) * seen[0] + PROMPT_FLAG * seen[1]).astype(np.int32)
+    shape = 3, -(-vocab // 32)
+    masks = rng.integers(0, 2**32, shape, np.uint32) | rng.integers(0, 2**32, shape, np.uint32)
+    masks[2] = 1 << rng.integers(0, 32)  # few tokens, or none
+    return dataclasses.replace(state, variant=SamplerVariant.FULL, bias=bias, counts=counts, masks=masks)
 
 
 def forbid_reading(backend: Backend, cache: LayerCache, block: int = 0) -> None:

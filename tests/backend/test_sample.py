@@ -17,8 +17,17 @@ from tolerances import assert_close
 
 from bminf_lite.backend import sampling
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.sampling import SamplerState
+from bminf_lite.backend.sampling import (
+    MAX_LOGPROBS,
+    NULL_ROW,
+    Choice,
+    SamplerState,
+    SamplerVariant,
+    SequenceSampling,
+    state_of,
+)
 from bminf_lite.cuda.kernels import constants
+from bminf_lite.cuda.kernels.sampling.sampler import ROWS_AT_ONCE
 from bminf_lite.cuda.kernels.sources import SOURCES
 
 
@@ -37,17 +46,23 @@ def padded(backend: Backend, logits: np.ndarray) -> Any:
 def check_sample(backend: Backend, draws: list[np.ndarray], state: SamplerState) -> None:
     """Draw once from each of several logits: tokens equal, log-probabilities close, state and step advanced alike."""
     expected_state, device_state, count = state.map(np.copy), state.map(backend.array), len(draws[0])
-    batch = make_batch(backend, [1] * count, [7] * count)
+    batch, used = make_batch(backend, [1] * count, [7] * count), state.rows != NULL_ROW
     for i, logits in enumerate(draws):
-        tokens, logprobs = sampling.sample(logits, expected_state)
+        before, (tokens, logprobs, *top) = backend.host(batch.tokens).copy(), sampling.sample(logits, expected_state)
         result = backend.host(backend.sample(padded(backend, logits), device_state, batch)).copy()
-        assert result.dtype == np.int32 and result.shape == (2, count)
-        np.testing.assert_array_equal(result[0], tokens)
+        assert result.dtype == np.int32 and result.shape == (2 + 2 * MAX_LOGPROBS * (top[0] is not None), count)
+        found = Choice.unpack(result)
+        np.testing.assert_array_equal(found.tokens, tokens)
         spread = np.abs(np.where(np.isfinite(logits), logits, 0)).max(axis=1)
-        assert_close(result[1].view(np.float32), logprobs, "logprob", np.float32, 1 + spread)
-        np.testing.assert_array_equal(backend.host(batch.tokens), np.maximum(tokens, 0))
-        np.testing.assert_array_equal(backend.host(batch.context_lens), 8 + i)
-    np.testing.assert_array_equal(backend.host(device_state.step), expected_state.step)
+        assert_close(found.logprobs, logprobs, "logprob", np.float32, 1 + spread)
+        if top[0] is not None:
+            np.testing.assert_array_equal(found.top_tokens, top[0])
+            assert_close(found.top_logprobs, top[1], "logprob", np.float32, 1 + spread[:, None])
+            same = (found.top_tokens == tokens[:, None]) & (tokens >= 0)[:, None]
+            np.testing.assert_array_equal(found.top_logprobs[same], found.logprobs[same.any(axis=1)])
+        np.testing.assert_array_equal(backend.host(batch.tokens), np.where(used, np.maximum(tokens, 0), before))
+        np.testing.assert_array_equal(backend.host(batch.context_lens), 7 + (i + 1) * used)
+    np.testing.assert_array_equal(backend.host(device_state.table), expected_state.table)
     if state.counts is not None:
         np.testing.assert_array_equal(backend.host(device_state.counts), expected_state.counts)
 
@@ -57,12 +72,12 @@ VOCABULARIES = st.sampled_from([1, 2, 3, 31, 32, 33, 255, 256, 257, 1000, 5003])
 
 
 @given(SEEDS, st.integers(1, 5), VOCABULARIES, st.booleans(), st.booleans())
-def test_sample(backend, seed, count, vocab, penalties, with_ties):
+def test_sample(backend, seed, count, vocab, full, with_ties):
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal((count, vocab)).astype(np.float32) * 4
     if with_ties:
         logits = np.rint(logits)
-    check_sample(backend, [logits] * 3, random_sampler(rng, count, vocab, penalties))
+    check_sample(backend, [logits] * 3, random_sampler(rng, count, vocab, full))
 
 
 @given(SEEDS, st.integers(1, 5), VOCABULARIES)
@@ -71,8 +86,8 @@ def test_sample_that_is_known_to_be_greedy(backend, seed, count, vocab):
     rng = np.random.default_rng(seed)
     logits = np.rint(rng.standard_normal((count, vocab)) * 2).astype(np.float32)
     state = random_sampler(rng, count, vocab, False)
-    state.temperature[:] = 0
-    check_sample(backend, [logits] * 3, dataclasses.replace(state, greedy=True))
+    state.columns["temperature"] = 0
+    check_sample(backend, [logits] * 3, dataclasses.replace(state, variant=SamplerVariant.GREEDY))
 
 
 def test_sample_without_a_step(backend):
@@ -80,10 +95,34 @@ def test_sample_without_a_step(backend):
     rng = np.random.default_rng(0)
     logits, state = rng.standard_normal((3, 50)).astype(np.float32), random_sampler(rng, 3, 50, True)
     expected_state, device_state = state.map(np.copy), state.map(backend.array)
-    tokens, _ = sampling.sample(logits, expected_state)
+    tokens = sampling.sample(logits, expected_state).tokens
     result = backend.host(backend.sample(backend.array(logits), device_state))
     np.testing.assert_array_equal(result[0], tokens)
-    np.testing.assert_array_equal(backend.host(device_state.step), expected_state.step)
+    np.testing.assert_array_equal(backend.host(device_state.table), expected_state.table)
+
+
+@given(SEEDS, st.integers(1, 40), st.sampled_from([31, 256, 2500]))
+def test_the_variant_of_a_step_changes_no_bit(backend, seed, count, vocab):
+    """So a sequence gets the same log-probabilities whatever its neighbours need."""
+    rng = np.random.default_rng(seed)
+    logits = backend.array(rng.standard_normal((count, vocab)).astype(np.float32) * 4)
+    state = random_sampler(rng, count, vocab, False)
+    results = []
+    for variant in (SamplerVariant.DRAW, SamplerVariant.FULL):
+        own = dataclasses.replace(state, variant=variant).map(np.copy).map(backend.array)
+        results.append(backend.host(backend.sample(logits, own))[:2].tolist())
+    assert results[0] == results[1]
+
+
+@given(SEEDS, st.integers(1, 20))
+def test_a_sequence_alone_gets_the_same_bits(backend, seed, count):
+    rng = np.random.default_rng(seed)
+    logits, state = rng.standard_normal((count, 3000)).astype(np.float32) * 4, random_sampler(rng, count, 3000, True)
+    together = backend.host(backend.sample(backend.array(logits), state.map(backend.array)))
+    for b in rng.permutation(count)[:4]:
+        alone = dataclasses.replace(state, rows=state.rows[b : b + 1]).map(np.copy).map(backend.array)
+        found = backend.host(backend.sample(backend.array(logits[b : b + 1]), alone))
+        np.testing.assert_array_equal(found[:, 0], together[:, b])
 
 
 def test_sample_of_unusable_logits(backend):
@@ -112,6 +151,17 @@ def test_the_constants_are_the_definitions() -> None:
     assert values("EXP2") == [float(c) for c in sampling.EXP2_COEFFICIENTS]
     assert f"WEIGHT_BITS = {sampling.WEIGHT_BITS};" in source
     assert sampling.PROMPT_FLAG == 1 << 30 and "PROMPT_FLAG = 1 << 30;" in source
+    for name in ("NULL_ROW", "MAX_LOGPROBS", "MAX_LOGIT_BIAS", "MAX_END_TOKENS"):
+        assert f"{name} = {getattr(sampling, name)};" in source
+
+
+def test_the_row_of_the_table_is_the_definitions() -> None:
+    match = re.search(r"struct SamplerRow \{(.*?)\};", SOURCES.source("sampling/sample.cuh"), re.DOTALL)
+    assert match is not None
+    types = {"u64": np.uint64, "int": np.int32, "float": np.float32}
+    members = re.findall(r"(\w+) (\w+)(\[MAX_END_TOKENS\])?;", match[1])
+    shapes = [(name, types[kind], (sampling.MAX_END_TOKENS,) if array else ()) for kind, name, array in members]
+    assert np.dtype(shapes) == sampling.ROW
 
 
 def test_the_buckets_reach_down_to_the_last_token_of_any_weight() -> None:
@@ -146,11 +196,11 @@ def spoil(rng: np.random.Generator, logits: np.ndarray) -> np.ndarray:
 
 def check_random(backend: Backend, seed: int, kind: str, rows: int, vocab: int) -> None:
     rng = np.random.default_rng(seed)
-    penalties, greedy = rng.random(2) < [0.5, 0.1]
-    state = random_sampler(rng, rows, vocab, bool(penalties))
-    if greedy:
-        state.temperature[:] = 0
-        state = dataclasses.replace(state, greedy=True)
+    full, greedy = rng.random(2) < [0.5, 0.2]
+    state = random_sampler(rng, rows, vocab, bool(full))
+    if greedy and not full:
+        state.columns["temperature"] = 0
+        state = dataclasses.replace(state, variant=SamplerVariant.GREEDY)
     check_sample(backend, [spoil(rng, LOGITS[kind](rng, rows, vocab).astype(np.float32)) for _ in range(2)], state)
 
 
@@ -164,13 +214,22 @@ def test_draws_what_the_definition_draws(cuda_backend: Backend, kind: str, vocab
 
 
 @pytest.mark.gpu
+def test_steps_of_different_sizes_share_their_scratch(cuda_backend: Backend) -> None:
+    """More rows than draw at once, then fewer, then more."""
+    rng = np.random.default_rng(8)
+    for count in (5, 2 * ROWS_AT_ONCE + 7, 3, 300):
+        logits = LOGITS["normal"](rng, count, 2500).astype(np.float32)
+        check_sample(cuda_backend, [logits], random_sampler(rng, count, 2500, full=count < 300))
+
+
+@pytest.mark.gpu
 @pytest.mark.repeats
 def test_many_random_rows(cuda_backend: Backend) -> None:
     """Thousands of rows with parameters of their own."""
     rng = np.random.default_rng(5)
     for _ in range(4):
         logits = LOGITS["normal"](rng, 1024, 3001).astype(np.float32)
-        state = random_sampler(rng, 1024, 3001, penalties=bool(rng.random() < 0.5))
+        state = random_sampler(rng, 1024, 3001, full=bool(rng.random() < 0.5))
         check_sample(cuda_backend, [spoil(rng, logits)], state)
 
 
@@ -186,22 +245,39 @@ def test_where_the_tail_is_cut(cuda_backend: Backend, vocab: int, spread: float)
     logits = -np.sort(-rng.standard_normal((rows, vocab)).astype(np.float32) * np.float32(spread), axis=1)
     logits[: rows // 4] = np.rint(4 * logits[: rows // 4]) / 4
     for _ in range(3):
-        state = random_sampler(rng, rows, vocab, penalties=False)
-        state.temperature[:], state.min_p[:] = rng.choice(np.float32([0.7, 1, 2]), rows), 0
-        state.step[:], state.sequence[:] = 0, 0
-        state.seed[:] = seeds[np.argsort(sampling.random_words(seeds, zeros, zeros))[-rows:]]
-        state.top_k[:] = rng.integers(0, vocab, rows)
-        state.top_p[:] = rng.choice(np.float32([1, 0.5, 0.9, 0.99, 1 - 2**-20]), rows)
+        parameters = sampling.neutral_rows(rows)
+        parameters["temperature"] = rng.choice(np.float32([0.7, 1, 2]), rows)
+        parameters["seed"] = seeds[np.argsort(sampling.random_words(seeds, zeros, zeros))[-rows:]]
+        parameters["top_k"] = rng.integers(0, vocab, rows)
+        parameters["top_p"] = rng.choice(np.float32([1, 0.5, 0.9, 0.99, 1 - 2**-20]), rows)
+        state = state_of([SequenceSampling(row) for row in parameters], vocab)
         check_sample(cuda_backend, [logits], state)
 
 
 @pytest.mark.gpu
 def test_a_graph_of_the_launches_draws_anew_each_time(cuda_backend: Backend) -> None:
     rng = np.random.default_rng(6)
-    logits, state = rng.standard_normal((5, 4000)).astype(np.float32), random_sampler(rng, 5, 4000, penalties=True)
+    logits, state = rng.standard_normal((5, 4000)).astype(np.float32), random_sampler(rng, 5, 4000, full=True)
     expected_state, device_state = state.map(np.copy), state.map(cuda_backend.array)
     on_gpu = padded(cuda_backend, logits)
     work = cuda_backend.capture(lambda: cuda_backend.sample(on_gpu, device_state))
     for _ in range(5):
-        tokens, _ = sampling.sample(logits, expected_state)
+        tokens = sampling.sample(logits, expected_state).tokens
         np.testing.assert_array_equal(cuda_backend.host(work())[0], tokens)
+
+
+@pytest.mark.gpu
+def test_a_graph_stays_valid_while_rows_are_written(cuda_backend: Backend) -> None:
+    """Rows of the table, their masks and the rows of the step change between replays, without another capture."""
+    rng = np.random.default_rng(7)
+    vocab, logits = 700, rng.standard_normal((4, 700)).astype(np.float32)
+    expected, on_gpu = random_sampler(rng, 4, vocab, full=True), padded(cuda_backend, logits)
+    state = expected.map(cuda_backend.array)
+    work = cuda_backend.capture(lambda: cuda_backend.sample(on_gpu, state))
+    for _ in range(8):
+        tokens = sampling.sample(logits, expected).tokens
+        np.testing.assert_array_equal(cuda_backend.host(work())[0], tokens)
+        other = random_sampler(rng, 4, vocab, full=True)
+        for name in ("table", "rows", "bias", "counts", "masks"):
+            getattr(expected, name)[...] = getattr(other, name)
+            cuda_backend.write(getattr(state, name), getattr(other, name))

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from bminf_lite.engine.generation import generate_tokens
 
 from bminf_lite import models
 from bminf_lite.backend.base import Backend
@@ -19,7 +20,6 @@ from bminf_lite.bench.model import BenchModel, random_model, read_shape, shape_n
 from bminf_lite.bench.profiler import Profiler
 from bminf_lite.bench.runner import Workload, run_tests, time_kernels, trace_step, workloads
 from bminf_lite.bench.session import UNWRITTEN, Session, check_results, chunks
-from bminf_lite.engine.generation import generate_tokens
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import BminfError, CheckpointError, UsageError

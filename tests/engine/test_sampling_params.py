@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from dataclasses import fields
 
 import numpy as np
 import pytest
 
-from bminf_lite.backend.sampling import PROMPT_FLAG
-from bminf_lite.engine.sampling_params import SamplingOptions, SamplingParams, sampler_state
+from bminf_lite.backend.sampling import PROMPT_FLAG, SamplerVariant
+from bminf_lite.engine.sampling_params import SamplingOptions, SamplingParams, sampler_state, sequence_sampling
 from bminf_lite.errors import CheckpointError, UsageError
 
 NAN, INF = float("nan"), float("inf")
@@ -24,7 +26,9 @@ WRONG = {
     "seed": [-1, 2**64, 1.0, True, "1"],
     "stop": ["", ("a", ""), (1,), None, 3, b"x"],
     "ignore_eos": [1, None, "no"],
-    "logprobs": [0, None],
+    "min_tokens": [-1, 1.0, True, None, 2**31, 129],
+    "logit_bias": [None, [(1, 2)], {-1: 1}, {1.0: 1}, {True: 1}, {"1": 1}, {1: 101}, {1: NAN}, {1: None}, {1: True}],
+    "logprobs": [-1, 21, True, False, 1.0, "5"],
 }
 
 
@@ -33,12 +37,13 @@ def test_an_invalid_value_is_reported(name):
     for value in WRONG[name]:
         with pytest.raises(UsageError, match=name) as error:
             SamplingParams(**{name: value})
-        assert f"{name} is {value!r}" in str(error.value) or name == "stop"
+        assert f"{name} is {value!r}" in str(error.value) or name in ("stop", "logit_bias")
 
 
 def test_all_invalid_values_are_reported_at_once():
     with pytest.raises(UsageError) as error:
         SamplingParams(**{name: values[0] for name, values in WRONG.items()})
+    assert "logit_bias is None, but must be a mapping" in str(error.value)
     assert all(name in str(error.value) for name in WRONG)
 
 
@@ -47,7 +52,40 @@ def test_every_field_has_a_check_and_is_a_keyword_of_generate():
     assert set(WRONG) == names == set(SamplingOptions.__annotations__)
 
 
+def test_an_invalid_bias_is_named_with_its_bound():
+    for bias, message in (
+        ({3: -100.5}, "token 3 is -100.5, but must be a number from -100 to 100"),
+        ({"a": 1}, "the token 'a', but token ids must be whole numbers"),
+        (dict.fromkeys(range(301), 1), "has 301 entries, but may have 300: leave out"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            SamplingParams(logit_bias=bias)
+
+
+def test_the_model_bounds_biased_tokens_and_end_tokens():
+    SamplingParams(logit_bias={9: 1}, min_tokens=1).check_model(10, range(15))
+    SamplingParams(min_tokens=1, ignore_eos=True).check_model(10, range(16))
+    with pytest.raises(UsageError, match=r"token 10, but the model's tokens are 0 to 9: use ids"):
+        SamplingParams(logit_bias={9: 1, 10: 1}).check_model(10, ())
+    with pytest.raises(UsageError, match=r"min_tokens is 1, but the model has 16 .* hold back 15: set"):
+        SamplingParams(min_tokens=1).check_model(100, range(16))
+
+
+def test_more_tokens_than_the_most_cannot_be_asked_for():
+    with pytest.raises(
+        UsageError, match=r"min_tokens is 5, but must be at most max_new_tokens \(4\): lower it or raise"
+    ):
+        SamplingParams(max_new_tokens=4, min_tokens=5)
+
+
+def test_parameters_can_be_hashed_copied_and_sent():
+    params = SamplingParams(logit_bias={np.int64(7): 1, 3: np.float32(2)}, seed=1)
+    assert params.logit_bias == {7: 1.0, 3: 2.0} and isinstance(hash(params), int)
+    assert pickle.loads(pickle.dumps(params)) == params == dataclasses.replace(params)
+
+
 def test_bounds_are_allowed():
+    SamplingParams(logit_bias={0: -100, 2: 100.0} | dict.fromkeys(range(3, 301), 1), logprobs=20, min_tokens=128)
     SamplingParams(max_new_tokens=1, temperature=0, top_k=0, top_p=1, min_p=1, seed=2**64 - 1, stop=["a", "b"])
     assert SamplingParams(stop="ab").stop == ("ab",)
     assert SamplingParams(seed=np.int64(3), temperature=np.float32(0.5)).seed == 3
@@ -100,20 +138,43 @@ def test_an_unknown_option_names_the_nearest():
 
 def test_the_state_has_a_row_for_each_sequence():
     params = [SamplingParams(temperature=0.5, seed=2**64 - 1), SamplingParams(top_k=4, frequency_penalty=0.25, seed=0)]
-    state = sampler_state(params, [[0, 2, 2], []], 4, [0, 5])
-    np.testing.assert_array_equal(state.counts, [[PROMPT_FLAG, 0, PROMPT_FLAG, 0], [0, 0, 0, 0]])
-    assert state.seed[0] == 2**64 - 1
-    np.testing.assert_array_equal(state.temperature, [0.5, 0])
-    np.testing.assert_array_equal(state.top_k, [0, 4])
-    np.testing.assert_array_equal(state.frequency_penalty, [0, 0.25])
-    np.testing.assert_array_equal(state.sequence, [0, 5])
+    state = sampler_state(params, [[0, 2, 2], [2, 2]], 4, [0, 5])
+    rows = state.columns
+    np.testing.assert_array_equal(state.rows, [1, 2])
+    np.testing.assert_array_equal(state.counts, [[0, 0, PROMPT_FLAG, 0]])  # of the one that has penalties
+    np.testing.assert_array_equal(rows["count_row"], [-1, -1, 0])
+    assert rows["seed"][1] == 2**64 - 1
+    np.testing.assert_array_equal(rows["temperature"][1:], [0.5, 0])
+    np.testing.assert_array_equal(rows["top_k"][1:], [0, 4])
+    np.testing.assert_array_equal(rows["frequency_penalty"][1:], [0, 0.25])
+    np.testing.assert_array_equal(rows["sequence"][1:], [0, 5])
 
 
-def test_a_greedy_state_without_penalties_counts_nothing():
-    def state(*params):
-        return sampler_state([p.with_seed() for p in params], [[1]] * len(params), 4, range(len(params)))
+def test_a_sequence_goes_on_after_what_it_has_generated():
+    params = SamplingParams(presence_penalty=1, seed=0, min_tokens=4, logit_bias={5: -1, 2: 1}, logprobs=3)
+    sequence = sequence_sampling(params, 6, [0, 1], [3, 3], {9, 8})
+    assert (sequence.row["step"], sequence.row["last_token"], sequence.row["num_logprobs"]) == (2, 3, 3)
+    assert sequence.row["min_tokens"] == 4 and sequence.row["end_tokens"][:3].tolist() == [8, 9, -1]
+    assert sequence.bias == [(2, 1.0), (5, -1.0)]
+    np.testing.assert_array_equal(sequence.counted(5), [PROMPT_FLAG, PROMPT_FLAG, 0, 2, 0])
+    assert sequence_sampling(dataclasses.replace(params, ignore_eos=True), 6, eos_ids={9}).row["min_tokens"] == 0
 
-    greedy = state(SamplingParams(), SamplingParams(top_k=3, seed=1))
-    assert greedy.greedy and greedy.counts is None
-    assert not state(SamplingParams(), SamplingParams(temperature=1e-9)).greedy
-    assert not state(SamplingParams(), SamplingParams(presence_penalty=0.1)).greedy
+
+@pytest.mark.parametrize(
+    ("options", "variant"),
+    [
+        ({}, "GREEDY"),
+        ({"top_k": 3, "logprobs": 0}, "GREEDY"),
+        ({"temperature": 1e-9}, "DRAW"),
+        ({"presence_penalty": 0.1}, "FULL"),
+        ({"logit_bias": {1: 1}}, "FULL"),
+        ({"min_tokens": 1}, "FULL"),
+        ({"min_tokens": 1, "ignore_eos": True}, "GREEDY"),
+        ({"logprobs": 1}, "FULL"),
+    ],
+)
+def test_the_variant_is_the_least_that_serves(options, variant):
+    params = [SamplingParams(seed=0), SamplingParams(seed=1, **options)]
+    state = sampler_state(params, [[1], [1]], 4, range(2))
+    assert state.variant == SamplerVariant[variant]
+    assert (state.counts is None) == ("presence_penalty" not in options)

@@ -30,7 +30,7 @@ def test_finite_numbers_are_computed_as_ever(folder: Path, device: str, migrated
     results = []
     for check in (False, True):
         with bminf_lite.load(folder, device, check=check) as model:
-            results.append(model.generate(["hello", "a longer one"], max_new_tokens=8, temperature=0, logprobs=True))
+            results.append(model.generate(["hello", "a longer one"], max_new_tokens=8, temperature=0, logprobs=0))
     for plain, checked in zip(*results, strict=True):
         assert plain.token_ids == checked.token_ids
         np.testing.assert_allclose(plain.logprobs, checked.logprobs, atol=0 if device == "cpu" else 2e-2)

@@ -22,7 +22,7 @@ from tiny_models import (
 from tolerances import assert_close
 
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.sampling import SamplerState
+from bminf_lite.backend.sampling import SamplerState, SequenceSampling, neutral_rows, state_of
 from bminf_lite.backend.values import ForwardBatch
 
 CASES = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden in goldens(family)]
@@ -232,11 +232,8 @@ def start_decoding(model: TinyModel, *prompts: np.ndarray) -> tuple[ForwardBatch
         ops.array, np.zeros((count, 1)), context_lens, [model.table], **model.source_arguments(list(range(count)))
     )
     batch.max_context_len = 64
-    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
-    numbers = [ops.array(x) for x in (zeros, zeros.astype(np.int32), ones, zeros, ones, zeros, zeros)]
-    keys = ops.array(zeros.astype(np.uint64)), ops.array(zeros.astype(np.int32)), ops.array(zeros.astype(np.int32))
     return (
         batch,
-        SamplerState(*numbers, *keys),
+        state_of([SequenceSampling(row) for row in neutral_rows(count)], logits.shape[1]).map(ops.array),
         logits,
     )

@@ -533,8 +533,7 @@ class CudaBackend(Backend):
         rows, vocab = logits.shape
         greedy, full = sampler.variant == SamplerVariant.GREEDY, sampler.variant == SamplerVariant.FULL
         arrays = sampler.rows, sampler.table, sampler.bias, sampler.counts, sampler.masks
-        scratch_bytes = Sampler.scratch_bytes(rows, vocab, greedy)
-        scratch = self._zeros(f"sample {rows} {vocab} {greedy}", scratch_bytes, np.uint8)
+        scratch = self._sampler_scratch(rows, vocab, greedy)
         result = self.arrays.empty((2 + 2 * MAX_LOGPROBS * full, rows), np.int32)
         tokens, context_lens = (batch.tokens.data.ptr, batch.context_lens.data.ptr) if batch is not None else (0, 0)
         self.kernels.sampler.launch(
@@ -543,6 +542,12 @@ class CudaBackend(Backend):
         )  # fmt: skip
         self.kernels.end_step()
         return result
+
+    def _sampler_scratch(self, rows: int, vocab: int, greedy: bool) -> cp.ndarray:
+        """Scratch for sampling ``rows`` rows: what there is, if it is large enough."""
+        purpose, needed = f"sample {vocab} {greedy}", Sampler.scratch_bytes(rows, vocab, greedy)
+        known = [count for name, count in self._zeroed if name == purpose and count >= needed]
+        return self._zeros(purpose, max(known, default=needed), np.uint8)
 
     def _zeros(self, purpose: str, count: int, dtype: Any) -> cp.ndarray:
         """``count`` zeros that kernels leave as zeros, kept for ``purpose`` because graphs hold their address."""

@@ -4,82 +4,130 @@ from __future__ import annotations
 
 import numpy as np
 
-from bminf_lite.backend.sampling import SamplerState, penalise, sample
-from bminf_lite.cuda.kernels.constants import SAMPLING_BUCKETS, SAMPLING_CHUNK, SAMPLING_THREADS
-from bminf_lite.cuda.kernels.sampling.sampler import PART_BYTES, ROW_BYTES
+from bminf_lite.backend.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    NULL_ROW,
+    ROW_WORDS,
+    SamplerState,
+    SamplerVariant,
+    adjust,
+    report,
+    sample,
+)
+from bminf_lite.cuda.kernels.constants import SAMPLING_BUCKETS, SAMPLING_CHUNK, SAMPLING_ROW_BYTES, SAMPLING_THREADS
+from bminf_lite.cuda.kernels.sampling.sampler import PART_BYTES, ROWS_AT_ONCE
 
 from .launching import Call, model
 
 F32 = np.float32
-_DRAWING = 0x5A
+_DRAWING, JUNK = 0x5A, 0xA5
+CHUNK_BYTES = 8 * SAMPLING_CHUNK
+"""Of the list of tokens."""
 
 
 def state_of(call: Call) -> SamplerState:
-    rows, vocab = call.arguments["rows"], call.vocab
-    names = "temperature", "top_p", "min_p", "repetition", "presence", "frequency"
-    temperature, top_p, min_p, *penalties = (call.vector(name, rows, F32) for name in names)
-    counts = call.vector("counts", rows * vocab, np.int32).reshape(rows, vocab) if call.counts else None
-    integers = (call.vector(n, rows, np.int32) for n in ("sequence", "step"))
-    top_k, seed = call.vector("top_k", rows, np.int32), call.vector("seed", rows, np.uint64)
-    return SamplerState(temperature, top_k, top_p, min_p, *penalties, seed, *integers, counts)
+    """The state as far as the step's rows reach; how large its arrays are is not among the arguments."""
+    vocab, full, rows = call.vocab, bool(call.number("ADJUSTED")), call.vector("rows", batch_of(call), np.int32)
+    call.require(bool((rows >= 0).all()), "a row is negative")
+    used = rows[rows != NULL_ROW]
+    call.require(len(set(used.tolist())) == len(used), "two sequences share a row")
+    size = int(rows.max()) + 1
+    table = call.rows("table", size, ROW_WORDS, ROW_WORDS, np.int32, 128)
+    state = SamplerState(table, rows, SamplerVariant.FULL if full else SamplerVariant.DRAW)
+    own = state.columns[rows]
+    changed = (own["num_bias"] > 0) | (own["count_row"] >= 0) | (own["mask_row"] >= 0) | (own["num_logprobs"] > 0)
+    call.require(full or not (changed | (own["step"] < own["min_tokens"])).any(), "a row needs the variant FULL")
+    if (own["num_bias"] > 0).any():
+        state.bias = call.tensor("bias", (size, 2, MAX_LOGIT_BIAS), np.int32)
+    if (count_rows := int(own["count_row"].max()) + 1) > 0:
+        state.counts = call.vector("counts", count_rows * vocab, np.int32).reshape(-1, vocab)
+    if (mask_rows := int(own["mask_row"].max()) + 1) > 0:
+        words = -(-vocab // 32)
+        state.masks = call.vector("masks", mask_rows * words, np.uint32).reshape(-1, words)
+    return state
+
+
+def batch_of(call: Call) -> int:
+    return call.launch.grid[1]
 
 
 def logits_of(call: Call) -> np.ndarray:
     call.require(call.launch.grid[0] == call.chunks and call.chunks * SAMPLING_CHUNK >= call.vocab, "chunks")
-    call.require(call.launch.grid[1] == call.arguments["rows"] and call.launch.block == SAMPLING_THREADS, "blocks")
-    return call.rows("logits", call.arguments["rows"], call.pitch, call.vocab, F32)
+    call.require(call.launch.block == SAMPLING_THREADS, "threads")
+    return call.rows("logits", batch_of(call), call.pitch, call.vocab, F32)
 
 
-def scratch_rows(call: Call) -> np.ndarray:
-    """The head of each row's scratch, uint8 ``[rows, ROW_BYTES]``; the parts behind are checked."""
-    rows = call.arguments["rows"]
-    call.vector("scratch", rows * (ROW_BYTES + call.chunks * PART_BYTES), np.uint8, 16)
-    return call.vector("scratch", rows * ROW_BYTES, np.uint8, 16).reshape(rows, ROW_BYTES)
+def scratch_of(call: Call, drawing: bool) -> tuple[np.ndarray, ...]:
+    """The scratch, uint8 ``[batch, bytes]``: the sequences' heads, the parts of chunks, and what only draws need.
+
+    The latter is the histogram, which must be zero between kernels, and the list of tokens.
+    """
+    places = np.cumsum([SAMPLING_ROW_BYTES, call.chunks * PART_BYTES, SAMPLING_BUCKETS * 12, call.chunks * CHUNK_BYTES])
+    whole = call.rows("scratch", batch_of(call), call.scratch_pitch, places[3 if drawing else 1], np.uint8)
+    return tuple(np.split(whole, places[: 3 if drawing else 1], axis=1))
 
 
-def finish(call: Call, logits: np.ndarray, state: SamplerState, rows: np.ndarray) -> None:
-    """Choose tokens for some rows, and write all that follows from that."""
-    if not rows.size:
+def result_rows(call: Call, rows: int) -> np.ndarray:
+    """The result, int32 ``[rows, batch]``."""
+    return call.rows("result", rows, call.result_pitch, batch_of(call), np.int32, align=0)
+
+
+def finish(call: Call, logits: np.ndarray, state: SamplerState, sequences: np.ndarray) -> None:
+    """Choose tokens for some sequences, and write all that follows from that."""
+    if not sequences.size:
         return
-    own = state.map(lambda x: x[rows])
-    tokens, logprobs = sample(np.array(logits[rows]), own)
-    state.step[rows] = own.step
-    if state.counts is not None:
-        state.counts[rows] = own.counts
-    result = call.vector("result", 2 * len(logits), np.int32).reshape(2, -1)
-    result[0, rows], result[1, rows] = tokens, logprobs.view(np.int32)
+    choice = sample(np.array(logits[sequences]), SamplerState(
+        state.table, state.rows[sequences], state.variant, state.bias, state.counts, state.masks
+    ))  # fmt: skip
+    result = result_rows(call, 2)
+    result[0, sequences], result[1, sequences] = choice.tokens, choice.logprobs.view(np.int32)
+    used = sequences[state.rows[sequences] != NULL_ROW]
     if call.tokens:
-        call.vector("tokens", len(logits), np.int32)[rows] = np.maximum(tokens, 0)
+        call.vector("tokens", batch_of(call), np.int32)[used] = np.maximum(result[0, used], 0)
     if call.context_lens:
-        call.vector("context_lens", len(logits), np.int32)[rows] += 1
+        call.vector("context_lens", batch_of(call), np.int32)[used] += 1
 
 
 @model
 def best_token(call: Call) -> None:
-    logits, state, heads = logits_of(call), state_of(call), scratch_rows(call)
+    logits, state, (heads, parts) = logits_of(call), state_of(call), scratch_of(call, drawing=False)
     call.require(not heads.any(), "the scratch is not zero")
     with np.errstate(all="ignore"):
-        valid = np.isfinite(penalise(logits, state).max(axis=1))
-    drawing = valid & (state.temperature > 0)
+        valid = np.isfinite(adjust(logits, state).max(axis=1))
+    drawing = valid & (state.columns["temperature"][state.rows] > 0) & (state.rows != NULL_ROW)
     heads[drawing, 0] = _DRAWING
+    parts[...] = JUNK
     finish(call, logits, state, np.flatnonzero(~drawing))
 
 
 @model
 def histogram(call: Call) -> None:
-    rows, buckets = call.arguments["rows"], SAMPLING_BUCKETS
-    filtered = rows * (ROW_BYTES + call.chunks * PART_BYTES + buckets * 12 + call.vocab * 8)
-    call.vector("scratch", filtered, np.uint8, 16)
+    call.require(batch_of(call) <= ROWS_AT_ONCE, "too many rows at once")
+    _, _, histograms, _ = scratch_of(call, drawing=True)
+    call.require(not histograms.any(), "the histogram is not zero")
 
 
 @model
 def cut_tail(call: Call) -> None:
-    histogram(call)
+    *_, lists = scratch_of(call, drawing=True)
+    lists[...] = JUNK
 
 
 @model
 def draw_token(call: Call) -> None:
-    heads = scratch_rows(call)
-    rows = np.flatnonzero(heads[:, 0] == _DRAWING)
+    heads, *_ = scratch_of(call, drawing=True)
+    sequences = np.flatnonzero(heads[:, 0] == _DRAWING)
     heads[...] = 0
-    finish(call, logits_of(call), state_of(call), rows)
+    finish(call, logits_of(call), state_of(call), sequences)
+
+
+@model
+def top_logprobs(call: Call) -> None:
+    cut_tail(call)
+    rows = call.vector("rows", batch_of(call), np.int32)
+    table = call.rows("table", int(rows.max()) + 1, ROW_WORDS, ROW_WORDS, np.int32, 128)
+    state = SamplerState(table, rows, SamplerVariant.FULL)
+    result = result_rows(call, 2 + 2 * MAX_LOGPROBS)
+    choice = report(np.array(logits_of(call)), result[0].copy(), state.columns["num_logprobs"][rows])
+    result[2:] = choice.packed()[2:]

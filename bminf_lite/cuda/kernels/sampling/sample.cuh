@@ -76,25 +76,21 @@ struct Arguments {
     const unsigned* masks;
     int *result, *tokens, *context_lens;
     char* scratch;
-    int batch, vocab, pitch, chunks, result_pitch;
+    u64 scratch_pitch;
+    int vocab, pitch, chunks, result_pitch;
 
     // The row of table of this block's sequence.
     __device__ int table_row() const { return rows[blockIdx.y]; }
-    __device__ Row& row() const { return *reinterpret_cast<Row*>(scratch + size_t(blockIdx.y) * ROW_BYTES); }
-    __device__ MaxLogSumExp* parts() const {  // [batch, chunks]; draw_token overlays its sums
-        return reinterpret_cast<MaxLogSumExp*>(scratch + size_t(batch) * ROW_BYTES) + size_t(blockIdx.y) * chunks;
+    // The sequence's part of the scratch, scratch_pitch bytes from that of the next: in this order
+    __device__ char* own_scratch() const { return scratch + blockIdx.y * scratch_pitch; }
+    __device__ Row& row() const { return *reinterpret_cast<Row*>(own_scratch()); }
+    __device__ MaxLogSumExp* parts() const {  // [chunks]; draw_token overlays its sums
+        return reinterpret_cast<MaxLogSumExp*>(own_scratch() + ROW_BYTES);
     }
-    __device__ u64* weights() const {  // [batch, BUCKETS]
-        return reinterpret_cast<u64*>(scratch + size_t(batch) * (ROW_BYTES + chunks * sizeof(MaxLogSumExp))) +
-               size_t(blockIdx.y) * BUCKETS;
-    }
-    __device__ unsigned* numbers() const {  // [batch, BUCKETS]
-        u64* const end = weights() + size_t(batch - blockIdx.y) * BUCKETS;
-        return reinterpret_cast<unsigned*>(end) + size_t(blockIdx.y) * BUCKETS;
-    }
-    __device__ u64* list() const {  // [batch, chunks * CHUNK]; top_logprobs overlays [chunks, WARP] of each
-        unsigned* const end = numbers() + size_t(batch - blockIdx.y) * BUCKETS;
-        return reinterpret_cast<u64*>(end) + size_t(blockIdx.y) * chunks * CHUNK;
+    __device__ u64* weights() const { return reinterpret_cast<u64*>(parts() + chunks); }               // [BUCKETS]
+    __device__ unsigned* numbers() const { return reinterpret_cast<unsigned*>(weights() + BUCKETS); }  // [BUCKETS]
+    __device__ u64* list() const {  // [chunks * CHUNK]; top_logprobs overlays [chunks, WARP]
+        return reinterpret_cast<u64*>(numbers() + BUCKETS);
     }
 };
 

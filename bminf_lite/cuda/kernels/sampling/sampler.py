@@ -51,15 +51,13 @@ class Sampler:
         return (*(self._module.kernel(f"{name}<true>") for name in DRAWING), self._module.kernel(TOP))
 
     @staticmethod
-    def scratch_bytes(rows: int, vocab: int, greedy: bool) -> int:
+    def scratch_bytes(batch: int, vocab: int, greedy: bool) -> int:
         """Bytes of scratch for :meth:`launch`, at an address that is a multiple of 16.
 
-        They must be zero before the first launch, and each launch leaves them ready for the next one with the same
-        ``rows`` and ``vocab``.
+        They must be zero before the first launch. Each launch leaves them ready for the next one with the same
+        ``vocab`` and ``greedy``, also of a smaller batch.
         """
-        chunks = _chunks(vocab)
-        needed = ROW_BYTES + chunks * PART_BYTES
-        return rows * needed if greedy else min(rows, ROWS_AT_ONCE) * (needed + BUCKETS * 12 + chunks * CHUNK * 8)
+        return (batch if greedy else min(batch, ROWS_AT_ONCE)) * _scratch_pitch(vocab, greedy)
 
     def launch(
         self, logits: int, pitch: int, batch: int, vocab: int, state: Sequence[int], result: int,
@@ -76,13 +74,14 @@ class Sampler:
         ``greedy`` and ``full`` say which variant it is.
         """
         assert len(state) == 5 and pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (len(state), pitch, vocab)
-        chunks, rows, at_once = _chunks(vocab), state[0], batch if greedy else ROWS_AT_ONCE
+        chunks, scratch_pitch = _chunks(vocab), _scratch_pitch(vocab, greedy)
+        rows, at_once = state[0], batch if greedy else ROWS_AT_ONCE
         kernels = self._full if full else self._plain[:1] if greedy else self._plain
         for start in range(0, batch, at_once):
             count, words = min(at_once, batch - start), 4 * start
             arguments = (
                 logits + words * pitch, rows + words, *state[1:], result + words, tokens and tokens + words,
-                context_lens and context_lens + words, scratch, count, vocab, pitch, chunks, batch,
+                context_lens and context_lens + words, scratch, scratch_pitch, vocab, pitch, chunks, batch,
             )  # fmt: skip
             for kernel in kernels:
                 moved = 4 * count * vocab
@@ -91,3 +90,9 @@ class Sampler:
 
 def _chunks(vocab: int) -> int:
     return -(-vocab // CHUNK)
+
+
+def _scratch_pitch(vocab: int, greedy: bool) -> int:
+    """Bytes of scratch for each sequence."""
+    chunks = _chunks(vocab)
+    return ROW_BYTES + chunks * PART_BYTES + (0 if greedy else BUCKETS * 12 + chunks * CHUNK * 8)
