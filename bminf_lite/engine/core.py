@@ -71,8 +71,8 @@ class EngineStats:
 class Engine:
     """Requests in, tokens out, for every thread of the process.
 
-    ``on_start`` is called in the engine's thread before anything else, ``make_runner`` when the first request comes, and
-    ``on_close`` at the end (in the caller's thread if nothing has started the engine). A request's ``on_update`` is
+    ``on_start`` is called in the engine's thread before anything else, ``make_runner`` when the first request comes,
+    and ``on_close`` at the end (in the caller's thread if nothing has started the engine). A request's ``on_update`` is
     called in the engine's thread too, so it must be quick.
     """
 

@@ -68,7 +68,8 @@ class Config(ModelConfig):
 
     @property
     def cache_shape(self) -> CacheShape:
-        return CacheShape(self.layers, self.kv_heads, self.head_dim)
+        windows = self.windows if any(self.windows) else ()
+        return CacheShape(self.layers, self.kv_heads, self.head_dim, windows=windows)
 
 
 def parse(config: Mapping[str, Any]) -> Config:

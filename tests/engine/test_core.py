@@ -1,0 +1,414 @@
+"""The engine's loop on a stub device: any number of callers, who cancel, fail, read slowly, or close the model."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import pytest
+from stub_runner import SIZE, StubRunner, alone, make_config, make_request
+
+from bminf_lite.completions import Completion, arun, run
+from bminf_lite.engine.core import Engine
+from bminf_lite.engine.request import Request
+from bminf_lite.errors import UsageError
+from bminf_lite.text.text_stream import TextStream
+
+
+class StubEngine(Engine):
+    """An engine over a stub device, which the test can reach."""
+
+    def __init__(self, blocks: int = 40, ahead: int = 1, **limits: object):
+        self.runner: StubRunner | None = None
+        self.closed: list[threading.Thread] = []
+
+        def make_runner(blocks):
+            self.runner = StubRunner(blocks, self.config, ahead)
+            self.runner.before_launch = lambda: self.before_launch()
+            return self.runner
+
+        super().__init__(
+            make_config(blocks, **limits), make_runner, on_close=lambda: self.closed.append(threading.current_thread()),
+            block_size=SIZE,
+        )  # fmt: skip
+        self.before_launch: Callable[[], None] = lambda: None
+
+    def check(self, request: Request) -> None:
+        """The result is that of the request alone."""
+        tokens, _ = alone(request, self.blocks.windows, self.config.context_length)
+        assert request.output_token_ids == tokens and request.finish_reason in ("stop", "length")
+
+    def wait_until_idle(self) -> None:
+        wait_until(lambda: not self._has_requests() and not self._in_flight)
+        assert self.call(lambda: [pool.num_used for pool in self.blocks.pools]) == [0] * len(self.blocks.pools)
+        self.blocks.check([])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def engine() -> Iterator[StubEngine]:
+    engine = StubEngine()
+    yield engine
+    engine.close()
+
+
+def completion(request: Request) -> Completion:
+    return Completion(request, TextStream(None))
+
+
+def tokens_of(engine: Engine, request: Request) -> list[int]:
+    return [token for piece in run(engine, [completion(request)], True) for token in piece.token_ids]
+
+
+# -- many callers -----------------------------------------------------------------------------------------------------
+
+
+def test_64_threads_at_once(engine):
+    """Some stop reading early. Everyone else gets what they get alone."""
+    failures: list[BaseException] = []
+
+    def caller(number: int) -> None:
+        try:
+            request = make_request([number % 5, 3, number, 4, 9], 3 + number % 9)
+            if number % 4 == 3:
+                pieces = run(engine, [completion(request)], True)
+                next(pieces)
+                pieces.close()
+                return
+            assert tokens_of(engine, request) == request.output_token_ids
+            engine.check(request)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=caller, args=(i,)) for i in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failures
+    engine.wait_until_idle()
+
+
+def test_asyncio_tasks_share_the_steps(engine):
+    async def one(number: int) -> Request:
+        request = make_request([number, 1, 2], 12)
+        async for piece in arun(engine, [completion(request)], True):
+            if number == 3 and len(request.output_token_ids) > 2:
+                break
+            assert piece.index == 0
+        return request
+
+    async def everything() -> list[Request]:
+        return await asyncio.gather(*(one(i) for i in range(8)))
+
+    requests = asyncio.run(everything())
+    for number, request in enumerate(requests):
+        if number != 3:
+            engine.check(request)
+    assert len(engine.runner.steps) < 8 * 12
+    engine.wait_until_idle()
+
+
+def test_a_cancelled_task_cancels_its_request():
+    engine = StubEngine(max_num_seqs=1)
+
+    async def everything() -> None:
+        request = make_request([1], 30)
+        task = asyncio.create_task(anext(arun(engine, [completion(make_request([2], 30)), completion(request)], True)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    engine.before_launch = lambda: time.sleep(0.005)
+    asyncio.run(everything())
+    engine.wait_until_idle()
+    engine.close()
+
+
+def test_a_loop_that_ended_does_not_stop_others(engine):
+    """asyncio.run ends while its request is under way: telling it fails, and only it ends."""
+    engine.before_launch = lambda: time.sleep(0.002)
+    other = make_request([5, 6], 20)
+
+    async def leave() -> None:
+        pieces = arun(engine, [completion(lost)], True)
+        await anext(pieces)
+
+    lost = make_request([1, 2], 25)
+    asyncio.run(leave())
+    assert tokens_of(engine, other)
+    engine.check(other)
+    engine.wait_until_idle()
+    assert lost.finish_reason in ("cancelled", "error")
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_cancel_at_every_point_of_a_life(ahead):
+    """While it waits, after each launch, and after its end; a request beside it is not disturbed."""
+    for point in range(14):
+        engine = StubEngine(12, ahead, max_num_seqs=2)
+        victim, beside = make_request([4, 4, 4, 4, 4, 4, 4, 4, 4], 5), make_request([7, 1], 9)
+        launches = iter(range(100))
+
+        def cancel(point=point, engine=engine, victim=victim, launches=launches) -> None:
+            if next(launches) == point:
+                engine.cancel([victim])
+
+        engine.before_launch = cancel
+        ended: SimpleQueue[Request] = SimpleQueue()
+        for request in (victim, beside):
+            request.on_update = lambda r, ended=ended: ended.put(r) if r.finish_reason else None
+        engine.submit([victim, beside])
+        if point == 0:
+            engine.cancel([victim])
+        assert {ended.get(timeout=20), ended.get(timeout=20)} == {victim, beside}
+        engine.check(beside)
+        tokens, _ = alone(victim, (None,), 32)
+        assert victim.output_token_ids == tokens[: len(victim.output_token_ids)]
+        assert victim.finish_reason == ("cancelled" if len(victim.output_token_ids) < 5 else "length")
+        engine.wait_until_idle()
+        engine.close()
+
+
+def test_an_exception_in_a_callback_ends_that_request_only(engine):
+    def broken(request: Request) -> None:
+        told.append(request.finish_reason)
+        if len(request.output_token_ids) == 3:
+            raise ZeroDivisionError("the caller's own")
+
+    told: list[str | None] = []
+    bad, good = make_request([1, 2, 3], 12), make_request([3, 2, 1], 12)
+    bad.on_update = broken
+    engine.submit([bad])
+    tokens_of(engine, good)
+    engine.check(good)
+    wait_until(lambda: bad.finish_reason is not None)
+    engine.wait_until_idle()
+    assert bad.finish_reason == "error" and isinstance(bad.error, ZeroDivisionError)
+    assert told == [None, None, None, "error"]
+
+
+def test_an_error_of_the_device_reaches_every_caller_and_the_engine_lives_on(engine):
+    def fail() -> None:
+        if len(engine.runner.steps) == 4:
+            engine.before_launch = lambda: None
+            raise MemoryError("none left")
+
+    engine.before_launch = fail
+    failures: list[BaseException] = []
+
+    def caller(number: int) -> None:
+        try:
+            tokens_of(engine, make_request([number], 25))
+        except MemoryError as error:
+            failures.append(error)
+
+    engine.call(lambda: None)
+    threads = [threading.Thread(target=caller, args=(i,)) for i in range(6)]
+    with engine._wake:  # so that all join before the first step
+        for thread in threads:
+            thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(20)
+    assert len(failures) >= 4, "four run at a time; those that came later see nothing of it"
+    again = make_request([1, 2, 3, 4, 5, 6, 7, 8, 9], 5)
+    tokens_of(engine, again)
+    engine.check(again)
+    assert again.num_cached_tokens == 0, "what an error leaves behind is not reused"
+    engine.wait_until_idle()
+
+
+def test_a_device_that_cannot_start_is_an_error_of_the_call():
+    tries: list[int] = []
+
+    def start() -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise MemoryError("no room")
+
+    engine = StubEngine()
+    engine._on_start = start
+    with pytest.raises(MemoryError, match="no room"):
+        tokens_of(engine, make_request([1]))
+    assert tokens_of(engine, make_request([1]))
+    engine.close()
+
+
+def test_ctrl_c_ends_the_call_and_its_requests(engine):
+    engine.before_launch = lambda: time.sleep(0.005)
+    request = make_request([1, 2], 29)
+    timer = threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        tokens_of(engine, request)
+        time.sleep(1)
+    timer.join()
+    engine.wait_until_idle()
+    assert request.finish_reason == "cancelled"
+    assert tokens_of(engine, make_request([1, 2], 3))
+
+
+def test_close_with_requests_under_way():
+    engine = StubEngine(max_num_seqs=2)
+    engine.before_launch = lambda: time.sleep(0.005)
+    failures: SimpleQueue[BaseException] = SimpleQueue()
+
+    def caller(number: int) -> None:
+        try:
+            tokens_of(engine, make_request([number], 25))
+        except UsageError as error:
+            failures.put(error)
+
+    threads = [threading.Thread(target=caller, args=(i,)) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: engine.stats().running > 0)
+    engine.close()
+    engine.close()
+    assert engine.runner.closed and len(engine.closed) == 1 and engine.closed[0].name == "bminf-lite-engine"
+    for thread in threads:
+        thread.join(20)
+    for _ in threads:
+        assert "the model is closed" in str(failures.get(timeout=5))
+    for call in (lambda: tokens_of(engine, make_request([1])), lambda: engine.call(lambda: 1)):
+        with pytest.raises(UsageError, match="the model is closed"):
+            call()
+    engine.cancel([make_request([1])])
+
+
+def test_closing_an_engine_that_has_done_nothing_starts_no_thread():
+    engine = StubEngine()
+    engine.close()
+    engine.close()
+    assert engine._thread is None and engine.closed == [threading.current_thread()]
+
+
+def test_a_caller_who_stops_reading_neither_stops_others_nor_takes_more_than_its_tokens(engine):
+    slow = make_request([9, 9], 30)
+    unread = run(engine, [completion(slow)], True)
+    next(unread)
+    for i in range(12):
+        other = make_request([i], 9)
+        tokens_of(engine, other)
+        engine.check(other)
+    assert slow.finish_reason == "length", "its tokens were computed and wait"
+    assert [slow.output_token_ids[0], *(t for p in unread for t in p.token_ids)] == slow.output_token_ids
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_never_fits_is_refused_at_once(engine):
+    small = StubEngine(6)
+    with pytest.raises(UsageError, match=r"prompt 0 can never run: 21 tokens need 6 blocks of 4 tokens.* has 5"):
+        small.submit([make_request([1] * 9, 12)])
+    assert small._thread is None
+    fits = make_request([1] * 9, 11)
+    tokens_of(small, fits)
+    small.check(fits)
+    small.close()
+
+
+def test_the_queue_has_a_bound(engine):
+    bounded = StubEngine(max_queue=3, max_num_seqs=1)
+    bounded.before_launch = lambda: time.sleep(0.01)
+    bounded.submit([make_request([1], 20)])
+    wait_until(lambda: bounded.stats().running == 1)
+    bounded.submit([make_request([i], 2) for i in range(3)])
+    with pytest.raises(UsageError, match=r"3 requests wait, and 1 more would exceed the bound of 3 \(max_queue\)"):
+        bounded.submit([make_request([1])])
+    assert bounded.stats().waiting == 3
+    bounded.close()
+
+
+def test_a_forked_process_is_told(engine):
+    tokens_of(engine, make_request([1], 2))
+
+    def child(results: multiprocessing.SimpleQueue) -> None:
+        try:
+            engine.submit([make_request([1])])
+        except UsageError as error:
+            results.put(str(error))
+        engine.cancel([])
+        engine.close()
+        os._exit(0)
+
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    process = context.Process(target=child, args=(results,))
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0 and "forked" in results.get() and not engine.closed
+    assert tokens_of(engine, make_request([1], 2))
+
+
+# -- the thread -------------------------------------------------------------------------------------------------------
+
+
+def test_every_call_to_the_device_comes_from_one_thread(engine):
+    seen: set[threading.Thread] = set()
+    engine.before_launch = lambda: seen.add(threading.current_thread())
+    threads = [threading.Thread(target=tokens_of, args=(engine, make_request([i], 3))) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    seen.add(engine.call(threading.current_thread))
+    for thread in threads:
+        thread.join(20)
+    assert {t.name for t in seen} == {"bminf-lite-engine"} and len(seen) == 1
+    assert engine.call(lambda: engine.call(lambda: 5)) == 5
+    with pytest.raises(ZeroDivisionError):
+        engine.call(lambda: 1 / 0)
+
+
+def test_an_idle_engine_sleeps(engine):
+    tokens_of(engine, make_request([1], 2))
+    engine.wait_until_idle()
+    before = engine.call(time.thread_time)
+    time.sleep(0.2)
+    assert engine.call(time.thread_time) - before < 0.02
+
+
+def test_a_request_joins_while_others_run_and_leaves_when_it_is_done(engine):
+    engine.before_launch = lambda: time.sleep(0.003)
+    long, short = make_request([1], 25), make_request([2], 3)
+    pieces = run(engine, [completion(long)], True)
+    next(pieces)
+    tokens_of(engine, short)
+    assert long.finish_reason is None
+    list(pieces)
+    for request in (long, short):
+        engine.check(request)
+
+
+def test_a_deadline_ends_a_request(engine):
+    engine.before_launch = lambda: time.sleep(0.01)
+    request = make_request([1], 30, deadline=time.perf_counter() + 0.1)
+    *_, last = run(engine, [completion(request)], True)
+    assert last.result.finish_reason == "deadline" and 0 < len(last.result.token_ids) < 30
+
+
+def test_statistics(engine):
+    for _ in range(2):
+        tokens_of(engine, make_request([3, 1, 4, 1, 5, 9, 2, 6, 5], 2))
+    engine.wait_until_idle()
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.cached_tokens) == (18, 8)
+    assert (stats.waiting, stats.running, stats.blocks_used, stats.blocks_cached, stats.blocks_free) == (0, 0, 0, 2, 37)
+    assert stats.steps == len(engine.runner.steps) > 0
