@@ -229,7 +229,11 @@ def start_decoding(model: TinyModel, *prompts: np.ndarray) -> tuple[ForwardBatch
     count, ops = len(prompts), model.backend
     context_lens = [n - 1 for n in model.context_lens]
     batch = ForwardBatch.packed(
-        ops.array, np.zeros((count, 1)), context_lens, [model.table], **model.source_arguments(list(range(count)))
+        ops.array,
+        np.zeros((count, 1)),
+        context_lens,
+        [model.table] * len(model.cache.num_blocks),
+        **model.source_arguments(list(range(count))),
     )
     batch.max_context_len = 64
     return (

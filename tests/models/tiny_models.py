@@ -199,7 +199,9 @@ class TinyModel:
         """One step with new tokens for each of some slots: logits of all tokens, packed, or of each row's last."""
         slots = list(range(len(rows))) if slots is None else list(slots)
         context_lens, source = [self.context_lens[s] for s in slots], self.source_arguments(slots)
-        batch = ForwardBatch.packed(self.backend.array, rows, context_lens, [self.table[slots]], **source)
+        batch = ForwardBatch.packed(
+            self.backend.array, rows, context_lens, [self.table[slots]] * len(self.cache.num_blocks), **source
+        )
         for slot, row in zip(slots, rows, strict=True):
             self.context_lens[slot] += len(row)
         return np.array(self.backend.host(self.network(batch, self.cache, all_logits)))
