@@ -30,7 +30,7 @@ from .quantization import (
     stack_biases,
     stack_outliers,
 )
-from .sampling import NULL_ROW, SamplerState
+from .sampling import NULL_ROW, SamplerState, report
 from .sampling import sample as sample_tokens
 from .values import Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement, RelativeBias
 
@@ -346,6 +346,23 @@ class Backend:
             batch.tokens[used] = np.maximum(choice.tokens, 0)[used]
             batch.context_lens[used] += 1
         return choice.packed()
+
+    def insert_last_tokens(self, tokens: Array, sampler: SamplerState) -> None:
+        """Replace -1 among a step's first tokens by the newest token of its sequence, in place.
+
+        ``tokens`` is int32 ``[T]``; token ``i`` belongs to the sequence in row ``sampler.rows[i]``, for the leading
+        sequences of the step. So a step can be started before the tokens that the step before it chooses are known.
+        """
+        count = min(len(tokens), len(sampler.rows))
+        newest = sampler.columns["last_token"][sampler.rows[:count]]
+        tokens[:count] = np.where(tokens[:count] < 0, newest, tokens[:count])
+
+    def token_logprobs(self, logits: Array, tokens: Array) -> Array:
+        """The log-softmax of each row of ``logits`` at its token: fp32 ``[n, vocab]``, int32 ``[n]`` -> fp32 ``[n]``.
+
+        The sums are in the order of those that :meth:`sample` reports.
+        """
+        return report(logits, tokens, np.zeros(len(tokens), np.int32)).logprobs
 
     # -- shared by the operations ---------------------------------------------------------------------------------
 
