@@ -292,7 +292,7 @@ class CudaBackend(Backend):
         if weight.pitch > gemv.MAX_WIDTH or not weight.is_row_major or weight.outliers is not None:
             return False
         if isinstance(x, DeferredNorm):
-            if weight.plan is not None and weight.pitch > gemv.MAX_FUSED_NORM_WIDTH:
+            if weight.pitch > gemv.MAX_FUSED_NORM_WIDTH:
                 return False
             return x.values is None and x.residual.pending is None
         return isinstance(x, cp.ndarray) and x.dtype == np.float16

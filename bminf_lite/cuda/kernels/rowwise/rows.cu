@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
         void* out, float* scales, long long out_ld, int rows, int k) {
     constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM, GATE = PREPARE >= GATE_SILU;
     constexpr Order ORDER = static_cast<Order>(IN);
-    __shared__ RowScratch<THREADS> scratch;
+    __shared__ RowScratch<THREADS, NORM ? VECTORS : 1> scratch;
     launch_dependent_grids();
     const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
     if (NORM && rows <= PREFETCH_MAX_ROWS)
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
                 else
                     load_unaligned_up<SOURCE, ORDER>(values, row, column_of(first + i), k, up);
 #pragma unroll
-                for (int j = 0; j < 8; ++j) x[j] = rounded(activate<PREPARE - GATE_SILU>(x[j]) * up[j]);
+                for (int j = 0; j < 8; ++j) x[j] = rounded(__fmul_rn(activate<PREPARE - GATE_SILU>(x[j]), up[j]));
             }
             if constexpr (NORM) {
                 float r[8];

@@ -21,7 +21,8 @@ __device__ __forceinline__ float rescale(float from, float to) { return from == 
 
 __device__ __forceinline__ MaxLogSumExp merge(const MaxLogSumExp& a, const MaxLogSumExp& b) {
     const float top = fmaxf(a.top, b.top);
-    return {min(a.key, b.key), top, a.sum * rescale(a.top, top) + b.sum * rescale(b.top, top)};
+    const float a_sum = __fmul_rn(a.sum, rescale(a.top, top)), b_sum = __fmul_rn(b.sum, rescale(b.top, top));
+    return {min(a.key, b.key), top, __fadd_rn(a_sum, b_sum)};
 }
 
 template <int LANES>
