@@ -22,7 +22,8 @@ pytestmark = pytest.mark.gpu
 
 BATCHES = (1, 2, 3, 8, 16, 17, 64, 65, 256)
 """Sizes of batches that are compared with the batch of all ``ROWS``: decoding, mixed steps and prefill."""
-ROWS = 2048
+ROWS, WIDE_ROWS = 2048, 600
+"""Rows in all, and of more than 4,096 elements: enough for the kernels that many rows have."""
 WIDTHS = (40, 200, 1000, 1024, 2048, 4096, 5120, 8192, 16384)
 """Those of 8 to 1,024 threads a row, of one to four vectors a thread, and of a last vector that is not full."""
 KINDS = ("rms", "layer")
@@ -78,27 +79,32 @@ def rows_near_ties(rng: np.random.Generator, rows: int, width: int, center: bool
     """Rows whose mean, or mean square, is so near to a tie of fp32 that the last bit shows the order of an fp64 sum.
 
     A row holds ``b``, half a unit of ``b`` in the last place of fp32, and terms of 0.3 to 0.5 units in the last place
-    of fp64. An fp64 sum loses such a term alone, but not two that were added first.
+    of fp64, in vectors that are a power of two apart. An fp64 sum loses such a term alone, but not two that were added
+    first.
     """
-    x = np.zeros((rows, width), np.float32)
+    x, vectors = np.zeros((rows, width), np.float32), width // 8
     for row in x:
-        count = int(rng.integers(3, max(4, min(40, width // 8))))
-        vectors = rng.permutation(width // 8)[: count + 2]
-        places = vectors * 8 + rng.integers(0, 8, len(vectors))
-        tiny = rng.uniform(0.3, 0.5, len(places) - 2) * 2.0**-52
+        step = 2 ** int(rng.integers(0, max(1, vectors.bit_length() - 2)))
+        first = int(rng.integers(0, step))
+        count = min(int(rng.integers(2, 6)), vectors - 2, (vectors - 1 - first) // step)
+        places = np.array([first + step * i for i in range(count + 1)]) * 8
+        tiny = rng.uniform(0.3, 0.5, count) * 2.0**-52
         if center:
             big, half = 1 + 2 * rng.integers(0, 2**21) * 2.0**-23, 2.0**-24
-            row[places] = [big, half, *tiny]
+            row[places] = [big, *tiny]
         else:
             big, half = 1 + rng.integers(0, 800) * 2.0**-11, 2.0**-12  # the square of `big` is a number of fp32
-            row[places] = [big, half, *np.sqrt(tiny)]
+            row[places] = [big, *np.sqrt(tiny)]
+        other = int(rng.choice(np.setdiff1d(np.arange(vectors), places // 8)))
+        row[8 * other] = half
     return x * np.where(rng.random((rows, 1)) < 0.5, np.float32(1), np.float32(-1))
 
 
 def mixed_rows(rng: np.random.Generator, width: int, center: bool) -> np.ndarray:
     """Random rows and rows near ties, by turns."""
-    x = random_rows(rng, ROWS, width, np.float32)
-    x[::2] = rows_near_ties(rng, (ROWS + 1) // 2, width, center)
+    rows = ROWS if width <= 4096 else WIDE_ROWS
+    x = random_rows(rng, rows, width, np.float32)
+    x[::2] = rows_near_ties(rng, rows // 2, width, center)
     return x
 
 
@@ -268,6 +274,22 @@ def test_products_that_round_to_zero_keep_its_sign(cuda_backend, rows):
     y = cuda_backend.linear(cuda_backend.array(np.full((rows, 16), 6e-8, np.float16)), weight, fp32=True)
     zeros = np.full((rows, 32), -0.0, np.float32)
     np.testing.assert_array_equal(bits_of(np.array(cuda_backend.host(y))), bits_of(zeros))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("outputs", [5003, 8192])
+def test_logits_of_an_fp16_weight(cuda_backend, request, outputs, with_bias):
+    """A weight of int8 layers' head may be fp16: cublasLt computes its product for any number of rows."""
+    if request.config.getoption("--fake-gpu"):
+        pytest.skip("BLAS has its own order for each shape")
+    rng, width = np.random.default_rng(outputs), 1024
+    bias = rng.standard_normal(outputs).astype(np.float32) if with_bias else None
+    weight = cuda_backend.weight([rng.standard_normal((outputs, width)).astype(np.float16)], [bias])
+
+    def run(ops: Backend, weights: Any, x: np.ndarray) -> list[Any]:
+        return [ops.linear(ops.norm(ops.array(x), weights[0]), weights[1], fp32=True)]
+
+    check(cuda_backend, norm_case(cuda_backend, "rms", width, run, weight))
 
 
 # -- around the products -----------------------------------------------------------------------------------------------
