@@ -239,7 +239,7 @@ class CudaBackend(Backend):
             return self._linear_into(x, weight, out)
         if weight.outliers is not None:
             return self._with_outliers(x, weight, np.float32 if fp32 else np.float16)
-        if self._uses_gemv(x, weight):
+        if self._uses_gemv(x, weight) and not (fp32 and weight.is_half):
             out = self.arrays.rows(x.shape[0], weight.out_features, np.float32 if fp32 else np.float16)
             self._gemv(x, weight, out, Epilogue.TO_FLOAT if fp32 else Epilogue.TO_HALF)
             return out
@@ -337,7 +337,7 @@ class CudaBackend(Backend):
         if weight.pitch > gemv.MAX_WIDTH or not weight.is_row_major or weight.outliers is not None:
             return False
         if isinstance(x, DeferredNorm):
-            if weight.plan is not None and weight.pitch > gemv.MAX_FUSED_NORM_WIDTH:
+            if weight.pitch > gemv.MAX_FUSED_NORM_WIDTH:
                 return False
             return x.values is None and x.residual.pending is None
         return isinstance(x, cp.ndarray) and x.dtype == np.float16
@@ -383,16 +383,25 @@ class CudaBackend(Backend):
         return DeferredMatmul(acc, result, codes.scales, weight)
 
     def _float_matmul(self, x: Array, weight: Weight, out: cp.ndarray) -> cp.ndarray:
+        """A product with float activations into ``out``.
+
+        fp32 results of an fp16 weight, which are logits above all, are sums that are not split: one order for any rows.
+        """
         rows, (n, k) = x.shape[0], weight.matrix.shape
+        logits = weight.is_half and out.dtype == np.float32
         values = self.materializer.to_half(x)
         data = weight.matrix
         if data.dtype == np.int8:
             data = self.arrays.empty((n, k), np.float16)
             self.kernels.rows.int8_to_half(self.kernels.step, weight.matrix, data)
-        acc = self.arrays.empty((rows, n), np.float32)
+        is_result = logits and weight.bias is None and pitch_of(out) == n
+        acc = out if is_result else self.arrays.empty((rows, n), np.float32)
         self.float_gemm.linear(
-            acc.data.ptr, data.data.ptr, values.data.ptr, rows, n, k, self.stream.ptr, out_dtype=np.float32
-        )
+            acc.data.ptr, data.data.ptr, values.data.ptr, rows, n, k, self.stream.ptr, out_dtype=np.float32,
+            split_k=not logits,
+        )  # fmt: skip
+        if is_result:
+            return out
         self.kernels.rows.dequantize(self.kernels.step, acc, ROW, n, 0, weight.scale, weight.bias, out)
         return out
 

@@ -75,6 +75,11 @@ class Weight:
         return sum(int(x.nbytes) for x in arrays if x is not None)
 
     @property
+    def is_half(self) -> bool:
+        """Whether ``matrix`` holds fp16 numbers."""
+        return self.scale is None
+
+    @property
     def is_row_major(self) -> bool:
         """Whether ``matrix`` holds rows of ``pitch`` numbers."""
         return self.plan is None or self.plan.layouts.is_row_major

@@ -107,8 +107,8 @@ class PreferenceAttribute(IntEnum):
     MIN_ALIGNMENT_D_BYTES = 8
 
 
-REDUCE_IN_COMPUTE_TYPE = 2
-"""``CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE``."""
+NO_SPLIT_K, REDUCE_IN_COMPUTE_TYPE = 0, 2
+"""Masks of reduction schemes: ``CUBLASLT_REDUCTION_SCHEME_NONE`` and ``CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE``."""
 
 
 class TransformAttribute(IntEnum):
@@ -289,7 +289,8 @@ class MatmulDesc(_Descriptor):
 class Preference(_Descriptor):
     """Limits for the heuristic: a workspace in bytes, and the alignment in bytes of all four matrices.
 
-    With split-K, partial sums are kept in the compute type, never in a narrower output type.
+    With ``split_k`` a kernel may cut sums into parts. These are kept in the compute type, never in a narrower output
+    type.
     """
 
     prefix = "cublasLtMatmulPreference"
@@ -298,10 +299,10 @@ class Preference(_Descriptor):
         for attribute in PreferenceAttribute
     }
 
-    def __init__(self, lt: CublasLt, workspace_bytes: int, alignment: int) -> None:
+    def __init__(self, lt: CublasLt, workspace_bytes: int, alignment: int, split_k: bool = True) -> None:
         super().__init__(lt, PreferenceHandle())
         self[PreferenceAttribute.MAX_WORKSPACE_BYTES] = workspace_bytes
-        self[PreferenceAttribute.REDUCTION_SCHEME_MASK] = REDUCE_IN_COMPUTE_TYPE
+        self[PreferenceAttribute.REDUCTION_SCHEME_MASK] = REDUCE_IN_COMPUTE_TYPE if split_k else NO_SPLIT_K
         for attribute in PreferenceAttribute:
             if attribute.name.startswith("MIN_ALIGNMENT"):
                 self[attribute] = alignment

@@ -149,12 +149,13 @@ __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
-// Shared memory in which the warps of a row exchange partial results. There are two banks: a reduction may write one
-// while other warps still read the results of the reduction before from the other, without a barrier in between.
-template <int THREADS>
+// Shared memory in which the warps of a row exchange partial results; a thread has N vectors of the row. There are two
+// banks: a reduction may write one while other warps still read the results of the reduction before from the other,
+// without a barrier in between.
+template <int THREADS, int N = 1>
 struct RowScratch {
     static constexpr int WARPS = THREADS > WARP ? THREADS / WARP : 1;
-    double sum[2][WARPS];
+    double sum[2][WARPS * N];
     float top[2][WARPS];
 };
 
@@ -180,22 +181,102 @@ __device__ __forceinline__ void lanes_sum_max(double& sum, float& top) {
     }
 }
 
-// The sum and the absmax over the THREADS of a row, in all of them. THREADS is a power of two; rows of fewer threads
-// than a warp share a warp. The sum is fp64, so that it rounds to the same fp32 whatever THREADS is, except for rare
-// ties. Consecutive calls must alternate `bank`.
-template <int THREADS, bool SUM, bool TOP>
-__device__ __forceinline__ void row_sum_max(double& sum, float& top, RowScratch<THREADS>& scratch, int bank) {
-    lanes_sum_max<SUM, TOP, (THREADS < WARP ? THREADS : WARP)>(sum, top);
+// The absmax over the THREADS of a row, in all of them. THREADS is a power of two; rows of fewer threads than a warp
+// share a warp. Consecutive reductions must alternate `bank`.
+template <int THREADS, int N>
+__device__ __forceinline__ float threads_absmax(float top, RowScratch<THREADS, N>& scratch, int bank) {
+    double none = 0;
+    lanes_sum_max<false, true, (THREADS < WARP ? THREADS : WARP)>(none, top);
     if constexpr (THREADS > WARP) {
         constexpr int WARPS = THREADS / WARP;
-        if (threadIdx.x % WARP == 0) {
-            if constexpr (SUM) scratch.sum[bank][threadIdx.x / WARP] = sum;
-            if constexpr (TOP) scratch.top[bank][threadIdx.x / WARP] = top;
-        }
+        if (threadIdx.x % WARP == 0) scratch.top[bank][threadIdx.x / WARP] = top;
         sync_threads<THREADS>();
-        if constexpr (SUM) sum = scratch.sum[bank][threadIdx.x % WARPS];
-        if constexpr (TOP) top = scratch.top[bank][threadIdx.x % WARPS];
-        lanes_sum_max<SUM, TOP, WARPS>(sum, top);
+        top = scratch.top[bank][threadIdx.x % WARPS];
+        lanes_sum_max<false, true, WARPS>(none, top);
+    }
+    return top;
+}
+
+// ---- the one order of a row's sums -------------------------------------------------------------------------------
+//
+// A row's sum is a function of the row alone: it has one order, whatever number of threads holds the row. Vectors of
+// eight elements are numbered along the row. These are added, see docs/numerics.md:
+//
+//   1. the elements of a vector, one after another, in fp32; everything below in fp64
+//   2. vectors that are 2,048 apart (in rows of more than 16,384 elements), one after another
+//   3. the 32 vectors of a group, in a tree: vectors that are 16 apart, then 8, 4, 2, 1
+//   4. the groups, in a tree: groups that are 32 apart, then 16, 8, 4, 2, 1
+//
+// Vectors beyond the end of the row are zeros. Adding zero changes no sum, so a tree needs no node for them.
+
+constexpr int ROW_SUM_VECTORS = 2048;
+
+// The tree over x[0], ..., x[N - 1]: those N / 2 apart first. x[0] gets the sum.
+template <int N>
+__device__ __forceinline__ void tree_sum(double (&x)[N]) {
+#pragma unroll
+    for (int half = N / 2; half; half /= 2)
+#pragma unroll
+        for (int i = 0; i < half; ++i) x[i] += x[i + half];
+}
+
+// Step 3 for N groups at once, and with TOP the absmax over the warp. x[i]: this lane's vector of group i. In lane t,
+// x[0] gets the sum of group t / (WARP / N). Lanes that exchange values keep one half of the groups each, so N groups
+// take N - 1 exchanges more than log2(WARP / N), not N log2(WARP).
+template <bool TOP, int N>
+__device__ __forceinline__ void sum_groups(double (&x)[N], float& top) {
+    int groups = N;
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) {
+        if (groups > 1) {
+            const bool upper = threadIdx.x & d;
+            groups /= 2;
+#pragma unroll
+            for (int i = 0; i < groups; ++i) {
+                const double kept = upper ? x[i + groups] : x[i], sent = upper ? x[i] : x[i + groups];
+                x[i] = kept + __shfl_xor_sync(FULL, sent, d);
+            }
+        } else {
+            x[0] += __shfl_xor_sync(FULL, x[0], d);
+        }
+        if constexpr (TOP) top = absmax(top, __shfl_xor_sync(FULL, top, d));
+    }
+}
+
+// Steps 3 and 4, and with TOP the absmax, over the THREADS of a row, in all of them: sum[0] and top. sum[i]: the sum of
+// vector i of this thread, which is vector i * THREADS + thread of the row, after step 2. THREADS and N are powers of
+// two; rows of fewer threads than a warp have one group. Consecutive reductions must alternate `bank`.
+template <int THREADS, bool TOP, int N>
+__device__ __forceinline__ void row_sum_max(double (&sum)[N], float& top, RowScratch<THREADS, N>& scratch, int bank) {
+    static_assert(N * THREADS <= (THREADS < WARP ? WARP : ROW_SUM_VECTORS), "one sum for each vector of the order");
+    const int lane = threadIdx.x % WARP;
+    if constexpr (THREADS < WARP) {
+        tree_sum(sum);
+        lanes_sum_max<true, TOP, THREADS>(sum[0], top);
+        return;
+    }
+    sum_groups<TOP>(sum, top);
+    constexpr int WARPS = THREADS / WARP, GROUPS = N * WARPS;
+    if constexpr (WARPS == 1) {
+#pragma unroll
+        for (int d = WARP / 2; d >= WARP / N; d /= 2) sum[0] += __shfl_xor_sync(FULL, sum[0], d);
+    } else {
+        constexpr int EACH = GROUPS > WARP ? GROUPS / WARP : 1, LANES = GROUPS / EACH;
+        const int warp = threadIdx.x / WARP;
+        if (lane % (WARP / N) == 0) scratch.sum[bank][lane / (WARP / N) * WARPS + warp] = sum[0];
+        if (TOP && lane == 0) scratch.top[bank][warp] = top;
+        sync_threads<THREADS>();
+        double group[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) group[i] = scratch.sum[bank][i * WARP + lane % LANES];
+        if constexpr (TOP) top = scratch.top[bank][lane % WARPS];
+        tree_sum(group);
+#pragma unroll
+        for (int d = LANES / 2; d; d /= 2) {
+            group[0] += __shfl_xor_sync(FULL, group[0], d);
+            if (TOP && d < WARPS) top = absmax(top, __shfl_xor_sync(FULL, top, d));
+        }
+        sum[0] = group[0];
     }
 }
 
@@ -226,16 +307,14 @@ __device__ __forceinline__ void load_row8(const Source* row, int column, int k, 
 }
 
 // The absmax of a row.
-template <int THREADS, int VECTORS>
-__device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratch<THREADS>& scratch, int bank = 0) {
-    double none = 0;
+template <int THREADS, int VECTORS, int N>
+__device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratch<THREADS, N>& scratch, int bank = 0) {
     float top = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
         for (int j = 0; j < 8; ++j) top = absmax(top, v[i][j]);
-    row_sum_max<THREADS, false, true>(none, top, scratch, bank);
-    return top;
+    return threads_absmax<THREADS>(top, scratch, bank);
 }
 
 // RMSNorm, or with CENTER LayerNorm, of a row in place, in fp32:
@@ -245,21 +324,21 @@ __device__ __forceinline__ float row_max(const float (&v)[VECTORS][8], RowScratc
 template <int THREADS, bool CENTER, bool TOP, int VECTORS>
 __device__ __forceinline__ float normalise_row(
     float (&v)[VECTORS][8], const float* __restrict__ norm_weight, const float* __restrict__ norm_bias, float eps,
-    int k, int pitch, RowScratch<THREADS>& scratch) {
+    int k, int pitch, RowScratch<THREADS, VECTORS>& scratch) {
     const int thread = threadIdx.x % THREADS;
     const double inverse_k = 1.0 / k;  // computed while the loads of the row are in flight
     float top = 0;
     if constexpr (CENTER) {
-        double sum = 0;
+        double sum[VECTORS];
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             float part = 0;
 #pragma unroll
             for (int j = 0; j < 8; ++j) part += v[i][j];
-            sum += part;
+            sum[i] = part;
         }
-        row_sum_max<THREADS, true, false>(sum, top, scratch, 1);
-        const float mean = static_cast<float>(sum * inverse_k);
+        row_sum_max<THREADS, false>(sum, top, scratch, 1);
+        const float mean = static_cast<float>(sum[0] * inverse_k);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
@@ -267,7 +346,7 @@ __device__ __forceinline__ float normalise_row(
             if (k < THREADS * VECTORS * 8) zero_tail(v[i], (i * THREADS + thread) * 8, k);
         }
     }
-    double sum = 0;
+    double sum[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float part = 0, weight[8];
@@ -278,10 +357,10 @@ __device__ __forceinline__ float normalise_row(
             v[i][j] = __fmul_rn(v[i][j], weight[j]);
             if constexpr (TOP) top = absmax(top, v[i][j]);
         }
-        sum += part;
+        sum[i] = part;
     }
-    row_sum_max<THREADS, true, TOP>(sum, top, scratch, 0);
-    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum * inverse_k) + eps));
+    row_sum_max<THREADS, TOP>(sum, top, scratch, 0);
+    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(sum[0] * inverse_k) + eps));
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
@@ -333,19 +412,25 @@ __device__ __forceinline__ float scaled(float acc, float x_scale, float w_scale)
 
 // ---- activation functions, in fp32 -------------------------------------------------------------------------------
 
-// F is an Activation.
+// F is an Activation. The intrinsics keep the compiler from contracting a product and a sum in one kernel and not in
+// another.
 template <int F>
 __device__ __forceinline__ float activate(float x) {
-    if constexpr (F == SILU) return __fdividef(x, 1.0f + __expf(-x));  // relative error 2^-20; callers round to fp16
-    if constexpr (F == GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-    if constexpr (F == GELU) return 0.5f * x * erfcf(-0.70710678118654752f * x);
+    if constexpr (F == SILU)  // relative error 2^-20; callers round to fp16
+        return __fdividef(x, __fadd_rn(1.0f, __expf(-x)));
+    if constexpr (F == GELU_TANH) {
+        const float cube = __fmul_rn(__fmul_rn(__fmul_rn(0.044715f, x), x), x);
+        const float y = tanhf(__fmul_rn(0.7978845608028654f, __fadd_rn(x, cube)));
+        return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, y));
+    }
+    if constexpr (F == GELU) return __fmul_rn(__fmul_rn(0.5f, x), erfcf(__fmul_rn(-0.70710678118654752f, x)));
     return fmaxf(x, 0.0f);
 }
 
 // f(gate) * up, the output of a gated feed-forward layer; both products are rounded to fp16 first.
 template <int F>
 __device__ __forceinline__ float gated(float gate, float up) {
-    return activate<F>(rounded(gate)) * rounded(up);
+    return __fmul_rn(activate<F>(rounded(gate)), rounded(up));
 }
 
 }  // namespace bminf

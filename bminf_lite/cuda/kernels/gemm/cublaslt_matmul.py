@@ -79,20 +79,25 @@ class MatmulContext:
 
         runtime.memsetAsync(self.workspace.ptr, 0, WORKSPACE_BYTES, stream)
 
-    def prepare(self, product: MatmulProblem, alignment: int = 256, key: str | None = None) -> PreparedMatmul:
+    def prepare(
+        self, product: MatmulProblem, alignment: int = 256, key: str | None = None, split_k: bool = True
+    ) -> PreparedMatmul:
         """Make the descriptors of ``product`` and choose an algorithm; raises :class:`NoAlgorithm`.
 
         ``alignment`` in bytes, a power of two, divides all three addresses. With a ``key``, the
         proposed algorithms are timed at the first run and the best is remembered under that key, which may stand for
         several similar shapes. Without, the heuristic's first proposal is used, which is the same in every run.
+        Without ``split_k``, no proposal cuts a sum into parts.
         """
-        return PreparedMatmul(self, product, alignment, key)
+        return PreparedMatmul(self, product, alignment, key, split_k)
 
 
 class PreparedMatmul:
     """One product of fixed shape, ready to run."""
 
-    def __init__(self, matmul_context: MatmulContext, product: MatmulProblem, alignment: int, key: str | None) -> None:
+    def __init__(
+        self, matmul_context: MatmulContext, product: MatmulProblem, alignment: int, key: str | None, split_k: bool
+    ) -> None:
         self._matmul_context, lt = matmul_context, matmul_context.lt
         self.product = product
         self._desc = MatmulDesc(
@@ -101,7 +106,7 @@ class PreparedMatmul:
         self._layouts = [_matrix_layout(lt, matrix) for matrix in (product.a, product.b, product.d)]
         number = ctypes.c_int32 if product.scale_type is DataType.R_32I else ctypes.c_float
         self._one, self._zero = number(1), number(0)
-        self._preference = Preference(lt, WORKSPACE_BYTES, alignment)
+        self._preference = Preference(lt, WORKSPACE_BYTES, alignment, split_k)
         self._key = key
         known = matmul_context.store.get(key) if key else None
         if known is not None and not self._is_usable(known):

@@ -33,15 +33,16 @@ class FloatGemm:
 
     def linear(
         self, out: int, w: int, x: int, rows: int, out_features: int, in_features: int, stream: int,
-        dtype: np.dtype | type = np.float16, out_dtype: np.dtype | type = np.float16,
+        dtype: np.dtype | type = np.float16, out_dtype: np.dtype | type = np.float16, split_k: bool = True,
     ) -> None:  # fmt: skip
         """``out = x @ w.T`` on ``stream``, from addresses of dense row-major matrices.
 
         ``x`` ``[rows, in_features]`` and ``w`` ``[out_features, in_features]`` have ``dtype``, ``out``
-        ``[rows, out_features]`` has ``out_dtype``; see :meth:`matmul` for the combinations.
+        ``[rows, out_features]`` has ``out_dtype``; see :meth:`matmul` for the combinations. Without ``split_k``, each
+        sum is made by one block, which is slow where outputs are few.
         """
         key = (rows, out_features, in_features, np.dtype(dtype).name, np.dtype(out_dtype).name)
-        self._run((*key, 1, 0, 0, False, True), out, w, x, stream)
+        self._run((*key, 1, 0, 0, False, True), out, w, x, stream, split_k)
 
     def matmul(
         self,
@@ -73,11 +74,11 @@ class FloatGemm:
         self._run(key, out.data.ptr, ws.data.ptr, xs.data.ptr, cp.cuda.get_current_stream().ptr)
         return out
 
-    def _run(self, key: tuple[Any, ...], out: int, w: int, x: int, stream: int) -> None:
-        self._prepare(common_alignment(out, w, x), *key).run(w, x, out, stream)
+    def _run(self, key: tuple[Any, ...], out: int, w: int, x: int, stream: int, split_k: bool = True) -> None:
+        self._prepare(common_alignment(out, w, x), split_k, *key).run(w, x, out, stream)
 
-    def _prepare_uncached(self, alignment: int, *key: Any) -> PreparedMatmul:
-        return self._matmul_context.prepare(_product(*key), alignment)
+    def _prepare_uncached(self, alignment: int, split_k: bool, *key: Any) -> PreparedMatmul:
+        return self._matmul_context.prepare(_product(*key), alignment, split_k=split_k)
 
     @staticmethod
     def _check(x: cp.ndarray, w: cp.ndarray, out_dtype: np.dtype, transpose_x: bool, transpose_w: bool) -> None:

@@ -76,7 +76,7 @@ __device__ __forceinline__ float quantize_input(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, int k, int pitch, int width,
     int8* codes) {
     using Source = typename Conditional<INPUT == HALF, __half, float>::type;
-    __shared__ RowScratch<THREADS> scratch;
+    __shared__ RowScratch<THREADS, VECTORS> scratch;
     float v[VECTORS][8];
     load_input(static_cast<const Source*>(x), k, pitch, v);
     const float top = INPUT == HALF ? row_max<THREADS>(v, scratch)
@@ -107,6 +107,8 @@ struct WarpUnits {
     }
 };
 
+constexpr float NO_BIAS = -0.0f;  // y + -0 is y, of either zero too
+
 // What the epilogue needs of a thread's first output besides its sums, loaded before the product.
 struct EpilogueOperands {
     float w_scale[2], bias[2], residual;
@@ -122,7 +124,7 @@ __device__ __forceinline__ EpilogueOperands prefetch_epilogue(
         for (int m = 0; m < block.MATRICES; ++m) {
             const int row = block.first + threadIdx.x + m * block.outputs;
             e.w_scale[m] = w_scale[row];
-            e.bias[m] = bias ? bias[row] : 0.0f;
+            e.bias[m] = bias ? bias[row] : NO_BIAS;
         }
         if constexpr (EPILOGUE == ADD) e.residual = static_cast<const float*>(out)[block.first + threadIdx.x];
     }
@@ -140,7 +142,7 @@ __device__ __forceinline__ void epilogue(
 #pragma unroll
             for (int m = 0; m < block.MATRICES; ++m) {
                 e.w_scale[m] = w_scale[output + m * block.outputs];
-                e.bias[m] = bias ? bias[output + m * block.outputs] : 0.0f;
+                e.bias[m] = bias ? bias[output + m * block.outputs] : NO_BIAS;
             }
             if constexpr (EPILOGUE == ADD) e.residual = static_cast<const float*>(out)[output];
         }

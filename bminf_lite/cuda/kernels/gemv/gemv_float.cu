@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(THREADS) gemv_float(
     const W* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias, void* out,
     long long out_pitch, int n, int k, int pitch) {
     extern __shared__ __align__(16) char shared[];
-    __shared__ RowScratch<THREADS> scratch;
+    __shared__ RowScratch<THREADS, VECTORS> scratch;
     __half* row = reinterpret_cast<__half*>(shared);
     launch_dependent_grids();
     wait_on_dependent_grids();

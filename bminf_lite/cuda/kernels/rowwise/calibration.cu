@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(THREADS)
     float largest = 0;
     for (int c = threadIdx.x; c < k; c += THREADS)
         largest = absmax(largest, __fmul_rn(to_float(row[c]), factor_of(factors, c)));
-    double none = 0;
-    row_sum_max<THREADS, false, true>(none, largest, scratch, 0);
+    largest = threads_absmax<THREADS>(largest, scratch, 0);
     if (threadIdx.x != 0) return;
     top[blockIdx.x] = largest;
     const float scale = exact_scale(largest);
@@ -124,13 +123,13 @@ __global__ void __launch_bounds__(THREADS) row_squares(
     __shared__ RowScratch<THREADS> scratch;
     wait_on_dependent_grids();
     const size_t row = blockIdx.x;
-    double error = 0, total = 0;
+    double error[1] = {}, total[1] = {};
     for (int c = threadIdx.x; c < n; c += THREADS) {
         const double e = expected[row * pitch + c], d = __fsub_rn(got[row * got_pitch + c], expected[row * pitch + c]);
-        error += d * d, total += e * e;
+        error[0] += d * d, total[0] += e * e;
     }
     float none = 0;
-    row_sum_max<THREADS, true, false>(error, none, scratch, 0);
-    row_sum_max<THREADS, true, false>(total, none, scratch, 1);
-    if (threadIdx.x == 0) squares[row] = error, squares[rows + row] = total;
+    row_sum_max<THREADS, false>(error, none, scratch, 0);
+    row_sum_max<THREADS, false>(total, none, scratch, 1);
+    if (threadIdx.x == 0) squares[row] = error[0], squares[rows + row] = total[0];
 }

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm_persistent
     const float* x, long long pitch, const float* norm_weight, const float* norm_bias, float eps, T* out,
     long long out_pitch, int rows, int k) {
     extern __shared__ float4 kept[];
-    __shared__ RowScratch<THREADS> scratch;
+    __shared__ RowScratch<THREADS, VECTORS> scratch;
     const int padded = (k + 15) / 16 * 16;
     float* const shared_weight = reinterpret_cast<float*>(kept);
     float* const shared_bias = shared_weight + padded;

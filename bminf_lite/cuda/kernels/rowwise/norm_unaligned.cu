@@ -8,22 +8,27 @@
 
 using namespace bminf;
 
-// Folds function(sum, element) over the row: fp32 sums of eight elements, which are added in fp64, as in normalise_row.
+constexpr int VECTORS = ROW_SUM_VECTORS / THREADS;  // of a thread, before it begins again with the first
+
+// Folds function(sum, element) over the vectors of a row, and adds them in the one order of a row's sums.
 template <class F>
 __device__ __forceinline__ double row_sum(
-    const float* row, int k, bool aligned, RowScratch<THREADS>& scratch, int bank, F function) {
-    double sum = 0;
+    const float* row, int k, bool aligned, RowScratch<THREADS, VECTORS>& scratch, int bank, F function) {
+    double sum[VECTORS] = {};
     float none = 0, x[8];
-    for (int column = threadIdx.x * 8; column < k; column += THREADS * 8) {
-        load_some(row + column, k - column, aligned, x);
-        float part = 0;
+    for (int first = threadIdx.x * 8; first < k; first += ROW_SUM_VECTORS * 8)
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-            if (column + j < k) part = function(part, x[j]);
-        sum += part;
-    }
-    row_sum_max<THREADS, true, false>(sum, none, scratch, bank);
-    return sum;
+        for (int i = 0; i < VECTORS; ++i) {
+            const int column = first + i * THREADS * 8;
+            load_some(row + column, k - column, aligned, x);
+            float part = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                if (column + j < k) part = function(part, x[j]);
+            sum[i] += part;
+        }
+    row_sum_max<THREADS, false>(sum, none, scratch, bank);
+    return sum[0];
 }
 
 // CENTER: LayerNorm, else RMSNorm. norm_weight: fp32 [k], padded; norm_bias: the same, or null. out may be x.
@@ -31,7 +36,7 @@ template <bool CENTER>
 __global__ void __launch_bounds__(THREADS) norm_multi_pass(
     const float* x, long long pitch, const float* norm_weight, const float* norm_bias, float eps, float* out,
     long long out_pitch, int k, bool aligned) {
-    __shared__ RowScratch<THREADS> scratch;
+    __shared__ RowScratch<THREADS, VECTORS> scratch;
     const double inverse_k = 1.0 / k;
     launch_dependent_grids();
     wait_on_dependent_grids();

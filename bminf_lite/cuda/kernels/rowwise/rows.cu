@@ -70,9 +70,12 @@ __device__ __forceinline__ void load_unaligned_up(const Values& v, int row, int 
 // latency of that load counts, and the weight stream of the next GEMM delays it.
 constexpr int PREFETCH_MAX_ROWS = 64;
 
-// The minimum of resident blocks per SM of `transform`. Dequantization and the exact GELU need more registers.
+// The minimum of resident blocks per SM of `transform`. Dequantization and the exact GELU need more registers. A norm
+// of 4,096 elements must not take more than 64 registers: two waves of eight blocks normalise 2,048 rows.
 constexpr int blocks_of(int source, int prepare, int threads, int vectors) {
-    return source == FROM_INT32 || prepare == GATE_GELU ? 1 : resident_blocks(threads, vectors);
+    if (source == FROM_INT32 || prepare == GATE_GELU) return 1;
+    const bool is_norm = prepare == RMS_NORM || prepare == LAYER_NORM;
+    return is_norm && threads == 128 && vectors == 4 ? 8 : resident_blocks(threads, vectors);
 }
 
 // data: x [rows, k], or [rows, 2 * k] for a gate, see Values, laid out by IN. residual: fp32 [rows, residual_pitch],
@@ -87,7 +90,7 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
         void* out, float* scales, long long out_ld, int rows, int k) {
     constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM, GATE = PREPARE >= GATE_SILU;
     constexpr Order ORDER = static_cast<Order>(IN);
-    __shared__ RowScratch<THREADS> scratch;
+    __shared__ RowScratch<THREADS, NORM ? VECTORS : 1> scratch;
     launch_dependent_grids();
     const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
     if (NORM && rows <= PREFETCH_MAX_ROWS)
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
                 else
                     load_unaligned_up<SOURCE, ORDER>(values, row, column_of(first + i), k, up);
 #pragma unroll
-                for (int j = 0; j < 8; ++j) x[j] = rounded(activate<PREPARE - GATE_SILU>(x[j]) * up[j]);
+                for (int j = 0; j < 8; ++j) x[j] = rounded(__fmul_rn(activate<PREPARE - GATE_SILU>(x[j]), up[j]));
             }
             if constexpr (NORM) {
                 float r[8];
