@@ -1,11 +1,12 @@
 // What the prefill kernels share: the work of a block, masks, the softmax of a tile, and the merge of segments. The
 // order of all sums is that of softmax.cuh.
 //
-// A block owns a tile of rows of one key-value head of one sequence. The query heads that share the key-value head are
+// A piece of work is a tile of rows of one key-value head of one sequence. Blocks take pieces in turn, so the grid does
+// not depend on the lengths of sequences. The query heads that share the key-value head are
 // packed into rows: row r is token r / group under the head r % group. So grouped-query heads fill a tile even if there
 // are few tokens, and the rows of a tile have neighbouring positions, so few keys need a mask.
 //
-// Where few rows see many keys, several blocks share a tile of rows, each with some of the segments. The first of them
+// Where few rows see many keys, a tile is split into several pieces, each with some of the segments. The first of them
 // begins at the first segment and merges its segments itself. The others hand over a record for each segment, and
 // attention_prefill_merge merges all of them.
 //
@@ -37,32 +38,31 @@ struct PrefillParams {
     int capacity;
     float scale;  // of the scores, times log2(e), because exponentials are to the base 2; positive
     int window;   // how many keys a query sees, its own included; 0 for all up to its own
-    int heads, head_dim, sequences;
+    int heads, kv_heads, head_dim, sequences;
     const float* bias;  // [heads, 2 * max_distance + 1] by the distance key - query, clipped to max_distance
     int max_distance;
     const int* source_lens;    // [sequences], only for CROSS
     const __half* key_scales;  // of codes: [blocks, kv_heads, BLOCK_SIZE]
     const __half* value_scales;
-    float* records;             // [max_records, rows of a tile * (D + 2)]: see Record
-    int max_records, residents;  // residents: blocks that the GPU runs at once
-    float* running;              // see RunningResult; null if it is in shared memory
-    unsigned* slots;             // bits [slot_words, 32]: the parts of `running` in use; zero before and after
-    int slot_words;
+    float* records;  // [max_records, rows of a tile * (D + 2)]: see Record
+    int max_records, residents;  // residents: blocks of the prefill kernel
+    float* running;  // [gridDim.x, rows of a tile * D]: see RunningResult; null if it is in shared memory
+    int* counters;   // the blocks' next piece of work, and the blocks that have ended; zero before and after
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// ---- the work of a block -----------------------------------------------------------------------------------------
+// ---- work --------------------------------------------------------------------------------------------------------
 
-// The grid is (kv_heads, at least the number of blocks that all sequences need).
+// A piece of work.
 struct WorkTile {
-    int first, rows, group;             // first row of the tile, rows of the sequence, query heads per key-value head
-    int before, window;                 // position of the sequence's first token; see PrefillParams
+    int head, first, rows, group;       // key-value head, first row of the tile, rows of the sequence, query heads per
+    int before, window;                 // key-value head; position of the sequence's first token; see PrefillParams
     int first_position, last_position;  // of the tile's rows
-    int begin, end;                     // keys of this block that any row sees; begin is a multiple of KEYS
+    int begin, end;                     // keys of this piece that any row sees; begin is a multiple of KEYS
     int sequence, start;                // the sequence and its first token
     int record;                         // the first record of the tile, -1 if it is not split
-    int part, per_part;                 // this block's part of a split tile, and the segments of a part
+    int part, per_part;                 // this part of a split tile, and the segments of a part
     int first_segment, segments;        // of the whole tile
 
     __device__ __forceinline__ int position(int row) const { return before + row / group; }
@@ -72,6 +72,18 @@ struct WorkTile {
     }
     __device__ __forceinline__ int records() const { return 1 + max(0, segments - per_part); }
 };
+
+// The index of the next piece of work, in all lanes of a warp. A block's first one is blockIdx.x.
+__device__ __forceinline__ int next_index(const PrefillParams& p) {
+    int index = 0;
+    if (threadIdx.x % WARP == 0) index = gridDim.x + atomicAdd(p.counters, 1);
+    return __shfl_sync(FULL, index, 0);
+}
+
+// Ends a block's use of the counters, by one thread; the last block clears them.
+__device__ __forceinline__ void end_work(const PrefillParams& p) {
+    if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) p.counters[0] = p.counters[1] = 0;
+}
 
 // The part of the walk over sequences that one lane computes.
 struct SequenceWork {
@@ -102,10 +114,9 @@ __device__ __forceinline__ int inclusive_sum(int x) {
     return x;
 }
 
-// The most segments that a block takes, so that the blocks of all tiles fill the GPU about once.
+// The most segments of a part, so that the parts of all tiles fill the grid about once.
 template <int MASK, int ROWS>
-__device__ __forceinline__ int segments_per_part(const PrefillParams& p, int group, int kv_heads) {
-    if (p.max_records == 0) return 1 << 30;
+__device__ __forceinline__ int segments_per_part(const PrefillParams& p, int group) {
     int work = 0;
     for (int first = 0; first < p.sequences; first += WARP) {
         const SequenceWork s = sequence_work<MASK, ROWS>(p, first + threadIdx.x % WARP, group);
@@ -113,62 +124,74 @@ __device__ __forceinline__ int segments_per_part(const PrefillParams& p, int gro
     }
 #pragma unroll
     for (int d = WARP / 2; d; d /= 2) work += __shfl_xor_sync(FULL, work, d);
-    return max(1, ceil_div(work * kv_heads, p.residents));
+    return max(1, ceil_div(work * p.kv_heads, p.residents));
 }
 
-// Finds the tile and part of block `index` of a head; returns false for a block without work. With SPLIT_TILES `index`
+enum Found { NO_MORE, NOTHING, FOUND };
+
+// Finds piece `index` of the work of a head. NOTHING: this part of a split tile has no keys. With SPLIT_TILES `index`
 // counts only tiles that are split, and the work is the whole tile. Called by whole warps.
 template <int MASK, int ROWS, int KEYS, bool SPLIT_TILES = false>
-__device__ __forceinline__ bool find_work_tile(const PrefillParams& p, int index, WorkTile& work) {
-    const int kv_heads = gridDim.x;
-    work.group = p.heads / kv_heads;
-    work.per_part = segments_per_part<MASK, ROWS>(p, work.group, kv_heads);
+__device__ __forceinline__ Found find_work_tile(const PrefillParams& p, int head, int index, WorkTile& work) {
+    const int group = p.heads / p.kv_heads;
+    const int per_part = p.max_records ? segments_per_part<MASK, ROWS>(p, group) : 1 << 28;
     int records_before = 0;
     for (int first = 0; first < p.sequences; first += WARP) {
-        const SequenceWork s = sequence_work<MASK, ROWS>(p, first + threadIdx.x % WARP, work.group);
-        // A split that saves less than a quarter does not pay.
-        const bool long_enough = 4 * s.segments > 5 * work.per_part;
-        const int records = long_enough ? s.tiles * kv_heads * (s.segments - work.per_part + 1) : 0;
-        const int records_end = records_before + inclusive_sum(records);
-        const bool split = long_enough && records_end <= p.max_records;
-        const int blocks = SPLIT_TILES ? (split ? s.tiles : 0)
-                                       : s.tiles * (split ? ceil_div(s.segments, work.per_part) : 1);
-        const int blocks_end = inclusive_sum(blocks);
-        if (const unsigned after = __ballot_sync(FULL, index < blocks_end)) {
+        const SequenceWork s = sequence_work<MASK, ROWS>(p, first + threadIdx.x % WARP, group);
+        int first_record = -1, pieces = SPLIT_TILES ? 0 : s.tiles;
+        if (p.max_records) {
+            // A split that saves less than a quarter does not pay.
+            const bool long_enough = 4 * s.segments > 5 * per_part;
+            const int records = long_enough ? s.tiles * p.kv_heads * (s.segments - per_part + 1) : 0;
+            const int records_end = records_before + inclusive_sum(records);
+            if (long_enough && records_end <= p.max_records) {
+                first_record = records_end - records;
+                pieces = SPLIT_TILES ? s.tiles : s.tiles * ceil_div(s.segments, per_part);
+            }
+            records_before = __shfl_sync(FULL, records_end, WARP - 1);
+        }
+        const int pieces_end = inclusive_sum(pieces);
+        if (const unsigned after = __ballot_sync(FULL, index < pieces_end)) {
             const int lane = __ffs(after) - 1;
             const auto from = [&](int x) { return __shfl_sync(FULL, x, lane); };
-            const int tiles = from(s.tiles), tokens = from(s.tokens), end = from(s.end), per_tile = from(s.segments);
-            index -= from(blocks_end - blocks);
-            work.part = SPLIT_TILES ? 0 : index / tiles;
+            const int tiles = from(s.tiles), segments = from(s.segments);
+            index -= from(pieces_end - pieces);
             // The last tiles of a sequence see the most keys, so they start first.
             const int tile = tiles - 1 - index % tiles;
-            work.first = tile * ROWS, work.rows = tokens * work.group;
+            work.part = SPLIT_TILES ? 0 : index / tiles, work.per_part = per_part;
+            work.record = from(first_record);
+            if (work.record >= 0) work.record += (tile * p.kv_heads + head) * (segments - per_part + 1);
+            work.head = head, work.group = group, work.first = tile * ROWS, work.rows = from(s.tokens) * group;
             work.sequence = first + lane, work.start = from(s.start);
             work.before = from(s.before), work.window = p.window;
-            work.record = from(split) ? from(records_end - records) + (tile * kv_heads + static_cast<int>(blockIdx.x)) *
-                                                                          (per_tile - work.per_part + 1)
-                                      : -1;
             work.first_position = work.position(work.first);
             work.last_position = work.position(min(work.first + ROWS, work.rows) - 1);
-            work.begin = 0, work.end = end;
+            work.begin = 0, work.end = from(s.end);
             if (MASK == CAUSAL) {
                 if (p.window) work.begin = max(0, work.first_position - p.window + 1) / KEYS * KEYS;
                 work.end = work.last_position + 1;
             }
             work.first_segment = work.begin / SEGMENT;
             work.segments = ceil_div(work.end, SEGMENT) - work.first_segment;
-            if (!SPLIT_TILES && work.record >= 0) {
-                const int segment = work.first_segment + work.part * work.per_part;
-                work.begin = max(work.begin, segment * SEGMENT);
-                work.end = min(work.end, (segment + work.per_part) * SEGMENT);
-                return work.begin < work.end;
-            }
-            return true;
+            if (SPLIT_TILES || work.record < 0) return FOUND;
+            const int segment = work.first_segment + work.part * per_part;
+            work.begin = max(work.begin, segment * SEGMENT);
+            work.end = min(work.end, (segment + per_part) * SEGMENT);
+            return work.begin < work.end ? FOUND : NOTHING;
         }
-        index -= __shfl_sync(FULL, blocks_end, WARP - 1);
-        records_before = __shfl_sync(FULL, records_end, WARP - 1);
+        index -= __shfl_sync(FULL, pieces_end, WARP - 1);
     }
-    return false;
+    return NO_MORE;
+}
+
+// Finds the first piece of work from `index` on, counted over all heads, that is not empty; returns whether there is one.
+template <int MASK, int ROWS, int KEYS>
+__device__ __forceinline__ bool find_work(const PrefillParams& p, int index, WorkTile& work) {
+    for (;;) {
+        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, index % p.kv_heads, index / p.kv_heads, work);
+        if (found != NOTHING) return found == FOUND;
+        index = next_index(p);
+    }
 }
 
 // ---- cached keys and values --------------------------------------------------------------------------------------
@@ -178,7 +201,7 @@ __device__ __forceinline__ bool find_work_tile(const PrefillParams& p, int index
 __device__ __forceinline__ unsigned pool_row(const PrefillParams& p, const WorkTile& work, int key) {
     const int block =
         key < work.end ? p.block_tables[static_cast<size_t>(work.sequence) * p.table_pitch + key / BLOCK_SIZE] : 0;
-    return (block * gridDim.x + blockIdx.x) * BLOCK_SIZE + key % BLOCK_SIZE;
+    return (block * p.kv_heads + work.head) * BLOCK_SIZE + key % BLOCK_SIZE;
 }
 
 // COUNT keys of a head, or their values, from a multiple of COUNT on.
@@ -198,7 +221,7 @@ struct CachedRows {
         rows.valid = work.end - key;
 #pragma unroll
         for (int i = 0; i < PARTS; ++i)
-            rows.start[i] = MASK == BIDIRECTIONAL ? blockIdx.x * p.capacity + work.start + key + i * BLOCK_SIZE
+            rows.start[i] = MASK == BIDIRECTIONAL ? work.head * p.capacity + work.start + key + i * BLOCK_SIZE
                                                   : pool_row(p, work, key + i * BLOCK_SIZE);
         return rows;
     }
@@ -216,11 +239,9 @@ struct CodeVector {
     uint4 codes;
     __half scale;
 
-    template <int D, int COUNT>
-    __device__ __forceinline__ void load(const CachedRows<D, COUNT, int8>& from, int row, int chunk) {
-        const bool present = row < from.valid;
-        codes = present ? *reinterpret_cast<const uint4*>(from.data(row) + chunk * 16) : make_uint4(0, 0, 0, 0);
-        scale = present ? *from.scale(row) : __float2half_rn(0.0f);
+    __device__ __forceinline__ void load(const int8* data, const __half* scales, bool present) {
+        codes = present ? *reinterpret_cast<const uint4*>(data) : make_uint4(0, 0, 0, 0);
+        scale = present ? *scales : __float2half_rn(0.0f);
     }
 };
 
@@ -228,7 +249,7 @@ struct CodeVector {
 template <int D>
 __device__ __forceinline__ void copy_query(
     __half* target, const WorkTile& work, const PrefillParams& p, int row, int column) {
-    const int token = row / work.group, head = blockIdx.x * work.group + row - token * work.group;
+    const int token = row / work.group, head = work.head * work.group + row - token * work.group;
     const bool valid = row < work.rows;
     cp_async_16(target, valid ? p.q + (work.start + token) * p.q_pitch + head * D + column : p.q, valid);
 }
@@ -273,7 +294,7 @@ __device__ __forceinline__ void add_bias(
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int head =
-            blockIdx.x * work.group + (first + static_cast<int>(threadIdx.x) % WARP / 4 + h * 8) % work.group;
+            work.head * work.group + (first + static_cast<int>(threadIdx.x) % WARP / 4 + h * 8) % work.group;
         const float* const bias = p.bias + static_cast<long long>(head) * (2 * p.max_distance + 1) + p.max_distance;
         const int distance = key + static_cast<int>(threadIdx.x) % 4 * 2 - position[h];
 #pragma unroll
@@ -403,28 +424,6 @@ struct RunningResult {
 template <int D, int ROWS>
 constexpr int RUNNING_BYTES = ROWS * D * static_cast<int>(sizeof(float));
 
-// Takes a part of p.running for this block, by one thread; there are as many as blocks that run at once.
-__device__ __forceinline__ int take_slot(const PrefillParams& p) {
-    for (int word = (blockIdx.y * gridDim.x + blockIdx.x) % p.slot_words;; word = (word + 1) % p.slot_words) {
-        unsigned unused = ~*reinterpret_cast<volatile unsigned*>(p.slots + word);
-        while (unused) {
-            const unsigned bit = unused & (0u - unused), found = atomicOr(p.slots + word, bit);
-            if (!(found & bit)) return word * 32 + __ffs(bit) - 1;
-            unused = ~found;
-        }
-    }
-}
-
-// Gives it back, after all threads of the block have called __threadfence and met at a barrier.
-__device__ __forceinline__ void release_slot(const PrefillParams& p, int slot) {
-    atomicAnd(p.slots + slot / 32, ~(1u << slot % 32));
-}
-
-// Whether this block merges segments itself.
-__device__ __forceinline__ bool merges_segments(const WorkTile& work) {
-    return work.part == 0 && work.begin / SEGMENT != (work.end - 1) / SEGMENT;
-}
-
 // A record in memory: o [ROWS, D], then (top, sum) [ROWS, 2], in fp32.
 template <int D, int ROWS>
 struct Record {
@@ -467,11 +466,19 @@ __device__ __forceinline__ void end_segment(
     set_zero(o);
 }
 
-// Ends the last segment of a block. Returns whether o has become the block's output, else it has handed over a record.
+// The quotient o / sum as attention_output computes it: `inverse` is the rounded 1 / sum, and two corrections by the
+// exact remainder leave no error, as in Markstein, IBM J. Res. Dev. 34 (1990).
+__device__ __forceinline__ float quotient(float o, float sum, float inverse) {
+    float q = __fmul_rn(o, inverse);
+    q = __fmaf_rn(__fmaf_rn(-sum, q, o), inverse, q);
+    return __fmaf_rn(__fmaf_rn(-sum, q, o), inverse, q);
+}
+
+// Ends the last segment of a piece of work. Returns whether it has the output, else it has handed over a record.
 template <int D, int ROWS>
 __device__ __forceinline__ bool end_last_segment(
     const PrefillParams& p, const WorkTile& work, int row, const SoftmaxState& state, float (&o)[D / 8][4],
-    RunningResult<D / 8>& running, __half2 (&out)[D / 8][2]) {
+    const RunningResult<D / 8>& running, unsigned (&out)[D / 8][2]) {
     RowSums sums = row_sums(state);
     running.merge_with(sums, o);
     if (work.record >= 0) {
@@ -479,11 +486,12 @@ __device__ __forceinline__ bool end_last_segment(
         return false;
     }
 #pragma unroll
-    for (int n = 0; n < D / 8; ++n)
+    for (int h = 0; h < 2; ++h) {
+        const float sum = sums.sum[h], inverse = sum == 0.0f ? 0.0f : __frcp_rn(sum);
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-            out[n][h] = __halves2half2(
-                attention_output(o[n][2 * h], sums.sum[h]), attention_output(o[n][2 * h + 1], sums.sum[h]));
+        for (int n = 0; n < D / 8; ++n)
+            out[n][h] = pack_half2(quotient(o[n][2 * h], sum, inverse), quotient(o[n][2 * h + 1], sum, inverse));
+    }
     return true;
 }
 
@@ -491,7 +499,7 @@ __device__ __forceinline__ bool end_last_segment(
 
 // Where the output of a row lies.
 __device__ __forceinline__ __half* output_row(const WorkTile& work, const PrefillParams& p, int row) {
-    const int token = row / work.group, head = blockIdx.x * work.group + row - token * work.group;
+    const int token = row / work.group, head = work.head * work.group + row - token * work.group;
     return p.out + (work.start + token) * p.out_pitch + head * p.head_dim;
 }
 

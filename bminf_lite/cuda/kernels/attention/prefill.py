@@ -36,6 +36,8 @@ SPLIT_CONTEXT = 4 * SEGMENT
 """Tiles are split only in steps whose contexts may be longer."""
 MAX_RECORD_BYTES = 256 << 20
 """Scratch memory for records. Sequences whose records do not fit are not split."""
+COUNTERS = 2
+"""Elements of ``counters`` in :meth:`PrefillAttention.launch`."""
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are remembered."""
 LOG2_E = math.log2(math.e)
@@ -52,7 +54,7 @@ class AttentionTileConfig:
     """One kernel without its last template argument, the element of the cache.
 
     A block has ``threads`` threads and ``shared`` bytes, and computes ``rows`` rows of ``depth`` elements. A row is one
-    query token of one of the heads that share a key-value head. An SM runs about ``blocks`` blocks at once. The running
+    query token of one of the heads that share a key-value head. An SM runs up to ``blocks`` blocks at once. The running
     result of merged segments is in shared memory or, with ``external``, in scratch memory. ``tensor_maps``: the kernel
     gets tensor maps of keys and values.
     """
@@ -164,11 +166,6 @@ class PrefillAttention:
             yield from (KernelFamily(tile_config.source, tile_config.expression(element)) for element in elements)
             yield KernelFamily("attention/prefill_merge.cu", tile_config.merge)
 
-    @property
-    def slot_words(self) -> int:
-        """Elements of ``slots`` in :meth:`launch`."""
-        return ceil_div(2 * self._num_sms, 32)
-
     def scratch_bytes(
         self, *, heads: int, kv_heads: int, head_dim: int, tokens: int, batch_size: int, max_context_len: int,
         mask: AttentionMask = AttentionMask.CAUSAL, biased: bool = False, max_record_bytes: int = MAX_RECORD_BYTES,
@@ -209,7 +206,7 @@ class PrefillAttention:
         tokens: int,
         batch_size: int,
         max_context_len: int,
-        slots: int,
+        counters: int,
         scratch: int,
         scratch_bytes: int,
         mask: AttentionMask = AttentionMask.CAUSAL,
@@ -231,7 +228,7 @@ class PrefillAttention:
         - ``source_lens`` int32 ``[batch_size]``, for ``AttentionMask.CROSS``;
         - ``cu_seqlens`` int32 ``[batch_size + 1]``, ``context_lens`` int32 ``[batch_size]`` and ``block_tables`` int32
           ``[batch_size, table_pitch]``, as in ``backend.values.ForwardBatch``;
-        - ``slots`` int32 ``[slot_words]``, zero before and after;
+        - ``counters`` int32 ``[COUNTERS]``, zero before and after;
         - ``scratch``, ``scratch_bytes``: see :meth:`scratch_bytes`.
 
         Addresses are multiples of 16 bytes, pitches of 8 elements. ``tokens`` is ``T``, ``scale`` is positive,
@@ -242,19 +239,19 @@ class PrefillAttention:
         """
         group = heads // kv_heads
         kernel, merge, tile_config = self._find(tokens, batch_size, group, head_dim, mask, bias != 0, key_scales != 0)
-        blocks = tiles = self._tiles(tile_config, tokens, batch_size, group)
+        pieces = tiles = self._tiles(tile_config, tokens, batch_size, group)
         split_tiles = min(tiles, self._split_tiles(tile_config, kv_heads))
         running_bytes = self._running_bytes(tile_config, max_context_len)
         max_records = 0
         if self._may_split(mask, max_context_len):
             max_records = (scratch_bytes - running_bytes) // tile_config.record_bytes
-            blocks += self._split_tiles(tile_config, kv_heads)
+            pieces += self._split_tiles(tile_config, kv_heads)
+        residents = self._residents(tile_config)
         args = (
             q, q_pitch, keys, values, out, out_pitch, cu_seqlens, context_lens, block_tables,
-            table_pitch, num_blocks, scale * LOG2_E, window or 0, heads, head_dim, batch_size,
+            table_pitch, num_blocks, scale * LOG2_E, window or 0, heads, kv_heads, head_dim, batch_size,
             bias, max_distance, source_lens, key_scales, value_scales,
-            scratch + running_bytes, max_records, self._residents(tile_config),
-            scratch if tile_config.external else 0, slots, self.slot_words,
+            scratch + running_bytes, max_records, residents, scratch if tile_config.external else 0, counters,
         )  # fmt: skip
         maps: tuple[object, ...] = ()
         if tile_config.tensor_maps:
@@ -269,7 +266,8 @@ class PrefillAttention:
                     for pool in (keys, values)
                 )
             )
-        kernel((kv_heads, blocks), tile_config.threads, args + maps, tile_config.shared, stream, dependent)
+        blocks = min(pieces * kv_heads, residents)
+        kernel(blocks, tile_config.threads, args + maps, tile_config.shared, stream, dependent)
         if max_records:
             slices = tile_config.rows // MERGE_WARPS
             merge((kv_heads, split_tiles * slices), MERGE_WARPS * WARP, args, 0, stream, dependent)
@@ -288,11 +286,11 @@ class PrefillAttention:
         return self._num_sms * tile_config.blocks
 
     def _split_tiles(self, tile_config: AttentionTileConfig, kv_heads: int) -> int:
-        """At most so many tiles are split, into at most so many blocks more than tiles, per key-value head."""
+        """At most so many tiles are split, into at most so many pieces more than tiles, per key-value head."""
         return ceil_div(self._residents(tile_config), kv_heads)
 
     def _running_bytes(self, tile_config: AttentionTileConfig, max_context_len: int) -> int:
-        return 32 * self.slot_words * tile_config.running_bytes if max_context_len > SEGMENT else 0
+        return self._residents(tile_config) * tile_config.running_bytes if max_context_len > SEGMENT else 0
 
     def _config(
         self, tokens: int, batch_size: int, group: int, head_dim: int, mask: AttentionMask, biased: bool
