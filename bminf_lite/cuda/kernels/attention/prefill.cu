@@ -2,40 +2,43 @@
 //
 //     out = softmax(scale * q @ keys.T + bias) @ values
 //
-// for ragged sequences; see PrefillParams for shapes. Scores stay in registers, with an online softmax.
+// for ragged sequences over a paged cache; see PrefillParams for shapes. Scores stay in registers, with an online
+// softmax.
 //
-// The grid is (kv_heads, tiles); a block has BM rows, each warp BM / WARPS of them, and passes over BN keys at a time.
+// Blocks take work in turn; a piece of work has BM rows, each warp BM / WARPS of them, and passes over BN keys at a time.
 // Keys and values go through shared memory: the next keys are loaded while the values are multiplied, and the values
 // while the keys are.
 #include "attention/prefill.cuh"
 
 namespace bminf {
 
-// Loads COUNT rows of D keys or values, which are contiguous in the cache. Rows from `valid` on become zero, because
-// memory that was never written may hold NaN. The pitch D + 8 is an odd multiple of 16 bytes: no bank conflicts.
+// Loads COUNT rows of D keys or values. Rows that are not present become zero, because memory that was never written may
+// hold NaN. The pitch D + 8 is an odd multiple of 16 bytes: no bank conflicts.
 template <int D, int COUNT, int THREADS>
-__device__ __forceinline__ void load_tile(__half* tile, const Cached<__half>& source, int valid) {
+__device__ __forceinline__ void load_tile(__half* tile, const CachedRows<D, COUNT, __half>& source) {
     constexpr int CHUNKS = D / 8;
 #pragma unroll
     for (int i = 0; i < (COUNT * CHUNKS + THREADS - 1) / THREADS; ++i) {
         const int chunk = i * THREADS + threadIdx.x, row = chunk / CHUNKS;
         if (COUNT * CHUNKS % THREADS == 0 || row < COUNT) {
-            const bool inside = row < valid;
-            cp_async_16(tile + (chunk + row) * 8, inside ? source.data + chunk * 8 : source.data, inside);
+            const bool present = row < source.valid;
+            cp_async_16(
+                tile + (chunk + row) * 8, present ? source.data(row) + chunk % CHUNKS * 8 : source.pool.data,
+                present);
         }
     }
 }
 
 // The same from int8 codes, which are dequantized on the way.
 template <int D, int COUNT, int THREADS>
-__device__ __forceinline__ void load_tile(__half* tile, const Cached<int8>& source, int valid) {
+__device__ __forceinline__ void load_tile(__half* tile, const CachedRows<D, COUNT, int8>& source) {
     constexpr int CHUNKS = D / 16;
 #pragma unroll 4
     for (int i = threadIdx.x; i < COUNT * CHUNKS; i += THREADS) {
         const int row = i / CHUNKS;
         uint4* const target = reinterpret_cast<uint4*>(tile + row * (D + 8) + i % CHUNKS * 16);
         CodeVector raw;
-        raw.load(source, i, row, row < valid);
+        raw.load(source.data(row) + i % CHUNKS * 16, source.scale(row), row < source.valid);
         dequantize16(raw.codes, raw.scale, target[0], target[1]);
     }
 }
@@ -111,89 +114,132 @@ __device__ __forceinline__ void gemm_pv(float (&o)[MT][D / 8][4], const float (&
     }
 }
 
-// BM: a multiple of 16 * WARPS; BN: a multiple of 16. BLOCKS: blocks per SM that must be able to run. MASK: what a
-// query sees. BIASED: scores get a bias. CACHE: __half or int8. Dynamic shared memory: BM + 2 * BN rows of D + 8 fp16.
+// Finds piece `index` of the work, or the next one that is not empty, and puts the index of the one after it into `next`.
+// Returns false if there is none. Called by all threads.
+template <int MASK, int ROWS, int KEYS>
+__device__ __forceinline__ bool find_next(const PrefillParams& p, int index, int& next, WorkTile& work) {
+    for (;;) {
+        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, index % p.kv_heads, index / p.kv_heads, work);
+        if (found == NO_MORE) return false;
+        __syncthreads();  // all threads have read the index before
+        if (threadIdx.x == 0) next = gridDim.x + atomicAdd(p.counters, 1);
+        if (found == FOUND) return true;
+        __syncthreads();
+        index = next;
+    }
+}
+
+// BM: a multiple of 16 * WARPS; BN: a power of two, at least 16 and at most 128. BLOCKS: blocks per SM that must be able
+// to run. MASK: what a query sees. BIASED: scores get a bias. CACHE: __half or int8. Dynamic shared memory: BM + 2 * BN
+// rows of D + 8 fp16. The running result is in p.running.
 template <int D, int BM, int BN, int WARPS, int BLOCKS, int MASK, bool BIASED, class CACHE>
 __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const __grid_constant__ PrefillParams p) {
     constexpr int THREADS = WARPS * WARP, PITCH = D + 8, CHUNKS = D / 8, MT = BM / (16 * WARPS);
     extern __shared__ __align__(16) __half shared[];
+    __shared__ int next;
     __half* const q_tile = shared;
     __half* const k_tile = q_tile + BM * PITCH;
     __half* const v_tile = k_tile + BN * PITCH;
+    using Rows = CachedRows<D, BN, CACHE>;
     const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * MT * 16;
-
-    wait_on_dependent_grids();
-    WorkTile work;
-    if (!find_work_tile<D, BM, BN>(p, work)) return;
-    if constexpr (MASK != CAUSAL) use_full_range<D, MASK>(p, work);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < BM * CHUNKS; i += THREADS) {
-        const int row = i / CHUNKS, column = i % CHUNKS * 8;
-        copy_query<D>(q_tile + row * PITCH + column, work, p, work.first + row, column);
-    }
-    auto load_keys = [&](int key) {
-        load_tile<D, BN, THREADS>(k_tile, cached_from<D, CACHE>(p, work, false, key), work.end - key);
-    };
-    load_keys(work.begin);
-
     Queries<MT, D> queries = {cast_smem_ptr_to_uint(q_tile + (warp_row + lane % 16) * PITCH + lane / 16 * 8)};
     const unsigned k_rows = cast_smem_ptr_to_uint(k_tile + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8);
     const unsigned v_rows = cast_smem_ptr_to_uint(v_tile + lane % 16 * PITCH + lane / 16 * 8);
-    SoftmaxRows rows[MT];
-#pragma unroll
-    for (int m = 0; m < MT; ++m) rows[m] = init_softmax_rows(work, work.first + warp_row + m * 16);
-    float o[MT][CHUNKS][4] = {};
-    for (int key = work.begin; key < work.end; key += BN) {
-        cp_async_wait_all();
-        __syncthreads();
-        load_tile<D, BN, THREADS>(v_tile, cached_from<D, CACHE>(p, work, true, key), work.end - key);
-        if (key == work.begin) queries.keep();
-        float s[MT][BN / 8][4] = {};
-        gemm_qk(s, queries, k_rows);
-        cp_async_wait_all();
-        __syncthreads();
-        if (key + BN < work.end) load_keys(key + BN);
-        if constexpr (BIASED) {
-#pragma unroll
-            for (int m = 0; m < MT; ++m) add_bias(s[m], work, p, rows[m], work.first + warp_row + m * 16, key);
+
+    wait_on_dependent_grids();
+    WorkTile work;
+    for (int index = blockIdx.x; find_next<MASK, BM, BN>(p, index, next, work);) {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < BM * CHUNKS; i += THREADS) {
+            const int row = i / CHUNKS, column = i % CHUNKS * 8;
+            copy_query<D>(q_tile + row * PITCH + column, work, p, work.first + row, column);
         }
-        if (MASK == CAUSAL ? needs_mask(work, key, BN) : key + BN > work.end) {
-#pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                if constexpr (MASK == CAUSAL)
-                    apply_causal_mask(s[m], rows[m], key, work.window);
-                else
-                    mask_keys_from(s[m], work.end - key);
-            }
-        }
+        auto load_keys = [&](int key) {
+            load_tile<D, BN, THREADS>(k_tile, Rows::template find<MASK>(p, work, false, key));
+        };
+        load_keys(work.begin);
+        SoftmaxState state[MT];
+        RunningResult<CHUNKS> running[MT];
+        int position[MT][2];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            float rescale[2];
-            online_softmax(rows[m], s[m], rescale, BIASED ? 1.0f : p.scale);
-            multiply_rows(o[m], rescale);
-        }
-        gemm_pv<MT, D>(o, s, v_rows);
-    }
-    launch_dependent_grids();
-
-    // The outputs go through the warp's own rows of the query tile, so that stores to global memory are coalesced.
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
-        normalise(o[m], rows[m]);
-        __half* const row = q_tile + (warp_row + m * 16 + lane / 4) * PITCH + lane % 4 * 2;
-#pragma unroll
-        for (int n = 0; n < CHUNKS; ++n)
+            running[m].vectors = reinterpret_cast<float4*>(p.running) +
+                                 (static_cast<size_t>(blockIdx.x) * MT + m) * CHUNKS * THREADS + threadIdx.x;
+            running[m].stride = THREADS;
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                *reinterpret_cast<unsigned*>(row + h * 8 * PITCH + n * 8) =
-                    pack_half2(o[m][n][2 * h], o[m][n][2 * h + 1]);
-    }
-    __syncwarp();
+                position[m][h] = work.position(work.first + warp_row + m * 16 + lane / 4 + h * 8);
+        }
+        float o[MT][CHUNKS][4] = {};
+        for (int key = work.begin; key < work.end; key += BN) {
+            cp_async_wait_all();
+            __syncthreads();
+            load_tile<D, BN, THREADS>(v_tile, Rows::template find<MASK>(p, work, true, key));
+            if (key == work.begin) {
+                queries.keep();
+            } else if (key % SEGMENT == 0) {
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    end_segment<D, BM>(p, work, key / SEGMENT - 1, warp_row + m * 16, state[m], o[m], running[m]);
+                    state[m] = {};
+                }
+            }
+            float s[MT][BN / 8][4] = {};
+            gemm_qk(s, queries, k_rows);
+            cp_async_wait_all();
+            __syncthreads();
+            if (key + BN < work.end) load_keys(key + BN);
+            if constexpr (BIASED) {
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+                    add_bias(s[m], work, p, position[m], work.first + warp_row + m * 16, key);
+            }
+            if (MASK == CAUSAL ? needs_mask(work, key, BN) : key + BN > work.end) {
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    if constexpr (MASK == CAUSAL)
+                        apply_causal_mask(s[m], position[m], key, work.window);
+                    else
+                        mask_keys_from(s[m], work.end - key);
+                }
+            }
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                float rescale[2];
+                online_softmax(state[m], s[m], rescale, BIASED ? 1.0f : p.scale);
+                multiply_rows(o[m], rescale);
+            }
+            gemm_pv<MT, D>(o, s, v_rows);
+        }
+        if (work.end <= work.begin) {  // a source without tokens: the queries may still be on their way
+            cp_async_wait_all();
+            __syncthreads();
+        }
+
+        // The outputs go through the warp's own rows of the query tile, so that stores to global memory are coalesced.
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            unsigned out[CHUNKS][2];
+            if (!end_last_segment<D, BM>(p, work, warp_row + m * 16, state[m], o[m], running[m], out)) continue;
+            __half* const row = q_tile + (warp_row + m * 16 + lane / 4) * PITCH + lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < CHUNKS; ++n)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) *reinterpret_cast<unsigned*>(row + h * 8 * PITCH + n * 8) = out[n][h];
+        }
+        __syncwarp();
+        if (work.record < 0) {
 #pragma unroll 4
-    for (int i = lane; i < MT * 16 * CHUNKS; i += WARP) {
-        const int row = warp_row + i / CHUNKS, column = i % CHUNKS * 8;
-        store_output(work, p, work.first + row, column, q_tile + row * PITCH + column);
+            for (int i = lane; i < MT * 16 * CHUNKS; i += WARP) {
+                const int row = warp_row + i / CHUNKS, column = i % CHUNKS * 8;
+                store_output(work, p, work.first + row, column, q_tile + row * PITCH + column);
+            }
+        }
+        __syncthreads();
+        index = next;
     }
+    launch_dependent_grids();
+    if (threadIdx.x == 0) end_work(p);
 }
 
 }  // namespace bminf

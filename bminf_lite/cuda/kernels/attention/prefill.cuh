@@ -1,135 +1,272 @@
-// What the two prefill kernels share: the tile of rows and keys of a block, masks, and the online softmax.
+// What the prefill kernels share: the work of a block, masks, the softmax of a tile, and the merge of segments. The
+// order of all sums is that of softmax.cuh.
 //
-// A block owns a tile of rows of one key-value head of one sequence. The query heads that share the key-value head are
+// A piece of work is a tile of rows of one key-value head of one sequence. Blocks take pieces in turn, so the grid does
+// not depend on the lengths of sequences. The query heads that share the key-value head are
 // packed into rows: row r is token r / group under the head r % group. So grouped-query heads fill a tile even if there
 // are few tokens, and the rows of a tile have neighbouring positions, so few keys need a mask.
+//
+// Where few rows see many keys, a tile is split into several pieces, each with some of the segments. The first of them
+// begins at the first segment and merges its segments itself. The others hand over a record for each segment, and
+// attention_prefill_merge merges all of them.
 //
 // Scores s[n][j] and outputs o[n][j] of a warp's 16 rows are accumulators of the tensor cores: lane t holds of each
 // eight columns n the elements j = {(r, q), (r, q + 1), (r + 8, q), (r + 8, q + 1)}, with r = t / 4 and q = t % 4 * 2.
 #pragma once
 #include "attention/int8_cache.cuh"
+#include "attention/softmax.cuh"
 #include "common/async.cuh"
 #include "common/tensor_cores.cuh"
 #include "constants/prefill.cuh"
 
 namespace bminf {
 
-constexpr float LOG2_E = 1.4426950408889634f;
-
-// Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1, at positions from context_lens[b] on, and the slot
-// slots[b] of the cache. D is head_dim padded to a multiple of 16.
+// Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1, at positions from context_lens[b] on. The token at
+// position j is in block block_tables[b, j / BLOCK_SIZE], at place j % BLOCK_SIZE. D is head_dim padded to a multiple
+// of 16.
 struct PrefillParams {
     const __half* q;  // [T, heads, D], q_pitch elements from token to token
     long long q_pitch;
-    const void* keys;    // [slots, kv_heads, capacity, D] of fp16, or of int8 codes; a single slot for BIDIRECTIONAL
-    const void* values;  // the same
+    const void* keys;  // [blocks, kv_heads, BLOCK_SIZE, D] of fp16, or of int8 codes; BIDIRECTIONAL: [kv_heads,
+    const void* values;  // capacity, D], token t of the step at place t
     __half* out;         // [T, heads * head_dim], out_pitch elements from token to token
     long long out_pitch;
     const int* cu_seqlens;
-    const int* context_lens;
-    const int* slots;
+    const int* context_lens;  // only for CAUSAL
+    const int* block_tables;  // [sequences, table_pitch]
+    int table_pitch;
+    int capacity;
     float scale;  // of the scores, times log2(e), because exponentials are to the base 2; positive
     int window;   // how many keys a query sees, its own included; 0 for all up to its own
-    int heads, head_dim, capacity, sequences;
+    int heads, kv_heads, head_dim, sequences;
     const float* bias;  // [heads, 2 * max_distance + 1] by the distance key - query, clipped to max_distance
     int max_distance;
-    const int* lengths;        // [slots], of the sources
-    const __half* key_scales;  // of codes: [slots, kv_heads, capacity]
+    const int* source_lens;    // [sequences], only for CROSS
+    const __half* key_scales;  // of codes: [blocks, kv_heads, BLOCK_SIZE]
     const __half* value_scales;
+    float* records;  // [max_records, rows of a tile * (D + 2)]: see Record
+    int max_records, residents;  // residents: blocks of the prefill kernel
+    float* running;  // [gridDim.x, rows of a tile * D]: see RunningResult; null if it is in shared memory
+    int* counters;   // the blocks' next piece of work, and the blocks that have ended; zero before and after
 };
 
-// The tile of one block; the grid is (kv_heads, at least the number of tiles of all sequences).
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// ---- work --------------------------------------------------------------------------------------------------------
+
+// A piece of work.
 struct WorkTile {
-    int first, rows, group;             // first row of the tile, rows of the sequence, query heads per key-value head
-    int before, window;                 // position of the sequence's first token; see PrefillParams
+    int head, first, rows, group;       // key-value head, first row of the tile, rows of the sequence, query heads per
+    int before, window;                 // key-value head; position of the sequence's first token; see PrefillParams
     int first_position, last_position;  // of the tile's rows
-    int begin, end;                     // keys that any row sees; begin is a multiple of KEYS
+    int begin, end;                     // keys of this piece that any row sees; begin is a multiple of KEYS
     int sequence, start;                // the sequence and its first token
-    size_t cached;                      // index of the head's first token in the cache
+    int record;                         // the first record of the tile, -1 if it is not split
+    int part, per_part;                 // this part of a split tile, and the segments of a part
+    int first_segment, segments;        // of the whole tile
 
     __device__ __forceinline__ int position(int row) const { return before + row / group; }
+    // The record of a segment. The first part has one record, because it merges its segments.
+    __device__ __forceinline__ int record_of(int segment) const {
+        return record + (part ? segment - first_segment - per_part + 1 : 0);
+    }
+    __device__ __forceinline__ int records() const { return 1 + max(0, segments - per_part); }
 };
 
-// Finds this block's tile by walking over the sequences; returns false for a block beyond the last tile.
-template <int D, int ROWS, int KEYS>
-__device__ __forceinline__ bool find_work_tile(const PrefillParams& p, WorkTile& work) {
-    const int head = blockIdx.x, kv_heads = gridDim.x;
-    work.group = p.heads / kv_heads;
-    int sequence = -1, tile = blockIdx.y, tiles = 0, stop = p.cu_seqlens[0];
-    do {
-        if (++sequence == p.sequences) return false;
-        tile -= tiles;
-        work.start = stop, stop = p.cu_seqlens[sequence + 1];
-        work.rows = (stop - work.start) * work.group;
-        tiles = (work.rows + ROWS - 1) / ROWS;
-    } while (tile >= tiles);
-    // The last tiles of a sequence see the most keys, so they start first.
-    work.first = (tiles - 1 - tile) * ROWS;
-    work.sequence = sequence, work.before = p.context_lens[sequence], work.window = p.window;
-    work.first_position = work.position(work.first);
-    work.last_position = work.position(min(work.first + ROWS, work.rows) - 1);
-    work.begin = p.window ? max(0, work.first_position - p.window + 1) / KEYS * KEYS : 0;
-    work.end = work.last_position + 1;
-    work.cached = (static_cast<size_t>(p.slots[sequence]) * kv_heads + head) * p.capacity;
-    return true;
+// The index of the next piece of work, in all lanes of a warp. A block's first one is blockIdx.x.
+__device__ __forceinline__ int next_index(const PrefillParams& p) {
+    int index = 0;
+    if (threadIdx.x % WARP == 0) index = gridDim.x + atomicAdd(p.counters, 1);
+    return __shfl_sync(FULL, index, 0);
 }
 
-// Changes a tile for CROSS and BIDIRECTIONAL, where all rows see the same keys.
-template <int D, int MASK>
-__device__ __forceinline__ void use_full_range(const PrefillParams& p, WorkTile& work) {
-    work.begin = 0;
-    if constexpr (MASK == CROSS) {
-        work.end = p.lengths[p.slots[work.sequence]];
-    } else {
-        work.before = 0, work.end = work.rows / work.group;
-        work.cached = static_cast<size_t>(blockIdx.x) * p.capacity + work.start;
+// Ends a block's use of the counters, by one thread; the last block clears them.
+__device__ __forceinline__ void end_work(const PrefillParams& p) {
+    if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) p.counters[0] = p.counters[1] = 0;
+}
+
+// The part of the walk over sequences that one lane computes.
+struct SequenceWork {
+    int start, tokens, before, end, tiles, segments;  // end: of its keys; segments: at most so many a tile sees
+};
+
+template <int MASK, int ROWS>
+__device__ __forceinline__ SequenceWork sequence_work(const PrefillParams& p, int b, int group) {
+    if (b >= p.sequences) return {};
+    SequenceWork s;
+    s.start = p.cu_seqlens[b], s.tokens = p.cu_seqlens[b + 1] - s.start;
+    s.before = MASK == CAUSAL ? p.context_lens[b] : 0;
+    s.end = MASK == CROSS ? p.source_lens[b] : s.before + s.tokens;
+    s.tiles = ceil_div(s.tokens * group, ROWS), s.segments = ceil_div(s.end, SEGMENT);
+    if (MASK == CAUSAL && p.window)
+        s.segments = min(s.segments, (p.window + (ROWS - 1) / group + SEGMENT - 1) / SEGMENT + 1);
+    return s;
+}
+
+// The sum over this lane and those before it.
+__device__ __forceinline__ int inclusive_sum(int x) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int d = 1; d < WARP; d *= 2) {
+        const int before = __shfl_up_sync(FULL, x, d);
+        if (lane >= d) x += before;
+    }
+    return x;
+}
+
+// The most segments of a part, so that the parts of all tiles fill the grid about once.
+template <int MASK, int ROWS>
+__device__ __forceinline__ int segments_per_part(const PrefillParams& p, int group) {
+    int work = 0;
+    for (int first = 0; first < p.sequences; first += WARP) {
+        const SequenceWork s = sequence_work<MASK, ROWS>(p, first + threadIdx.x % WARP, group);
+        work += s.tiles * s.segments;
+    }
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) work += __shfl_xor_sync(FULL, work, d);
+    return max(1, ceil_div(work * p.kv_heads, p.residents));
+}
+
+enum Found { NO_MORE, NOTHING, FOUND };
+
+// Finds piece `index` of the work of a head. NOTHING: this part of a split tile has no keys. With SPLIT_TILES `index`
+// counts only tiles that are split, and the work is the whole tile. Called by whole warps.
+template <int MASK, int ROWS, int KEYS, bool SPLIT_TILES = false>
+__device__ __forceinline__ Found find_work_tile(const PrefillParams& p, int head, int index, WorkTile& work) {
+    const int group = p.heads / p.kv_heads;
+    const int per_part = p.max_records ? segments_per_part<MASK, ROWS>(p, group) : 1 << 28;
+    int records_before = 0;
+    for (int first = 0; first < p.sequences; first += WARP) {
+        const SequenceWork s = sequence_work<MASK, ROWS>(p, first + threadIdx.x % WARP, group);
+        int first_record = -1, pieces = SPLIT_TILES ? 0 : s.tiles;
+        if (p.max_records) {
+            // A split that saves less than a quarter does not pay.
+            const bool long_enough = 4 * s.segments > 5 * per_part;
+            const int records = long_enough ? s.tiles * p.kv_heads * (s.segments - per_part + 1) : 0;
+            const int records_end = records_before + inclusive_sum(records);
+            if (long_enough && records_end <= p.max_records) {
+                first_record = records_end - records;
+                pieces = SPLIT_TILES ? s.tiles : s.tiles * ceil_div(s.segments, per_part);
+            }
+            records_before = __shfl_sync(FULL, records_end, WARP - 1);
+        }
+        const int pieces_end = inclusive_sum(pieces);
+        if (const unsigned after = __ballot_sync(FULL, index < pieces_end)) {
+            const int lane = __ffs(after) - 1;
+            const auto from = [&](int x) { return __shfl_sync(FULL, x, lane); };
+            const int tiles = from(s.tiles), segments = from(s.segments);
+            index -= from(pieces_end - pieces);
+            // The last tiles of a sequence see the most keys, so they start first.
+            const int tile = tiles - 1 - index % tiles;
+            work.part = SPLIT_TILES ? 0 : index / tiles, work.per_part = per_part;
+            work.record = from(first_record);
+            if (work.record >= 0) work.record += (tile * p.kv_heads + head) * (segments - per_part + 1);
+            work.head = head, work.group = group, work.first = tile * ROWS, work.rows = from(s.tokens) * group;
+            work.sequence = first + lane, work.start = from(s.start);
+            work.before = from(s.before), work.window = p.window;
+            work.first_position = work.position(work.first);
+            work.last_position = work.position(min(work.first + ROWS, work.rows) - 1);
+            work.begin = 0, work.end = from(s.end);
+            if (MASK == CAUSAL) {
+                if (p.window) work.begin = max(0, work.first_position - p.window + 1) / KEYS * KEYS;
+                work.end = work.last_position + 1;
+            }
+            work.first_segment = work.begin / SEGMENT;
+            work.segments = ceil_div(work.end, SEGMENT) - work.first_segment;
+            if (SPLIT_TILES || work.record < 0) return FOUND;
+            const int segment = work.first_segment + work.part * per_part;
+            work.begin = max(work.begin, segment * SEGMENT);
+            work.end = min(work.end, (segment + per_part) * SEGMENT);
+            return work.begin < work.end ? FOUND : NOTHING;
+        }
+        index -= __shfl_sync(FULL, pieces_end, WARP - 1);
+    }
+    return NO_MORE;
+}
+
+// Finds the first piece of work from `index` on, counted over all heads, that is not empty; returns whether there is one.
+template <int MASK, int ROWS, int KEYS>
+__device__ __forceinline__ bool find_work(const PrefillParams& p, int index, WorkTile& work) {
+    for (;;) {
+        const Found found = find_work_tile<MASK, ROWS, KEYS>(p, index % p.kv_heads, index / p.kv_heads, work);
+        if (found != NOTHING) return found == FOUND;
+        index = next_index(p);
     }
 }
 
-// The keys that a block works on, or their values, from a token on.
-template <int D, class CACHE>
-__device__ __forceinline__ Cached<CACHE> cached_from(
-    const PrefillParams& p, const WorkTile& work, bool values, int token) {
-    const CACHE* const data = static_cast<const CACHE*>(values ? p.values : p.keys);
-    const __half* const scales = values ? p.value_scales : p.key_scales;
-    return {data + (work.cached + token) * D, scales + work.cached + token};
+// ---- cached keys and values --------------------------------------------------------------------------------------
+
+// The row of a key in a pool [blocks * kv_heads * BLOCK_SIZE, D]. The rows of the rest of its block follow. Keys from
+// work.end on have no block.
+__device__ __forceinline__ unsigned pool_row(const PrefillParams& p, const WorkTile& work, int key) {
+    const int block =
+        key < work.end ? p.block_tables[static_cast<size_t>(work.sequence) * p.table_pitch + key / BLOCK_SIZE] : 0;
+    return (block * p.kv_heads + work.head) * BLOCK_SIZE + key % BLOCK_SIZE;
 }
 
-// Sixteen codes of one token in registers; zeros if not `valid`.
+// COUNT keys of a head, or their values, from a multiple of COUNT on.
+template <int D, int COUNT, class CACHE>
+struct CachedRows {
+    static constexpr int PARTS = COUNT > BLOCK_SIZE ? COUNT / BLOCK_SIZE : 1;
+    Cached<CACHE> pool;
+    unsigned start[PARTS];  // the row in the pool of the first key of each block
+    int valid;              // so many keys are present
+
+    template <int MASK>
+    __device__ __forceinline__ static CachedRows find(
+        const PrefillParams& p, const WorkTile& work, bool values, int key) {
+        CachedRows rows;
+        rows.pool = {
+            static_cast<const CACHE*>(values ? p.values : p.keys), values ? p.value_scales : p.key_scales};
+        rows.valid = work.end - key;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i)
+            rows.start[i] = MASK == BIDIRECTIONAL ? work.head * p.capacity + work.start + key + i * BLOCK_SIZE
+                                                  : pool_row(p, work, key + i * BLOCK_SIZE);
+        return rows;
+    }
+    __device__ __forceinline__ unsigned index(int row) const {
+        return PARTS > 1 ? start[row / BLOCK_SIZE] + row % BLOCK_SIZE : start[0] + row;
+    }
+    __device__ __forceinline__ const CACHE* data(int row) const {
+        return pool.data + static_cast<size_t>(index(row)) * D;
+    }
+    __device__ __forceinline__ const __half* scale(int row) const { return pool.scales + index(row); }
+};
+
+// Sixteen codes of one token in registers; zeros if not present.
 struct CodeVector {
     uint4 codes;
     __half scale;
 
-    __device__ __forceinline__ void load(const Cached<int8>& from, int chunk, int row, bool valid) {
-        codes = valid ? *reinterpret_cast<const uint4*>(from.data + chunk * 16) : make_uint4(0, 0, 0, 0);
-        scale = valid ? from.scales[row] : __float2half_rn(0.0f);
+    __device__ __forceinline__ void load(const int8* data, const __half* scales, bool present) {
+        codes = present ? *reinterpret_cast<const uint4*>(data) : make_uint4(0, 0, 0, 0);
+        scale = present ? *scales : __float2half_rn(0.0f);
     }
 };
+
+// Starts the copy of eight elements of a row's query from `column` on; zeros for rows beyond the sequence.
+template <int D>
+__device__ __forceinline__ void copy_query(
+    __half* target, const WorkTile& work, const PrefillParams& p, int row, int column) {
+    const int token = row / work.group, head = work.head * work.group + row - token * work.group;
+    const bool valid = row < work.rows;
+    cp_async_16(target, valid ? p.q + (work.start + token) * p.q_pitch + head * D + column : p.q, valid);
+}
+
+// ---- masks and biases --------------------------------------------------------------------------------------------
 
 // Whether any row of the tile does not see all of `count` keys from `key` on.
 __device__ __forceinline__ bool needs_mask(const WorkTile& work, int key, int count) {
     return key + count - 1 > work.first_position || (work.window && key <= work.last_position - work.window);
 }
 
-// The online softmax of a thread's two rows: the largest score so far, and the sum of weights relative to it. Each of
-// the four lanes that share a row keeps its own part of the sum.
-struct SoftmaxRows {
-    int position[2];
-    float top[2], total[2];
-};
-
-// first: the first of the warp's 16 rows.
-__device__ __forceinline__ SoftmaxRows init_softmax_rows(const WorkTile& work, int first) {
-    const int row = first + threadIdx.x % WARP / 4;
-    return {{work.position(row), work.position(row + 8)}, {-INF_F, -INF_F}, {0.0f, 0.0f}};
-}
-
-// Sets scores to -inf where a row does not see a key; column 0 of s is `key`.
+// Sets scores to -inf where a row does not see a key; column 0 of s is `key`, position: of the thread's two rows.
 template <int N>
-__device__ __forceinline__ void apply_causal_mask(float (&s)[N][4], const SoftmaxRows& rows, int key, int window) {
+__device__ __forceinline__ void apply_causal_mask(float (&s)[N][4], const int (&position)[2], int key, int window) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int last = rows.position[h] - key - static_cast<int>(threadIdx.x) % 4 * 2;
+        const int last = position[h] - key - static_cast<int>(threadIdx.x) % 4 * 2;
         const int before = window ? last - window : -1;
 #pragma unroll
         for (int n = 0; n < N; ++n)
@@ -150,49 +287,59 @@ __device__ __forceinline__ void mask_keys_from(float (&s)[N][4], int count) {
             if (n * 8 + j % 2 >= count) s[n][j] = -INF_F;
 }
 
-// s = s * scale + bias * log2(e). Column 0 of s is `key`; first: the first of the warp's 16 rows.
+// Turns dot products into scores with a bias. Column 0 of s is `key`; first: the first of the warp's 16 rows.
 template <int N>
 __device__ __forceinline__ void add_bias(
-    float (&s)[N][4], const WorkTile& work, const PrefillParams& p, const SoftmaxRows& rows, int first, int key) {
+    float (&s)[N][4], const WorkTile& work, const PrefillParams& p, const int (&position)[2], int first, int key) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int head =
-            blockIdx.x * work.group + (first + static_cast<int>(threadIdx.x) % WARP / 4 + h * 8) % work.group;
+            work.head * work.group + (first + static_cast<int>(threadIdx.x) % WARP / 4 + h * 8) % work.group;
         const float* const bias = p.bias + static_cast<long long>(head) * (2 * p.max_distance + 1) + p.max_distance;
-        const int distance = key + static_cast<int>(threadIdx.x) % 4 * 2 - rows.position[h];
+        const int distance = key + static_cast<int>(threadIdx.x) % 4 * 2 - position[h];
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const float value = __ldg(bias + max(-p.max_distance, min(p.max_distance, distance + n * 8 + j)));
-                s[n][2 * h + j] = fmaf(s[n][2 * h + j], p.scale, value * LOG2_E);
+                s[n][2 * h + j] = biased_score(s[n][2 * h + j], p.scale, value);
             }
     }
 }
 
-// Turns scores into weights 2^(scale * s - top), with the largest score of the row so far as top, and updates the
-// running sums. rescale: the factor for outputs that were accumulated before, 2^(old top - top).
+// ---- softmax -----------------------------------------------------------------------------------------------------
+
+// A thread's two rows in the segment under way: the largest score so far, and the partial sums of weights over the keys
+// j with j % 8 == lane % 4 * 2 and its successor.
+struct SoftmaxState {
+    float top[2] = {-INF_F, -INF_F}, sum[2][2] = {};
+};
+
+// Turns dot products into weights, and updates the state. rescale: the factor for outputs that were accumulated before.
+// scale: p.scale, or 1 if s are scores already.
 template <int N>
-__device__ __forceinline__ void online_softmax(SoftmaxRows& rows, float (&s)[N][4], float (&rescale)[2], float scale) {
+__device__ __forceinline__ void online_softmax(
+    SoftmaxState& state, float (&s)[N][4], float (&rescale)[2], float scale) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        float top = rows.top[h];
+        float dot = -INF_F, sum[2];
 #pragma unroll
-        for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
-        top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
-        // top is -inf for a row that has seen no key yet.
-        const float shift = top == -INF_F ? 0.0f : top * scale;
-        rescale[h] = exp2_fast(rows.top[h] * scale - shift);
-        float total = 0.0f;
+        for (int n = 0; n < N; ++n) dot = fmaxf(dot, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
+        dot = fmaxf(dot, __shfl_xor_sync(FULL, dot, 1));
+        dot = fmaxf(dot, __shfl_xor_sync(FULL, dot, 2));
+        const float top = fmaxf(state.top[h], __fmul_rn(dot, scale)), shift = softmax_shift(top);
+        rescale[h] = rescale_factor(state.top[h], shift);
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-            for (int j = 2 * h; j < 2 * h + 2; ++j) {
-                s[n][j] = exp2_fast(s[n][j] * scale - shift);
-                total += s[n][j];
+            for (int j = 0; j < 2; ++j) {
+                float& x = s[n][2 * h + j];
+                x = softmax_weight(x, scale, shift);
+                sum[j] = n == 0 ? x : __fadd_rn(sum[j], x);
             }
-        rows.top[h] = top, rows.total[h] = rows.total[h] * rescale[h] + total;
+        state.top[h] = top;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) state.sum[h][j] = add_tile_sum(state.sum[h][j], rescale[h], sum[j]);
     }
 }
 
@@ -202,21 +349,15 @@ __device__ __forceinline__ void multiply_rows(float (&o)[N][4], const float (&by
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) o[n][j] *= by[j / 2];
+        for (int j = 0; j < 4; ++j) o[n][j] = __fmul_rn(o[n][j], by[j / 2]);
 }
 
-// Divides the outputs by the total weight; a row that sees no key becomes zeros.
 template <int N>
-__device__ __forceinline__ void normalise(float (&o)[N][4], const SoftmaxRows& rows) {
-    float inverse[2];
+__device__ __forceinline__ void set_zero(float (&o)[N][4]) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        float total = rows.total[h];
-        total += __shfl_xor_sync(FULL, total, 1);
-        total += __shfl_xor_sync(FULL, total, 2);
-        inverse[h] = total == 0.0f ? 0.0f : 1.0f / total;
-    }
-    multiply_rows(o, inverse);
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) o[n][j] = 0.0f;
 }
 
 // The weights of the keys 16 * k to 16 * k + 15, rounded to fp16, as a left operand of the tensor cores.
@@ -229,21 +370,144 @@ __device__ __forceinline__ void weights_fragment(unsigned (&a)[4], const float (
     }
 }
 
-// Starts the copy of eight elements of a row's query from `column` on; zeros for rows beyond the sequence.
-template <int D>
-__device__ __forceinline__ void copy_query(
-    __half* target, const WorkTile& work, const PrefillParams& p, int row, int column) {
-    const int token = row / work.group, head = blockIdx.x * work.group + row - token * work.group;
-    const bool valid = row < work.rows;
-    cp_async_16(target, valid ? p.q + (work.start + token) * p.q_pitch + head * D + column : p.q, valid);
+// ---- segments ----------------------------------------------------------------------------------------------------
+
+// The largest score and the sum of weights of a thread's two rows, of a segment or of several merged ones. All four
+// lanes of a row have the same. The outputs are beside it.
+struct RowSums {
+    float top[2], sum[2];
+};
+
+__device__ __forceinline__ RowSums row_sums(const SoftmaxState& state) {
+    RowSums sums;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        sums.top[h] = state.top[h], sums.sum[h] = __fadd_rn(state.sum[h][0], state.sum[h][1]);
+        sums.sum[h] = __fadd_rn(sums.sum[h], __shfl_xor_sync(FULL, sums.sum[h], 1));
+        sums.sum[h] = __fadd_rn(sums.sum[h], __shfl_xor_sync(FULL, sums.sum[h], 2));
+    }
+    return sums;
+}
+
+// A thread's part of the merged result of the segments that have ended. The outputs lie outside registers: vector n has
+// o[n], and vectors are `stride` apart.
+template <int N>
+struct RunningResult {
+    float4* vectors;
+    int stride;
+    bool empty = true;
+    RowSums left = {};
+
+    // Merges a segment's record with what is to its left.
+    __device__ __forceinline__ void merge_with(RowSums& sums, float (&o)[N][4]) const {
+        if (empty) return;
+        const MergeFactors factors[2] = {
+            merge_factors(left.top[0], sums.top[0]), merge_factors(left.top[1], sums.top[1])};
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            sums.top[h] = factors[h].top, sums.sum[h] = merge(factors[h], left.sum[h], sums.sum[h]);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float4 x = vectors[n * stride];
+            o[n][0] = merge(factors[0], x.x, o[n][0]), o[n][1] = merge(factors[0], x.y, o[n][1]);
+            o[n][2] = merge(factors[1], x.z, o[n][2]), o[n][3] = merge(factors[1], x.w, o[n][3]);
+        }
+    }
+    __device__ __forceinline__ void store(const RowSums& sums, const float (&o)[N][4]) {
+        empty = false, left = sums;
+#pragma unroll
+        for (int n = 0; n < N; ++n) vectors[n * stride] = make_float4(o[n][0], o[n][1], o[n][2], o[n][3]);
+    }
+};
+
+// Bytes of the outputs in the running result of a block with ROWS rows.
+template <int D, int ROWS>
+constexpr int RUNNING_BYTES = ROWS * D * static_cast<int>(sizeof(float));
+
+// A record in memory: o [ROWS, D], then (top, sum) [ROWS, 2], in fp32.
+template <int D, int ROWS>
+struct Record {
+    float* data;
+
+    __device__ __forceinline__ Record(const PrefillParams& p, int index)
+        : data(p.records + static_cast<size_t>(index) * (ROWS * (D + 2))) {}
+    __device__ __forceinline__ float* row(int row) const { return data + row * D; }
+    __device__ __forceinline__ float2* sums(int row) const {
+        return reinterpret_cast<float2*>(data + ROWS * D) + row;
+    }
+    // row: the first of the warp's 16 rows in the tile.
+    __device__ __forceinline__ void write(int row, const RowSums& of, const float (&o)[D / 8][4]) const {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int r = row + lane / 4 + h * 8;
+            if (lane % 4 == 0) *sums(r) = make_float2(of.top[h], of.sum[h]);
+#pragma unroll
+            for (int n = 0; n < D / 8; ++n)
+                *reinterpret_cast<float2*>(this->row(r) + n * 8 + lane % 4 * 2) =
+                    make_float2(o[n][2 * h], o[n][2 * h + 1]);
+        }
+    }
+};
+
+// Ends a segment that is not the last of the block: merges it into the running result, or hands over its record. Then
+// clears o. row: as in Record::write.
+template <int D, int ROWS>
+__device__ __forceinline__ void end_segment(
+    const PrefillParams& p, const WorkTile& work, int segment, int row, const SoftmaxState& state,
+    float (&o)[D / 8][4], RunningResult<D / 8>& running) {
+    RowSums sums = row_sums(state);
+    if (work.part) {
+        Record<D, ROWS>(p, work.record_of(segment)).write(row, sums, o);
+    } else {
+        running.merge_with(sums, o);
+        running.store(sums, o);
+    }
+    set_zero(o);
+}
+
+// The quotient o / sum as attention_output computes it: `inverse` is the rounded 1 / sum, and two corrections by the
+// exact remainder leave no error, as in Markstein, IBM J. Res. Dev. 34 (1990).
+__device__ __forceinline__ float quotient(float o, float sum, float inverse) {
+    float q = __fmul_rn(o, inverse);
+    q = __fmaf_rn(__fmaf_rn(-sum, q, o), inverse, q);
+    return __fmaf_rn(__fmaf_rn(-sum, q, o), inverse, q);
+}
+
+// Ends the last segment of a piece of work. Returns whether it has the output, else it has handed over a record.
+template <int D, int ROWS>
+__device__ __forceinline__ bool end_last_segment(
+    const PrefillParams& p, const WorkTile& work, int row, const SoftmaxState& state, float (&o)[D / 8][4],
+    const RunningResult<D / 8>& running, unsigned (&out)[D / 8][2]) {
+    RowSums sums = row_sums(state);
+    running.merge_with(sums, o);
+    if (work.record >= 0) {
+        Record<D, ROWS>(p, work.record_of((work.end - 1) / SEGMENT)).write(row, sums, o);
+        return false;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const float sum = sums.sum[h], inverse = sum == 0.0f ? 0.0f : __frcp_rn(sum);
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n)
+            out[n][h] = pack_half2(quotient(o[n][2 * h], sum, inverse), quotient(o[n][2 * h + 1], sum, inverse));
+    }
+    return true;
+}
+
+// ---- outputs -----------------------------------------------------------------------------------------------------
+
+// Where the output of a row lies.
+__device__ __forceinline__ __half* output_row(const WorkTile& work, const PrefillParams& p, int row) {
+    const int token = row / work.group, head = work.head * work.group + row - token * work.group;
+    return p.out + (work.start + token) * p.out_pitch + head * p.head_dim;
 }
 
 // Writes eight elements of a row's output from `column` on, as far as they are within the row and the sequence.
 __device__ __forceinline__ void store_output(
     const WorkTile& work, const PrefillParams& p, int row, int column, const __half* eight) {
     if (row >= work.rows) return;
-    const int token = row / work.group, head = blockIdx.x * work.group + row - token * work.group;
-    __half* const target = p.out + (work.start + token) * p.out_pitch + head * p.head_dim;
+    __half* const target = output_row(work, p, row);
     if (p.head_dim % 8 == 0) {
         if (column < p.head_dim) *reinterpret_cast<uint4*>(target + column) = *reinterpret_cast<const uint4*>(eight);
     } else {

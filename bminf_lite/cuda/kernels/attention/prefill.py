@@ -1,8 +1,14 @@
-"""Attention for steps with several new tokens per sequence: over the key-value cache, a source, or each other.
+"""Attention for steps with several new tokens per sequence: over the paged cache, a source, or each other.
 
 The kernels multiply tile by tile on the tensor cores and never write scores to memory: ``attention/prefill.cu`` for
-every GPU and ``attention/prefill_hopper.cu`` for compute capability 9.0. They are templates over the head size and the
-tile sizes, compiled at their first launch. The Hopper kernel supports causal attention without a bias only.
+every GPU and ``attention/prefill_hopper.cu`` for compute capability 9.0, which supports causal attention without a bias
+only. They are templates over the head size and the tile sizes, compiled at their first launch. The order of all sums is
+that of ``attention/softmax.cuh``, so a query's output has the same bits however the work is divided.
+
+Few queries that see many keys are split: several blocks share a tile of queries, each with some segments of the keys.
+They hand over a record per segment in scratch memory, and ``attention/prefill_merge.cu`` merges these. The kernels
+divide the work by the lengths that they find on the device; the launch depends only on the number of tokens and
+sequences and on whether contexts may exceed ``SEGMENT`` and ``SPLIT_CONTEXT``.
 """
 
 from __future__ import annotations
@@ -15,14 +21,23 @@ from dataclasses import dataclass
 
 from ...runtime.driver import Device, DeviceAttribute, shared_memory_per_block
 from ...runtime.kernel import Kernel
-from ..constants import AttentionMask
+from ...runtime.tensor_maps import NBYTES as TENSOR_MAP_BYTES
+from ...runtime.tensor_maps import TensorMapDataType, tensor_map_2d
+from ..arrays import ceil_div
+from ..constants import BLOCK_SIZE, LARGE_SHARED_MEMORY, SEGMENT, AttentionMask, attention_tile
 from ..instantiations import Capability, KernelFamily
 from ..sources import load
 from .heads import ELEMENTS, HALF, INT8
 
 WARP = 32
-LARGE_SHARED_MEMORY = 163 << 10
-"""With so much shared memory per block, two blocks for heads of more than 64 elements fit an SM."""
+MERGE_WARPS = 8
+"""Rows that a block of ``prefill_merge.cu`` merges."""
+SPLIT_CONTEXT = 4 * SEGMENT
+"""Tiles are split only in steps whose contexts may be longer."""
+MAX_RECORD_BYTES = 256 << 20
+"""Scratch memory for records. Sequences whose records do not fit are not split."""
+COUNTERS = 2
+"""Elements of ``counters`` in :meth:`PrefillAttention.launch`."""
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are remembered."""
 LOG2_E = math.log2(math.e)
@@ -38,19 +53,40 @@ MASKS = (
 class AttentionTileConfig:
     """One kernel without its last template argument, the element of the cache.
 
-    A block has ``threads`` threads and ``shared`` bytes, and computes ``rows`` rows. A row is one query token of one of
-    the heads that share a key-value head.
+    A block has ``threads`` threads and ``shared`` bytes, and computes ``rows`` rows of ``depth`` elements. A row is one
+    query token of one of the heads that share a key-value head. An SM runs up to ``blocks`` blocks at once. The running
+    result of merged segments is in shared memory or, with ``external``, in scratch memory. ``tensor_maps``: the kernel
+    gets tensor maps of keys and values.
     """
 
     source: str
     kernel: str
+    depth: int
     rows: int
     threads: int
     shared: int
+    blocks: int
+    external: bool
+    tensor_maps: bool
 
     def expression(self, element: str) -> str:
         """The name expression for a cache of ``HALF`` or ``INT8``."""
         return f"{self.kernel}, {element}>"
+
+    @property
+    def running_bytes(self) -> int:
+        """Bytes of scratch memory for the running result of one block."""
+        return self.rows * self.depth * 4 if self.external else 0
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the record of one tile and segment: outputs, maximum and sum of each row."""
+        return self.rows * (self.depth + 2) * 4
+
+    @property
+    def merge(self) -> str:
+        """The name expression of the kernel that merges records."""
+        return f"bminf::attention_prefill_merge<{self.depth}, {self.rows}, {MERGE_WARPS}>"
 
 
 def synchronous(
@@ -61,20 +97,29 @@ def synchronous(
     return AttentionTileConfig(
         source="attention/prefill.cu",
         kernel=f"bminf::attention_prefill<{depth}, {rows}, {keys}, 4, {blocks}, {kind}",
+        depth=depth,
         rows=rows,
         threads=4 * WARP,
         shared=(rows + 2 * keys) * (depth + 8) * 2,
+        blocks=blocks,
+        external=True,
+        tensor_maps=False,
     )
 
 
-def hopper(depth: int, rows: int, keys: int, stages: int = 2) -> AttentionTileConfig:
+def hopper(depth: int, rows: int, keys: int, stages: int, blocks: int, external: bool) -> AttentionTileConfig:
     """For compute capability 9.0: four warps per 64 rows and four producer warps, ``keys`` keys per stage."""
+    running = 0 if external else rows * depth * 4
     return AttentionTileConfig(
         source="attention/prefill_hopper.cu",
-        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}",
+        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}, {blocks}",
+        depth=depth,
         rows=rows,
         threads=(rows // 64 + 1) * 4 * WARP,
-        shared=(rows + 2 * stages * keys) * depth * 2 + 1024,
+        shared=(rows + 2 * stages * keys) * depth * 2 + 1024 + running,
+        blocks=blocks,
+        external=external,
+        tensor_maps=True,
     )
 
 
@@ -85,18 +130,22 @@ def tile_config_for(
     mask: AttentionMask = AttentionMask.CAUSAL,
     biased: bool = False,
 ) -> AttentionTileConfig:
-    """The tiling for heads padded to ``depth`` columns; ``small`` if 128 rows per block would leave SMs idle."""
+    """The tiling for heads padded to ``depth`` columns; ``small`` if blocks of 128 rows would be half empty.
+
+    The keys of a tile do not depend on ``small``: they are part of the order of sums.
+    """
+    keys = attention_tile(compute_capability, depth, mask, biased)
     if compute_capability == (9, 0) and depth in (64, 128, 256) and mask is AttentionMask.CAUSAL and not biased:
-        return hopper(depth, rows=128, keys=64 if depth == 256 else 128)
-    tile = functools.partial(synchronous, depth, mask=mask, biased=biased)
+        if small:
+            return hopper(depth, 64, keys, stages=2 if depth == 64 else 1, blocks=2, external=True)
+        return hopper(depth, 128, keys, stages=2, blocks=1, external=depth == 256)
+    tile = functools.partial(synchronous, depth, keys=keys, mask=mask, biased=biased)
     if depth > 128:  # the output accumulator takes half of a thread's registers
-        return tile(rows=64, keys=48 if compute_capability >= (8, 0) else 16, blocks=1)
+        return tile(rows=64, blocks=1)
     little = shared_memory_per_block(compute_capability) < LARGE_SHARED_MEMORY
     if depth > 64 and compute_capability >= (8, 0) and little:
-        return tile(rows=64, keys=48, blocks=2)
-    if small or biased:  # the biases of 128 rows would not fit the registers
-        return tile(rows=64, keys=64, blocks=2)
-    return tile(rows=128, keys=64 if depth <= 64 else 32, blocks=2)
+        return tile(rows=64, blocks=2)
+    return tile(rows=64 if small or biased else 128, blocks=2)  # the biases of 128 rows would not fit the registers
 
 
 class PrefillAttention:
@@ -115,6 +164,25 @@ class PrefillAttention:
             tile_config = tile_config_for(capability, depth, small, mask, biased)
             elements = (HALF,) if mask is AttentionMask.BIDIRECTIONAL else ELEMENTS
             yield from (KernelFamily(tile_config.source, tile_config.expression(element)) for element in elements)
+            yield KernelFamily("attention/prefill_merge.cu", tile_config.merge)
+
+    def scratch_bytes(
+        self, *, heads: int, kv_heads: int, head_dim: int, tokens: int, batch_size: int, max_context_len: int,
+        mask: AttentionMask = AttentionMask.CAUSAL, biased: bool = False, max_record_bytes: int = MAX_RECORD_BYTES,
+    ) -> int:  # fmt: skip
+        """Bytes of scratch memory that a launch can use; with less, it splits fewer sequences.
+
+        It needs at least as many as with ``max_record_bytes = 0``. The arguments are those of :meth:`launch`.
+        """
+        tile_config = self._config(tokens, batch_size, heads // kv_heads, head_dim, mask, biased)
+        running = self._running_bytes(tile_config, max_context_len)
+        if not self._may_split(mask, max_context_len):
+            return running
+        tiles = min(
+            self._tiles(tile_config, tokens, batch_size, heads // kv_heads), self._split_tiles(tile_config, kv_heads)
+        )
+        records = tiles * kv_heads * ceil_div(max_context_len, SEGMENT)
+        return running + min(records, max_record_bytes // tile_config.record_bytes) * tile_config.record_bytes
 
     def launch(
         self,
@@ -126,20 +194,25 @@ class PrefillAttention:
         out_pitch: int,
         cu_seqlens: int,
         context_lens: int,
-        slots: int,
+        block_tables: int,
         *,
         heads: int,
         kv_heads: int,
         head_dim: int,
-        capacity: int,
+        table_pitch: int,
+        num_blocks: int,
         scale: float,
         window: int | None,
         tokens: int,
         batch_size: int,
+        max_context_len: int,
+        counters: int,
+        scratch: int,
+        scratch_bytes: int,
         mask: AttentionMask = AttentionMask.CAUSAL,
         bias: int = 0,
         max_distance: int = 0,
-        lengths: int = 0,
+        source_lens: int = 0,
         key_scales: int = 0,
         value_scales: int = 0,
         stream: int = 0,
@@ -148,40 +221,91 @@ class PrefillAttention:
         """Launch on ``stream``. Addresses are of the GPU; with ``D = head_dim`` padded to a multiple of 16:
 
         - ``q`` fp16 ``[T, heads, D]`` with ``q_pitch`` elements from token to token, normalised and rotated already;
-        - ``keys``, ``values`` fp16 ``[slots, kv_heads, capacity, D]``, with the new tokens' in place, zero in padding;
-          or int8 codes with ``key_scales``, ``value_scales`` fp16 ``[slots, kv_heads, capacity]``;
+        - ``keys``, ``values`` fp16 ``[num_blocks, kv_heads, BLOCK_SIZE, D]``, with the new tokens' in place, zero in
+          padding; or int8 codes with ``key_scales``, ``value_scales`` fp16 ``[num_blocks, kv_heads, BLOCK_SIZE]``;
         - ``out`` fp16 ``[T, heads * head_dim]`` with ``out_pitch`` elements from token to token;
         - ``bias`` fp32 ``[heads, 2 * max_distance + 1]``, by distance; 0 for none;
-        - ``lengths`` int32 ``[slots]``, of the sources, for ``AttentionMask.CROSS``;
-        - ``cu_seqlens`` int32 ``[batch_size + 1]``, ``context_lens`` and ``slots`` int32 ``[batch_size]``, as in
-          ``backend.values.ForwardBatch``.
+        - ``source_lens`` int32 ``[batch_size]``, for ``AttentionMask.CROSS``;
+        - ``cu_seqlens`` int32 ``[batch_size + 1]``, ``context_lens`` int32 ``[batch_size]`` and ``block_tables`` int32
+          ``[batch_size, table_pitch]``, as in ``backend.values.ForwardBatch``;
+        - ``counters`` int32 ``[COUNTERS]``, zero before and after;
+        - ``scratch``, ``scratch_bytes``: see :meth:`scratch_bytes`.
 
         Addresses are multiples of 16 bytes, pitches of 8 elements. ``tokens`` is ``T``, ``scale`` is positive,
         ``heads`` a multiple of ``kv_heads``, ``window`` at least 1 or None, and ``head_dim`` at most ``MAX_HEAD_DIM``.
-        For ``AttentionMask.BIDIRECTIONAL``, ``keys`` and ``values`` are one slot with all tokens in order.
+        No sequence has more than ``max_context_len`` keys. For ``AttentionMask.BIDIRECTIONAL``, ``keys`` and ``values``
+        are fp16 ``[kv_heads, num_blocks, D]`` with all tokens of the step in order, and ``block_tables`` is not read.
         ``dependent`` as in :class:`Kernel`.
         """
-        rows = tokens * (heads // kv_heads)
-        kernel, tile_config = self._find(rows, kv_heads, head_dim, mask, bias != 0, key_scales != 0)
-        # The last tile of each sequence may be partly empty.
-        tiles = (rows + batch_size * (tile_config.rows - 1)) // tile_config.rows
-        kernel(
-            (kv_heads, tiles), tile_config.threads,
-            (
-                q, q_pitch, keys, values, out, out_pitch, cu_seqlens, context_lens, slots,
-                scale * LOG2_E, window or 0, heads, head_dim, capacity, batch_size,
-                bias, max_distance, lengths, key_scales, value_scales,
-            ),
-            tile_config.shared, stream, dependent,
+        group = heads // kv_heads
+        kernel, merge, tile_config = self._find(tokens, batch_size, group, head_dim, mask, bias != 0, key_scales != 0)
+        pieces = tiles = self._tiles(tile_config, tokens, batch_size, group)
+        split_tiles = min(tiles, self._split_tiles(tile_config, kv_heads))
+        running_bytes = self._running_bytes(tile_config, max_context_len)
+        max_records = 0
+        if self._may_split(mask, max_context_len):
+            max_records = (scratch_bytes - running_bytes) // tile_config.record_bytes
+            pieces += self._split_tiles(tile_config, kv_heads)
+        residents = self._residents(tile_config)
+        args = (
+            q, q_pitch, keys, values, out, out_pitch, cu_seqlens, context_lens, block_tables,
+            table_pitch, num_blocks, scale * LOG2_E, window or 0, heads, kv_heads, head_dim, batch_size,
+            bias, max_distance, source_lens, key_scales, value_scales,
+            scratch + running_bytes, max_records, residents, scratch if tile_config.external else 0, counters,
         )  # fmt: skip
+        maps: tuple[object, ...] = ()
+        if tile_config.tensor_maps:
+            rows = num_blocks * kv_heads * BLOCK_SIZE
+            maps = (
+                (bytes(TENSOR_MAP_BYTES),) * 2
+                if key_scales
+                else tuple(
+                    tensor_map_2d(
+                        pool, TensorMapDataType.FLOAT16, rows, tile_config.depth, tile_config.depth, BLOCK_SIZE
+                    )
+                    for pool in (keys, values)
+                )
+            )
+        blocks = min(pieces * kv_heads, residents)
+        kernel(blocks, tile_config.threads, args + maps, tile_config.shared, stream, dependent)
+        if max_records:
+            slices = tile_config.rows // MERGE_WARPS
+            merge((kv_heads, split_tiles * slices), MERGE_WARPS * WARP, args, 0, stream, dependent)
+
+    @staticmethod
+    def _may_split(mask: AttentionMask, max_context_len: int) -> bool:
+        return mask is AttentionMask.CAUSAL and max_context_len > SPLIT_CONTEXT
+
+    @staticmethod
+    def _tiles(tile_config: AttentionTileConfig, tokens: int, batch_size: int, group: int) -> int:
+        """At most so many tiles; the last one of each sequence may be partly empty."""
+        return (tokens * group + batch_size * (tile_config.rows - 1)) // tile_config.rows
+
+    def _residents(self, tile_config: AttentionTileConfig) -> int:
+        """Blocks that the GPU runs at once."""
+        return self._num_sms * tile_config.blocks
+
+    def _split_tiles(self, tile_config: AttentionTileConfig, kv_heads: int) -> int:
+        """At most so many tiles are split, into at most so many pieces more than tiles, per key-value head."""
+        return ceil_div(self._residents(tile_config), kv_heads)
+
+    def _running_bytes(self, tile_config: AttentionTileConfig, max_context_len: int) -> int:
+        return self._residents(tile_config) * tile_config.running_bytes if max_context_len > SEGMENT else 0
+
+    def _config(
+        self, tokens: int, batch_size: int, group: int, head_dim: int, mask: AttentionMask, biased: bool
+    ) -> AttentionTileConfig:
+        small = tokens * group <= 64 * batch_size
+        return tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, mask, biased)
 
     def _find_uncached(
-        self, rows: int, kv_heads: int, head_dim: int, mask: AttentionMask, biased: bool, int8: bool
-    ) -> tuple[Kernel, AttentionTileConfig]:
-        small = -(-rows // 128) * kv_heads < 2 * self._num_sms
-        tile_config = tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, mask, biased)
-        return self._kernel(tile_config, INT8 if int8 else HALF), tile_config
+        self, tokens: int, batch_size: int, group: int, head_dim: int, mask: AttentionMask, biased: bool, int8: bool
+    ) -> tuple[Kernel, Kernel, AttentionTileConfig]:
+        tile_config = self._config(tokens, batch_size, group, head_dim, mask, biased)
+        return *self._kernel(tile_config, INT8 if int8 else HALF), tile_config
 
-    def _load(self, tile_config: AttentionTileConfig, element: str) -> Kernel:
-        expression = tile_config.expression(element)
-        return load(self._device, tile_config.source, expression)
+    def _load(self, tile_config: AttentionTileConfig, element: str) -> tuple[Kernel, Kernel]:
+        return (
+            load(self._device, tile_config.source, tile_config.expression(element)),
+            load(self._device, "attention/prefill_merge.cu", tile_config.merge),
+        )

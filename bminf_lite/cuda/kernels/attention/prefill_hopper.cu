@@ -2,12 +2,14 @@
 //
 //     out = softmax(scale * q @ keys.T) @ values, with a causal mask
 //
-// for ragged sequences; see PrefillParams for shapes. Scores stay in registers, with an online softmax.
+// for ragged sequences over a paged cache; see PrefillParams for shapes. Scores stay in registers, with an online
+// softmax.
 //
-// The grid is (kv_heads, tiles). A block is warp-specialised: a producer warpgroup loads keys and values into a
-// pipeline of tiles of BN tokens; BM / 64 consumer warpgroups have 64 rows each. A consumer issues the scores of the
+// A block is warp-specialised: a producer warpgroup finds the block's work and loads keys and values into a pipeline of
+// tiles of BN tokens, also those of the next piece of work while one ends; BM / 64 consumer warpgroups have 64 rows each. A consumer issues the scores of the
 // next tile before the product of the weights and values of the present one, so that its softmax overlaps with wgmma.
-// Consumers take turns (named barriers), so that the products of one overlap with the softmax of another ("ping-pong").
+// Two consumers take turns (named barriers), so that the products of one overlap with the softmax of the other
+// ("ping-pong").
 //
 // Tiles in shared memory are [column / 64][row][64] with the 128-byte swizzle.
 #include "attention/prefill.cuh"
@@ -38,21 +40,6 @@ __device__ __forceinline__ int swizzled_offset(int row, int chunk) {
     return (chunk / 8 * ROWS + row) * COLUMNS + ((chunk ^ row) % 8) * 8;
 }
 
-// Starts to load BN rows of D, which are contiguous in the cache. Rows from `valid` on become zero, because memory that
-// was never written may hold NaN.
-template <int D, int BN>
-__device__ __forceinline__ void load_tile(__half* tile, const Cached<__half>& from, int valid) {
-    constexpr int CHUNKS = D / 8, STEP = WARPGROUP / CHUNKS;
-    const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
-    const __half* const source = from.data + thread * 8;
-#pragma unroll
-    for (int i = 0; i < BN / STEP; ++i) {
-        const int row = first + i * STEP;
-        cp_async_16(
-            tile + swizzled_offset<BN>(row, chunk), row < valid ? source + i * WARPGROUP * 8 : source, row < valid);
-    }
-}
-
 // The pipeline: tile t of keys and tile t of values lie in stage t % STAGES. Each has a barrier `full`, when it has
 // been loaded, and a barrier `empty`, when all consumers have read it.
 template <int D, int BN, int STAGES>
@@ -67,9 +54,10 @@ struct KVPipeline {
     }
     __device__ __forceinline__ unsigned empty(int t, bool value) const { return full(t, value) + STAGES * 16; }
 
-    __device__ __forceinline__ void init(int consumers) const {
+    // producers and consumers: how many of their warps or threads arrive.
+    __device__ __forceinline__ void init(int producers, int consumers) const {
         for (int i = 0; i < STAGES * 2; ++i) {
-            mbarrier_init(barriers + i * 8, WARPGROUP / WARP);
+            mbarrier_init(barriers + i * 8, producers);
             mbarrier_init(barriers + (STAGES * 2 + i) * 8, consumers);
         }
     }
@@ -79,79 +67,181 @@ struct KVPipeline {
     __device__ __forceinline__ void producer_acquire(int t, bool value) const {
         if (t >= STAGES) mbarrier_wait(empty(t, value), (t / STAGES - 1) % 2);
     }
-    // A warp has completed its part of a tile: producer_commit its loads, consumer_release its reads.
-    __device__ __forceinline__ void producer_commit(int t, bool value) const {
-        fence_proxy_async();
-        __syncwarp();
-        if (threadIdx.x % WARP == 0) mbarrier_arrive(full(t, value));
-    }
+    // A warp has completed its reads of a tile.
     __device__ __forceinline__ void consumer_release(int t, bool value) const {
         if (threadIdx.x % WARP == 0) mbarrier_arrive(empty(t, value));
     }
 };
 
-// The producer for fp16. It commits each tile when the loads of the next one have been started.
-template <int D, int BN, int STAGES>
-__device__ __forceinline__ void produce(
-    const KVPipeline<D, BN, STAGES>& pipeline, const WorkTile& work, const PrefillParams& p, __half) {
-    const int tiles = (work.end - work.begin + BN - 1) / BN;
-    auto load = [&](int t, bool value) {
-        const int key = work.begin + t * BN;
-        pipeline.producer_acquire(t, value);
-        load_tile<D, BN>(pipeline.tile(t, value), cached_from<D, __half>(p, work, value, key), work.end - key);
-        cp_async_commit_group();
-    };
-    load(0, false);
-    for (int t = 0; t < tiles; ++t) {
-        if (t > 0) {
-            load(t, false);
-            cp_async_wait_group<1>();
-            pipeline.producer_commit(t - 1, true);
-        }
-        load(t, true);
-        cp_async_wait_group<1>();
-        pipeline.producer_commit(t, false);
+// The block's pieces of work in order: piece k lies in tiles[k % 2]. group = 0 marks the end.
+struct WorkQueue {
+    WorkTile* tiles;
+    unsigned barriers;
+
+    __device__ __forceinline__ unsigned full(int k) const { return barriers + k % 2 * 8; }
+    __device__ __forceinline__ unsigned empty(int k) const { return full(k) + 16; }
+    __device__ __forceinline__ void init(int readers) const {
+        for (int k = 0; k < 2; ++k) mbarrier_init(full(k), 1), mbarrier_init(empty(k), readers);
     }
-    cp_async_wait_group<0>();
-    pipeline.producer_commit(tiles - 1, true);
+    // Finds piece k and puts it into the queue; returns whether there is one. Called by one warp.
+    template <int BM, int BN>
+    __device__ __forceinline__ bool put(const PrefillParams& p, int k) const {
+        WorkTile work = {};
+        const bool found = find_work<CAUSAL, BM, BN>(p, k == 0 ? static_cast<int>(blockIdx.x) : next_index(p), work);
+        if (k >= 2) mbarrier_wait(empty(k), (k / 2 - 1) % 2);
+        if (threadIdx.x % WARP == 0) {
+            if (!found) work.group = 0;
+            tiles[k % 2] = work;
+            mbarrier_arrive(full(k));
+            if (!found) end_work(p);
+        }
+        __syncwarp();
+        return found;
+    }
+    // Piece k, once it is there; its group is 0 if there is none.
+    __device__ __forceinline__ const WorkTile& get(int k) const {
+        mbarrier_wait(full(k), k / 2 % 2);
+        return tiles[k % 2];
+    }
+    __device__ __forceinline__ void release(int k) const { mbarrier_arrive(empty(k)); }
+};
+
+// The producer for fp16: one warp finds work, and one thread starts TMA copies of whole blocks of the cache. The last
+// tile of a piece of work may end with rows that were never written.
+template <int D, int BM, int BN, int STAGES>
+__device__ __forceinline__ void produce(
+    const KVPipeline<D, BN, STAGES>& pipeline, const WorkQueue& queue, const PrefillParams& p, const TensorMap& keys,
+    const TensorMap& values, __half) {
+    constexpr int BLOCKS = BN / BLOCK_SIZE;
+    const int thread = threadIdx.x % WARPGROUP;
+    if (thread / WARP == 1)
+        for (int k = 0; queue.put<BM, BN>(p, k); ++k) {}
+    if (thread != 0) return;
+    prefetch_tensormap(keys), prefetch_tensormap(values);
+    int t = 0;  // counts tiles of all pieces
+    for (int k = 0;; ++k) {
+        const WorkTile& work = queue.get(k);
+        if (work.group == 0) return;
+        const int end = work.end;
+        unsigned rows[BLOCKS];
+        for (int key = work.begin; key < end; key += BN, ++t) {
+#pragma unroll
+            for (int i = 0; i < BLOCKS; ++i) rows[i] = pool_row(p, work, key + i * BLOCK_SIZE);
+#pragma unroll
+            for (int value = 0; value < 2; ++value) {
+                pipeline.producer_acquire(t, value);
+                const unsigned full = pipeline.full(t, value), tile = cast_smem_ptr_to_uint(pipeline.tile(t, value));
+                mbarrier_arrive_expect_tx(full, BN * D * 2);
+#pragma unroll
+                for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+                    for (int c = 0; c < D / COLUMNS; ++c)
+                        tma_load_2d(
+                            tile + (c * BN + i * BLOCK_SIZE) * COLUMNS * 2, value ? values : keys, c * COLUMNS,
+                            static_cast<int>(rows[i]), full);
+            }
+        }
+        queue.release(k);
+    }
 }
 
-// The producer for int8 codes, which it dequantizes. AHEAD vectors of each thread are in flight to registers, and the
-// tile after the next is prefetched to L2.
-template <int D, int BN, int STAGES>
-__device__ __forceinline__ void produce(
-    const KVPipeline<D, BN, STAGES>& pipeline, const WorkTile& work, const PrefillParams& p, int8) {
-    constexpr int CHUNKS = D / 16, STEP = WARPGROUP / CHUNKS, ROWS = BN / STEP, AHEAD = D <= 128 ? ROWS / 2 : 2;
-    const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS * 2, first = thread / CHUNKS;
-    const int tiles = (work.end - work.begin + BN - 1) / BN;
-    CodeVector raw[AHEAD];
-    auto load = [&](int i, int t, bool value) {
-        const int key = work.begin + t * BN, row = first + i * STEP;
-        raw[i % AHEAD].load(
-            cached_from<D, int8>(p, work, value, key), i * WARPGROUP + thread, row, row < work.end - key);
-    };
+// The codes of a tile of keys or values for one thread, which loads vectors STEP rows apart. BN rows are in BLOCKS blocks.
+template <int D, int BLOCKS, int STEP>
+struct CodeSource {
+    const int8* data[BLOCKS];
+    const __half* scales[BLOCKS];
+    int valid;  // so many rows after the thread's first one are present
+
+    __device__ __forceinline__ CodeSource(
+        const PrefillParams& p, bool value, const unsigned (&rows)[BLOCKS], int first, int chunk, int present)
+        : valid(present - first) {
+        const int8* const codes = static_cast<const int8*>(value ? p.values : p.keys) + chunk * 16;
+        const __half* const all_scales = value ? p.value_scales : p.key_scales;
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) load(i, 0, false);
-    for (int n = 0; n < 2 * tiles; ++n) {
-        const int t = n / 2;
-        const bool value = n % 2;
-        if (const int key = work.begin + (t + 2) * BN; thread * 128 < (work.end - key) * D)
-            prefetch_l2(cached_from<D, int8>(p, work, value, key).data + thread * 128);
-        pipeline.producer_acquire(t, value);
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            uint4 low, high;
-            dequantize16(raw[i % AHEAD].codes, raw[i % AHEAD].scale, low, high);
-            if (i + AHEAD < ROWS)
-                load(i + AHEAD, t, value);
-            else
-                load(i + AHEAD - ROWS, t + value, !value);
-            __half* const tile = pipeline.tile(t, value);
-            *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk)) = low;
-            *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk + 1)) = high;
+        for (int b = 0; b < BLOCKS; ++b) {
+            const size_t row = rows[b] + first;
+            data[b] = codes + row * D, scales[b] = all_scales + row;
         }
-        pipeline.producer_commit(t, value);
     }
+    __device__ __forceinline__ void load(CodeVector& vector, int i) const {
+        const int block = i * STEP / BLOCK_SIZE, row = i * STEP % BLOCK_SIZE;
+        vector.load(data[block] + row * D, scales[block] + row, i * STEP < valid);
+    }
+};
+
+// The producer for int8 codes, which it dequantizes. AHEAD vectors of each thread are in flight to registers, and the
+// next tiles of keys and values are prefetched to L2.
+template <int D, int BM, int BN, int STAGES>
+__device__ __forceinline__ void produce(
+    const KVPipeline<D, BN, STAGES>& pipeline, const WorkQueue& queue, const PrefillParams& p, const TensorMap&,
+    const TensorMap&, int8) {
+    constexpr int CHUNKS = D / 16, STEP = WARPGROUP / CHUNKS, ROWS = BN / STEP, AHEAD = D <= 128 ? ROWS / 2 : 2;
+    constexpr int BLOCKS = BN / BLOCK_SIZE, LINE = 128;
+    const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
+    CodeVector raw[AHEAD];
+    int t = 0;  // counts tiles of all pieces
+    for (int k = 0;; ++k) {
+        if (thread / WARP == 0) queue.put<BM, BN>(p, k);
+        const WorkTile& work = queue.get(k);
+        if (work.group == 0) return;
+        const int end = work.end, tiles = ceil_div(end - work.begin, BN);
+        int key = work.begin;
+        unsigned rows[BLOCKS], next_rows[BLOCKS];  // of the tile at `key`, and of the one after it
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) {
+            rows[b] = pool_row(p, work, key + b * BLOCK_SIZE);
+            next_rows[b] = pool_row(p, work, key + BN + b * BLOCK_SIZE);
+        }
+        using Source = CodeSource<D, BLOCKS, STEP>;
+        Source source(p, false, rows, first, chunk, end - key);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) source.load(raw[i], i);
+#pragma unroll 1
+        for (int n = 0; n < 2 * tiles; ++n) {
+            const bool value = n % 2;
+            if (value) {
+                key += BN;
+#pragma unroll
+                for (int b = 0; b < BLOCKS; ++b)
+                    rows[b] = next_rows[b], next_rows[b] = pool_row(p, work, key + BN + b * BLOCK_SIZE);
+            }
+            const Source next(p, !value, rows, first, chunk, end - key);
+            if (const int row = thread * LINE / D; row < BN && row < end - key - (value ? 0 : BN)) {
+                const unsigned(&from)[BLOCKS] = value ? rows : next_rows;
+                prefetch_l2(
+                    static_cast<const int8*>(value ? p.values : p.keys) +
+                    static_cast<size_t>(from[BLOCKS > 1 ? row / BLOCK_SIZE : 0] + row % BLOCK_SIZE) * D +
+                    thread * LINE % D);
+            }
+            pipeline.producer_acquire(t, value);
+            __half* const tile = pipeline.tile(t, value);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                uint4 low, high;
+                dequantize16(raw[i % AHEAD].codes, raw[i % AHEAD].scale, low, high);
+                if (i + AHEAD < ROWS)
+                    source.load(raw[i % AHEAD], i + AHEAD);
+                else
+                    next.load(raw[i % AHEAD], i + AHEAD - ROWS);
+                *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk * 2)) = low;
+                *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk * 2 + 1)) = high;
+            }
+            fence_proxy_async();
+            __syncwarp();
+            if (threadIdx.x % WARP == 0) mbarrier_arrive(pipeline.full(t, value));
+            source = next, t += value;
+        }
+        __syncwarp();
+        if (threadIdx.x % WARP == 0) queue.release(k);
+    }
+}
+
+// Clears the rows of a tile from `valid` on, which may hold NaN.
+template <int D, int BN>
+__device__ __forceinline__ void clear_rows_from(__half* tile, int valid) {
+    for (int i = valid * (D / 8) + threadIdx.x % WARPGROUP; i < BN * (D / 8); i += WARPGROUP)
+        *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(i / (D / 8), i % (D / 8))) = make_uint4(0, 0, 0, 0);
+    fence_proxy_async();
 }
 
 // Starts s = queries @ keys.T; q and k are the shared addresses of the tiles.
@@ -186,14 +276,16 @@ __device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w
     wgmma_commit_group();
 }
 
-// A consumer warpgroup, with 64 rows of the tile from `row` on.
-template <int D, int BM, int BN, int STAGES>
+// A consumer warpgroup computes 64 rows of a piece of work, from `row` of the tile on. `count` tiles were consumed before.
+template <int D, int BM, int BN, int STAGES, class CACHE>
 __device__ __forceinline__ void consume(
-    const KVPipeline<D, BN, STAGES>& pipeline, const WorkTile& work, const PrefillParams& p, __half* q_tile, int row) {
+    const KVPipeline<D, BN, STAGES>& pipeline, const WorkTile& work, const PrefillParams& p, __half* q_tile, int row,
+    int count, RunningResult<D / 8> running) {
     constexpr int GROUPS = BM / 64, CHUNKS = D / 8;
     const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP, index = row / 64;
-    const int turn = 1 + index, next = 1 + (index + 1) % GROUPS;
-    const int first = work.first + row + thread / WARP * 16;  // of the warp's 16 rows
+    const int turn = 1 + index, next = 1 + (index + 1) % GROUPS, own = 1 + GROUPS + index;
+    const int warp_row = row + thread / WARP * 16;  // the first of the warp's 16 rows
+    named_barrier_sync<WARPGROUP>(own);             // the outputs of the work before have been read from the tile
 #pragma unroll 4
     for (int i = thread; i < 64 * CHUNKS; i += WARPGROUP) {
         const int r = row + i / CHUNKS;
@@ -201,97 +293,133 @@ __device__ __forceinline__ void consume(
     }
     cp_async_wait_all();
     fence_proxy_async();
-    named_barrier_sync<WARPGROUP>(1 + GROUPS + index);
+    named_barrier_sync<WARPGROUP>(own);
 
-    const int tiles = (work.end - work.begin + BN - 1) / BN;
+    const int tiles = ceil_div(work.end - work.begin, BN);
     const unsigned q = cast_smem_ptr_to_uint(q_tile) + row * COLUMNS * 2;
-    SoftmaxRows rows = init_softmax_rows(work, first);
+    const int position[2] = {
+        work.position(work.first + warp_row + lane / 4), work.position(work.first + warp_row + lane / 4 + 8)};
+    SoftmaxState state;
     float o[D / 8][4] = {}, s[BN / 8][4], rescale[2];
     unsigned w[BN / 16][4];
-    auto softmax = [&](int t) {
-        const int key = work.begin + t * BN;
-        if (needs_mask(work, key, BN)) apply_causal_mask(s, rows, key, work.window);
-        online_softmax(rows, s, rescale, p.scale);
+    auto softmax = [&](int key) {
+        if (needs_mask(work, key, BN)) apply_causal_mask(s, position, key, work.window);
+        online_softmax(state, s, rescale, p.scale);
     };
     auto round_weights = [&]() {
 #pragma unroll
         for (int k = 0; k < BN / 16; ++k) weights_fragment(w[k], s, k);
     };
 
-    pipeline.consumer_wait(0, false);
-    gemm_qk<D, BM, BN>(s, q, cast_smem_ptr_to_uint(pipeline.tile(0, false)));
+    pipeline.consumer_wait(count, false);
+    gemm_qk<D, BM, BN>(s, q, cast_smem_ptr_to_uint(pipeline.tile(count, false)));
     wgmma_wait_group<0>();
     warpgroup_fence_operand(s);
-    pipeline.consumer_release(0, false);
-    softmax(0);
+    pipeline.consumer_release(count, false);
+    softmax(work.begin);
     round_weights();
-    if (index == GROUPS - 1) named_barrier_arrive<2 * WARPGROUP>(1);
-    for (int t = 1; t < tiles; ++t) {
+    for (int t = count + 1; t < count + tiles; ++t) {
+        const int key = work.begin + (t - count) * BN;
         pipeline.consumer_wait(t, false);
-        named_barrier_sync<2 * WARPGROUP>(turn);
+        if (GROUPS > 1) named_barrier_sync<2 * WARPGROUP>(turn);
         gemm_qk<D, BM, BN>(s, q, cast_smem_ptr_to_uint(pipeline.tile(t, false)));
         pipeline.consumer_wait(t - 1, true);
         gemm_pv<D, BN>(o, w, cast_smem_ptr_to_uint(pipeline.tile(t - 1, true)));
-        named_barrier_arrive<2 * WARPGROUP>(next);
+        if (GROUPS > 1) named_barrier_arrive<2 * WARPGROUP>(next);
         wgmma_wait_group<1>();
         warpgroup_fence_operand(s);
         pipeline.consumer_release(t, false);
-        softmax(t);
+        const SoftmaxState before = state;
+        const bool new_segment = key % SEGMENT == 0;
+        if (new_segment) state = {};
+        softmax(key);
         wgmma_wait_group<0>();
         warpgroup_fence_operand(o);
         pipeline.consumer_release(t - 1, true);
-        multiply_rows(o, rescale);
+        if (new_segment)
+            end_segment<D, BM>(p, work, key / SEGMENT - 1, warp_row, before, o, running);
+        else
+            multiply_rows(o, rescale);
         round_weights();
     }
-    pipeline.consumer_wait(tiles - 1, true);
-    gemm_pv<D, BN>(o, w, cast_smem_ptr_to_uint(pipeline.tile(tiles - 1, true)));
+    const int last = count + tiles - 1;
+    pipeline.consumer_wait(last, true);
+    __half* const last_values = pipeline.tile(last, true);
+    if (const int valid = work.end - work.begin - (tiles - 1) * BN; !IS_INT8<CACHE> && valid < BN) {
+        clear_rows_from<D, BN>(last_values, valid);
+        named_barrier_sync<WARPGROUP>(own);
+    }
+    gemm_pv<D, BN>(o, w, cast_smem_ptr_to_uint(last_values));
     wgmma_wait_group<0>();
     warpgroup_fence_operand(o);
-    launch_dependent_grids();
+    pipeline.consumer_release(last, true);
 
     // The outputs go through the warp's own rows of the query tile, so that stores to global memory are coalesced.
-    normalise(o, rows);
-    const int warp_row = row + thread / WARP * 16;
+    unsigned out[CHUNKS][2];
+    if (!end_last_segment<D, BM>(p, work, warp_row, state, o, running, out)) return;
 #pragma unroll
     for (int n = 0; n < CHUNKS; ++n)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             *reinterpret_cast<unsigned*>(q_tile + swizzled_offset<BM>(warp_row + h * 8 + lane / 4, n) + lane % 4 * 2) =
-                pack_half2(o[n][2 * h], o[n][2 * h + 1]);
+                out[n][h];
     __syncwarp();
 #pragma unroll 4
     for (int i = lane; i < 16 * CHUNKS; i += WARP)
         store_output(
-            work, p, first + i / CHUNKS, i % CHUNKS * 8,
+            work, p, work.first + warp_row + i / CHUNKS, i % CHUNKS * 8,
             q_tile + swizzled_offset<BM>(warp_row + i / CHUNKS, i % CHUNKS));
 }
 
-// D: 64, 128 or 256. BM: a multiple of 64. BN: 64 or 128. CACHE: __half or int8. Dynamic shared memory: BM + 2 * STAGES
-// * BN rows of D fp16, and 1024 bytes to align them.
-template <int D, int BM, int BN, int STAGES, class CACHE>
-__global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1)
-    attention_prefill_hopper(const __grid_constant__ PrefillParams p) {
-    constexpr int GROUPS = BM / 64;
+// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CACHE: __half or int8. BLOCKS: blocks per SM that must be able to
+// run. keys, values: tensor maps of the pools for fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic
+// shared memory: BM + 2 * STAGES * BN rows of D fp16, 1024 bytes to align them, and BM rows of D fp32 if p.running is
+// null.
+template <int D, int BM, int BN, int STAGES, int BLOCKS, class CACHE>
+__global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, BLOCKS) attention_prefill_hopper(
+    const __grid_constant__ PrefillParams p, const __grid_constant__ TensorMap keys,
+    const __grid_constant__ TensorMap values) {
+    constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * WARPGROUP, CONSUMER_WARPS = CONSUMERS / WARP;
+    constexpr int PRODUCERS = IS_INT8<CACHE> ? WARPGROUP / WARP : 1;  // that arrive at barriers
     // Registers of a producer thread and of a consumer thread (setmaxnreg), which share those given at the launch.
+    constexpr int PER_THREAD = 65536 / BLOCKS / (CONSUMERS + WARPGROUP) / 8 * 8;
     constexpr int PRODUCER_REGISTERS = !IS_INT8<CACHE> ? 40
-                                       : D <= 128      ? 72
+                                       : D <= 128      ? (GROUPS > 1 ? 88 : 64)
                                                        : 56,
-                  CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 16 * 8;
+                  CONSUMER_REGISTERS = (PER_THREAD * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
     extern __shared__ __align__(16) char shared[];
-    __shared__ __align__(8) unsigned long long barriers[4 * STAGES];
+    __shared__ __align__(8) unsigned long long barriers[4 * STAGES + 4];
+    __shared__ WorkTile tiles[2];
     __half* const q_tile = reinterpret_cast<__half*>(shared + (1024 - cast_smem_ptr_to_uint(shared) % 1024) % 1024);
     const KVPipeline<D, BN, STAGES> pipeline = {q_tile + BM * D, cast_smem_ptr_to_uint(barriers)};
-    if (threadIdx.x == 0) pipeline.init(GROUPS * WARPGROUP / WARP);
-    wait_on_dependent_grids();
-    WorkTile work;
-    if (!find_work_tile<D, BM, BN>(p, work)) return;
+    const WorkQueue queue = {tiles, cast_smem_ptr_to_uint(barriers + 4 * STAGES)};
+    if (threadIdx.x == 0) {
+        pipeline.init(PRODUCERS, CONSUMER_WARPS);
+        queue.init(CONSUMER_WARPS + PRODUCERS);
+        fence_mbarrier_init();
+    }
     __syncthreads();
+    wait_on_dependent_grids();
     if (threadIdx.x / WARPGROUP == GROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        produce(pipeline, work, p, CACHE{});
+        produce<D, BM>(pipeline, queue, p, keys, values, CACHE{});
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        consume<D, BM, BN, STAGES>(pipeline, work, p, q_tile, threadIdx.x / WARPGROUP * 64);
+        const int row = threadIdx.x / WARPGROUP * 64;
+        float4* const running = p.running ? reinterpret_cast<float4*>(p.running) + blockIdx.x * (BM * D / 4)
+                                          : reinterpret_cast<float4*>(pipeline.keys + 2 * STAGES * BN * D);
+        if (GROUPS > 1 && row == BM - 64) named_barrier_arrive<2 * WARPGROUP>(1);  // the first turn
+        int count = 0;
+        for (int k = 0;; ++k) {
+            const WorkTile& work = queue.get(k);
+            if (work.group == 0) break;
+            consume<D, BM, BN, STAGES, CACHE>(
+                pipeline, work, p, q_tile, row, count, {running + threadIdx.x, CONSUMERS});
+            count += ceil_div(work.end - work.begin, BN);
+            __syncwarp();
+            if (threadIdx.x % WARP == 0) queue.release(k);
+        }
+        launch_dependent_grids();
     }
 }
 
