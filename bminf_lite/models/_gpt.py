@@ -18,12 +18,13 @@ from ..layers.attention import Attention
 from ..layers.cache import CacheShape
 from ..layers.embedding import Embedding, PositionEmbedding
 from ..layers.linear import Linear
-from ..layers.loading import PermutedWeights, Weights
+from ..layers.loading import RowTransform, TransformedWeights, Weights
 from ..layers.mlp import MLP
 from ..layers.norm import NormLayer, layer_norm
 from ._architecture import Architecture
 from ._config import ModelConfig
 from ._decoder import Decoder, Output
+from ._rotary import Rotary
 from .spec import Fold, Spec, Tensors, embedding, head, linear, norm, weights_of
 
 
@@ -53,19 +54,6 @@ class TensorNames:
     transposed: bool = False
     ignored: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary positions: ``size`` elements of each head are rotated.
-
-    ``frequencies`` has an entry for each pair of a head's elements, 0 for those that stay as they are, and ``scale`` is
-    the factor on cosine and sine.
-    """
-
-    size: int
-    frequencies: tuple[float, ...]
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -166,19 +154,13 @@ def norm_tensors(name: str, config: Config) -> Tensors:
 def qkv_rows(config: Config) -> np.ndarray | None:
     """The rows of the fused matrix in the order that attention reads: queries, keys, values, head after head.
 
-    None if they are in that order. If only the first elements of a head are rotated, the elements of a head are
-    reordered, so that the rotated ones start either half. Queries and keys get the same order, so their products do
-    not change; and a rotation with frequency zero leaves the other elements as they are.
+    None if they are in that order. The elements of query and key heads are in the order in which they are rotated.
     """
     if not config.interleaved_qkv:
         return None
-    heads, head_dim = config.heads, config.head_dim
-    rotated = config.rotary.size if config.rotary else head_dim
-    query, key, value = np.arange(3 * config.hidden_size).reshape(heads, 3, head_dim).swapaxes(0, 1)
-    if rotated < head_dim:
-        quarters = np.split(np.arange(head_dim), [rotated // 2, rotated, (head_dim + rotated) // 2])
-        order = np.concatenate([quarters[i] for i in (0, 2, 1, 3)])
-        query, key = query[:, order], key[:, order]
+    query, key, value = np.arange(3 * config.hidden_size).reshape(config.heads, 3, config.head_dim).swapaxes(0, 1)
+    if config.rotary and (changed := config.rotary.head_transform(config.head_dim)):
+        query, key = query[:, changed.order], key[:, changed.order]
     return np.concatenate([query.ravel(), key.ravel(), value.ravel()])
 
 
@@ -188,12 +170,12 @@ class Block:
     def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, rope: Rope | None):
         names, name = config.names, f"{config.names.layers}.{layer}"
         self.norm_first, self.parallel = config.norm_first, config.parallel
-        rows = qkv_rows(config)
-        qkv_weights = weights if rows is None else PermutedWeights(weights, rows)
+        rows, qkv = qkv_rows(config), [f"{name}.{n}" for n in names.qkv]
+        qkv_weights = weights if rows is None else TransformedWeights(weights, {qkv[0]: RowTransform(rows)})
         self.attention = Attention(
             ops,
             AttentionSpec(config.heads, config.heads, config.head_dim, config.score_scale(layer), rope=rope),
-            Linear(ops, qkv_weights, [f"{name}.{n}" for n in names.qkv], config.attention_bias),
+            Linear(ops, qkv_weights, qkv, config.attention_bias),
             Linear(ops, weights, [f"{name}.{names.attention_out}"], config.attention_bias),
         )
         self.mlp = MLP(
@@ -245,9 +227,7 @@ class ModelBuilder:
         self.config = config
         self.weights = weights
         self.ops = ops
-        self.rope = None
-        if config.rotary:
-            self.rope = Rope(ops.vector(np.array(config.rotary.frequencies, np.float32)), config.rotary.scale)
+        self.rope = config.rotary.rope(ops, config.head_dim) if config.rotary else None
 
     def embed(self) -> Input:
         config, names = self.config, self.config.names

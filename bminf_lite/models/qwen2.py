@@ -8,6 +8,7 @@ from typing import Any
 
 from . import llama
 from ._config import ConfigReader, flag, integer, with_defaults
+from ._transformer import Config
 
 KEYS = with_defaults(
     llama.KEYS, vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
@@ -16,7 +17,7 @@ WINDOW = integer("sliding_window", 4096)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def parse(config: Mapping[str, Any]) -> llama.Config:
+def parse(config: Mapping[str, Any]) -> Config:
     read = ConfigReader(config, KEYS)
     windows = qwen_windows(read)
     return replace(llama.parse_family(read), windows=windows, qkv_bias=True)
