@@ -1,4 +1,4 @@
-"""GPT-2, OPT, GPT-NeoX and CPM-1: a decoder with LayerNorm, biases and a feed-forward layer without a gate.
+"""GPT-2, GPT-BigCode, OPT, GPT-NeoX and CPM-1: a decoder with LayerNorm, biases and no gate in the feed-forward layer.
 
 They differ in how a checkpoint names and cuts its tensors (:class:`TensorNames`) and in fields of :class:`Config`:
 learned positions or rotary ones, the norm before or after a layer, both layers one after the other or side by side.
@@ -65,7 +65,8 @@ class Config(ModelConfig):
     otherwise the stream itself is normalised after each layer. ``parallel``: attention and feed-forward layer read the
     same stream. ``scale_scores``: attention scores are divided by the root of the head's size, and with
     ``scale_by_layer`` by the layer's number too. ``interleaved_qkv``: the fused matrix holds query, key and value head
-    by head; otherwise it holds all queries, then all keys, then all values.
+    by head; otherwise it holds all queries, then all keys, then all values. ``multi_query``: there is one key-value
+    head.
     """
 
     embedding_size: int
@@ -81,10 +82,15 @@ class Config(ModelConfig):
     scale_by_layer: bool = False
     rotary: Rotary | None = None
     interleaved_qkv: bool = False
+    multi_query: bool = False
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return 1 if self.multi_query else self.heads
 
     @property
     def is_projected(self) -> bool:
@@ -93,7 +99,7 @@ class Config(ModelConfig):
 
     @property
     def cache_shape(self) -> CacheShape:
-        return CacheShape(self.layers, self.heads, self.head_dim)
+        return CacheShape(self.layers, self.kv_heads, self.head_dim)
 
     def score_scale(self, layer: int) -> float:
         scale = self.head_dim**-0.5 if self.scale_scores else 1.0
@@ -120,8 +126,9 @@ def spec(config: Config) -> Spec:
         block = f"{names.layers}.{layer}"
         attention_out, up, down = (f"{block}.{name}" for name in (names.attention_out, names.up, names.down))
         qkv = [f"{block}.{name}" for name in names.qkv]
+        qkv_width = (config.heads + 2 * config.kv_heads) * config.head_dim
         qkv_tensors = [
-            linear(name, (3 * hidden // len(qkv), hidden), config.attention_bias, names.transposed) for name in qkv
+            linear(name, (qkv_width // len(qkv), hidden), config.attention_bias, names.transposed) for name in qkv
         ]
         up_tensors = linear(up, (inner, hidden), config.mlp_bias, names.transposed)
         norms = [norm_tensors(f"{block}.{name}", config) for name in (names.attention_norm, names.mlp_norm)]
@@ -174,7 +181,7 @@ class Block:
         qkv_weights = weights if rows is None else TransformedWeights(weights, {qkv[0]: RowTransform(rows)})
         self.attention = Attention(
             ops,
-            AttentionSpec(config.heads, config.heads, config.head_dim, config.score_scale(layer), rope=rope),
+            AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.score_scale(layer), rope=rope),
             Linear(ops, qkv_weights, qkv, config.attention_bias),
             Linear(ops, weights, [f"{name}.{names.attention_out}"], config.attention_bias),
         )

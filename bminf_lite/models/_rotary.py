@@ -19,7 +19,6 @@ from ..layers.loading import RowTransform
 from ..layers.position import rope_frequencies, rope_parameters, usable_context
 from ._config import ConfigReader
 
-
 HEAD_KEYS = ("head_dim", "hidden_size", "n_embd", "num_attention_heads", "n_head")
 """Keys on which the size of a head depends."""
 
@@ -93,6 +92,12 @@ def parse_rotary(
         read.problem("rope_parameters", str(error))
         return None
     return Rotary(tuple(map(float, frequencies)), scale, interleaved)
+
+
+def rotary_of_size(size: int, theta: float = 10000.0, interleaved: bool = False) -> Rotary:
+    """The plain rotation of the first ``size`` elements of each head."""
+    parameters = {"rope_type": "default", "rope_theta": theta}
+    return Rotary(tuple(map(float, rope_frequencies(parameters, size, 1)[0])), 1.0, interleaved)
 
 
 def _rotated_elements(head_dim: int, fraction: Any) -> int:

@@ -24,7 +24,7 @@ from ..layers.loading import RowTransform, TransformedWeights, Weights
 from ..layers.mlp import MLP, GatedMLP
 from ..layers.norm import NormLayer, layer_norm, rms_norm
 from ..layers.whole_norms import AttentionWithWholeNorms
-from ._config import ModelConfig
+from ._config import ConfigReader, ModelConfig
 from ._decoder import Output
 from ._rotary import Rotary
 from .spec import Fold, Spec, Tensors, bias, embedding, head, linear, norm, weights_of
@@ -131,6 +131,20 @@ class Config(ModelConfig):
     def qkv_features(self) -> tuple[int, int, int]:
         """Widths of query, key and value."""
         return self.query_features, self.kv_features, self.kv_features
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def layer_types(read: ConfigReader, default: list[str]) -> list[str]:
+    """``layer_types``: for each layer :data:`FULL`, or :data:`SLIDING` for a layer with a window."""
+    types, layers = read.config.get("layer_types"), read.fields["layers"]
+    if types is None:
+        return default
+    if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, SLIDING) for t in types):
+        read.problem("layer_types", f"layer_types is {types!r}, not {layers} times one of {FULL}, {SLIDING}")
+        return default
+    return types
 
 
 def grouped_rows(config: Config) -> np.ndarray:

@@ -9,6 +9,7 @@ import pytest
 from parity_kit import greedy, relative_error
 from tiny_models import (
     ENCODER_DECODERS,
+    EVERY,
     FAMILIES,
     GPTS,
     Golden,
@@ -32,7 +33,6 @@ from transformers.models.t5.modeling_t5 import T5Attention  # noqa: E402
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS)
 CASES = {family: list(goldens(family)) for family in EVERY}
 SAVED = ("plain", "untied", "norm after, projections", "parallel", "tied", "untied, gated", "gated", "few buckets")
 
