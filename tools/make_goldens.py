@@ -323,7 +323,7 @@ CASES |= {
     | {
         "parallel": {"use_parallel_residual": True},
         "biases, half of heads": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
-        "whole heads, large epsilon": {"partial_rotary_factor": 1.0, "layer_norm_eps": 1e-2},
+        "whole heads": {"partial_rotary_factor": 1.0},
     },
     "cohere": PLAIN | {"biases, untied": {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.3}},
     "cohere2": PLAIN
