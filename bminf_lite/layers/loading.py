@@ -36,7 +36,7 @@ class RowTransform:
         ordered: np.ndarray = values if self.order is None else values[self.order]
         if self.factors is None:
             return ordered
-        factors = np.asarray(self.factors, np.float32).reshape((-1,) + (1,) * (ordered.ndim - 1))
+        factors = np.asarray(self.factors, np.float32).reshape((-1,) + (1,) * (len(ordered.shape) - 1))
         return np.asarray(ordered).astype(np.float32) * factors
 
     def apply_to_matrix(self, weight: HostWeight) -> HostWeight:
