@@ -109,6 +109,11 @@ GEMV_CHUNK = 512
 """Bytes of one row of the weight that a warp multiplies at once, 16 per thread."""
 DECODE_HEADS = 8
 """At most so many query heads of one key-value head share a block of the decode kernel: the N of an MMA."""
+DECODE_THREADS = 256
+DECODE_GROUP = 16
+"""Keys, or elements of values, that one MMA of the decode kernel takes as rows."""
+DECODE_MAX_UNIT = 8
+"""Blocks of a cluster that compute one segment together, at most."""
 SKINNY_ROWS = 16
 """Rows of the weight in a group: the M of one MMA."""
 SKINNY_STEP = 64
@@ -176,7 +181,9 @@ HEADERS = {
     "constants/calibration.cuh": render_header(THREADS=CALIBRATION_THREADS, STRIP=CALIBRATION_STRIP),
     "constants/norm_unaligned.cuh": render_header(THREADS=UNALIGNED_NORM_THREADS),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
-    "constants/decode.cuh": render_header(DecodeMask, HEADS=DECODE_HEADS),
+    "constants/decode.cuh": render_header(
+        DecodeMask, HEADS=DECODE_HEADS, THREADS=DECODE_THREADS, GROUP=DECODE_GROUP, MAX_UNIT=DECODE_MAX_UNIT
+    ),
     "constants/prefill.cuh": render_header(AttentionMask),
     "constants/skinny_gemm.cuh": render_header(ROWS=SKINNY_ROWS, STEP=SKINNY_STEP),
     "constants/skinny_gemm_hopper.cuh": render_header(

@@ -1,50 +1,35 @@
-// Decode attention: one new token per sequence, on the tensor cores (mma.sync), split over the context (split-KV, as in
-// Flash-Decoding).
+// Decode attention: one new token per sequence over a paged cache, on the tensor cores (mma.sync).
 //
 //     out[b, h] = softmax(scale * q[b, h] @ keys.T + bias) @ values,  q, new key = rope(norm(...)) of the projection
 //
-// qkv: the fused projection fp16 [B, pitch], queries only for CROSS. keys, values: CACHE [slots, kv_heads, capacity,
-// head_pitch], __half or int8; for int8 key_scales, value_scales: fp16 [slots, kv_heads, capacity]. out: fp16 [B,
-// out_pitch]. The new token's key and value are prepared here and written to the cache.
+// qkv: the fused projection fp16 [B, pitch], queries only for CROSS. keys, values: CACHE [num_blocks, kv_heads,
+// BLOCK_SIZE, head_pitch], __half or int8; for int8 key_scales, value_scales: fp16 [num_blocks, kv_heads, BLOCK_SIZE].
+// block_tables: int32 [B, table_pitch]; token p of sequence b is in block block_tables[b, p / BLOCK_SIZE]. out: fp16
+// [B, out_pitch]. The new token's key and value are prepared here and written to the cache.
 //
-// The grid is (splits, kv_heads * ceil(group / HEADS), B) in clusters of CLUSTER splits: splitting the context fills
-// the GPU even at batch 1. A block has up to HEADS query heads that share a key-value head. Its warps take tiles of its
-// part of the context in turn and keep an online softmax each; they combine their results at the end, then the blocks
-// do (decode.cuh). Each warp has its own pipeline of tiles in shared memory, filled by cp.async, so that no barrier of
-// the block is needed and loads in flight take no registers.
+// The sums have the order of softmax.cuh. An item (decode.cuh) is a segment of one sequence, for up to HEADS query
+// heads that share a key-value head. The blocks of a unit compute it together:
 //
-// Weights enter the product with the values as two fp16 numbers, the rounded weight and its rounding error, so the
-// result is as exact as with weights in fp32.
+//   1. Scores. Each block takes its part of the keys, in groups of 16, and sends their scores to all blocks of the unit
+//      through distributed shared memory.
+//   2. Weights. Each block computes all weights of the segment in place of the scores.
+//   3. Outputs. Each block takes its part of the elements of the values, for all keys. Each warp has 16 elements (or
+//      several times 16), so that it makes the whole chain of k16 steps by itself.
+//
+// Keys and values pass through a circular buffer of chunks in shared memory, filled by cp.async. Loads run ahead across
+// phases and items. A block that computes all segments of a pair merges them as it goes; else each segment hands over a
+// record.
 #include "attention/decode.cuh"
 #include "attention/tiles.cuh"
 #include "common/values.cuh"
 
 using namespace bminf;
 
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int STAGES = 2;  // tiles of a warp in shared memory
-// With an int8 cache the codes enter the products unscaled; the scales multiply the scores and the weights instead. The
-// weights are multiplied by this too, so that small ones do not underflow in fp16; a scale is at most 515.5.
-constexpr float VALUE_SCALE_FACTOR = 64;
-
-// The shape of a block for heads of D elements. Tiles take at most 64 KiB, and on 9.0 registers are limited (SHARES),
-// so that blocks of the kernels before and after fit on the same SM. Before 8.0 a block has 64 KiB of shared memory in
-// all.
-template <int D>
-struct Block {
-    static constexpr bool SHARES = D <= 128 && __CUDA_ARCH__ == 900;
-#if __CUDA_ARCH__ >= 800
-    static constexpr int WARPS = D <= 128 ? 8 : 4;
-#else
-    static constexpr int WARPS = D <= 128 ? 4 : 2;
-#endif
-    static constexpr int THREADS = WARPS * WARP;
-};
-
-// The heads of one block: `count` query heads from first_head on, which share the key-value head kv.
-struct HeadRange {
-    int first_head, count, heads, kv, kv_heads, head_dim, head_pitch;
-};
+constexpr int WARPS = THREADS / WARP;
+constexpr int GROUPS = SEGMENT / GROUP;      // of a segment
+constexpr int TABLE = SEGMENT / BLOCK_SIZE;  // blocks of a segment
+constexpr int SCORE_ROWS = SEGMENT + GROUP;  // the last group is read together with the next one
+static_assert(TABLE <= WARP, "a lane for each block of a segment");
 
 // The new token's queries, and its key and value (kv[0], kv[1]) as the cache stores them.
 template <int D, class CACHE>
@@ -54,11 +39,26 @@ struct NewToken {
     __half scales[2];
 };
 
-// Fills `new_token`, one warp a head at a time. The key and the value only if this block's part of the context has the
-// new token (`newest`); then they are written to the cache too.
+// The heads of one pair: `count` query heads from first_head on, which share the key-value head kv.
+struct HeadRange {
+    int first_head, count, heads, kv, kv_heads, head_dim, head_pitch;
+
+    __device__ __forceinline__ HeadRange(int group, int heads, int kv_heads, int head_dim, int head_pitch)
+        : heads(heads),
+          kv_heads(kv_heads),
+          head_dim(head_dim),
+          head_pitch(head_pitch) {
+        const int shared = heads / kv_heads, groups = (shared + HEADS - 1) / HEADS;
+        kv = group / groups, first_head = kv * shared + group % groups * HEADS;
+        count = min(HEADS, (kv + 1) * shared - first_head);
+    }
+};
+
+// Fills `new_token`, one warp a head at a time. The key and the value only if `newest`; then they are written to the
+// cache too, at `key` and `value` with their scales, unless these are null.
 template <int D, class CACHE, int PAIRS>
 __device__ __forceinline__ void prepare_new_token(
-    const Values& source, const HeadParams& params, const HeadRange& at, const float (&cosine)[PAIRS],
+    const Values& source, int row, const HeadParams& params, const HeadRange& at, const float (&cosine)[PAIRS],
     const float (&sine)[PAIRS], NewToken<D, CACHE>& new_token, bool newest, CACHE* key, CACHE* value, __half* key_scale,
     __half* value_scale) {
     const int lane = threadIdx.x % WARP, half = at.head_dim / 2, tasks = newest ? at.count + 2 : at.count;
@@ -68,28 +68,30 @@ __device__ __forceinline__ void prepare_new_token(
         for (int p = 0; p < PAIRS; ++p) {
             const int pair = p * WARP + lane, column = head * at.head_dim + pair;
             const bool inside = task < tasks && pair < half;
-            low[p] = inside ? source.at<false, Order::ROW>(blockIdx.z, column) : 0.0f;
-            high[p] = inside ? source.at<false, Order::ROW>(blockIdx.z, column + half) : 0.0f;
+            low[p] = inside ? source.at<false, Order::ROW>(row, column) : 0.0f;
+            high[p] = inside ? source.at<false, Order::ROW>(row, column + half) : 0.0f;
         }
     };
     float low[PAIRS], high[PAIRS], next_low[PAIRS], next_high[PAIRS];
     fetch(threadIdx.x / WARP, low, high);
 #pragma unroll 1
-    for (int task = threadIdx.x / WARP; task < tasks; task += Block<D>::WARPS) {
-        fetch(task + Block<D>::WARPS, next_low, next_high);
+    for (int task = threadIdx.x / WARP; task < tasks; task += WARPS) {
+        fetch(task + WARPS, next_low, next_high);
         const int which = task - at.count;  // 0 the key, 1 the value
-        CACHE* const cached = which == 0 ? key : value;
+        CACHE* const cached = which < 0 ? nullptr : which == 0 ? key : value;
         if (which <= 0)
             norm_and_rope(
                 low, high, params, which < 0 ? params.q_norm_weight : params.k_norm_weight, at.head_dim, cosine, sine);
         if (IS_INT8<CACHE> && which >= 0) {
             if constexpr (IS_INT8<CACHE>) {
-                const __half scale = quantize_head(cached, new_token.kv[which], low, high, at.head_dim, at.head_pitch);
-                if (lane == 0) *(which == 0 ? key_scale : value_scale) = new_token.scales[which] = scale;
+                CACHE* const own = new_token.kv[which];
+                const __half scale = quantize_head(cached ? cached : own, own, low, high, at.head_dim, at.head_pitch);
+                if (lane == 0) new_token.scales[which] = scale;
+                if (lane == 0 && cached) *(which == 0 ? key_scale : value_scale) = scale;
             }
         } else {
             __half* const prepared = which < 0 ? new_token.query[task] : reinterpret_cast<__half*>(new_token.kv[which]);
-            __half* const stored = which < 0 ? nullptr : reinterpret_cast<__half*>(cached);
+            __half* const stored = reinterpret_cast<__half*>(cached);
 #pragma unroll
             for (int p = 0; p < PAIRS; ++p) {
                 const int pair = p * WARP + lane;
@@ -108,190 +110,439 @@ __device__ __forceinline__ void prepare_new_token(
     }
 }
 
-// D: head_dim rounded up to a power of two. context_lens: int32 [B], the new token's positions. lengths: int32 [slots],
-// the lengths of the sources, for CROSS. bias: fp32 [heads, 2 * max_distance + 1] by the distance key - query, for
-// BIASED. window: the number of tokens that are seen, 0 for all. partials, arrival_counts: see CombineParams. Dynamic
-// shared memory: STAGES tiles for each warp.
-template <int D, int CLUSTER, int KIND, class CACHE>
-__global__ void __launch_bounds__(Block<D>::THREADS, Block<D>::SHARES ? 2 : 1) attention_decode(
+// The keys of an item within its segment, and how a unit's block divides them. Groups [first, end) of GROUP keys are
+// visible; the block `rank` has the groups first + rank, first + rank + unit, ... of the keys, and all of the values.
+struct ItemShape {
+    int begin, stop, present;  // visible keys; keys that are in the cache already
+    int first, end, key_groups;
+    int table;  // lane t: the number of the segment's block t
+
+    template <int KIND>
+    __device__ __forceinline__ static ItemShape of(const Item& item, int rank, int unit, const int* tables, int pitch) {
+        const int start = item.segment * SEGMENT, lane = threadIdx.x % WARP, block = item.segment * TABLE + lane;
+        ItemShape shape;
+        shape.begin = max(0, item.range.begin - start), shape.stop = min(SEGMENT, item.range.end - start);
+        shape.present = KIND != CROSS && item.segment == item.range.last ? shape.stop - 1 : shape.stop;
+        shape.first = shape.begin / GROUP, shape.end = (shape.stop + GROUP - 1) / GROUP;
+        shape.key_groups = max(0, (shape.end - shape.first - rank + unit - 1) / unit);
+        shape.table = lane < TABLE && block < pitch ? tables[static_cast<size_t>(item.sequence) * pitch + block] : 0;
+        return shape;
+    }
+};
+
+// D: head_dim rounded up to a power of two. CHUNK: bytes of a chunk; STAGES: chunks in shared memory. context_lens:
+// int32 [B], the new tokens' positions. lengths: int32 [B], the lengths of the sources, for CROSS. bias: fp32 [heads, 2
+// * max_distance + 1] by the distance key - query, for BIASED. window: the number of tokens that are seen, 0 for all.
+// scale: of the scores, times log2(e). records: fp32 [record_capacity, Records<D>::FLOATS]; record_capacity is at least
+// the number of blocks. arrival_counts: int32, for each pair or each block, whichever are more, zero before and after.
+// max_unit: blocks of a cluster. Dynamic shared memory: STAGES chunks with their scales, and 32 bytes for each of
+// SCORE_ROWS.
+template <int D, int TILE, int CHUNK, int STAGES, int KIND, class CACHE>
+__global__ void __launch_bounds__(THREADS, 2) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
-    const float* frequencies, float eps, float rope_scale, const int* context_lens, const int* slots, CACHE* keys,
-    CACHE* values, float* partials, int* arrival_counts, __half* out, long long out_pitch, int heads, int kv_heads,
-    int head_dim, int head_pitch, int capacity, int window, float scale, const float* bias, int max_distance,
-    const int* lengths, __half* key_scales, __half* value_scales) {
-    using Tiles = Tile<D, CACHE>;
-    constexpr int TOKENS = Tiles::TOKENS, WARPS = Block<D>::WARPS, THREADS = Block<D>::THREADS, STEP = WARPS * TOKENS;
+    const float* frequencies, float eps, float rope_scale, const int* context_lens, const int* block_tables,
+    int table_pitch, int sequences, CACHE* keys, CACHE* values, __half* key_scales, __half* value_scales,
+    float* records, int record_capacity, int* arrival_counts, __half* out, long long out_pitch, int heads, int kv_heads,
+    int head_dim, int head_pitch, int window, float scale, const float* bias, int max_distance, const int* lengths,
+    int max_unit) {
+    constexpr int ROW = D * sizeof(CACHE), EACH = 16 / sizeof(CACHE);  // bytes of a head, elements of a piece
+    constexpr int KEYS = CHUNK / ROW, KEY_GROUPS = KEYS / GROUP;       // of a chunk of keys
+    constexpr int SCALES = IS_INT8<CACHE> ? KEYS * unit_limit(D) * 2 : 0, STAGE = CHUNK + SCALES;
+    constexpr int TILES = SEGMENT / TILE, TILE_GROUPS = TILE / GROUP;
+    constexpr int PARTS = D > WARPS * GROUP ? D / (WARPS * GROUP) : 1;  // times 16 elements of a warp
+    static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && KEYS % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     __shared__ NewToken<D, CACHE> new_token;
-    __shared__ ClusterPartials<D, CLUSTER> partial_results;
-    __shared__ float warp_top[WARPS][HEADS], warp_sum[WARPS][HEADS];
+    __shared__ float group_tops[GROUPS][HEADS];  // the largest score of each group; without a bias, dot product
+    __shared__ float factors[TILES][HEADS];      // that rescale what was summed before a tile
+    __shared__ float top[HEADS];                 // of the segment
+    // Scores fp32 [SEGMENT][HEADS]. In phase 2 the weights of a key, fp16 [HEADS], replace its scores: they take one
+    // half of the 32 bytes, and partial sums of weights (see tile_sum) the other.
+    char* const scores = shared + STAGES * STAGE;
+    const unsigned ring = cast_smem_ptr_to_uint(shared), weights = cast_smem_ptr_to_uint(scores);
+    const auto tile_sum = [&](int tile, int residue, int head) {
+        const int row = tile * TILE + head / 4 * 8 + residue;
+        return reinterpret_cast<float*>(scores + row * 32 + (1 - residue / 4) * 16) + head % 4;
+    };
 
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / 4, head = lane % 4 * 2;
-    const int split = blockIdx.x, splits = gridDim.x, b = blockIdx.z;
-    const int group = heads / kv_heads, groups = (group + HEADS - 1) / HEADS;
-    const int kv = blockIdx.y / groups, first_head = kv * group + blockIdx.y % groups * HEADS;
-    const int count = min(HEADS, (kv + 1) * group - first_head);
-    const int position = KIND == CROSS ? lengths[slots[b]] - 1 : min(context_lens[b], capacity - 1);
-    const int begin = window > 0 ? max(0, position + 1 - window) : 0;
-    const int split_len = ((position + 1 - begin + splits - 1) / splits + TOKENS - 1) / TOKENS * TOKENS;
-    const int from = begin + split * split_len, to = min(position + 1, from + split_len);
-    const bool newest = KIND != CROSS && from <= position && position < to;
-    const int stop = newest ? position : to;  // the end of the tokens that are in the cache already
-    const size_t tokens = (static_cast<size_t>(slots[b]) * kv_heads + kv) * capacity, base = tokens * head_pitch;
+    const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS);
+    const Contexts contexts = {
+        KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
+    Share share;
+    Item item = find_work<KIND, THREADS>(contexts, min(max_unit, unit_limit(D)), record_capacity, share);
+    if (!item.belongs_to(contexts, share)) return;
+    const int unit = share.unit, rank = blockIdx.x % unit, log2_unit = 31 - __clz(unit);
+    const int width = D / unit;  // elements of the values of this block
+    const ChunkLayout value_layout = {log2_of(ROW / 16) - log2_unit};
+    const int value_groups = KEY_GROUPS * unit;  // of a chunk of values
+#if __CUDA_ARCH__ >= 900
+    if (unit > 1) cluster_arrive_relaxed<MAX_UNIT>();
+#endif
 
-    // The loads of the first tiles start before the kernel waits for the projection. That is allowed because it is
+    // The loads of the first chunks start before the kernel waits for the projection. That is allowed because it is
     // launched as dependent only if no earlier kernel of the step wrote to this cache.
-    cluster_arrive_relaxed<CLUSTER>();
-    // A circular buffer of tiles: keys, values, keys and so on. `next` is the oldest.
-    const unsigned stages = cast_smem_ptr_to_uint(shared) + warp * STAGES * Tiles::BYTES;
-    unsigned next = stages;
-    int first = from + warp * TOKENS;
-    // Loads tile `number` from the warp's present position on: even numbers are keys, odd ones values.
-    const auto load_tile = [&](unsigned tile, int number) {
-        const int at = first + number / 2 * STEP;
-        const CACHE* const source = (number % 2 ? values : keys) + base + static_cast<size_t>(at) * head_pitch;
-        if (at < to) Tiles::load_async(tile, source, head_pitch, stop - at);
+    Item loading = item;
+    ItemShape load_shape = ItemShape::of<KIND>(loading, rank, unit, block_tables, table_pitch);
+    int load_kv = HeadRange(loading.group, heads, kv_heads, head_dim, head_pitch).kv;
+    int load_group = 0;  // groups of the item whose keys or values were loaded, keys first
+    unsigned load_stage = ring;
+    // The index in the cache of the key `key` of the segment; every lane calls it.
+    const auto token_of = [&](int key) {
+        const int block = __shfl_sync(FULL, load_shape.table, key / BLOCK_SIZE);
+        return (static_cast<size_t>(block) * kv_heads + load_kv) * BLOCK_SIZE + key % BLOCK_SIZE;
+    };
+    const auto load_chunk = [&] {
+        while (true) {
+            if (!loading.belongs_to(contexts, share)) break;
+            const int all = load_shape.end - load_shape.first;
+            if (load_group >= load_shape.key_groups + all) {
+                loading.next<KIND>(contexts, share);
+                if (!loading.belongs_to(contexts, share)) break;
+                load_shape = ItemShape::of<KIND>(loading, rank, unit, block_tables, table_pitch);
+                load_kv = HeadRange(loading.group, heads, kv_heads, head_dim, head_pitch).kv;
+                load_group = 0;
+                continue;
+            }
+            const bool is_key = load_group < load_shape.key_groups;
+            const CACHE* const data = is_key ? keys : values;
+            const int log2_pieces = is_key ? log2_of(ROW / 16) : value_layout.log2_pieces;
+            const int first_group = is_key ? load_shape.first + rank + load_group * unit
+                                           : load_shape.first + load_group - load_shape.key_groups;
+            const int group_step = is_key ? unit : 1, column = is_key ? 0 : rank * width;
+            const ChunkLayout layout = {log2_pieces};
+#pragma unroll
+            for (int i = 0; i < CHUNK / 16 / THREADS; ++i) {
+                const int index = i * THREADS + threadIdx.x, token = index >> log2_pieces,
+                          piece = index & (1 << log2_pieces) - 1;
+                const int group = first_group + token / GROUP * group_step, key = group * GROUP + token % GROUP;
+                const int element = column + piece * EACH;
+                const size_t at = token_of(key % SEGMENT);
+                const bool valid = key < load_shape.present && element < head_pitch;
+                if (group < load_shape.end)
+                    cp_async_16(
+                        load_stage + layout.offset(token, piece), valid ? data + at * head_pitch + element : data,
+                        valid);
+            }
+            if constexpr (IS_INT8<CACHE>) {
+                const int tokens = is_key ? KEYS : KEYS * unit;
+                const __half* const scales = is_key ? key_scales : value_scales;
+#pragma unroll 1
+                for (int i = warp * WARP; i < tokens / 8; i += THREADS) {
+                    const int token = (i + lane) * 8, group = first_group + token / GROUP * group_step,
+                              key = group * GROUP + token % GROUP;
+                    const size_t at = token_of(key % SEGMENT);
+                    const int present = max(0, min(8, load_shape.present - key));
+                    if (token < tokens && group < load_shape.end)
+                        cp_async_16_partial(
+                            load_stage + CHUNK + token * 2, present ? scales + at : scales, present * 2);
+                }
+            }
+            load_group += is_key ? KEY_GROUPS : value_groups;
+            if (is_key && load_group > load_shape.key_groups) load_group = load_shape.key_groups;
+            break;
+        }
+        load_stage = load_stage == ring + (STAGES - 1) * STAGE ? ring : load_stage + STAGE;
         cp_async_commit_group();
     };
-    __half scales[2] = {};  // int8: of the key and the value of the tile's token `lane`
-    // Loads the scales of the tile at `at`, and prefetches those two tiles later, because scales are needed before
-    // tiles.
-    const auto load_scales = [&](int at) {
-        if constexpr (IS_INT8<CACHE>) {
-            const bool inside = at + lane < stop;
-            scales[0] = inside ? key_scales[tokens + at + lane] : __half{};
-            scales[1] = inside ? value_scales[tokens + at + lane] : __half{};
-            const __half* const later = (lane ? value_scales : key_scales) + tokens + at + 2 * STEP;
-            if (lane < 2 && at + 2 * STEP < stop) prefetch_l2(later);
-        }
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) load_chunk();
+    unsigned stage = ring;
+    // Waits for the next chunk, and starts to load another one in place of the chunk before.
+    const auto next_chunk = [&] {
+        cp_async_wait_group<STAGES - 2>();
+        __syncthreads();
+        load_chunk();
+        const unsigned chunk = stage;
+        stage = stage == ring + (STAGES - 1) * STAGE ? ring : stage + STAGE;
+        return chunk;
     };
-#pragma unroll
-    for (int i = 0; i < STAGES; ++i) load_tile(stages + i * Tiles::BYTES, i);
-    load_scales(first);
+
     const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
     float cosine[D / 64], sine[D / 64];
-    rope_angles(params, position, head_dim, cosine, sine);
+    rope_angles(params, item.range.end - 1, head_dim, cosine, sine);
     wait_on_dependent_grids();
     launch_dependent_grids();
-    const HeadRange at = {first_head, count, heads, kv, kv_heads, head_dim, head_pitch};
-    const size_t token = tokens + position, new_offset = token * head_pitch;
-    prepare_new_token<D, CACHE>(
-        {qkv, nullptr, nullptr, nullptr, pitch}, params, at, cosine, sine, new_token, newest, keys + new_offset,
-        values + new_offset, key_scales + token, value_scales + token);
-    __syncthreads();
 
-    // Waits for the oldest tile.
-    const auto wait_tile = [&] {
-        const unsigned tile = next;
-        next = next == stages + (STAGES - 1) * Tiles::BYTES ? stages : next + Tiles::BYTES;
-        cp_async_wait_group<STAGES - 1>();
-        __syncwarp();
-        return tile;
-    };
-    float o[D / 16][4] = {}, top[2] = {-INF_F, -INF_F}, sum[2] = {};
+    QueryFragments<D> query;
+    float o[PARTS][4], all_o[PARTS][4], all_top[2], all_sum[2];  // of a segment, and of those before
+    bool folds = false, waited = false;
+    int written = 0;
 #pragma unroll 1
-    for (; first < to; first += STEP) {
-        const int new_row = newest ? position - first : TOKENS;
-        float s[TOKENS / 16][4], tile_top[2] = {-INF_F, -INF_F};
-        // Scores of the tile, to the base 2.
-        const unsigned key_tile = wait_tile();
-        if (new_row < TOKENS) Tiles::store_token(key_tile, new_row, new_token.kv[0]);
-        Tiles::mma_qk(key_tile, new_token.query, s);
-        __syncwarp();
-        load_tile(key_tile, STAGES);
-        if (new_row == lane) scales[0] = new_token.scales[0], scales[1] = new_token.scales[1];
-        const float key_scale = __half2float(scales[0]), value_scale = __half2float(scales[1]) * VALUE_SCALE_FACTOR;
-        load_scales(first + STEP);
-#pragma unroll
-        for (int j = 0; j < TOKENS / 16; ++j)
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                const int index = 16 * j + row + m / 2 * 8, token = first + index;
-                s[j][m] *= scale * LOG2_E;
-                if (IS_INT8<CACHE>) s[j][m] *= __shfl_sync(FULL, key_scale, index);
-                if (KIND == BIASED && head + m % 2 < count) {
-                    const int distance = max(-max_distance, min(0, token - position));
-                    s[j][m] +=
-                        bias[(first_head + head + m % 2) * (2ll * max_distance + 1) + max_distance + distance] * LOG2_E;
+    for (bool is_new = true; item.belongs_to(contexts, share);) {
+        const HeadRange at(item.group, heads, kv_heads, head_dim, head_pitch);
+        const int position = item.range.end - 1;
+        const ItemShape shape = ItemShape::of<KIND>(item, rank, unit, block_tables, table_pitch);
+        if (is_new) {
+            const bool newest = KIND != CROSS && item.reaches(item.range.last, share);
+            folds = item.segment == item.range.first && item.reaches(item.range.last, share);
+            const bool writes = newest && rank == 0;
+            size_t token = 0;
+            if (writes)
+                token = (static_cast<size_t>(
+                             block_tables[static_cast<size_t>(item.sequence) * table_pitch + position / BLOCK_SIZE]) *
+                             kv_heads +
+                         at.kv) *
+                            BLOCK_SIZE +
+                        position % BLOCK_SIZE;
+            prepare_new_token<D, CACHE>(
+                {qkv, nullptr, nullptr, nullptr, pitch}, item.sequence, params, at, cosine, sine, new_token, newest,
+                writes ? keys + token * head_pitch : nullptr, writes ? values + token * head_pitch : nullptr,
+                key_scales + token, value_scales + token);
+        }
+
+        // 1. Scores.
+        const int new_key = shape.present < shape.stop ? shape.present : SEGMENT;
+#pragma unroll 1
+        for (int done = 0; done < shape.key_groups; done += KEY_GROUPS) {
+            const unsigned chunk = next_chunk();
+            if (is_new && done == 0) query.load(new_token.query);
+            // Neighbouring chunks begin with different warps.
+#pragma unroll 1
+            for (int i = (warp - done) & WARPS - 1; i < KEY_GROUPS && done + i < shape.key_groups; i += WARPS) {
+                const int group = shape.first + rank + (done + i) * unit;
+                if (group == new_key / GROUP) {
+                    if (lane < ROW / 16)
+                        st_shared_v4(
+                            chunk + ChunkLayout{log2_of(ROW / 16)}.offset(i * GROUP + new_key % GROUP, lane),
+                            reinterpret_cast<const uint4*>(new_token.kv[0])[lane]);
+                    if constexpr (IS_INT8<CACHE>)
+                        if (lane == 0)
+                            *reinterpret_cast<__half*>(
+                                shared + (chunk - ring) + CHUNK + (i * GROUP + new_key % GROUP) * 2) =
+                                new_token.scales[0];
+                    __syncwarp();
                 }
-                if (token >= to) s[j][m] = -INF_F;
-                tile_top[m % 2] = fmaxf(tile_top[m % 2], s[j][m]);  // fmaxf drops a NaN, but it reaches the sum below
+                float s[4], tops[2] = {-INF_F, -INF_F};
+                mma_qk<D, CACHE>(s, chunk, i * GROUP, query, chunk + CHUNK + i * GROUP * 2);
+#pragma unroll
+                for (int m = 0; m < 4; ++m) {
+                    const int key = group * GROUP + row + m / 2 * 8;
+                    if (KIND == BIASED && head + m % 2 < at.count) {
+                        const int distance = max(-max_distance, min(0, item.segment * SEGMENT + key - position));
+                        s[m] = biased_score(
+                            s[m], scale,
+                            bias[(at.first_head + head + m % 2) * (2ll * max_distance + 1) + max_distance + distance]);
+                    }
+                    if (key < shape.begin || key >= shape.stop) s[m] = -INF_F;
+                    tops[m % 2] = fmaxf(tops[m % 2], s[m]);  // fmaxf drops a NaN, but it reaches the sums
+                }
+#pragma unroll
+                for (int d = 4; d < WARP; d *= 2)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) tops[h] = fmaxf(tops[h], __shfl_xor_sync(FULL, tops[h], d));
+                const unsigned target = weights + (group * GROUP + row) * 32 + head * 4;
+                const unsigned top_target = cast_smem_ptr_to_uint(&group_tops[group][head]);
+                if (unit == 1) {
+                    st_shared_v2(target, s[0], s[1]), st_shared_v2(target + 8 * 32, s[2], s[3]);
+                    if (row == 0) st_shared_v2(top_target, tops[0], tops[1]);
+                } else {
+#if __CUDA_ARCH__ >= 900
+                    if (!waited) cluster_wait<MAX_UNIT>(), waited = true;
+                    const unsigned base = block_rank_in_cluster() / unit * unit;
+#pragma unroll 1
+                    for (int to = 0; to < unit; ++to) {
+                        const unsigned remote = map_shared_rank(target, base + to);
+                        st_shared_cluster_v2(remote, s[0], s[1]), st_shared_cluster_v2(remote + 8 * 32, s[2], s[3]);
+                        if (row == 0) st_shared_cluster_v2(map_shared_rank(top_target, base + to), tops[0], tops[1]);
+                    }
+#endif
+                }
+            }
+        }
+#if __CUDA_ARCH__ >= 900
+        if (unit > 1) {  // a unit has one item only
+            if (!waited) cluster_wait<MAX_UNIT>(), waited = true;
+            cluster_sync<MAX_UNIT>();
+        } else
+#endif
+            __syncthreads();
+
+        // 2. Weights. Two warps share a tile: one has the keys j with j % 8 < 4, the other one the rest.
+        float running = -INF_F;  // the largest score before the tile
+        const int first_tile = shape.first / TILE_GROUPS, last_tile = (shape.end - 1) / TILE_GROUPS;
+        const int sub = lane / HEADS, sub_head = lane % HEADS, residue = warp % 2 * 4 + sub;
+        int seen = shape.first;
+#pragma unroll 1
+        for (int tile = first_tile + warp / 2; tile <= last_tile && shape.end; tile += WARPS / 2) {
+            const int from = max(tile * TILE_GROUPS, shape.first), to = min((tile + 1) * TILE_GROUPS, shape.end);
+            float own = -INF_F;
+            for (int g = seen + sub; g < from; g += 4) running = fmaxf(running, group_tops[g][sub_head]);
+            for (int g = from + sub; g < to; g += 4) own = fmaxf(own, group_tops[g][sub_head]);
+#pragma unroll
+            for (int d = HEADS; d < WARP; d *= 2) {
+                running = fmaxf(running, __shfl_xor_sync(FULL, running, d));
+                own = fmaxf(own, __shfl_xor_sync(FULL, own, d));
+            }
+            const auto to_score = [&](float x) { return KIND == BIASED ? x : __fmul_rn(x, scale); };
+            const float before = to_score(running);
+            running = fmaxf(running, own), seen = to;
+            const float tile_top = to_score(running), shift = softmax_shift(tile_top);
+            if (residue == 0) {
+                factors[tile][sub_head] = rescale_factor(before, shift);
+                if (tile == last_tile) top[sub_head] = tile_top;
+            }
+            float s[TILE / 8], sum = 0;
+            char* const mine = scores + (tile * TILE + residue) * 32;
+#pragma unroll
+            for (int i = 0; i < TILE / 8; ++i) {
+                const int group = tile * TILE_GROUPS + i / 2;
+                s[i] =
+                    group >= from && group < to ? reinterpret_cast<const float*>(mine + i * 8 * 32)[sub_head] : -INF_F;
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < TILE / 8; ++i) {
+                const float w = KIND == BIASED ? softmax_weight(s[i], shift) : softmax_weight(s[i], scale, shift);
+                sum = __fadd_rn(sum, w);
+                reinterpret_cast<__half*>(mine + i * 8 * 32 + residue / 4 * 16)[sub_head] = __float2half_rn(w);
+            }
+            *tile_sum(tile, residue, sub_head) = sum;
+        }
+
+        // 3. Outputs.
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) o[p][i] = 0;
+        const int elements = width / GROUP;  // times 16 of this block
+#pragma unroll 1
+        for (int group = shape.first; group < shape.end; group += value_groups) {
+            const unsigned chunk = next_chunk();
+            if (warp >= elements) continue;
+            unsigned address[PARTS];
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p)
+                address[p] = ValueFragments<CACHE>::address(chunk, value_layout, warp + p * WARPS);
+            const int new_row = new_key - group * GROUP;
+            if (new_row >= 0 && new_row < value_groups * GROUP) {  // each warp writes what it reads
+                constexpr int PIECES = GROUP / EACH;
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p) {
+                    const int piece = (warp + p * WARPS) * PIECES + lane;
+                    if (warp + p * WARPS < elements && lane < PIECES)
+                        st_shared_v4(
+                            chunk + value_layout.offset(new_row, piece),
+                            *reinterpret_cast<const uint4*>(&new_token.kv[1][rank * width + piece * EACH]));
+                }
+                if constexpr (IS_INT8<CACHE>)
+                    if (lane == 0)
+                        *reinterpret_cast<__half*>(shared + (chunk - ring) + CHUNK + new_row * 2) = new_token.scales[1];
+                __syncwarp();
+            }
+            const int stop = min(shape.end - group, value_groups);
+            ValueFragments<CACHE> v[PARTS], next_v[PARTS];
+            unsigned w[4], next_w[4];
+            const auto load = [&](int from, ValueFragments<CACHE>(&v)[PARTS], unsigned (&w)[4]) {
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p)
+                    v[p].load(
+                        address[p] + from * GROUP * value_layout.row_bytes(), value_layout.row_bytes(),
+                        chunk + CHUNK + from * GROUP * 2);
+                ldmatrix_x4_trans(w, weights + ((group + from) * GROUP + lane) * 32 + lane / 4 % 2 * 16);
+            };
+            load(0, v, w);
+#pragma unroll 2
+            for (int i = 0; i < stop; i += 2) {
+                if (i + 2 < stop) load(i + 2, next_v, next_w);
+#pragma unroll
+                for (int step = 0; step < 2; ++step) {
+                    if (i + step >= stop) break;
+                    if ((group + i + step) % TILE_GROUPS == 0 && group + i + step > shape.first) {
+                        const float2 f =
+                            *reinterpret_cast<const float2*>(&factors[(group + i + step) / TILE_GROUPS][head]);
+#pragma unroll
+                        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+                            for (int m = 0; m < 4; ++m) o[p][m] = __fmul_rn(o[p][m], m % 2 ? f.y : f.x);
+                    }
+#pragma unroll
+                    for (int p = 0; p < PARTS; ++p) {
+                        unsigned a[4];
+                        v[p].get(step, a);
+                        mma_m16n8k16(o[p], a, w[2 * step], w[2 * step + 1]);
+                    }
+                }
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p) v[p] = next_v[p];
+#pragma unroll
+                for (int m = 0; m < 4; ++m) w[m] = next_w[m];
+            }
+        }
+
+        // The record of the segment.
+        float record_top[2] = {-INF_F, -INF_F}, record_sum[2] = {};
+        if (shape.end) {
+            float low = 0, high = 0;  // the sums of the keys j with j % 8 == sub and sub + 4
+#pragma unroll 1
+            for (int tile = first_tile; tile <= last_tile; ++tile) {
+                const float f = factors[tile][sub_head];
+                low = add_tile_sum(low, f, *tile_sum(tile, sub, sub_head));
+                high = add_tile_sum(high, f, *tile_sum(tile, sub + 4, sub_head));
             }
 #pragma unroll
-        for (int d = 4; d < WARP; d *= 2)
+            for (int d = HEADS; d < WARP; d *= 2) {
+                low = __fadd_rn(low, __shfl_xor_sync(FULL, low, d));
+                high = __fadd_rn(high, __shfl_xor_sync(FULL, high, d));
+            }
+            const float sum = __fadd_rn(low, high);
 #pragma unroll
-            for (int h = 0; h < 2; ++h) tile_top[h] = fmaxf(tile_top[h], __shfl_xor_sync(FULL, tile_top[h], d));
-        // Online softmax: rescale what was summed if a larger score has appeared.
-        if (tile_top[0] > top[0] || tile_top[1] > top[1]) {
+            for (int h = 0; h < 2; ++h) record_sum[h] = __shfl_sync(FULL, sum, head + h), record_top[h] = top[head + h];
+        }
+        const Records<D> place = {records, width, rank};
+        if (folds) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const float new_top = fmaxf(top[h], tile_top[h]), old = rescale_factor(top[h], new_top);
-                sum[h] *= old, top[h] = new_top;
+                const bool is_first = item.segment == item.range.first;
+                const MergeFactors merging = merge_factors(all_top[h], record_top[h]);
+                all_top[h] = is_first ? record_top[h] : merging.top;
+                all_sum[h] = is_first ? record_sum[h] : merge(merging, all_sum[h], record_sum[h]);
 #pragma unroll
-                for (int n = 0; n < D / 16; ++n) o[n][h] *= old, o[n][h + 2] *= old;
+                for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+                    for (int m = h; m < 4; m += 2)
+                        all_o[p][m] = is_first ? o[p][m] : merge(merging, all_o[p][m], o[p][m]);
             }
+        } else {
+            ++written;
+            if (warp == 0 && row == 0)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    *place.sums(item.record(), head + h) = make_float2(record_top[h], record_sum[h]);
         }
-        // The weights and their rounding errors as right operands of the product with the values.
-        unsigned weights[TOKENS / 16][2][2];
+        if (!folds || item.segment == item.range.last) {
+            __half* const target = out + item.sequence * out_pitch + static_cast<long long>(at.first_head) * head_dim;
 #pragma unroll
-        for (int j = 0; j < TOKENS / 16; ++j)
+            for (int p = 0; p < PARTS; ++p)
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                float w[2], error[2];
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    w[h] = exp2_fast(s[j][2 * m + h] - (top[h] == -INF_F ? 0.0f : top[h])), sum[h] += w[h];
-                    if (IS_INT8<CACHE>) w[h] *= __shfl_sync(FULL, value_scale, 16 * j + row + 8 * m);
-                    error[h] = w[h] - rounded(w[h]);
+                for (int m = 0; m < 4; ++m) {
+                    const int tile = warp + p * WARPS, h = head + m % 2;
+                    const int element = tile * GROUP + ValueFragments<CACHE>::element(m / 2);
+                    if (tile >= elements || h >= at.count) continue;
+                    if (!folds)
+                        place.outputs(item.record(), h)[element] = o[p][m];
+                    else if (rank * width + element < head_dim)
+                        target[h * head_dim + rank * width + element] = attention_output(all_o[p][m], all_sum[m % 2]);
                 }
-                weights[j][0][m] = movmatrix_trans(pack_half2(w[0], w[1])),
-                weights[j][1][m] = movmatrix_trans(pack_half2(error[0], error[1]));
-            }
-        const unsigned value_tile = wait_tile();
-        if (new_row < TOKENS) Tiles::store_token(value_tile, new_row, new_token.kv[1]);
-        Tiles::mma_pv(value_tile, weights, o);
-        __syncwarp();
-        load_tile(value_tile, STAGES + 1);
-    }
-
-    // Combine the lanes of each head, then the warps of the block, then the blocks.
-#pragma unroll
-    for (int d = 4; d < WARP; d *= 2)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) sum[h] += __shfl_xor_sync(FULL, sum[h], d);
-    // The outputs of a warp overlay its tiles.
-    constexpr int WARP_FLOATS = STAGES * Tiles::BYTES / sizeof(float), ROW = D + 4;
-    static_assert(HEADS * ROW <= WARP_FLOATS, "the outputs of a warp fit into its tiles");
-    constexpr float inverse_factor = IS_INT8<CACHE> ? 1 / VALUE_SCALE_FACTOR : 1;
-    float* const warp_out = reinterpret_cast<float*>(shared);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        if (row == 0) warp_top[warp][head + h] = top[h], warp_sum[warp][head + h] = sum[h];
-#pragma unroll
-        for (int n = 0; n < D / 16; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                warp_out[warp * WARP_FLOATS + (head + h) * ROW + Tiles::element_of(n, i)] =
-                    o[n][h + 2 * i] * inverse_factor;
-    }
-    __syncthreads();
-    cluster_wait<CLUSTER>();
-#pragma unroll 1
-    for (int i = threadIdx.x * 4; i < count * D; i += THREADS * 4) {
-        const int h = i / D, d = i % D;
-        float t = -INF_F, total = 0, value[4] = {};
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) t = fmaxf(t, warp_top[w][h]);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const float weight = rescale_factor(warp_top[w][h], t);
-            const float4 part = *reinterpret_cast<const float4*>(&warp_out[w * WARP_FLOATS + h * ROW + d]);
-            total += warp_sum[w][h] * weight;
-            value[0] += part.x * weight, value[1] += part.y * weight, value[2] += part.z * weight,
-                value[3] += part.w * weight;
         }
-        partial_results.send_partial(split % CLUSTER, h, d, value, t, total);
+        Item next = item;
+        next.next<KIND>(contexts, share);
+        is_new = next.segment == next.range.first || !next.belongs_to(contexts, share);
+        if (is_new) {
+            if (!folds) {
+                const int pair = item.sequence * groups + item.group;
+                merge_records<THREADS, D>(
+                    place, item.record() - (item.segment - item.range.first), written, item.range.segments(),
+                    arrival_counts + pair * unit + rank,
+                    out + item.sequence * out_pitch + static_cast<long long>(at.first_head) * head_dim, at.count,
+                    head_dim);
+                written = 0;
+            }
+            if (next.belongs_to(contexts, share)) {
+                rope_angles(params, next.range.end - 1, head_dim, cosine, sine);
+                __syncthreads();  // no warp reads the new token any more
+            }
+        }
+        item = next;
     }
-    combine_splits<THREADS>(
-        {partials, arrival_counts, out, out_pitch, heads, head_dim, first_head, count}, partial_results);
 }

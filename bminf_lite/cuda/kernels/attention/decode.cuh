@@ -1,112 +1,234 @@
-// Split-KV reduction of decode attention: blocks that share a context combine their partial softmax results. The blocks
-// of a cluster write into each other's shared memory. If a context has several clusters (or there are none, before
-// 9.0), each writes a partial result to global memory, and the last one to arrive combines these.
+// The work of decode attention: which blocks compute which segments, and the merge of the segments' records.
 //
-// A partial result of a head is (top, sum, out): the largest score to the base 2, the sum of the weights
-// w = 2^(score - top), and the weighted sum of the values. Two are combined by scaling sum and out by 2^(top - new
-// top).
+// An item is one segment of the context of one pair (sequence, group of query heads). Items are in order of sequence,
+// group and segment. A unit is 1, 2, 4 or 8 neighbouring blocks of a cluster, which compute an item together. Every
+// block finds its items from the lengths of the contexts, so the grid does not depend on them. The distribution changes
+// no bit of a result.
 #pragma once
+#include "attention/softmax.cuh"
 #include "common/cluster.cuh"
 #include "constants/decode.cuh"
 
 namespace bminf {
 
-// 2^(top - new_top), and 0 for the top of an empty set.
-__device__ __forceinline__ float rescale_factor(float top, float new_top) {
-    return top == -INF_F ? 0.0f : exp2_fast(top - new_top);
+constexpr int COST_KEYS = 128;  // an item costs 1, and 1 for so many keys
+
+// Blocks of a unit for heads of D elements, at most: each block has 16 elements or more of the values.
+__host__ __device__ constexpr int unit_limit(int D) {
+#if __CUDA_ARCH__ >= 900
+    return D / 16 < MAX_UNIT ? D / 16 : MAX_UNIT;
+#else
+    return 1;
+#endif
 }
 
-// The partial results that a block receives from the blocks of its cluster, of the SLICE elements of each head that it
-// combines.
-template <int D, int CLUSTER>
-struct ClusterPartials {
-    static constexpr int SLICE = D / CLUSTER;
-    alignas(16) float outs[CLUSTER][HEADS][SLICE];
-    alignas(16) float tops[CLUSTER][HEADS][2];  // (top, sum)
+// The keys of a sequence that its query sees, and their segments. Without any key there is one empty segment.
+struct KeyRange {
+    int begin, end, first, last;
 
-    // Sends the elements d to d + 3 of head h of block `from` to the block that combines them.
-    __device__ __forceinline__ void send_partial(
-        int from, int h, int d, const float (&value)[4], float top, float sum) {
-        const float top_and_sum[2] = {top, sum};
-        st_shared_cluster<CLUSTER>(&outs[from][h][d % SLICE], d / SLICE, value);
-        if (d % SLICE == 0) st_shared_cluster<CLUSTER>(tops[from][h], d / SLICE, top_and_sum);
+    __device__ __forceinline__ KeyRange(int begin, int end)
+        : begin(begin),
+          end(end),
+          first(begin / SEGMENT),
+          last(max(0, end - 1) / SEGMENT) {}
+    __device__ __forceinline__ int segments() const { return last - first + 1; }
+    // The cost of all segments, and of those before `segment`. EVEN: every segment costs 1.
+    __device__ __forceinline__ int cost(bool even) const {
+        return even ? segments() : segments() + (end + COST_KEYS - 1) / COST_KEYS - begin / COST_KEYS;
+    }
+    __device__ __forceinline__ int cost_before(int segment, bool even) const {
+        if (segment == first) return 0;
+        return segment - first + (even ? 0 : segment * (SEGMENT / COST_KEYS) - begin / COST_KEYS);
+    }
+    // The first segment for which cost_before is at least `cost`; last + 1 if there is none.
+    __device__ __forceinline__ int segment_from(int cost, bool even) const {
+        if (cost <= 0) return first;
+        constexpr int EACH = 1 + SEGMENT / COST_KEYS;
+        return min(
+            last + 1, even ? first + cost : max(first + 1, (cost + first + begin / COST_KEYS + EACH - 1) / EACH));
     }
 };
 
-// The grid is (splits, groups of heads, sequences) in clusters of CLUSTER splits. out: fp16 [B, out_pitch]. A block has
-// `count` heads from first_head on. Used only by several clusters: partials, fp32 [B, heads, splits / CLUSTER, CLUSTER,
-// 2 + D / CLUSTER], and arrival_counts, int32 [B, gridDim.y, CLUSTER], which are zero before and after.
-struct CombineParams {
-    float* partials;
-    int* arrival_counts;
-    __half* out;
-    long long out_pitch;
-    int heads, head_dim, first_head, count;
+// lengths: int32 [sequences], the tokens in the cache before the step; for CROSS the lengths of the sources. groups:
+// groups of query heads of a sequence. limit: tokens that fit into a row of the block table.
+struct Contexts {
+    const int* lengths;
+    int sequences, groups, window, limit;
+
+    template <int KIND>
+    __device__ __forceinline__ KeyRange range(int sequence) const {
+        const int end = min(lengths[sequence] + (KIND == CROSS ? 0 : 1), limit);
+        return {window > 0 ? max(0, end - window) : 0, end};
+    }
 };
 
-// Combines the partial results of all splits, which send_partial has sent, and writes the outputs.
-template <int THREADS, int D, int CLUSTER>
-__device__ __forceinline__ void combine_splits(
-    const CombineParams& m, const ClusterPartials<D, CLUSTER>& partial_results) {
-    constexpr int SLICE = D / CLUSTER, RECORD = 2 + SLICE;
+// The part of the items that one unit computes: those whose cost_before, over all items, is in [from, to). Or, if
+// records of all items would not fit into memory (whole), all items of the pairs that begin there.
+struct Share {
+    int unit;  // blocks per unit
+    bool even, whole;
+    int from, to;
+};
+
+// One item. start: the cost of all pairs before its own. records: the items of all sequences before its own.
+struct Item {
+    int sequence, group, segment, start, records;
+    KeyRange range;
+
+    template <int KIND>
+    __device__ __forceinline__ void next(const Contexts& contexts, const Share& share) {
+        if (segment < range.last) {
+            ++segment;
+            return;
+        }
+        start += range.cost(share.even);
+        if (++group == contexts.groups) {
+            records += range.segments() * contexts.groups, group = 0;
+            if (++sequence < contexts.sequences) range = contexts.range<KIND>(sequence);
+        }
+        segment = range.first;
+    }
+    __device__ __forceinline__ bool belongs_to(const Contexts& contexts, const Share& share) const {
+        return sequence < contexts.sequences &&
+               start + (share.whole ? 0 : range.cost_before(segment, share.even)) < share.to;
+    }
+    // Whether the unit's items of this pair include `which`, if they include a segment before it.
+    __device__ __forceinline__ bool reaches(int which, const Share& share) const {
+        return share.whole || start + range.cost_before(which, share.even) < share.to;
+    }
+    // The number of the item's record.
+    __device__ __forceinline__ int record() const { return records + group * range.segments() + segment - range.first; }
+};
+
+__device__ __forceinline__ int warp_sum(int x) {
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) x += __shfl_xor_sync(FULL, x, d);
+    return x;
+}
+
+// The sum of x over this lane and those before it.
+__device__ __forceinline__ int warp_prefix_sum(int x) {
+#pragma unroll
+    for (int d = 1; d < WARP; d *= 2) {
+        const int before = __shfl_up_sync(FULL, x, d);
+        if (threadIdx.x % WARP >= d) x += before;
+    }
+    return x;
+}
+
+// Finds the share of this block's unit, and its first item. Called by all threads. max_unit: blocks per unit, at most.
+// capacity: records that fit into memory.
+template <int KIND, int THREADS>
+__device__ __forceinline__ Item find_work(const Contexts& contexts, int max_unit, int capacity, Share& share) {
+    constexpr int WARPS = THREADS / WARP;
+    __shared__ int2 sums[WARPS];  // items and cost of the sequences of a warp
+    __shared__ int found[3];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int each = (contexts.sequences + THREADS - 1) / THREADS * WARP;  // sequences of a warp
+    const int begin = warp * each, end = min(contexts.sequences, begin + each);
+    int2 sum = {0, 0};
+    for (int i = begin + lane; i < end; i += WARP) {
+        const KeyRange range = contexts.range<KIND>(i);
+        sum.x += range.segments(), sum.y += range.cost(false);
+    }
+    sum.x = warp_sum(sum.x), sum.y = warp_sum(sum.y);
+    if (lane == 0) sums[warp] = sum;
+    if (threadIdx.x == 0) found[0] = contexts.sequences;
+    __syncthreads();
+    int2 total = {0, 0}, before = {0, 0};
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        if (w == warp) before = total;
+        total.x += sums[w].x, total.y += sums[w].y;
+    }
+    const int blocks = gridDim.x, items = total.x * contexts.groups;
+    share.unit = 1;
+    while (share.unit < max_unit && items * share.unit * 2 <= blocks) share.unit *= 2;
+    const int units = blocks / share.unit, number = blockIdx.x / share.unit;
+    share.even = items <= units, share.whole = items > capacity;
+    const long long cost = static_cast<long long>(total.y) * contexts.groups;
+    share.from = share.even ? number : static_cast<int>(number * cost / units);
+    share.to = share.even ? number + 1 : static_cast<int>((number + 1) * cost / units);
+    int start = (share.even ? before.x : before.y) * contexts.groups, records = before.x * contexts.groups;
+    for (int i = begin; i < end; i += WARP) {
+        int2 own = {0, 0};
+        if (i + lane < end) {
+            const KeyRange range = contexts.range<KIND>(i + lane);
+            own.x = range.segments() * contexts.groups, own.y = range.cost(share.even) * contexts.groups;
+        }
+        const int2 sums = {warp_prefix_sum(own.x), warp_prefix_sum(own.y)};
+        const int at = start + sums.y - own.y;
+        if (share.from >= at && share.from < at + own.y)
+            found[0] = i + lane, found[1] = at, found[2] = records + sums.x - own.x;
+        start += __shfl_sync(FULL, sums.y, WARP - 1), records += __shfl_sync(FULL, sums.x, WARP - 1);
+    }
+    __syncthreads();
+    Item item = {found[0], 0, 0, found[1], found[2], KeyRange(0, 0)};
+    if (item.sequence >= contexts.sequences) return item;
+    item.range = contexts.range<KIND>(item.sequence);
+    const int pair = item.range.cost(share.even), from = share.from - item.start;
+    item.group = from / pair, item.start += item.group * pair;
+    item.segment = item.range.segment_from(from % pair, share.even);
+    if (item.segment > item.range.last || (share.whole && item.segment > item.range.first))
+        item.segment = item.range.last, item.next<KIND>(contexts, share);
+    return item;
+}
+
+// ---- records -----------------------------------------------------------------------------------------------------
+
+// The records of a unit's block `rank`, which has the elements from rank * WIDTH on of each head: outputs [HEADS,
+// width], and (m, l) [HEADS].
+template <int D>
+struct Records {
+    static constexpr int FLOATS = HEADS * (D + 2 * MAX_UNIT);  // of all blocks of a unit
+    float* data;
+    int width, rank;
+
+    __device__ __forceinline__ float* outputs(int record, int head) const {
+        return data + static_cast<size_t>(record) * FLOATS + rank * HEADS * (width + 2) + head * width;
+    }
+    __device__ __forceinline__ float2* sums(int record, int head) const {
+        return reinterpret_cast<float2*>(outputs(record, HEADS)) + head;
+    }
+};
+
+// Counts the `written` records of a pair that has `segments`. The last block to arrive merges all records from the left
+// and writes the outputs of `count` heads to `out`, up to element head_dim of each. Called by all threads. counter: 0
+// before and after.
+template <int THREADS, int D>
+__device__ __forceinline__ void merge_records(
+    const Records<D>& records, int first, int written, int segments, int* counter, __half* out, int count,
+    int head_dim) {
     __shared__ bool is_last;
-    const int rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER,
-              b = blockIdx.z;
-    cluster_sync<CLUSTER>();
-    const auto write = [&](int h, int d, float value, float s) {
-        if (d < m.head_dim)
-            m.out[b * m.out_pitch + (m.first_head + h) * m.head_dim + d] = __float2half_rn(__fdiv_rn(value, s));
-    };
-    const auto record_of = [&](int h, int of) {
-        return m.partials +
-               (((static_cast<size_t>(b) * m.heads + m.first_head + h) * clusters + of) * CLUSTER + rank) * RECORD;
-    };
-#pragma unroll 1
-    for (int i = threadIdx.x; i < m.count * SLICE; i += THREADS) {
-        const int h = i / SLICE, d = i % SLICE;
-        float t = -INF_F, s = 0, value = 0;
-#pragma unroll
-        for (int c = 0; c < CLUSTER; ++c) t = fmaxf(t, partial_results.tops[c][h][0]);
-#pragma unroll
-        for (int c = 0; c < CLUSTER; ++c) {
-            const float weight = rescale_factor(partial_results.tops[c][h][0], t);
-            s += partial_results.tops[c][h][1] * weight, value += partial_results.outs[c][h][d] * weight;
-        }
-        if (clusters == 1) {
-            write(h, rank * SLICE + d, value, s);
-        } else {
-            float* const record = record_of(h, cluster);
-            record[2 + d] = value;
-            if (d == 0) record[0] = t, record[1] = s;
-        }
-    }
-    if (clusters == 1) return;
-
-    // The last block with this slice to arrive combines what all clusters wrote, always in the same order.
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        int* counter = m.arrival_counts + (b * gridDim.y + blockIdx.y) * CLUSTER + rank;
-        is_last = atomicAdd(counter, 1) == clusters - 1;
+        is_last = atomicAdd(counter, written) + written == segments;
         if (is_last) *counter = 0;
     }
     __syncthreads();
     if (!is_last) return;
     __threadfence();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < m.count * SLICE; i += THREADS) {
-        const int h = i / SLICE, d = i % SLICE;
-        const float* const first = record_of(h, 0);
-        float t = -INF_F, s = 0, value = 0;
-#pragma unroll 4
-        for (int c = 0; c < clusters; ++c) t = fmaxf(t, __ldcg(first + c * CLUSTER * RECORD));
-#pragma unroll 4
-        for (int c = 0; c < clusters; ++c) {
-            const float* const record = first + c * CLUSTER * RECORD;
-            const float weight = rescale_factor(__ldcg(record), t);
-            s += __ldcg(record + 1) * weight, value += __ldcg(record + 2 + d) * weight;
+    for (int i = threadIdx.x * 4; i < count * records.width; i += THREADS * 4) {
+        const int head = i / records.width, column = i % records.width;
+        float2 total = __ldcg(records.sums(first, head));
+        float4 o = __ldcg(reinterpret_cast<const float4*>(records.outputs(first, head) + column));
+#pragma unroll 8
+        for (int s = 1; s < segments; ++s) {
+            const float2 sum = __ldcg(records.sums(first + s, head));
+            const float4 x = __ldcg(reinterpret_cast<const float4*>(records.outputs(first + s, head) + column));
+            const MergeFactors factors = merge_factors(total.x, sum.x);
+            total.x = factors.top, total.y = merge(factors, total.y, sum.y);
+            o.x = merge(factors, o.x, x.x), o.y = merge(factors, o.y, x.y);
+            o.z = merge(factors, o.z, x.z), o.w = merge(factors, o.w, x.w);
         }
-        write(h, rank * SLICE + d, value, s);
+        const float values[4] = {o.x, o.y, o.z, o.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int element = records.rank * records.width + column + j;
+            if (element < head_dim) out[head * head_dim + element] = attention_output(values[j], total.y);
+        }
     }
 }
 

@@ -1,44 +1,83 @@
-"""Attention of one new token per sequence over the cache or a source: the launcher of ``decode.cu``."""
+"""Attention of one new token per sequence over the paged cache or a source: the launcher of ``decode.cu``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ....backend.values import AttentionSpec, ForwardBatch, LayerCache
-from ..arrays import address, ceil_div, nbytes_of, pitch_of
-from ..constants import DECODE_HEADS, DecodeMask
-from ..instantiations import Capability, KernelFamily, numbers
+from ....backend.values import AttentionSpec, LayerCache
+from ...runtime.driver import shared_memory_per_block
+from ..arrays import HEAD_PAD, address, ceil_div, nbytes_of, pitch_of, round_up
+from ..constants import (
+    DECODE_GROUP,
+    DECODE_HEADS,
+    DECODE_MAX_UNIT,
+    DECODE_THREADS,
+    LARGE_SHARED_MEMORY,
+    SEGMENT,
+    AttentionMask,
+    DecodeMask,
+    attention_tile,
+)
+from ..instantiations import Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
-from .heads import ELEMENTS, bias_arguments, element_of, head_arguments, head_pitch_of
+from .heads import ELEMENTS, INT8, bias_arguments, element_of, head_arguments, head_pitch_of
 
 if TYPE_CHECKING:
     import cupy as cp
 
-MAX_CLUSTER = 8
 DEPTHS = (64, 128, 256)
 """Head sizes that the kernel is compiled for."""
-MIN_TOKENS_PER_SPLIT = 128
-"""Tokens of a context per block, at least: splitting further is slower."""
-TOKENS_PER_CLUSTER = 1024
-"""Tokens of a context per block above which several clusters, which exchange results in memory, beat one."""
+HUGE_SHARED_MEMORY = 227 << 10
+LOG2_E = math.log2(math.e)
+MAX_RECORDS = 8192
+"""Records that are kept at most. With more segments than this in a step, no context is split over blocks."""
 CAUSAL, BIASED, CROSS = map(int, DecodeMask)
 
 
 @dataclass(frozen=True)
-class KVSplit:
-    """How a context is split: blocks per cluster, blocks per context."""
+class DecodeConfig:
+    """One kernel without its last two template arguments; chunks of keys and values have ``chunk`` bytes.
 
-    cluster: int
+    ``stages`` chunks are in shared memory at a time, and ``blocks`` blocks on an SM.
+    """
+
+    depth: int
+    tile: int
+    chunk: int
+    stages: int
     blocks: int
+    max_unit: int
 
-    def partial_elements(self, spec: AttentionSpec, batch: ForwardBatch) -> int:
-        """fp32 numbers that the clusters of all contexts exchange; 0 for one cluster per context."""
-        clusters = self.blocks // self.cluster
-        if clusters == 1:
-            return 0
-        return batch.batch_size * spec.heads * clusters * (2 * self.cluster + padded_head_dim(spec))
+    def template(self) -> Together:
+        """The template arguments."""
+        return Together((self.depth, self.tile, self.chunk, self.stages))
+
+    def shared(self, element: str) -> int:
+        """Bytes of dynamic shared memory: chunks with the scales of their tokens, and scores."""
+        keys = self.chunk // (self.depth * (1 if element == INT8 else 2))
+        scales = keys * self.max_unit * 2 if element == INT8 else 0
+        return self.stages * (self.chunk + scales) + (SEGMENT + DECODE_GROUP) * DECODE_HEADS * 4
+
+
+def decode_config(capability: Capability, head_dim: int, kind: int) -> DecodeConfig:
+    """The kernel for heads of ``head_dim`` elements and a ``DecodeMask``."""
+    depth = max(DEPTHS[0], 1 << (head_dim - 1).bit_length())
+    mask = AttentionMask.CROSS if kind == CROSS else AttentionMask.CAUSAL
+    tile = attention_tile(capability, round_up(head_dim, HEAD_PAD), mask, kind == BIASED)
+    memory = shared_memory_per_block(capability)
+    if memory >= HUGE_SHARED_MEMORY:
+        chunk, stages, blocks = 16 << 10, 4, 2
+    elif memory >= LARGE_SHARED_MEMORY:
+        chunk, stages, blocks = 8 << 10, 4, 2
+    elif capability >= (8, 0):
+        chunk, stages, blocks = 16 << 10, 3, 1
+    else:
+        chunk, stages, blocks = 8 << 10, 2, 1
+    max_unit = min(DECODE_MAX_UNIT, depth // DECODE_GROUP) if capability >= (9, 0) else 1
+    return DecodeConfig(depth, tile, chunk, stages, blocks, max_unit)
 
 
 class AttentionDecode:
@@ -48,52 +87,73 @@ class AttentionDecode:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._warps_divisor = 1 if launcher.device.compute_capability >= (8, 0) else 2
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        clusters = (1, 2, 4, MAX_CLUSTER) if capability >= (9, 0) else (1,)
-        yield KernelFamily(cls.source, "attention_decode", (DEPTHS, clusters, numbers(DecodeMask), ELEMENTS))
+        """For all head sizes: these differ in their tiles only below a power of two."""
+        for kind in numbers(DecodeMask):
+            sizes = range(HEAD_PAD, DEPTHS[-1] + 1, HEAD_PAD)
+            templates = dict.fromkeys(decode_config(capability, size, kind).template() for size in sizes)
+            yield KernelFamily(cls.source, "attention_decode", (tuple(templates), (kind,), ELEMENTS))
 
-    def split_kv(self, spec: AttentionSpec, batch: ForwardBatch, max_context_len: int) -> KVSplit:
-        """How the blocks share a context of ``max_context_len`` tokens at most."""
-        context_len = max_context_len if spec.window is None else min(max_context_len, spec.window)
-        most = max(1, self._launcher.num_sms // (batch.batch_size * spec.kv_heads * head_groups(spec)))
-        useful = min(most, ceil_div(context_len, MIN_TOKENS_PER_SPLIT))
-        if not self._launcher.has_clusters:
-            return KVSplit(1, useful)
-        cluster = min(MAX_CLUSTER, 1 << (useful.bit_length() - 1))
-        clusters = max(1, min(ceil_div(context_len, cluster * TOKENS_PER_CLUSTER), most // cluster))
-        return KVSplit(cluster, cluster * clusters)
+    def grid(self, spec: AttentionSpec, batch_size: int) -> tuple[int, int]:
+        """Blocks, and blocks per cluster, for ``batch_size`` sequences. They do not depend on lengths."""
+        config = self._config(spec, CAUSAL)
+        blocks = config.blocks * self._launcher.num_sms
+        cluster = config.max_unit
+        while cluster > 1 and batch_size * pair_groups(spec) * cluster > blocks:
+            cluster //= 2
+        # A GPC may have SMs left over that hold no whole cluster.
+        return (blocks // (2 * DECODE_MAX_UNIT) * (2 * DECODE_MAX_UNIT) if cluster > 1 else blocks), cluster
+
+    def record_elements(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> int:
+        """fp32 numbers of the scratch ``records``, for contexts of at most ``max_context_len`` tokens."""
+        segments = batch_size * pair_groups(spec) * ceil_div(max_context_len, SEGMENT)
+        return self._records(spec, batch_size, segments) * record_size(spec)
+
+    def arrival_elements(self, spec: AttentionSpec, batch_size: int) -> int:
+        """int32 numbers of the scratch ``arrival_counts``, which is zero before the first launch and after each."""
+        return max(self.grid(spec, batch_size)[0], batch_size * pair_groups(spec))
 
     def launch(
-        self, step: StepContext, qkv: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch,
-        split: KVSplit, partials: cp.ndarray | None, arrival_counts: cp.ndarray, out: cp.ndarray,
-        lengths: cp.ndarray | None = None,
+        self, step: StepContext, qkv: cp.ndarray, spec: AttentionSpec, cache: LayerCache, context_lens: cp.ndarray,
+        block_table: cp.ndarray, records: cp.ndarray, arrival_counts: cp.ndarray, out: cp.ndarray,
+        max_context_len: int, lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Attention of one new token per sequence, fp16 ``[B, heads * head_dim]``.
+        """Attention of one new token per sequence, fp16 ``[B, heads * head_dim]``, into ``out``.
 
-        With ``lengths``, ``qkv`` holds queries only, and ``cache`` holds encoded sources of those lengths.
+        ``qkv`` is fp16 ``[B, (heads + 2 * kv_heads) * head_dim]``, ``context_lens`` int32 ``[B]``, the tokens in the
+        cache before the step, and ``block_table`` int32 ``[B, W]``, with rows that are contiguous. The new token's key
+        and value are written to ``cache``. With ``lengths``, int32 ``[B]``, ``qkv`` holds queries only, and ``cache``
+        holds encoded sources of those lengths.
+
+        ``records`` is fp32, of at least :meth:`record_elements`, ``arrival_counts`` int32, of at least
+        :meth:`arrival_elements`. No other kernel may use them at the same time. ``max_context_len``, a bound of the
+        tokens of a sequence, is for statistics only.
         """
-        depth = padded_head_dim(spec)
-        warps = (8 if depth <= 128 else 4) // self._warps_divisor
-        mask = CROSS if lengths is not None else BIASED if spec.bias is not None else CAUSAL
-        max_context_len = batch.max_context_len if lengths is None else cache.capacity
-        expression = f"attention_decode<{depth}, {split.cluster}, {mask}, {element_of(cache)}>"
+        kind = CROSS if lengths is not None else BIASED if spec.bias is not None else CAUSAL
+        batch_size, element = qkv.shape[0], element_of(cache)
+        config = self._config(spec, kind)
+        blocks, cluster = self.grid(spec, batch_size)
         self._launcher.launch(
-            step, self.source, expression, (split.blocks, spec.kv_heads * head_groups(spec), batch.batch_size),
-            32 * warps,
-            (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(batch.context_lens), address(batch.slots),
-             cache.keys.data.ptr, cache.values.data.ptr, address(partials), arrival_counts.data.ptr, out.data.ptr,
-             pitch_of(out), spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache), cache.capacity,
-             spec.window or 0, spec.scale, *bias_arguments(spec), address(lengths), address(cache.key_scales),
-             address(cache.value_scales)),
-            shared=warps * 2 * tile_bytes(depth, cache),
-            cluster=split.cluster if split.cluster > 1 else None,
-            dependent=step.is_unwritten(cache.keys.data.ptr, writes=mask != CROSS),
+            step, self.source, f"attention_decode<{config.template()}, {kind}, {element}>", blocks, DECODE_THREADS,
+            (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(context_lens), block_table.data.ptr,
+             pitch_of(block_table), batch_size, cache.keys.data.ptr, cache.values.data.ptr, address(cache.key_scales),
+             address(cache.value_scales), records.data.ptr, records.size // record_size(spec), arrival_counts.data.ptr,
+             out.data.ptr, pitch_of(out), spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache),
+             spec.window or 0, spec.scale * LOG2_E, *bias_arguments(spec), address(lengths), cluster),
+            shared=config.shared(element),
+            cluster=cluster if cluster > 1 else None,
+            dependent=step.is_unwritten(cache.keys.data.ptr, writes=kind != CROSS),
             bytes_moved=nbytes_of(qkv, out)
-            + batch.batch_size * max_context_len * spec.kv_heads * 2 * head_bytes(cache),
+            + batch_size * min(max_context_len, spec.window or max_context_len) * spec.kv_heads * 2 * head_bytes(cache),
         )  # fmt: skip
+
+    def _config(self, spec: AttentionSpec, kind: int) -> DecodeConfig:
+        return decode_config(self._launcher.device.compute_capability, spec.head_dim, kind)
+
+    def _records(self, spec: AttentionSpec, batch_size: int, segments: int) -> int:
+        return max(self.grid(spec, batch_size)[0], min(segments, MAX_RECORDS))
 
 
 def padded_head_dim(spec: AttentionSpec) -> int:
@@ -101,16 +161,16 @@ def padded_head_dim(spec: AttentionSpec) -> int:
     return max(DEPTHS[0], 1 << (spec.head_dim - 1).bit_length())
 
 
-def head_groups(spec: AttentionSpec) -> int:
-    """Blocks for the query heads of one key-value head."""
-    return ceil_div(spec.heads // spec.kv_heads, DECODE_HEADS)
+def record_size(spec: AttentionSpec) -> int:
+    """fp32 numbers of one record: ``Records<D>::FLOATS`` in ``decode.cuh``."""
+    return DECODE_HEADS * (padded_head_dim(spec) + 2 * DECODE_MAX_UNIT)
+
+
+def pair_groups(spec: AttentionSpec) -> int:
+    """Groups of query heads that share a key-value head, and a block."""
+    return spec.kv_heads * ceil_div(spec.heads // spec.kv_heads, DECODE_HEADS)
 
 
 def head_bytes(cache: LayerCache) -> int:
     """Bytes of one token's key or value head, with its scale if it has one."""
     return int(cache.keys.strides[2] + (0 if cache.key_scales is None else cache.key_scales.itemsize))
-
-
-def tile_bytes(depth: int, cache: LayerCache) -> int:
-    """Bytes of the keys or the values that a warp takes at once: ``Tile`` in ``tiles.cuh``."""
-    return int(depth * cache.keys.itemsize * (32 if cache.key_scales is not None or depth == 64 else 16))

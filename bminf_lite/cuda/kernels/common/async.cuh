@@ -15,6 +15,12 @@ __device__ __forceinline__ int ld_shared(unsigned address) {
     return x;
 }
 
+__device__ __forceinline__ unsigned short ld_shared_u16(unsigned address) {
+    unsigned short x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ uint2 ld_shared_v2(unsigned address) {
     uint2 x;
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
@@ -28,6 +34,10 @@ __device__ __forceinline__ int4 ld_shared_v4(unsigned address) {
                  : "r"(address)
                  : "memory");
     return x;
+}
+
+__device__ __forceinline__ void st_shared_v2(unsigned address, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
 __device__ __forceinline__ void st_shared_v4(unsigned address, uint4 x) {
@@ -62,6 +72,19 @@ __device__ __forceinline__ void cp_async_16(unsigned target, const void* source,
 
 __device__ __forceinline__ void cp_async_16(void* target, const void* source, bool valid) {
     cp_async_16(cast_smem_ptr_to_uint(target), source, valid);
+}
+
+// Copies the first `bytes` of 16 bytes, and writes zeros for the rest. `bytes` is a multiple of 2.
+__device__ __forceinline__ void cp_async_16_partial(unsigned target, const void* source, int bytes) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+#else
+    unsigned x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        x[i] = 4 * i + 2 <= bytes ? static_cast<const unsigned*>(source)[i] & (4 * i + 4 <= bytes ? ~0u : 0xffffu) : 0;
+    st_shared_v4(target, make_uint4(x[0], x[1], x[2], x[3]));
+#endif
 }
 
 __device__ __forceinline__ void cp_async_commit_group() {
