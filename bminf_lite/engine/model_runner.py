@@ -169,6 +169,7 @@ class ModelRunner:
         scored = [range(start, start + p.num_scored) for p, start in pairs if p.num_scored]
         taken = [range(start, start + p.num_tokens) for p, start in pairs if p.request.take_logits]
         rows = [*ends, *(row for group in (*scored, *taken) for row in group)] or [len(tokens) - 1]
+        is_each_last = step.num_decodes == len(parts) and rows == list(range(len(parts)))
         tables, source_tables, source_lens = self._device_tables([p.request for p in parts])
         return ForwardBatch(
             tokens=array(tokens),
@@ -179,7 +180,7 @@ class ModelRunner:
             max_query_len=max(p.num_tokens for p in parts),
             max_context_len=max(p.stop for p in parts),
             num_decodes=step.num_decodes,
-            logit_rows=array(np.array(rows, np.int32)),
+            logit_rows=None if is_each_last else array(np.array(rows, np.int32)),
             source_tables=source_tables,
             source_lens=source_lens,
             max_source_len=max(len(p.request.source_token_ids) for p in parts),

@@ -140,7 +140,7 @@ class GrowingMemory:
     def __init__(self, device: Device, arena: Arena, item_bytes: Sequence[int], most: int) -> None:
         self._arena = arena
         self._item_bytes = tuple(item_bytes)
-        self._most = most
+        self.most = most
         maps = device.attribute(DeviceAttribute.VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)
         self._granularity = page_bytes(device) if maps else ALIGNMENT
         sizes = [self._rounded(most * nbytes) for nbytes in self._item_bytes]
@@ -170,8 +170,8 @@ class GrowingMemory:
 
     def grow(self, count: int) -> None:
         """Map memory for ``count`` items or more in each lane. Raises ``OutOfMemory`` with nothing changed."""
-        if count > self._most:
-            raise ValueError(f"{count} items, but addresses were reserved for {self._most}")
+        if count > self.most:
+            raise ValueError(f"{count} items, but addresses were reserved for {self.most}")
         sizes = [max(m, self._rounded(count * n)) for m, n in zip(self._mapped, self._item_bytes, strict=True)]
         more = sum(sizes) - sum(self._mapped)
         if more == 0:

@@ -19,6 +19,7 @@ import numpy as np
 
 from ...cuda.kernels.arrays import HEAD_PAD, PAD, address, is_padded, pitch_of, round_up
 from ...cuda.kernels.attention.heads import MAX_HEAD_DIM, bias_arguments, head_pitch_of
+from ...cuda.kernels.attention.prefill import COUNTERS
 from ...cuda.kernels.constants import ACTIVATIONS, AttentionMask, Epilogue
 from ...cuda.kernels.gemm.cublaslt_matmul import MatmulContext
 from ...cuda.kernels.gemm.fgemm import FloatGemm
@@ -467,41 +468,44 @@ class CudaBackend(Backend):
         return out
 
     def last_tokens(self, x: Array, batch: ForwardBatch) -> Array:
-        if batch.is_decode:
-            return x
+        rows, before = batch.logit_rows, 0
+        if rows is None:
+            if batch.is_decode:
+                return x
+            rows, before = batch.cu_seqlens[1:], 1
         source = self.materializer.as_residual(x)
         self.materializer.flush_residual(source)
-        out = self.arrays.rows(batch.batch_size, x.shape[1], np.float32)
-        self.kernels.rows.last_rows(self.kernels.step, batch.cu_seqlens, source.values, out)
+        out = self.arrays.rows(len(rows), x.shape[1], np.float32)
+        self.kernels.rows.gather_rows(self.kernels.step, rows, source.values, out, before)
         return ResidualStream(out)
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
+        table = batch.block_tables[cache.group]
         if batch.is_decode:
-            self._attention_decode(self.materializer.to_half(qkv), spec, cache, batch, out)
+            self._attention_decode(self.materializer.to_half(qkv), spec, cache, batch, table, out)
             return out
-        self._attention_prefill(self._prepared_heads(qkv, spec, cache, batch), spec, cache, batch, out)
+        q = self._prepared_heads(qkv, spec, cache, batch, table)
+        self._attention_prefill(q, spec, cache, batch, table, batch.max_context_len, out)
         return out
 
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
-        packed = self.layer_cache(1, spec.kv_heads, qkv.shape[0], spec.head_dim)
-        in_order = replace(
-            batch, context_lens=batch.cu_seqlens, slots=self._zeros("first slot", batch.batch_size, np.int32)
-        )
-        q = self._prepared_heads(qkv, spec, packed, in_order)
-        self._attention_prefill(q, spec, packed, batch, out, AttentionMask.BIDIRECTIONAL)
+        shape = (spec.kv_heads, qkv.shape[0], round_up(spec.head_dim, HEAD_PAD))
+        keys, values = (self.arrays.empty(shape, np.float16)[..., : spec.head_dim] for _ in range(2))
+        packed = LayerCache(keys, values)
+        q = self._prepared_heads(qkv, spec, packed, batch, None)
+        self._attention_prefill(q, spec, packed, batch, None, batch.max_query_len, out, AttentionMask.BIDIRECTIONAL)
         return out
 
     def store_source(self, kv: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> None:
-        self._prepared_heads(kv, replace(spec, heads=0), source, batch)
+        self._prepared_heads(kv, replace(spec, heads=0), source, batch, batch.source_tables)
 
-    def cross_attention(
-        self, q: Array, spec: AttentionSpec, source: LayerCache, lengths: Array, batch: ForwardBatch
-    ) -> Array:
+    def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(q.shape[0], spec.heads * spec.head_dim, np.float16)
+        spec, table, lengths = replace(spec, bias=None), batch.source_tables, batch.source_lens
         if batch.is_decode:
-            self._attention_decode(self.materializer.to_half(q), spec, source, batch, out, lengths)
+            self._attention_decode(self.materializer.to_half(q), spec, source, batch, table, out, lengths)
             return out
         heads = self.materializer.to_half(q).reshape(-1, spec.heads, spec.head_dim)
         if spec.head_dim % HEAD_PAD:
@@ -509,43 +513,60 @@ class CudaBackend(Backend):
             with self.arrays.current():
                 padded[..., : spec.head_dim] = heads
             heads = padded
-        self._attention_prefill(heads, spec, source, batch, out, AttentionMask.CROSS, lengths)
+        longest = batch.max_source_len
+        self._attention_prefill(heads, spec, source, batch, table, longest, out, AttentionMask.CROSS, lengths)
         return out
 
     def _attention_prefill(
-        self, q: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, out: cp.ndarray,
-        mask: AttentionMask = AttentionMask.CAUSAL, lengths: cp.ndarray | None = None,
+        self, q: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None,
+        max_context_len: int, out: cp.ndarray, mask: AttentionMask = AttentionMask.CAUSAL,
+        lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Attention of a step's tokens; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch."""
-        bias, max_distance = bias_arguments(spec)
-        self.kernels.attention_prefill.launch(
-            q.data.ptr, pitch_of(q), cache.keys.data.ptr, cache.values.data.ptr,
-            out.data.ptr, pitch_of(out), batch.cu_seqlens.data.ptr, batch.context_lens.data.ptr, batch.slots.data.ptr,
-            heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity=cache.capacity,
-            scale=spec.scale, window=spec.window, tokens=q.shape[0], batch_size=batch.batch_size,
-            mask=mask, bias=bias, max_distance=max_distance, lengths=address(lengths),
+        """Attention of a step's tokens; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch.
+
+        ``cache`` is paged by ``table``, or without one has keys ``[kv_heads, T, head_dim]`` of the step itself.
+        """
+        prefill, (bias, max_distance) = self.kernels.attention_prefill, bias_arguments(spec)
+        kind = {
+            "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "tokens": q.shape[0],
+            "batch_size": batch.batch_size, "max_context_len": max_context_len, "mask": mask,
+        }  # fmt: skip
+        int8 = cache.key_scales is not None
+        scratch_bytes = prefill.scratch_bytes(**kind, biased=bias != 0, int8=int8)
+        scratch = self.arrays.empty((scratch_bytes,), np.uint8)
+        prefill.launch(
+            q.data.ptr, pitch_of(q), cache.keys.data.ptr, cache.values.data.ptr, out.data.ptr, pitch_of(out),
+            batch.cu_seqlens.data.ptr, batch.context_lens.data.ptr, address(table), **kind,
+            table_pitch=0 if table is None else table.shape[1],
+            num_blocks=cache.keys.shape[1] if table is None else reserved_blocks(cache),
+            scale=spec.scale, window=spec.window, scratch=scratch.data.ptr, scratch_bytes=scratch_bytes,
+            counters=self._zeros("attention counters", COUNTERS, np.int32).data.ptr,
+            bias=bias, max_distance=max_distance, source_lens=address(lengths),
             key_scales=address(cache.key_scales), value_scales=address(cache.value_scales),
             stream=self.stream.ptr, dependent=True,
         )  # fmt: skip
 
     def _attention_decode(
-        self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, out: cp.ndarray,
-        lengths: cp.ndarray | None = None,
+        self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray,
+        out: cp.ndarray, lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Attention of one token per sequence over its cache, or over a source of ``lengths``."""
-        decode = self.kernels.attention_decode
-        split = decode.split_kv(spec, batch, batch.max_context_len if lengths is None else cache.capacity)
-        elements = split.partial_elements(spec, batch)
-        partials = self.arrays.empty((elements,), np.float32) if elements else None
-        arrival_counts = self._zeros("arrival_counts", batch.batch_size * spec.heads * split.cluster, np.int32)
-        decode.launch(self.kernels.step, x, spec, cache, batch, split, partials, arrival_counts, out, lengths)
+        decode, count = self.kernels.attention_decode, batch.batch_size
+        longest = batch.max_context_len if lengths is None else batch.max_source_len
+        records = self.arrays.empty((decode.record_elements(spec, count, longest),), np.float32)
+        arrivals = self._zeros("arrival counts", decode.arrival_elements(spec, count), np.int32)
+        decode.launch(
+            self.kernels.step, x, spec, cache, batch.context_lens, table, records, arrivals, out, longest, lengths
+        )
 
-    def _prepared_heads(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> cp.ndarray:
+    def _prepared_heads(
+        self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None
+    ) -> cp.ndarray:
         """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache."""
         heads = qkv if isinstance(qkv, DeferredMatmul) else self.materializer.to_half(qkv)
-        q = self.arrays.empty((qkv.shape[0], spec.heads, head_pitch_of(cache)), np.float16)
+        q = self.arrays.empty((qkv.shape[0], spec.heads, round_up(spec.head_dim, HEAD_PAD)), np.float16)
         self.kernels.prepare_heads.launch(
-            self.kernels.step, row_source(heads), spec, cache, batch, q, self._nbytes_moved(heads, q)
+            self.kernels.step, row_source(heads), spec, cache, batch, table, q, self._nbytes_moved(heads, q)
         )
         return q
 
@@ -596,3 +617,8 @@ class CudaBackend(Backend):
             with self.arrays.within(self.arena):
                 found = self._zeroed[purpose, count] = self.arrays.zeros((count,), dtype)
         return found
+
+
+def reserved_blocks(cache: LayerCache) -> int:
+    """The blocks that a cache may ever have at its address."""
+    return cache.num_blocks if cache.memory is None else int(cache.memory.most)

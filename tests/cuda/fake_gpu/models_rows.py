@@ -323,11 +323,11 @@ def embed(call: Call) -> None:
 
 
 @model
-def last_rows(call: Call) -> None:
-    rows, k = call.launch.grid[0], call.k
-    last = call.vector("cu_seqlens", rows + 1, np.int32)[1:] - 1
-    x = call.rows("x", int(last.max()) + 1, call.pitch, up(k, 8), F32)
-    call.rows("out", rows, call.out_pitch, up(k, 8), F32)[...] = x[last]
+def gather_rows(call: Call) -> None:
+    count, k = call.launch.grid[0], call.k
+    rows = call.vector("rows", count, np.int32) - call.before
+    x = call.rows("x", int(rows.max()) + 1, call.pitch, up(k, 8), F32)
+    call.rows("out", count, call.out_pitch, up(k, 8), F32)[...] = x[rows]
 
 
 @model

@@ -15,8 +15,8 @@ import numpy as np
 
 import fake_gpu
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import ForwardBatch
-from bminf_lite.layers.cache import KVCache, SourceCache
+from bminf_lite.backend.values import ForwardBatch, sequential_tables
+from bminf_lite.layers.cache import KVCache
 
 from . import fake_cublaslt, launching
 from .memory import Memory
@@ -64,8 +64,10 @@ def steps(context: int) -> Iterator[tuple[int, int, int]]:
     yield from ((1, 1, context - 1), (1, 1, 3), (2, 1, 40), (16, 1, 100), (1, context, 0), (3, 17, 0))
 
 
-def batch_of(ops: Backend, count: int, new: int, context_len: int) -> ForwardBatch:
-    return ForwardBatch.packed(ops.array, np.zeros((count, new)), [context_len] * count)
+def batch_of(ops: Backend, count: int, new: int, context_len: int, context: int, groups: int = 1) -> ForwardBatch:
+    tables, sources = [sequential_tables(count, context)] * groups, sequential_tables(count, SOURCE)
+    tokens, lengths = np.zeros((count, new)), [context_len] * count
+    return ForwardBatch.packed(ops.array, tokens, lengths, tables, sources, [SOURCE] * count)
 
 
 def run(name: str, config: dict[str, Any]) -> None:
@@ -78,12 +80,11 @@ def run(name: str, config: dict[str, Any]) -> None:
     limits, network = bench_model.engine_config, bench_model.network
     context = min(2048, limits.context_length)
     for count, new, context_len in steps(context):
-        cache = KVCache(ops, limits.cache_shape, count, context, limits.context_length)
+        cache = KVCache.for_sequences(ops, limits.cache_shape, count, context)
         if limits.is_encoder_decoder:
-            cache.source = SourceCache(ops, limits.cache_shape, count, SOURCE, limits.max_source_length)
-            cache.source.set_lengths(dict.fromkeys(range(count), SOURCE))
-            network.encode_to_cache(batch_of(ops, count, SOURCE, 0), cache.source)  # type: ignore[attr-defined]
-        network(batch_of(ops, count, new, context_len), cache)
+            cache.source = KVCache.for_sequences(ops, limits.cache_shape, count, SOURCE)
+            network.encode_to_cache(batch_of(ops, count, SOURCE, 0, context), cache.source)  # type: ignore[attr-defined]
+        network(batch_of(ops, count, new, context_len, context, len(limits.cache_shape.groups)), cache)
         cache.close()
     ops.close()
 

@@ -224,11 +224,11 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// out[b] = x[cu_seqlens[b + 1] - 1], the last row of each sequence; fp32. A block handles one row.
+// out[i] = x[rows[i] - before], fp32. A block handles one row.
 __global__ void __launch_bounds__(256)
-    last_rows(const int* cu_seqlens, const float* x, long long pitch, float* out, long long out_pitch, int k) {
+    gather_rows(const int* rows, int before, const float* x, long long pitch, float* out, long long out_pitch, int k) {
     wait_on_dependent_grids();
-    const long long from = cu_seqlens[blockIdx.x + 1] - 1, to = blockIdx.x;
+    const long long from = rows[blockIdx.x] - before, to = blockIdx.x;
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
         float v[8];
         load8(x + from * pitch + column, v);

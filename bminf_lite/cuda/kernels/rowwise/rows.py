@@ -85,7 +85,7 @@ class RowKernels:
             _possible_transform,
         )
         yield KernelFamily(cls.source, "dequantize", (("int", "float"), orders, BOOLEANS, kinds), _possible_dequantize)
-        yield from (KernelFamily(cls.source, name) for name in ("embed", "last_rows", "int8_to_half"))
+        yield from (KernelFamily(cls.source, name) for name in ("embed", "gather_rows", "int8_to_half"))
         yield KernelFamily(cls.unaligned_source, "norm_multi_pass", (BOOLEANS[::-1],))
         yield KernelFamily(cls.persistent_source, "layer_norm_persistent", (BOOLEANS[::-1], kinds, (512, 1024)))
 
@@ -193,10 +193,12 @@ class RowKernels:
         arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1])
         self._launcher.launch(step, self.source, "embed", len(out), 256, arguments, bytes_moved=2 * nbytes_of(out))
 
-    def last_rows(self, step: StepContext, cu_seqlens: cp.ndarray, x: cp.ndarray, out: cp.ndarray) -> None:
-        """The last row of each sequence, fp32."""
-        arguments = (cu_seqlens.data.ptr, x.data.ptr, pitch_of(x), out.data.ptr, pitch_of(out), out.shape[1])
-        self._launcher.launch(step, self.source, "last_rows", len(out), 256, arguments, bytes_moved=2 * nbytes_of(out))
+    def gather_rows(self, step: StepContext, rows: cp.ndarray, x: cp.ndarray, out: cp.ndarray, before: int = 0) -> None:
+        """The rows ``rows - before`` of ``x``, fp32; ``rows`` is int32."""
+        arguments = (rows.data.ptr, before, x.data.ptr, pitch_of(x), out.data.ptr, pitch_of(out), out.shape[1])
+        self._launcher.launch(
+            step, self.source, "gather_rows", len(out), 256, arguments, bytes_moved=2 * nbytes_of(out)
+        )
 
     def int8_to_half(self, step: StepContext, codes: cp.ndarray, out: cp.ndarray) -> None:
         """int8 codes as fp16 numbers, a multiple of 16 of them."""
