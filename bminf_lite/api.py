@@ -132,7 +132,7 @@ class Model:
         self.ops = ops = network.ops
         self._configured_eos_ids = eos_ids
         self._engine = engine = Engine(
-            engine_config, lambda blocks: ModelRunner(network, engine_config, blocks), ops.make_current, ops.close
+            engine_config, lambda blocks: ModelRunner(network, engine_config, blocks), ops.make_current
         )
         self._finalizer = weakref.finalize(self, engine.close)
         self._prompts = PromptEncoder(
@@ -180,7 +180,8 @@ class Model:
         It may be called while other threads generate: their calls raise the same error.
         """
         self._prompts.close()
-        self._finalizer()
+        if self._finalizer.detach():
+            self._engine.close(self.ops.close)
 
     def __reduce__(self) -> str:
         raise UsageError("a model cannot be copied, pickled or sent to another process: load its folder again there")

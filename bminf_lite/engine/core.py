@@ -71,9 +71,8 @@ class EngineStats:
 class Engine:
     """Requests in, tokens out, for every thread of the process.
 
-    ``on_start`` is called in the engine's thread before anything else, ``make_runner`` when the first request comes,
-    and ``on_close`` at the end (in the caller's thread if nothing has started the engine). A request's ``on_update`` is
-    called in the engine's thread too, so it must be quick.
+    ``on_start`` is called in the engine's thread before anything else, and ``make_runner`` when the first request
+    comes. A request's ``on_update`` is called there too, so it must be quick.
     """
 
     def __init__(
@@ -81,19 +80,17 @@ class Engine:
         config: EngineConfig,
         make_runner: Callable[[BlockManager], Runner],
         on_start: Callable[[], None] = lambda: None,
-        on_close: Callable[[], None] = lambda: None,
         block_size: int | None = None,
     ):
         self.config = config
         sizes = {} if block_size is None else {"block_size": block_size}
         self.blocks = BlockManager(
             config.cache_shape.groups, config.num_blocks, config.num_source_blocks,
-            max_piece=max(config.max_num_batched_tokens, config.max_num_mixed_tokens),
-            prefix_cache=config.prefix_cache, **sizes,
+            max_piece=config.max_num_batched_tokens, prefix_cache=config.prefix_cache, **sizes,
         )  # fmt: skip
         self._make_runner = make_runner
         self._on_start = on_start
-        self._on_close = on_close
+        self._on_close: Callable[[], None] = lambda: None
         self._runner: Runner | None = None
         self._scheduler: Scheduler | None = None
         self._in_flight: deque[tuple[Step, Launched]] = deque()
@@ -167,16 +164,21 @@ class Engine:
             cached_tokens=scheduler.num_cached_tokens if scheduler else 0,
         )
 
-    def close(self) -> None:
-        """End all requests with an error, give the memory back and stop the thread. May be called again."""
+    def close(self, on_close: Callable[[], None] = lambda: None) -> None:
+        """End all requests with an error, give the memory back and stop the thread. May be called again.
+
+        At the end the thread calls ``on_close``; if nothing has started it, the caller does.
+        """
         if os.getpid() != self._process:
             return  # the thread and the device belong to the parent
         with self._wake:
             started, first, self._closing = self._thread, not self._closing, True
+            if first:
+                self._on_close = on_close
             self._wake.notify()
         if started is None:
             if first:
-                self._on_close()
+                on_close()
         elif started is not threading.current_thread():
             started.join()
 

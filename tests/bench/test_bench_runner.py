@@ -7,9 +7,10 @@ import math
 
 import numpy as np
 import pytest
-from bminf_lite.engine.generation import generate_tokens
+from model_kit import run
 
 from bminf_lite import models
+from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.backend.functions import normalise, softmax
@@ -87,8 +88,7 @@ def test_a_session_decodes_what_the_engine_decodes(bench_model: BenchModel):
     """The same prompts, prefilled and decoded by both, give the same tokens."""
     prompts = [[5, 17, 250, 3, 99], [8, 8, 1, 0, 200]]
     requests = [Request(i, p, SamplingParams(max_new_tokens=6, seed=0, ignore_eos=True)) for i, p in enumerate(prompts)]
-    for _ in generate_tokens(bench_model.network, requests, bench_model.engine_config):
-        pass
+    run(Model(bench_model.network, bench_model.engine_config), requests)
     session = Session(bench_model, 2, 32)
     session.tokens = lambda shape: np.array(prompts, np.int32)  # type: ignore[method-assign]
     (chosen,) = session.prepare_prefill(5)()

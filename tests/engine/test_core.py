@@ -34,10 +34,12 @@ class StubEngine(Engine):
             return self.runner
 
         super().__init__(
-            make_config(blocks, **limits), make_runner, on_close=lambda: self.closed.append(threading.current_thread()),
-            block_size=SIZE,
+            make_config(blocks, **limits), make_runner, block_size=SIZE,
         )  # fmt: skip
         self.before_launch: Callable[[], None] = lambda: None
+
+    def close(self) -> None:
+        super().close(lambda: self.closed.append(threading.current_thread()))
 
     def check(self, request: Request) -> None:
         """The result is that of the request alone."""

@@ -46,28 +46,38 @@ def test_greedy_generation_takes_the_largest_logit_each_time(length, target):
 
 
 @given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=4),
     st.integers(1, 3),
     st.sampled_from([1, 7, 64]),
     st.sampled_from([0, 2]),
     st.sampled_from([0.0, 0.9]),
+    st.booleans(),
 )
-def test_a_ragged_batch_equals_its_prompts_alone(lengths, max_batch, chunk, max_steps_in_flight, temperature):
-    """For any chunks of sources and any reuse of slots. int8 products are exact in any batch."""
+def test_a_ragged_batch_equals_its_prompts_alone(lengths, max_batch, chunk, ahead, temperature, prefix_cache):
+    """For any grouping of sources, also of equal ones, which are encoded once. int8 products are exact in any batch."""
     params = SamplingParams(max_new_tokens=8, temperature=temperature, seed=5)
-    sources = [source_of(length, seed) for seed, length in enumerate(lengths)]
+    sources = [source_of(length, seed) for length, seed in lengths]
 
     def requests():
         return [Request(i, [1], params, EOS, source) for i, source in enumerate(sources)]
 
-    together = run(
-        make_model(WatchedBackend(max_steps_in_flight), quantized=True, max_batch=max_batch, chunk=chunk, **CONFIG),
-        requests(),
-    )
-    for request, alone in zip(together, requests(), strict=True):
-        run(EXACT, [alone])
-        assert (request.output_token_ids, request.finish_reason) == (alone.output_token_ids, alone.finish_reason)
-        assert request.logprobs == pytest.approx(alone.logprobs, rel=1e-5)
+    limits = {"prefix_cache": prefix_cache}
+    model = make_model(WatchedBackend(ahead), quantized=True, max_batch=max_batch, chunk=chunk, limits=limits, **CONFIG)
+    expected = run(EXACT, requests())
+    for _ in range(2):
+        for request, alone in zip(run(model, requests()), expected, strict=True):
+            assert (request.output_token_ids, request.finish_reason) == (alone.output_token_ids, alone.finish_reason)
+            assert request.logprobs == pytest.approx(alone.logprobs, rel=1e-5)
+    model.close()
+    assert model.ops.memory_is_free
+
+
+def test_few_blocks_for_sources_let_requests_wait():
+    sources = [source_of(length, 1) for length in (40, 9, 33, 20, 1)]
+    model = make_model(WatchedBackend(1), limits={"num_source_blocks": 2}, **CONFIG)
+    results = model.generate(sources, max_new_tokens=6, temperature=0)
+    expected = [FLOAT.generate(source, max_new_tokens=6, temperature=0) for source in sources]
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
 
 
 def test_decoding_ends_with_the_context():
@@ -75,22 +85,12 @@ def test_decoding_ends_with_the_context():
     assert len(result.token_ids) == 39 and result.finish_reason == "length"
 
 
-def test_an_interrupted_stream_gives_its_memory_back():
-    model = make_model(**CONFIG)
-    stream = model.stream([source_of(9), source_of(30)], max_new_tokens=30)
-    for _ in range(5):
-        next(stream)
-    assert not model.ops.memory_is_free
-    stream.close()
-    assert model.ops.memory_is_free
-
-
 def test_out_of_memory_for_sources_gives_the_decoder_cache_back():
     class FullBackend(WatchedBackend):
-        def layer_cache(self, slots, kv_heads, capacity, head_dim, *, int8=False):
+        def layer_cache(self, *shape, **kind):
             if len(self.arrays) == 2 * CONFIG["num_decoder_layers"]:
                 raise MemoryError("none left")
-            return super().layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
+            return super().layer_cache(*shape, **kind)
 
     ops = FullBackend()
     with pytest.raises(OutOfMemory, match="none left") as failure:
@@ -103,10 +103,11 @@ def test_out_of_memory_for_sources_gives_the_decoder_cache_back():
     [
         (lambda: FLOAT.generate(source_of(41)), "41 tokens, but the model's encoder reads 40 at most"),
         (lambda: FLOAT.generate(EncodedPrompt((1, 2), target=(3,) * 39)), "target has 39 tokens, but .* context is 40"),
+        (lambda: FLOAT.generate(source_of(9), prompt_logprobs=True), "prompt_logprobs is True, but .* an encoder"),
         (lambda: FLOAT.logits([1, 2, 3]), "source of 1 to 40 token ids, not none"),
         (lambda: FLOAT.logits([1], source=[3, 61]), "token 1 is 61"),
     ],
-    ids=["source", "target", "no source", "id"],
+    ids=["source", "target", "log-probabilities", "no source", "id"],
 )
 def test_invalid_input_is_refused(call, words):
     with pytest.raises(UsageError, match=words):

@@ -1,29 +1,45 @@
-"""The decoding loop: a request gets the same tokens however requests are batched, chunked and run ahead."""
+"""Generation by real models: a request gets what it gets alone, whatever runs beside it and however it is cut."""
 
 from __future__ import annotations
 
-from contextlib import closing
-from itertools import zip_longest
+import asyncio
+import threading
+import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from bminf_lite.engine.generation import generate_tokens
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit import WatchedBackend, make_model, prompt_of, request, run
 
 from bminf_lite.api import Model
 from bminf_lite.engine.request import Request
-from bminf_lite.errors import BminfError, OutOfMemory
+from bminf_lite.errors import BminfError, OutOfMemory, UsageError
 
 EOS = frozenset([11, 23])
+CONTEXT = 256
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": {"model_type": "mistral", "sliding_window": 40},
+    "mixed": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1},
+}
+
+
+def tiny(kind: str = "full", ops: WatchedBackend | None = None, int8: bool = False, **options: Any) -> Model:
+    """A float model. With an int8 cache, a sum in another order may change a code, and a log-probability a little."""
+    base = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}  # fmt: skip
+    config = {"model_type": "llama"} | base | KINDS[kind]
+    model = make_model(ops, **options, **config)
+    shape = replace(model.engine_config.cache_shape, int8=int8)
+    return Model(model.network, replace(model.engine_config, cache_shape=shape), eos_ids=model.eos_ids)
+
+
+ALONE = {(kind, int8): tiny(kind, int8=int8) for kind in KINDS for int8 in (False, True)}
 EXACT = make_model(quantized=True)
 FLOAT = make_model()
-CONTEXT = EXACT.engine_config.context_length
-
-
-def outcome(r: Request) -> tuple[list[int], str | None, list[float]]:
-    return r.output_token_ids, r.finish_reason, r.logprobs
 
 
 def greedy_by_hand(model: Model, prompt: list[int], count: int) -> list[int]:
@@ -40,40 +56,92 @@ SAMPLERS = st.sampled_from(
         {"temperature": 1.5, "top_k": 9, "top_p": 0.8},
         {"repetition_penalty": 1.4},
         {"temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.3},
+        {"temperature": 0.7, "logit_bias": {5: 3.0}, "min_tokens": 1, "logprobs": 2},
     ]
 )
+LENGTHS = st.one_of(st.integers(1, 80), st.integers(1, 200))
 REQUESTS = st.lists(
-    st.tuples(st.integers(1, CONTEXT - 1), st.integers(1, 14), SAMPLERS, st.booleans()), min_size=1, max_size=5
+    st.tuples(LENGTHS, st.integers(0, 2), st.integers(1, 14), SAMPLERS, st.booleans()), min_size=1, max_size=5
 )
 
 
 def make_requests(drawn: list) -> list[Request]:
+    """Prompts of few families, so that they share prefixes."""
     return [
-        request(i, prompt_of(length, i), EOS, max_new_tokens=new, ignore_eos=ignore, **sampler)
-        for i, (length, new, sampler, ignore) in enumerate(drawn)
+        request(i, prompt_of(200, family)[:length], EOS, max_new_tokens=new, ignore_eos=ignore, **sampler)
+        for i, (length, family, new, sampler, ignore) in enumerate(drawn)
     ]
 
 
-# -- invariants -------------------------------------------------------------------------------------------------------
+def check_equal(found: Request, expected: Request, atol: float = 1e-5) -> None:
+    assert (found.output_token_ids, found.finish_reason) == (expected.output_token_ids, expected.finish_reason)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-4, atol=atol)
 
 
-@given(REQUESTS, st.integers(1, 5), st.integers(0, 3))
-def test_together_or_alone_is_the_same(drawn, max_batch, max_steps_in_flight):
-    """Ragged prompts, more of them than slots, regrouping, growth, penalties, draws: bit for bit."""
-    ops = WatchedBackend(max_steps_in_flight)
-    together = run(make_model(ops, quantized=True, max_batch=max_batch), make_requests(drawn))
-    alone = [run(EXACT, [r])[0] for r in make_requests(drawn)]
-    assert [outcome(r) for r in together] == [outcome(r) for r in alone]
+# -- equal to alone ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["fp32 cache", "int8 cache"])
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12)
+@given(
+    drawn=REQUESTS, max_batch=st.integers(1, 5), ahead=st.integers(0, 3), chunk=st.sampled_from([7, 64, 300]),
+    mixed=st.sampled_from([1, 9, 300]), blocks=st.sampled_from([6, 7, 20]), prefix_cache=st.booleans(),
+)  # fmt: skip
+def test_together_or_alone_is_the_same(kind, int8, drawn, max_batch, ahead, chunk, mixed, blocks, prefix_cache):
+    """In pieces, beside others, behind cached prefixes (also in a second round), and preempted for lack of blocks."""
+    limits = {"max_num_mixed_tokens": mixed, "prefix_cache": prefix_cache}
+    ops = WatchedBackend(ahead)
+    model = tiny(kind, ops, int8, max_batch=max_batch, chunk=chunk, num_blocks=blocks, limits=limits)
+    expected = run(ALONE[kind, int8], make_requests(drawn))
+    for _ in range(2):
+        for found, alone in zip(run(model, make_requests(drawn)), expected, strict=True):
+            check_equal(found, alone, 0.05 if int8 else 1e-5)
+    model.close()
     assert ops.memory_is_free
 
 
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=4), st.integers(1, 40), st.integers(0, 2))
-def test_chunks_of_prompts_are_the_same_as_whole_prompts(lengths, chunk, max_steps_in_flight):
-    def tokens(model: Model) -> list[list[int]]:
-        requests = [request(i, prompt_of(n, i), max_new_tokens=6) for i, n in enumerate(lengths)]
-        return [r.output_token_ids for r in run(model, requests)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_preempted_requests_continue_as_if_nothing_had_happened(kind):
+    drawn = [(60, i, 90, {"temperature": 0.9 * (i % 2)}, True) for i in range(3)]
+    with tiny(kind, WatchedBackend(1), num_blocks=6, chunk=32) as model:
+        together = run(model, make_requests(drawn))
+        assert model.stats().preemptions > 0 or kind == "window", "a window gives its blocks back"
+        assert model.stats().blocks_used == 0
+    for found, alone in zip(together, make_requests(drawn), strict=True):
+        check_equal(found, run(ALONE[kind, False], [alone])[0])
 
-    assert tokens(make_model(WatchedBackend(max_steps_in_flight), chunk=chunk, max_batch=3)) == tokens(FLOAT)
+
+def test_what_is_cancelled_beside_a_request_does_not_touch_it():
+    ops = WatchedBackend(1)
+    with tiny("full", ops, num_blocks=9, max_batch=3) as model:
+        kept = request(0, prompt_of(70), max_new_tokens=60, temperature=0.8)
+        others = [request(i, prompt_of(100, i), max_new_tokens=100) for i in range(1, 8)]
+        run_thread = threading.Thread(target=run, args=(model, [kept]))
+        model._engine.submit(others)
+        run_thread.start()
+        for other in others:
+            time.sleep(0.01)
+            model._engine.cancel([other])
+        run_thread.join()
+        check_equal(kept, run(ALONE["full", False], [request(0, prompt_of(70), max_new_tokens=60, temperature=0.8)])[0])
+        assert any(other.finish_reason == "cancelled" for other in others)
+
+
+def test_a_prefix_is_computed_once_and_the_results_say_so():
+    with tiny(chunk=64) as model:
+        prompt = prompt_of(200)
+        first, second = (model.generate(prompt, max_new_tokens=8, ignore_eos=True) for _ in range(2))
+        assert (first.cached_tokens, second.cached_tokens) == (0, 192) and first.token_ids == second.token_ids
+        turn = model.generate([*prompt, *second.token_ids, 5], max_new_tokens=4)
+        assert turn.cached_tokens == 192 and second.to_dict()["cached_tokens"] == 192
+        many = model.generate([prompt_of(140, 3)] * 4, max_new_tokens=4, temperature=1.0, seed=3)
+        assert [r.cached_tokens for r in many] == [0, 128, 128, 128]
+        assert model.generate(prompt, max_new_tokens=2, cache_salt="tenant").cached_tokens == 0
+        assert model.stats().cached_tokens == 192 * 2 + 128 * 3
+        expected = [r.token_ids for r in ALONE["full", False].generate([prompt_of(140, 3)] * 4, max_new_tokens=4,
+                                                                         temperature=1.0, seed=3)]  # fmt: skip
+        assert [r.token_ids for r in many] == expected
 
 
 def test_greedy_takes_the_largest_logit_each_time():
@@ -91,9 +159,32 @@ def test_streams_interleave():
     options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 5}
     prompts = [prompt_of(20, 1), [prompt_of(3, 2), prompt_of(50, 3)]]
     streams = [model.stream(p, **options) for p in prompts]
-    ends = [p.result for pair in zip_longest(*streams) for p in pair if p is not None and p.result is not None]
-    expected = [model.generate(prompts[0], **options), *model.generate(prompts[1], **options)]
-    assert sorted(r.token_ids for r in ends) == sorted(r.token_ids for r in expected)
+    first = [next(stream) for stream in streams]
+    ends = [p.result for stream in streams for p in stream if p.result is not None]
+    expected = [EXACT.generate(prompts[0], **options), *EXACT.generate(prompts[1], **options)]
+    assert len(first) == 2 and sorted(r.token_ids for r in ends) == sorted(r.token_ids for r in expected)
+
+
+def test_asyncio():
+    async def together() -> tuple[Any, Any, list[int]]:
+        streamed = []
+
+        async def read() -> None:
+            async for piece in EXACT.astream(prompt_of(9, 2), max_new_tokens=9):
+                streamed.extend(piece.token_ids)
+
+        one, several, _ = await asyncio.gather(
+            EXACT.agenerate(prompt_of(5), max_new_tokens=7),
+            EXACT.agenerate([prompt_of(4), prompt_of(6)], max_new_tokens=7, temperature=1.0, seed=2),
+            read(),
+        )
+        return one, several, streamed
+
+    one, several, streamed = asyncio.run(together())
+    assert one.token_ids == EXACT.generate(prompt_of(5), max_new_tokens=7).token_ids
+    expected = EXACT.generate([prompt_of(4), prompt_of(6)], max_new_tokens=7, temperature=1.0, seed=2)
+    assert [r.token_ids for r in several] == [r.token_ids for r in expected]
+    assert streamed == EXACT.generate(prompt_of(9, 2), max_new_tokens=9).token_ids
 
 
 def test_seeds():
@@ -105,10 +196,44 @@ def test_seeds():
     assert len({tuple(EXACT.generate(prompt_of(5), **options).token_ids) for _ in range(4)}) == 4
 
 
+# -- logits and log-probabilities of prompts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_of_a_prompt(kind, rows):
+    """However many a step computes, and although the prompt is in the cache."""
+    with tiny(kind, limits={"max_logit_rows": rows}) as model:
+        prompt = prompt_of(150)
+        model.generate(prompt, max_new_tokens=1)
+        result = model.generate(prompt, max_new_tokens=3, prompt_logprobs=True, logprobs=0)
+        logits = model.logits(prompt).astype(np.float64)[:-1]
+        logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        expected = logprobs[np.arange(149), prompt[1:]]
+        assert result.prompt_logprobs[0] is None and result.cached_tokens == 0
+        np.testing.assert_allclose(result.prompt_logprobs[1:], expected, atol=2e-5)
+        assert result.token_ids == model.generate(prompt, max_new_tokens=3).token_ids
+        assert result.to_dict()["prompt_logprobs"] == result.prompt_logprobs
+        assert model.generate([3], max_new_tokens=1, prompt_logprobs=True).prompt_logprobs == [None]
+
+
+def test_logits_while_others_generate():
+    prompts = [prompt_of(90, i) for i in range(4)]
+    expected = [ALONE["full", False].logits(p) for p in prompts]
+    with tiny(ops=WatchedBackend(1), num_blocks=7, chunk=32, max_batch=3) as model:
+        stream = model.stream([prompt_of(60, 8), prompt_of(60, 9)], max_new_tokens=100, ignore_eos=True)
+        next(stream)
+        for prompt, logits in zip(prompts, expected, strict=True):
+            np.testing.assert_allclose(model.logits(prompt), logits, atol=1e-5)
+            np.testing.assert_allclose(model.logits(prompt, device=True), logits, atol=1e-5)
+        assert all(len(p.token_ids) == 1 for p in stream)
+
+
 # -- how a request ends -----------------------------------------------------------------------------------------------
 
 
 def test_what_ends_a_request():
+    context = FLOAT.engine_config.context_length
     tokens = greedy_by_hand(FLOAT, prompt_of(5), 20)
     eos = frozenset([tokens[7]])
     (r,) = run(FLOAT, [request(0, prompt_of(5), eos, max_new_tokens=20)])
@@ -116,9 +241,9 @@ def test_what_ends_a_request():
     assert (r.finish_reason, r.ended_by_eos) == ("stop", True)
     (r,) = run(FLOAT, [request(0, prompt_of(5), eos, max_new_tokens=20, ignore_eos=True)])
     assert (r.output_token_ids, r.finish_reason, r.ended_by_eos) == (tokens, "length", False)
-    for length in (CONTEXT - 1, CONTEXT - 5):
+    for length in (context - 1, context - 5):
         (r,) = run(FLOAT, [request(0, prompt_of(length), max_new_tokens=1000)])
-        assert (len(r.output_token_ids), r.finish_reason) == (CONTEXT - length, "length")
+        assert (len(r.output_token_ids), r.finish_reason) == (context - length, "length")
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [0, 1, 3])
@@ -129,159 +254,113 @@ def test_no_step_is_wasted_on_a_request_that_is_alone(max_steps_in_flight, new):
     assert (len(result.token_ids), result.finish_reason, ops.samples) == (new, "length", new)
 
 
-@pytest.mark.parametrize("max_steps_in_flight", [0, 2])
-def test_a_row_at_the_end_of_the_context_does_not_overrun_it(max_steps_in_flight):
-    """Seven rows continue long after the first has ended: the group is formed anew."""
-    ops = WatchedBackend(max_steps_in_flight)
-    drawn = [(n, 60, {}, True) for n in (CONTEXT - 2, *range(2, 9))]
-    together = run(make_model(ops, quantized=True), make_requests(drawn))
-    alone = [run(EXACT, [r])[0] for r in make_requests(drawn)]
-    assert [outcome(r) for r in together] == [outcome(r) for r in alone]
-    assert ops.largest == CONTEXT
-
-
-@pytest.mark.parametrize("max_steps_in_flight", [0, 1])
-def test_the_cache_does_not_grow_for_a_row_that_has_ended(max_steps_in_flight):
-    ops = WatchedBackend(max_steps_in_flight)
-    requests = [request(0, prompt_of(20), max_new_tokens=4)]
-    requests += [request(i, prompt_of(2, i), max_new_tokens=20) for i in range(1, 8)]
-    run(make_model(ops), requests)
-    assert ops.grown == 0
-
-
-def test_a_waiting_request_starts_when_a_slot_is_free(monkeypatch):
-    for module in ("layers.cache", "engine.scheduler"):  # a cache that grows would end the group too
-        monkeypatch.setattr(f"bminf_lite.{module}.CACHE_BLOCK", CONTEXT)
-    lengths = [30, 30, 3, 30, 30, 30, 30, 30, 4, 4]
-    requests = [request(i, prompt_of(5, i), max_new_tokens=n) for i, n in enumerate(lengths)]
-    run(make_model(WatchedBackend(1), max_batch=8), requests)
-    assert [r.slot for r in requests] == [*range(8), 2, 2]
-    assert all(r.last_token_time < requests[0].last_token_time for r in requests[8:])
-
-
-def test_ending_a_request_from_outside():
-    requests = [request(i, prompt_of(6, i), max_new_tokens=30) for i in range(3)]
-    with closing(generate_tokens(FLOAT.network, requests, FLOAT.engine_config)) as steps:
-        for r in steps:
-            if r.index == 1 and len(r.output_token_ids) == 4:
-                r.finish_reason = "stop"
-    assert [len(r.output_token_ids) for r in requests] == [30, 4, 30]
-
-
-# -- what a backend relies on -----------------------------------------------------------------------------------------
-
-
-class CapturingBackend(WatchedBackend):
-    """Checks that a replayed step uses the same arrays as when it was captured."""
-
-    def __init__(self) -> None:
-        super().__init__(max_steps_in_flight=1)
-        self.captures = 0
-        self.touched: list[int] = []
-
-    def attention(self, qkv, spec, cache, batch):
-        self.touched += map(id, (cache.keys, cache.values, batch.tokens, batch.context_lens))
-        self.touched += [cache.capacity, batch.max_context_len]
-        return super().attention(qkv, spec, cache, batch)
-
-    def capture(self, work):
-        self.captures += 1
-        first: list[list[int]] = []
-
-        def checked():
-            self.touched = []
-            result = work()
-            first.append(self.touched)
-            assert self.touched == first[0]
-            assert self.touched[-1] <= self.touched[-2]
-            return result
-
-        return checked
-
-
-def test_a_captured_step_is_replayed_on_the_same_arrays():
-    ops = CapturingBackend()
-    run(make_model(ops), [request(i, prompt_of(3 + i, i), max_new_tokens=40) for i in range(3)])
-    assert 1 < ops.captures <= 1 + ops.grown // 2 + 3
-
-
-def test_a_chunk_that_completes_no_prompt_chooses_no_token():
+def test_a_piece_that_completes_no_prompt_chooses_no_token():
     ops = WatchedBackend()
     run(make_model(ops, chunk=8), [request(0, prompt_of(40), max_new_tokens=1)])
     assert ops.samples == 1
 
 
+def test_a_deadline():
+    ops = WatchedBackend()
+    ops.interrupt = lambda: time.sleep(0.01)
+    with make_model(ops) as model:
+        pieces = list(model.stream(prompt_of(5), max_new_tokens=90, deadline=0.15))
+        assert pieces[-1].result.finish_reason == "deadline"
+        assert [t for p in pieces for t in p.token_ids] == pieces[-1].result.token_ids and len(pieces) < 60
+
+
+def test_a_request_that_waits_starts_when_another_ends():
+    with make_model(WatchedBackend(1), max_batch=2) as model:
+        requests = [request(i, prompt_of(5, i), max_new_tokens=n) for i, n in enumerate([30, 3, 4, 4])]
+        run(model, requests)
+    assert all(r.last_token_time < requests[0].last_token_time for r in requests[1:])
+    assert requests[3].start_time >= requests[2].start_time >= requests[1].last_token_time
+
+
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"priority": 1.5}, "priority is 1.5, but must be a whole number"),
+        ({"deadline": 0}, "deadline is 0, but must be seconds, more than 0"),
+        ({"cache_salt": 3}, "cache_salt is 3, but must be a text"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is 1, but must be True or False"),
+        ({"max_new_tokens": 96}, "can never run: 96 tokens need 2 blocks of 64 tokens .* which has 1"),
+    ],
+)
+def test_invalid_options(options, words):
+    with make_model(num_blocks=2) as model, pytest.raises(UsageError, match=words):
+        model.generate(prompt_of(5), **options)
+
+
 class FullBackend(WatchedBackend):
-    """Lets the cache of one layer grow, and fails at the next."""
+    """Has memory for the cache's first blocks and no more, until ``is_full`` is false."""
 
-    def __init__(self, most: int):
-        super().__init__(max_steps_in_flight=1)
-        self.most = most
+    is_full = True
 
-    def layer_cache(self, slots, kv_heads, capacity, head_dim, *, int8=False):
-        if slots * capacity > self.most and len(self.arrays) % 4:
+    def grow(self, cache, num_blocks):
+        if self.is_full:
             raise MemoryError("64 bytes asked for, none left")  # as NumPy's; a GPU's is OutOfMemory, which is one too
-        return super().layer_cache(slots, kv_heads, capacity, head_dim, int8=int8)
+        super().grow(cache, num_blocks)
 
 
-def test_out_of_memory_leaves_a_usable_model():
-    """At the start, and while decoding. Memory is free although the failures' tracebacks are alive."""
-    ops = FullBackend(40)
+def test_out_of_memory_leaves_a_usable_model(monkeypatch):
+    monkeypatch.setattr("bminf_lite.engine.model_runner.FIRST_BLOCKS", 3)
+    ops = FullBackend(max_steps_in_flight=1)
     model = make_model(ops)
-    with pytest.raises(OutOfMemory, match="max_batch") as at_start:
-        model.generate([prompt_of(20, i) for i in range(8)], max_new_tokens=4)
+    with pytest.raises(OutOfMemory, match=r"no room for the key-value cache: 64 bytes.* max_batch"):
+        model.generate([prompt_of(70, i) for i in range(2)], max_new_tokens=4)
+    expected = FLOAT.generate(prompt_of(70), max_new_tokens=4).token_ids
+    assert model.generate(prompt_of(70), max_new_tokens=4).token_ids == expected
+    ops.is_full = False
+    assert model.generate([prompt_of(70)] * 3, max_new_tokens=4)[2].token_ids == expected
+    model.close()
     assert ops.memory_is_free
-    pieces = []
-    with pytest.raises(OutOfMemory, match=r"no room for .* tokens of 1 sequences.*64 bytes") as while_decoding:
-        pieces.extend(model.stream(prompt_of(8), max_new_tokens=80))
-    assert 8 < len(pieces) < 80
-    assert ops.memory_is_free
-    assert at_start and while_decoding and len(model.generate(prompt_of(8), max_new_tokens=8).token_ids) == 8
 
 
-@pytest.mark.parametrize("when", [1, 2, 7])
-def test_an_interrupt_at_any_time_gives_memory_back(when):
-    ops = WatchedBackend(max_steps_in_flight=1)
-    model = make_model(ops)
-    expected = model.generate(prompt_of(5), max_new_tokens=12).token_ids
-    ops.samples = 0
+def test_out_of_memory_at_the_start_is_an_error_of_the_call():
+    class NoMemory(WatchedBackend):
+        def layer_cache(self, *shape, **kind):
+            if len(self.arrays) == 2:
+                raise MemoryError("none left")
+            return super().layer_cache(*shape, **kind)
 
-    def interrupt() -> None:
-        if ops.samples == when:
-            raise KeyboardInterrupt
-
-    ops.interrupt = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(prompt_of(5), max_new_tokens=12)
-    assert ops.memory_is_free
-    assert model.generate(prompt_of(5), max_new_tokens=12).token_ids == expected
+    ops = NoMemory()
+    with pytest.raises(OutOfMemory, match="none left") as failure:
+        make_model(ops).generate(prompt_of(5))
+    assert failure and ops.memory_is_free
 
 
-def test_closing_a_stream_early_gives_memory_back():
-    ops = WatchedBackend(max_steps_in_flight=2)
-    model = make_model(ops)
+def test_closing_a_stream_early_gives_its_blocks_back():
+    model = make_model(WatchedBackend(max_steps_in_flight=2))
     unused = model.stream(prompt_of(5))
-    assert not ops.arrays
     unused.close()
-    stream = model.stream([prompt_of(5), prompt_of(9)], max_new_tokens=12)
+    assert model.stats().steps == 0
+    stream = model.stream([prompt_of(5), prompt_of(9)], max_new_tokens=80)
     for _ in range(7):
         next(stream)
-    assert not ops.memory_is_free
+    assert model.stats().running == 2
     stream.close()
-    assert ops.memory_is_free
+    model.generate([1], max_new_tokens=1)
+    assert (model.stats().running, model.stats().blocks_used) == (0, 0)
     assert list(stream) == []
-    assert len(model.generate(prompt_of(5), max_new_tokens=12).token_ids) == 12
+    model.close()
+    assert model.ops.memory_is_free
 
 
-def test_nan_logits_are_an_error_that_names_the_position():
+def test_nan_logits_are_an_error_of_their_request_that_names_the_position():
     class Broken(WatchedBackend):
         def sample(self, logits, sampler, batch=None):
-            return super().sample(logits if self.samples < 3 else logits * np.nan, sampler, batch)
+            broken = logits.copy()
+            broken[0] *= np.nan if self.samples == 3 else 1
+            return super().sample(broken, sampler, batch)
 
-    ops = Broken()
+    model = make_model(Broken())
+    bad, good = request(0, prompt_of(5), max_new_tokens=12), request(1, prompt_of(6), max_new_tokens=12)
     with pytest.raises(BminfError, match="prompt 0: no token can be chosen at position 8"):
-        make_model(ops).generate(prompt_of(5), max_new_tokens=12)
-    assert ops.memory_is_free
+        run(model, [bad, good])
+    model.generate([1], max_new_tokens=20)
+    check_equal(good, run(FLOAT, [request(1, prompt_of(6), max_new_tokens=12)])[0])
+    assert len(bad.output_token_ids) == 3 and model.stats().blocks_used == 0

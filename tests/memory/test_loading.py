@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ import bminf_lite
 from bminf_lite import backend
 from bminf_lite import placement as planning
 from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.values import BLOCK_SIZE
+from bminf_lite.engine.model_runner import FIRST_BLOCKS
 from bminf_lite.errors import CheckpointError, OutOfMemory, UsageError
 from bminf_lite.memory.planner import Machine, plan_memory
 
@@ -86,24 +87,21 @@ def test_a_context_out_of_range(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_cache_and_chunks_are_as_planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_of(memory_that_streams(folder), monkeypatch)
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int | None]] = []
     layer_cache = device.layer_cache
 
-    def watch(slots: int, kv_heads: int, capacity: int, head_dim: int, **kind: bool) -> Any:
-        asked.append((slots, capacity))
-        return layer_cache(slots, kv_heads, capacity, head_dim, **kind)
+    def watch(num_blocks: int, kv_heads: int, head_dim: int, **kind: Any) -> Any:
+        asked.append((num_blocks, kind["max_blocks"]))
+        return layer_cache(num_blocks, kv_heads, head_dim, **kind)
 
     with bminf_lite.load(folder, context=CONTEXT) as model:
-        assert model.engine_config.max_num_batched_tokens < 2048
+        config = model.engine_config
+        assert config.max_num_batched_tokens < 2048 and config.max_num_seqs >= 1
+        assert config.num_blocks[0] >= 1 + CONTEXT // BLOCK_SIZE
         monkeypatch.setattr(device, "layer_cache", watch)
-        model.generate([5, 6], max_new_tokens=2)
         model.generate([[5, 6], [7]], max_new_tokens=2)
-        assert set(asked) == {(1, CONTEXT), (2, CONTEXT)}  # which is the smallest block
-        model.engine_config = replace(model.engine_config, cache_tokens=2 * CONTEXT)
-        asked.clear()
-        model.generate([5, 6], max_new_tokens=2)
-        model.generate([[5, 6], [7]], max_new_tokens=2)
-        assert asked == [(1, 2 * CONTEXT)] * 9 + [(2, CONTEXT)] * 9
+        assert set(asked) == {(min(FIRST_BLOCKS, *config.num_blocks), *config.num_blocks)}
+        assert len(model.generate([5] * (CONTEXT - 2), max_new_tokens=2).token_ids) == 2
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
