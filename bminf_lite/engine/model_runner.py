@@ -10,16 +10,17 @@ from typing import Protocol, cast
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.sampling import SequenceSampling
+from ..backend.sampling import SamplerVariant, SequenceSampling
 from ..backend.values import Array, ForwardBatch
 from ..errors import OutOfMemory
 from ..layers.cache import KVCache, blocks_for
 from .block_manager import BlockManager, BlockPool, SequenceBlocks
 from .config import EngineConfig
+from .decode_steps import DecodeInputs, DecodeSteps
 from .request import Request
 from .sampler_table import SamplerTable
 from .sampling_params import sequence_sampling
-from .scheduler import Step, StepResult
+from .scheduler import ScheduledTokens, Step, StepResult
 
 FIRST_BLOCKS = 64
 """Blocks that a pool has at first, if it may have so many."""
@@ -102,6 +103,11 @@ class ModelRunner:
                 except BaseException:
                     self.close()
                     raise
+        self._decode_steps = DecodeSteps(
+            self.ops, lambda batch: self.network(batch, self.cache), self.table.device_table,
+            max_num_seqs=config.max_num_seqs, num_groups=len(config.num_blocks), context_length=config.context_length,
+            max_source_length=config.max_source_length if config.num_source_blocks else 0,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Give the memory of the cache back; nothing can be run afterwards."""
@@ -137,10 +143,16 @@ class ModelRunner:
         scored = [p for p in step.parts if p.num_scored]
         taken = [p for p in step.parts if p.request.take_logits]
         sampler = self.table.state(self.ops.array(np.array(sampled, np.int32)), self.table.variant(sampled))
-        batch = self._make_batch(step)
-        if any(p.request.num_pending_tokens > p.samples for p in step.parts):
-            self.ops.insert_last_tokens(batch.tokens, sampler)
-        logits = self.network(batch, self.cache)
+        if step.num_decodes == len(sampled) == len(step.parts) and not taken:
+            logits = self._decode_steps.run(self._decode_inputs(step.parts))
+        else:
+            batch = self._make_batch(step)
+            if any(p.request.num_pending_tokens > p.samples for p in step.parts):
+                rows = [p.request.row for p in step.parts[: step.num_decodes]]
+                self.ops.insert_last_tokens(
+                    batch.tokens, self.table.state(self.ops.array(np.array(rows, np.int32)), SamplerVariant.GREEDY)
+                )
+            logits = self.network(batch, self.cache)
         choice = scores = None
         if sampled:
             choice = self.ops.fetch(self.ops.sample(logits[: len(sampled)], sampler))
@@ -156,6 +168,26 @@ class ModelRunner:
             part.request.take_logits(part.start, logits[first:end])
         return LaunchedStep(choice, scores)
 
+    def warm_up(self) -> None:
+        """Capture the decode steps of every size, so that no later step waits for that."""
+        self._decode_steps.warm_up()
+
+    def _decode_inputs(self, parts: Sequence[ScheduledTokens]) -> DecodeInputs:
+        """The inputs of a step that decodes all its sequences."""
+        requests = [p.request for p in parts]
+        known = [
+            NO_TOKEN if r.num_known_tokens <= p.start else r.last_token for p, r in zip(parts, requests, strict=True)
+        ]
+        tables, source_tables, source_lens = self._host_tables(requests)
+        return DecodeInputs(
+            tokens=np.array(known, np.int32),
+            rows=np.array([r.row for r in requests], np.int32),
+            context_lens=np.array([p.start for p in parts], np.int32),
+            tables=tables,
+            source_tables=source_tables,
+            source_lens=source_lens,
+        )
+
     def _make_batch(self, step: Step) -> ForwardBatch:
         """The arguments of the model. The rows of ``logits`` are: those to sample from, those to score, those taken."""
         parts, array = step.parts, self.ops.array
@@ -170,23 +202,25 @@ class ModelRunner:
         taken = [range(start, start + p.num_tokens) for p, start in pairs if p.request.take_logits]
         rows = [*ends, *(row for group in (*scored, *taken) for row in group)] or [len(tokens) - 1]
         is_each_last = step.num_decodes == len(parts) and rows == list(range(len(parts)))
-        tables, source_tables, source_lens = self._device_tables([p.request for p in parts])
+        tables, source_tables, source_lens = self._host_tables([p.request for p in parts])
         return ForwardBatch(
             tokens=array(tokens),
             cu_seqlens=array(starts.astype(np.int32)),
             context_lens=array(np.array([p.start for p in parts], np.int32)),
-            block_tables=tables,
+            block_tables=tuple(map(array, tables)),
             batch_size=len(parts),
             max_query_len=max(p.num_tokens for p in parts),
             max_context_len=max(p.stop for p in parts),
             num_decodes=step.num_decodes,
             logit_rows=None if is_each_last else array(np.array(rows, np.int32)),
-            source_tables=source_tables,
-            source_lens=source_lens,
+            source_tables=None if source_tables is None else array(source_tables),
+            source_lens=None if source_lens is None else array(source_lens),
             max_source_len=max(len(p.request.source_token_ids) for p in parts),
         )
 
-    def _device_tables(self, requests: Sequence[Request]) -> tuple[tuple[Array, ...], Array, Array]:
+    def _host_tables(
+        self, requests: Sequence[Request]
+    ) -> tuple[list[np.ndarray], np.ndarray | None, np.ndarray | None]:
         """The block tables of a step's sequences, the tables of their sources, and the sources' lengths."""
         rows, found = [r.row for r in requests], []
         for group, (tables, window) in enumerate(zip(self._tables, self.blocks.windows, strict=True)):
@@ -195,14 +229,14 @@ class ModelRunner:
                 table = _blocks(request).tables[group]
                 width = max(width, len(table))
                 tables.update(request, table, window is not None)
-            found.append(self.ops.array(tables.array[rows, :width]))
+            found.append(tables.array[rows, :width])
         if self.cache.source is None:
-            return tuple(found), None, None
+            return found, None, None
         for request in requests:
             self._source_tables.update(request, _blocks(request).source_table, False)
         lens = np.array([len(r.source_token_ids) for r in requests], np.int32)
         width = blocks_for(int(lens.max()))
-        return tuple(found), self.ops.array(self._source_tables.array[rows, :width]), self.ops.array(lens)
+        return found, self._source_tables.array[rows, :width], lens
 
     def _encode(self, requests: Sequence[Request]) -> None:
         """Encode the sources of requests, all at once."""

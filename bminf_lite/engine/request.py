@@ -108,6 +108,11 @@ class Request:
             return self.output_token_ids[start - length : stop - length]
         return [*self.prompt_token_ids[start:], *self.output_token_ids[: stop - length]]
 
+    @property
+    def last_token(self) -> int:
+        """The newest token that the host knows."""
+        return int((self.output_token_ids or self.prompt_token_ids)[-1])
+
     def max_tokens(self, context_length: int) -> int:
         """The most tokens that prompt and completion can have."""
         length = len(self.prompt_token_ids)

@@ -51,7 +51,7 @@ from .deferred import (
     row_source,
 )
 from .fused import FusedGemms
-from .graph_capture import CapturedGraph
+from .graph_capture import CapturedGraph, GraphMemory
 from .kernels import Kernels
 from .materialize import STALE, Materializer
 from .weight_loader import Loader
@@ -84,6 +84,7 @@ class CudaBackend(Backend):
             self.float_gemm = FloatGemm(matmul_context)
         self.fused = FusedGemms(self.int8_gemm, self.arrays)
         self.loader = Loader(self.arena, self.arrays, self.kernels, self.int8_gemm)
+        self.graph_memory = GraphMemory(self.arena)
         self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
 
     # -- arrays --------------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ class CudaBackend(Backend):
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         if self.loader.streams_steps:
             return work  # a graph cannot copy the next step's weights, and such steps are bound by copies
-        return CapturedGraph(self.arena, self.arrays, work)
+        return CapturedGraph(self.graph_memory, self.arrays, work)
 
     def make_current(self) -> None:
         self.device.make_current()
@@ -204,7 +205,11 @@ class CudaBackend(Backend):
         except BaseException:
             memory.free()
             raise
-        return LayerCache(*self._pools(memory, num_blocks, kv_heads, head_dim), memory=memory)
+        keys, values, *scales = self._pools(memory, num_blocks, kv_heads, head_dim)
+        cache = LayerCache(keys, values, memory=memory)
+        if int8:
+            cache.key_scales, cache.value_scales = scales
+        return cache
 
     def _pools(self, memory: GrowingMemory, num_blocks: int, kv_heads: int, head_dim: int) -> list[cp.ndarray]:
         """Keys and values, and for int8 their scales, in the lanes of ``memory``."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from ...backend.values import BLOCK_SIZE, SEGMENT
+from ...backend.values import BLOCK_SIZE as BLOCK_SIZE
+from ...backend.values import SEGMENT as SEGMENT
 from ..runtime.cublaslt import Order
 from ..runtime.driver import shared_memory_per_block
 from ..runtime.tensor_maps import ROW_BYTES
