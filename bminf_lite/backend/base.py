@@ -71,6 +71,8 @@ class Backend:
 
     name = "cpu"
     """The device's name, as in ``--device``."""
+    has_graphs = False
+    """Whether :meth:`capture` makes repeated work faster."""
     max_steps_in_flight = 0
     """How many decode steps the host may launch before it reads the result of the first."""
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.sampling import SamplerVariant, SequenceSampling
-from ..backend.values import Array, ForwardBatch
+from ..backend.values import BLOCK_SIZE, Array, ForwardBatch
 from ..errors import OutOfMemory
 from ..layers.cache import KVCache, blocks_for
 from .block_manager import BlockManager, BlockPool, SequenceBlocks
@@ -103,11 +103,14 @@ class ModelRunner:
                 except BaseException:
                     self.close()
                     raise
-        self._decode_steps = DecodeSteps(
-            self.ops, lambda batch: self.network(batch, self.cache), self.table.device_table,
-            max_num_seqs=config.max_num_seqs, num_groups=len(config.num_blocks), context_length=config.context_length,
-            max_source_length=config.max_source_length if config.num_source_blocks else 0,
-        )  # fmt: skip
+        self._decode_steps: DecodeSteps | None = None
+        if self.ops.has_graphs:
+            longest_source = min(config.max_source_length, config.num_source_blocks * BLOCK_SIZE)
+            self._decode_steps = DecodeSteps(
+                self.ops, lambda batch: self.network(batch, self.cache), self.table.device_table,
+                max_num_seqs=config.max_num_seqs, num_groups=len(config.num_blocks),
+                context_length=config.context_length, max_source_length=longest_source,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Give the memory of the cache back; nothing can be run afterwards."""
@@ -143,7 +146,7 @@ class ModelRunner:
         scored = [p for p in step.parts if p.num_scored]
         taken = [p for p in step.parts if p.request.take_logits]
         sampler = self.table.state(self.ops.array(np.array(sampled, np.int32)), self.table.variant(sampled))
-        if step.num_decodes == len(sampled) == len(step.parts) and not taken:
+        if self._decode_steps and step.num_decodes == len(sampled) == len(step.parts) and not taken:
             logits = self._decode_steps.run(self._decode_inputs(step.parts))
         else:
             batch = self._make_batch(step)
@@ -170,14 +173,13 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Capture the decode steps of every size, so that no later step waits for that."""
-        self._decode_steps.warm_up()
+        if self._decode_steps:
+            self._decode_steps.warm_up()
 
     def _decode_inputs(self, parts: Sequence[ScheduledTokens]) -> DecodeInputs:
         """The inputs of a step that decodes all its sequences."""
         requests = [p.request for p in parts]
-        known = [
-            NO_TOKEN if r.num_known_tokens <= p.start else r.last_token for p, r in zip(parts, requests, strict=True)
-        ]
+        known = [p.request.last_token if p.request.num_known_tokens > p.start else NO_TOKEN for p in parts]
         tables, source_tables, source_lens = self._host_tables(requests)
         return DecodeInputs(
             tokens=np.array(known, np.int32),

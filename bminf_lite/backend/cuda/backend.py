@@ -64,6 +64,7 @@ GEMV_FLOAT_MAX_ROWS = 4
 class CudaBackend(Backend):
     """The operations on GPU ``device`` in ``memory_limit`` of it: bytes, ``"6GiB"``, or None for what is free."""
 
+    has_graphs = True
     max_steps_in_flight = 1
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):

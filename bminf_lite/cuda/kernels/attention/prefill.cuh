@@ -45,7 +45,7 @@ struct PrefillParams {
     const __half* key_scales;  // of codes: [blocks, kv_heads, BLOCK_SIZE]
     const __half* value_scales;
     float* records;  // [max_records, rows of a tile * (D + 2)]: see Record
-    int max_records, residents;  // residents: blocks of the prefill kernel
+    int max_records, parts;  // parts: into about so many parts all tiles are split if they are
     float* running;  // [gridDim.x, rows of a tile * D]: see RunningResult; null if it is in shared memory
     int* counters;   // the blocks' next piece of work, and the blocks that have ended; zero before and after
 };
@@ -114,7 +114,7 @@ __device__ __forceinline__ int inclusive_sum(int x) {
     return x;
 }
 
-// The most segments of a part, so that the parts of all tiles fill the grid about once.
+// The most segments of a part, so that there are about p.parts of them.
 template <int MASK, int ROWS>
 __device__ __forceinline__ int segments_per_part(const PrefillParams& p, int group) {
     int work = 0;
@@ -124,7 +124,7 @@ __device__ __forceinline__ int segments_per_part(const PrefillParams& p, int gro
     }
 #pragma unroll
     for (int d = WARP / 2; d; d /= 2) work += __shfl_xor_sync(FULL, work, d);
-    return max(1, ceil_div(work * p.kv_heads, p.residents));
+    return max(1, ceil_div(work * p.kv_heads, p.parts));
 }
 
 enum Found { NO_MORE, NOTHING, FOUND };

@@ -30,8 +30,12 @@ from ..sources import load
 from .heads import ELEMENTS, HALF, INT8
 
 WARP = 32
+HOPPER_SHARED = (227 << 10) - 512
+"""Bytes of dynamic shared memory of a block on compute capability 9.0."""
 MERGE_WARPS = 8
 """Rows that a block of ``prefill_merge.cu`` merges."""
+PIECES_PER_BLOCK = 2
+"""Where tiles are split, each block gets about so many pieces of work."""
 SPLIT_CONTEXT = 4 * SEGMENT
 """Tiles are split only in steps whose contexts may be longer."""
 MAX_RECORD_BYTES = 256 << 20
@@ -107,17 +111,22 @@ def synchronous(
     )
 
 
-def hopper(depth: int, rows: int, keys: int, stages: int, blocks: int, external: bool) -> AttentionTileConfig:
+def hopper(depth: int, rows: int, keys: int, stages: int, int8: bool) -> AttentionTileConfig:
     """For compute capability 9.0: four warps per 64 rows and four producer warps, ``keys`` keys per stage."""
-    running = 0 if external else rows * depth * 4
+    shared = (rows + 2 * stages * keys) * depth * 2 + 1024
+    external = int8 or rows * depth * 4 + shared > HOPPER_SHARED
+    if int8:
+        shared += (2 if depth == 256 else 4) * keys * (depth + 2)
+    elif not external:
+        shared += rows * depth * 4
     return AttentionTileConfig(
         source="attention/prefill_hopper.cu",
-        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}, {blocks}",
+        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}",
         depth=depth,
         rows=rows,
         threads=(rows // 64 + 1) * 4 * WARP,
-        shared=(rows + 2 * stages * keys) * depth * 2 + 1024 + running,
-        blocks=blocks,
+        shared=shared,
+        blocks=1,
         external=external,
         tensor_maps=True,
     )
@@ -129,16 +138,17 @@ def tile_config_for(
     small: bool,
     mask: AttentionMask = AttentionMask.CAUSAL,
     biased: bool = False,
+    int8: bool = False,
 ) -> AttentionTileConfig:
-    """The tiling for heads padded to ``depth`` columns; ``small`` if blocks of 128 rows would be half empty.
+    """The tiling for heads padded to ``depth`` columns; ``small`` if tiles of 128 rows would be half empty.
 
-    The keys of a tile do not depend on ``small``: they are part of the order of sums.
+    The keys of a tile depend on neither ``small`` nor ``int8``: they are part of the order of sums.
     """
     keys = attention_tile(compute_capability, depth, mask, biased)
     if compute_capability == (9, 0) and depth in (64, 128, 256) and mask is AttentionMask.CAUSAL and not biased:
-        if small:
-            return hopper(depth, 64, keys, stages=2 if depth == 64 else 1, blocks=2, external=True)
-        return hopper(depth, 128, keys, stages=2, blocks=1, external=depth == 256)
+        if small and not int8:  # the deeper pipeline is for reading many keys
+            return hopper(depth, 64, keys, stages=3, int8=False)
+        return hopper(depth, 128, keys, stages=2, int8=int8)
     tile = functools.partial(synchronous, depth, keys=keys, mask=mask, biased=biased)
     if depth > 128:  # the output accumulator takes half of a thread's registers
         return tile(rows=64, blocks=1)
@@ -160,21 +170,22 @@ class PrefillAttention:
     @staticmethod
     def instantiations(capability: Capability) -> Iterator[KernelFamily]:
         """For common head sizes; other multiples of 16 are compiled when needed."""
-        for depth, small, (mask, biased) in itertools.product(COMMON_DEPTHS, (False, True), MASKS):
-            tile_config = tile_config_for(capability, depth, small, mask, biased)
-            elements = (HALF,) if mask is AttentionMask.BIDIRECTIONAL else ELEMENTS
-            yield from (KernelFamily(tile_config.source, tile_config.expression(element)) for element in elements)
+        for depth, small, (mask, biased), element in itertools.product(COMMON_DEPTHS, (False, True), MASKS, ELEMENTS):
+            if mask is AttentionMask.BIDIRECTIONAL and element == INT8:
+                continue
+            tile_config = tile_config_for(capability, depth, small, mask, biased, element == INT8)
+            yield KernelFamily(tile_config.source, tile_config.expression(element))
             yield KernelFamily("attention/prefill_merge.cu", tile_config.merge)
 
     def scratch_bytes(
         self, *, heads: int, kv_heads: int, head_dim: int, tokens: int, batch_size: int, max_context_len: int,
-        mask: AttentionMask = AttentionMask.CAUSAL, biased: bool = False, max_record_bytes: int = MAX_RECORD_BYTES,
+        mask: AttentionMask = AttentionMask.CAUSAL, biased: bool = False, int8: bool = False, max_record_bytes: int = MAX_RECORD_BYTES,
     ) -> int:  # fmt: skip
         """Bytes of scratch memory that a launch can use; with less, it splits fewer sequences.
 
         It needs at least as many as with ``max_record_bytes = 0``. The arguments are those of :meth:`launch`.
         """
-        tile_config = self._config(tokens, batch_size, heads // kv_heads, head_dim, mask, biased)
+        tile_config = self._config(tokens, batch_size, heads // kv_heads, head_dim, mask, biased, int8)
         running = self._running_bytes(tile_config, max_context_len)
         if not self._may_split(mask, max_context_len):
             return running
@@ -251,7 +262,7 @@ class PrefillAttention:
             q, q_pitch, keys, values, out, out_pitch, cu_seqlens, context_lens, block_tables,
             table_pitch, num_blocks, scale * LOG2_E, window or 0, heads, kv_heads, head_dim, batch_size,
             bias, max_distance, source_lens, key_scales, value_scales,
-            scratch + running_bytes, max_records, residents, scratch if tile_config.external else 0, counters,
+            scratch + running_bytes, max_records, PIECES_PER_BLOCK * residents, scratch if tile_config.external else 0, counters,
         )  # fmt: skip
         maps: tuple[object, ...] = ()
         if tile_config.tensor_maps:
@@ -287,21 +298,21 @@ class PrefillAttention:
 
     def _split_tiles(self, tile_config: AttentionTileConfig, kv_heads: int) -> int:
         """At most so many tiles are split, into at most so many pieces more than tiles, per key-value head."""
-        return ceil_div(self._residents(tile_config), kv_heads)
+        return ceil_div(PIECES_PER_BLOCK * self._residents(tile_config), kv_heads)
 
     def _running_bytes(self, tile_config: AttentionTileConfig, max_context_len: int) -> int:
         return self._residents(tile_config) * tile_config.running_bytes if max_context_len > SEGMENT else 0
 
     def _config(
-        self, tokens: int, batch_size: int, group: int, head_dim: int, mask: AttentionMask, biased: bool
+        self, tokens: int, batch_size: int, group: int, head_dim: int, mask: AttentionMask, biased: bool, int8: bool
     ) -> AttentionTileConfig:
         small = tokens * group <= 64 * batch_size
-        return tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, mask, biased)
+        return tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, mask, biased, int8)
 
     def _find_uncached(
         self, tokens: int, batch_size: int, group: int, head_dim: int, mask: AttentionMask, biased: bool, int8: bool
     ) -> tuple[Kernel, Kernel, AttentionTileConfig]:
-        tile_config = self._config(tokens, batch_size, group, head_dim, mask, biased)
+        tile_config = self._config(tokens, batch_size, group, head_dim, mask, biased, int8)
         return *self._kernel(tile_config, INT8 if int8 else HALF), tile_config
 
     def _load(self, tile_config: AttentionTileConfig, element: str) -> tuple[Kernel, Kernel]:

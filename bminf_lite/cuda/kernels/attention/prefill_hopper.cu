@@ -111,7 +111,7 @@ struct WorkQueue {
 template <int D, int BM, int BN, int STAGES>
 __device__ __forceinline__ void produce(
     const KVPipeline<D, BN, STAGES>& pipeline, const WorkQueue& queue, const PrefillParams& p, const TensorMap& keys,
-    const TensorMap& values, __half) {
+    const TensorMap& values) {
     constexpr int BLOCKS = BN / BLOCK_SIZE;
     const int thread = threadIdx.x % WARPGROUP;
     if (thread / WARP == 1)
@@ -145,94 +145,85 @@ __device__ __forceinline__ void produce(
     }
 }
 
-// The codes of a tile of keys or values for one thread, which loads vectors STEP rows apart. BN rows are in BLOCKS blocks.
-template <int D, int BLOCKS, int STEP>
-struct CodeSource {
-    const int8* data[BLOCKS];
-    const __half* scales[BLOCKS];
-    int valid;  // so many rows after the thread's first one are present
+// Codes on their way: tile n (keys and values alternate) lies in stage n % STAGED, with the scales of its rows. They are
+// copied block by block, and `full` is the barrier of their arrival.
+template <int D, int BN>
+struct StagedCodes {
+    static constexpr int STAGED = D == 256 ? 2 : 4, BYTES = BN * D, SCALE_BYTES = BN * 2;
+    unsigned codes, barriers;
 
-    __device__ __forceinline__ CodeSource(
-        const PrefillParams& p, bool value, const unsigned (&rows)[BLOCKS], int first, int chunk, int present)
-        : valid(present - first) {
-        const int8* const codes = static_cast<const int8*>(value ? p.values : p.keys) + chunk * 16;
-        const __half* const all_scales = value ? p.value_scales : p.key_scales;
+    __device__ __forceinline__ unsigned tile(int n) const { return codes + n % STAGED * BYTES; }
+    __device__ __forceinline__ unsigned scales(int n) const { return codes + STAGED * BYTES + n % STAGED * SCALE_BYTES; }
+    __device__ __forceinline__ unsigned full(int n) const { return barriers + n % STAGED * 8; }
+    __device__ __forceinline__ void init() const {
+        for (int n = 0; n < STAGED; ++n) mbarrier_init(full(n), 1);
+    }
+    // Starts the copies of the keys or values from `key` on as tile n, by one thread.
+    __device__ __forceinline__ void load(
+        const PrefillParams& p, const WorkTile& work, bool value, int key, int n) const {
+        mbarrier_arrive_expect_tx(full(n), BYTES + SCALE_BYTES);
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-            const size_t row = rows[b] + first;
-            data[b] = codes + row * D, scales[b] = all_scales + row;
+        for (int i = 0; i < BN / BLOCK_SIZE; ++i) {
+            const size_t row = pool_row(p, work, key + i * BLOCK_SIZE);
+            cp_async_bulk(
+                tile(n) + i * BLOCK_SIZE * D, static_cast<const int8*>(value ? p.values : p.keys) + row * D,
+                BLOCK_SIZE * D, full(n));
+            cp_async_bulk(
+                scales(n) + i * BLOCK_SIZE * 2, (value ? p.value_scales : p.key_scales) + row, BLOCK_SIZE * 2, full(n));
         }
     }
-    __device__ __forceinline__ void load(CodeVector& vector, int i) const {
-        const int block = i * STEP / BLOCK_SIZE, row = i * STEP % BLOCK_SIZE;
-        vector.load(data[block] + row * D, scales[block] + row, i * STEP < valid);
+    // Dequantizes tile n; rows from `valid` on become zero.
+    __device__ __forceinline__ void dequantize(__half* target, int n, int valid) const {
+        constexpr int CHUNKS = D / 8, STEP = WARPGROUP / CHUNKS;
+        const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
+#pragma unroll 8
+        for (int i = 0; i < BN; i += STEP) {
+            const int row = first + i;
+            const uint2 raw = ld_shared_v2(tile(n) + (i * CHUNKS + thread) * 8);
+            const __half scale = row < valid ? ld_shared_half(scales(n) + row * 2) : __float2half_rn(0.0f);
+            const __half2 both = __half2half2(scale);
+            const uint2 low = dequantize_codes(as_bytes(raw.x), both), high = dequantize_codes(as_bytes(raw.y), both);
+            *reinterpret_cast<uint4*>(target + swizzled_offset<BN>(row, chunk)) =
+                make_uint4(low.x, low.y, high.x, high.y);
+        }
     }
 };
 
-// The producer for int8 codes, which it dequantizes. AHEAD vectors of each thread are in flight to registers, and the
-// next tiles of keys and values are prefetched to L2.
+// The producer for int8 codes: one thread starts copies of whole blocks, and all threads dequantize them. Work is found
+// by one warp, ahead of time.
 template <int D, int BM, int BN, int STAGES>
 __device__ __forceinline__ void produce(
-    const KVPipeline<D, BN, STAGES>& pipeline, const WorkQueue& queue, const PrefillParams& p, const TensorMap&,
-    const TensorMap&, int8) {
-    constexpr int CHUNKS = D / 16, STEP = WARPGROUP / CHUNKS, ROWS = BN / STEP, AHEAD = D <= 128 ? ROWS / 2 : 2;
-    constexpr int BLOCKS = BN / BLOCK_SIZE, LINE = 128;
-    const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
-    CodeVector raw[AHEAD];
-    int t = 0;  // counts tiles of all pieces
+    const KVPipeline<D, BN, STAGES>& pipeline, const WorkQueue& queue, const PrefillParams& p,
+    const StagedCodes<D, BN>& staged) {
+    constexpr int STAGED = StagedCodes<D, BN>::STAGED, BARRIER = 1 + 2 * (BM / 64);
+    const int thread = threadIdx.x % WARPGROUP;
+    if (thread / WARP == 0) queue.put<BM, BN>(p, 0);
+    int first = 0;  // the first tile of keys of a piece, counted over all pieces
     for (int k = 0;; ++k) {
-        if (thread / WARP == 0) queue.put<BM, BN>(p, k);
         const WorkTile& work = queue.get(k);
         if (work.group == 0) return;
-        const int end = work.end, tiles = ceil_div(end - work.begin, BN);
-        int key = work.begin;
-        unsigned rows[BLOCKS], next_rows[BLOCKS];  // of the tile at `key`, and of the one after it
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-            rows[b] = pool_row(p, work, key + b * BLOCK_SIZE);
-            next_rows[b] = pool_row(p, work, key + BN + b * BLOCK_SIZE);
-        }
-        using Source = CodeSource<D, BLOCKS, STEP>;
-        Source source(p, false, rows, first, chunk, end - key);
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) source.load(raw[i], i);
+        const int begin = work.begin, end = work.end, tiles = ceil_div(end - begin, BN);
+        const auto load = [&](int n) {
+            if (n < 2 * tiles) staged.load(p, work, n % 2, begin + n / 2 * BN, 2 * first + n);
+        };
+        if (thread == 0)
+            for (int n = 0; n < STAGED; ++n) load(n);
 #pragma unroll 1
         for (int n = 0; n < 2 * tiles; ++n) {
-            const bool value = n % 2;
-            if (value) {
-                key += BN;
-#pragma unroll
-                for (int b = 0; b < BLOCKS; ++b)
-                    rows[b] = next_rows[b], next_rows[b] = pool_row(p, work, key + BN + b * BLOCK_SIZE);
-            }
-            const Source next(p, !value, rows, first, chunk, end - key);
-            if (const int row = thread * LINE / D; row < BN && row < end - key - (value ? 0 : BN)) {
-                const unsigned(&from)[BLOCKS] = value ? rows : next_rows;
-                prefetch_l2(
-                    static_cast<const int8*>(value ? p.values : p.keys) +
-                    static_cast<size_t>(from[BLOCKS > 1 ? row / BLOCK_SIZE : 0] + row % BLOCK_SIZE) * D +
-                    thread * LINE % D);
-            }
-            pipeline.producer_acquire(t, value);
-            __half* const tile = pipeline.tile(t, value);
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                uint4 low, high;
-                dequantize16(raw[i % AHEAD].codes, raw[i % AHEAD].scale, low, high);
-                if (i + AHEAD < ROWS)
-                    source.load(raw[i % AHEAD], i + AHEAD);
-                else
-                    next.load(raw[i % AHEAD], i + AHEAD - ROWS);
-                *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk * 2)) = low;
-                *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk * 2 + 1)) = high;
-            }
+            const int t = first + n / 2, m = 2 * first + n;
+            mbarrier_wait(staged.full(m), m / STAGED % 2);
+            pipeline.producer_acquire(t, n % 2);
+            staged.dequantize(pipeline.tile(t, n % 2), m, end - begin - n / 2 * BN);
             fence_proxy_async();
             __syncwarp();
-            if (threadIdx.x % WARP == 0) mbarrier_arrive(pipeline.full(t, value));
-            source = next, t += value;
+            if (thread % WARP == 0) mbarrier_arrive(pipeline.full(t, n % 2));
+            named_barrier_sync<WARPGROUP>(BARRIER);  // all threads have read the codes
+            if (thread == 0) load(n + STAGED);
+            if (n == 1 && thread / WARP == 0) queue.put<BM, BN>(p, k + 1);
         }
+        first += tiles;
         __syncwarp();
-        if (threadIdx.x % WARP == 0) queue.release(k);
+        if (thread % WARP == 0) queue.release(k);
     }
 }
 
@@ -371,29 +362,31 @@ __device__ __forceinline__ void consume(
             q_tile + swizzled_offset<BM>(warp_row + i / CHUNKS, i % CHUNKS));
 }
 
-// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CACHE: __half or int8. BLOCKS: blocks per SM that must be able to
-// run. keys, values: tensor maps of the pools for fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic
-// shared memory: BM + 2 * STAGES * BN rows of D fp16, 1024 bytes to align them, and BM rows of D fp32 if p.running is
-// null.
-template <int D, int BM, int BN, int STAGES, int BLOCKS, class CACHE>
-__global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, BLOCKS) attention_prefill_hopper(
+// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CACHE: __half or int8. keys, values: tensor maps of the pools for fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic
+// shared memory: BM + 2 * STAGES * BN rows of D fp16 and 1024 bytes to align them; for int8 STAGED times BN rows of
+// D + 2 bytes; BM rows of D fp32 if p.running is null, which it is not for int8.
+template <int D, int BM, int BN, int STAGES, class CACHE>
+__global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_prefill_hopper(
     const __grid_constant__ PrefillParams p, const __grid_constant__ TensorMap keys,
     const __grid_constant__ TensorMap values) {
     constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * WARPGROUP, CONSUMER_WARPS = CONSUMERS / WARP;
     constexpr int PRODUCERS = IS_INT8<CACHE> ? WARPGROUP / WARP : 1;  // that arrive at barriers
-    // Registers of a producer thread and of a consumer thread (setmaxnreg), which share those given at the launch.
-    constexpr int PER_THREAD = 65536 / BLOCKS / (CONSUMERS + WARPGROUP) / 8 * 8;
-    constexpr int PRODUCER_REGISTERS = !IS_INT8<CACHE> ? 40
-                                       : D <= 128      ? (GROUPS > 1 ? 88 : 64)
-                                                       : 56,
-                  CONSUMER_REGISTERS = (PER_THREAD * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
+    // Registers of a producer thread and of a consumer thread (setmaxnreg), which share 168 for each thread. With one
+    // consumer there are enough without sharing.
+    constexpr int PRODUCER_REGISTERS = IS_INT8<CACHE> ? 56 : 40,
+                  CONSUMER_REGISTERS = (168 * 3 - PRODUCER_REGISTERS) / 2 / 8 * 8;
+    using Staged = StagedCodes<D, BN>;
     extern __shared__ __align__(16) char shared[];
-    __shared__ __align__(8) unsigned long long barriers[4 * STAGES + 4];
+    __shared__ __align__(8) unsigned long long barriers[4 * STAGES + 4 + Staged::STAGED];
     __shared__ WorkTile tiles[2];
     __half* const q_tile = reinterpret_cast<__half*>(shared + (1024 - cast_smem_ptr_to_uint(shared) % 1024) % 1024);
     const KVPipeline<D, BN, STAGES> pipeline = {q_tile + BM * D, cast_smem_ptr_to_uint(barriers)};
     const WorkQueue queue = {tiles, cast_smem_ptr_to_uint(barriers + 4 * STAGES)};
+    // Behind the pipeline lie codes, or else the running result.
+    __half* const behind = pipeline.keys + 2 * STAGES * BN * D;
+    const Staged staged = {cast_smem_ptr_to_uint(behind), cast_smem_ptr_to_uint(barriers + 4 * STAGES + 4)};
     if (threadIdx.x == 0) {
+        if (IS_INT8<CACHE>) staged.init();
         pipeline.init(PRODUCERS, CONSUMER_WARPS);
         queue.init(CONSUMER_WARPS + PRODUCERS);
         fence_mbarrier_init();
@@ -401,13 +394,16 @@ __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, BLOCKS) atten
     __syncthreads();
     wait_on_dependent_grids();
     if (threadIdx.x / WARPGROUP == GROUPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        produce<D, BM>(pipeline, queue, p, keys, values, CACHE{});
+        if constexpr (GROUPS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if constexpr (IS_INT8<CACHE>)
+            produce<D, BM>(pipeline, queue, p, staged);
+        else
+            produce<D, BM>(pipeline, queue, p, keys, values);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        if constexpr (GROUPS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         const int row = threadIdx.x / WARPGROUP * 64;
         float4* const running = p.running ? reinterpret_cast<float4*>(p.running) + blockIdx.x * (BM * D / 4)
-                                          : reinterpret_cast<float4*>(pipeline.keys + 2 * STAGES * BN * D);
+                                          : reinterpret_cast<float4*>(behind);
         if (GROUPS > 1 && row == BM - 64) named_barrier_arrive<2 * WARPGROUP>(1);  // the first turn
         int count = 0;
         for (int k = 0;; ++k) {
