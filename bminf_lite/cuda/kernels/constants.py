@@ -110,7 +110,8 @@ GEMV_CHUNK = 512
 """Bytes of one row of the weight that a warp multiplies at once, 16 per thread."""
 DECODE_HEADS = 8
 """At most so many query heads of one key-value head share a block of the decode kernel: the N of an MMA."""
-DECODE_THREADS = 256
+DECODE_THREADS = 288
+"""Eight warps compute, one loads."""
 DECODE_GROUP = 16
 """Keys, or elements of values, that one MMA of the decode kernel takes as rows."""
 DECODE_MAX_UNIT = 8

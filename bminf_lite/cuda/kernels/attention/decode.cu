@@ -16,20 +16,22 @@
 //   3. Outputs. Each block takes its part of the elements of the values, for all keys. Each warp has 16 elements (or
 //      several times 16), so that it makes the whole chain of k16 steps by itself.
 //
-// Keys and values pass through a circular buffer of chunks in shared memory, filled by cp.async. Loads run ahead across
-// phases and items. A block that computes all segments of a pair merges them as it goes; else each segment hands over a
-// record.
+// Eight warps compute, and a ninth one loads keys and values into a circular buffer of chunks in shared memory. It runs
+// ahead across phases and items. A block that computes all segments of a pair merges them as it goes; else each segment
+// hands over a record.
 #include "attention/decode.cuh"
+#include "attention/stages.cuh"
 #include "attention/tiles.cuh"
 #include "common/values.cuh"
 
 using namespace bminf;
 
-constexpr int WARPS = THREADS / WARP;
-constexpr int GROUPS = SEGMENT / GROUP;      // of a segment
-constexpr int TABLE = SEGMENT / BLOCK_SIZE;  // blocks of a segment
-constexpr int SCORE_ROWS = SEGMENT + GROUP;  // the last group is read together with the next one
-static_assert(TABLE <= WARP, "a lane for each block of a segment");
+constexpr int WARPS = THREADS / WARP - 1;     // that compute
+constexpr int COMPUTING = WARPS * WARP;       // threads
+constexpr int GROUPS = SEGMENT / GROUP;       // of a segment
+constexpr int BLOCKS = SEGMENT / BLOCK_SIZE;  // of a segment
+constexpr int SCORE_ROWS = SEGMENT + GROUP;   // the last group is read together with the next one
+static_assert(BLOCKS <= WARP, "a lane for each block of a segment");
 
 // The new token's queries, and its key and value (kv[0], kv[1]) as the cache stores them.
 template <int D, class CACHE>
@@ -110,25 +112,49 @@ __device__ __forceinline__ void prepare_new_token(
     }
 }
 
-// The keys of an item within its segment, and how a unit's block divides them. Groups [first, end) of GROUP keys are
-// visible; the block `rank` has the groups first + rank, first + rank + unit, ... of the keys, and all of the values.
+// The keys of an item within its segment. They are loaded in granules of SUB keys; granules [first, end) are visible.
 struct ItemShape {
     int begin, stop, present;  // visible keys; keys that are in the cache already
-    int first, end, key_groups;
+    int first, end;
+    int kv;     // the key-value head
     int table;  // lane t: the number of the segment's block t
 
-    template <int KIND>
-    __device__ __forceinline__ static ItemShape of(const Item& item, int rank, int unit, const int* tables, int pitch) {
-        const int start = item.segment * SEGMENT, lane = threadIdx.x % WARP, block = item.segment * TABLE + lane;
+    template <int SUB>
+    __device__ __forceinline__ static ItemShape of(
+        const Item& item, bool has_new, const int* tables, int pitch, int groups, int kv_heads) {
+        const int start = item.segment * SEGMENT, lane = threadIdx.x % WARP, block = item.segment * BLOCKS + lane;
         ItemShape shape;
+        shape.table = lane < BLOCKS && block < pitch ? tables[static_cast<size_t>(item.sequence) * pitch + block] : 0;
         shape.begin = max(0, item.range.begin - start), shape.stop = min(SEGMENT, item.range.end - start);
-        shape.present = KIND != CROSS && item.segment == item.range.last ? shape.stop - 1 : shape.stop;
-        shape.first = shape.begin / GROUP, shape.end = (shape.stop + GROUP - 1) / GROUP;
-        shape.key_groups = max(0, (shape.end - shape.first - rank + unit - 1) / unit);
-        shape.table = lane < TABLE && block < pitch ? tables[static_cast<size_t>(item.sequence) * pitch + block] : 0;
+        shape.present = has_new && item.segment == item.range.last ? shape.stop - 1 : shape.stop;
+        shape.first = shape.begin / SUB, shape.end = (shape.stop + SUB - 1) / SUB;
+        shape.kv = item.group / (groups / kv_heads);
         return shape;
     }
 };
+
+// The left and right operands of the products with the values of SUB keys.
+template <class CACHE, int PARTS, int SUB>
+struct OutputStep {
+    static constexpr int HALVES = SUB > 32 ? SUB / 32 : 1;
+    ValueFragments<CACHE> values[PARTS][HALVES];
+    unsigned weights[HALVES][4];
+
+    // The keys from `key` on of a chunk. address: see ValueFragments; weights: of key 0, the lane's row for ldmatrix.
+    __device__ __forceinline__ void load(
+        const unsigned (&address)[PARTS], int key, int row_bytes, unsigned scales, unsigned weight_rows) {
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p)
+                values[p][h].load(address[p] + (key + h * 32) * row_bytes, row_bytes, scales + (key + h * 32) * 2);
+            ldmatrix_x4_trans(weights[h], weight_rows + (key + h * 32) * 32);
+        }
+    }
+};
+
+// A barrier of the warps that compute.
+__device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTING) : "memory"); }
 
 // D: head_dim rounded up to a power of two. CHUNK: bytes of a chunk; STAGES: chunks in shared memory. context_lens:
 // int32 [B], the new tokens' positions. lengths: int32 [B], the lengths of the sources, for CROSS. bias: fp32 [heads, 2
@@ -146,20 +172,24 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
     int head_dim, int head_pitch, int window, float scale, const float* bias, int max_distance, const int* lengths,
     int max_unit) {
     constexpr int ROW = D * sizeof(CACHE), EACH = 16 / sizeof(CACHE);  // bytes of a head, elements of a piece
-    constexpr int KEYS = CHUNK / ROW, KEY_GROUPS = KEYS / GROUP;       // of a chunk of keys
+    constexpr int PIECES = ROW / 16;                                   // of a head
+    constexpr int KEYS = CHUNK / ROW;                                  // of a chunk of keys
+    constexpr int SUB = KEYS < BLOCK_SIZE ? KEYS : BLOCK_SIZE, SUBS = KEYS / SUB;  // keys of a granule, granules
     constexpr int SCALES = IS_INT8<CACHE> ? KEYS * unit_limit(D) * 2 : 0, STAGE = CHUNK + SCALES;
     constexpr int TILES = SEGMENT / TILE, TILE_GROUPS = TILE / GROUP;
     constexpr int PARTS = D > WARPS * GROUP ? D / (WARPS * GROUP) : 1;  // times 16 elements of a warp
-    static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && KEYS % GROUP == 0, "whole groups");
+    static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     __shared__ NewToken<D, CACHE> new_token;
     __shared__ float group_tops[GROUPS][HEADS];  // the largest score of each group; without a bias, dot product
     __shared__ float factors[TILES][HEADS];      // that rescale what was summed before a tile
     __shared__ float top[HEADS];                 // of the segment
+    __shared__ alignas(8) unsigned long long barriers[2 * STAGES + 1];
+    const unsigned exchanged = cast_smem_ptr_to_uint(&barriers[2 * STAGES]);  // scores of all blocks of the unit
     // Scores fp32 [SEGMENT][HEADS]. In phase 2 the weights of a key, fp16 [HEADS], replace its scores: they take one
     // half of the 32 bytes, and partial sums of weights (see tile_sum) the other.
     char* const scores = shared + STAGES * STAGE;
-    const unsigned ring = cast_smem_ptr_to_uint(shared), weights = cast_smem_ptr_to_uint(scores);
+    const unsigned weights = cast_smem_ptr_to_uint(scores);
     const auto tile_sum = [&](int tile, int residue, int head) {
         const int row = tile * TILE + head / 4 * 8 + residue;
         return reinterpret_cast<float*>(scores + row * 32 + (1 - residue / 4) * 16) + head % 4;
@@ -174,89 +204,60 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
     if (!item.belongs_to(contexts, share)) return;
     const int unit = share.unit, rank = blockIdx.x % unit, log2_unit = 31 - __clz(unit);
     const int width = D / unit;  // elements of the values of this block
-    const ChunkLayout value_layout = {log2_of(ROW / 16) - log2_unit};
-    const int value_groups = KEY_GROUPS * unit;  // of a chunk of values
+    const ChunkLayout value_layout = {log2_of(PIECES) - log2_unit};
+    const bool has_new = KIND != CROSS;
+    const auto shape_of = [&](const Item& item) {
+        return ItemShape::of<SUB>(item, has_new, block_tables, table_pitch, groups, kv_heads);
+    };
+    Stages<STAGES, STAGE, WARPS> stages(shared, barriers);
+    if (threadIdx.x == 0) {
+        stages.init();
 #if __CUDA_ARCH__ >= 900
-    if (unit > 1) cluster_arrive_relaxed<MAX_UNIT>();
+        barrier_init(exchanged, unit * WARPS);
+        fence_mbarrier_init();
+#endif
+    }
+    __syncthreads();
+#if __CUDA_ARCH__ >= 900
+    if (unit > 1) cluster_arrive();
 #endif
 
-    // The loads of the first chunks start before the kernel waits for the projection. That is allowed because it is
-    // launched as dependent only if no earlier kernel of the step wrote to this cache.
-    Item loading = item;
-    ItemShape load_shape = ItemShape::of<KIND>(loading, rank, unit, block_tables, table_pitch);
-    int load_kv = HeadRange(loading.group, heads, kv_heads, head_dim, head_pitch).kv;
-    int load_group = 0;  // groups of the item whose keys or values were loaded, keys first
-    unsigned load_stage = ring;
-    // The index in the cache of the key `key` of the segment; every lane calls it.
-    const auto token_of = [&](int key) {
-        const int block = __shfl_sync(FULL, load_shape.table, key / BLOCK_SIZE);
-        return (static_cast<size_t>(block) * kv_heads + load_kv) * BLOCK_SIZE + key % BLOCK_SIZE;
-    };
-    const auto load_chunk = [&] {
-        while (true) {
-            if (!loading.belongs_to(contexts, share)) break;
-            const int all = load_shape.end - load_shape.first;
-            if (load_group >= load_shape.key_groups + all) {
-                loading.next<KIND>(contexts, share);
-                if (!loading.belongs_to(contexts, share)) break;
-                load_shape = ItemShape::of<KIND>(loading, rank, unit, block_tables, table_pitch);
-                load_kv = HeadRange(loading.group, heads, kv_heads, head_dim, head_pitch).kv;
-                load_group = 0;
-                continue;
-            }
-            const bool is_key = load_group < load_shape.key_groups;
-            const CACHE* const data = is_key ? keys : values;
-            const int log2_pieces = is_key ? log2_of(ROW / 16) : value_layout.log2_pieces;
-            const int first_group = is_key ? load_shape.first + rank + load_group * unit
-                                           : load_shape.first + load_group - load_shape.key_groups;
-            const int group_step = is_key ? unit : 1, column = is_key ? 0 : rank * width;
-            const ChunkLayout layout = {log2_pieces};
-#pragma unroll
-            for (int i = 0; i < CHUNK / 16 / THREADS; ++i) {
-                const int index = i * THREADS + threadIdx.x, token = index >> log2_pieces,
-                          piece = index & (1 << log2_pieces) - 1;
-                const int group = first_group + token / GROUP * group_step, key = group * GROUP + token % GROUP;
-                const int element = column + piece * EACH;
-                const size_t at = token_of(key % SEGMENT);
-                const bool valid = key < load_shape.present && element < head_pitch;
-                if (group < load_shape.end)
-                    cp_async_16(
-                        load_stage + layout.offset(token, piece), valid ? data + at * head_pitch + element : data,
-                        valid);
-            }
-            if constexpr (IS_INT8<CACHE>) {
-                const int tokens = is_key ? KEYS : KEYS * unit;
-                const __half* const scales = is_key ? key_scales : value_scales;
+    if (warp == WARPS) {
+        // The loads start before the kernel waits for the projection. That is allowed because it is launched as
+        // dependent only if no earlier kernel of the step wrote to this cache.
 #pragma unroll 1
-                for (int i = warp * WARP; i < tokens / 8; i += THREADS) {
-                    const int token = (i + lane) * 8, group = first_group + token / GROUP * group_step,
-                              key = group * GROUP + token % GROUP;
-                    const size_t at = token_of(key % SEGMENT);
-                    const int present = max(0, min(8, load_shape.present - key));
-                    if (token < tokens && group < load_shape.end)
-                        cp_async_16_partial(
-                            load_stage + CHUNK + token * 2, present ? scales + at : scales, present * 2);
-                }
+        for (; item.belongs_to(contexts, share); item.next<KIND>(contexts, share)) {
+            const ItemShape shape = shape_of(item);
+            const ChunkSource<D, SUB, CACHE> source = {shape.table, shape.kv, kv_heads, head_pitch, shape.present, shape.end};
+            // Granules first + rank, first + rank + unit, ... of the keys; all granules of the values.
+#pragma unroll 1
+            for (int granule = shape.first + rank; granule < shape.end; granule += SUBS << log2_unit) {
+                stages.wait_empty();
+                source.load_rows<SUBS>(stages.address(), keys, granule, unit);
+                if constexpr (IS_INT8<CACHE>)
+                    source.load_scales(stages.address() + CHUNK, key_scales, granule, unit, SUBS);
+                stages.fill();
             }
-            load_group += is_key ? KEY_GROUPS : value_groups;
-            if (is_key && load_group > load_shape.key_groups) load_group = load_shape.key_groups;
-            break;
+#pragma unroll 1
+            for (int granule = shape.first; granule < shape.end; granule += SUBS << log2_unit) {
+                stages.wait_empty();
+                if (unit == 1)
+                    source.load_rows<SUBS>(stages.address(), values, granule, 1);
+                else
+                    source.load_columns(
+                        stages.address(), values, granule, min(SUBS << log2_unit, shape.end - granule), value_layout,
+                        rank * width);
+                if constexpr (IS_INT8<CACHE>)
+                    source.load_scales(stages.address() + CHUNK, value_scales, granule, 1, SUBS << log2_unit);
+                stages.fill();
+            }
         }
-        load_stage = load_stage == ring + (STAGES - 1) * STAGE ? ring : load_stage + STAGE;
-        cp_async_commit_group();
-    };
-#pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i) load_chunk();
-    unsigned stage = ring;
-    // Waits for the next chunk, and starts to load another one in place of the chunk before.
-    const auto next_chunk = [&] {
-        cp_async_wait_group<STAGES - 2>();
-        __syncthreads();
-        load_chunk();
-        const unsigned chunk = stage;
-        stage = stage == ring + (STAGES - 1) * STAGE ? ring : stage + STAGE;
-        return chunk;
-    };
+        cp_async_wait_all();
+#if __CUDA_ARCH__ >= 900
+        if (unit > 1) cluster_wait<MAX_UNIT>();
+#endif
+        return;
+    }
 
     const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
     float cosine[D / 64], sine[D / 64];
@@ -264,15 +265,18 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
     wait_on_dependent_grids();
     launch_dependent_grids();
 
-    QueryFragments<D> query;
+    QueryFragments<D, CACHE> query;
     float o[PARTS][4], all_o[PARTS][4], all_top[2], all_sum[2];  // of a segment, and of those before
-    bool folds = false, waited = false;
+    bool folds = false;
     int written = 0;
 #pragma unroll 1
-    for (bool is_new = true; item.belongs_to(contexts, share);) {
+    for (bool is_new = true, has_next = true; has_next;) {
         const HeadRange at(item.group, heads, kv_heads, head_dim, head_pitch);
         const int position = item.range.end - 1;
-        const ItemShape shape = ItemShape::of<KIND>(item, rank, unit, block_tables, table_pitch);
+        Item next = item;
+        next.next<KIND>(contexts, share);
+        has_next = next.belongs_to(contexts, share);
+        const ItemShape shape = shape_of(item);
         if (is_new) {
             const bool newest = KIND != CROSS && item.reaches(item.range.last, share);
             folds = item.segment == item.range.first && item.reaches(item.range.last, share);
@@ -291,26 +295,35 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
                 key_scales + token, value_scales + token);
         }
 
-        // 1. Scores.
+        if (is_new) {
+            computing_sync();
+            query.load(new_token.query);
+        }
+
         const int new_key = shape.present < shape.stop ? shape.present : SEGMENT;
+        const int first_tile = shape.first * SUB / TILE, last_tile = (shape.end * SUB - 1) / TILE;
+        const int sub = lane / HEADS, sub_head = lane % HEADS;  // for weights: a lane has the keys j with j % 4 == sub
+        const int elements = width / GROUP;                     // times 16 of this block
+        // 1. Scores.
+        bool connected = false;
+        int turn = 0;
 #pragma unroll 1
-        for (int done = 0; done < shape.key_groups; done += KEY_GROUPS) {
-            const unsigned chunk = next_chunk();
-            if (is_new && done == 0) query.load(new_token.query);
-            // Neighbouring chunks begin with different warps.
+        for (int first = shape.first + rank; first < shape.end; first += SUBS << log2_unit) {
+            const unsigned chunk = stages.address();
+            stages.wait_full();
+            // If a chunk has fewer groups than the block has warps, the next chunk goes to other warps.
 #pragma unroll 1
-            for (int i = (warp - done) & WARPS - 1; i < KEY_GROUPS && done + i < shape.key_groups; i += WARPS) {
-                const int group = shape.first + rank + (done + i) * unit;
+            for (int i = (warp - turn) & (WARPS - 1); i < KEYS / GROUP; i += WARPS) {
+                const int granule = first + (i / (SUB / GROUP) << log2_unit);
+                if (granule >= shape.end) break;
+                const int group = granule * (SUB / GROUP) + i % (SUB / GROUP);
                 if (group == new_key / GROUP) {
-                    if (lane < ROW / 16)
+                    if (lane < PIECES)
                         st_shared_v4(
-                            chunk + ChunkLayout{log2_of(ROW / 16)}.offset(i * GROUP + new_key % GROUP, lane),
+                            chunk + ChunkLayout{log2_of(PIECES)}.offset(i * GROUP + new_key % GROUP, lane),
                             reinterpret_cast<const uint4*>(new_token.kv[0])[lane]);
-                    if constexpr (IS_INT8<CACHE>)
-                        if (lane == 0)
-                            *reinterpret_cast<__half*>(
-                                shared + (chunk - ring) + CHUNK + (i * GROUP + new_key % GROUP) * 2) =
-                                new_token.scales[0];
+                    if (IS_INT8<CACHE> && lane == 0)
+                        st_shared_half(chunk + CHUNK + (i * GROUP + new_key % GROUP) * 2, new_token.scales[0]);
                     __syncwarp();
                 }
                 float s[4], tops[2] = {-INF_F, -INF_F};
@@ -338,8 +351,8 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
                     if (row == 0) st_shared_v2(top_target, tops[0], tops[1]);
                 } else {
 #if __CUDA_ARCH__ >= 900
-                    if (!waited) cluster_wait<MAX_UNIT>(), waited = true;
-                    const unsigned base = block_rank_in_cluster() / unit * unit;
+                    if (!connected) cluster_wait<MAX_UNIT>(), connected = true;
+                    const unsigned base = block_rank_in_cluster() & -unit;
 #pragma unroll 1
                     for (int to = 0; to < unit; ++to) {
                         const unsigned remote = map_shared_rank(target, base + to);
@@ -349,24 +362,35 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
 #endif
                 }
             }
+            turn += KEYS / GROUP;
+            stages.release();
         }
 #if __CUDA_ARCH__ >= 900
         if (unit > 1) {  // a unit has one item only
-            if (!waited) cluster_wait<MAX_UNIT>(), waited = true;
-            cluster_sync<MAX_UNIT>();
+            if (!connected) cluster_wait<MAX_UNIT>();
+            __syncwarp();
+            if (lane < unit) mbarrier_arrive_release_cluster(exchanged, (block_rank_in_cluster() & -unit) + lane);
+            mbarrier_wait_acquire_cluster(exchanged, 0);
         } else
 #endif
-            __syncthreads();
+            computing_sync();
 
         // 2. Weights. Two warps share a tile: one has the keys j with j % 8 < 4, the other one the rest.
+        const int residue = warp % 2 * 4 + sub;
         float running = -INF_F;  // the largest score before the tile
-        const int first_tile = shape.first / TILE_GROUPS, last_tile = (shape.end - 1) / TILE_GROUPS;
-        const int sub = lane / HEADS, sub_head = lane % HEADS, residue = warp % 2 * 4 + sub;
-        int seen = shape.first;
+        int seen = shape.first * (SUB / GROUP);
 #pragma unroll 1
-        for (int tile = first_tile + warp / 2; tile <= last_tile && shape.end; tile += WARPS / 2) {
-            const int from = max(tile * TILE_GROUPS, shape.first), to = min((tile + 1) * TILE_GROUPS, shape.end);
-            float own = -INF_F;
+        for (int tile = first_tile + warp / 2; tile <= last_tile; tile += WARPS / 2) {
+            const int from = max(tile * TILE_GROUPS, shape.first * (SUB / GROUP));
+            const int to = min((tile + 1) * TILE_GROUPS, shape.end * (SUB / GROUP));
+            float s[TILE / 8], sum = 0, own = -INF_F;
+            char* const mine = scores + (tile * TILE + residue) * 32;
+#pragma unroll
+            for (int i = 0; i < TILE / 8; ++i) {
+                const int group = tile * TILE_GROUPS + i / 2;
+                s[i] = -INF_F;
+                if (group >= from && group < to) s[i] = reinterpret_cast<const float*>(mine + i * 8 * 32)[sub_head];
+            }
             for (int g = seen + sub; g < from; g += 4) running = fmaxf(running, group_tops[g][sub_head]);
             for (int g = from + sub; g < to; g += 4) own = fmaxf(own, group_tops[g][sub_head]);
 #pragma unroll
@@ -382,15 +406,6 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
                 factors[tile][sub_head] = rescale_factor(before, shift);
                 if (tile == last_tile) top[sub_head] = tile_top;
             }
-            float s[TILE / 8], sum = 0;
-            char* const mine = scores + (tile * TILE + residue) * 32;
-#pragma unroll
-            for (int i = 0; i < TILE / 8; ++i) {
-                const int group = tile * TILE_GROUPS + i / 2;
-                s[i] =
-                    group >= from && group < to ? reinterpret_cast<const float*>(mine + i * 8 * 32)[sub_head] : -INF_F;
-            }
-            __syncwarp();
 #pragma unroll
             for (int i = 0; i < TILE / 8; ++i) {
                 const float w = KIND == BIASED ? softmax_weight(s[i], shift) : softmax_weight(s[i], scale, shift);
@@ -399,75 +414,67 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
             }
             *tile_sum(tile, residue, sub_head) = sum;
         }
+        computing_sync();
 
         // 3. Outputs.
 #pragma unroll
         for (int p = 0; p < PARTS; ++p)
 #pragma unroll
             for (int i = 0; i < 4; ++i) o[p][i] = 0;
-        const int elements = width / GROUP;  // times 16 of this block
 #pragma unroll 1
-        for (int group = shape.first; group < shape.end; group += value_groups) {
-            const unsigned chunk = next_chunk();
-            if (warp >= elements) continue;
-            unsigned address[PARTS];
-#pragma unroll
-            for (int p = 0; p < PARTS; ++p)
-                address[p] = ValueFragments<CACHE>::address(chunk, value_layout, warp + p * WARPS);
-            const int new_row = new_key - group * GROUP;
-            if (new_row >= 0 && new_row < value_groups * GROUP) {  // each warp writes what it reads
-                constexpr int PIECES = GROUP / EACH;
-#pragma unroll
-                for (int p = 0; p < PARTS; ++p) {
-                    const int piece = (warp + p * WARPS) * PIECES + lane;
-                    if (warp + p * WARPS < elements && lane < PIECES)
-                        st_shared_v4(
-                            chunk + value_layout.offset(new_row, piece),
-                            *reinterpret_cast<const uint4*>(&new_token.kv[1][rank * width + piece * EACH]));
-                }
-                if constexpr (IS_INT8<CACHE>)
-                    if (lane == 0)
-                        *reinterpret_cast<__half*>(shared + (chunk - ring) + CHUNK + new_row * 2) = new_token.scales[1];
-                __syncwarp();
-            }
-            const int stop = min(shape.end - group, value_groups);
-            ValueFragments<CACHE> v[PARTS], next_v[PARTS];
-            unsigned w[4], next_w[4];
-            const auto load = [&](int from, ValueFragments<CACHE>(&v)[PARTS], unsigned (&w)[4]) {
-#pragma unroll
-                for (int p = 0; p < PARTS; ++p)
-                    v[p].load(
-                        address[p] + from * GROUP * value_layout.row_bytes(), value_layout.row_bytes(),
-                        chunk + CHUNK + from * GROUP * 2);
-                ldmatrix_x4_trans(w, weights + ((group + from) * GROUP + lane) * 32 + lane / 4 % 2 * 16);
-            };
-            load(0, v, w);
-#pragma unroll 2
-            for (int i = 0; i < stop; i += 2) {
-                if (i + 2 < stop) load(i + 2, next_v, next_w);
-#pragma unroll
-                for (int step = 0; step < 2; ++step) {
-                    if (i + step >= stop) break;
-                    if ((group + i + step) % TILE_GROUPS == 0 && group + i + step > shape.first) {
-                        const float2 f =
-                            *reinterpret_cast<const float2*>(&factors[(group + i + step) / TILE_GROUPS][head]);
-#pragma unroll
-                        for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-                            for (int m = 0; m < 4; ++m) o[p][m] = __fmul_rn(o[p][m], m % 2 ? f.y : f.x);
-                    }
+        for (int granule = shape.first; granule < shape.end; granule += SUBS << log2_unit) {
+            const unsigned chunk = stages.address();
+            stages.wait_full();
+            if (warp < elements) {
+                const int count = min(shape.end - granule, SUBS << log2_unit);
+                const int new_row = new_key - granule * SUB;
+                if (new_row >= 0 && new_row < count * SUB) {  // each warp writes what it reads
+                    constexpr int TILE_PIECES = GROUP / EACH;
 #pragma unroll
                     for (int p = 0; p < PARTS; ++p) {
-                        unsigned a[4];
-                        v[p].get(step, a);
-                        mma_m16n8k16(o[p], a, w[2 * step], w[2 * step + 1]);
+                        const int piece = (warp + p * WARPS) * TILE_PIECES + lane;
+                        if (warp + p * WARPS < elements && lane < TILE_PIECES)
+                            st_shared_v4(
+                                chunk + value_layout.offset(new_row, piece),
+                                *reinterpret_cast<const uint4*>(&new_token.kv[1][rank * width + piece * EACH]));
                     }
+                    if (IS_INT8<CACHE> && lane == 0) st_shared_half(chunk + CHUNK + new_row * 2, new_token.scales[1]);
+                    __syncwarp();
                 }
+                unsigned address[PARTS];
 #pragma unroll
-                for (int p = 0; p < PARTS; ++p) v[p] = next_v[p];
+                for (int p = 0; p < PARTS; ++p)
+                    address[p] = ValueFragments<CACHE>::address(chunk, value_layout, warp + p * WARPS);
+                const int row_bytes = value_layout.row_bytes();
+                const unsigned weight_rows = weights + (granule * SUB + lane) * 32 + lane / 4 % 2 * 16;
+                OutputStep<CACHE, PARTS, SUB> now, later;
+                now.load(address, 0, row_bytes, chunk + CHUNK, weight_rows);
+#pragma unroll 2
+                for (int i = 0; i < count; ++i) {
+                    if (SUBS > 1 || unit > 1)
+                        later.load(address, min(i + 1, count - 1) * SUB, row_bytes, chunk + CHUNK, weight_rows);
 #pragma unroll
-                for (int m = 0; m < 4; ++m) w[m] = next_w[m];
+                    for (int step = 0; step < SUB / GROUP; ++step) {
+                        const int key = (granule + i) * SUB + step * GROUP;
+                        if (step * GROUP % TILE == 0 && key % TILE == 0) {
+                            const float2 f = *reinterpret_cast<const float2*>(&factors[key / TILE][head]);
+#pragma unroll
+                            for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+                                for (int m = 0; m < 4; ++m) o[p][m] = __fmul_rn(o[p][m], m % 2 ? f.y : f.x);
+                        }
+#pragma unroll
+                        for (int p = 0; p < PARTS; ++p) {
+                            unsigned a[4];
+                            now.values[p][step / 2].get(step % 2, a);
+                            mma_m16n8k16(
+                                o[p], a, now.weights[step / 2][step % 2 * 2], now.weights[step / 2][step % 2 * 2 + 1]);
+                        }
+                    }
+                    now = later;
+                }
             }
+            stages.release();
         }
 
         // The record of the segment.
@@ -525,24 +532,20 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
                         target[h * head_dim + rank * width + element] = attention_output(all_o[p][m], all_sum[m % 2]);
                 }
         }
-        Item next = item;
-        next.next<KIND>(contexts, share);
-        is_new = next.segment == next.range.first || !next.belongs_to(contexts, share);
+        is_new = next.segment == next.range.first || !has_next;
         if (is_new) {
             if (!folds) {
                 const int pair = item.sequence * groups + item.group;
-                merge_records<THREADS, D>(
-                    place, item.record() - (item.segment - item.range.first), written, item.range.segments(),
-                    arrival_counts + pair * unit + rank,
+                merge_records<COMPUTING, D>(
+                    computing_sync, place, item.record() - (item.segment - item.range.first), written,
+                    item.range.segments(), arrival_counts + pair * unit + rank,
                     out + item.sequence * out_pitch + static_cast<long long>(at.first_head) * head_dim, at.count,
                     head_dim);
                 written = 0;
             }
-            if (next.belongs_to(contexts, share)) {
-                rope_angles(params, next.range.end - 1, head_dim, cosine, sine);
-                __syncthreads();  // no warp reads the new token any more
-            }
+            if (has_next) rope_angles(params, next.range.end - 1, head_dim, cosine, sine);
         }
+        computing_sync();  // no warp reads scores, weights or the new token any more
         item = next;
     }
 }

@@ -117,39 +117,49 @@ __device__ __forceinline__ int warp_prefix_sum(int x) {
 }
 
 // Finds the share of this block's unit, and its first item. Called by all threads. max_unit: blocks per unit, at most.
-// capacity: records that fit into memory.
+// capacity: records that fit into memory, at least the number of blocks.
 template <int KIND, int THREADS>
 __device__ __forceinline__ Item find_work(const Contexts& contexts, int max_unit, int capacity, Share& share) {
     constexpr int WARPS = THREADS / WARP;
     __shared__ int2 sums[WARPS];  // items and cost of the sequences of a warp
     __shared__ int found[3];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int each = (contexts.sequences + THREADS - 1) / THREADS * WARP;  // sequences of a warp
-    const int begin = warp * each, end = min(contexts.sequences, begin + each);
+    // Up to 32 sequences: each warp looks at all of them. Else each warp looks at its part.
+    const bool few = contexts.sequences <= WARP;
+    const int each = few ? WARP : (contexts.sequences + THREADS - 1) / THREADS * WARP;  // sequences of a warp
+    const int begin = few ? 0 : warp * each, end = min(contexts.sequences, begin + each);
     int2 sum = {0, 0};
     for (int i = begin + lane; i < end; i += WARP) {
         const KeyRange range = contexts.range<KIND>(i);
         sum.x += range.segments(), sum.y += range.cost(false);
     }
     sum.x = warp_sum(sum.x), sum.y = warp_sum(sum.y);
-    if (lane == 0) sums[warp] = sum;
-    if (threadIdx.x == 0) found[0] = contexts.sequences;
-    __syncthreads();
-    int2 total = {0, 0}, before = {0, 0};
+    int2 total = sum, before = {0, 0};
+    if (!few) {
+        if (lane == 0) sums[warp] = sum;
+        if (threadIdx.x == 0) found[0] = contexts.sequences;
+        __syncthreads();
+        total = {0, 0};
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        if (w == warp) before = total;
-        total.x += sums[w].x, total.y += sums[w].y;
+        for (int w = 0; w < WARPS; ++w) {
+            if (w == warp) before = total;
+            total.x += sums[w].x, total.y += sums[w].y;
+        }
     }
-    const int blocks = gridDim.x, items = total.x * contexts.groups;
-    share.unit = 1;
-    while (share.unit < max_unit && items * share.unit * 2 <= blocks) share.unit *= 2;
-    const int units = blocks / share.unit, number = blockIdx.x / share.unit;
-    share.even = items <= units, share.whole = items > capacity;
-    const long long cost = static_cast<long long>(total.y) * contexts.groups;
-    share.from = share.even ? number : static_cast<int>(number * cost / units);
-    share.to = share.even ? number + 1 : static_cast<int>((number + 1) * cost / units);
+    const int blocks = gridDim.x, items = total.x * contexts.groups, cost = total.y * contexts.groups;
+    int log2_unit = 0;
+    while (1 << log2_unit < max_unit && items << (log2_unit + 1) <= blocks) ++log2_unit;
+    share.unit = 1 << log2_unit;
+    const int units = blocks >> log2_unit, number = blockIdx.x >> log2_unit;
+    share.even = items <= units, share.whole = log2_unit == 0 && items > capacity;
+    share.from = number, share.to = number + 1;
+    if (!share.even) {
+        const unsigned each = static_cast<unsigned>(cost) / units, rest = cost - each * units;
+        share.from = number * each + number * rest / units;
+        share.to = (number + 1) * each + (number + 1) * rest / units;
+    }
     int start = (share.even ? before.x : before.y) * contexts.groups, records = before.x * contexts.groups;
+    int3 place = {contexts.sequences, 0, 0};
     for (int i = begin; i < end; i += WARP) {
         int2 own = {0, 0};
         if (i + lane < end) {
@@ -158,17 +168,26 @@ __device__ __forceinline__ Item find_work(const Contexts& contexts, int max_unit
         }
         const int2 sums = {warp_prefix_sum(own.x), warp_prefix_sum(own.y)};
         const int at = start + sums.y - own.y;
-        if (share.from >= at && share.from < at + own.y)
-            found[0] = i + lane, found[1] = at, found[2] = records + sums.x - own.x;
+        const unsigned here = __ballot_sync(FULL, share.from >= at && share.from < at + own.y);
+        if (here) {
+            const int from = __ffs(here) - 1;
+            place.x = i + from, place.y = __shfl_sync(FULL, at, from);
+            place.z = __shfl_sync(FULL, records + sums.x - own.x, from);
+            if (!few && lane == 0) found[0] = place.x, found[1] = place.y, found[2] = place.z;
+            break;
+        }
         start += __shfl_sync(FULL, sums.y, WARP - 1), records += __shfl_sync(FULL, sums.x, WARP - 1);
     }
-    __syncthreads();
-    Item item = {found[0], 0, 0, found[1], found[2], KeyRange(0, 0)};
+    if (!few) {
+        __syncthreads();
+        place = {found[0], found[1], found[2]};
+    }
+    Item item = {place.x, 0, 0, place.y, place.z, KeyRange(0, 0)};
     if (item.sequence >= contexts.sequences) return item;
     item.range = contexts.range<KIND>(item.sequence);
     const int pair = item.range.cost(share.even), from = share.from - item.start;
     item.group = from / pair, item.start += item.group * pair;
-    item.segment = item.range.segment_from(from % pair, share.even);
+    item.segment = item.range.segment_from(from - item.group * pair, share.even);
     if (item.segment > item.range.last || (share.whole && item.segment > item.range.first))
         item.segment = item.range.last, item.next<KIND>(contexts, share);
     return item;
@@ -193,20 +212,20 @@ struct Records {
 };
 
 // Counts the `written` records of a pair that has `segments`. The last block to arrive merges all records from the left
-// and writes the outputs of `count` heads to `out`, up to element head_dim of each. Called by all threads. counter: 0
-// before and after.
-template <int THREADS, int D>
+// and writes the outputs of `count` heads to `out`, up to element head_dim of each. Called by THREADS threads, of which
+// `sync` is the barrier. counter: 0 before and after.
+template <int THREADS, int D, class Sync>
 __device__ __forceinline__ void merge_records(
-    const Records<D>& records, int first, int written, int segments, int* counter, __half* out, int count,
+    Sync sync, const Records<D>& records, int first, int written, int segments, int* counter, __half* out, int count,
     int head_dim) {
     __shared__ bool is_last;
     __threadfence();
-    __syncthreads();
+    sync();
     if (threadIdx.x == 0) {
         is_last = atomicAdd(counter, written) + written == segments;
         if (is_last) *counter = 0;
     }
-    __syncthreads();
+    sync();
     if (!is_last) return;
     __threadfence();
 #pragma unroll 1
@@ -214,7 +233,7 @@ __device__ __forceinline__ void merge_records(
         const int head = i / records.width, column = i % records.width;
         float2 total = __ldcg(records.sums(first, head));
         float4 o = __ldcg(reinterpret_cast<const float4*>(records.outputs(first, head) + column));
-#pragma unroll 8
+#pragma unroll 4
         for (int s = 1; s < segments; ++s) {
             const float2 sum = __ldcg(records.sums(first + s, head));
             const float4 x = __ldcg(reinterpret_cast<const float4*>(records.outputs(first + s, head) + column));

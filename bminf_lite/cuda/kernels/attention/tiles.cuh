@@ -7,6 +7,7 @@
 #include "attention/int8_cache.cuh"
 #include "common/async.cuh"
 #include "common/tensor_cores.cuh"
+#include "constants/attention.cuh"
 
 namespace bminf {
 
@@ -18,32 +19,118 @@ struct ChunkLayout {
 
     __device__ __forceinline__ int row_bytes() const { return 16 << log2_pieces; }
     __device__ __forceinline__ int offset(int row, int piece) const {
-        const int log2_among = min(log2_pieces, 3), swizzle = row >> 3 - log2_among & (1 << log2_among) - 1;
-        return (row << log2_pieces | piece ^ swizzle) * 16;
+        const int log2_among = min(log2_pieces, 3), swizzle = (row >> (3 - log2_among)) & ((1 << log2_among) - 1);
+        return ((row << log2_pieces) | (piece ^ swizzle)) * 16;
     }
 };
 
 __host__ __device__ constexpr int log2_of(int x) { return x > 1 ? 1 + log2_of(x / 2) : 0; }
 
-// The queries of up to eight heads as right operands.
-template <int D>
+// Loads of one warp. The block of key j of a segment is lane j / BLOCK_SIZE of `table`; key j is in the cache if j <
+// present, and granules before `end` are read. Other keys, and elements beyond the pitch, become zero, because memory
+// that was never written may hold NaN. Keys are loaded in granules of SUB keys, which lie in one block.
+template <int D, int SUB, class CACHE>
+struct ChunkSource {
+    static constexpr int ROW = D * sizeof(CACHE), PIECES = ROW / 16, EACH = 16 / sizeof(CACHE);
+    int table, kv, kv_heads, pitch, present, end;
+
+    // The index in the cache of key `key`. Every lane calls it.
+    __device__ __forceinline__ long long token(int key) const {
+        const int block = __shfl_sync(FULL, table, key / BLOCK_SIZE);
+        return static_cast<long long>(block * kv_heads + kv) * BLOCK_SIZE + key % BLOCK_SIZE;
+    }
+
+    // Whole heads of COUNT granules granule, granule + step, ...
+    template <int COUNT>
+    __device__ __forceinline__ void load_rows(unsigned chunk, const CACHE* data, int granule, int step) const {
+        constexpr int ROWS = WARP / PIECES;  // of one copy
+        const ChunkLayout layout = {log2_of(PIECES)};
+        const int row = threadIdx.x % WARP / PIECES, piece = threadIdx.x % PIECES;
+        const unsigned start = chunk + layout.offset(row, piece);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            if (granule + i * step >= end) break;
+            const int key = (granule + i * step) * SUB;
+            const CACHE* from = data + token(key) * pitch + row * pitch + piece * EACH;
+            if (pitch == D && key + SUB <= present) {  // the common case, with constant offsets
+                asm volatile("" : "+l"(from));         // keeps the compiler from folding the offsets into additions
+#pragma unroll
+                for (int r = 0; r < SUB; r += ROWS)
+                    cp_async_16((start ^ layout.offset(r, 0) % 128) + (i * SUB + r) * ROW, from + r * D);
+            } else {
+                const int rows = piece * EACH < pitch ? present - key - row : 0;
+#pragma unroll
+                for (int r = 0; r < SUB; r += ROWS)
+                    cp_async_16((start ^ layout.offset(r, 0) % 128) + (i * SUB + r) * ROW, from + r * pitch, r < rows);
+            }
+        }
+    }
+
+    // The elements from `column` on, as many as fit into a row of `layout`, of `count` granules.
+    __device__ __forceinline__ void load_columns(
+        unsigned chunk, const CACHE* data, int granule, int count, const ChunkLayout& layout, int column) const {
+        const int lane = threadIdx.x % WARP, row = lane >> layout.log2_pieces, rows = WARP >> layout.log2_pieces;
+        const int piece = lane & ((1 << layout.log2_pieces) - 1), element = column + piece * EACH;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const int key = (granule + i) * SUB;
+            const CACHE* const from = data + token(key) * pitch + element;
+#pragma unroll 4
+            for (int r = row; r < SUB; r += rows) {
+                const bool valid = key + r < present && element < pitch;
+                cp_async_16(chunk + layout.offset(i * SUB + r, piece), valid ? from + r * pitch : data, valid);
+            }
+        }
+    }
+
+    // The scales of `count` granules granule, granule + step, ..., eight with a copy.
+    __device__ __forceinline__ void load_scales(
+        unsigned target, const __half* scales, int granule, int step, int count) const {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll 1
+        for (int i = 0; i < count * SUB; i += WARP * 8) {
+            const int row = i + lane * 8, key = (granule + row / SUB * step) * SUB + row % SUB;
+            const long long from = token(key % SEGMENT);
+            if (row < count * SUB)
+                cp_async_16_partial(target + row * 2, scales + from, 2 * max(0, min(8, present - key)));
+        }
+    }
+};
+
+// On 9.0 an instruction sums its 16 products exactly before it rounds, so their order changes no bit (measured). There
+// ldmatrix may take two int8 codes for one fp16 element: it gives a lane four neighbouring codes of 16, not the two
+// pairs of the natural order. Elsewhere codes are read in the natural order.
+template <class CACHE>
+constexpr bool PERMUTED = IS_INT8<CACHE> && __CUDA_ARCH__ == 900;
+
+// The queries of up to eight heads as right operands, in the order of the keys.
+template <int D, class CACHE>
 struct QueryFragments {
     unsigned b[D / 16][2];
 
     __device__ __forceinline__ void load(const __half (*query)[D + 8]) {
         const int lane = threadIdx.x % WARP;
+        if constexpr (PERMUTED<CACHE>) {
 #pragma unroll
-        for (int i = 0; i < D / 32; ++i) {
-            unsigned x[4];
-            ldmatrix_x4(x, cast_smem_ptr_to_uint(&query[lane % 8][32 * i + lane / 8 * 8]));
-            b[2 * i][0] = x[0], b[2 * i][1] = x[1], b[2 * i + 1][0] = x[2], b[2 * i + 1][1] = x[3];
+            for (int i = 0; i < D / 16; ++i) {
+                const uint2 x = *reinterpret_cast<const uint2*>(&query[lane / 4][16 * i + lane % 4 * 4]);
+                b[i][0] = x.x, b[i][1] = x.y;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) {
+                unsigned x[4];
+                ldmatrix_x4(x, cast_smem_ptr_to_uint(&query[lane % 8][32 * i + lane / 8 * 8]));
+                b[2 * i][0] = x[0], b[2 * i][1] = x[1], b[2 * i + 1][0] = x[2], b[2 * i + 1][1] = x[3];
+            }
         }
     }
 };
 
-// Two codes at a shared address as fp16(scale * code).
-__device__ __forceinline__ unsigned dequantize_pair(unsigned bytes, __half2 scales) {
-    const unsigned bias = 0x64806480u, pair = bytes ^ 0x64006400u ^ 0x00800080u;
+// Two codes plus 128 each, bytes of a register chosen by `selector` (see __byte_perm; 4 stands for the byte 0x64), as
+// fp16(scale * code).
+__device__ __forceinline__ unsigned dequantize_pair(unsigned bytes, unsigned selector, __half2 scales) {
+    const unsigned bias = 0x64806480u, pair = __byte_perm(bytes, 0x64646464u, selector);
     const __half2 x =
         __hmul2(__hsub2(*reinterpret_cast<const __half2*>(&pair), *reinterpret_cast<const __half2*>(&bias)), scales);
     return *reinterpret_cast<const unsigned*>(&x);
@@ -53,27 +140,44 @@ __device__ __forceinline__ unsigned dequantize_pair(unsigned bytes, __half2 scal
 // scales: the scales of these keys.
 template <int D, class CACHE>
 __device__ __forceinline__ void mma_qk(
-    float (&dots)[4], unsigned chunk, int row, const QueryFragments<D>& query, unsigned scales) {
+    float (&dots)[4], unsigned chunk, int row, const QueryFragments<D, CACHE>& query, unsigned scales) {
     constexpr int PIECES = D * sizeof(CACHE) / 16;
     const ChunkLayout layout = {log2_of(PIECES)};
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int i = 0; i < 4; ++i) dots[i] = 0;
     if constexpr (IS_INT8<CACHE>) {
-        const unsigned start = chunk + layout.offset(row + lane / 4, 0);
         const __half2 scale[2] = {
             __half2half2(__ushort_as_half(ld_shared_u16(scales + lane / 4 * 2))),
             __half2half2(__ushort_as_half(ld_shared_u16(scales + lane / 4 * 2 + 16)))};
+        if constexpr (PERMUTED<CACHE>) {
+            const unsigned start = chunk + layout.offset(row + lane % 16, lane / 16);
 #pragma unroll
-        for (int i = 0; i < D / 16; ++i) {
-            unsigned k[4];
+            for (int i = 0; i < D / 32; ++i) {
+                unsigned codes[4];
+                ldmatrix_x4(codes, (start ^ i % 4 * 32) + i / 4 * 128);
 #pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                const unsigned codes = ld_shared_u16(
-                    (start ^ i % 8 * 16) + i / 8 * 128 + lane % 4 * 2 + m / 2 * 8 + m % 2 * 8 * layout.row_bytes());
-                k[m] = dequantize_pair(__byte_perm(codes, 0, 0x4140), scale[m % 2]);
+                for (int n = 0; n < 2; ++n) {
+                    unsigned k[4];
+#pragma unroll
+                    for (int m = 0; m < 4; ++m)
+                        k[m] = dequantize_pair(as_bytes(codes[2 * n + m % 2]), m / 2 ? 0x4342 : 0x4140, scale[m % 2]);
+                    mma_m16n8k16(dots, k, query.b[2 * i + n][0], query.b[2 * i + n][1]);
+                }
             }
-            mma_m16n8k16(dots, k, query.b[i][0], query.b[i][1]);
+        } else {
+            const unsigned start = chunk + layout.offset(row + lane / 4, 0);
+#pragma unroll
+            for (int i = 0; i < D / 16; ++i) {
+                unsigned k[4];
+#pragma unroll
+                for (int m = 0; m < 4; ++m) {
+                    const unsigned codes = ld_shared_u16(
+                        (start ^ i % 8 * 16) + i / 8 * 128 + lane % 4 * 2 + m / 2 * 8 + m % 2 * 8 * layout.row_bytes());
+                    k[m] = dequantize_pair(as_bytes(codes), 0x4140, scale[m % 2]);
+                }
+                mma_m16n8k16(dots, k, query.b[i][0], query.b[i][1]);
+            }
         }
     } else {
         const unsigned start = chunk + layout.offset(row + lane % 16, lane / 16);
@@ -126,10 +230,9 @@ struct ValueFragments<int8> {
     __device__ __forceinline__ void get(int step, unsigned (&v)[4]) const {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            const unsigned x = codes[2 * step + m];
+            const unsigned x = as_bytes(codes[2 * step + m]);
             const __half2 scale = *reinterpret_cast<const __half2*>(&scales[2 * step + m]);
-            v[2 * m] = dequantize_pair(x & 0x00ff00ffu, scale);
-            v[2 * m + 1] = dequantize_pair(__byte_perm(x, 0, 0x4341), scale);
+            v[2 * m] = dequantize_pair(x, 0x4240, scale), v[2 * m + 1] = dequantize_pair(x, 0x4341, scale);
         }
     }
     __device__ __forceinline__ static int element(int which) { return threadIdx.x % WARP / 4 * 2 + which; }

@@ -2,6 +2,7 @@
 // and TMA, whose completion an mbarrier reports. Function names follow PTX and CUTLASS. Shared addresses are the 32-bit
 // addresses of cast_smem_ptr_to_uint, and barriers are shared addresses of 8 bytes.
 #pragma once
+#include <cuda_fp16.h>
 
 namespace bminf {
 
@@ -40,6 +41,10 @@ __device__ __forceinline__ int4 ld_shared_v4(unsigned address) {
                  : "r"(address)
                  : "memory");
     return x;
+}
+
+__device__ __forceinline__ void st_shared_half(unsigned address, __half x) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(__half_as_ushort(x)) : "memory");
 }
 
 __device__ __forceinline__ void st_shared_v2(unsigned address, float x, float y) {

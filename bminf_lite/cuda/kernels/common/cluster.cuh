@@ -54,6 +54,24 @@ __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigne
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_shared_rank(barrier, rank)) : "memory");
 }
 
+// The same, so that this thread's writes to the cluster are visible to threads that have waited with acquire.
+__device__ __forceinline__ void mbarrier_arrive_release_cluster(unsigned barrier, unsigned rank) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(map_shared_rank(barrier, rank))
+                 : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait_acquire_cluster(unsigned barrier, unsigned phase) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(barrier),
+        "r"(phase)
+        : "memory");
+}
+
+// The first half of a barrier over the cluster, which orders memory accesses; cluster_wait is the second.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+
 // Stores to a cluster address.
 __device__ __forceinline__ void st_shared_cluster_v2(unsigned remote, float x, float y) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(x), "f"(y) : "memory");
