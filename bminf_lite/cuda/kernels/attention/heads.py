@@ -12,7 +12,7 @@ ELEMENTS = HALF, INT8 = "__half", "bminf::int8"
 
 def head_pitch_of(cache: LayerCache) -> int:
     """Elements from one token's head to the next token's in the cache: the head size, padded."""
-    pitch: int = cache.keys.strides[2] // cache.keys.itemsize
+    pitch: int = cache.keys.strides[-2] // cache.keys.itemsize
     return pitch
 
 

@@ -3,13 +3,16 @@
 //     q = rope(norm(queries)); the cache at each token's position = rope(norm(keys)), values
 //
 // data: the fused projection [T, (heads + 2 * kv_heads) * head_dim], see Values, laid out by IN. q: fp16 [T, heads,
-// head_pitch]. keys, values: CACHE [slots, kv_heads, capacity, head_pitch], __half or int8; for int8 key_scales and
-// value_scales: fp16 [slots, kv_heads, capacity]. Padding from head_dim to head_pitch is written as zeros. Sequence b
-// has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1 at positions from context_lens[b] on in slot slots[b].
+// head_pitch]. keys, values: CACHE [num_blocks, kv_heads, BLOCK_SIZE, head_pitch], __half or int8; for int8 key_scales
+// and value_scales: fp16 [num_blocks, kv_heads, BLOCK_SIZE]. Padding from head_dim to head_pitch is written as zeros.
+// Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1 at positions from context_lens[b] on, in the blocks
+// that row b of block_table names. Without a block_table (null) keys and values are [kv_heads, T, head_pitch], and a
+// token's place is its index in the step. Tokens behind the last sequence pad the step and are left out.
 //
 // A block prepares the heads of one token, one warp a head at a time.
 #include "attention/int8_cache.cuh"
 #include "common/values.cuh"
+#include "constants/attention.cuh"
 
 using namespace bminf;
 
@@ -17,8 +20,8 @@ template <bool FROM_INT32, int IN, class CACHE>
 __global__ void __launch_bounds__(256) prepare_heads(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
     const float* q_norm_weight, const float* k_norm_weight, const float* frequencies, float eps, float rope_scale,
-    const int* cu_seqlens, const int* context_lens, const int* slots, int sequences, __half* q, CACHE* keys,
-    CACHE* values, int heads, int kv_heads, int head_dim, int head_pitch, int capacity, __half* key_scales,
+    const int* cu_seqlens, const int* context_lens, const int* block_table, int table_pitch, int sequences, __half* q,
+    CACHE* keys, CACHE* values, int heads, int kv_heads, int head_dim, int head_pitch, __half* key_scales,
     __half* value_scales) {
     launch_dependent_grids();
     wait_on_dependent_grids();
@@ -33,9 +36,14 @@ __global__ void __launch_bounds__(256) prepare_heads(
         else
             last = middle;
     }
+    if (token >= cu_seqlens[sequences]) return;
     const int position = context_lens[sequence] + token - cu_seqlens[sequence];
-    if (position >= capacity) return;
-    const size_t cached = (static_cast<size_t>(slots[sequence]) * kv_heads * capacity + position) * head_pitch;
+    // The index of the token in the cache of the first key-value head, and how far the next head's is.
+    size_t cached = token, stride = gridDim.x;
+    if (block_table != nullptr) {
+        const int block = block_table[static_cast<size_t>(sequence) * table_pitch + position / BLOCK_SIZE];
+        cached = static_cast<size_t>(block) * kv_heads * BLOCK_SIZE + position % BLOCK_SIZE, stride = BLOCK_SIZE;
+    }
     float cosine[PAIRS], sine[PAIRS];
     rope_angles(params, position, head_dim, cosine, sine);
     for (int head = warp; head < heads + 2 * kv_heads; head += blockDim.x / WARP) {
@@ -50,22 +58,17 @@ __global__ void __launch_bounds__(256) prepare_heads(
         }
         if (!is_value)
             norm_and_rope(low, high, params, is_query ? q_norm_weight : k_norm_weight, head_dim, cosine, sine);
-        const size_t stride = static_cast<size_t>(capacity) * head_pitch;
+        const size_t place = cached + (head - heads - (is_value ? kv_heads : 0)) * stride;  // of a key or value
         if constexpr (IS_INT8<CACHE>)
             if (!is_query) {
-                const int kv_head = head - heads - (is_value ? kv_heads : 0);
-                CACHE* const codes = (is_value ? values : keys) + cached + kv_head * stride;
+                CACHE* const codes = (is_value ? values : keys) + place * head_pitch;
                 const __half scale = quantize_head(codes, codes, low, high, head_dim, head_pitch);
-                const size_t row = static_cast<size_t>(slots[sequence]) * kv_heads + kv_head;
-                if (lane == 0) (is_value ? value_scales : key_scales)[row * capacity + position] = scale;
+                if (lane == 0) (is_value ? value_scales : key_scales)[place] = scale;
                 continue;
             }
         __half* out = q + (static_cast<size_t>(token) * heads + head) * head_pitch;
         if constexpr (!IS_INT8<CACHE>) {
-            if (is_value)
-                out = values + cached + (head - heads - kv_heads) * stride;
-            else if (!is_query)
-                out = keys + cached + (head - heads) * stride;
+            if (!is_query) out = (is_value ? values : keys) + place * head_pitch;
         }
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
