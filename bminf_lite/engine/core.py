@@ -204,7 +204,7 @@ class Engine:
         self._wake.notify()
 
     def _require_fit(self, request: Request) -> None:
-        length = request.max_tokens(self.config.context_length)
+        length = request.limit_length(self.config.context_length)
         piece = length if request.whole_prompt else 0
         reason = self.blocks.shortage(length, len(request.source_token_ids), piece)
         if reason is not None:

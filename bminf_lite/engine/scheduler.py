@@ -47,8 +47,9 @@ class ScheduledTokens(NamedTuple):
     @property
     def num_scored(self) -> int:
         """Prompt tokens whose log-probabilities the step computes: those at ``start + 1`` and behind."""
-        last = len(self.request.prompt_token_ids) - 1
-        return max(min(self.stop, last) - self.start, 0) if self.request.prompt_logprobs else 0
+        if not self.request.prompt_logprobs:
+            return 0
+        return max(min(self.stop, len(self.request.prompt_token_ids) - 1) - self.start, 0)
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn. It must fit (:meth:`.BlockManager.shortage`)."""
+        request.limit_length(self.config.context_length)
         request.arrival = self._arrivals = self._arrivals + 1
         request.blocks = self.blocks.new_sequence(request.cache_salt, request.source_token_ids)
         insort(self.waiting, request, key=ORDER)
@@ -172,12 +174,11 @@ class Scheduler:
     def _part(self, request: Request, count: int) -> ScheduledTokens:
         start = request.num_computed_tokens
         complete = start + count == request.num_tokens
-        samples = complete and request.num_tokens < request.max_tokens(self.config.context_length)
-        return ScheduledTokens(request, start, count, samples)
+        return ScheduledTokens(request, start, count, complete and request.num_tokens < request.max_length)
 
     def _plan(self, request: Request, count: int, plan: dict[Request, int]) -> None:
         """Plan tokens of a running request, for which others may be preempted, or it."""
-        if request.num_pending_tokens and request.num_tokens >= request.max_tokens(self.config.context_length):
+        if request.num_pending_tokens and request.num_tokens >= request.max_length:
             return  # it ends when the pending token arrives
         assert request.blocks is not None
         computed = request.num_computed_tokens
@@ -283,9 +284,9 @@ class Scheduler:
             if part.samples and token < 0:
                 self.end(request, "error", _no_token(request))
             elif part.samples:
-                top = choice.most_likely(place, request.params.logprobs or 0)
-                request.append_token(token, logprob, self.config.context_length, top)
-            elif part.stop >= request.max_tokens(self.config.context_length):
+                top = choice.most_likely(place, request.params.logprobs) if request.params.logprobs else ()
+                request.append_token(token, logprob, top)
+            elif part.stop >= request.max_length:
                 request.finish_reason = "length"
             else:
                 continue
