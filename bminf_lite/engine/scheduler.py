@@ -140,6 +140,7 @@ class Scheduler:
     def reset(self, error: BaseException) -> list[Request]:
         """End every request with an error, forget the contents of the cache, and return the requests."""
         ended = [r for r in (*self.running, *self.waiting) if self.end(r, "error", error)]
+        self.running, self.waiting = [], []  # an error in the middle of a plan may leave a request without its row
         self._launched = self._encoded = ()
         self.blocks.clear()
         return ended

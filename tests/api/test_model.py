@@ -291,8 +291,10 @@ def test_a_model_that_is_dropped_is_freed_at_once():
     model = make_model()
     model.generate(prompt_of(3), max_new_tokens=3)
     dropped = weakref.ref(model)
+    engine = model._engine
     del model
-    assert dropped() is None
+    assert dropped() is None and not engine._thread.is_alive()
+    assert len(list(make_model().stream(prompt_of(3), max_new_tokens=3))) == 3, "a stream keeps its model"
 
 
 # -- results and logits -----------------------------------------------------------------------------------------------
