@@ -62,6 +62,8 @@ def run(engine: Engine, completions: Sequence[Completion], every_token: bool) ->
 
     Closing the generator, or an error, cancels the requests.
     """
+    if not completions:
+        return
     updates: SimpleQueue[Update] = SimpleQueue()
     by_request = _subscribe(completions, updates.put, every_token)
     try:
@@ -75,6 +77,8 @@ def run(engine: Engine, completions: Sequence[Completion], every_token: bool) ->
 
 async def arun(engine: Engine, completions: Sequence[Completion], every_token: bool) -> AsyncGenerator[Piece, None]:
     """As :func:`run`, for asyncio."""
+    if not completions:
+        return
     updates: asyncio.Queue[Update] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 

@@ -239,7 +239,8 @@ def test_the_tokenizer_s_end_token_is_the_last_resort(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_batch": 0}, {"max_batch": 2.5}, {"max_batch": True}, {"context": -1}, {"context": "x"}, {"memory_limit": -1},
+    [{"max_batch": 0}, {"max_batch": 2.5}, {"max_batch": True}, {"max_queue": 0}, {"context": -1}, {"context": "x"},
+     {"memory_limit": -1},
      {"memory_limit": "6 apples"}, {"memory_limit": []}, {"kv_cache": "fp8"},
      *({"device": d} for d in ("tpu", "cuda:-1", "cuda:", "", 0, None))],
 )  # fmt: skip
@@ -258,6 +259,18 @@ def test_a_model_that_fails_to_load_gives_its_device_back(source, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         bminf_lite.load(source)
     assert closed == [True]
+
+
+def test_options_of_the_engine(source):
+    with bminf_lite.load(source, device="cpu", max_batch=2, prefix_cache=False, max_queue=3) as model:
+        assert model.engine_config.max_num_seqs == 2
+        results = [model.generate([1] * 100, max_new_tokens=2) for _ in range(2)]
+        assert [r.cached_tokens for r in results] == [0, 0]
+        with pytest.raises(UsageError, match=r"4 more would exceed the bound of 3 \(max_queue\)"):
+            model.generate([[1]] * 4)
+    with load(source) as model:
+        results = [model.generate([1] * 100, max_new_tokens=2) for _ in range(2)]
+        assert [r.cached_tokens for r in results] == [0, 64]
 
 
 # -- a closed model ---------------------------------------------------------------------------------------------------
