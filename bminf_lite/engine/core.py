@@ -125,7 +125,8 @@ class Engine:
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """End requests early. Their blocks are free at the next step. No effect on those that have ended."""
-        if os.getpid() != self._process:
+        requests = [r for r in requests if r.finish_reason is None]
+        if not requests or os.getpid() != self._process:
             return
         with self._wake:
             if self._thread is not None and not self._closing:

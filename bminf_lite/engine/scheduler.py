@@ -29,6 +29,8 @@ from .config import EngineConfig
 from .request import Request
 
 ORDER = attrgetter("order")
+MAX_PASSED = 32
+"""Requests that others may pass at a time because they wait for a block that is being computed."""
 
 
 class ScheduledTokens(NamedTuple):
@@ -208,10 +210,8 @@ class Scheduler:
         """
         sources: list[Request] = []
         position = 0
-        while position < min(len(self.waiting), self.config.max_num_seqs) and budget.tokens > 0:
+        while position < min(len(self.waiting), MAX_PASSED) and budget.tokens > 0:
             request = self.waiting[position]
-            if not self.rows.has_room(request):
-                break
             blocks, num_tokens = request.blocks, request.num_tokens
             assert blocks is not None
             if request.num_pending_tokens:
@@ -221,6 +221,8 @@ class Scheduler:
             if self._is_computed_for_another(request, sources):
                 position += 1
                 continue
+            if not self.rows.has_room(request):
+                break
             new_source = bool(request.source_token_ids) and self.blocks.cached_source(blocks) is None
             if new_source and sources and len(request.source_token_ids) > budget.tokens:
                 break

@@ -112,6 +112,19 @@ def test_a_stop_text_ends_the_completion(model):
     assert len(cut.token_ids) < 60
 
 
+def test_a_stop_text_ends_its_request_while_others_go_on(model):
+    options = {"temperature": 1.0, "seed": 1, "max_new_tokens": 100, "ignore_eos": True}
+    full = model.generate(["hello", "hello"], **options)
+    stop = next(full[0].text[i : i + 2] for i in range(4, 40) if full[0].text[i : i + 2] not in full[1].text)
+    before = model.stats()
+    pieces = list(model.stream(["hello", "hello"], stop=stop, **options))
+    ends = {p.index: p.result for p in pieces if p.result is not None}
+    assert (ends[0].finish_reason, ends[1].finish_reason) == ("stop", "length")
+    assert ends[1].token_ids == full[1].token_ids and len(ends[0].token_ids) < 60
+    after = model.stats()
+    assert after.steps - before.steps <= 103 and after.blocks_used == 0
+
+
 def test_the_end_token_is_reported_but_has_no_text(source, tmp_path):
     """Even if the vocabulary does not call it special."""
     with load(source) as model:
