@@ -221,7 +221,7 @@ class Model:
 
         Closing the stream ends generation; the memory of its requests is free at the next step.
         """
-        return run(self._engine, self._completions(prompt, options), every_token=True)
+        return self._pieces(self._completions(prompt, options))
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
@@ -239,7 +239,7 @@ class Model:
         self, prompt: Prompt | Sequence[Prompt], **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[Piece, None]:
         """:meth:`stream` for asyncio: ``async for piece in model.astream(prompt)``."""
-        return arun(self._engine, self._completions(prompt, options), every_token=True)
+        return self._apieces(self._completions(prompt, options))
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
         """The tokens of a prompt, checked: at least one, and few enough to leave room for a new token.
@@ -280,6 +280,16 @@ class Model:
         Raises ``UsageError`` if there is no template, or for messages that it refuses.
         """
         return self._prompts.render(messages, add_generation_prompt, **variables)
+
+    def _pieces(self, completions: list[Completion]) -> Generator[Piece, None, None]:
+        """The pieces of requests. The generator keeps the model, which would close its engine if it were dropped."""
+        with closing(run(self._engine, completions, every_token=True)) as pieces:
+            yield from pieces
+
+    async def _apieces(self, completions: list[Completion]) -> AsyncGenerator[Piece, None]:
+        async with aclosing(arun(self._engine, completions, every_token=True)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     def _completions(self, prompt: Any, options: RequestOptions) -> list[Completion]:
         """The requests of a call with the texts that they will have. All arguments are checked."""

@@ -62,19 +62,23 @@ def run(engine: Engine, completions: Sequence[Completion], every_token: bool) ->
 
     Closing the generator, or an error, cancels the requests.
     """
+    if not completions:
+        return
     updates: SimpleQueue[Update] = SimpleQueue()
     by_request = _subscribe(completions, updates.put, every_token)
     try:
         engine.submit(list(by_request))
         while not all(c.has_ended for c in completions):
             update = updates.get()
-            yield from by_request[update.request].read(update)
+            yield from _read(engine, by_request[update.request], update)
     finally:
-        engine.cancel([r for r in by_request if r.finish_reason is None])
+        engine.cancel(list(by_request))
 
 
 async def arun(engine: Engine, completions: Sequence[Completion], every_token: bool) -> AsyncGenerator[Piece, None]:
     """As :func:`run`, for asyncio."""
+    if not completions:
+        return
     updates: asyncio.Queue[Update] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -86,10 +90,18 @@ async def arun(engine: Engine, completions: Sequence[Completion], every_token: b
         engine.submit(list(by_request))
         while not all(c.has_ended for c in completions):
             update = await updates.get()
-            for piece in by_request[update.request].read(update):
+            for piece in _read(engine, by_request[update.request], update):
                 yield piece
     finally:
-        engine.cancel([r for r in by_request if r.finish_reason is None])
+        engine.cancel(list(by_request))
+
+
+def _read(engine: Engine, completion: Completion, update: Update) -> list[Piece]:
+    """The pieces up to an update. A request whose text ends at a stop string is cancelled."""
+    pieces = completion.read(update)
+    if completion.has_ended:
+        engine.cancel([completion.request])
+    return pieces
 
 
 def _subscribe(

@@ -116,7 +116,7 @@ def make_engine_config(
         max_num_seqs = max_num_seqs or EngineConfig.max_num_seqs
         room, context, itemsize = (available_memory() or CPU_CACHE) // 4, config.context_length, 4
     else:
-        left = max(plan.machine.memory - plan.total_bytes, 0)
+        left = plan.left
         per_sequence = plan.requirements.scratch_per_sequence
         if max_num_seqs is None:
             max_num_seqs = min(max(left // LOGITS_SHARE // per_sequence, 1), EngineConfig.max_num_seqs)

@@ -115,7 +115,8 @@ def _offline(model: Model, load: Load, prompts: Sequence[Sequence[int]]) -> Serv
     timings = [result.timings for result in results]
     steps = load.output_tokens - 1
     between = [t.decode_seconds / steps for t in timings] if steps else []
-    return ServingResult(load, seconds, np.array([t.prompt_seconds for t in timings]), np.array(between))
+    first_token = np.array([t.queue_seconds + t.prompt_seconds for t in timings])
+    return ServingResult(load, seconds, first_token, np.array(between))
 
 
 async def _online(model: Model, load: Load, prompts: Sequence[Sequence[int]]) -> ServingResult:

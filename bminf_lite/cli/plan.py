@@ -95,6 +95,7 @@ def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
         "prompt_layers": len(plan.requirements.prompt_layers),
         "weight_bytes": plan.requirements.weights,
         "cache_bytes_per_token": plan.requirements.cache_per_token,
+        "sequences_at_once": {str(tokens): plan.sequences_of(tokens) for tokens in lengths_of(plan)},
         **{name: getattr(plan, name) for name in names},
         "suggestions": suggestions(plan),
     }
@@ -118,6 +119,7 @@ def lines(plan: MemoryPlan) -> list[str]:
         "GPU": ", ".join([f"{format_size(machine.memory)} may be used", *speeds]),
         "room for": f"{plan.batch} sequence{'s' * (plan.batch > 1)} of {plan.context:,} tokens, prompts in chunks of "
         f"{plan.chunk:,}",
+        "at once": ", or ".join(f"{plan.sequences_of(tokens):,} of {tokens:,} tokens" for tokens in lengths_of(plan)),
         "on the GPU": f"{format_size(plan.total_bytes)}: weights {format_size(plan.resident_bytes)}, {slots}"
         f"cache {format_size(plan.cache_bytes)}, scratch {format_size(plan.scratch_bytes)}",
         "on the host": host_text(plan),
@@ -126,6 +128,11 @@ def lines(plan: MemoryPlan) -> list[str]:
     advice = suggestions(plan)
     listed = ["to stream less:", *(f"  - {text}" for text in advice)] if advice else []
     return [*(f"{name:13}{value}" for name, value in rows.items()), *listed]
+
+
+def lengths_of(plan: MemoryPlan) -> list[int]:
+    """Lengths of sequences, in tokens, for which the plan says how many fit at once."""
+    return [plan.context, *(tokens for tokens in (8192, 1024) if tokens < plan.context)]
 
 
 def host_text(plan: MemoryPlan) -> str:

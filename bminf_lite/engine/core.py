@@ -125,7 +125,8 @@ class Engine:
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """End requests early. Their blocks are free at the next step. No effect on those that have ended."""
-        if os.getpid() != self._process:
+        requests = [r for r in requests if r.finish_reason is None]
+        if not requests or os.getpid() != self._process:
             return
         with self._wake:
             if self._thread is not None and not self._closing:
@@ -204,7 +205,7 @@ class Engine:
         self._wake.notify()
 
     def _require_fit(self, request: Request) -> None:
-        length = request.max_tokens(self.config.context_length)
+        length = request.limit_length(self.config.context_length)
         piece = length if request.whole_prompt else 0
         reason = self.blocks.shortage(length, len(request.source_token_ids), piece)
         if reason is not None:

@@ -196,8 +196,8 @@ class ModelRunner:
         starts = np.cumsum([0, *(p.num_tokens for p in parts)])
         tokens = np.full(int(starts[-1]), NO_TOKEN, np.int32)
         for part, start in zip(parts, starts.tolist(), strict=False):
-            ids = part.request.token_ids(part.start, min(part.stop, part.request.num_known_tokens))
-            tokens[start : start + len(ids)] = ids
+            if part.start < part.request.num_known_tokens:
+                tokens[start : start + part.num_tokens] = part.request.token_ids(part.start, part.stop)
         ends = [int(end) - 1 for part, end in zip(parts, starts[1:], strict=True) if part.samples]
         pairs = list(zip(parts, starts.tolist(), strict=False))
         scored = [range(start, start + p.num_scored) for p, start in pairs if p.num_scored]

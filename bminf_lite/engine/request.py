@@ -32,6 +32,11 @@ class Request:
     The engine sets the rest. A request has ended when ``finish_reason`` is set: ``stop``, ``length``, ``deadline``,
     ``cancelled`` or ``error``, and then ``error`` says which. Times are those of ``time.perf_counter``: when the
     request was made, when it started to run, and of its first and last token.
+
+    ``num_known_tokens`` are those of the prompt and the generated ones that the host knows; ``num_pending_tokens`` are
+    chosen by launched steps whose result is not known; ``num_computed_tokens`` are in the cache, or a launched step
+    puts them there; ``num_cached_tokens`` were there when the request started. ``max_length`` is the most tokens that
+    prompt and completion can have.
     """
 
     index: int
@@ -56,6 +61,8 @@ class Request:
     blocks: SequenceBlocks | None = None
     row: int = 0
     arrival: int = -1
+    max_length: int = 0
+    num_known_tokens: int = 0
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int = 0
@@ -66,6 +73,7 @@ class Request:
     last_token_time: float = 0.0
 
     def __post_init__(self) -> None:
+        self.num_known_tokens = len(self.prompt_token_ids)
         if self.prompt_logprobs:
             self.prompt_token_logprobs = [None] * len(self.prompt_token_ids)
 
@@ -75,13 +83,8 @@ class Request:
         return -self.priority, self.arrival
 
     @property
-    def num_known_tokens(self) -> int:
-        """Prompt tokens and generated tokens that the host knows."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
     def num_tokens(self) -> int:
-        """All tokens, with those that launched steps choose: the host does not know these ``num_pending_tokens``."""
+        """All tokens, pending ones included."""
         return self.num_known_tokens + self.num_pending_tokens
 
     @property
@@ -113,22 +116,22 @@ class Request:
         """The newest token that the host knows."""
         return int((self.output_token_ids or self.prompt_token_ids)[-1])
 
-    def max_tokens(self, context_length: int) -> int:
-        """The most tokens that prompt and completion can have."""
+    def limit_length(self, context_length: int) -> int:
+        """Set and return ``max_length`` for a model of this context."""
         length = len(self.prompt_token_ids)
-        return length if self.take_logits else min(length + self.params.max_new_tokens, context_length)
+        self.max_length = length if self.take_logits else min(length + self.params.max_new_tokens, context_length)
+        return self.max_length
 
-    def append_token(
-        self, token: int, logprob: float, context_length: int, top_logprobs: Sequence[tuple[int, float]] = ()
-    ) -> None:
+    def append_token(self, token: int, logprob: float, top_logprobs: Sequence[tuple[int, float]] = ()) -> None:
         """Record a generated token; sets ``finish_reason`` if it is the last."""
         self.last_token_time = time.perf_counter()
         self.first_token_time = self.first_token_time or self.last_token_time
         self.output_token_ids.append(token)
+        self.num_known_tokens += 1
         self.logprobs.append(logprob)
         if self.params.logprobs:
             self.top_logprobs.append(list(top_logprobs))
         if self.ended_by_eos:
             self.finish_reason = "stop"
-        elif self.num_known_tokens >= self.max_tokens(context_length):
+        elif self.num_known_tokens >= self.max_length:
             self.finish_reason = "length"

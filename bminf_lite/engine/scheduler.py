@@ -29,6 +29,8 @@ from .config import EngineConfig
 from .request import Request
 
 ORDER = attrgetter("order")
+MAX_PASSED = 32
+"""Requests that others may pass at a time because they wait for a block that is being computed."""
 
 
 class ScheduledTokens(NamedTuple):
@@ -47,8 +49,9 @@ class ScheduledTokens(NamedTuple):
     @property
     def num_scored(self) -> int:
         """Prompt tokens whose log-probabilities the step computes: those at ``start + 1`` and behind."""
-        last = len(self.request.prompt_token_ids) - 1
-        return max(min(self.stop, last) - self.start, 0) if self.request.prompt_logprobs else 0
+        if not self.request.prompt_logprobs:
+            return 0
+        return max(min(self.stop, len(self.request.prompt_token_ids) - 1) - self.start, 0)
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn. It must fit (:meth:`.BlockManager.shortage`)."""
+        request.limit_length(self.config.context_length)
         request.arrival = self._arrivals = self._arrivals + 1
         request.blocks = self.blocks.new_sequence(request.cache_salt, request.source_token_ids)
         insort(self.waiting, request, key=ORDER)
@@ -138,6 +142,7 @@ class Scheduler:
     def reset(self, error: BaseException) -> list[Request]:
         """End every request with an error, forget the contents of the cache, and return the requests."""
         ended = [r for r in (*self.running, *self.waiting) if self.end(r, "error", error)]
+        self.running, self.waiting = [], []  # an error in the middle of a plan may leave a request without its row
         self._launched = self._encoded = ()
         self.blocks.clear()
         return ended
@@ -172,12 +177,11 @@ class Scheduler:
     def _part(self, request: Request, count: int) -> ScheduledTokens:
         start = request.num_computed_tokens
         complete = start + count == request.num_tokens
-        samples = complete and request.num_tokens < request.max_tokens(self.config.context_length)
-        return ScheduledTokens(request, start, count, samples)
+        return ScheduledTokens(request, start, count, complete and request.num_tokens < request.max_length)
 
     def _plan(self, request: Request, count: int, plan: dict[Request, int]) -> None:
         """Plan tokens of a running request, for which others may be preempted, or it."""
-        if request.num_pending_tokens and request.num_tokens >= request.max_tokens(self.config.context_length):
+        if request.num_pending_tokens and request.num_tokens >= request.max_length:
             return  # it ends when the pending token arrives
         assert request.blocks is not None
         computed = request.num_computed_tokens
@@ -206,10 +210,8 @@ class Scheduler:
         """
         sources: list[Request] = []
         position = 0
-        while position < min(len(self.waiting), self.config.max_num_seqs) and budget.tokens > 0:
+        while position < min(len(self.waiting), MAX_PASSED) and budget.tokens > 0:
             request = self.waiting[position]
-            if not self.rows.has_room(request):
-                break
             blocks, num_tokens = request.blocks, request.num_tokens
             assert blocks is not None
             if request.num_pending_tokens:
@@ -219,6 +221,8 @@ class Scheduler:
             if self._is_computed_for_another(request, sources):
                 position += 1
                 continue
+            if not self.rows.has_room(request):
+                break
             new_source = bool(request.source_token_ids) and self.blocks.cached_source(blocks) is None
             if new_source and sources and len(request.source_token_ids) > budget.tokens:
                 break
@@ -283,9 +287,9 @@ class Scheduler:
             if part.samples and token < 0:
                 self.end(request, "error", _no_token(request))
             elif part.samples:
-                top = choice.most_likely(place, request.params.logprobs or 0)
-                request.append_token(token, logprob, self.config.context_length, top)
-            elif part.stop >= request.max_tokens(self.config.context_length):
+                top = choice.most_likely(place, request.params.logprobs) if request.params.logprobs else ()
+                request.append_token(token, logprob, top)
+            elif part.stop >= request.max_length:
                 request.finish_reason = "length"
             else:
                 continue

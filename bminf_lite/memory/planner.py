@@ -157,6 +157,18 @@ class MemoryPlan:
         return self.resident_bytes + self.slot_bytes + self.cache_bytes + self.scratch_bytes
 
     @property
+    def left(self) -> int:
+        """Memory that is not planned, into which the cache may grow."""
+        return max(self.machine.memory - self.total_bytes, 0)
+
+    def sequences_of(self, tokens: int) -> int:
+        """How many sequences of so many tokens fit at once."""
+        needed = self.requirements
+        blocks = -(-tokens // BLOCK_SIZE) * BLOCK_SIZE * needed.cache_per_token
+        room = self.left + self.cache_bytes + self.batch * needed.scratch_per_sequence
+        return room // max(blocks + needed.scratch_per_sequence, 1)
+
+    @property
     def fits(self) -> bool:
         return self.total_bytes <= self.machine.memory
 

@@ -112,6 +112,19 @@ def test_a_stop_text_ends_the_completion(model):
     assert len(cut.token_ids) < 60
 
 
+def test_a_stop_text_ends_its_request_while_others_go_on(model):
+    options = {"temperature": 1.0, "seed": 1, "max_new_tokens": 100, "ignore_eos": True}
+    full = model.generate(["hello", "hello"], **options)
+    stop = next(full[0].text[i : i + 2] for i in range(4, 40) if full[0].text[i : i + 2] not in full[1].text)
+    before = model.stats()
+    pieces = list(model.stream(["hello", "hello"], stop=stop, **options))
+    ends = {p.index: p.result for p in pieces if p.result is not None}
+    assert (ends[0].finish_reason, ends[1].finish_reason) == ("stop", "length")
+    assert ends[1].token_ids == full[1].token_ids and len(ends[0].token_ids) < 60
+    after = model.stats()
+    assert after.steps - before.steps <= 103 and after.blocks_used == 0
+
+
 def test_the_end_token_is_reported_but_has_no_text(source, tmp_path):
     """Even if the vocabulary does not call it special."""
     with load(source) as model:
@@ -239,7 +252,8 @@ def test_the_tokenizer_s_end_token_is_the_last_resort(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_batch": 0}, {"max_batch": 2.5}, {"max_batch": True}, {"context": -1}, {"context": "x"}, {"memory_limit": -1},
+    [{"max_batch": 0}, {"max_batch": 2.5}, {"max_batch": True}, {"max_queue": 0}, {"context": -1}, {"context": "x"},
+     {"memory_limit": -1},
      {"memory_limit": "6 apples"}, {"memory_limit": []}, {"kv_cache": "fp8"},
      *({"device": d} for d in ("tpu", "cuda:-1", "cuda:", "", 0, None))],
 )  # fmt: skip
@@ -258,6 +272,18 @@ def test_a_model_that_fails_to_load_gives_its_device_back(source, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         bminf_lite.load(source)
     assert closed == [True]
+
+
+def test_options_of_the_engine(source):
+    with bminf_lite.load(source, device="cpu", max_batch=2, prefix_cache=False, max_queue=3) as model:
+        assert model.engine_config.max_num_seqs == 2
+        results = [model.generate([1] * 100, max_new_tokens=2) for _ in range(2)]
+        assert [r.cached_tokens for r in results] == [0, 0]
+        with pytest.raises(UsageError, match=r"4 more would exceed the bound of 3 \(max_queue\)"):
+            model.generate([[1]] * 4)
+    with load(source) as model:
+        results = [model.generate([1] * 100, max_new_tokens=2) for _ in range(2)]
+        assert [r.cached_tokens for r in results] == [0, 64]
 
 
 # -- a closed model ---------------------------------------------------------------------------------------------------
@@ -291,8 +317,10 @@ def test_a_model_that_is_dropped_is_freed_at_once():
     model = make_model()
     model.generate(prompt_of(3), max_new_tokens=3)
     dropped = weakref.ref(model)
+    engine = model._engine
     del model
-    assert dropped() is None
+    assert dropped() is None and not engine._thread.is_alive()
+    assert len(list(make_model().stream(prompt_of(3), max_new_tokens=3))) == 3, "a stream keeps its model"
 
 
 # -- results and logits -----------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_the_8b_shape_for_people() -> None:
     result = run(CONFIGS / "llama-3-8b.json", *MACHINE, "--memory-limit", "6GiB")
     assert result.exit_code == 0, result.stderr
     for text in ("32 layers, weights 8.0 GiB", "6.0 GiB may be used, link 25 GB/s", "of 32 layers", "slots 416.0 MiB",
-                 "tokens/s predicted, bound by the link", "would hold everything"):  # fmt: skip
+                 "of 1,024 tokens", "tokens/s predicted, bound by the link", "would hold everything"):  # fmt: skip
         assert text in result.stdout
 
 
@@ -53,6 +53,11 @@ def test_an_int8_cache_takes_half() -> None:
     )
     assert plain == 2 * 32 * 8 * 128 * 2
     assert small == 2 * 32 * 8 * (128 + 2)
+
+
+def test_shorter_sequences_fit_more_often() -> None:
+    found = facts(CONFIGS / "llama-3-8b.json", *MACHINE, "--context", "8192")["sequences_at_once"]
+    assert list(found) == ["8192", "1024"] and 4 * found["8192"] < found["1024"] < 9 * found["8192"]
 
 
 def test_a_checkpoint_as_it_is_and_migrated(source: Path, int8: Path) -> None:

@@ -167,7 +167,7 @@ class Driver:
         self.in_flight: deque[tuple[Step, StubHandle]] = deque()
 
     def add(self, request: Request) -> Request:
-        limit = request.max_tokens(self.config.context_length)
+        limit = request.limit_length(self.config.context_length)
         assert self.blocks.shortage(limit, len(request.source_token_ids)) is None
         self.requests.append(request)
         self.scheduler.add(request)

@@ -399,6 +399,30 @@ def test_a_request_joins_while_others_run_and_leaves_when_it_is_done(engine):
         engine.check(request)
 
 
+class StopsAtTheThirdToken(TextStream):
+    pushed = 0
+
+    def push(self, tokens, last):
+        self.pushed += len(tokens)
+        return "", self.pushed == 3
+
+
+def test_a_stop_string_cancels_its_request_while_others_of_the_call_go_on(engine):
+    engine.before_launch = lambda: time.sleep(0.005)
+    stopped, other = make_request([1], 29), make_request([2], 29)
+    results = {}
+    completions = [Completion(stopped, StopsAtTheThirdToken(None)), completion(other)]
+    for piece in run(engine, completions, True):
+        if piece.result is not None:
+            results[len(results)] = piece.result
+            if len(results) == 1:
+                wait_until(lambda: stopped.finish_reason == "cancelled")
+                assert other.finish_reason is None and engine.stats().running == 1
+    assert (results[0].finish_reason, len(results[0].token_ids)) == ("stop", 3)
+    assert results[0].token_ids == stopped.output_token_ids[:3]
+    engine.check(other)
+
+
 def test_a_deadline_ends_a_request(engine):
     engine.before_launch = lambda: time.sleep(0.01)
     request = make_request([1], 30, deadline=time.perf_counter() + 0.1)
