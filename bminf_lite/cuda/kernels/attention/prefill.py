@@ -34,8 +34,6 @@ HOPPER_SHARED = (227 << 10) - 512
 """Bytes of dynamic shared memory of a block on compute capability 9.0."""
 MERGE_WARPS = 8
 """Rows that a block of ``prefill_merge.cu`` merges."""
-PIECES_PER_BLOCK = 2
-"""Where tiles are split, each block gets about so many pieces of work."""
 SPLIT_CONTEXT = 4 * SEGMENT
 """Tiles are split only in steps whose contexts may be longer."""
 MAX_RECORD_BYTES = 256 << 20
@@ -262,7 +260,7 @@ class PrefillAttention:
             q, q_pitch, keys, values, out, out_pitch, cu_seqlens, context_lens, block_tables,
             table_pitch, num_blocks, scale * LOG2_E, window or 0, heads, kv_heads, head_dim, batch_size,
             bias, max_distance, source_lens, key_scales, value_scales,
-            scratch + running_bytes, max_records, PIECES_PER_BLOCK * residents, scratch if tile_config.external else 0, counters,
+            scratch + running_bytes, max_records, self._parts(tile_config), scratch if tile_config.external else 0, counters,
         )  # fmt: skip
         maps: tuple[object, ...] = ()
         if tile_config.tensor_maps:
@@ -296,9 +294,13 @@ class PrefillAttention:
         """Blocks that the GPU runs at once."""
         return self._num_sms * tile_config.blocks
 
+    def _parts(self, tile_config: AttentionTileConfig) -> int:
+        """Into about so many parts tiles are split: one for each block, or two if rows are few and records small."""
+        return self._residents(tile_config) * (1 if tile_config.rows > 64 else 2)
+
     def _split_tiles(self, tile_config: AttentionTileConfig, kv_heads: int) -> int:
         """At most so many tiles are split, into at most so many pieces more than tiles, per key-value head."""
-        return ceil_div(PIECES_PER_BLOCK * self._residents(tile_config), kv_heads)
+        return ceil_div(self._parts(tile_config), kv_heads)
 
     def _running_bytes(self, tile_config: AttentionTileConfig, max_context_len: int) -> int:
         return self._residents(tile_config) * tile_config.running_bytes if max_context_len > SEGMENT else 0

@@ -145,46 +145,61 @@ __device__ __forceinline__ void produce(
     }
 }
 
-// Codes on their way: tile n (keys and values alternate) lies in stage n % STAGED, with the scales of its rows. They are
-// copied block by block, and `full` is the barrier of their arrival.
+// Codes on their way: tile n (keys and values alternate) lies in stage n % STAGED, and the scales of its rows behind all
+// codes. They are copied block by block, and `full` is the barrier of their arrival.
 template <int D, int BN>
 struct StagedCodes {
-    static constexpr int STAGED = D == 256 ? 2 : 4, BYTES = BN * D, SCALE_BYTES = BN * 2;
-    unsigned codes, barriers;
+    static constexpr int STAGED = D == 256 ? 2 : 4, BLOCKS = BN / BLOCK_SIZE;
+    int8* codes;
+    unsigned barriers;
 
-    __device__ __forceinline__ unsigned tile(int n) const { return codes + n % STAGED * BYTES; }
-    __device__ __forceinline__ unsigned scales(int n) const { return codes + STAGED * BYTES + n % STAGED * SCALE_BYTES; }
+    __device__ __forceinline__ int8* tile(int n) const { return codes + n % STAGED * (BN * D); }
+    __device__ __forceinline__ __half* scales(int n) const {
+        return reinterpret_cast<__half*>(codes + STAGED * BN * D) + n % STAGED * BN;
+    }
     __device__ __forceinline__ unsigned full(int n) const { return barriers + n % STAGED * 8; }
     __device__ __forceinline__ void init() const {
         for (int n = 0; n < STAGED; ++n) mbarrier_init(full(n), 1);
     }
-    // Starts the copies of the keys or values from `key` on as tile n, by one thread.
+    // Starts the copies of blocks of keys or values as tile n, by one thread. rows: where they begin in the pool.
     __device__ __forceinline__ void load(
-        const PrefillParams& p, const WorkTile& work, bool value, int key, int n) const {
-        mbarrier_arrive_expect_tx(full(n), BYTES + SCALE_BYTES);
+        const PrefillParams& p, bool value, const unsigned (&rows)[BLOCKS], int n) const {
+        mbarrier_arrive_expect_tx(full(n), BN * D + BN * 2);
+        const unsigned to = cast_smem_ptr_to_uint(tile(n)), scales_to = cast_smem_ptr_to_uint(scales(n));
 #pragma unroll
-        for (int i = 0; i < BN / BLOCK_SIZE; ++i) {
-            const size_t row = pool_row(p, work, key + i * BLOCK_SIZE);
+        for (int i = 0; i < BLOCKS; ++i) {
+            const size_t row = rows[i];
             cp_async_bulk(
-                tile(n) + i * BLOCK_SIZE * D, static_cast<const int8*>(value ? p.values : p.keys) + row * D,
-                BLOCK_SIZE * D, full(n));
+                to + i * BLOCK_SIZE * D, static_cast<const int8*>(value ? p.values : p.keys) + row * D, BLOCK_SIZE * D,
+                full(n));
             cp_async_bulk(
-                scales(n) + i * BLOCK_SIZE * 2, (value ? p.value_scales : p.key_scales) + row, BLOCK_SIZE * 2, full(n));
+                scales_to + i * BLOCK_SIZE * 2, (value ? p.value_scales : p.key_scales) + row, BLOCK_SIZE * 2, full(n));
         }
     }
-    // Dequantizes tile n; rows from `valid` on become zero.
+    // Dequantizes tile n; rows from `valid` on become zero. AT_ONCE vectors of a thread are read together.
     __device__ __forceinline__ void dequantize(__half* target, int n, int valid) const {
-        constexpr int CHUNKS = D / 8, STEP = WARPGROUP / CHUNKS;
+        constexpr int CHUNKS = D / 8, STEP = WARPGROUP / CHUNKS, AT_ONCE = BN / STEP < 8 ? BN / STEP : 8;
         const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
-#pragma unroll 8
-        for (int i = 0; i < BN; i += STEP) {
-            const int row = first + i;
-            const uint2 raw = ld_shared_v2(tile(n) + (i * CHUNKS + thread) * 8);
-            const __half scale = row < valid ? ld_shared_half(scales(n) + row * 2) : __float2half_rn(0.0f);
-            const __half2 both = __half2half2(scale);
-            const uint2 low = dequantize_codes(as_bytes(raw.x), both), high = dequantize_codes(as_bytes(raw.y), both);
-            *reinterpret_cast<uint4*>(target + swizzled_offset<BN>(row, chunk)) =
-                make_uint4(low.x, low.y, high.x, high.y);
+        const uint2* const from = reinterpret_cast<const uint2*>(tile(n)) + thread;
+        const __half* const factors = scales(n) + first;
+#pragma unroll 1
+        for (int i = 0; i < BN; i += AT_ONCE * STEP) {
+            uint2 raw[AT_ONCE];
+            __half scale[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                raw[j] = from[(i + j * STEP) * CHUNKS];
+                scale[j] = factors[i + j * STEP];
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const int row = first + i + j * STEP;
+                const __half2 both = __half2half2(row < valid ? scale[j] : __float2half_rn(0.0f));
+                const uint2 low = dequantize_codes(as_bytes(raw[j].x), both),
+                            high = dequantize_codes(as_bytes(raw[j].y), both);
+                *reinterpret_cast<uint4*>(target + swizzled_offset<BN>(row, chunk)) =
+                    make_uint4(low.x, low.y, high.x, high.y);
+            }
         }
     }
 };
@@ -203,11 +218,22 @@ __device__ __forceinline__ void produce(
         const WorkTile& work = queue.get(k);
         if (work.group == 0) return;
         const int begin = work.begin, end = work.end, tiles = ceil_div(end - begin, BN);
-        const auto load = [&](int n) {
-            if (n < 2 * tiles) staged.load(p, work, n % 2, begin + n / 2 * BN, 2 * first + n);
+        unsigned rows[BN / BLOCK_SIZE], next_rows[BN / BLOCK_SIZE];  // of the tile to be loaded, and of the next one
+        const auto find_next_rows = [&](int key) {
+#pragma unroll
+            for (int i = 0; i < BN / BLOCK_SIZE; ++i)
+                rows[i] = next_rows[i], next_rows[i] = pool_row(p, work, key + i * BLOCK_SIZE);
         };
-        if (thread == 0)
+        const auto load = [&](int n) {
+            if (n >= 2 * tiles) return;
+            if (n % 2 == 0) find_next_rows(begin + (n / 2 + 1) * BN);
+            staged.load(p, n % 2, rows, 2 * first + n);
+        };
+        if (thread == 0) {
+            find_next_rows(begin);
+#pragma unroll 1
             for (int n = 0; n < STAGED; ++n) load(n);
+        }
 #pragma unroll 1
         for (int n = 0; n < 2 * tiles; ++n) {
             const int t = first + n / 2, m = 2 * first + n;
@@ -276,7 +302,21 @@ __device__ __forceinline__ void consume(
     const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP, index = row / 64;
     const int turn = 1 + index, next = 1 + (index + 1) % GROUPS, own = 1 + GROUPS + index;
     const int warp_row = row + thread / WARP * 16;  // the first of the warp's 16 rows
-    named_barrier_sync<WARPGROUP>(own);             // the outputs of the work before have been read from the tile
+    const int tiles = ceil_div(work.end - work.begin, BN);
+    if (work.first + row >= work.rows) {  // nothing to compute
+        for (int t = count; t < count + tiles; ++t) {
+            if (GROUPS > 1 && t > count) {
+                named_barrier_sync<2 * WARPGROUP>(turn);
+                named_barrier_arrive<2 * WARPGROUP>(next);
+            }
+            pipeline.consumer_wait(t, false);
+            pipeline.consumer_release(t, false);
+            pipeline.consumer_wait(t, true);
+            pipeline.consumer_release(t, true);
+        }
+        return;
+    }
+    named_barrier_sync<WARPGROUP>(own);  // the outputs of the work before have been read from the tile
 #pragma unroll 4
     for (int i = thread; i < 64 * CHUNKS; i += WARPGROUP) {
         const int r = row + i / CHUNKS;
@@ -286,7 +326,6 @@ __device__ __forceinline__ void consume(
     fence_proxy_async();
     named_barrier_sync<WARPGROUP>(own);
 
-    const int tiles = ceil_div(work.end - work.begin, BN);
     const unsigned q = cast_smem_ptr_to_uint(q_tile) + row * COLUMNS * 2;
     const int position[2] = {
         work.position(work.first + warp_row + lane / 4), work.position(work.first + warp_row + lane / 4 + 8)};
@@ -384,7 +423,7 @@ __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_
     const WorkQueue queue = {tiles, cast_smem_ptr_to_uint(barriers + 4 * STAGES)};
     // Behind the pipeline lie codes, or else the running result.
     __half* const behind = pipeline.keys + 2 * STAGES * BN * D;
-    const Staged staged = {cast_smem_ptr_to_uint(behind), cast_smem_ptr_to_uint(barriers + 4 * STAGES + 4)};
+    const Staged staged = {reinterpret_cast<int8*>(behind), cast_smem_ptr_to_uint(barriers + 4 * STAGES + 4)};
     if (threadIdx.x == 0) {
         if (IS_INT8<CACHE>) staged.init();
         pipeline.init(PRODUCERS, CONSUMER_WARPS);

@@ -22,12 +22,6 @@ __device__ __forceinline__ unsigned short ld_shared_u16(unsigned address) {
     return x;
 }
 
-__device__ __forceinline__ __half ld_shared_half(unsigned address) {
-    unsigned short x;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
-    return __ushort_as_half(x);
-}
-
 __device__ __forceinline__ uint2 ld_shared_v2(unsigned address) {
     uint2 x;
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
