@@ -30,7 +30,6 @@ constexpr int WARPS = THREADS / WARP - 1;     // that compute
 constexpr int COMPUTING = WARPS * WARP;       // threads
 constexpr int GROUPS = SEGMENT / GROUP;       // of a segment
 constexpr int BLOCKS = SEGMENT / BLOCK_SIZE;  // of a segment
-constexpr int SCORE_ROWS = SEGMENT + GROUP;   // the last group is read together with the next one
 static_assert(BLOCKS <= WARP, "a lane for each block of a segment");
 
 // The new token's queries, and its key and value (kv[0], kv[1]) as the cache stores them.
@@ -112,26 +111,17 @@ __device__ __forceinline__ void prepare_new_token(
     }
 }
 
-// The keys of an item within its segment. They are loaded in granules of SUB keys; granules [first, end) are visible.
-struct ItemShape {
-    int begin, stop, present;  // visible keys; keys that are in the cache already
-    int first, end;
-    int kv;     // the key-value head
-    int table;  // lane t: the number of the segment's block t
-
-    template <int SUB>
-    __device__ __forceinline__ static ItemShape of(
-        const Item& item, bool has_new, const int* tables, int pitch, int groups, int kv_heads) {
-        const int start = item.segment * SEGMENT, lane = threadIdx.x % WARP, block = item.segment * BLOCKS + lane;
-        ItemShape shape;
-        shape.table = lane < BLOCKS && block < pitch ? tables[static_cast<size_t>(item.sequence) * pitch + block] : 0;
-        shape.begin = max(0, item.range.begin - start), shape.stop = min(SEGMENT, item.range.end - start);
-        shape.present = has_new && item.segment == item.range.last ? shape.stop - 1 : shape.stop;
-        shape.first = shape.begin / SUB, shape.end = (shape.stop + SUB - 1) / SUB;
-        shape.kv = item.group / (groups / kv_heads);
-        return shape;
-    }
+// What the loading warp tells the others of an item: the keys [begin, stop) of its segment are visible, those before
+// `present` are in the cache. Keys are loaded in granules of SUB keys; granules [first, end) are visible, at least one.
+struct Task {
+    int sequence, group, segment, unit;  // sequence < 0: no more items
+    int position, begin, stop, present, first, end;
+    int is_new, newest;     // the first item of this pair; if the unit computes the new token's segment too
+    int folds;              // the unit computes all segments of the pair
+    int is_left, is_right;  // the first and the last item of this pair
+    int record, first_record, segments, written;  // see merge_records
 };
+constexpr int TASKS = 4;  // at a time
 
 // The left and right operands of the products with the values of SUB keys.
 template <class CACHE, int PARTS, int SUB>
@@ -152,6 +142,17 @@ struct OutputStep {
         }
     }
 };
+
+template <bool VALUE>
+struct Constant {
+    static constexpr bool value = VALUE;
+};
+
+// A value that the compiler keeps in a register instead of computing it again.
+__device__ __forceinline__ unsigned opaque(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 
 // A barrier of the warps that compute.
 __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTING) : "memory"); }
@@ -180,345 +181,395 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
     constexpr int PARTS = D > WARPS * GROUP ? D / (WARPS * GROUP) : 1;  // times 16 elements of a warp
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
-    __shared__ NewToken<D, CACHE> new_token;
-    __shared__ float group_tops[GROUPS][HEADS];  // the largest score of each group; without a bias, dot product
-    __shared__ float factors[TILES][HEADS];      // that rescale what was summed before a tile
-    __shared__ float top[HEADS];                 // of the segment
-    __shared__ alignas(8) unsigned long long barriers[2 * STAGES + 1];
-    const unsigned exchanged = cast_smem_ptr_to_uint(&barriers[2 * STAGES]);  // scores of all blocks of the unit
+    __shared__ struct {
+        float group_tops[GROUPS][HEADS];  // the largest score of each group; without a bias, dot product
+        float factors[TILES][HEADS];      // that rescale what was summed before a tile
+        float top[HEADS];                 // of the segment
+        unsigned long long stage_barriers[2 * STAGES], published[TASKS], exchanged;
+        NewToken<D, CACHE> new_token;
+        Task tasks[TASKS];
+    } own;
     // Scores fp32 [SEGMENT][HEADS]. In phase 2 the weights of a key, fp16 [HEADS], replace its scores: they take one
     // half of the 32 bytes, and partial sums of weights (see tile_sum) the other.
-    char* const scores = shared + STAGES * STAGE;
-    const unsigned weights = cast_smem_ptr_to_uint(scores);
+    const unsigned scores = opaque(cast_smem_ptr_to_uint(shared)) + STAGES * STAGE;
+    const unsigned small = opaque(cast_smem_ptr_to_uint(&own));
+    const unsigned group_tops = small, factors = group_tops + GROUPS * HEADS * 4, top = factors + TILES * HEADS * 4;
+    const unsigned barriers = top + HEADS * 4, published = barriers + 16 * STAGES, exchanged = published + 8 * TASKS;
     const auto tile_sum = [&](int tile, int residue, int head) {
-        const int row = tile * TILE + head / 4 * 8 + residue;
-        return reinterpret_cast<float*>(scores + row * 32 + (1 - residue / 4) * 16) + head % 4;
+        return scores + (tile * TILE + head / 4 * 8 + residue) * 32 + (1 - residue / 4) * 16 + head % 4 * 4;
     };
 
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / 4, head = lane % 4 * 2;
-    const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS);
-    const Contexts contexts = {
-        KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
-    Share share;
-    Item item = find_work<KIND, THREADS>(contexts, min(max_unit, unit_limit(D)), record_capacity, share);
-    if (!item.belongs_to(contexts, share)) return;
-    const int unit = share.unit, rank = blockIdx.x % unit, log2_unit = 31 - __clz(unit);
-    const int width = D / unit;  // elements of the values of this block
-    const ChunkLayout value_layout = {log2_of(PIECES) - log2_unit};
-    const bool has_new = KIND != CROSS;
-    const auto shape_of = [&](const Item& item) {
-        return ItemShape::of<SUB>(item, has_new, block_tables, table_pitch, groups, kv_heads);
-    };
-    Stages<STAGES, STAGE, WARPS> stages(shared, barriers);
+    Stages<STAGES, STAGE, WARPS> stages(scores - STAGES * STAGE, barriers);
     if (threadIdx.x == 0) {
         stages.init();
-#if __CUDA_ARCH__ >= 900
-        barrier_init(exchanged, unit * WARPS);
-        fence_mbarrier_init();
-#endif
+#pragma unroll
+        for (int i = 0; i < TASKS; ++i) barrier_init(published + 8 * i, 1);
     }
     __syncthreads();
-#if __CUDA_ARCH__ >= 900
-    if (unit > 1) cluster_arrive();
-#endif
 
     if (warp == WARPS) {
         // The loads start before the kernel waits for the projection. That is allowed because it is launched as
         // dependent only if no earlier kernel of the step wrote to this cache.
+        const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS);
+        const Contexts contexts = {
+            KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
+        Share share;
+        Item item = find_work<KIND>(contexts, min(max_unit, unit_limit(D)), record_capacity, share);
+        const int unit = share.unit, rank = blockIdx.x & (unit - 1), log2_unit = 31 - __clz(unit);
+        const ChunkLayout value_layout = {log2_of(PIECES) - log2_unit};
+#if __CUDA_ARCH__ >= 900
+        if (unit > 1 && lane == 0) barrier_init(exchanged, unit * WARPS), fence_mbarrier_init();
+#endif
+        int number = 0, written = 0;
+        bool is_new = true, folds = false;
+        const auto publish = [&](const Task& task) {
+            if (lane == 0) own.tasks[number % TASKS] = task, barrier_arrive(published + number % TASKS * 8);
+            __syncwarp();
+            ++number;
+        };
 #pragma unroll 1
-        for (; item.belongs_to(contexts, share); item.next<KIND>(contexts, share)) {
-            const ItemShape shape = shape_of(item);
-            const ChunkSource<D, SUB, CACHE> source = {shape.table, shape.kv, kv_heads, head_pitch, shape.present, shape.end};
+        while (item.belongs_to(contexts, share)) {
+            const int start = item.segment * SEGMENT, block = item.segment * BLOCKS + lane;
+            const int table = lane < BLOCKS && block < table_pitch
+                                  ? block_tables[static_cast<long long>(item.sequence) * table_pitch + block]
+                                  : 0;
+            Task task = {item.sequence, item.group, item.segment, unit, item.range.end - 1};
+            task.begin = max(0, item.range.begin - start), task.stop = min(SEGMENT, item.range.end - start);
+            const bool reaches = item.reaches(item.range.last, share);
+            task.present = KIND != CROSS && item.segment == item.range.last ? task.stop - 1 : task.stop;
+            task.first = task.begin / SUB, task.end = max(1, (task.stop + SUB - 1) / SUB);
+            if (is_new) folds = item.segment == item.range.first && reaches;
+            task.is_new = is_new, task.newest = KIND != CROSS && reaches, task.folds = folds;
+            task.is_left = item.segment == item.range.first;
+            task.record = item.record(), task.first_record = task.record - (item.segment - item.range.first);
+            task.segments = item.range.segments(), task.written = ++written;
+            const int kv = item.group / (groups / kv_heads), last = item.range.last;
+            item.next<KIND>(contexts, share);
+            is_new = task.segment == last || !item.belongs_to(contexts, share);
+            task.is_right = is_new;
+            if (is_new) written = 0;
+
+            const ChunkSource<D, SUB, CACHE> source = {table, kv, kv_heads, head_pitch, task.present, task.end};
+            stages.wait_empty();  // so no warp reads the task that had the same place
+            publish(task);
+#if __CUDA_ARCH__ >= 900
+            if (unit > 1) cluster_arrive();
+#endif
             // Granules first + rank, first + rank + unit, ... of the keys; all granules of the values.
 #pragma unroll 1
-            for (int granule = shape.first + rank; granule < shape.end; granule += SUBS << log2_unit) {
+            for (int granule = task.first + rank; granule < task.end; granule += SUBS << log2_unit) {
                 stages.wait_empty();
-                source.load_rows<SUBS>(stages.address(), keys, granule, unit);
+                source.template load_rows<SUBS>(stages.address(), keys, granule, unit);
                 if constexpr (IS_INT8<CACHE>)
                     source.load_scales(stages.address() + CHUNK, key_scales, granule, unit, SUBS);
                 stages.fill();
             }
 #pragma unroll 1
-            for (int granule = shape.first; granule < shape.end; granule += SUBS << log2_unit) {
+            for (int granule = task.first; granule < task.end; granule += SUBS << log2_unit) {
                 stages.wait_empty();
                 if (unit == 1)
-                    source.load_rows<SUBS>(stages.address(), values, granule, 1);
+                    source.template load_rows<SUBS>(stages.address(), values, granule, 1);
                 else
                     source.load_columns(
-                        stages.address(), values, granule, min(SUBS << log2_unit, shape.end - granule), value_layout,
-                        rank * width);
+                        stages.address(), values, granule, min(SUBS << log2_unit, task.end - granule), value_layout,
+                        rank * (D / unit));
                 if constexpr (IS_INT8<CACHE>)
                     source.load_scales(stages.address() + CHUNK, value_scales, granule, 1, SUBS << log2_unit);
                 stages.fill();
             }
         }
-        cp_async_wait_all();
+        if (number) stages.wait_empty();
+        publish({-1});
 #if __CUDA_ARCH__ >= 900
-        if (unit > 1) cluster_wait<MAX_UNIT>();
+        if (unit > 1 && number > 1) cluster_wait<MAX_UNIT>();
 #endif
+        cp_async_wait_all();
         return;
     }
 
     const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
-    float cosine[D / 64], sine[D / 64];
-    rope_angles(params, item.range.end - 1, head_dim, cosine, sine);
-    wait_on_dependent_grids();
-    launch_dependent_grids();
-
     QueryFragments<D, CACHE> query;
-    float o[PARTS][4], all_o[PARTS][4], all_top[2], all_sum[2];  // of a segment, and of those before
-    bool folds = false;
-    int written = 0;
+    float all_o[PARTS][4], all_top[2], all_sum[2];  // of the segments before
 #pragma unroll 1
-    for (bool is_new = true, has_next = true; has_next;) {
-        const HeadRange at(item.group, heads, kv_heads, head_dim, head_pitch);
-        const int position = item.range.end - 1;
-        Item next = item;
-        next.next<KIND>(contexts, share);
-        has_next = next.belongs_to(contexts, share);
-        const ItemShape shape = shape_of(item);
-        if (is_new) {
-            const bool newest = KIND != CROSS && item.reaches(item.range.last, share);
-            folds = item.segment == item.range.first && item.reaches(item.range.last, share);
-            const bool writes = newest && rank == 0;
-            size_t token = 0;
-            if (writes)
-                token = (static_cast<size_t>(
-                             block_tables[static_cast<size_t>(item.sequence) * table_pitch + position / BLOCK_SIZE]) *
-                             kv_heads +
-                         at.kv) *
-                            BLOCK_SIZE +
-                        position % BLOCK_SIZE;
-            prepare_new_token<D, CACHE>(
-                {qkv, nullptr, nullptr, nullptr, pitch}, item.sequence, params, at, cosine, sine, new_token, newest,
-                writes ? keys + token * head_pitch : nullptr, writes ? values + token * head_pitch : nullptr,
-                key_scales + token, value_scales + token);
-        }
-
-        if (is_new) {
-            computing_sync();
-            query.load(new_token.query);
-        }
-
-        const int new_key = shape.present < shape.stop ? shape.present : SEGMENT;
-        const int first_tile = shape.first * SUB / TILE, last_tile = (shape.end * SUB - 1) / TILE;
-        const int sub = lane / HEADS, sub_head = lane % HEADS;  // for weights: a lane has the keys j with j % 4 == sub
-        const int elements = width / GROUP;                     // times 16 of this block
-        // 1. Scores.
-        bool connected = false;
-        int turn = 0;
-#pragma unroll 1
-        for (int first = shape.first + rank; first < shape.end; first += SUBS << log2_unit) {
-            const unsigned chunk = stages.address();
-            stages.wait_full();
-            // If a chunk has fewer groups than the block has warps, the next chunk goes to other warps.
-#pragma unroll 1
-            for (int i = (warp - turn) & (WARPS - 1); i < KEYS / GROUP; i += WARPS) {
-                const int granule = first + (i / (SUB / GROUP) << log2_unit);
-                if (granule >= shape.end) break;
-                const int group = granule * (SUB / GROUP) + i % (SUB / GROUP);
-                if (group == new_key / GROUP) {
-                    if (lane < PIECES)
-                        st_shared_v4(
-                            chunk + ChunkLayout{log2_of(PIECES)}.offset(i * GROUP + new_key % GROUP, lane),
-                            reinterpret_cast<const uint4*>(new_token.kv[0])[lane]);
-                    if (IS_INT8<CACHE> && lane == 0)
-                        st_shared_half(chunk + CHUNK + (i * GROUP + new_key % GROUP) * 2, new_token.scales[0]);
-                    __syncwarp();
-                }
-                float s[4], tops[2] = {-INF_F, -INF_F};
-                mma_qk<D, CACHE>(s, chunk, i * GROUP, query, chunk + CHUNK + i * GROUP * 2);
-#pragma unroll
-                for (int m = 0; m < 4; ++m) {
-                    const int key = group * GROUP + row + m / 2 * 8;
-                    if (KIND == BIASED && head + m % 2 < at.count) {
-                        const int distance = max(-max_distance, min(0, item.segment * SEGMENT + key - position));
-                        s[m] = biased_score(
-                            s[m], scale,
-                            bias[(at.first_head + head + m % 2) * (2ll * max_distance + 1) + max_distance + distance]);
-                    }
-                    if (key < shape.begin || key >= shape.stop) s[m] = -INF_F;
-                    tops[m % 2] = fmaxf(tops[m % 2], s[m]);  // fmaxf drops a NaN, but it reaches the sums
-                }
-#pragma unroll
-                for (int d = 4; d < WARP; d *= 2)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) tops[h] = fmaxf(tops[h], __shfl_xor_sync(FULL, tops[h], d));
-                const unsigned target = weights + (group * GROUP + row) * 32 + head * 4;
-                const unsigned top_target = cast_smem_ptr_to_uint(&group_tops[group][head]);
-                if (unit == 1) {
-                    st_shared_v2(target, s[0], s[1]), st_shared_v2(target + 8 * 32, s[2], s[3]);
-                    if (row == 0) st_shared_v2(top_target, tops[0], tops[1]);
-                } else {
+    for (int number = 0;; ++number) {
+        barrier_wait(published + number % TASKS * 8, number / TASKS, 1);
+        const Task& task = own.tasks[number % TASKS];
+        if (task.sequence < 0) break;
+        const int unit = task.unit, log2_unit = 31 - __clz(unit), rank = blockIdx.x & (unit - 1);
+        const int elements = D / GROUP >> log2_unit;  // times 16 elements of the values of this block
+        const ChunkLayout value_layout = {log2_of(PIECES) - log2_unit};
 #if __CUDA_ARCH__ >= 900
-                    if (!connected) cluster_wait<MAX_UNIT>(), connected = true;
-                    const unsigned base = block_rank_in_cluster() & -unit;
-#pragma unroll 1
-                    for (int to = 0; to < unit; ++to) {
-                        const unsigned remote = map_shared_rank(target, base + to);
-                        st_shared_cluster_v2(remote, s[0], s[1]), st_shared_cluster_v2(remote + 8 * 32, s[2], s[3]);
-                        if (row == 0) st_shared_cluster_v2(map_shared_rank(top_target, base + to), tops[0], tops[1]);
-                    }
+        if (unit > 1) cluster_arrive();
 #endif
-                }
+        if (task.is_new) {
+            const HeadRange at(task.group, heads, kv_heads, head_dim, head_pitch);
+            float cosine[D / 64], sine[D / 64];
+            rope_angles(params, task.position, head_dim, cosine, sine);
+            if (number == 0) {
+                wait_on_dependent_grids();
+                launch_dependent_grids();
             }
-            turn += KEYS / GROUP;
-            stages.release();
-        }
-#if __CUDA_ARCH__ >= 900
-        if (unit > 1) {  // a unit has one item only
-            if (!connected) cluster_wait<MAX_UNIT>();
-            __syncwarp();
-            if (lane < unit) mbarrier_arrive_release_cluster(exchanged, (block_rank_in_cluster() & -unit) + lane);
-            mbarrier_wait_acquire_cluster(exchanged, 0);
-        } else
-#endif
+            const bool writes = task.newest && rank == 0;
+            long long token = 0;
+            if (writes) {
+                const int block =
+                    block_tables[static_cast<long long>(task.sequence) * table_pitch + task.position / BLOCK_SIZE];
+                token = static_cast<long long>(block * kv_heads + at.kv) * BLOCK_SIZE + task.position % BLOCK_SIZE;
+            }
+            prepare_new_token<D, CACHE>(
+                {qkv, nullptr, nullptr, nullptr, pitch}, task.sequence, params, at, cosine, sine, own.new_token,
+                task.newest, writes ? keys + token * head_pitch : nullptr,
+                writes ? values + token * head_pitch : nullptr, key_scales + token, value_scales + token);
             computing_sync();
+            query.load(own.new_token.query);
+        }
+        const int first = task.first, end = task.end;
+        const int new_key = task.present < task.stop ? task.present : SEGMENT;
+
+        // 1. Scores.
+        const auto compute_scores = [&](auto alone) {
+            const int begin = task.begin, stop = task.stop;
+#if __CUDA_ARCH__ >= 900
+            if (!alone.value) cluster_wait<MAX_UNIT>();
+            const unsigned peers = alone.value ? 0 : block_rank_in_cluster() & -unit;
+#endif
+            int turn = 0;  // if a chunk has fewer groups than there are warps, the next one goes to other warps
+#pragma unroll 1
+            for (int from = first + rank; from < end; from += SUBS << log2_unit) {
+                const unsigned chunk = stages.address();
+                stages.wait_full();
+#pragma unroll 1
+                for (int i = (warp - turn) & (WARPS - 1); i < KEYS / GROUP; i += WARPS) {
+                    const int granule = from + (i / (SUB / GROUP) << log2_unit);
+                    if (granule >= end) break;
+                    const int key = granule * SUB + i % (SUB / GROUP) * GROUP;
+                    if (new_key - key >= 0 && new_key - key < GROUP) {
+                        const int at = i * GROUP + new_key - key;
+                        if (lane < PIECES)
+                            st_shared_v4(
+                                chunk + ChunkLayout{log2_of(PIECES)}.offset(at, lane),
+                                reinterpret_cast<const uint4*>(own.new_token.kv[0])[lane]);
+                        if (IS_INT8<CACHE> && lane == 0)
+                            st_shared_half(chunk + CHUNK + at * 2, own.new_token.scales[0]);
+                        __syncwarp();
+                    }
+                    float s[4], tops[2] = {-INF_F, -INF_F};
+                    mma_qk<D, CACHE>(s, chunk, i * GROUP, query, chunk + CHUNK + i * GROUP * 2);
+                    if constexpr (KIND == BIASED) {
+                        const HeadRange at(task.group, heads, kv_heads, head_dim, head_pitch);
+#pragma unroll
+                        for (int m = 0; m < 4; ++m) {
+                            const int distance = task.segment * SEGMENT + key + row + m / 2 * 8 - task.position;
+                            if (head + m % 2 < at.count)
+                                s[m] = biased_score(
+                                    s[m], scale,
+                                    bias
+                                        [(at.first_head + head + m % 2) * (2ll * max_distance + 1) + max_distance +
+                                         max(-max_distance, min(0, distance))]);
+                        }
+                    }
+                    if (key < begin || key + GROUP > stop) {
+#pragma unroll
+                        for (int m = 0; m < 4; ++m)
+                            if (key + row + m / 2 * 8 < begin || key + row + m / 2 * 8 >= stop) s[m] = -INF_F;
+                    }
+                    // fmaxf drops a NaN, but it reaches the sums.
+                    tops[0] = fmaxf(s[0], s[2]), tops[1] = fmaxf(s[1], s[3]);
+#pragma unroll
+                    for (int d = 4; d < WARP; d *= 2)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) tops[h] = fmaxf(tops[h], __shfl_xor_sync(FULL, tops[h], d));
+                    const unsigned target = scores + (key + row) * 32 + head * 4;
+                    const unsigned top_target = group_tops + key / GROUP * HEADS * 4 + head * 4;
+                    if constexpr (alone.value) {
+                        st_shared_v2(target, s[0], s[1]), st_shared_v2(target + 8 * 32, s[2], s[3]);
+                        if (row == 0) st_shared_v2(top_target, tops[0], tops[1]);
+                    } else {
+#if __CUDA_ARCH__ >= 900
+#pragma unroll 1
+                        for (int to = 0; to < unit; ++to) {
+                            const unsigned remote = map_shared_rank(target, peers + to);
+                            st_shared_cluster_v2(remote, s[0], s[1]), st_shared_cluster_v2(remote + 8 * 32, s[2], s[3]);
+                            if (row == 0)
+                                st_shared_cluster_v2(map_shared_rank(top_target, peers + to), tops[0], tops[1]);
+                        }
+#endif
+                    }
+                }
+                turn += KEYS / GROUP;
+                stages.release();
+            }
+            if constexpr (alone.value) {
+                computing_sync();
+            } else {  // a unit has one item only
+#if __CUDA_ARCH__ >= 900
+                __syncwarp();
+                if (lane < unit) mbarrier_arrive_release_cluster(exchanged, peers + lane);
+                mbarrier_wait_acquire_cluster(exchanged, 0);
+#endif
+            }
+        };
+        if (unit == 1)
+            compute_scores(Constant<true>());
+        else if (__CUDA_ARCH__ >= 900)
+            compute_scores(Constant<false>());
 
         // 2. Weights. Two warps share a tile: one has the keys j with j % 8 < 4, the other one the rest.
-        const int residue = warp % 2 * 4 + sub;
-        float running = -INF_F;  // the largest score before the tile
-        int seen = shape.first * (SUB / GROUP);
+        const int first_tile = first * SUB / TILE, last_tile = (end * SUB - 1) / TILE;
+        const int sub = lane / HEADS, sub_head = lane % HEADS;  // a lane has the keys j with j % 4 == sub
+        {
+            const int residue = warp % 2 * 4 + sub;
+            float running = -INF_F;  // the largest score before the tile
+            int seen = first * (SUB / GROUP);
+            const auto group_top = [&](int group) {
+                return ld_shared_float(group_tops + group * HEADS * 4 + sub_head * 4);
+            };
 #pragma unroll 1
-        for (int tile = first_tile + warp / 2; tile <= last_tile; tile += WARPS / 2) {
-            const int from = max(tile * TILE_GROUPS, shape.first * (SUB / GROUP));
-            const int to = min((tile + 1) * TILE_GROUPS, shape.end * (SUB / GROUP));
-            float s[TILE / 8], sum = 0, own = -INF_F;
-            char* const mine = scores + (tile * TILE + residue) * 32;
+            for (int tile = first_tile + warp / 2; tile <= last_tile; tile += WARPS / 2) {
+                const int from = max(tile * TILE_GROUPS, first * (SUB / GROUP));
+                const int to = min((tile + 1) * TILE_GROUPS, end * (SUB / GROUP));
+                float s[TILE / 8], sum = 0, tile_top = -INF_F;
+                const unsigned mine = scores + (tile * TILE + residue) * 32;
 #pragma unroll
-            for (int i = 0; i < TILE / 8; ++i) {
-                const int group = tile * TILE_GROUPS + i / 2;
-                s[i] = -INF_F;
-                if (group >= from && group < to) s[i] = reinterpret_cast<const float*>(mine + i * 8 * 32)[sub_head];
-            }
-            for (int g = seen + sub; g < from; g += 4) running = fmaxf(running, group_tops[g][sub_head]);
-            for (int g = from + sub; g < to; g += 4) own = fmaxf(own, group_tops[g][sub_head]);
+                for (int i = 0; i < TILE / 8; ++i) {
+                    const int group = tile * TILE_GROUPS + i / 2;
+                    s[i] = -INF_F;
+                    if (group >= from && group < to) s[i] = ld_shared_float(mine + i * 8 * 32 + sub_head * 4);
+                }
+#pragma unroll 1
+                for (int g = seen + sub; g < from; g += 4) running = fmaxf(running, group_top(g));
 #pragma unroll
-            for (int d = HEADS; d < WARP; d *= 2) {
-                running = fmaxf(running, __shfl_xor_sync(FULL, running, d));
-                own = fmaxf(own, __shfl_xor_sync(FULL, own, d));
-            }
-            const auto to_score = [&](float x) { return KIND == BIASED ? x : __fmul_rn(x, scale); };
-            const float before = to_score(running);
-            running = fmaxf(running, own), seen = to;
-            const float tile_top = to_score(running), shift = softmax_shift(tile_top);
-            if (residue == 0) {
-                factors[tile][sub_head] = rescale_factor(before, shift);
-                if (tile == last_tile) top[sub_head] = tile_top;
-            }
+                for (int g = 0; g < TILE_GROUPS; g += 4)
+                    if (from + g + sub < to) tile_top = fmaxf(tile_top, group_top(from + g + sub));
 #pragma unroll
-            for (int i = 0; i < TILE / 8; ++i) {
-                const float w = KIND == BIASED ? softmax_weight(s[i], shift) : softmax_weight(s[i], scale, shift);
-                sum = __fadd_rn(sum, w);
-                reinterpret_cast<__half*>(mine + i * 8 * 32 + residue / 4 * 16)[sub_head] = __float2half_rn(w);
+                for (int d = HEADS; d < WARP; d *= 2) {
+                    running = fmaxf(running, __shfl_xor_sync(FULL, running, d));
+                    tile_top = fmaxf(tile_top, __shfl_xor_sync(FULL, tile_top, d));
+                }
+                const auto to_score = [&](float x) { return KIND == BIASED ? x : __fmul_rn(x, scale); };
+                const float before = to_score(running);
+                running = fmaxf(running, tile_top), seen = to;
+                const float new_top = to_score(running), shift = softmax_shift(new_top);
+                if (residue == 0) {
+                    st_shared_float(factors + (tile * HEADS + sub_head) * 4, rescale_factor(before, shift));
+                    if (tile == last_tile) st_shared_float(top + sub_head * 4, new_top);
+                }
+#pragma unroll
+                for (int i = 0; i < TILE / 8; ++i) {
+                    const float w = KIND == BIASED ? softmax_weight(s[i], shift) : softmax_weight(s[i], scale, shift);
+                    sum = __fadd_rn(sum, w);
+                    st_shared_half(mine + i * 8 * 32 + residue / 4 * 16 + sub_head * 2, __float2half_rn(w));
+                }
+                st_shared_float(tile_sum(tile, residue, sub_head), sum);
             }
-            *tile_sum(tile, residue, sub_head) = sum;
         }
         computing_sync();
 
         // 3. Outputs.
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) o[p][i] = 0;
+        float o[PARTS][4] = {};  // of the segment
+        const auto compute_outputs = [&](auto alone) {
+            const ChunkLayout layout = {alone.value ? log2_of(PIECES) : value_layout.log2_pieces};
+            const int each = alone.value ? SUBS : SUBS << log2_unit, row_bytes = layout.row_bytes();
+            const unsigned weight_rows = scores + lane * 32 + lane / 4 % 2 * 16;
 #pragma unroll 1
-        for (int granule = shape.first; granule < shape.end; granule += SUBS << log2_unit) {
-            const unsigned chunk = stages.address();
-            stages.wait_full();
-            if (warp < elements) {
-                const int count = min(shape.end - granule, SUBS << log2_unit);
-                const int new_row = new_key - granule * SUB;
-                if (new_row >= 0 && new_row < count * SUB) {  // each warp writes what it reads
-                    constexpr int TILE_PIECES = GROUP / EACH;
-#pragma unroll
-                    for (int p = 0; p < PARTS; ++p) {
-                        const int piece = (warp + p * WARPS) * TILE_PIECES + lane;
-                        if (warp + p * WARPS < elements && lane < TILE_PIECES)
-                            st_shared_v4(
-                                chunk + value_layout.offset(new_row, piece),
-                                *reinterpret_cast<const uint4*>(&new_token.kv[1][rank * width + piece * EACH]));
-                    }
-                    if (IS_INT8<CACHE> && lane == 0) st_shared_half(chunk + CHUNK + new_row * 2, new_token.scales[1]);
-                    __syncwarp();
-                }
-                unsigned address[PARTS];
-#pragma unroll
-                for (int p = 0; p < PARTS; ++p)
-                    address[p] = ValueFragments<CACHE>::address(chunk, value_layout, warp + p * WARPS);
-                const int row_bytes = value_layout.row_bytes();
-                const unsigned weight_rows = weights + (granule * SUB + lane) * 32 + lane / 4 % 2 * 16;
-                OutputStep<CACHE, PARTS, SUB> now, later;
-                now.load(address, 0, row_bytes, chunk + CHUNK, weight_rows);
-#pragma unroll 2
-                for (int i = 0; i < count; ++i) {
-                    if (SUBS > 1 || unit > 1)
-                        later.load(address, min(i + 1, count - 1) * SUB, row_bytes, chunk + CHUNK, weight_rows);
-#pragma unroll
-                    for (int step = 0; step < SUB / GROUP; ++step) {
-                        const int key = (granule + i) * SUB + step * GROUP;
-                        if (step * GROUP % TILE == 0 && key % TILE == 0) {
-                            const float2 f = *reinterpret_cast<const float2*>(&factors[key / TILE][head]);
-#pragma unroll
-                            for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-                                for (int m = 0; m < 4; ++m) o[p][m] = __fmul_rn(o[p][m], m % 2 ? f.y : f.x);
-                        }
+            for (int granule = first; granule < end; granule += each) {
+                const unsigned chunk = stages.address();
+                stages.wait_full();
+                if (alone.value && PARTS * WARPS * GROUP == D || warp < elements) {
+                    const int count = min(end - granule, each), new_row = new_key - granule * SUB;
+                    if (new_row >= 0 && new_row < count * SUB) {  // each warp writes what it reads
+                        constexpr int TILE_PIECES = GROUP / EACH;
 #pragma unroll
                         for (int p = 0; p < PARTS; ++p) {
-                            unsigned a[4];
-                            now.values[p][step / 2].get(step % 2, a);
-                            mma_m16n8k16(
-                                o[p], a, now.weights[step / 2][step % 2 * 2], now.weights[step / 2][step % 2 * 2 + 1]);
+                            const int piece = (warp + p * WARPS) * TILE_PIECES + lane;
+                            if (warp + p * WARPS < elements && lane < TILE_PIECES)
+                                st_shared_v4(
+                                    chunk + layout.offset(new_row, piece),
+                                    *reinterpret_cast<const uint4*>(
+                                        &own.new_token.kv[1][rank * elements * GROUP + piece * EACH]));
+                        }
+                        if (IS_INT8<CACHE> && lane == 0)
+                            st_shared_half(chunk + CHUNK + new_row * 2, own.new_token.scales[1]);
+                        __syncwarp();
+                    }
+                    unsigned address[PARTS];
+#pragma unroll
+                    for (int p = 0; p < PARTS; ++p)
+                        address[p] = ValueFragments<CACHE>::address(chunk, layout, warp + p * WARPS);
+#pragma unroll 2
+                    for (int i = 0; i < count; ++i) {
+                        OutputStep<CACHE, PARTS, SUB> operands;
+                        operands.load(address, i * SUB, row_bytes, chunk + CHUNK, weight_rows + (granule * SUB) * 32);
+                        const int key = (granule + i) * SUB;
+#pragma unroll
+                        for (int step = 0; step < SUB / GROUP; ++step) {
+                            if (step * GROUP % TILE == 0 && key % TILE == 0) {
+                                const float2 f =
+                                    ld_shared_float2(factors + (key + step * GROUP) / TILE * HEADS * 4 + head * 4);
+#pragma unroll
+                                for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+                                    for (int m = 0; m < 4; ++m) o[p][m] = __fmul_rn(o[p][m], m % 2 ? f.y : f.x);
+                            }
+#pragma unroll
+                            for (int p = 0; p < PARTS; ++p) {
+                                unsigned a[4];
+                                operands.values[p][step / 2].get(step % 2, a);
+                                mma_m16n8k16(
+                                    o[p], a, operands.weights[step / 2][step % 2 * 2],
+                                    operands.weights[step / 2][step % 2 * 2 + 1]);
+                            }
                         }
                     }
-                    now = later;
                 }
+                stages.release();
             }
-            stages.release();
-        }
+        };
+        if (unit == 1)
+            compute_outputs(Constant<true>());
+        else if (__CUDA_ARCH__ >= 900)
+            compute_outputs(Constant<false>());
 
         // The record of the segment.
-        float record_top[2] = {-INF_F, -INF_F}, record_sum[2] = {};
-        if (shape.end) {
-            float low = 0, high = 0;  // the sums of the keys j with j % 8 == sub and sub + 4
-#pragma unroll 1
-            for (int tile = first_tile; tile <= last_tile; ++tile) {
-                const float f = factors[tile][sub_head];
-                low = add_tile_sum(low, f, *tile_sum(tile, sub, sub_head));
-                high = add_tile_sum(high, f, *tile_sum(tile, sub + 4, sub_head));
-            }
-#pragma unroll
-            for (int d = HEADS; d < WARP; d *= 2) {
-                low = __fadd_rn(low, __shfl_xor_sync(FULL, low, d));
-                high = __fadd_rn(high, __shfl_xor_sync(FULL, high, d));
-            }
-            const float sum = __fadd_rn(low, high);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) record_sum[h] = __shfl_sync(FULL, sum, head + h), record_top[h] = top[head + h];
+        float low = 0, high = 0;  // the sums of the keys j with j % 8 == sub and sub + 4
+#pragma unroll 2
+        for (int tile = first_tile; tile <= last_tile; ++tile) {
+            const float f = ld_shared_float(factors + (tile * HEADS + sub_head) * 4);
+            low = add_tile_sum(low, f, ld_shared_float(tile_sum(tile, sub, sub_head)));
+            high = add_tile_sum(high, f, ld_shared_float(tile_sum(tile, sub + 4, sub_head)));
         }
-        const Records<D> place = {records, width, rank};
+#pragma unroll
+        for (int d = HEADS; d < WARP; d *= 2) {
+            low = __fadd_rn(low, __shfl_xor_sync(FULL, low, d));
+            high = __fadd_rn(high, __shfl_xor_sync(FULL, high, d));
+        }
+        const float sum = __fadd_rn(low, high);
+        const float2 tops = ld_shared_float2(top + head * 4);
+        const float record_top[2] = {tops.x, tops.y};
+        const float record_sum[2] = {__shfl_sync(FULL, sum, head), __shfl_sync(FULL, sum, head + 1)};
+        const Records<D> place = {records, elements * GROUP, rank};
+        const bool folds = task.folds, is_right = task.is_right;
+        const HeadRange at(task.group, heads, kv_heads, head_dim, head_pitch);
+        __half* const target = out + task.sequence * out_pitch + static_cast<long long>(at.first_head) * head_dim;
         if (folds) {
+            const bool is_left = task.is_left;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const bool is_first = item.segment == item.range.first;
                 const MergeFactors merging = merge_factors(all_top[h], record_top[h]);
-                all_top[h] = is_first ? record_top[h] : merging.top;
-                all_sum[h] = is_first ? record_sum[h] : merge(merging, all_sum[h], record_sum[h]);
+                all_top[h] = is_left ? record_top[h] : merging.top;
+                all_sum[h] = is_left ? record_sum[h] : merge(merging, all_sum[h], record_sum[h]);
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p)
 #pragma unroll
                     for (int m = h; m < 4; m += 2)
-                        all_o[p][m] = is_first ? o[p][m] : merge(merging, all_o[p][m], o[p][m]);
+                        all_o[p][m] = is_left ? o[p][m] : merge(merging, all_o[p][m], o[p][m]);
             }
-        } else {
-            ++written;
-            if (warp == 0 && row == 0)
+        } else if (warp == 0 && row == 0) {
 #pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    *place.sums(item.record(), head + h) = make_float2(record_top[h], record_sum[h]);
+            for (int h = 0; h < 2; ++h) *place.sums(task.record, head + h) = make_float2(record_top[h], record_sum[h]);
         }
-        if (!folds || item.segment == item.range.last) {
-            __half* const target = out + item.sequence * out_pitch + static_cast<long long>(at.first_head) * head_dim;
+        if (!folds || is_right) {
 #pragma unroll
             for (int p = 0; p < PARTS; ++p)
 #pragma unroll
@@ -527,25 +578,18 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
                     const int element = tile * GROUP + ValueFragments<CACHE>::element(m / 2);
                     if (tile >= elements || h >= at.count) continue;
                     if (!folds)
-                        place.outputs(item.record(), h)[element] = o[p][m];
-                    else if (rank * width + element < head_dim)
-                        target[h * head_dim + rank * width + element] = attention_output(all_o[p][m], all_sum[m % 2]);
+                        place.outputs(task.record, h)[element] = o[p][m];
+                    else if (rank * elements * GROUP + element < head_dim)
+                        target[h * head_dim + rank * elements * GROUP + element] =
+                            attention_output(all_o[p][m], all_sum[m % 2]);
                 }
         }
-        is_new = next.segment == next.range.first || !has_next;
-        if (is_new) {
-            if (!folds) {
-                const int pair = item.sequence * groups + item.group;
-                merge_records<COMPUTING, D>(
-                    computing_sync, place, item.record() - (item.segment - item.range.first), written,
-                    item.range.segments(), arrival_counts + pair * unit + rank,
-                    out + item.sequence * out_pitch + static_cast<long long>(at.first_head) * head_dim, at.count,
-                    head_dim);
-                written = 0;
-            }
-            if (has_next) rope_angles(params, next.range.end - 1, head_dim, cosine, sine);
+        if (is_right && !folds) {
+            const int pair = task.sequence * kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS) + task.group;
+            merge_records<COMPUTING, D>(
+                computing_sync, place, task.first_record, task.written, task.segments,
+                arrival_counts + pair * unit + rank, target, at.count, head_dim);
         }
         computing_sync();  // no warp reads scores, weights or the new token any more
-        item = next;
     }
 }

@@ -116,75 +116,51 @@ __device__ __forceinline__ int warp_prefix_sum(int x) {
     return x;
 }
 
-// Finds the share of this block's unit, and its first item. Called by all threads. max_unit: blocks per unit, at most.
+// Finds the share of this block's unit, and its first item. Called by one warp. max_unit: blocks per unit, at most.
 // capacity: records that fit into memory, at least the number of blocks.
-template <int KIND, int THREADS>
+template <int KIND>
 __device__ __forceinline__ Item find_work(const Contexts& contexts, int max_unit, int capacity, Share& share) {
-    constexpr int WARPS = THREADS / WARP;
-    __shared__ int2 sums[WARPS];  // items and cost of the sequences of a warp
-    __shared__ int found[3];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    // Up to 32 sequences: each warp looks at all of them. Else each warp looks at its part.
-    const bool few = contexts.sequences <= WARP;
-    const int each = few ? WARP : (contexts.sequences + THREADS - 1) / THREADS * WARP;  // sequences of a warp
-    const int begin = few ? 0 : warp * each, end = min(contexts.sequences, begin + each);
-    int2 sum = {0, 0};
-    for (int i = begin + lane; i < end; i += WARP) {
+    const int lane = threadIdx.x % WARP;
+    int items = 0, cost = 0;
+#pragma unroll 4
+    for (int i = lane; i < contexts.sequences; i += WARP) {
         const KeyRange range = contexts.range<KIND>(i);
-        sum.x += range.segments(), sum.y += range.cost(false);
+        items += range.segments(), cost += range.cost(false);
     }
-    sum.x = warp_sum(sum.x), sum.y = warp_sum(sum.y);
-    int2 total = sum, before = {0, 0};
-    if (!few) {
-        if (lane == 0) sums[warp] = sum;
-        if (threadIdx.x == 0) found[0] = contexts.sequences;
-        __syncthreads();
-        total = {0, 0};
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            if (w == warp) before = total;
-            total.x += sums[w].x, total.y += sums[w].y;
-        }
-    }
-    const int blocks = gridDim.x, items = total.x * contexts.groups, cost = total.y * contexts.groups;
+    items = warp_sum(items) * contexts.groups, cost = warp_sum(cost) * contexts.groups;
+    const int blocks = gridDim.x;
     int log2_unit = 0;
     while (1 << log2_unit < max_unit && items << (log2_unit + 1) <= blocks) ++log2_unit;
     share.unit = 1 << log2_unit;
     const int units = blocks >> log2_unit, number = blockIdx.x >> log2_unit;
     share.even = items <= units, share.whole = log2_unit == 0 && items > capacity;
     share.from = number, share.to = number + 1;
+    Item item = {contexts.sequences, 0, 0, 0, 0, KeyRange(0, 0)};
+    if (share.even && number >= items) return item;
     if (!share.even) {
         const unsigned each = static_cast<unsigned>(cost) / units, rest = cost - each * units;
         share.from = number * each + number * rest / units;
         share.to = (number + 1) * each + (number + 1) * rest / units;
     }
-    int start = (share.even ? before.x : before.y) * contexts.groups, records = before.x * contexts.groups;
-    int3 place = {contexts.sequences, 0, 0};
-    for (int i = begin; i < end; i += WARP) {
-        int2 own = {0, 0};
-        if (i + lane < end) {
-            const KeyRange range = contexts.range<KIND>(i + lane);
-            own.x = range.segments() * contexts.groups, own.y = range.cost(share.even) * contexts.groups;
+    for (int i = 0, start = 0, records = 0; i < contexts.sequences; i += WARP) {
+        int own_items = 0, own_cost = 0;
+        KeyRange range(0, 0);
+        if (i + lane < contexts.sequences) {
+            range = contexts.range<KIND>(i + lane);
+            own_items = range.segments() * contexts.groups, own_cost = range.cost(share.even) * contexts.groups;
         }
-        const int2 sums = {warp_prefix_sum(own.x), warp_prefix_sum(own.y)};
-        const int at = start + sums.y - own.y;
-        const unsigned here = __ballot_sync(FULL, share.from >= at && share.from < at + own.y);
+        const int items_to = records + warp_prefix_sum(own_items), cost_to = start + warp_prefix_sum(own_cost);
+        const unsigned here = __ballot_sync(FULL, share.from < cost_to);
         if (here) {
             const int from = __ffs(here) - 1;
-            place.x = i + from, place.y = __shfl_sync(FULL, at, from);
-            place.z = __shfl_sync(FULL, records + sums.x - own.x, from);
-            if (!few && lane == 0) found[0] = place.x, found[1] = place.y, found[2] = place.z;
+            item.sequence = i + from, item.start = __shfl_sync(FULL, cost_to - own_cost, from);
+            item.records = __shfl_sync(FULL, items_to - own_items, from);
+            item.range = {__shfl_sync(FULL, range.begin, from), __shfl_sync(FULL, range.end, from)};
             break;
         }
-        start += __shfl_sync(FULL, sums.y, WARP - 1), records += __shfl_sync(FULL, sums.x, WARP - 1);
+        records = __shfl_sync(FULL, items_to, WARP - 1), start = __shfl_sync(FULL, cost_to, WARP - 1);
     }
-    if (!few) {
-        __syncthreads();
-        place = {found[0], found[1], found[2]};
-    }
-    Item item = {place.x, 0, 0, place.y, place.z, KeyRange(0, 0)};
     if (item.sequence >= contexts.sequences) return item;
-    item.range = contexts.range<KIND>(item.sequence);
     const int pair = item.range.cost(share.even), from = share.from - item.start;
     item.group = from / pair, item.start += item.group * pair;
     item.segment = item.range.segment_from(from - item.group * pair, share.even);

@@ -60,9 +60,7 @@ struct Stages {
     unsigned data, barriers;
     int index = 0, phase = 0;
 
-    __device__ __forceinline__ Stages(const void* data, const void* barriers)
-        : data(cast_smem_ptr_to_uint(data)),
-          barriers(cast_smem_ptr_to_uint(barriers)) {}
+    __device__ __forceinline__ Stages(unsigned data, unsigned barriers) : data(data), barriers(barriers) {}
     // Called by one thread before any other use.
     __device__ __forceinline__ void init() const {
 #pragma unroll

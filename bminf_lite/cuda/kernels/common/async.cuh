@@ -41,6 +41,22 @@ __device__ __forceinline__ void st_shared_half(unsigned address, __half x) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(__half_as_ushort(x)) : "memory");
 }
 
+__device__ __forceinline__ float ld_shared_float(unsigned address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float2 ld_shared_float2(unsigned address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void st_shared_float(unsigned address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
 __device__ __forceinline__ void st_shared_v2(unsigned address, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
