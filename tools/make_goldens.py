@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
-from tiny_models import ENCODER_DECODERS, FAMILIES, GOLDENS, GPTS, digest, random_tensors, random_tokens
+from tiny_models import ENCODER_DECODERS, EVERY, GOLDENS, digest, random_tensors, random_tokens
 
 from bminf_lite import models
 
@@ -210,6 +210,167 @@ CASES |= {
         "relu": {"feed_forward_proj": "relu"},
     },
 }
+PLAIN: dict[str, Case] = {"grouped": {}, "multi-head, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}}
+SHORT = [1.0, 1.2, 1.5, 2.0, 2.5, 3.0]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": SHORT,
+    "long_factor": [2 * factor for factor in SHORT],
+    "original_max_position_embeddings": 64,
+}
+THREE_LAYERS = {
+    "num_hidden_layers": 3,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+GPTJ = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 128, "rotary_dim": 8}
+FALCON = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+}
+BASES |= {
+    "phi3": BASE | {"pad_token_id": 0},
+    "granite": BASE | {"attention_multiplier": 0.25},
+    "smollm3": BASE | {"pad_token_id": 0},
+    "ministral3": BASE | {"head_dim": 12},
+    "seed_oss": BASE | {"head_dim": 12},
+    "glm": BASE | {"head_dim": 12, "pad_token_id": 0},
+    "glm4": BASE | {"head_dim": 12, "pad_token_id": 0},
+    "stablelm": BASE | {"hidden_size": 64},
+    "phi": BASE | {"hidden_size": 64},
+    "gptj": GPTJ,
+    "codegen": GPTJ,
+    "falcon": FALCON,
+    "gpt_bigcode": BASES["gpt2"],
+}
+CASES |= {
+    "phi3": PLAIN
+    | {
+        "longrope": {
+            "rope_parameters": LONGROPE,
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 64,
+        },
+        "longrope, old keys": {
+            "rope_scaling": {
+                "type": "su",
+                "short_factor": SHORT,
+                "long_factor": SHORT,
+                "original_max_position_embeddings": 32,
+            },
+            "original_max_position_embeddings": 32,
+        },
+        "longrope, half of heads": {
+            "rope_scaling": {"type": "longrope", "short_factor": SHORT[:3], "long_factor": SHORT[1:4]},
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 64,
+        },
+        "window": {"sliding_window": 7},
+    },
+    "olmo2": PLAIN | {"biases": {"attention_bias": True}, "yarn rope": {"rope_parameters": YARN}},
+    "olmo3": PLAIN
+    | {
+        "layer types": THREE_LAYERS,
+        "yarn in full layers": THREE_LAYERS | {"rope_scaling": YARN},
+        "four layers": {"num_hidden_layers": 4, "sliding_window": 9},
+    },
+    "granite": PLAIN
+    | {
+        "multipliers": {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.15,
+            "logits_scaling": 8.0,
+        },
+        "multipliers, biases": {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    },
+    "smollm3": PLAIN
+    | {
+        "no rotation in layer 1": {"no_rope_layers": [1, 0, 1], "num_hidden_layers": 3},
+        "every second, window": {
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "num_hidden_layers": 4,
+        },
+        "biases, untied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    },
+    "ministral3": PLAIN
+    | {
+        "window": {"sliding_window": 5},
+        "short original context": {
+            "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 48},
+        },
+    },
+    "seed_oss": PLAIN
+    | {
+        "all biases": {"attention_out_bias": True, "mlp_bias": True},
+        "no biases": {"attention_bias": False},
+    },
+    "stablelm": PLAIN
+    | {
+        "parallel": {"use_parallel_residual": True},
+        "biases, half of heads": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
+        "whole heads": {"partial_rotary_factor": 1.0},
+    },
+    "cohere": PLAIN | {"biases, untied": {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.3}},
+    "cohere2": PLAIN
+    | {
+        "layer types": THREE_LAYERS,
+        "pattern of two": {"num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 2},
+        "biases": {"attention_bias": True, "sliding_window": 5},
+    },
+    "glm": PLAIN | {"whole heads": {"partial_rotary_factor": 1.0}, "no biases": {"attention_bias": False}},
+    "glm4": PLAIN | {"whole heads": {"partial_rotary_factor": 1.0}, "no biases": {"attention_bias": False}},
+    "exaone4": PLAIN
+    | {
+        "layer types": THREE_LAYERS,
+        "no window": {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]},
+        "four layers": {"num_hidden_layers": 4, "sliding_window": 9},
+    },
+    "phi": PLAIN
+    | {
+        "three quarters of heads": {"partial_rotary_factor": 0.75},
+        "exact gelu": {"hidden_act": "gelu"},
+    },
+    "gptj": {
+        "half of heads": {},
+        "whole heads": {"rotary_dim": 16},
+        "inner size, tied": {"n_inner": 72, "tie_word_embeddings": True},
+        "relu": {"activation_function": "relu"},
+    },
+    "codegen": {
+        "half of heads": {},
+        "eight heads": {"n_head": 8, "rotary_dim": 4},
+        "inner size": {"n_inner": 72},
+    },
+    "falcon": {
+        "multi-query": {},
+        "multi-head": {"multi_query": False},
+        "sequential, biases": {"parallel_attn": False, "bias": True},
+        "grouped, two norms": {"new_decoder_architecture": True, "num_kv_heads": 2},
+        "grouped, one norm": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        "untied": {"tie_word_embeddings": False, "ffn_hidden_size": 80},
+    },
+    "starcoder2": PLAIN | {"window, no biases": {"sliding_window": 7, "use_bias": False}},
+    "gpt_bigcode": {
+        "multi-query": {},
+        "multi-head": {"multi_query": False},
+        "untied, inner size": {"tie_word_embeddings": False, "n_inner": 72},
+    },
+}
 SOURCE_TOKENS = 41
 
 
@@ -265,8 +426,7 @@ def encoded_and_logits(model: PreTrainedModel, source: np.ndarray, tokens: np.nd
 def make(family: str) -> None:
     """Write one family's two files."""
     cases, arrays = {}, {}
-    families = (*FAMILIES, *GPTS, *ENCODER_DECODERS)
-    for seed, (name, case) in enumerate(CASES[family].items(), start=1000 * (families.index(family) + 1)):
+    for seed, (name, case) in enumerate(CASES[family].items(), start=1000 * (EVERY.index(family) + 1)):
         config = config_of(family, case)
         model = build(config, seed)
         tokens = random_tokens(seed, TOKENS, config["vocab_size"])
@@ -288,9 +448,8 @@ def make(family: str) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = (*FAMILIES, *GPTS, *ENCODER_DECODERS)
-    parser.add_argument("families", nargs="*", metavar="FAMILY", choices=[*known, []], help=", ".join(known))
-    for family in parser.parse_args().families or known:
+    parser.add_argument("families", nargs="*", metavar="FAMILY", choices=[*EVERY, []], help=", ".join(EVERY))
+    for family in parser.parse_args().families or EVERY:
         make(family)
 
 

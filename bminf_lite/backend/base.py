@@ -252,6 +252,15 @@ class Backend:
         """
         return stored(normalise(residual, norm), out)
 
+    def norm_add(self, x: Array, norm: Norm, residual: Array) -> Array:
+        """``residual + norm(x)``: fp32 ``[T, features]``. ``residual`` may be overwritten with the result."""
+        residual += normalise(x, norm)
+        return residual
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        """Columns side by side in the activation type: ``[T, n]`` each -> ``[T, sum(n)]``."""
+        return np.concatenate([self._round(part) for part in parts], axis=1)
+
     def softmax(self, x: Array, scale: float = 1.0, bias: Array = None, mask: Array = None, out: Array = None) -> Array:
         """Softmax of ``scale * x + bias`` over each row, in fp32: ``[T, features]`` fp32 or fp16 -> the same.
 

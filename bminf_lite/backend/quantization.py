@@ -59,13 +59,6 @@ class Int8Weight:
             weight[:, self.outliers.index] = self.outliers.values
         return weight
 
-    def rows(self, order: np.ndarray) -> Int8Weight:
-        """The rows in another order."""
-        outliers = self.outliers
-        if outliers is not None:
-            outliers = OutlierColumns(outliers.index, outliers.values[order])
-        return Int8Weight(self.codes[order], self.scale[order], self.dynamic, outliers)
-
 
 HostWeight = np.ndarray | Int8Weight
 """A weight matrix ``[out, in]`` as a checkpoint gives it: float (fp32, fp16, bf16) or int8."""

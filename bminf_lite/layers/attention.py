@@ -22,8 +22,12 @@ class Attention:
     qkv: Linear
     o: Linear
 
+    def attend(self, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        """The heads' outputs ``[T, heads * head_dim]``, which ``o`` reads."""
+        return self.ops.attention(self.qkv(x), self.spec, cache, batch)
+
     def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        return self.o.add_to(residual, self.ops.attention(self.qkv(x), self.spec, cache, batch))
+        return self.o.add_to(residual, self.attend(x, cache, batch))
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from ..backend.quantization import HostWeight, Int8Weight
+from ..backend.quantization import HostWeight, Int8Weight, OutlierColumns
 
 
 class Weights(Protocol):
@@ -19,20 +21,49 @@ class Weights(Protocol):
         """The float tensor ``name``: a norm's weight, a bias or an embedding table."""
 
 
-class PermutedWeights:
-    """``weights`` with the rows of each tensor, which are a layer's outputs, in the order ``rows``, int ``[out]``."""
+@dataclass(frozen=True)
+class RowTransform:
+    """A change of a tensor's rows, which are a layer's outputs: their ``order``, int ``[out]``, and ``factors``.
 
-    def __init__(self, weights: Weights, rows: np.ndarray):
+    ``factors`` is one number, or fp32 ``[out]`` in the new order. None leaves the rows as they are.
+    """
+
+    order: np.ndarray | None = None
+    factors: np.ndarray | float | None = None
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """The rows of ``values`` ``[out, ...]``; fp32 if there are factors, which fp16 might not hold exactly."""
+        ordered: np.ndarray = values if self.order is None else values[self.order]
+        if self.factors is None:
+            return ordered
+        factors = np.asarray(self.factors, np.float32).reshape((-1,) + (1,) * (len(ordered.shape) - 1))
+        return np.asarray(ordered).astype(np.float32) * factors
+
+    def apply_to_matrix(self, weight: HostWeight) -> HostWeight:
+        """The rows of a matrix; those of an int8 matrix keep their codes, and their scales get the factors."""
+        if not isinstance(weight, Int8Weight):
+            return self.apply(weight)
+        codes = weight.codes if self.order is None else weight.codes[self.order]
+        outliers = weight.outliers
+        if outliers is not None:
+            outliers = OutlierColumns(outliers.index, self.apply(outliers.values))
+        return Int8Weight(codes, self.apply(weight.scale), weight.dynamic, outliers)
+
+
+class TransformedWeights:
+    """``weights`` with the rows of some layers' tensors changed as they are read.
+
+    ``transforms`` maps a layer's name (``model.layers.0.self_attn.q_proj``) to the change of its weight and bias.
+    """
+
+    def __init__(self, weights: Weights, transforms: Mapping[str, RowTransform]):
         self.weights = weights
-        self.rows = rows
+        self.transforms = transforms
 
     def weight(self, name: str) -> HostWeight:
-        weight = self.weights.weight(name)
-        if isinstance(weight, Int8Weight):
-            return weight.rows(self.rows)
-        permuted: np.ndarray = weight[self.rows]
-        return permuted
+        weight, transform = self.weights.weight(name), self.transforms.get(name.rpartition(".")[0])
+        return weight if transform is None else transform.apply_to_matrix(weight)
 
     def vector(self, name: str) -> np.ndarray:
-        permuted: np.ndarray = self.weights.vector(name)[self.rows]
-        return permuted
+        values, transform = self.weights.vector(name), self.transforms.get(name.rpartition(".")[0])
+        return values if transform is None else transform.apply(values)

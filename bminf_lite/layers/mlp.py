@@ -21,8 +21,12 @@ class GatedMLP:
     gate_up: Linear
     down: Linear
 
+    def hidden(self, x: Array) -> Array:
+        """``f(gate(x)) * up(x)``, which ``down`` reads."""
+        return self.ops.gated_linear(x, self.gate_up.weight, self.activation)
+
     def add_to(self, residual: Array, x: Array) -> Array:
-        return self.down.add_to(residual, self.ops.gated_linear(x, self.gate_up.weight, self.activation))
+        return self.down.add_to(residual, self.hidden(x))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,20 @@ def rms_norm(ops: Backend, weights: Weights, name: str, eps: float, scale: float
     return NormLayer(ops, Norm(ops.vector(scaled), eps))
 
 
-def layer_norm(ops: Backend, weights: Weights, name: str, eps: float) -> NormLayer:
-    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, with ``{name}.weight`` and ``{name}.bias``."""
-    weight, bias = (ops.vector(weights.vector(f"{name}.{part}")) for part in ("weight", "bias"))
-    return NormLayer(ops, Norm(weight, eps, bias, center=True))
+def layer_norm(
+    ops: Backend,
+    weights: Weights,
+    name: str,
+    eps: float,
+    scale: float = 1.0,
+    offset: float = 0.0,
+    has_bias: bool = True,
+) -> NormLayer:
+    """``((x - mean(x)) / sqrt(var(x) + eps) * (weight + offset) + bias) * scale``.
+
+    ``{name}.weight`` and ``{name}.bias`` are ``[features]``. Without a bias there are zeros in its place.
+    """
+    weight = weights.vector(f"{name}.weight").astype(np.float32) + np.float32(offset)
+    bias = weights.vector(f"{name}.bias").astype(np.float32) if has_bias else np.zeros_like(weight)
+    weight, bias = weight * np.float32(scale), bias * np.float32(scale)
+    return NormLayer(ops, Norm(ops.vector(weight), eps, ops.vector(bias), center=True))

@@ -17,11 +17,11 @@ RopeFrequencies = tuple[np.ndarray, float]
 """Frequencies fp32 ``[head_dim / 2]``, and the factor on cosine and sine."""
 
 
-def rope_parameters(config: RopeParameters, default_theta: float = 10000.0) -> RopeParameters:
+def rope_parameters(config: RopeParameters, default_theta: float = 10000.0, whole_heads: bool = True) -> dict[str, Any]:
     """The rotary parameters of a ``config.json``: ``rope_type``, ``rope_theta`` and what the type needs.
 
     If both spellings are present, the older one counts, as in transformers. Raises ``ValueError`` for a value that is
-    not a mapping, for parameters per layer type, and for a rotation of a part of each head only.
+    not a mapping, for parameters per layer type, and with ``whole_heads`` for a rotation of a part of each head.
     """
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
@@ -29,9 +29,22 @@ def rope_parameters(config: RopeParameters, default_theta: float = 10000.0) -> R
     found = {"rope_theta": config.get("rope_theta", default_theta), **found}
     found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
     partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1):
+    if whole_heads and partial not in (None, 1):
         raise ValueError(f"partial_rotary_factor is {partial!r}, not 1: only whole heads are rotated")
+    if found["rope_type"] == "longrope" and config.get("original_max_position_embeddings") is not None:
+        found["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     return found
+
+
+def usable_context(parameters: RopeParameters, max_positions: int) -> int:
+    """The positions for which one set of frequencies and one scale of the scores are right.
+
+    LongRoPE has other frequencies beyond the original context, and Ministral 3 scales its queries there.
+    """
+    changes = parameters["rope_type"] == "longrope" and parameters["short_factor"] != parameters["long_factor"]
+    if changes or parameters.get("llama_4_scaling_beta"):
+        return min(max_positions, int(_number(parameters, "original_max_position_embeddings", max_positions)))
+    return max_positions
 
 
 def rope_frequencies(parameters: RopeParameters, head_dim: int, max_positions: int) -> RopeFrequencies:
@@ -112,4 +125,23 @@ def _yarn_attention(parameters: RopeParameters, factor: float) -> float:
     return mscale(1.0)
 
 
-_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _longrope(
+    frequencies: np.ndarray, parameters: RopeParameters, head_dim: int, max_positions: int
+) -> RopeFrequencies:
+    """LongRoPE (https://arxiv.org/abs/2402.13753): a factor per wavelength, here those of the original context."""
+    for key in ("short_factor", "long_factor"):
+        factors = parameters.get(key)
+        if not isinstance(factors, list) or not all(isinstance(f, (int, float)) and f > 0 for f in factors):
+            raise ValueError(f"rope parameter {key} is {factors!r}, not a list of positive numbers")
+        if len(factors) != len(frequencies):
+            raise ValueError(f"rope parameter {key} has {len(factors)} numbers, not {len(frequencies)}, one per pair")
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    wavelengths = np.float32(_number(parameters, "rope_theta")) ** exponents
+    scaled = np.float32(1) / (np.array(parameters["short_factor"], np.float32) * wavelengths)
+    original = _number(parameters, "original_max_position_embeddings", max_positions)
+    factor = _number(parameters, "factor", max_positions / original)
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return scaled, float(_number(parameters, "attention_factor", default))
+
+
+_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "longrope": _longrope, "yarn": _yarn}

@@ -1,4 +1,4 @@
-"""GPT-2, OPT, GPT-NeoX and CPM-1: a decoder with LayerNorm, biases and a feed-forward layer without a gate.
+"""GPT-2, GPT-BigCode, OPT, GPT-NeoX and CPM-1: a decoder with LayerNorm, biases and no gate in the feed-forward layer.
 
 They differ in how a checkpoint names and cuts its tensors (:class:`TensorNames`) and in fields of :class:`Config`:
 learned positions or rotary ones, the norm before or after a layer, both layers one after the other or side by side.
@@ -18,12 +18,13 @@ from ..layers.attention import Attention
 from ..layers.cache import CacheShape
 from ..layers.embedding import Embedding, PositionEmbedding
 from ..layers.linear import Linear
-from ..layers.loading import PermutedWeights, Weights
+from ..layers.loading import RowTransform, TransformedWeights, Weights
 from ..layers.mlp import MLP
 from ..layers.norm import NormLayer, layer_norm
 from ._architecture import Architecture
 from ._config import ModelConfig
 from ._decoder import Decoder, Output
+from ._rotary import Rotary
 from .spec import Fold, Spec, Tensors, embedding, head, linear, norm, weights_of
 
 
@@ -56,19 +57,6 @@ class TensorNames:
 
 
 @dataclass(frozen=True)
-class Rotary:
-    """Rotary positions: ``size`` elements of each head are rotated.
-
-    ``frequencies`` has an entry for each pair of a head's elements, 0 for those that stay as they are, and ``scale`` is
-    the factor on cosine and sine.
-    """
-
-    size: int
-    frequencies: tuple[float, ...]
-    scale: float
-
-
-@dataclass(frozen=True)
 class Config(ModelConfig):
     """The configuration of such a decoder.
 
@@ -77,7 +65,8 @@ class Config(ModelConfig):
     otherwise the stream itself is normalised after each layer. ``parallel``: attention and feed-forward layer read the
     same stream. ``scale_scores``: attention scores are divided by the root of the head's size, and with
     ``scale_by_layer`` by the layer's number too. ``interleaved_qkv``: the fused matrix holds query, key and value head
-    by head; otherwise it holds all queries, then all keys, then all values.
+    by head; otherwise it holds all queries, then all keys, then all values. ``multi_query``: there is one key-value
+    head.
     """
 
     embedding_size: int
@@ -93,10 +82,15 @@ class Config(ModelConfig):
     scale_by_layer: bool = False
     rotary: Rotary | None = None
     interleaved_qkv: bool = False
+    multi_query: bool = False
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return 1 if self.multi_query else self.heads
 
     @property
     def is_projected(self) -> bool:
@@ -105,7 +99,7 @@ class Config(ModelConfig):
 
     @property
     def cache_shape(self) -> CacheShape:
-        return CacheShape(self.layers, self.heads, self.head_dim)
+        return CacheShape(self.layers, self.kv_heads, self.head_dim)
 
     def score_scale(self, layer: int) -> float:
         scale = self.head_dim**-0.5 if self.scale_scores else 1.0
@@ -132,8 +126,9 @@ def spec(config: Config) -> Spec:
         block = f"{names.layers}.{layer}"
         attention_out, up, down = (f"{block}.{name}" for name in (names.attention_out, names.up, names.down))
         qkv = [f"{block}.{name}" for name in names.qkv]
+        qkv_width = (config.heads + 2 * config.kv_heads) * config.head_dim
         qkv_tensors = [
-            linear(name, (3 * hidden // len(qkv), hidden), config.attention_bias, names.transposed) for name in qkv
+            linear(name, (qkv_width // len(qkv), hidden), config.attention_bias, names.transposed) for name in qkv
         ]
         up_tensors = linear(up, (inner, hidden), config.mlp_bias, names.transposed)
         norms = [norm_tensors(f"{block}.{name}", config) for name in (names.attention_norm, names.mlp_norm)]
@@ -166,19 +161,13 @@ def norm_tensors(name: str, config: Config) -> Tensors:
 def qkv_rows(config: Config) -> np.ndarray | None:
     """The rows of the fused matrix in the order that attention reads: queries, keys, values, head after head.
 
-    None if they are in that order. If only the first elements of a head are rotated, the elements of a head are
-    reordered, so that the rotated ones start either half. Queries and keys get the same order, so their products do
-    not change; and a rotation with frequency zero leaves the other elements as they are.
+    None if they are in that order. The elements of query and key heads are in the order in which they are rotated.
     """
     if not config.interleaved_qkv:
         return None
-    heads, head_dim = config.heads, config.head_dim
-    rotated = config.rotary.size if config.rotary else head_dim
-    query, key, value = np.arange(3 * config.hidden_size).reshape(heads, 3, head_dim).swapaxes(0, 1)
-    if rotated < head_dim:
-        quarters = np.split(np.arange(head_dim), [rotated // 2, rotated, (head_dim + rotated) // 2])
-        order = np.concatenate([quarters[i] for i in (0, 2, 1, 3)])
-        query, key = query[:, order], key[:, order]
+    query, key, value = np.arange(3 * config.hidden_size).reshape(config.heads, 3, config.head_dim).swapaxes(0, 1)
+    if config.rotary and (changed := config.rotary.head_transform(config.head_dim)):
+        query, key = query[:, changed.order], key[:, changed.order]
     return np.concatenate([query.ravel(), key.ravel(), value.ravel()])
 
 
@@ -188,12 +177,12 @@ class Block:
     def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, rope: Rope | None):
         names, name = config.names, f"{config.names.layers}.{layer}"
         self.norm_first, self.parallel = config.norm_first, config.parallel
-        rows = qkv_rows(config)
-        qkv_weights = weights if rows is None else PermutedWeights(weights, rows)
+        rows, qkv = qkv_rows(config), [f"{name}.{n}" for n in names.qkv]
+        qkv_weights = weights if rows is None else TransformedWeights(weights, {qkv[0]: RowTransform(rows)})
         self.attention = Attention(
             ops,
-            AttentionSpec(config.heads, config.heads, config.head_dim, config.score_scale(layer), rope=rope),
-            Linear(ops, qkv_weights, [f"{name}.{n}" for n in names.qkv], config.attention_bias),
+            AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.score_scale(layer), rope=rope),
+            Linear(ops, qkv_weights, qkv, config.attention_bias),
             Linear(ops, weights, [f"{name}.{names.attention_out}"], config.attention_bias),
         )
         self.mlp = MLP(
@@ -245,9 +234,7 @@ class ModelBuilder:
         self.config = config
         self.weights = weights
         self.ops = ops
-        self.rope = None
-        if config.rotary:
-            self.rope = Rope(ops.vector(np.array(config.rotary.frequencies, np.float32)), config.rotary.scale)
+        self.rope = config.rotary.rope(ops, config.head_dim) if config.rotary else None
 
     def embed(self) -> Input:
         config, names = self.config, self.config.names

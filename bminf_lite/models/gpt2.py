@@ -43,12 +43,16 @@ NAMES = TensorNames(
 
 
 def parse(config: Mapping[str, Any]) -> Config:
-    read = ConfigReader(config, KEYS)
+    return Config(**checked_fields(ConfigReader(config, KEYS)), names=NAMES)
+
+
+def checked_fields(read: ConfigReader) -> dict[str, Any]:
+    """The fields of a GPT-2. Raises with every problem."""
     read.require_divisible("hidden_size", "heads")
     if read.value(flag("add_cross_attention", False)):
         read.problem("add_cross_attention", "add_cross_attention is true; cross-attention of GPT-2 is not supported")
     fields = read.checked_fields()
-    return Config(**fields, embedding_size=fields["hidden_size"], names=NAMES)
+    return fields | {"embedding_size": fields["hidden_size"]}
 
 
 architecture = gpt_architecture(parse)

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from ..layers.position import rope_frequencies, rope_parameters
 from ._config import ACTIVATIONS, MAX_LAYERS, ConfigReader, choice, flag, integer, number
-from ._gpt import Config, Rotary, TensorNames, gpt_architecture
+from ._gpt import Config, TensorNames, gpt_architecture
+from ._rotary import Rotary
 
 KEYS = {
     "vocab_size": integer("vocab_size", 50432),
@@ -75,8 +74,7 @@ def parse_rotary(read: ConfigReader) -> Rotary | None:
         return None
     if scale != 1 and rotated < head_dim:
         read.problem("rope_parameters", f"rope_type {parameters['rope_type']!r} is for rotations of whole heads only")
-    rest = np.zeros((head_dim - rotated) // 2, np.float32)
-    return Rotary(rotated, tuple(map(float, np.concatenate([frequencies, rest]))), scale)
+    return Rotary(tuple(map(float, frequencies)), scale)
 
 
 architecture = gpt_architecture(parse)

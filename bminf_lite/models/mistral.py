@@ -8,16 +8,23 @@ from typing import Any
 
 from . import llama
 from ._config import ConfigReader, integer, with_defaults
+from ._transformer import Config
 
 KEYS = with_defaults(llama.KEYS, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=4096 * 32)
-WINDOW = integer("sliding_window", 4096)
 
 
-def parse(config: Mapping[str, Any]) -> llama.Config:
+def parse(config: Mapping[str, Any]) -> Config:
     """Mistral's configuration: every layer has the window, or none where ``sliding_window`` is null."""
     read = ConfigReader(config, KEYS)
-    window = None if read.is_null(WINDOW) else read.value(WINDOW)
-    return replace(llama.parse_family(read), windows=(window,) * read.fields["layers"])
+    windows = all_windows(read, default=4096)
+    return replace(llama.parse_family(read), windows=windows)
+
+
+def all_windows(read: ConfigReader, default: int | None) -> tuple[int | None, ...]:
+    """The window ``sliding_window`` in every layer."""
+    key, layers = integer("sliding_window", default), read.fields["layers"]
+    window = None if read.is_null(key) else read.value(key)
+    return tuple(window for _ in range(layers))
 
 
 architecture = replace(llama.architecture, parse=parse)

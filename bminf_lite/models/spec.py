@@ -85,6 +85,11 @@ def norm(name: str, features: int, bias: bool = False) -> Tensors:
     return {f"{name}.{part}": Parameter((features,), Role.VECTOR) for part in parts}
 
 
+def bias(name: str, features: int) -> Tensors:
+    """The bias ``{name}.bias`` ``[features]``."""
+    return {f"{name}.bias": Parameter((features,), Role.VECTOR)}
+
+
 def embedding(name: str, shape: tuple[int, int]) -> Tensors:
     """The table ``{name}.weight`` ``[rows, features]``."""
     return {f"{name}.weight": Parameter(shape, Role.EMBEDDING)}

@@ -11,7 +11,7 @@ from bminf_lite.backend.base import Backend
 from bminf_lite.backend.quantization import quantize_weight
 from bminf_lite.errors import CheckpointError
 from bminf_lite.layers.linear import Linear
-from bminf_lite.layers.loading import PermutedWeights
+from bminf_lite.layers.loading import RowTransform, TransformedWeights
 
 
 def test_permuted_weights_in_int8_permute_the_outputs():
@@ -22,7 +22,9 @@ def test_permuted_weights_in_int8_permute_the_outputs():
         rng.standard_normal((5, 8)).astype(np.float32),
     )
     weights = SimpleNamespace(vector=lambda name: bias, weight=lambda name: quantize_weight(matrix.astype(np.float32)))
-    y, permuted = (Linear(Backend(), w, ["a"], True)(x) for w in (weights, PermutedWeights(weights, rows)))
+    y, permuted = (
+        Linear(Backend(), w, ["a"], True)(x) for w in (weights, TransformedWeights(weights, {"a": RowTransform(rows)}))
+    )
     np.testing.assert_allclose(permuted, y[:, rows], rtol=1e-5, atol=1e-6)
 
 

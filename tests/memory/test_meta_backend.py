@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from model_kit import CONFIG
-from tiny_models import ENCODER_DECODERS, FAMILIES, GPTS, RandomWeights, goldens
+from tiny_models import EVERY, RandomWeights, goldens
 
 from bminf_lite import models
 from bminf_lite.backend.base import Backend
@@ -35,7 +35,7 @@ def counted_and_allocated(config: Mapping[str, Any], weights: RandomWeights, bac
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", [*FAMILIES, *GPTS, *ENCODER_DECODERS])
+@pytest.mark.parametrize("family", EVERY)
 def test_it_counts_what_loading_allocates(cuda_backend: Backend, family: str, kind: str) -> None:
     """Never less; a little more where sizes are no multiples of 32."""
     golden = next(goldens(family))
@@ -51,7 +51,7 @@ def test_it_counts_to_the_byte_what_needs_no_padding(cuda_backend: Backend, kind
     assert counted == allocated
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *GPTS, *ENCODER_DECODERS])
+@pytest.mark.parametrize("family", EVERY)
 def test_every_layer_fits_a_slot_of_the_largest_one_s_size(family: str) -> None:
     """Loading raises ``OutOfMemory`` for a layer that does not fit its slot."""
     from bminf_lite.backend.cuda import CudaBackend

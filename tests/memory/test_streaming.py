@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_kit import make_model, prompt_of, request, run
 from simulated import SimulatedDevice, SimulatedLink
-from tiny_models import FAMILIES, GPTS, RandomWeights, TinyEncoderDecoder, TinyModel, goldens
+from tiny_models import DECODERS, FAMILIES, GPTS, RandomWeights, TinyEncoderDecoder, TinyModel, goldens
 
 from bminf_lite.backend.cpu import CpuBackend
 from bminf_lite.engine.request import Request
@@ -126,7 +126,7 @@ def short_requests() -> list[Request]:
     return [request(i, prompt_of(5 + i), max_new_tokens=6) for i in range(3)]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *GPTS])
+@pytest.mark.parametrize("family", [*FAMILIES, *GPTS, *DECODERS])
 def test_every_decoder_can_be_streamed(family: str) -> None:
     golden = next(goldens(family))
     weights = RandomWeights(golden.config, golden.seed)

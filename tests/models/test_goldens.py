@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from tiny_models import (
-    ENCODER_DECODERS,
+    EVERY,
     FAMILIES,
     GPTS,
     Golden,
@@ -25,7 +25,7 @@ from bminf_lite.backend.base import Backend
 from bminf_lite.backend.sampling import SamplerState
 from bminf_lite.backend.values import ForwardBatch
 
-CASES = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden in goldens(family)]
+CASES = [golden for family in EVERY for golden in goldens(family)]
 NAMES = (
     "tied, biases, multi-query",
     "window",

@@ -7,8 +7,8 @@ import pytest
 from float64_model import Float64Model
 from tiny_models import (
     ENCODER_DECODERS,
+    EVERY,
     FAMILIES,
-    GPTS,
     Golden,
     RandomWeights,
     TinyModel,
@@ -47,7 +47,7 @@ def test_logits_equal_a_float64_model_of_the_same_quantization(golden: Golden, k
     assert_close(logits, expected, "logits", np.float32, np.abs(expected).max())
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *GPTS, *ENCODER_DECODERS])
+@pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_quantization_changes_logits_a_little(backend, family, dynamic):
     """A check of size, against the unquantized goldens; unscaled scores make a tiny random T5 sharp."""

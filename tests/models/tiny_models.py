@@ -28,6 +28,12 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 GPTS = ("gpt2", "opt", "gpt_neox")
 ENCODER_DECODERS = ("t5", "mt5", "umt5")
+DECODERS = (
+    "phi3", "olmo2", "olmo3", "granite", "smollm3", "ministral3", "seed_oss", "stablelm", "cohere", "cohere2", "glm",
+    "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode",
+)  # fmt: skip
+"""The families that share ``models/_transformer.py`` with LLaMA's, and GPT-2's relative."""
+EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS)
 
 EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "shared", "word_embeds", "word_embeddings",
               "position_embeddings", "relative_attention_bias")  # fmt: skip
@@ -142,8 +148,7 @@ def case_without_golden(model_type: str, tokens: int = 11, source: int = 9, **co
 
 def one_of_each_architecture() -> list[Golden]:
     """The first golden of each family, and the models that transformers does not know."""
-    families = (*FAMILIES, *GPTS, *ENCODER_DECODERS)
-    return [*(next(goldens(family)) for family in families), *map(case_without_golden, CPM)]
+    return [*(next(goldens(family)) for family in EVERY), *map(case_without_golden, CPM)]
 
 
 class RandomWeights:

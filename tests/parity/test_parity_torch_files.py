@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import ENCODER_DECODERS, FAMILIES, GPTS, goldens
+from tiny_models import ENCODER_DECODERS, EVERY, goldens
 
 import bminf_lite
 from bminf_lite.checkpoint.opened_model import open_model
@@ -82,7 +82,7 @@ def test_what_is_no_state(tmp_path: Path, zipped: bool) -> None:
         TorchFile(path)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *GPTS, *ENCODER_DECODERS])
+@pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_model_s_bin_files_are_its_safetensors(tmp_path: Path, family: str, shards: int) -> None:
     """Every family's ``state_dict``, with what is shared and what is not a parameter, in both forms."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from outliers import multiplied, width
-from tiny_models import ENCODER_DECODERS, FAMILIES, GPTS, Golden, RandomWeights, goldens, random_tokens
+from tiny_models import EVERY, Golden, RandomWeights, goldens, random_tokens
 from tiny_models import one_of_each_architecture as each
 
 import bminf_lite
@@ -15,7 +15,7 @@ from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.models.spec import Fold, Role
 from bminf_lite.quantize.smoothing import expand_channels, fold_factors, reduce_channels
 
-ALL = [golden for family in (*FAMILIES, *GPTS, *ENCODER_DECODERS) for golden in goldens(family)]
+ALL = [golden for family in EVERY for golden in goldens(family)]
 ALL += [golden for golden in each() if golden.weights == ""]
 
 

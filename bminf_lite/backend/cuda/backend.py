@@ -397,6 +397,22 @@ class CudaBackend(Backend):
         source.norms.append(weakref.ref(result))
         return result
 
+    def norm_add(self, x: Array, norm: Norm, residual: Array) -> Array:
+        target, values = self.materializer.as_residual(residual), self.materializer.materialize(self.norm(x, norm))
+        self.materializer.flush_residual(target)
+        with self.arrays.current():
+            target.values += values
+        return ResidualStream(target.values)
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        out = self.arrays.rows(parts[0].shape[0], sum(part.shape[1] for part in parts), np.float16)
+        end = 0
+        for part in parts:
+            values, begin, end = self.materializer.materialize(part), end, end + part.shape[1]
+            with self.arrays.current():
+                out[:, begin:end] = values
+        return out
+
     def softmax(self, x: Array, scale: float = 1.0, bias: Array = None, mask: Array = None, out: Array = None) -> Array:
         values = self.materializer.materialize(x)
         if out is None:

@@ -1,0 +1,344 @@
+"""A decoder with rotary positions, described by a :class:`Config`: LLaMA, its kin, and most decoders after it.
+
+Families differ in how a checkpoint names and stacks its tensors (:class:`TensorNames`), where the norms are and which
+(:class:`NormKind`), whether the feed-forward layer has a gate, which layers have windows and rotations, and in
+multipliers. Multipliers, interleaved or partial rotations and norms with an offset are folded into the weights when
+they are read, so the layers compute the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from ..backend.base import Backend
+from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Rope
+from ..layers.attention import Attention
+from ..layers.cache import CacheShape
+from ..layers.embedding import Embedding
+from ..layers.linear import Linear
+from ..layers.loading import RowTransform, TransformedWeights, Weights
+from ..layers.mlp import MLP, GatedMLP
+from ..layers.norm import NormLayer, layer_norm, rms_norm
+from ..layers.whole_norms import AttentionWithWholeNorms
+from ._config import ConfigReader, ModelConfig
+from ._decoder import Output
+from ._rotary import Rotary
+from .spec import Fold, Spec, Tensors, bias, embedding, head, linear, norm, weights_of
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of a checkpoint's tensors. Those from ``qkv`` on, if they exist, follow ``{layers}.{i}``.
+
+    ``qkv`` has one name where query, key and value are one matrix, else three. ``mlp_in`` has the name of the gate and
+    of the layer beside it, one name for both where they are one matrix, or that of the only layer. ``attention_norm``
+    and ``mlp_norm`` are read by the two layers, and ``attention_post_norm`` and ``mlp_post_norm`` normalise their
+    results. In a parallel block without ``mlp_norm``, both layers read ``attention_norm``.
+    """
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    attention_out: str = "self_attn.o_proj"
+    mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    mlp_out: str = "mlp.down_proj"
+    attention_norm: str | None = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    attention_post_norm: str | None = None
+    mlp_post_norm: str | None = None
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def norms(self) -> list[str]:
+        """The norms that a layer has."""
+        found = (self.attention_norm, self.mlp_norm, self.attention_post_norm, self.mlp_post_norm)
+        return [name for name in found if name is not None]
+
+
+class NormKind(Enum):
+    """RMSNorm, or LayerNorm with or without a bias."""
+
+    RMS = "rms"
+    LAYER = "layer"
+    LAYER_WITHOUT_BIAS = "layer without bias"
+
+
+class QueryKeyNorm(Enum):
+    """The RMSNorm of queries and keys: none, of each head, or of all heads together."""
+
+    NONE = "none"
+    HEAD = "head"
+    WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    """The configuration of such a decoder.
+
+    ``rotary`` and ``windows`` have an entry for each layer: the rotation of queries and keys and the attention window,
+    or None. ``gated``: the feed-forward layer has a gate. ``parallel``: attention and feed-forward layer read the same
+    residual stream. ``norm_offset`` is added to the weights of LayerNorms. ``score_scale`` multiplies attention scores;
+    None means one over the root of the head's size. ``embedding_multiplier``, ``residual_multiplier`` and
+    ``logits_multiplier`` multiply the embedding, what each layer adds to the residual stream, and the logits.
+    ``fused_rows`` gives the rows of a fused query, key and value matrix, as stored, in the order queries, keys, values;
+    None if they are in that order.
+    """
+
+    kv_heads: int
+    head_dim: int
+    rotary: tuple[Rotary | None, ...]
+    windows: tuple[int | None, ...]
+    names: TensorNames = TensorNames()
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    gated: bool = True
+    parallel: bool = False
+    norm_kind: NormKind = NormKind.RMS
+    norm_offset: float = 0.0
+    qk_norm: QueryKeyNorm = QueryKeyNorm.NONE
+    score_scale: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    fused_rows: Callable[[Config], np.ndarray] | None = None
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(self.layers, self.kv_heads, self.head_dim)
+
+    @property
+    def query_features(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_features(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_features(self) -> tuple[int, int, int]:
+        """Widths of query, key and value."""
+        return self.query_features, self.kv_features, self.kv_features
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def layer_types(read: ConfigReader, default: list[str]) -> list[str]:
+    """``layer_types``: for each layer :data:`FULL`, or :data:`SLIDING` for a layer with a window."""
+    types, layers = read.config.get("layer_types"), read.fields["layers"]
+    if types is None:
+        return default
+    if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, SLIDING) for t in types):
+        read.problem("layer_types", f"layer_types is {types!r}, not {layers} times one of {FULL}, {SLIDING}")
+        return default
+    return types
+
+
+def grouped_rows(config: Config) -> np.ndarray:
+    """Rows of a fused matrix that holds, for each key-value head, its query heads, the key and the value."""
+    group = config.heads // config.kv_heads
+    rows = np.arange(sum(config.qkv_features)).reshape(config.kv_heads, group + 2, config.head_dim)
+    return np.concatenate([rows[:, :group].ravel(), rows[:, group].ravel(), rows[:, group + 1].ravel()])
+
+
+# -- the checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def spec(config: Config) -> Spec:
+    """Every tensor of the checkpoint.
+
+    Factors move from a norm to the matrices that read it, from value heads to the output of attention, and from a
+    gated layer or one with a ReLU to the matrix after it. Norms with an offset, norms whose output is added to the
+    residual stream, and parts of fused matrices are left out.
+    """
+    names, hidden, inner, table = config.names, config.hidden_size, config.intermediate_size, config.vocab_size
+    tensors = embedding(names.embedding, (table, hidden)) | norm_tensors(names.final_norm, config)
+    tensors |= head(names.head, (table, hidden))
+    if config.head_bias:
+        tensors |= bias(names.head, table)
+    folds = []
+    for layer in range(config.layers):
+        block = f"{names.layers}.{layer}"
+        qkv, mlp_in = ([f"{block}.{name}" for name in part] for part in (names.qkv, names.mlp_in))
+        attention_out, mlp_out = f"{block}.{names.attention_out}", f"{block}.{names.mlp_out}"
+        widths = config.qkv_features if len(qkv) == 3 else (sum(config.qkv_features),)
+        qkv_tensors = [linear(n, (width, hidden), config.qkv_bias) for n, width in zip(qkv, widths, strict=True)]
+        inner_width = (2 if config.gated else 1) * inner // len(mlp_in)
+        in_tensors = [linear(name, (inner_width, hidden), config.mlp_bias) for name in mlp_in]
+        for part in (*qkv_tensors, *in_tensors, *(norm_tensors(f"{block}.{name}", config) for name in names.norms)):
+            tensors |= part
+        tensors |= linear(attention_out, (hidden, config.query_features), config.o_bias)
+        tensors |= linear(mlp_out, (hidden, inner), config.mlp_bias)
+        if config.qk_norm is not QueryKeyNorm.NONE:
+            heads = (config.heads, config.kv_heads) if config.qk_norm is QueryKeyNorm.WHOLE else (1, 1)
+            for name, count in zip((names.q_norm, names.k_norm), heads, strict=True):
+                tensors |= norm(f"{block}.{name}", count * config.head_dim)
+        folds += norm_folds(config, block, qkv, mlp_in)
+        if len(qkv) == 3:
+            group = config.heads // config.kv_heads
+            folds.append(Fold(tuple(qkv_tensors[2]), weights_of(attention_out), block=config.head_dim, repeat=group))
+        if len(mlp_in) == (2 if config.gated else 1) and (config.gated or config.activation == "relu"):
+            folds.append(Fold(tuple(in_tensors[-1]), weights_of(mlp_out)))
+    if not config.tied_head and not config.norm_offset:
+        folds.append(Fold(tuple(norm_tensors(names.final_norm, config)), weights_of(names.head)))
+    tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
+    return Spec(tensors, tied, names.ignored, tuple(folds), names.aliases)
+
+
+def norm_folds(config: Config, block: str, qkv: list[str], mlp_in: list[str]) -> list[Fold]:
+    """The folds of the norms that a layer's matrices read."""
+    names = config.names
+    readers = [(names.attention_norm, qkv), (names.mlp_norm, mlp_in)]
+    if config.parallel and names.mlp_norm is None:
+        readers = [(names.attention_norm, [*qkv, *mlp_in])]
+    return [
+        Fold(tuple(norm_tensors(f"{block}.{name}", config)), weights_of(*matrices))
+        for name, matrices in readers
+        if name is not None and not config.norm_offset
+    ]
+
+
+def norm_tensors(name: str, config: Config) -> Tensors:
+    """The weight of a norm, and its bias if it has one."""
+    return norm(name, config.hidden_size, bias=config.norm_kind is NormKind.LAYER)
+
+
+# -- the layers -------------------------------------------------------------------------------------------------------
+
+
+def row_transforms(config: Config, layer: int) -> dict[str, RowTransform]:
+    """The changes of a layer's tensors as they are read, by name."""
+    names, block, rotary = config.names, f"{config.names.layers}.{layer}", config.rotary[layer]
+    changes: dict[str, RowTransform] = {}
+    if config.residual_multiplier != 1:
+        for name in (names.attention_out, names.mlp_out):
+            changes[f"{block}.{name}"] = RowTransform(factors=config.residual_multiplier)
+    of_head = rotary.head_transform(config.head_dim) if rotary else None
+    if of_head is None and config.fused_rows is None:
+        return changes
+    rows = np.arange(sum(config.qkv_features)) if config.fused_rows is None else config.fused_rows(config)
+    parts = [part.reshape(-1, config.head_dim) for part in np.split(rows, np.cumsum(config.qkv_features)[:-1])]
+    factors = [np.ones(part.shape, np.float32) for part in parts]
+    if of_head is not None:
+        for i in range(2):
+            parts[i] = parts[i][:, of_head.order]
+            factors[i] *= 1 if of_head.factors is None else of_head.factors
+    has_factors = of_head is not None and of_head.factors is not None
+    if len(names.qkv) == 1:
+        order, all_factors = (np.concatenate([part.ravel() for part in x]) for x in (parts, factors))
+        changes[f"{block}.{names.qkv[0]}"] = RowTransform(order, all_factors if has_factors else None)
+        return changes
+    for name, norm_name, part, factor in zip(names.qkv, (names.q_norm, names.k_norm), parts, factors, strict=False):
+        order = part.ravel() - part.min()
+        changes[f"{block}.{name}"] = RowTransform(order, factor.ravel() if has_factors else None)
+        whole = config.qk_norm is QueryKeyNorm.WHOLE
+        changes[f"{block}.{norm_name}"] = RowTransform(order if whole else order[: config.head_dim])
+    return changes
+
+
+class Block:
+    """``r = r + attention(norm(r))``, ``r = r + mlp(norm(r))``; see :class:`TensorNames` and :class:`Config`."""
+
+    def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, rope: Rope | None):
+        names, block = config.names, f"{config.names.layers}.{layer}"
+        self.ops = ops
+        self.parallel = config.parallel
+        self.attention_norm, self.mlp_norm, self.attention_post_norm, self.mlp_post_norm = (
+            None if name is None else make_norm(config, weights, ops, f"{block}.{name}")
+            for name in (names.attention_norm, names.mlp_norm, names.attention_post_norm, names.mlp_post_norm)
+        )
+        changed = TransformedWeights(weights, row_transforms(config, layer))
+        q_norm, k_norm = (
+            None if config.qk_norm is QueryKeyNorm.NONE else rms_norm(ops, changed, f"{block}.{n}", config.norm_eps)
+            for n in (names.q_norm, names.k_norm)
+        )
+        of_head = config.qk_norm is QueryKeyNorm.HEAD
+        scale = config.head_dim**-0.5 if config.score_scale is None else config.score_scale
+        attention_spec = AttentionSpec(
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            scale,
+            window=config.windows[layer],
+            rope=rope,
+            q_norm=q_norm.norm if q_norm and of_head else None,
+            k_norm=k_norm.norm if k_norm and of_head else None,
+        )
+        o = Linear(ops, changed, [f"{block}.{names.attention_out}"], config.o_bias)
+        qkv = [f"{block}.{name}" for name in names.qkv]
+        self.attention: Attention | AttentionWithWholeNorms
+        if config.qk_norm is QueryKeyNorm.WHOLE and q_norm and k_norm:
+            q, k, v = (Linear(ops, changed, [name], config.qkv_bias) for name in qkv)
+            self.attention = AttentionWithWholeNorms(ops, attention_spec, q, k, v, o, q_norm, k_norm)
+        else:
+            self.attention = Attention(ops, attention_spec, Linear(ops, changed, qkv, config.qkv_bias), o)
+        mlp_in = Linear(ops, changed, [f"{block}.{name}" for name in names.mlp_in], config.mlp_bias)
+        mlp_out = Linear(ops, changed, [f"{block}.{names.mlp_out}"], config.mlp_bias)
+        self.mlp = (GatedMLP if config.gated else MLP)(ops, config.activation, mlp_in, mlp_out)
+
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        if self.parallel:
+            return self._parallel(residual, cache, batch)
+        x = self.attention_norm(residual) if self.attention_norm else residual
+        if self.attention_post_norm:
+            y = self.attention.o.fp32(self.attention.attend(x, cache, batch))
+            residual = self.ops.norm_add(y, self.attention_post_norm.norm, residual)
+        else:
+            residual = self.attention.add_to(residual, x, cache, batch)
+        x = self.mlp_norm(residual) if self.mlp_norm else residual
+        if self.mlp_post_norm:
+            return self.ops.norm_add(self.mlp.down.fp32(self.mlp.hidden(x)), self.mlp_post_norm.norm, residual)
+        return self.mlp.add_to(residual, x)
+
+    def _parallel(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        assert self.attention_norm is not None
+        x = self.attention_norm(residual)
+        hidden = self.mlp.hidden(self.mlp_norm(residual) if self.mlp_norm else x)
+        residual = self.attention.add_to(residual, x, cache, batch)
+        return self.mlp.down.add_to(residual, hidden)
+
+
+def make_norm(config: Config, weights: Weights, ops: Backend, name: str, scale: float = 1.0) -> NormLayer:
+    """The norm ``name``, its result multiplied by ``scale``."""
+    if config.norm_kind is NormKind.RMS:
+        return rms_norm(ops, weights, name, config.norm_eps, scale)
+    has_bias = config.norm_kind is NormKind.LAYER
+    return layer_norm(ops, weights, name, config.norm_eps, scale, config.norm_offset, has_bias)
+
+
+class ModelBuilder:
+    """Makes the parts of a model one at a time; see :class:`._decoder.DecoderBuilder`."""
+
+    def __init__(self, config: Config, weights: Weights, ops: Backend):
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.ropes = {rotary: rotary.rope(ops, config.head_dim) for rotary in dict.fromkeys(config.rotary) if rotary}
+
+    def embed(self) -> Embedding:
+        name, multiplier = self.config.names.embedding, self.config.embedding_multiplier
+        if multiplier == 1:
+            return Embedding(self.ops, self.weights, name)
+        return Embedding(self.ops, TransformedWeights(self.weights, {name: RowTransform(factors=multiplier)}), name)
+
+    def block(self, layer: int) -> Block:
+        rotary = self.config.rotary[layer]
+        return Block(self.config, self.weights, self.ops, layer, self.ropes[rotary] if rotary else None)
+
+    def output(self) -> Output:
+        config, names = self.config, self.config.names
+        final_norm = make_norm(config, self.weights, self.ops, names.final_norm, config.logits_multiplier)
+        return Output(final_norm, None, Linear(self.ops, self.weights, [names.head], config.head_bias))

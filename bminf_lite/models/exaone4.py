@@ -1,0 +1,49 @@
+"""EXAONE 4 (https://arxiv.org/abs/2507.11407): norms behind the layers, and windows on three layers of four.
+
+Queries and keys are normalised per head. In a model with windows, the layers without one have no rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import llama
+from ._config import ConfigReader, integer, with_defaults
+from ._rotary import parse_rotary
+from ._transformer import FULL, SLIDING, Config, QueryKeyNorm, layer_types
+from .olmo2 import NAMES
+
+KEYS = with_defaults(llama.KEYS, vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5)
+WINDOW = integer("sliding_window", 4096)
+
+
+def parse(config: Mapping[str, Any]) -> Config:
+    read = ConfigReader(config, KEYS)
+    llama.check_heads(read)
+    window, default = None, [FULL] * read.fields["layers"]
+    if not read.is_null(WINDOW):
+        window = read.value(WINDOW)
+        pattern = period(read)
+        default = [SLIDING if (i + 1) % pattern else FULL for i in range(len(default))]
+    types, rotary = layer_types(read, default), parse_rotary(read)
+    return replace(
+        llama.family_config(read, rotary),
+        rotary=tuple(rotary if window is None or kind == SLIDING else None for kind in types),
+        windows=tuple(window if kind == SLIDING else None for kind in types),
+        names=NAMES,
+        qk_norm=QueryKeyNorm.HEAD,
+    )
+
+
+def period(read: ConfigReader) -> int:
+    """Every so many-th layer has no window; the key may be a text such as ``LLLG``."""
+    given = read.config.get("sliding_window_pattern")
+    if isinstance(given, str) and given:
+        return len(given)
+    found: int = read.value(integer("sliding_window_pattern", 4))
+    return found
+
+
+architecture = replace(llama.architecture, parse=parse)

@@ -1,0 +1,79 @@
+"""Falcon (https://arxiv.org/abs/2311.16867): few key-value heads, in one matrix with the queries.
+
+Attention and feed-forward layer of a block read the same residual stream, in some models the same norm of it. Models
+with ALiBi instead of a rotation are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import llama
+from ._config import ACTIVATIONS, MAX_LAYERS, ConfigReader, choice, flag, integer, number
+from ._rotary import parse_rotary
+from ._transformer import Config, NormKind, TensorNames, grouped_rows
+
+KEYS = {
+    "vocab_size": integer("vocab_size", 65024),
+    "hidden_size": integer("hidden_size", 4544),
+    "layers": integer("num_hidden_layers", 32, high=MAX_LAYERS),
+    "heads": integer("num_attention_heads", 71),
+    "kv_heads": integer("num_kv_heads", derive=lambda fields: fields["heads"]),
+    "intermediate_size": integer("ffn_hidden_size", derive=lambda fields: 4 * fields["hidden_size"]),
+    "context_length": integer("max_position_embeddings", 2048),
+    "norm_eps": number("layer_norm_epsilon", 1e-5, high=1.0),
+    "activation": choice("activation", "gelu", ACTIVATIONS),
+    "tied_head": flag("tie_word_embeddings", True),
+    "parallel": flag("parallel_attn", True),
+}
+NAMES = TensorNames(
+    embedding="transformer.word_embeddings",
+    layers="transformer.h",
+    final_norm="transformer.ln_f",
+    qkv=("self_attention.query_key_value",),
+    attention_out="self_attention.dense",
+    mlp_in=("mlp.dense_h_to_4h",),
+    mlp_out="mlp.dense_4h_to_h",
+    mlp_norm=None,
+)
+
+
+def parse(config: Mapping[str, Any]) -> Config:
+    if config.get("n_embed") is not None:
+        config = {**config, "hidden_size": config["n_embed"]}
+    read = ConfigReader(config, KEYS)
+    fields = read.fields
+    if read.value(flag("alibi", False)):
+        read.problem("alibi", "alibi is true; attention biases by distance (ALiBi) are not supported for Falcon")
+    new, has_bias = read.value(flag("new_decoder_architecture", False)), read.value(flag("bias", False))
+    norms = read.value(integer("num_ln_in_parallel_attn", 2 if new else 1, low=1, high=2, required=False)) or 1
+    if config.get("num_ln_in_parallel_attn") is None:
+        norms = 2 if new else 1
+    if not new:
+        fields["kv_heads"] = 1 if read.value(flag("multi_query", True)) else fields["heads"]
+    fields["parallel"] = fields["parallel"] or new
+    read.require_divisible("hidden_size", "heads")
+    read.require_divisible("heads", "kv_heads")
+    fields["head_dim"] = max(fields["hidden_size"] // fields["heads"], 1)
+    odd = f"hidden_size ({fields['hidden_size']}) gives heads of {fields['head_dim']} elements, an odd number"
+    read.require(fields["head_dim"] % 2 == 0, odd, "hidden_size", "num_attention_heads")
+    names = NAMES
+    if new and norms == 2:
+        names = replace(NAMES, attention_norm="ln_attn", mlp_norm="ln_mlp")
+    elif not fields["parallel"]:
+        names = replace(NAMES, mlp_norm="post_attention_layernorm")
+    return replace(
+        llama.family_config(read, parse_rotary(read)),
+        names=names,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        mlp_bias=has_bias,
+        gated=False,
+        norm_kind=NormKind.LAYER,
+        fused_rows=grouped_rows,
+    )
+
+
+architecture = replace(llama.architecture, parse=parse)

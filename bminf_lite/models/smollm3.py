@@ -1,0 +1,57 @@
+"""SmolLM3 (https://huggingface.co/blog/smollm3): LLaMA without a rotation in every fourth layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import llama
+from ._config import ConfigReader, flag, integer, with_defaults
+from ._rotary import parse_rotary
+from ._transformer import FULL, SLIDING, Config, layer_types
+
+KEYS = (
+    with_defaults(
+        llama.KEYS,
+        vocab_size=128256,
+        hidden_size=2048,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
+    | llama.BIASES
+)
+WINDOW = integer("sliding_window", None)
+
+
+def parse(config: Mapping[str, Any]) -> Config:
+    read = ConfigReader(config, KEYS)
+    llama.check_heads(read)
+    rotary, rotated = parse_rotary(read, theta=2e6), rotated_layers(read)
+    window = None
+    if read.value(flag("use_sliding_window", False)) and not read.is_null(WINDOW):
+        window = read.value(WINDOW)
+    types = layer_types(read, [FULL if is_rotated or window is None else SLIDING for is_rotated in rotated])
+    return replace(
+        llama.family_config(read, rotary),
+        rotary=tuple(rotary if is_rotated else None for is_rotated in rotated),
+        windows=tuple(window if kind == SLIDING else None for kind in types),
+    )
+
+
+def rotated_layers(read: ConfigReader) -> list[bool]:
+    """Whether each layer has a rotation: 1 in ``no_rope_layers``, else all but every ``no_rope_layer_interval``-th."""
+    layers, given = read.fields["layers"], read.config.get("no_rope_layers")
+    if given is None:
+        interval = read.value(integer("no_rope_layer_interval", 4))
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if not isinstance(given, list) or len(given) < layers or any(flag not in (0, 1) for flag in given):
+        read.problem("no_rope_layers", f"no_rope_layers is {given!r}, not {layers} times 1 (rotated) or 0")
+        return [True] * layers
+    return [flag == 1 for flag in given[:layers]]
+
+
+architecture = replace(llama.architecture, parse=parse)

@@ -1,0 +1,178 @@
+"""Random configurations of the families in ``tiny_models.DECODERS``: any combination of what a family knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Config = dict[str, Any]
+FULL, SLIDING = "full_attention", "sliding_attention"
+GPT_KEYS = {
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions", "intermediate_size": "n_inner", "hidden_act": "activation_function",
+}  # fmt: skip
+"""Names that GPT-2's kin have instead."""
+
+
+class Draw:
+    """Random choices."""
+
+    def __init__(self, rng: np.random.Generator):
+        self.rng = rng
+
+    def one_of(self, *values: Any) -> Any:
+        return values[self.rng.integers(len(values))]
+
+    def up_to(self, high: int, low: int = 1) -> int:
+        """A number from ``low`` to ``high - 1``."""
+        return int(self.rng.integers(low, high))
+
+    def flag(self) -> bool:
+        return bool(self.rng.integers(2))
+
+    def layer_types(self, layers: int) -> list[str]:
+        return [self.one_of(FULL, SLIDING) for _ in range(layers)]
+
+
+def random_decoder_config(rng: np.random.Generator, family: str, ropes: list[Config]) -> Config:
+    """A configuration of ``family``; ``ropes`` are rotary parameters with scalings."""
+    draw = Draw(rng)
+    kv_heads, group, layers = draw.up_to(4), draw.up_to(4), draw.up_to(4)
+    heads, head_dim = kv_heads * group, 4 * draw.up_to(6, 2)
+    config = {
+        "model_type": family, "vocab_size": draw.up_to(200, 20), "hidden_size": heads * head_dim,
+        "intermediate_size": draw.up_to(120, 16), "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "max_position_embeddings": 128, "tie_word_embeddings": draw.flag(),
+        "rope_parameters": {"rope_type": "default", "rope_theta": draw.one_of(100.0, 10000.0)},
+    }  # fmt: skip
+    return {key: value for key, value in (config | OWN[family](draw, config, ropes)).items() if value is not None}
+
+
+def phi3(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    part = draw.one_of(0.5, 1.0)
+    pairs = int(config["hidden_size"] // config["num_attention_heads"] * part) // 2
+    factors = [1 + i / pairs for i in range(pairs)]
+    rope = {
+        "rope_type": "longrope", "rope_theta": 100.0, "short_factor": factors, "long_factor": factors[::-1],
+        "original_max_position_embeddings": 64, "partial_rotary_factor": part,
+    }  # fmt: skip
+    plain = config["rope_parameters"] | {"partial_rotary_factor": part}
+    own = {"rope_parameters": draw.one_of(rope, plain), "original_max_position_embeddings": 64, "pad_token_id": 0}
+    return own | {"sliding_window": draw.one_of(None, 1, 7, 39, 64)}
+
+
+def olmo2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    rope = draw.one_of(config["rope_parameters"], *ropes)
+    return {"rope_parameters": rope, "attention_bias": draw.flag(), "rms_norm_eps": draw.one_of(1e-5, 1e-3)}
+
+
+def olmo3(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    scaled = {k: v for k, v in draw.one_of(*ropes).items() if k != "truncate"}  # which transformers reads elsewhere
+    rope = {FULL: scaled, SLIDING: config["rope_parameters"]}
+    own = {"rope_parameters": rope, "attention_bias": draw.flag(), "sliding_window": draw.up_to(41)}
+    return own | {"layer_types": draw.layer_types(config["num_hidden_layers"])}
+
+
+def granite(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    return {
+        "embedding_multiplier": draw.one_of(1.0, 12.0), "residual_multiplier": draw.one_of(1.0, 0.22),
+        "attention_multiplier": draw.one_of(0.1, 0.25), "logits_scaling": draw.one_of(8, 0.3),
+        "attention_bias": draw.flag(), "mlp_bias": draw.flag(), "rope_parameters": draw.one_of(*ropes),
+    }  # fmt: skip
+
+
+def smollm3(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    rotated = [draw.up_to(2, 0) for _ in range(config["num_hidden_layers"])]
+    own = {"no_rope_layers": draw.one_of(None, rotated), "no_rope_layer_interval": draw.up_to(5), "pad_token_id": 0}
+    own |= {"use_sliding_window": draw.flag(), "sliding_window": draw.one_of(None, 5)}
+    return own | {"attention_bias": draw.flag(), "mlp_bias": draw.flag(), "rope_parameters": draw.one_of(*ropes)}
+
+
+def ministral3(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    rope = {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 64,
+        "llama_4_scaling_beta": draw.one_of(0.1, 0.5),
+    }  # fmt: skip
+    head_dim, window = 2 * draw.up_to(20), draw.one_of(None, 5, 40)
+    return {"rope_parameters": rope, "head_dim": head_dim, "sliding_window": window, "pad_token_id": 0}
+
+
+def seed_oss(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    biases = {key: draw.flag() for key in ("attention_bias", "attention_out_bias", "mlp_bias")}
+    return biases | {"head_dim": 2 * draw.up_to(20), "rope_parameters": draw.one_of(*ropes)}
+
+
+def stablelm(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    rope = config["rope_parameters"] | {"partial_rotary_factor": draw.one_of(0.5, 1.0)}
+    own = {"use_parallel_residual": draw.flag(), "use_qkv_bias": draw.flag()}
+    return own | {"rope_parameters": rope, "layer_norm_eps": draw.one_of(1e-5, 1e-3)}
+
+
+def cohere(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    return {"attention_bias": draw.flag(), "logit_scale": draw.one_of(0.0625, 0.8)}
+
+
+def cohere2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    types = draw.one_of(None, draw.layer_types(config["num_hidden_layers"]))
+    return cohere(draw, config, ropes) | {"layer_types": types, "sliding_window": draw.up_to(41)}
+
+
+def glm(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    rope = config["rope_parameters"] | {"partial_rotary_factor": draw.one_of(0.5, 1.0)}
+    own = {"rope_parameters": rope, "attention_bias": draw.flag(), "pad_token_id": 0}
+    return own | {"head_dim": 4 * draw.up_to(10), "rms_norm_eps": draw.one_of(1.5625e-7, 1e-5)}
+
+
+def exaone4(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    types = draw.layer_types(config["num_hidden_layers"])
+    return {"layer_types": types, "sliding_window": draw.up_to(41), "rope_parameters": draw.one_of(*ropes)}
+
+
+def phi(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    rope = config["rope_parameters"] | {"partial_rotary_factor": draw.one_of(0.5, 1.0)}
+    return {"rope_parameters": rope, "hidden_act": draw.one_of("gelu_new", "gelu", "relu")}
+
+
+def renamed(draw: Draw, config: Config) -> Config:
+    """The keys of GPT-2's kin instead of the others."""
+    own = {new: config[old] for old, new in GPT_KEYS.items() if old in config}
+    own |= {"activation_function": draw.one_of("gelu_new", "gelu", "relu"), "n_inner": draw.one_of(None, 40)}
+    return dict.fromkeys((*GPT_KEYS, "num_key_value_heads", "rope_parameters")) | own
+
+
+def gptj(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    return renamed(draw, config) | {"rotary_dim": draw.one_of(2, 4, head_dim)}
+
+
+def codegen(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    heads = draw.one_of(4, 8)
+    return gptj(draw, config, ropes) | {"n_head": heads, "n_embd": heads * head_dim}
+
+
+def falcon(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    new = draw.flag()
+    own = dict.fromkeys(("num_key_value_heads", "intermediate_size"))
+    own |= {"num_kv_heads": config["num_key_value_heads"] if new else None}
+    own |= {"new_decoder_architecture": new, "num_ln_in_parallel_attn": draw.one_of(1, 2) if new else None}
+    own |= {"multi_query": draw.flag(), "parallel_attn": new or draw.flag(), "bias": draw.flag()}
+    return own | {"activation": draw.one_of("gelu", "relu"), "ffn_hidden_size": draw.one_of(None, 40)}
+
+
+def starcoder2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    return {"use_bias": draw.flag(), "sliding_window": draw.one_of(None, 7), "rope_parameters": draw.one_of(*ropes)}
+
+
+def gpt_bigcode(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    return renamed(draw, config) | {"multi_query": draw.flag()}
+
+
+OWN = {
+    "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
+    "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
+    "exaone4": exaone4, "phi": phi, "gptj": gptj, "codegen": codegen, "falcon": falcon, "starcoder2": starcoder2,
+    "gpt_bigcode": gpt_bigcode,
+}  # fmt: skip
+"""What each family adds to the common keys."""
