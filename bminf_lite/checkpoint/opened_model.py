@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,9 @@ def open_model(path: str | Path) -> OpenedModel:
     checkpoint = open_checkpoint(path)
     try:
         description = describe_model(checkpoint.config)
+        checkpoint.rename(description.spec.aliases)
+        description = replace(description, spec=_resolve_ties(checkpoint, description.spec))
         spec = description.spec
-        checkpoint.rename(spec.aliases)
         problems = _spec_problems(spec, checkpoint.tensors, checkpoint.quantization) or _tied_problems(checkpoint, spec)
         if problems:
             remedy = "the files do not fit config.json: get both anew from the same place, or export the model again"
@@ -94,6 +95,28 @@ def open_model(path: str | Path) -> OpenedModel:
     except BaseException:
         checkpoint.close()
         raise
+
+
+def _resolve_ties(checkpoint: Checkpoint, spec: Spec) -> Spec:
+    """Give a tensor that a file holds under the name of a copy its own name, and tie those that the file may omit.
+
+    Writers that store equal tensors once choose among their names: ``safetensors.torch.save_model`` takes the first in
+    alphabetical order, which for a tied LLaMA is ``lm_head.weight``. Returns the specification of this file.
+    """
+    absent = {
+        name: source
+        for name, source in spec.tied_if_absent.items()
+        if not {name, f"{name.removesuffix('.weight')}.weight_packed"} & checkpoint.tensors.keys()
+    }
+    if absent:
+        folds = tuple(fold for fold in spec.foldable if not absent.keys() & set(fold.consumers))
+        spec = replace(spec, tied={**spec.tied, **absent}, foldable=folds)
+    for source in {*spec.tied.values(), *spec.copies}:
+        copies = (*spec.copies.get(source, ()), *(name for name, other in spec.tied.items() if other == source))
+        held = next((name for name in copies if name in checkpoint.tensors), None)
+        if source not in checkpoint.tensors and held is not None:
+            checkpoint.rename_tensor(held, source)
+    return spec
 
 
 class CheckpointWeights:

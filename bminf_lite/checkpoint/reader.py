@@ -82,6 +82,12 @@ class Checkpoint:
             self._name_in_file = {new: self._name_in_file[old] for old, new in renamed.items()}
             self.tensors = {renamed[old]: info for old, info in self.tensors.items()}
 
+    def rename_tensor(self, old: str, new: str) -> None:
+        """Rename one tensor to a name that is not in use."""
+        assert new not in self.tensors
+        self.tensors = {new if name == old else name: info for name, info in self.tensors.items()}
+        self._name_in_file[new] = self._name_in_file.pop(old)
+
     def read(self, name: str) -> np.ndarray:
         """A tensor as it is stored, in new memory. bf16 comes as ``ml_dtypes.bfloat16``."""
         return self._files[self._info(name).file].read(self._name_in_file[name])

@@ -13,9 +13,11 @@ from tiny_checkpoint import tensors as random_tensors
 from tiny_checkpoints import CONFIG, MakeCheckpoint
 
 from bminf_lite.backend.quantization import Int8Weight, quantize_weight
+from bminf_lite.checkpoint.inspect import inspect
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.errors import CheckpointError
+from bminf_lite.placement import requirements_of
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 OPT = {
@@ -85,3 +87,62 @@ def test_unknown_schemes_in_a_manifest_are_refused(tmp_path: Path, manifest: dic
     (tmp_path / "source" / "bminf_lite.json").write_text(json.dumps(manifest))
     with open_model(tmp_path / "source") as model, pytest.raises(CheckpointError, match="'int3', which is no scheme"):
         model.weights()
+
+
+T5 = {
+    "model_type": "t5", "vocab_size": 40, "d_model": 16, "d_ff": 24, "d_kv": 8, "num_heads": 2, "num_layers": 1,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+STORED_ONCE = [
+    (CONFIG | {"tie_word_embeddings": True}, "model.embed_tokens.weight", "lm_head.weight"),
+    (GPT2, "transformer.wte.weight", "lm_head.weight"),
+    (T5, "shared.weight", "decoder.embed_tokens.weight"),
+    (T5, "shared.weight", "lm_head.weight"),
+    (T5 | {"tie_word_embeddings": False}, "shared.weight", "encoder.embed_tokens.weight"),
+    (T5 | {"model_type": "mt5"}, "shared.weight", "decoder.embed_tokens.weight"),
+]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+@pytest.mark.parametrize(("config", "name", "stored"), STORED_ONCE)
+def test_a_shared_matrix_may_have_the_name_of_any_copy(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, config: dict[str, Any], name: str, stored: str, form: str
+) -> None:
+    """As ``safetensors.torch.save_model`` stores it: once, under the first of its names in alphabetical order."""
+    tensors = random_tensors(config)
+    renamed = {stored if key == name else key: values for key, values in tensors.items()}
+    source = make_checkpoint(tensors=renamed, form=form, **_instead_of_config(config))
+    report = migrate(source, tmp_path / "out")
+    assert name in {tensor.name for tensor in report.tensors}
+    for folder in (source, tmp_path / "out"):
+        with open_model(folder) as model:
+            np.testing.assert_array_equal(model.weights().vector(name), tensors[name])
+        assert requirements_of(folder).weights > 0
+        assert inspect(folder)["parameters"] == sum(values.size for values in tensors.values())
+
+
+def _instead_of_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of ``make_checkpoint`` for ``config``, whose keys replace those of the tiny LLaMA."""
+    return dict.fromkeys(CONFIG.keys() - config.keys()) | config
+
+
+@pytest.mark.parametrize("model_type", ["t5", "mt5"])
+def test_a_newer_t5_may_omit_its_unscaled_head(tmp_path: Path, model_type: str) -> None:
+    """transformers 5 ties the head of every T5 unless the file holds another one."""
+    config = T5 | {"model_type": model_type, "tie_word_embeddings": True, "scale_decoder_outputs": False}
+    tensors = random_tensors(config)
+    save(tmp_path / "own", config, tensors)
+    save(tmp_path / "shared", config, {k: v for k, v in tensors.items() if k != "lm_head.weight"})
+    for name, head in (("own", "lm_head.weight"), ("shared", "shared.weight")):
+        report = migrate(tmp_path / name, tmp_path / f"{name}-int8")
+        assert (report.tied_head is None) == (name == "own")
+        with open_model(tmp_path / name) as model, open_model(tmp_path / f"{name}-int8") as int8:
+            assert model.config.logit_scale == 1
+            np.testing.assert_array_equal(model.weights().weight("lm_head.weight"), tensors[head])
+            weight = int8.weights().weight("lm_head.weight")
+            assert isinstance(weight, Int8Weight)
+            np.testing.assert_array_equal(weight.codes, quantize_weight(tensors[head]).codes)
+    old = T5 | {"model_type": model_type, "tie_word_embeddings": False}
+    save(tmp_path / "less", old, {k: v for k, v in tensors.items() if k != "lm_head.weight"})
+    with pytest.raises(CheckpointError, match=r"missing tensor 'lm_head\.weight'"):
+        open_model(tmp_path / "less")
