@@ -16,6 +16,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .api import Model, load
+    from .checkpoint.verify import verify
     from .engine.outputs import Piece, Result
     from .engine.sampling_params import SamplingParams
     from .errors import BminfError, CheckpointError, DeviceError, OutOfMemory, UsageError
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "load",
     "migrate",
+    "verify",
 ]
 
 _HOMES = {
@@ -43,6 +45,7 @@ _HOMES = {
     "Result": "engine.outputs",
     "SamplingParams": "engine.sampling_params",
     "migrate": "migration.migrate",
+    "verify": "checkpoint.verify",
     "BminfError": "errors",
     "CheckpointError": "errors",
     "DeviceError": "errors",

@@ -124,8 +124,8 @@ class CheckpointWeights:
 
     Matrices and embedding tables are read when they are used (see :meth:`.Checkpoint.stored`).
 
-    The format keeps two kinds of matrices float: a tied head, which is the embedding, and matrices that are stored
-    ``[in, out]``. Those of a migrated checkpoint are quantized here, in the schemes of its manifest.
+    A tied head, which is the embedding, is float in the file, and so may be matrices that are stored ``[in, out]``.
+    Those of a migrated checkpoint are quantized here, in the schemes of its manifest.
     """
 
     def __init__(self, checkpoint: Checkpoint, spec: Spec):
@@ -139,7 +139,7 @@ class CheckpointWeights:
         """The matrix ``name`` ``[out, in]``, float or int8."""
         if name in self.spec.tied:
             weight = self.vector(name)
-        elif self.spec.parameters[name].transposed:
+        elif self.spec.parameters[name].transposed and not self._is_int8(name):
             weight = np.ascontiguousarray(self.vector(name).T)
         else:
             return self.checkpoint.weight(name)
@@ -148,20 +148,25 @@ class CheckpointWeights:
 
     def vector(self, name: str) -> np.ndarray:
         """The float tensor ``name``."""
-        values = self.checkpoint.stored_float(self.spec.tied.get(name, name))
-        return values if self.spec.parameters[name].role is Role.EMBEDDING else np.asarray(values)
+        stored = self.spec.tied.get(name, name)
+        is_table = self.spec.parameters[name].role is Role.EMBEDDING
+        return self.checkpoint.stored_float(stored) if is_table else self.checkpoint.vector(stored)
 
     def scheme_of(self, name: str) -> Scheme:
         """The scheme in which the model runs the matrix ``name``."""
         if name in self.spec.tied:
             return self.tied_scheme
-        if self.spec.parameters[name].transposed:
+        if self.spec.parameters[name].transposed and not self._is_int8(name):
             return self.late.get(name, Scheme.FLOAT)
         quantization = self.checkpoint.quantization
         group = quantization.group_of(name.removesuffix(".weight")) if quantization else None
         if group is None:
             return Scheme.FLOAT
         return Scheme.W8A8 if group.dynamic else Scheme.W8A16
+
+    def _is_int8(self, name: str) -> bool:
+        """Whether the file holds codes ``[out, in]`` of a matrix that unquantized checkpoints store ``[in, out]``."""
+        return self.checkpoint.tensors[name].dtype == "I8"
 
     def _scheme(self, key: str, value: object) -> Scheme:
         """A scheme in the manifest; None means float."""
@@ -219,15 +224,15 @@ def _expected_tensors(
 ) -> Iterator[_ExpectedTensor]:
     """The tensors that represent a parameter in a file.
 
-    Only linear layers and the head can be quantized; ``Conv1D`` weights stay float in this format.
+    Only linear layers and the head can be quantized; ``Conv1D`` weights in a group of their own.
     """
     module = name.removesuffix(".weight")
-    quantizable = parameter.role in (Role.LINEAR, Role.HEAD) and not parameter.transposed
+    quantizable = parameter.role in (Role.LINEAR, Role.HEAD)
     group = quantization.group_of(module) if quantization and quantizable else None
-    if group is None:
+    if group is None or group.conv1d != parameter.transposed:
         yield _ExpectedTensor(name, FLOAT_DTYPES, (parameter.shape,))
         return
-    rows, columns = parameter.shape
+    rows, columns = parameter.shape[::-1] if parameter.transposed else parameter.shape
     if group.packed:
         yield _ExpectedTensor(f"{module}.weight_packed", ("I32",), ((rows, packed_width(columns)),))
         yield _ExpectedTensor(f"{module}.weight_shape", ("I64", "I32"), ((2,),))

@@ -88,8 +88,8 @@ class Config(ModelConfig):
     """The configuration of an encoder-decoder. ``layers`` are the decoder's.
 
     ``scaled_scores``: attention scores are divided by the root of the head's size. ``biases_per_layer``: every layer
-    has a table of relative biases; otherwise the layers of a stack share the first one's. ``head_may_be_absent``: a file
-    without a head shares the embedding, although the output is not scaled as with a tied head.
+    has a table of relative biases; otherwise the layers of a stack share the first one's. ``head_may_be_absent``: a
+    file without a head shares the embedding, although the output is not scaled as with a tied head.
     """
 
     is_encoder_decoder: ClassVar[bool] = True

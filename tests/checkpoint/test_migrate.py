@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -104,7 +104,8 @@ def test_report_and_manifest(make_checkpoint: MakeCheckpoint, tmp_path: Path) ->
     assert report.bytes_before == sum(value.nbytes for value in random_tensors(CONFIG).values())
     for file in report.sources:
         content = (source / file.name).read_bytes()
-        assert file.bytes == len(content) and file.sha256 == hashlib.sha256(content).hexdigest()
+        digest = xxhash.xxh3_128_digest(content)  # of the only part of a small file
+        assert file.bytes == len(content) and file.xxh3 == xxhash.xxh3_128_hexdigest(digest)
     assert {file.name for file in report.sources} == {path.name for path in source.iterdir()}
     with open_checkpoint(source) as before, open_checkpoint(out) as after:
         for row in report.tensors:

@@ -6,16 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from tiny_checkpoint import save
 from tiny_checkpoint import tensors as random_tensors
 from tiny_checkpoints import CONFIG, MakeCheckpoint
 
+from bminf_lite.backend import quantization
 from bminf_lite.backend.quantization import Int8Weight, quantize_weight
+from bminf_lite.checkpoint import conversion
 from bminf_lite.checkpoint.inspect import inspect
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.opened_model import open_model
+from bminf_lite.checkpoint.recipe import Recipe, Scheme
 from bminf_lite.errors import CheckpointError
 from bminf_lite.placement import requirements_of
 
@@ -64,10 +68,11 @@ def test_names_without_a_prefix_are_known(tmp_path: Path, config: dict[str, Any]
 
 
 @pytest.mark.parametrize("recipe", ["w8a8", "w8a16"])
-def test_matrices_stored_in_out_are_quantized_when_loaded(tmp_path: Path, recipe: str) -> None:
+def test_matrices_stored_in_out_may_be_quantized_when_loaded(tmp_path: Path, recipe: str) -> None:
     """Their file stays what other readers open; the model runs the quantized matrix ``[out, in]``."""
     tensors = write(tmp_path / "source", GPT2, "")
-    report = migrate(tmp_path / "source", tmp_path / "out", recipe)
+    report = migrate(tmp_path / "source", tmp_path / "out", recipe, portable=True)
+    assert report.only_bminf_lite is None
     assert set(report.late) == {n for n in tensors if n.endswith(("c_fc.weight", "c_proj.weight", "c_attn.weight"))}
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     with open_model(tmp_path / "source") as model:
@@ -79,6 +84,41 @@ def test_matrices_stored_in_out_are_quantized_when_loaded(tmp_path: Path, recipe
     assert isinstance(weight, Int8Weight) and weight.dynamic == expected.dynamic
     np.testing.assert_array_equal(weight.codes, expected.codes)
     np.testing.assert_array_equal(weight.scale, expected.scale)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 1024])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a16"])
+def test_matrices_stored_in_out_become_int8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, dtype: Any, columns: int
+) -> None:
+    """Stored ``[out, in]`` with a scale per output, whatever number of columns is converted at once."""
+    monkeypatch.setattr(conversion, "STRIP_COLUMNS", columns)
+    monkeypatch.setattr(quantization, "BLOCK_ELEMENTS", 1)
+    tensors = random_tensors(GPT2, dtype=dtype)
+    tensors[MATRIX][:, 3] = 0
+    save(tmp_path / "source", GPT2, tensors)
+    report = migrate(tmp_path / "source", tmp_path / "out", recipe)
+    assert MATRIX in report.conv1d and not report.late and "only bminf-lite opens" in str(report)
+    manifest = json.loads((tmp_path / "out" / "bminf_lite.json").read_text())
+    assert manifest["format_version"] == 3 and "[in, out]" in manifest["only_bminf_lite"]
+    with open_model(tmp_path / "out") as model:
+        for name in report.conv1d:
+            weight, expected = model.weights().weight(name), quantize_weight(tensors[name].T, recipe == "w8a8")
+            assert isinstance(weight, Int8Weight) and weight.dynamic == expected.dynamic
+            np.testing.assert_array_equal(weight.codes, expected.codes)
+            np.testing.assert_array_equal(weight.scale, expected.scale)
+            assert model.checkpoint.tensors[name].nbytes == tensors[name].size
+            assert model.weights().scheme_of(name).value == recipe
+
+
+def test_a_rule_keeps_some_of_them_float(tmp_path: Path) -> None:
+    tensors = write(tmp_path / "source", GPT2)
+    migrate(tmp_path / "source", tmp_path / "out", Recipe("r", Scheme.W8A8, Scheme.W8A8, {"*.h.0.*": Scheme.FLOAT}))
+    with open_model(tmp_path / "out") as model:
+        name = MATRIX.replace(".1.", ".0.")
+        np.testing.assert_array_equal(model.weights().weight(name), tensors[name].T)
+        assert isinstance(model.weights().weight(MATRIX), Int8Weight)
 
 
 @pytest.mark.parametrize("manifest", [{"tied_head": "int3"}, {"quantized_when_loaded": {MATRIX: "int3"}}])
