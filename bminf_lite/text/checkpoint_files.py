@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files import read_small_file
 from .cpm_tokenizer import CLASSES, CpmTokenizer
 from .json_tokenizer import JsonTokenizer
 from .tokenizer import Tokenizer
@@ -50,7 +51,7 @@ def configured_eos_ids(
 def _tokenizer_class(folder: Path) -> type[CpmTokenizer] | type[JsonTokenizer]:
     """The class of :data:`.cpm_tokenizer.CLASSES` that ``tokenizer_config.json`` names, else :class:`JsonTokenizer`."""
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_small_file(folder / "tokenizer_config.json").decode())
     except (OSError, ValueError, RecursionError):
         return JsonTokenizer
     name = config.get("tokenizer_class") if isinstance(config, dict) else None

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import tokenizers
 
 from ..errors import CheckpointError
+from ..files import read_small_file
 from .tokenizer import Tokenizer, numbered_ids
 
 _NEEDS_CONVERSION = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
@@ -129,7 +130,7 @@ def _library_errors(message: str) -> Iterator[None]:
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if the file does not exist."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_small_file(path).decode())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as e:
@@ -151,7 +152,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """The file ``chat_template.jinja``, else the configuration's ``chat_template``, or the default one of a list."""
     path = folder / "chat_template.jinja"
     try:
-        return path.read_text(encoding="utf-8")
+        return read_small_file(path).decode()
     except FileNotFoundError:
         template = config.get("chat_template")
     except (OSError, ValueError) as e:
