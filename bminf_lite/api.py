@@ -24,7 +24,6 @@ from .layers.cache import KVCache
 from .layers.finite_check import with_finite_checks
 from .placement import checkpoint_requirements, make_engine_config, plan_placement
 from .text.chat_template import Message
-from .text.checkpoint_files import configured_eos_ids
 from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
 from .text.prompts import EncodedPrompt, Prompt, PromptEncoder, dialogue_messages, is_batch
 from .text.text_stream import TextStream
@@ -63,7 +62,6 @@ def load(
         raise UsageError(f"kv_cache is {kv_cache!r}, not fp16 or int8")
     with open_model(path) as opened:
         checkpoint, config = opened.checkpoint, opened.config
-        eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, config.vocab_size)
         ops = backend.create(device, memory_limit)
         try:
             cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
@@ -76,7 +74,7 @@ def load(
             ops.close()
             raise
         engine_config = make_engine_config(config, cache_shape, plan, max_batch)
-        return Model(network, engine_config, checkpoint.path, checkpoint.generation_config, eos_ids)
+        return Model(network, engine_config, checkpoint.path, checkpoint.generation_config, opened.eos_ids)
 
 
 class Model:

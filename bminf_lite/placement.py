@@ -22,6 +22,7 @@ from .checkpoint.recipe import Recipe, Scheme, load_recipe
 from .cuda.kernels.arrays import HEAD_PAD, round_up
 from .engine.config import EngineConfig
 from .errors import OutOfMemory
+from .files import expand
 from .layers.cache import CacheShape
 from .memory.machine import available_memory
 from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
@@ -63,9 +64,9 @@ def requirements_of(path: str | Path, recipe: str | Path | None = None, kv_cache
     With a ``recipe``, as if it were migrated by this recipe. Without one, a checkpoint is taken as it is stored and a
     configuration as ``w8a8``. Raises ``CheckpointError`` and ``UsageError``.
     """
-    path = Path(path)
+    path = expand(path)
     if path.is_file() and path.suffix == ".json":
-        described = describe_model(read_json(path))
+        described = describe_model(read_json(path), path.parent)
         return requirements(described, recipe_schemes(described.spec, load_recipe(recipe or "w8a8")), kv_cache)
     with open_model(path) as model:
         return checkpoint_requirements(model, recipe, kv_cache)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,21 +39,36 @@ class ModelDescription:
     spec: Spec
 
 
-def describe_model(config: Mapping[str, Any]) -> ModelDescription:
-    """The model of a parsed ``config.json``. Raises :class:`CheckpointError` for one that cannot be run."""
-    architecture = models.find(config)
-    parsed = architecture.parse(config)
+def describe_model(config: Mapping[str, Any], folder: Path | None = None) -> ModelDescription:
+    """The model of a parsed ``config.json``, which is in ``folder``.
+
+    Raises :class:`CheckpointError` for one that cannot be run.
+    """
+    with _errors_name(folder):
+        architecture = models.find(config)
+        parsed = architecture.parse(config)
     return ModelDescription(architecture, parsed, architecture.spec(parsed))
+
+
+@contextmanager
+def _errors_name(folder: Path | None) -> Iterator[None]:
+    """Put ``folder`` before the name of the file with which the message of a :class:`CheckpointError` begins."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(str(error) if folder is None else f"{folder}/{error}") from None
 
 
 class OpenedModel:
     """An open checkpoint whose tensors are those of ``description``. A context manager that closes its files.
 
-    ``path`` is the folder; ``architecture``, ``config`` and ``spec`` are those of the description.
+    ``path`` is the folder; ``architecture``, ``config`` and ``spec`` are those of the description. ``eos_ids`` are the
+    tokens that end a completion by the configuration, or None where it names none.
     """
 
-    def __init__(self, checkpoint: Checkpoint, description: ModelDescription):
+    def __init__(self, checkpoint: Checkpoint, description: ModelDescription, eos_ids: frozenset[int] | None):
         self.checkpoint = checkpoint
+        self.eos_ids = eos_ids
         self.description = description
         self.path = checkpoint.path
         self.architecture = description.architecture
@@ -78,20 +94,24 @@ def open_model(path: str | Path) -> OpenedModel:
     """Open the checkpoint in the folder ``path`` and validate it.
 
     Tensors that the files have under an alias get the specification's names. Raises :class:`CheckpointError` if the
-    files cannot be used (see :func:`.open_checkpoint`), if the model is unknown or its configuration makes no sense,
-    and with every missing, unexpected, misshapen or wrongly typed tensor.
+    files cannot be used (see :func:`.open_checkpoint`), if the model is unknown, if its configuration makes no sense or
+    names end-of-sequence tokens outside of the vocabulary, and with every missing, unexpected, misshapen or wrongly
+    typed tensor.
     """
     checkpoint = open_checkpoint(path)
     try:
-        description = describe_model(checkpoint.config)
+        description = describe_model(checkpoint.config, checkpoint.path)
         checkpoint.rename(description.spec.aliases)
         description = replace(description, spec=_resolve_ties(checkpoint, description.spec))
         spec = description.spec
         problems = _spec_problems(spec, checkpoint.tensors, checkpoint.quantization) or _tied_problems(checkpoint, spec)
+        with _errors_name(checkpoint.path):
+            vocab_size = description.config.vocab_size
+            eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, vocab_size)
         if problems:
             remedy = "the files do not fit config.json: get both anew from the same place, or export the model again"
             raise checkpoint_error(checkpoint.path, problems, remedy)
-        return OpenedModel(checkpoint, description)
+        return OpenedModel(checkpoint, description, eos_ids)
     except BaseException:
         checkpoint.close()
         raise
@@ -117,6 +137,26 @@ def _resolve_ties(checkpoint: Checkpoint, spec: Spec) -> Spec:
         if source not in checkpoint.tensors and held is not None:
             checkpoint.rename_tensor(held, source)
     return spec
+
+
+def configured_eos_ids(
+    generation_config: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int
+) -> frozenset[int] | None:
+    """The ``eos_token_id`` (an id or a list) of ``generation_config.json``, else of ``config.json``, else ``None``.
+
+    Raises ``CheckpointError`` for ids outside the vocabulary.
+    """
+    for name, values in (("generation_config.json", generation_config), ("config.json", config)):
+        value = values.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if any(not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size for i in ids):
+            raise CheckpointError(
+                f"{name}: eos_token_id is {value!r}, but must be a token id from 0 to {vocab_size - 1}, or a list"
+            )
+        return frozenset(ids)
+    return None
 
 
 class CheckpointWeights:

@@ -12,6 +12,7 @@ import click
 
 from ..errors import UsageError
 from ..memory.sizes import format_size
+from ._finish import finish_text, max_new_tokens
 from ._options import given_options, model_options, sampling_options, stop_option
 from ._prompts import Prompt, read_file, read_stdin
 
@@ -76,7 +77,8 @@ def generate(
         streams = prompts is None and not as_json
         results = print_stream(pieces) if streams else print_results(pieces, wanted, as_json)
         if stats:
-            click.echo(stats_text(results, time.perf_counter() - started), err=True)
+            limits = max_new_tokens(loaded, given), loaded.engine_config.context_length
+            click.echo(stats_text(results, time.perf_counter() - started, *limits), err=True)
             if memory := loaded.memory():
                 click.echo(memory_text(memory), err=True)
 
@@ -87,8 +89,6 @@ def encode(model: Model, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
     problems: list[str] = []
     for prompt in prompts:
         try:
-            if not prompt.content:
-                raise UsageError("the prompt is empty: give at least one character")
             encoded.append(model.encode(prompt.content))
         except UsageError as error:  # noqa: PERF203, the others' problems are wanted too
             problems.append(f"prompt {prompt.id}: {error}" if prompt.id is not None else str(error))
@@ -133,12 +133,15 @@ def result_text(result: Result, name: str | int | None, as_json: bool) -> str:
     return f"--- {name}\n{result}"
 
 
-def stats_text(results: Sequence[Result], seconds: float) -> str:
-    """Tokens, times and speeds; ``seconds`` is the wall-clock time of the whole run."""
+def stats_text(results: Sequence[Result], seconds: float, limit: int, context: int) -> str:
+    """Tokens, times and speeds; ``seconds`` is the wall-clock time of the whole run.
+
+    ``limit`` is ``max_new_tokens``, and ``context`` the model's.
+    """
     lines = [
         f"prompt {t.prompt_tokens} tokens in {t.prompt_seconds:.3f} s ({t.prompt_tokens_per_second:.1f} tokens/s), "
         f"new {t.new_tokens} tokens in {t.total_seconds:.3f} s (decode {t.decode_tokens_per_second:.1f} tokens/s), "
-        f"finished by {r.finish_reason}"
+        f"finished by {finish_text(r, limit, context)}"
         for r in results
         for t in [r.timings]
     ]

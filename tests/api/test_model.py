@@ -19,10 +19,10 @@ from model_kit import WatchedBackend, make_model, prompt_of
 import bminf_lite
 from bminf_lite import backend
 from bminf_lite.api import Model
+from bminf_lite.checkpoint.opened_model import configured_eos_ids
 from bminf_lite.errors import CheckpointError, UsageError
 from bminf_lite.text import prompts
 from bminf_lite.text.chat_template import ChatTemplate
-from bminf_lite.text.checkpoint_files import configured_eos_ids
 from bminf_lite.text.prompts import EncodedPrompt
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -323,3 +323,18 @@ def test_invalid_token_ids_for_logits(ids):
     with pytest.raises(UsageError):
         make_model(ops).logits(ids)
     assert not ops.arrays
+
+
+def test_a_token_id_that_only_the_tokenizer_has_does_not_blame_the_prompt(tmp_path):
+    folder = tiny_checkpoint.write(tmp_path / "m")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"]["special_tokens"]["<s>"]["ids"] = [999]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with load(folder) as model, pytest.raises(CheckpointError, match="the tokenizer gives the token id 999, but the"):
+        model.generate("hello")
+
+
+@pytest.mark.parametrize("context", [3, {"a": 1}, None, [], ["a", 1]])
+def test_a_dialogue_of_another_type_is_refused(context):
+    with pytest.raises(UsageError, match="a dialogue is a list of utterances"):
+        make_model().dialogue(context)

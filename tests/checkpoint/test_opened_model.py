@@ -186,3 +186,19 @@ def test_a_newer_t5_may_omit_its_unscaled_head(tmp_path: Path, model_type: str) 
     save(tmp_path / "less", old, {k: v for k, v in tensors.items() if k != "lm_head.weight"})
     with pytest.raises(CheckpointError, match=r"missing tensor 'lm_head\.weight'"):
         open_model(tmp_path / "less")
+
+
+def test_end_tokens_outside_of_the_vocabulary_are_refused_before_a_migration(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(eos_token_id=CONFIG["vocab_size"])
+    with pytest.raises(CheckpointError, match=rf"^{folder}/config\.json: eos_token_id is \d+, but must be a token id"):
+        migrate(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_configuration_is_reported_with_its_folder(make_checkpoint: MakeCheckpoint) -> None:
+    for key, value in (("hidden_size", -1), ("model_type", "nonsense")):
+        folder = make_checkpoint(key, random_tensors(CONFIG), **{key: value})
+        with pytest.raises(CheckpointError, match=rf"^{folder}/config\.json: {key}"):
+            open_model(folder)
