@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "memory": {"cuda", "errors"},
     "cuda": {"errors"},
     "demo_model": set(),
+    "__main__": {"cli"},
     "files": {"errors"},
     "errors": set(),
 }  # fmt: skip

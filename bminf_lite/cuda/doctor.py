@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
 
-from ..errors import DeviceError
+from ..errors import DeviceError, NoDriverError
 from .runtime import driver, libraries
 from .runtime.driver import DeviceAttribute
 from .runtime.libraries import Headers, Library, Version, install_command, text
@@ -225,7 +225,7 @@ def require_usable(index: int, probes: Probes | None = None) -> None:
     """
     probes = replace(probes or Probes(), plans=list)
     if isinstance(_library(probes, "cuda"), DeviceError):
-        raise DeviceError(f"there is no NVIDIA driver; {install_command('cuda')}")
+        raise NoDriverError(f"there is no NVIDIA driver; {install_command('cuda')}")
     report = diagnose(probes)
     if report.problems:
         raise DeviceError("; ".join(f"{problem.what.rstrip('.')}: {problem.remedy}" for problem in report.problems))

@@ -110,6 +110,18 @@ class SamplingParams:
             defaults["temperature"] = defaults.get("temperature", 1.0) if do_sample else 0.0
         return cls(**(defaults | given))
 
+    def merged(self, **overrides: Unpack[SamplingOptions]) -> SamplingParams:
+        """These parameters, replaced by ``overrides`` that are not ``None``; ``UsageError`` for values out of range."""
+        if not isinstance(self, SamplingParams):
+            raise UsageError(
+                f"the sampling parameters are {self!r}, but must be SamplingParams; name options by keyword"
+            )
+        names = [f.name for f in fields(self)]
+        if unknown := [name for name in overrides if name not in names]:
+            raise UsageError("; ".join(_unknown_option(name, names) for name in unknown))
+        given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+        return replace(self, **given)
+
     def with_seed(self) -> SamplingParams:
         """These parameters with a random seed if they have none."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
