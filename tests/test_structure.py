@@ -17,7 +17,7 @@ PACKAGE = Path(bminf_lite.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 
 MAY_IMPORT = {
-    "": {"api", "migration", "engine", "checkpoint", "errors"},
+    "": {"api", "migration", "evaluation", "placement", "engine", "checkpoint", "memory", "errors"},
     "cli": {
         "", "api", "bench", "converters", "migration", "evaluation", "placement", "engine", "text", "models", "backend",
         "checkpoint", "memory", "cuda", "demo_model", "errors", "files",

@@ -12,7 +12,7 @@ import click
 
 from ..errors import BminfError, UsageError
 from ._finish import max_new_tokens
-from ._options import given_options, model_options, sampling_options, stop_option
+from ._options import context_option, given_options, model_options, sampling_options, stop_option
 from ._prompts import require_stdin
 
 if TYPE_CHECKING:
@@ -28,12 +28,14 @@ CLEAR = "/clear"
 @model_options
 @sampling_options
 @stop_option
+@context_option
 @click.option("--system", metavar="TEXT", help="The system message.")
 def chat(
     model: Path,
     device: str,
     memory_limit: int | None,
     kv_cache: str,
+    context: int | None,
     stop: tuple[str, ...],
     system: str | None,
     **sampling: float | None,
@@ -54,7 +56,7 @@ def chat(
 
     require_stdin()
     given = given_options(sampling, stop)
-    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
+    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache, context=context) as loaded:
         dialogue = Dialogue(loaded, system, given)
         loaded.encode([*dialogue.start, {"role": "user", "content": "?"}])  # an error appears before the first line
         if sys.stdin.isatty():

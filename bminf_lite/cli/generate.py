@@ -13,7 +13,7 @@ import click
 from ..errors import UsageError
 from ..memory.sizes import format_size
 from ._finish import finish_text, max_new_tokens
-from ._options import given_options, model_options, sampling_options, stop_option
+from ._options import context_option, given_options, max_batch_option, model_options, sampling_options, stop_option
 from ._prompts import Prompt, read_file, read_stdin
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Treat the prompt as a user's message, in the checkpoint's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per result, when it is complete.")
+@click.option("--logprobs", is_flag=True, help="With --json: the log-probability of each token.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
+@max_batch_option
+@context_option
 @click.option("--stats", is_flag=True, help="Report tokens, times and speeds on stderr.")
 @click.option("--check", is_flag=True, help="Name the layer where a NaN or an infinity first appears; slow.")
 def generate(
@@ -46,6 +50,10 @@ def generate(
     as_json: bool,
     stats: bool,
     check: bool,
+    logprobs: bool,
+    ignore_eos: bool,
+    max_batch: int,
+    context: int | None,
     stop: tuple[str, ...],
     **sampling: float | None,
 ) -> None:
@@ -67,11 +75,17 @@ def generate(
         raise click.UsageError("Give either PROMPT (or - for stdin) or --prompts.")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
-    given = given_options(sampling, stop)
+    if logprobs and not as_json:
+        raise click.UsageError("--logprobs needs --json.")
+    flags = {"logprobs": logprobs or None, "ignore_eos": ignore_eos or None}
+    given = given_options(sampling | flags, stop)
     wanted = read_file(prompts) if prompts is not None else [read_stdin() if prompt == "-" else Prompt(str(prompt))]
     if chat:
         wanted = [p.as_chat(system) for p in wanted]
-    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache, check=check) as loaded:
+    with load(
+        model, device=device, memory_limit=memory_limit, max_batch=max_batch, kv_cache=kv_cache, context=context,
+        check=check,
+    ) as loaded:  # fmt: skip
         started = time.perf_counter()
         pieces = loaded.stream(encode(loaded, wanted), **given)
         streams = prompts is None and not as_json

@@ -171,3 +171,19 @@ def test_a_byte_order_mark_is_dropped(model: Path, tmp_path: Path) -> None:
 def test_a_chat_without_a_template(tmp_path: Path) -> None:
     result = generate(tiny_checkpoint.write(tmp_path / "model", chat_template=None), "x", "--chat")
     assert result.exit_code == 2 and "chat template" in result.stderr
+
+
+def test_log_probabilities_and_tokens_after_the_end(tmp_path: Path) -> None:
+    model = tiny_checkpoint.write(tmp_path / "m", generation_config={"eos_token_id": list(range(256))})
+    assert len(json.loads(generate(model, "x", "--json").stdout)["token_ids"]) == 1
+    value = json.loads(generate(model, "x", "--json", "--logprobs", "--ignore-eos", "--max-new-tokens", "5").stdout)
+    assert len(value["token_ids"]) == len(value["logprobs"]) == 5
+    result = generate(model, "x", "--logprobs")
+    assert result.exit_code == 2 and "--logprobs needs --json" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--max-batch", "--context"])
+def test_limits_of_the_engine_reach_it(model: Path, option: str) -> None:
+    assert generate(model, "x", option, "2", "--max-new-tokens", "2").exit_code == 0
+    result = generate(model, "x", option, "0")
+    assert result.exit_code == 2 and f"{option[2:].replace('-', '_')} is 0" in result.stderr
