@@ -24,7 +24,6 @@ from .layers.cache import KVCache
 from .layers.finite_check import with_finite_checks
 from .placement import checkpoint_requirements, make_engine_config, plan_placement
 from .text.chat_template import Message
-from .text.checkpoint_files import configured_eos_ids
 from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
 from .text.prompts import EncodedPrompt, Prompt, PromptEncoder, dialogue_messages, is_batch
 from .text.text_stream import TextStream
@@ -59,11 +58,13 @@ def load(
     for name, value in {"max_batch": max_batch, "context": 1 if context is None else context}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}, but must be a whole number, 1 or more")
+    if not isinstance(check, bool):
+        raise UsageError(f"check is {check!r}, but must be True or False")
     if kv_cache not in ("fp16", "int8"):
         raise UsageError(f"kv_cache is {kv_cache!r}, not fp16 or int8")
+    backend.check_device(device, memory_limit)
     with open_model(path) as opened:
         checkpoint, config = opened.checkpoint, opened.config
-        eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, config.vocab_size)
         ops = backend.create(device, memory_limit)
         try:
             cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
@@ -76,15 +77,16 @@ def load(
             ops.close()
             raise
         engine_config = make_engine_config(config, cache_shape, plan, max_batch)
-        return Model(network, engine_config, checkpoint.path, checkpoint.generation_config, eos_ids)
+        return Model(network, engine_config, checkpoint.path, checkpoint.generation_config, opened.eos_ids)
 
 
 class Model:
     """A model on its device. Close it, or use it as a context manager, to give the device's memory back.
 
-    Several streams of one thread may interleave. ``folder`` holds the tokenizer's files, which are read when text is
-    first used; a model without them works with token ids alone. ``generation_config`` holds the defaults of sampling.
-    ``eos_ids`` are the tokens that end a completion; None means the tokenizer's.
+    Several streams of one thread may interleave. ``network`` is gone after closing. ``folder`` holds the tokenizer's
+    files, which are read when text is first used; a model without them works with token ids alone.
+    ``generation_config`` holds the defaults of sampling. ``eos_ids`` are the tokens that end a completion; None means
+    the tokenizer's.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Model:
         eos_ids: frozenset[int] | None = None,
     ):
         self.network = network
+        self.folder = folder
         self.engine_config = engine_config
         self.generation_config = generation_config or {}
         self.ops = ops = network.ops
@@ -132,6 +135,14 @@ class Model:
         """The device in words."""
         return self.ops.describe()
 
+    def __repr__(self) -> str:
+        config = self.engine_config
+        name = "a model without a folder" if self.folder is None else str(self.folder)
+        layers, vocab = config.cache_shape.layers, config.vocab_size
+        kind = "encoder-decoder, " if config.is_encoder_decoder else ""
+        facts = f"{kind}{layers} layers, {vocab:,} tokens in the vocabulary, context of {config.context_length:,}"
+        return f"<bminf_lite.Model {name}: {facts}, {'closed' if self._closed else f'on {self.device}'}>"
+
     def memory(self) -> dict[str, int]:
         """GPU memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; empty on a CPU."""
         return self.ops.memory()
@@ -141,6 +152,7 @@ class Model:
         if not self._closed:
             self._closed = True
             self._prompts.close()
+            del self.network  # on a CPU the weights are NumPy arrays, freed with the last reference
             self.ops.close()
 
     def __reduce__(self) -> str:
@@ -156,38 +168,62 @@ class Model:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str
-        self, prompt: Prompt, *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **options: Unpack[SamplingOptions],
     ) -> Result: ...
     @overload
     def generate(
-        self, prompt: Sequence[Prompt], *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **options: Unpack[SamplingOptions],
     ) -> list[Result]: ...
     def generate(
-        self, prompt: Any, *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **options: Unpack[SamplingOptions],
     ) -> Result | list[Result]:
         """Complete a prompt or a list of prompts. One prompt gives a result, a list gives a list in the same order.
 
         A prompt is text, a list of token ids, a list of messages (``{"role": "user", "content": ...}``) to answer, or a
-        result of :meth:`encode`. ``options`` are the fields of :class:`SamplingParams`, whose defaults come from the
-        checkpoint's ``generation_config.json``; for ``add_special_tokens`` see :meth:`encode`. Prompts of one list draw
+        result of :meth:`encode`. ``options`` are the fields of :class:`SamplingParams`, whose defaults come from
+        ``params`` if given, else from the checkpoint's ``generation_config.json``; for ``add_special_tokens`` see
+        :meth:`encode`. Prompts of one list draw
         differently with the same seed. Raises ``UsageError`` for invalid arguments, which lists all invalid prompts;
         ``CheckpointError`` for missing or malformed tokenizer files; ``OutOfMemory``, after which the model can still
         be used for fewer or shorter prompts.
         """
-        with closing(self.stream(prompt, add_special_tokens=add_special_tokens, **options)) as pieces:
+        with closing(self.stream(prompt, params, add_special_tokens=add_special_tokens, **options)) as pieces:
             results = {piece.index: piece.result for piece in pieces if piece.result is not None}
         ordered = [results[i] for i in range(len(results))]
         return ordered if is_batch(prompt) else ordered[0]
 
     def stream(
-        self, prompt: Prompt | Sequence[Prompt], *, add_special_tokens: bool = True, **options: Unpack[SamplingOptions]
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **options: Unpack[SamplingOptions],
     ) -> Generator[Piece, None, None]:
         """Like :meth:`generate`, but yields pieces as the text appears. Arguments are checked before the first piece.
 
         Closing the stream ends generation and gives its memory back.
         """
         self._require_open()
-        params = SamplingParams.from_checkpoint(self.generation_config, **options)
+        if params is None:
+            params = SamplingParams.from_checkpoint(self.generation_config, **options)
+        else:
+            params = SamplingParams.merged(params, **options)
         encoded = self._prompts.encode_all(prompt, add_special_tokens)
         tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
         requests = [self._request(i, p, params.with_seed()) for i, p in enumerate(encoded)]

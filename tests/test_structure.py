@@ -17,27 +17,29 @@ PACKAGE = Path(bminf_lite.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 
 MAY_IMPORT = {
-    "": {"api", "migration", "engine", "errors"},
+    "": {"api", "migration", "evaluation", "placement", "engine", "checkpoint", "memory", "errors"},
     "cli": {
         "", "api", "bench", "converters", "migration", "evaluation", "placement", "engine", "text", "models", "backend",
-        "checkpoint", "memory", "cuda", "demo_model", "errors",
+        "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
     },
     "bench": {"placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
-    "api": {"placement", "engine", "text", "models", "layers", "backend", "checkpoint", "memory", "errors"},
-    "converters": {"checkpoint", "errors"},
-    "migration": {"evaluation", "quantize", "text", "backend", "checkpoint", "errors"},
-    "evaluation": {"api", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint", "errors"},
-    "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
-    "text": {"errors"},
+    "api": {"placement", "engine", "text", "models", "layers", "backend", "checkpoint", "memory", "errors", "files"},
+    "converters": {"checkpoint", "errors", "files"},
+    "migration": {"evaluation", "quantize", "text", "backend", "checkpoint", "errors", "files"},
+    "evaluation": {"api", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint", "errors", "files"},
+    "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files"},
+    "text": {"errors", "files"},
     "engine": {"layers", "backend", "errors"},
     "quantize": {"models", "layers", "backend", "checkpoint", "errors"},
-    "checkpoint": {"models", "backend", "errors"},
+    "checkpoint": {"models", "backend", "errors", "files"},
     "models": {"layers", "backend", "errors"},
     "layers": {"backend", "errors"},
     "backend": {"cuda", "memory", "errors"},
     "memory": {"cuda", "errors"},
     "cuda": {"errors"},
     "demo_model": set(),
+    "__main__": {"cli"},
+    "files": {"errors"},
     "errors": set(),
 }  # fmt: skip
 """By part of the package: what it may import beside itself. ``""`` is ``bminf_lite/__init__.py``, the public API."""

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from .blas_threads import blas_threads
 from .calibration import CalibrationOps
-from .functions import ACTIVATIONS, normalise, rotate, softmax, stored
+from .functions import ACTIVATIONS, normalise, rotate, silently, softmax, stored
 from .quantization import (
     HostWeight,
     OutlierColumns,
@@ -132,6 +133,7 @@ class Backend:
 
     # -- loading --------------------------------------------------------------------------------------------------
 
+    @silently
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
         """A device weight from host matrices stacked along ``out``; all int8 with equal ``dynamic``, or all float.
 
@@ -146,6 +148,7 @@ class Backend:
         values = np.concatenate([self._round(np.asarray(p).astype(np.float32)) for p in parts])
         return Weight(values.astype(np.float32), None, bias, False)
 
+    @silently
     def table(self, values: np.ndarray) -> Array:
         """An embedding table ``[rows, features]`` in the activation type."""
         return self._round(np.asarray(values).astype(np.float32))
@@ -208,6 +211,7 @@ class Backend:
         y = self._matmul(x, weight)
         return stored(y if fp32 else self._round(y), out)
 
+    @silently
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:
         """``residual + linear(x, weight)``, fp32 ``[T, out]``.
 
@@ -216,6 +220,7 @@ class Backend:
         residual += self.linear(x, weight)
         return residual
 
+    @silently
     def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:
         """``f(gate) * up`` where ``[gate, up] = linear(x, weight)``: ``[T, in]`` -> ``[T, out / 2]``.
 
@@ -237,6 +242,7 @@ class Backend:
         """Rows of ``table`` as the start of the residual stream: int32 ``[T]`` -> fp32 ``[T, features]``."""
         return table[tokens].astype(np.float32)
 
+    @silently
     def add_positions(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:
         """``residual`` plus the row of ``table`` at each token's position, fp32 ``[T, features]``.
 
@@ -261,6 +267,7 @@ class Backend:
         """Columns side by side in the activation type: ``[T, n]`` each -> ``[T, sum(n)]``."""
         return np.concatenate([self._round(part) for part in parts], axis=1)
 
+    @silently
     def softmax(self, x: Array, scale: float = 1.0, bias: Array = None, mask: Array = None, out: Array = None) -> Array:
         """Softmax of ``scale * x + bias`` over each row, in fp32: ``[T, features]`` fp32 or fp16 -> the same.
 
@@ -275,6 +282,7 @@ class Backend:
         """Each sequence's last row: ``[T, features]`` -> ``[B, features]``."""
         return x if batch.is_decode else x[batch.cu_seqlens[1:] - 1]
 
+    @silently
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         """Causal self-attention of a step's tokens over the cache, to which their keys and values are added.
 
@@ -296,6 +304,7 @@ class Backend:
             out[rows] = attend(q[rows], keys, values, spec.scale, context_len, spec.window, spec.bias)
         return self._round(out.reshape(tokens, -1))
 
+    @silently
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
         """Self-attention in both directions: each token sees its whole sequence, all of which is in this step.
 
@@ -348,10 +357,10 @@ class Backend:
 
     # -- shared by the operations ---------------------------------------------------------------------------------
 
+    @silently
     def _round(self, x: Array) -> Array:
         """``x`` in the activation type; too large numbers become infinities."""
-        with np.errstate(over="ignore"):
-            return x.astype(self.activation_dtype, copy=False)
+        return x.astype(self.activation_dtype, copy=False)
 
     def _store(self, cache: LayerCache, slot: int, first: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store the keys and values ``[n, kv_heads, head_dim]`` of a slot's tokens from ``first`` on."""
@@ -362,6 +371,7 @@ class Backend:
             cache.key_scales[slot, :, place], cache.value_scales[slot, :, place] = key_scales.T, value_scales.T
         cache.keys[slot, :, place], cache.values[slot, :, place] = keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
+    @silently
     def _matmul(self, x: Array, weight: Weight) -> Array:
         if weight.outliers is None:
             y = self._matmul_without_outliers(x, weight)
@@ -374,15 +384,17 @@ class Backend:
         return y if weight.bias is None else y + weight.bias
 
     def _matmul_without_outliers(self, x: Array, weight: Weight) -> Array:
-        if weight.scale is None:
-            return x.astype(np.float32) @ weight.values.T
-        if weight.dynamic:
-            codes, scale = self.quantize(x)
-            acc = exact_int_matmul(codes.astype(np.float32), weight.values).astype(np.float32)
-            return scale[:, None] * (weight.scale * acc)
-        return weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
+        with blas_threads.for_product(x.shape[0], *weight.values.T.shape):
+            if weight.scale is None:
+                return x.astype(np.float32) @ weight.values.T
+            if weight.dynamic:
+                codes, scale = self.quantize(x)
+                acc = exact_int_matmul(codes.astype(np.float32), weight.values).astype(np.float32)
+                return scale[:, None] * (weight.scale * acc)
+            return weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
 
 
+@silently
 def cached(cache: LayerCache, slot: int, tokens: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """A slot's first keys and values ``[kv_heads, tokens, head_dim]``; int8 ones as ``scale * code`` in ``dtype``."""
     keys, values = cache.keys[slot, :, :tokens], cache.values[slot, :, :tokens]
@@ -393,6 +405,7 @@ def cached(cache: LayerCache, slot: int, tokens: int, dtype: Any) -> tuple[np.nd
     return keys.astype(dtype, copy=False), values.astype(dtype, copy=False)
 
 
+@silently
 def exact_int_matmul(x: Array, w: Array) -> Array:
     """``x @ w.T`` of integers held in fp32, exactly: fp32 ``[T, K]``, ``[N, K]`` -> fp32 or int32 ``[T, N]``."""
     if x.shape[1] <= EXACT_IN_FP32:
@@ -423,6 +436,7 @@ def split_heads(x: np.ndarray, spec: AttentionSpec, *counts: int) -> list[np.nda
     return np.split(heads, np.cumsum(counts)[:-1], axis=1)
 
 
+@silently
 def attend(
     q: np.ndarray,
     keys: np.ndarray,
@@ -442,7 +456,8 @@ def attend(
     n, heads, head_dim = q.shape
     kv_heads, total, _ = keys.shape
     q = q.reshape(n, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-    scores = q.astype(np.float32) @ keys.astype(np.float32).swapaxes(1, 2) * np.float32(scale)
+    with blas_threads.for_product(q.shape[1], head_dim, total):
+        scores = q.astype(np.float32) @ keys.astype(np.float32).swapaxes(1, 2) * np.float32(scale)
     key, query = np.arange(total), context_len + np.arange(n)[:, None]
     if bias is not None:
         distance = np.clip(key - query, -bias.max_distance, bias.max_distance)
@@ -451,5 +466,6 @@ def attend(
     if causal and (n > 1 or (window is not None and window < total)):
         mask = key <= query if window is None else (key <= query) & (key > query - window)
         mask = np.tile(mask, (heads // kv_heads, 1))
-    out = softmax(scores, mask) @ values.astype(np.float32)
+    with blas_threads.for_product(q.shape[1], total, head_dim):
+        out = softmax(scores, mask) @ values.astype(np.float32)
     return out.reshape(kv_heads, heads // kv_heads, n, head_dim).transpose(2, 0, 1, 3).reshape(n, heads, head_dim)
