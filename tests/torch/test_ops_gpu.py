@@ -15,7 +15,7 @@ pytestmark = [
 ]
 F = torch.nn.functional
 GPU = torch.device("cuda", 0)
-SHAPES = [(1, 1), (3, 7), (2, 64), (5, 1000), (300, 256), (4, 4096), (3, 8200), (2, 16384), (3, 16390), (2, 50000)]
+SHAPES = [(1, 1), (3, 7), (5, 1000), (300, 256), (4, 4096), (3, 8200), (2, 16384), (3, 16390)]
 """Narrow and wide rows, with and without vectors, few and many, in registers and in several passes."""
 
 
@@ -61,11 +61,10 @@ def test_biases_and_masks_that_broadcast(dtype, k):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("fp32_parameters", [False, True])
+@pytest.mark.parametrize(("dtype", "kind"), [(d, k) for d in FLOATS for k in dict.fromkeys((d, torch.float32))], ids=str)
 @pytest.mark.parametrize("center", [True, False])
-def test_norms(shape, dtype, fp32_parameters, center):
-    kind, k = torch.float32 if fp32_parameters else dtype, shape[-1]
+def test_norms(shape, dtype, kind, center):
+    k = shape[-1]
     x, dy = on_gpu(*shape, dtype=dtype), on_gpu(*shape, dtype=dtype, seed=1)
     parameters = [on_gpu(k, dtype=kind, seed=2), on_gpu(k, dtype=kind, seed=3)][: 1 + center]
     function = ops.layer_norm if center else ops.rms_norm
