@@ -5,6 +5,8 @@
 Sections: rows, square, linear, backward, host; all by default. Device times are of CUDA graphs' replays.
 """
 
+# ruff: noqa: B023 - each lambda runs in the iteration that makes it
+
 from __future__ import annotations
 
 import json
@@ -34,7 +36,9 @@ Results = list[dict[str, Any]]
 def record(results: Results, section: str, case: str, name: str, found: Measurement, **extra: Any) -> None:
     results.append({"section": section, "case": case, "name": name, **asdict(found), **extra})
     share = "" if found.bandwidth_share is None else f"{found.bandwidth_share:6.1%}"
-    print(f"{section:9} {case:28} {name:16} {found.seconds * 1e6:10.1f} us {share} host {found.host_seconds * 1e6:6.1f}")
+    print(
+        f"{section:9} {case:28} {name:16} {found.seconds * 1e6:10.1f} us {share} host {found.host_seconds * 1e6:6.1f}"
+    )
 
 
 def rows(results: Results, compiled: bool) -> None:

@@ -48,7 +48,10 @@ def stored(result: np.ndarray, out: np.ndarray | None) -> np.ndarray:
 
 
 def softmax(scores: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-    """Softmax over the last axis in the scores' dtype. Where ``mask`` is false the result is exactly 0, also for a whole row."""
+    """Softmax over the last axis in the scores' dtype.
+
+    Where ``mask`` is false the result is exactly 0, also for a whole row.
+    """
     if mask is not None:
         scores = np.where(mask, scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True)

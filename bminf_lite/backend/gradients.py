@@ -23,7 +23,8 @@ def normalised_from_output(y: np.ndarray, weight: np.ndarray | None, bias: np.nd
         return n
     with np.errstate(divide="ignore", invalid="ignore"):
         quotient: np.ndarray = n / weight
-    return np.where(weight == 0, np.asarray(np.nan, y.dtype), quotient)
+    normalised: np.ndarray = np.where(weight == 0, np.asarray(np.nan, y.dtype), quotient)
+    return normalised
 
 
 def norm_gradients(
@@ -44,4 +45,5 @@ def norm_gradients(
 
 def softmax_gradient(dy: np.ndarray, y: np.ndarray, scale: float) -> np.ndarray:
     """The gradient of ``x`` in ``y = softmax(scale * x + ...)``: ``scale * y * (dy - sum(dy * y))``."""
-    return y.dtype.type(scale) * (y * (dy - (dy * y).sum(axis=-1, keepdims=True)))
+    dx: np.ndarray = y.dtype.type(scale) * (y * (dy - (dy * y).sum(axis=-1, keepdims=True)))
+    return dx

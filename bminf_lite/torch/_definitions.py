@@ -68,9 +68,7 @@ def norm(
     return tensor(y, x.dtype), tensor(mean if center else np.empty(0), dtype), tensor(inverse, dtype)
 
 
-def norm_(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
-) -> tuple[Tensor, Tensor]:
+def norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> tuple[Tensor, Tensor]:
     """The same over ``x``."""
     y, mean, inverse = norm(x, weight, bias, eps, center)
     x.copy_(y)

@@ -52,7 +52,7 @@ class DeviceKernels:
 
     @functools.cached_property
     def products_verified(self) -> bool:
-        """Whether the kernels of int8 products run here and computed known products exactly; if not, there is a warning.
+        """Whether the kernels of int8 products run here, and computed known products exactly. If not, it warns.
 
         Waits for the device at the first call. While a graph is captured nothing is tested, and nothing is concluded.
         """
@@ -63,8 +63,8 @@ class DeviceKernels:
                 for count in (rows, 5):
                     if not self._is_exact(count, channels, in_features, dtype):
                         warnings.warn(
-                            f"GPU {self.index}: an int8 product of {count} x {in_features} by {channels} x {in_features} "
-                            f"was wrong; int8 products go through torch._int_mm",
+                            f"GPU {self.index}: a product of {count} x {in_features} by {channels} x {in_features} was "
+                            f"wrong; int8 products go through torch._int_mm",
                             RuntimeWarning,
                             stacklevel=2,
                         )
@@ -76,9 +76,9 @@ class DeviceKernels:
         x, w = (torch.randint(-128, 128, (n, in_features), generator=generator) for n in (rows, channels))
         x_scale, w_scale = (torch.rand(n, generator=generator) * 1e-2 + 1e-4 for n in (rows, channels))
         place = torch.device("cuda", self.index)
-        operands = [v.to(place) for v in (x.to(torch.int8), x_scale, w.to(torch.int8), w_scale)]
+        codes, row_scale, weight, scale = (v.to(place) for v in (x.to(torch.int8), x_scale, w.to(torch.int8), w_scale))
         out = torch.full((rows, channels), math.nan, dtype=dtype, device=place)
-        self._launch_product(*operands, 0, out)
+        self._launch_product(codes, row_scale, weight, scale, 0, out)
         expected = x_scale[:, None] * (w_scale * (x.double() @ w.double().T).float())
         return torch.equal(out.cpu(), expected.to(dtype))
 
@@ -109,9 +109,7 @@ class DeviceKernels:
             return bool(self.__dict__.get("products_verified", self.gemm.supported))
         return self.products_verified
 
-    def _fits(
-        self, rows: int, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
-    ) -> bool:
+    def _fits(self, rows: int, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> bool:
         """Whether the engine's own kernels take these operands."""
         aligned = (
             self.gemm.supported
@@ -123,9 +121,7 @@ class DeviceKernels:
         many = rows >= MIN_ROWS and out.dtype != torch.float32 and out.shape[1] % 8 == 0
         return aligned and (rows <= MAX_ROWS or many)
 
-    def _launch_product(
-        self, x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, bias: int, out: Tensor
-    ) -> None:
+    def _launch_product(self, x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, bias: int, out: Tensor) -> None:
         (rows, n), in_features, stream = out.shape, codes.shape[1], stream_of(self.index)
         if rows <= MAX_ROWS:
             self.skinny.launch(
@@ -188,6 +184,11 @@ def whole(k: int, *pairs: tuple[Rows, int]) -> bool:
     return bits % 16 == 0
 
 
+def _empty_like(x: Tensor) -> Tensor:
+    """A contiguous tensor like ``x``."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     """``x`` as a contiguous ``[rows, columns]`` with zeros behind it; a copy unless it is that already."""
     if x.shape == (rows, columns) and x.is_contiguous():
@@ -204,7 +205,7 @@ def _fp32(x: Tensor | None) -> Tensor | None:
 
 def softmax(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> Tensor:
     """``softmax(scale * x + bias)`` where ``mask`` is set."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = _empty_like(x)
     _softmax_into(x, scale, bias, mask, out)
     return out
 
@@ -263,7 +264,7 @@ def _broadcast(values: Tensor | None, shape: torch.Size) -> tuple[Tensor, tuple[
 def softmax_backward(y: Tensor, dy: Tensor, scale: float) -> Tensor:
     """The gradient of a softmax's input."""
     kind, own = kind_of(y), kernels_of(y)
-    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    dx = _empty_like(y)
     y, y_rows, rows, k = in_rows(y)
     dy, dy_rows, _, _ = in_rows(dy)
     if rows:
@@ -280,13 +281,11 @@ def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A norm, and its means (none without ``center``) and inverse deviations."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = _empty_like(x)
     return out, *_norm_into(x, weight, bias, eps, center, out)
 
 
-def norm_(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
-) -> tuple[Tensor, Tensor]:
+def norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> tuple[Tensor, Tensor]:
     """The same over ``x``."""
     return _norm_into(x, weight, bias, eps, center, x)
 
@@ -338,7 +337,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of a norm's input, weight and bias (empty without ``parameters``)."""
     own, types = kernels_of(x), _types(x, weight, bias)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = _empty_like(x)
     x, x_rows, rows, k = in_rows(x)
     dy, dy_rows, _, _ = in_rows(dy)
     kind = x.dtype if weight is None else weight.dtype
@@ -430,9 +429,7 @@ def int8_linear_backward(dy: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     codes, factors = codes.contiguous(), _fp32(scale)
     assert factors is not None
     weight = torch.empty((n, k), dtype=dy.dtype, device=dy.device)
-    own.rows.dequantize_codes(
-        stream_of(own.index), kind, codes.data_ptr(), factors.data_ptr(), weight.data_ptr(), n, k
-    )
+    own.rows.dequantize_codes(stream_of(own.index), kind, codes.data_ptr(), factors.data_ptr(), weight.data_ptr(), n, k)
     return (dy.reshape(-1, n) @ weight).view(*dy.shape[:-1], k)
 
 

@@ -1,9 +1,9 @@
 """Time, memory and agreement of functions on tensors.
 
-:func:`measure` times one function, :func:`compare` also checks it against a reference, :func:`sweep` does so over sizes
-and plots. Times on a GPU are by events of the current stream, over batches of calls, after warming up. A call whose host
-time exceeds its device time is measured at its host time; ``graph=True`` replays the calls from a CUDA graph, which
-leaves the device time.
+:func:`measure` times one function, :func:`compare` also checks it against a reference, :func:`sweep` measures several
+functions over sizes and plots them. Times on a GPU are by events of the current stream, over batches of calls, after
+warming up. A call whose host time exceeds its device time is measured at its host time; ``graph=True`` replays the
+calls from a CUDA graph, which leaves the device time.
 """
 
 from __future__ import annotations
@@ -170,9 +170,7 @@ class Sweep:
         """
         from matplotlib.figure import Figure
 
-        shares = {
-            name: values for name, values in self.by_function.items() if all(v.bandwidth_share for v in values)
-        }
+        shares = {name: values for name, values in self.by_function.items() if all(v.bandwidth_share for v in values)}
         figure = Figure(figsize=(11 if shares else 6, 4), layout="constrained")
         axes = figure.subplots(1, 2 if shares else 1, squeeze=False)[0]
         for name, values in self.by_function.items():
@@ -262,9 +260,7 @@ def _agreements(
     gradients: bool,
 ) -> tuple[Agreement, ...]:  # fmt: skip
     first, second = (_results(function, arguments, gradients) for function in (ours, reference))
-    return tuple(
-        Agreement(name, _excess(first[name], expected, rtol, atol)) for name, expected in second.items()
-    )
+    return tuple(Agreement(name, _excess(first[name], expected, rtol, atol)) for name, expected in second.items())
 
 
 def _results(function: Callable[..., Tensor], arguments: Sequence[Any], gradients: bool) -> dict[str, Tensor]:
@@ -286,4 +282,8 @@ def _excess(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> float
     actual, expected = actual.double(), expected.double()
     excess = (actual - expected).abs() / (atol + rtol * expected.abs())
     same = (actual == expected) | (actual.isnan() & expected.isnan())
-    return float(torch.where(same, torch.zeros_like(excess), excess.nan_to_num(float("inf"))).max()) if actual.numel() else 0.0
+    return (
+        float(torch.where(same, torch.zeros_like(excess), excess.nan_to_num(float("inf"))).max())
+        if actual.numel()
+        else 0.0
+    )

@@ -54,14 +54,14 @@ def softmax(x: Tensor, scale: float = 1.0, bias: Tensor | None = None, mask: Ten
     whose present leading dimensions are not neighbours is expanded in a copy.
     """
     _check_scores(x, bias, mask)
-    result: Tensor = torch.ops.bminf_lite.softmax(x, scale, bias, mask)
+    result: Tensor = _call("softmax", (x, bias), x, scale, bias, mask)
     return result
 
 
 def softmax_(x: Tensor, scale: float = 1.0, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
     """:func:`softmax` over ``x``, which is returned. Its gradient needs the result alone."""
     _check_scores(x, bias, mask)
-    torch.ops.bminf_lite.softmax_(x, scale, bias, mask)
+    _call("softmax_", (x, bias), x, scale, bias, mask)
     return x
 
 
@@ -71,7 +71,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     ``weight`` and ``bias`` are ``[k]``, in the dtype of ``x`` or both in fp32. Differentiable in all three.
     """
     _check_norm(x, weight, bias)
-    result: Tensor = torch.ops.bminf_lite.norm(x, weight, bias, eps, True)[0]
+    result: Tensor = _call("norm", (x, weight, bias), x, weight, bias, eps, True)[0]
     return result
 
 
@@ -82,7 +82,7 @@ def layer_norm_(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
     the precision of ``y`` in its dtype, divided by the weight. Where a weight is 0 they are NaN.
     """
     _check_norm(x, weight, bias)
-    torch.ops.bminf_lite.norm_(x, weight, bias, eps, True)
+    _call("norm_", (x, weight, bias), x, weight, bias, eps, True)
     return x
 
 
@@ -92,14 +92,14 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     ``weight`` is ``[k]`` in the dtype of ``x`` or in fp32. Differentiable in both.
     """
     _check_norm(x, weight, None)
-    result: Tensor = torch.ops.bminf_lite.norm(x, weight, None, eps, False)[0]
+    result: Tensor = _call("norm", (x, weight), x, weight, None, eps, False)[0]
     return result
 
 
 def rms_norm_(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """:func:`rms_norm` over ``x``, which is returned; its gradients are those of :func:`layer_norm_`."""
     _check_norm(x, weight, None)
-    torch.ops.bminf_lite.norm_(x, weight, None, eps, False)
+    _call("norm_", (x, weight), x, weight, None, eps, False)
     return x
 
 
@@ -109,13 +109,11 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     ``scale * code`` is within half a step of ``x``; docs/numerics.md has the formula. A row of zeros has scale 0, a row
     with a NaN or an infinity the scale NaN.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.bminf_lite.quantize_rows(x)
+    result: tuple[Tensor, Tensor] = _call("quantize_rows", (), x)
     return result
 
 
-def int8_linear(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, *, dynamic: bool = True
-) -> Tensor:
+def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, *, dynamic: bool = True) -> Tensor:
     """``x @ (scale[:, None] * codes).T + bias``: ``[..., in]`` -> ``[..., out]`` in the dtype of ``x``.
 
     ``codes`` is int8 ``[out, in]``, ``scale`` float ``[out]``, ``bias`` float ``[out]``. With ``dynamic`` (w8a8) each
@@ -138,7 +136,7 @@ def int8_linear(
             raise ValueError(f"{name} {list(values.shape)} must be [{n}], one for each row of codes")
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    result: Tensor = torch.ops.bminf_lite.int8_linear(x, codes, scale, bias, dynamic)
+    result: Tensor = _call("int8_linear", (x, scale, bias), x, codes, scale, bias, dynamic)
     return result
 
 
@@ -179,7 +177,7 @@ def dot(
             f"a_scale {list(a_scale.shape)} and b_scale {list(b_scale.shape)} must be "
             f"[{left.shape[0]}] and [{right.shape[0]}]"
         )
-    result: Tensor = torch.ops.bminf_lite.int8_dot(left, right, a_scale, b_scale, dtype)
+    result: Tensor = _call("int8_dot", (), left, right, a_scale, b_scale, dtype)
     return result
 
 
@@ -192,16 +190,25 @@ def square_linear_(x: Tensor, w: Tensor, transpose: bool = True) -> Tensor:
     """
     n = x.shape[-1] if x.dim() else 0
     if tuple(w.shape) != (n, n) or w.dtype != x.dtype:
-        raise ValueError(
-            f"w must be square and fit x: [{n}, {n}] in {x.dtype}, not {list(w.shape)} in {w.dtype}"
-        )
+        raise ValueError(f"w must be square and fit x: [{n}, {n}] in {x.dtype}, not {list(w.shape)} in {w.dtype}")
     if w.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "w requires a gradient, which needs the x that square_linear_ overwrites; use torch.nn.functional.linear, "
             "or w.detach() if w is not trained"
         )
-    torch.ops.bminf_lite.square_linear_(x, w, transpose)
+    _call("square_linear_", (x,), x, w, transpose)
     return x
+
+
+def _call(name: str, differentiable: tuple[Tensor | None, ...], *arguments: Any) -> Any:
+    """Call an operator. Where no gradient is recorded, its autograd kernel, which is Python, is skipped."""
+    operator = _OPERATORS[name]
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in differentiable)
+    ):
+        return operator(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
 
 
 def _check_scores(x: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
@@ -217,9 +224,7 @@ def _check_scores(x: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
 def _broadcasts(values: Tensor, x: Tensor) -> bool:
     if not 1 <= values.dim() <= x.dim():
         return False
-    return all(
-        own in (1, size) for own, size in zip(values.shape, x.shape[x.dim() - values.dim() :], strict=True)
-    )
+    return all(own in (1, size) for own, size in zip(values.shape, x.shape[x.dim() - values.dim() :], strict=True))
 
 
 def _check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -444,3 +449,5 @@ def _register() -> None:
 
 
 _register()
+_OPERATORS = {name: getattr(torch.ops.bminf_lite, name).default for name in SCHEMAS}
+"""The operators without their overloads' resolution."""

@@ -70,7 +70,11 @@ def test_quantized_rows_and_their_products(dtype):
     expected = (row_scale[..., None] * (scale * sums) + bias.float()).to(dtype)
     assert torch.equal(ops.int8_linear(x, codes, scale, bias), expected)
     wide = x.double() @ (codes * scale[:, None].double()).T
-    assert_near(ops.int8_linear(x, codes, scale, dynamic=False), wide, x.double().abs() @ (codes * scale[:, None]).abs().double().T)
+    assert_near(
+        ops.int8_linear(x, codes, scale, dynamic=False),
+        wide,
+        x.double().abs() @ (codes * scale[:, None]).abs().double().T,
+    )
 
 
 def test_dot_in_all_forms():

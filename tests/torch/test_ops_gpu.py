@@ -61,7 +61,9 @@ def test_biases_and_masks_that_broadcast(dtype, k):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("dtype", "kind"), [(d, k) for d in FLOATS for k in dict.fromkeys((d, torch.float32))], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(d, k) for d in FLOATS for k in dict.fromkeys((d, torch.float32))], ids=str
+)
 @pytest.mark.parametrize("center", [True, False])
 def test_norms(shape, dtype, kind, center):
     k = shape[-1]
@@ -80,7 +82,9 @@ def test_norms(shape, dtype, kind, center):
     assert_near(found[0], expected[0], n.max() * largest[0] + 1, factor)
     if k == 1:
         return
-    inverse = (inputs[0].square().mean(-1, keepdim=True) if not center else inputs[0].var(-1, keepdim=True, correction=0)).rsqrt()
+    inverse = (
+        inputs[0].square().mean(-1, keepdim=True) if not center else inputs[0].var(-1, keepdim=True, correction=0)
+    ).rsqrt()
     assert_near(found[1], expected[1], inverse * largest[0] * largest[-1] * n.max() ** 2)
     for actual, reference in zip(found[2:], expected[2:], strict=True):
         assert_near(actual, reference, (wide(dy).abs() * n.max()).sum(0))

@@ -1,7 +1,8 @@
 // int8 GEMM with a fused epilogue for many rows, on compute capability 9.0:
 //
 //     y = x_scale[row] * (w_scale[channel] * (x @ w.T)) + bias[channel]
-//     out = fp16(y) or bf16(y), or out += fp16(y) in fp32 (the residual stream), or out = fp16(f(fp16(gate)) * fp16(up))
+//     out = fp16(y) or bf16(y), or out += fp16(y) in fp32 (the residual stream), or out = fp16(f(fp16(gate)) *
+//     fp16(up))
 //
 // x: int8 [rows, in]; w: int8 [channels, in]; out: [rows, columns]. For a gated layer the first half of the channels is
 // the gate, the second half up, and columns = channels / 2; else columns = channels. The int32 sums stay in registers.

@@ -171,8 +171,8 @@ class ScaledGemm:
 
         - ``x`` int8 ``[rows, in_features]``, ``x_scale`` fp32 ``[rows]``;
         - ``w`` int8 ``[channels, in_features]``, ``w_scale`` fp32 ``[channels]``, ``bias`` as long or 0;
-        - ``out`` fp16 or bf16 ``[rows, channels]``, or fp32 to add to, or fp16 ``[rows, channels / 2]``: the ``activation`` (by
-          its number in ``common.cuh``) of the first half times the second half.
+        - ``out`` fp16 or bf16 ``[rows, channels]``, or fp32 to add to, or fp16 ``[rows, channels / 2]``: the
+          ``activation`` (by its number in ``common.cuh``) of the first half times the second half.
 
         The result has an even number of columns; padding in the last 16 bytes of a row is overwritten. Tests set
         ``tile_config``; None is the best one. ``bytes_moved`` and ``dependent`` as in :class:`Kernel`.

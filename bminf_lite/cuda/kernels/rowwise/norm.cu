@@ -61,8 +61,7 @@ __device__ __forceinline__ void load_bias(const W* bias, int column, int k, floa
 
 // v = v * weight * inverse + bias, in the order of the definition.
 template <bool WHOLE, class W>
-__device__ __forceinline__ void apply(
-    float (&v)[8], const W* weight, const W* bias, float inverse, int column, int k) {
+__device__ __forceinline__ void apply(float (&v)[8], const W* weight, const W* bias, float inverse, int column, int k) {
     float w[8];
     load_weight<WHOLE>(weight, column, k, w);
 #pragma unroll

@@ -4,8 +4,8 @@
 
 namespace bminf {
 
-// Reads N vectors, with zeros in columns from k on. WHOLE: k is a multiple of 8 and the row is aligned to 16 bytes; then
-// all loads are in flight together.
+// Reads N vectors, with zeros in columns from k on. WHOLE: k is a multiple of 8 and the row is aligned to 16 bytes;
+// then all loads are in flight together.
 template <bool WHOLE, class T, int N, class Columns>
 __device__ __forceinline__ void read_row(const T* row, int k, Columns column_of, float (&x)[N][8]) {
     if constexpr (WHOLE) {

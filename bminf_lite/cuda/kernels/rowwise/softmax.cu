@@ -2,8 +2,8 @@
 //
 //     out = softmax(scale * x + bias, -inf where mask is 0); zeros for a row that is masked entirely
 //
-// x, out: T [rows, k], fp16, bf16 or fp32; bias: fp32; mask: bytes. A row is held in registers by a few threads, a block, or
-// the blocks of a cluster, so that it is read and written once. softmax_two_pass reads longer rows twice.
+// x, out: T [rows, k], fp16, bf16 or fp32; bias: fp32; mask: bytes. A row is held in registers by a few threads, a
+// block, or the blocks of a cluster, so that it is read and written once. softmax_two_pass reads longer rows twice.
 #include "common/cluster.cuh"
 #include "rowwise/unaligned.cuh"
 
@@ -145,8 +145,8 @@ __device__ __forceinline__ SoftmaxPartial reduce_cluster(SoftmaxPartial own) {
 template <class T, bool WHOLE, int THREADS, int VECTORS, int CLUSTER>
 __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1) softmax(
     const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* mask,
-    long long mask_pitch, T* out, long long out_pitch, BroadcastRows bias_rows, BroadcastRows mask_rows, int rows,
-    int k) {
+    long long mask_pitch, T* out, long long out_pitch, int bias_repeat, int bias_count, int mask_repeat, int mask_count,
+    int rows, int k) {
     launch_dependent_grids();
     wait_on_dependent_grids();
     const int index = blockIdx.x / CLUSTER * (blockDim.x / THREADS) + threadIdx.x / THREADS;
@@ -155,7 +155,8 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? residen
     const int written = index < rows ? k : 0;
     const auto column_of = [part](int i) { return (i * CLUSTER * THREADS + part) * 8; };
     float s[VECTORS][8];
-    const Scores<T> scores = {x, pitch, scale, bias, bias_pitch, mask, mask_pitch, bias_rows, mask_rows, k};
+    const Scores<T> scores = {
+        x, pitch, scale, bias, bias_pitch, mask, mask_pitch, {bias_repeat, bias_count}, {mask_repeat, mask_count}, k};
     scores.template read<WHOLE>(row, column_of, s);
     float top = -INF_F;
 #pragma unroll
@@ -182,11 +183,13 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? residen
 template <class T, bool WHOLE>
 __global__ void __launch_bounds__(512) softmax_two_pass(
     const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* mask,
-    long long mask_pitch, T* out, long long out_pitch, BroadcastRows bias_rows, BroadcastRows mask_rows, int k) {
+    long long mask_pitch, T* out, long long out_pitch, int bias_repeat, int bias_count, int mask_repeat, int mask_count,
+    int k) {
     launch_dependent_grids();
     wait_on_dependent_grids();
     const long long row = blockIdx.x;
-    const Scores<T> scores = {x, pitch, scale, bias, bias_pitch, mask, mask_pitch, bias_rows, mask_rows, k};
+    const Scores<T> scores = {
+        x, pitch, scale, bias, bias_pitch, mask, mask_pitch, {bias_repeat, bias_count}, {mask_repeat, mask_count}, k};
     SoftmaxPartial own = {-INF_F, 0.0f};
     float s[1][8];
     for (int column = threadIdx.x * 8; column < k; column += 512 * 8) {

@@ -108,7 +108,9 @@ class TensorRows:
         )  # fmt: skip
         kernel(grid, block, (*y, *dy, scale, *dx, *sizes), 0, stream)
 
-    def quantize(self, stream: int, kind: str, whole: bool, x: Rows, codes: Rows, scale: int, rows: int, k: int) -> None:
+    def quantize(
+        self, stream: int, kind: str, whole: bool, x: Rows, codes: Rows, scale: int, rows: int, k: int
+    ) -> None:
         """int8 codes and scales fp32 ``[rows]``; codes behind column ``k`` of a row are zeros."""
         kernel, grid, block, sizes = self._row_kernel(
             self.quantize_source, "quantize_rows", "quantize_rows_two_pass", f"{kind}, {str(whole).lower()}",
