@@ -1,6 +1,7 @@
-"""The formulas in the operations of :mod:`.base`, over NumPy and in fp32.
+"""The formulas in the operations of :mod:`.base`, over NumPy.
 
-Arithmetic with a NaN or an infinity is no reason for a warning: the result says it, as on a GPU.
+They compute in fp32. A norm and a softmax compute in fp64 on request, so that gradients can be checked. Arithmetic with
+a NaN or an infinity is no reason for a warning: the result says it, as on a GPU.
 """
 
 from __future__ import annotations
@@ -14,17 +15,25 @@ silently = np.errstate(all="ignore")
 
 
 @silently
-def normalise(x: np.ndarray, norm: Norm) -> np.ndarray:
-    """``norm`` of ``[..., features]`` over the last axis, in fp32."""
-    x = x.astype(np.float32, copy=False)
-    if norm.center:
-        x = x - x.mean(axis=-1, keepdims=True)
-    inverse = np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(norm.eps))
-    y: np.ndarray = x * norm.weight * inverse
+def normalise(x: np.ndarray, norm: Norm, dtype: type = np.float32) -> np.ndarray:
+    """``norm`` of ``[..., features]`` over the last axis, in ``dtype``."""
+    x = x.astype(dtype, copy=False)
+    mean, inverse = norm_statistics(x, norm.eps, norm.center)
+    y: np.ndarray = (x - mean[..., None] if norm.center else x) * norm.weight * inverse[..., None]
     return y if norm.bias is None else y + norm.bias
 
 
-@silently
+def norm_statistics(x: np.ndarray, eps: float, center: bool) -> tuple[np.ndarray, np.ndarray]:
+    """What a norm subtracts and what it multiplies by: ``[..., features]`` -> two of ``[...]``, of the same dtype.
+
+    The mean, 0 without ``center``; and ``1 / sqrt(mean((x - mean)^2) + eps)``.
+    """
+    mean = x.mean(axis=-1) if center else np.zeros(x.shape[:-1], x.dtype)
+    centered = x - mean[..., None] if center else x
+    inverse = x.dtype.type(1) / np.sqrt(np.mean(centered * centered, axis=-1) + x.dtype.type(eps))
+    return mean, inverse
+
+
 def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope | None) -> np.ndarray:
     """Rotary embedding of ``[T, heads, head_dim]`` fp32 at ``positions`` ``[T]``."""
     if rope is None:
@@ -45,7 +54,10 @@ def stored(result: np.ndarray, out: np.ndarray | None) -> np.ndarray:
 
 @silently
 def softmax(scores: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-    """Softmax over the last axis in fp32. Where ``mask`` is false the result is exactly 0, also for a whole row."""
+    """Softmax over the last axis in the scores' dtype.
+
+    Where ``mask`` is false the result is exactly 0, also for a whole row.
+    """
     if mask is not None:
         scores = np.where(mask, scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True)
