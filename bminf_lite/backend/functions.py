@@ -34,6 +34,7 @@ def norm_statistics(x: np.ndarray, eps: float, center: bool) -> tuple[np.ndarray
     return mean, inverse
 
 
+@silently
 def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope | None) -> np.ndarray:
     """Rotary embedding of ``[T, heads, head_dim]`` fp32 at ``positions`` ``[T]``."""
     if rope is None:
