@@ -16,24 +16,39 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .api import Model, load
+    from .checkpoint.manifest import MigrationReport
+    from .checkpoint.verify import verify
     from .engine.outputs import Piece, Result
     from .engine.sampling_params import SamplingParams
     from .errors import BminfError, CheckpointError, DeviceError, OutOfMemory, UsageError
+    from .evaluation.compare import Comparison
+    from .evaluation.measure import compare, perplexity
+    from .evaluation.perplexity import Perplexity
+    from .memory.planner import MemoryPlan
     from .migration.migrate import migrate
+    from .placement import plan
 
 __all__ = [
     "BminfError",
     "CheckpointError",
+    "Comparison",
     "DeviceError",
+    "MemoryPlan",
+    "MigrationReport",
     "Model",
     "OutOfMemory",
+    "Perplexity",
     "Piece",
     "Result",
     "SamplingParams",
     "UsageError",
     "__version__",
+    "compare",
     "load",
     "migrate",
+    "perplexity",
+    "plan",
+    "verify",
 ]
 
 _HOMES = {
@@ -43,6 +58,14 @@ _HOMES = {
     "Result": "engine.outputs",
     "SamplingParams": "engine.sampling_params",
     "migrate": "migration.migrate",
+    "MigrationReport": "checkpoint.manifest",
+    "verify": "checkpoint.verify",
+    "perplexity": "evaluation.measure",
+    "compare": "evaluation.measure",
+    "Perplexity": "evaluation.perplexity",
+    "Comparison": "evaluation.compare",
+    "plan": "placement",
+    "MemoryPlan": "memory.planner",
     "BminfError": "errors",
     "CheckpointError": "errors",
     "DeviceError": "errors",

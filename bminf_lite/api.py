@@ -28,7 +28,6 @@ from .layers.cache import KVCache
 from .layers.finite_check import with_finite_checks
 from .placement import checkpoint_requirements, make_engine_config, plan_placement
 from .text.chat_template import Message
-from .text.checkpoint_files import configured_eos_ids
 from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
 from .text.prompts import EncodedPrompt, Prompt, PromptEncoder, dialogue_messages, is_batch
 from .text.text_stream import TextStream
@@ -69,11 +68,13 @@ def load(
     for name, value in ((n, v) for n, v in bounds.items() if v is not None):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}, but must be a whole number, 1 or more")
+    if not isinstance(check, bool):
+        raise UsageError(f"check is {check!r}, but must be True or False")
     if kv_cache not in ("fp16", "int8"):
         raise UsageError(f"kv_cache is {kv_cache!r}, not fp16 or int8")
+    backend.check_device(device, memory_limit)
     with open_model(path) as opened:
         checkpoint, config = opened.checkpoint, opened.config
-        eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, config.vocab_size)
         ops = backend.create(device, memory_limit)
         try:
             cache_shape = replace(config.cache_shape, int8=kv_cache == "int8")
@@ -87,7 +88,7 @@ def load(
             raise
         engine_config = make_engine_config(config, cache_shape, plan, max_batch)
         engine_config = replace(engine_config, prefix_cache=prefix_cache, max_queue=max_queue)
-        return Model(network, engine_config, checkpoint.path, checkpoint.generation_config, eos_ids)
+        return Model(network, engine_config, checkpoint.path, checkpoint.generation_config, opened.eos_ids)
 
 
 class RequestOptions(SamplingOptions, total=False):
@@ -113,9 +114,9 @@ class Model:
     It may be used by any number of threads and asyncio tasks: all requests share the steps of one loop, which runs in a
     thread of its own and owns the device (docs/scheduling.md).
 
-    ``folder`` holds the tokenizer's files, which are read when text is first used; a model without them works with
-    token ids alone. ``generation_config`` holds the defaults of sampling. ``eos_ids`` are the tokens that end a
-    completion; None means the tokenizer's.
+    ``network`` is gone after closing. ``folder`` holds the tokenizer's files, which are read when text is first used; a
+    model without them works with token ids alone. ``generation_config`` holds the defaults of sampling. ``eos_ids`` are
+    the tokens that end a completion; None means the tokenizer's.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Model:
         eos_ids: frozenset[int] | None = None,
     ):
         self.network = network
+        self.folder = folder
         self.engine_config = engine_config
         self.generation_config = generation_config or {}
         self.ops = ops = network.ops
@@ -166,6 +168,14 @@ class Model:
         """The device in words."""
         return self.ops.describe()
 
+    def __repr__(self) -> str:
+        config = self.engine_config
+        name = "a model without a folder" if self.folder is None else str(self.folder)
+        layers, vocab = config.cache_shape.layers, config.vocab_size
+        kind = "encoder-decoder, " if config.is_encoder_decoder else ""
+        facts = f"{kind}{layers} layers, {vocab:,} tokens in the vocabulary, context of {config.context_length:,}"
+        return f"<bminf_lite.Model {name}: {facts}, {f'on {self.device}' if self._finalizer.alive else 'closed'}>"
+
     def memory(self) -> dict[str, int]:
         """GPU memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; empty on a CPU."""
         return self.ops.memory()
@@ -182,6 +192,7 @@ class Model:
         self._prompts.close()
         if self._finalizer.detach():
             self._engine.close(self.ops.close)
+            self.__dict__.pop("network", None)  # on a CPU the weights are NumPy arrays, freed with the last reference
 
     def __reduce__(self) -> str:
         raise UsageError("a model cannot be copied, pickled or sent to another process: load its folder again there")
@@ -196,50 +207,64 @@ class Model:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str
-        self, prompt: Prompt, **options: Unpack[RequestOptions]
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Result: ...
     @overload
-    def generate(self, prompt: Sequence[Prompt], **options: Unpack[RequestOptions]) -> list[Result]: ...
-    def generate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Result | list[Result]:
+    def generate(
+        self, prompt: Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> list[Result]: ...
+    def generate(
+        self, prompt: Any, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Result | list[Result]:
         """Complete a prompt or a list of prompts. One prompt gives a result, a list gives a list in the same order.
 
         A prompt is text, a list of token ids, a list of messages (``{"role": "user", "content": ...}``) to answer, or a
-        result of :meth:`encode`. ``options`` are those of :class:`RequestOptions`; defaults of sampling come from the
-        checkpoint's ``generation_config.json``. Prompts of one list draw differently with the same seed. Raises
-        ``UsageError`` for invalid arguments, which lists all invalid prompts, for a prompt that could never fit in the
-        cache and for too many waiting requests; ``CheckpointError`` for missing or malformed tokenizer files;
-        ``OutOfMemory``, after which the model can still be used.
+        result of :meth:`encode`. ``options`` are those of :class:`RequestOptions`; defaults of sampling come from
+        ``params`` if given, else from the checkpoint's ``generation_config.json``. Prompts of one list draw differently
+        with the same seed. Raises ``UsageError`` for invalid arguments, which lists all invalid prompts, for a prompt
+        that could never fit in the cache and for too many waiting requests; ``CheckpointError`` for missing or
+        malformed tokenizer files; ``OutOfMemory``, after which the model can still be used.
         """
-        completions = self._completions(prompt, options)
+        completions = self._completions(prompt, params, options)
         with closing(run(self._engine, completions, _needs_text_at_once(completions))) as pieces:
             return _results(prompt, [piece for piece in pieces if piece.result is not None])
 
     def stream(
-        self, prompt: Prompt | Sequence[Prompt], **options: Unpack[RequestOptions]
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Generator[Piece, None, None]:
         """Like :meth:`generate`, but yields pieces as the text appears. Arguments are checked before the first piece.
 
         Closing the stream ends generation; the memory of its requests is free at the next step.
         """
-        return self._pieces(self._completions(prompt, options))
+        return self._pieces(self._completions(prompt, params, options))
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
-        self, prompt: Prompt, **options: Unpack[RequestOptions]
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Result: ...
     @overload
-    async def agenerate(self, prompt: Sequence[Prompt], **options: Unpack[RequestOptions]) -> list[Result]: ...
-    async def agenerate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Result | list[Result]:
+    async def agenerate(
+        self, prompt: Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> list[Result]: ...
+    async def agenerate(
+        self, prompt: Any, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Result | list[Result]:
         """:meth:`generate` for asyncio. Cancelling the task cancels its requests."""
-        completions = self._completions(prompt, options)
+        completions = self._completions(prompt, params, options)
         async with aclosing(arun(self._engine, completions, _needs_text_at_once(completions))) as pieces:
             return _results(prompt, [piece async for piece in pieces if piece.result is not None])
 
     def astream(
-        self, prompt: Prompt | Sequence[Prompt], **options: Unpack[RequestOptions]
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Piece, None]:
         """:meth:`stream` for asyncio: ``async for piece in model.astream(prompt)``."""
-        return self._apieces(self._completions(prompt, options))
+        return self._apieces(self._completions(prompt, params, options))
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
         """The tokens of a prompt, checked: at least one, and few enough to leave room for a new token.
@@ -291,7 +316,7 @@ class Model:
             async for piece in pieces:
                 yield piece
 
-    def _completions(self, prompt: Any, options: RequestOptions) -> list[Completion]:
+    def _completions(self, prompt: Any, params: SamplingParams | None, options: RequestOptions) -> list[Completion]:
         """The requests of a call with the texts that they will have. All arguments are checked."""
         self._require_open()
         given = cast(dict[str, Any], dict(options))
@@ -302,7 +327,10 @@ class Model:
                 served[name] = given.pop(name)
         deadline = given.pop("deadline", None)
         _check_served(served, deadline, self.engine_config.is_encoder_decoder)
-        params = SamplingParams.from_checkpoint(self.generation_config, **given)
+        if params is None:
+            params = SamplingParams.from_checkpoint(self.generation_config, **given)
+        else:
+            params = SamplingParams.merged(params, **given)
         encoded = self._prompts.encode_all(prompt, add_special_tokens)
         tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
         if deadline is not None:

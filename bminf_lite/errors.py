@@ -50,5 +50,9 @@ class DeviceError(BminfError, RuntimeError):
     """The requested device cannot be used: no driver, no GPU, a missing library, a kernel that does not compile."""
 
 
+class NoDriverError(DeviceError):
+    """The machine has no NVIDIA driver, so it has no usable GPU either."""
+
+
 class OutOfMemory(DeviceError, MemoryError):
     """The memory limit is reached. Says how much was requested, how much is in use and how much is allowed."""

@@ -23,10 +23,11 @@ from .checkpoint.recipe import Recipe, Scheme, load_recipe
 from .cuda.kernels.arrays import HEAD_PAD, round_up
 from .engine.config import EngineConfig
 from .errors import OutOfMemory
+from .files import expand
 from .layers.cache import CacheShape, blocks_for
-from .memory.machine import available_memory
+from .memory.machine import available_memory, machine_of
 from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
-from .memory.sizes import format_size
+from .memory.sizes import format_size, parse_size
 from .models import ModelConfig
 from .models.spec import Role, Spec
 
@@ -69,12 +70,37 @@ def requirements_of(path: str | Path, recipe: str | Path | None = None, kv_cache
     With a ``recipe``, as if it were migrated by this recipe. Without one, a checkpoint is taken as it is stored and a
     configuration as ``w8a8``. Raises ``CheckpointError`` and ``UsageError``.
     """
-    path = Path(path)
+    path = expand(path)
     if path.is_file() and path.suffix == ".json":
-        described = describe_model(read_json(path))
+        described = describe_model(read_json(path), path.parent)
         return requirements(described, recipe_schemes(described.spec, load_recipe(recipe or "w8a8")), kv_cache)
     with open_model(path) as model:
         return checkpoint_requirements(model, recipe, kv_cache)
+
+
+def plan(
+    path: str | Path,
+    *,
+    memory_limit: int | str | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    kv_cache: str = "fp16",
+    recipe: str | Path | None = None,
+    gpu_memory: int | str | None = None,
+    link: float | None = None,
+    bandwidth: float | None = None,
+) -> MemoryPlan:
+    """Plan which weights a GPU holds, which are streamed to it, and how fast that is; nothing is loaded.
+
+    ``path`` is a checkpoint's folder, or a ``config.json`` alone; with a ``recipe``, as if it were migrated by it. The
+    GPU has ``gpu_memory`` (bytes or ``"24GiB"``), and ``link`` and ``bandwidth`` are the speeds of copies from the host
+    and of its own memory in bytes per second; without ``gpu_memory`` or ``link`` this machine's GPU is measured. The
+    plan has room for ``context`` tokens of ``batch`` sequences. Prints as lines of text. Raises ``CheckpointError``,
+    ``UsageError``, ``DeviceError``, and ``OutOfMemory`` if nothing would fit.
+    """
+    requirements = requirements_of(path, recipe, kv_cache)
+    gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory)
+    return plan_memory(requirements, machine_of(memory_limit, gpu_bytes, link, bandwidth), context, batch)
 
 
 def checkpoint_requirements(

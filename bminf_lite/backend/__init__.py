@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
-import sys
 
-from ..errors import DeviceError, UsageError
+from ..errors import DeviceError, NoDriverError, UsageError
 from ..memory.sizes import parse_size
 from .base import Backend
 from .cpu import CpuBackend
@@ -14,13 +15,12 @@ from .cpu import CpuBackend
 def create(device: str = "auto", memory_limit: int | str | None = None) -> Backend:
     """The backend for ``device``: ``cpu``, ``cuda``, ``cuda:N``, or ``auto``.
 
-    ``auto`` is the first GPU if it is usable, else the CPU with a line on stderr. ``memory_limit`` bounds the GPU's
-    memory, in bytes or as a text such as ``"6GiB"``. Raises ``UsageError`` for another name and for a limit that is not
-    a size, ``DeviceError`` if ``device`` names a GPU that is not usable.
+    ``auto`` is the first GPU if it is usable, else the CPU: without a word if the machine has no NVIDIA driver, else
+    with a warning in the log ``bminf_lite``, once. ``memory_limit`` bounds the GPU's memory, in bytes or as a text such
+    as ``"6GiB"``. Raises ``UsageError`` for another name and for a limit that is not a size, ``DeviceError`` if
+    ``device`` names a GPU that is not usable.
     """
-    check_device(device)
-    if memory_limit is not None:
-        parse_size(memory_limit)
+    check_device(device, memory_limit)
     if device == "cpu":
         return CpuBackend()
     try:
@@ -34,11 +34,19 @@ def create(device: str = "auto", memory_limit: int | str | None = None) -> Backe
     except DeviceError as error:
         if device != "auto" or isinstance(error, MemoryError):
             raise
-        print(f"bminf-lite: no usable GPU ({error}); using the CPU", file=sys.stderr)
+        if not isinstance(error, NoDriverError):
+            _warn_once(f"the GPU is not used: {error}; computing on the CPU")
         return CpuBackend()
 
 
-def check_device(device: str) -> None:
-    """Raise ``UsageError`` unless ``device`` names a device."""
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger("bminf_lite").warning(message)
+
+
+def check_device(device: str, memory_limit: int | str | None = None) -> None:
+    """Raise ``UsageError`` unless ``device`` names a device and ``memory_limit``, if given, is a size."""
     if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N")
+    if memory_limit is not None:
+        parse_size(memory_limit)

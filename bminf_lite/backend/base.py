@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .attention import attend, cached
+from .blas_threads import blas_threads
 from .calibration import CalibrationOps
-from .functions import ACTIVATIONS, normalise, rotate, softmax, stored
+from .functions import ACTIVATIONS, normalise, rotate, silently, softmax, stored
 from .quantization import (
     HostWeight,
     OutlierColumns,
@@ -145,6 +146,7 @@ class Backend:
 
     # -- loading --------------------------------------------------------------------------------------------------
 
+    @silently
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
         """A device weight from host matrices stacked along ``out``; all int8 with equal ``dynamic``, or all float.
 
@@ -159,6 +161,7 @@ class Backend:
         values = np.concatenate([self._round(np.asarray(p).astype(np.float32)) for p in parts])
         return Weight(values.astype(np.float32), None, bias, False)
 
+    @silently
     def table(self, values: np.ndarray) -> Array:
         """An embedding table ``[rows, features]`` in the activation type."""
         return self._round(np.asarray(values).astype(np.float32))
@@ -233,6 +236,7 @@ class Backend:
         y = self._matmul(x, weight)
         return stored(y if fp32 else self._round(y), out)
 
+    @silently
     def linear_add(self, x: Array, weight: Weight, residual: Array) -> Array:
         """``residual + linear(x, weight)``, fp32 ``[T, out]``.
 
@@ -241,6 +245,7 @@ class Backend:
         residual += self.linear(x, weight)
         return residual
 
+    @silently
     def gated_linear(self, x: Array, weight: Weight, activation: str) -> Array:
         """``f(gate) * up`` where ``[gate, up] = linear(x, weight)``: ``[T, in]`` -> ``[T, out / 2]``.
 
@@ -262,6 +267,7 @@ class Backend:
         """Rows of ``table`` as the start of the residual stream: int32 ``[T]`` -> fp32 ``[T, features]``."""
         return table[tokens].astype(np.float32)
 
+    @silently
     def add_positions(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:
         """``residual`` plus the row of ``table`` at each token's position, fp32 ``[T, features]``.
 
@@ -286,6 +292,7 @@ class Backend:
         """Columns side by side in the activation type: ``[T, n]`` each -> ``[T, sum(n)]``."""
         return np.concatenate([self._round(part) for part in parts], axis=1)
 
+    @silently
     def softmax(self, x: Array, scale: float = 1.0, bias: Array = None, mask: Array = None, out: Array = None) -> Array:
         """Softmax of ``scale * x + bias`` over each row, in fp32: ``[T, features]`` fp32 or fp16 -> the same.
 
@@ -302,6 +309,7 @@ class Backend:
             return x[batch.logit_rows]
         return x if batch.is_decode else x[batch.cu_seqlens[1:] - 1]
 
+    @silently
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         """Causal self-attention of a step's tokens over the cache, to which their keys and values are added.
 
@@ -324,6 +332,7 @@ class Backend:
             out[rows] = self._attend(q[rows], keys, values, spec, context_len, spec.window)
         return self._round(out.reshape(tokens, -1))
 
+    @silently
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
         """Self-attention in both directions: each token sees its whole sequence, all of which is in this step.
 
@@ -395,10 +404,10 @@ class Backend:
 
     # -- shared by the operations ---------------------------------------------------------------------------------
 
+    @silently
     def _round(self, x: Array) -> Array:
         """``x`` in the activation type; too large numbers become infinities."""
-        with np.errstate(over="ignore"):
-            return x.astype(self.activation_dtype, copy=False)
+        return x.astype(self.activation_dtype, copy=False)
 
     def _store(self, cache: LayerCache, table: np.ndarray, first: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store the keys and values ``[n, kv_heads, head_dim]`` of a sequence's tokens from ``first`` on."""
@@ -425,6 +434,7 @@ class Backend:
             q, keys, values, spec.scale, context_len, window, spec.bias, causal, weight_dtype=self.activation_dtype
         )
 
+    @silently
     def _matmul(self, x: Array, weight: Weight) -> Array:
         if weight.outliers is None:
             y = self._matmul_without_outliers(x, weight)
@@ -437,13 +447,14 @@ class Backend:
         return y if weight.bias is None else y + weight.bias
 
     def _matmul_without_outliers(self, x: Array, weight: Weight) -> Array:
-        if weight.scale is None:
-            return x.astype(np.float32) @ weight.values.T
-        if weight.dynamic:
-            codes, scale = self.quantize(x)
-            acc = exact_int_matmul(codes.astype(np.float32), weight.values).astype(np.float32)
-            return scale[:, None] * (weight.scale * acc)
-        return weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
+        with blas_threads.for_product(x.shape[0], *weight.values.T.shape):
+            if weight.scale is None:
+                return x.astype(np.float32) @ weight.values.T
+            if weight.dynamic:
+                codes, scale = self.quantize(x)
+                acc = exact_int_matmul(codes.astype(np.float32), weight.values).astype(np.float32)
+                return scale[:, None] * (weight.scale * acc)
+            return weight.scale * (self._round(x).astype(np.float32) @ weight.values.T)
 
 
 def exact_int_matmul(x: Array, w: Array) -> Array:

@@ -1,4 +1,8 @@
-"""The formulas in the operations of :mod:`.base`, over NumPy and in fp32."""
+"""The formulas in the operations of :mod:`.base`, over NumPy.
+
+They compute in fp32. A norm and a softmax compute in fp64 on request, so that gradients can be checked. Arithmetic with
+a NaN or an infinity is no reason for a warning: the result says it, as on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,31 @@ import numpy as np
 
 from .values import Norm, Rope
 
+silently = np.errstate(all="ignore")
+"""A decorator for functions in which NumPy shall not warn of overflows and invalid values."""
 
-def normalise(x: np.ndarray, norm: Norm) -> np.ndarray:
-    """``norm`` of ``[..., features]`` over the last axis, in fp32."""
-    x = x.astype(np.float32, copy=False)
-    if norm.center:
-        x = x - x.mean(axis=-1, keepdims=True)
-    inverse = np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(norm.eps))
-    y: np.ndarray = x * norm.weight * inverse
+
+@silently
+def normalise(x: np.ndarray, norm: Norm, dtype: type = np.float32) -> np.ndarray:
+    """``norm`` of ``[..., features]`` over the last axis, in ``dtype``."""
+    x = x.astype(dtype, copy=False)
+    mean, inverse = norm_statistics(x, norm.eps, norm.center)
+    y: np.ndarray = (x - mean[..., None] if norm.center else x) * norm.weight * inverse[..., None]
     return y if norm.bias is None else y + norm.bias
 
 
+def norm_statistics(x: np.ndarray, eps: float, center: bool) -> tuple[np.ndarray, np.ndarray]:
+    """What a norm subtracts and what it multiplies by: ``[..., features]`` -> two of ``[...]``, of the same dtype.
+
+    The mean, 0 without ``center``; and ``1 / sqrt(mean((x - mean)^2) + eps)``.
+    """
+    mean = x.mean(axis=-1) if center else np.zeros(x.shape[:-1], x.dtype)
+    centered = x - mean[..., None] if center else x
+    inverse = x.dtype.type(1) / np.sqrt(np.mean(centered * centered, axis=-1) + x.dtype.type(eps))
+    return mean, inverse
+
+
+@silently
 def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope | None) -> np.ndarray:
     """Rotary embedding of ``[T, heads, head_dim]`` fp32 at ``positions`` ``[T]``."""
     if rope is None:
@@ -35,8 +53,12 @@ def stored(result: np.ndarray, out: np.ndarray | None) -> np.ndarray:
     return out
 
 
+@silently
 def softmax(scores: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-    """Softmax over the last axis in fp32. Where ``mask`` is false the result is exactly 0, also for a whole row."""
+    """Softmax over the last axis in the scores' dtype.
+
+    Where ``mask`` is false the result is exactly 0, also for a whole row.
+    """
     if mask is not None:
         scores = np.where(mask, scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True)
@@ -46,13 +68,14 @@ def softmax(scores: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
     return probabilities
 
 
+@silently
 def silu(x: np.ndarray) -> np.ndarray:
     """``x * sigmoid(x)`` in fp32."""
-    with np.errstate(over="ignore"):
-        y: np.ndarray = x / (np.float32(1) + np.exp(-x))
+    y: np.ndarray = x / (np.float32(1) + np.exp(-x))
     return y
 
 
+@silently
 def gelu_tanh(x: np.ndarray) -> np.ndarray:
     """GELU's tanh form (https://arxiv.org/abs/1606.08415) in fp32."""
     inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
@@ -79,13 +102,13 @@ ERFC_COEFFICIENTS = (
 """A fit: ``erfc(z) = t exp(p(t) - z^2)`` with ``t = 1 / (1 + z / 2)`` for ``z >= 0``, within 2e-9 of its value."""
 
 
+@silently
 def gelu(x: np.ndarray) -> np.ndarray:
     """``x * P(N(0, 1) <= x)`` (https://arxiv.org/abs/1606.08415), computed in fp64 and returned in fp32."""
     z = np.abs(x.astype(np.float64)) / np.sqrt(2)
     t = 1 / (1 + z / 2)
-    with np.errstate(under="ignore", invalid="ignore"):
-        tail = t / 2 * np.exp(np.polynomial.polynomial.polyval(t, ERFC_COEFFICIENTS) - z * z)
-        y: np.ndarray = (x * np.where(x < 0, tail, 1 - tail)).astype(np.float32)
+    tail = t / 2 * np.exp(np.polynomial.polynomial.polyval(t, ERFC_COEFFICIENTS) - z * z)
+    y: np.ndarray = (x * np.where(x < 0, tail, 1 - tail)).astype(np.float32)
     return y
 
 

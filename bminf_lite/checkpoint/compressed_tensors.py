@@ -12,13 +12,17 @@ Outlier columns are an extension of this project: ``X.outlier_columns``, int32 `
 and ``X.outlier_weight``, fp16 ``[out, n]``, holds their weights. A reader that ignores them would compute wrong
 results. So their group, otherwise like ``int-quantized``, has the format :data:`OUTLIER_FORMAT`, which other readers
 refuse, and ``outlier_columns`` in the configuration counts those of each layer.
+
+So are int8 matrices that unquantized checkpoints store ``[in, out]`` (``Conv1D`` of GPT-2). The format has no scales
+per output for these. They are stored ``[out, in]`` like any other, in a group with the format :data:`CONV1D_FORMAT`,
+with int8 activations or without.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +35,8 @@ INT8_FORMATS = ("int-quantized", "naive-quantized")
 PACKED_FORMAT = "pack-quantized"
 OUTLIER_FORMAT = "bminf-lite-outlier-columns-1"
 """The number is the format's version."""
-READ_FORMATS = (*INT8_FORMATS, PACKED_FORMAT, OUTLIER_FORMAT)
+CONV1D_FORMAT = "bminf-lite-conv1d-1"
+READ_FORMATS = (*INT8_FORMATS, PACKED_FORMAT, OUTLIER_FORMAT, CONV1D_FORMAT)
 OUTLIERS = (".outlier_columns", ".outlier_weight")
 QUANTIZATION_SUFFIXES = (".weight_scale", ".weight_packed", ".weight_shape", ".weight_zero_point", *OUTLIERS)
 """The suffixes of tensors beside, or instead of, the ``.weight`` of a quantized layer."""
@@ -39,11 +44,15 @@ QUANTIZATION_SUFFIXES = (".weight_scale", ".weight_packed", ".weight_shape", ".w
 
 @dataclass(frozen=True)
 class ConfigGroup:
-    """Layers that are quantized alike. ``dynamic``: activations are quantized too, per token, at run time."""
+    """Layers that are quantized alike. ``dynamic``: activations are quantized too, per token, at run time.
+
+    ``conv1d``: the layers are those that unquantized checkpoints store ``[in, out]``.
+    """
 
     targets: tuple[str, ...]
     packed: bool
     dynamic: bool
+    conv1d: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,7 @@ def _parse_group(where: str, group: object, default_format: object) -> ConfigGro
         problems.append(f"{where}.output_activations is set; quantized outputs cannot be run")
     if problems or not isinstance(targets, list):
         return problems
-    return ConfigGroup(tuple(targets), layout == PACKED_FORMAT, inputs is not None)
+    return ConfigGroup(tuple(targets), layout == PACKED_FORMAT, inputs is not None, layout == CONV1D_FORMAT)
 
 
 def _target_problems(where: str, targets: object) -> list[str]:
@@ -168,27 +177,32 @@ def _mismatches(where: str, args: object, dynamic: bool, strategies: Sequence[st
     ]
 
 
-def quantization_config(schemes: Mapping[str, Scheme], outliers: Mapping[str, int] | None = None) -> dict[str, Any]:
+def quantization_config(
+    schemes: Mapping[str, Scheme], outliers: Mapping[str, int] | None = None, conv1d: Collection[str] = ()
+) -> dict[str, Any]:
     """The ``quantization_config`` of a checkpoint whose linear layers have ``schemes``, by module name.
 
     Layers that stay float are listed in ``ignore``. With one scheme the group targets the class ``Linear``; with two,
-    each group lists its layers. ``outliers`` counts the columns that a layer keeps in fp16.
+    each group lists its layers. ``outliers`` counts the columns that a layer keeps in fp16. ``conv1d`` are the layers
+    that the source stores ``[in, out]``.
     """
-    used = [scheme for scheme in (Scheme.W8A8, Scheme.W8A16) if scheme in schemes.values()]
     formats = FORMATS | ({Scheme.W8A8: OUTLIER_FORMAT} if outliers else {})
+    members: dict[tuple[Scheme, str], list[str]] = {}
+    for scheme in (Scheme.W8A8, Scheme.W8A16):
+        for module in (module for module, s in schemes.items() if s is scheme):
+            members.setdefault((scheme, CONV1D_FORMAT if module in conv1d else formats[scheme]), []).append(module)
     groups = {}
-    for index, scheme in enumerate(used):
-        targets = ["Linear"] if len(used) == 1 else [module for module, s in schemes.items() if s is scheme]
+    for index, ((scheme, layout), modules) in enumerate(members.items()):
         groups[f"group_{index}"] = {
-            "targets": targets,
-            "format": formats[scheme],
+            "targets": ["Linear"] if len(members) == 1 and not conv1d else modules,
+            "format": layout,
             "weights": _quantization_args(dynamic=False, strategy="channel"),
             "input_activations": _quantization_args(dynamic=True, strategy="token") if scheme is Scheme.W8A8 else None,
             "output_activations": None,
         }
     return {
         "quant_method": "compressed-tensors",
-        "format": formats[used[0]] if len(used) == 1 else "mixed-precision",
+        "format": next(iter(members))[1] if len(members) == 1 else "mixed-precision",
         **({"outlier_columns": dict(outliers)} if outliers else {}),
         "quantization_status": "compressed",
         "ignore": [module for module, scheme in schemes.items() if scheme is Scheme.FLOAT],

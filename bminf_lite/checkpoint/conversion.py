@@ -1,9 +1,11 @@
 """The conversion of tensors: read a block of rows, quantize it, write it, on several threads.
 
 A block is about a mebibyte of fp32, so its conversion stays in a core's cache, and memory does not grow with the size
-of a tensor. Threads suffice, because NumPy, reading, writing and hashing release the interpreter's lock. Blocks depend
-on each other in one way: the scales of a tensor are fp16 unless a row of any block is too small for that. Then, rarely,
-the tensor is converted and written again with fp32 scales.
+of a tensor. Threads suffice, because NumPy, reading and writing release the interpreter's lock. Blocks depend on each
+other in one way: the scales of a tensor are fp16 unless a row of any block is too small for that. Then, rarely, the
+tensor is converted and written again with fp32 scales.
+
+The checksums of the source's files are computed on the same threads, in step with the conversion.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
 from ..backend.quantization import exact_scales, fits_fp16, round_to_codes, row_maxima, rows_per_block
 from ..errors import checkpoint_error
+from .checksum import FileChecksums, FileRecord, array_checksum
 from .compressed_tensors import pack, packed_width
 from .manifest import TensorReport
 from .reader import Checkpoint
@@ -27,18 +31,32 @@ from .tensor_file import DTYPES, TensorInfo
 from .weight_rewrite import NO_REWRITE, WeightRewrite
 from .writer import CheckpointWriter, TensorDeclaration
 
+STRIP_COLUMNS = 1024
+"""Columns of a matrix stored ``[in, out]`` that are converted at once: fewer would make reads too small."""
+
 Progress = Callable[[int, int, str], None]
 """Called with the bytes of the source that are converted, their total and the name of a tensor."""
 
 
 @dataclass(frozen=True)
 class ConversionTask:
-    """A tensor of the source, and how it is converted."""
+    """A tensor of the source, and how it is converted. ``transposed``: from ``[in, out]`` to ``[out, in]``."""
 
     name: str
     info: TensorInfo
     scheme: Scheme
     rewrite: WeightRewrite = NO_REWRITE
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return self.info.shape[::-1] if self.transposed else self.info.shape
+
+    @property
+    def packed(self) -> bool:
+        """Whether codes are stored four to a word, as other readers expect them without int8 activations."""
+        return self.scheme is Scheme.W8A16 and not self.transposed
 
     @property
     def module(self) -> str:
@@ -52,19 +70,19 @@ class ConversionTask:
     @property
     def data_name(self) -> str:
         """The tensor that holds the codes, or the unchanged values."""
-        return f"{self.module}.weight_packed" if self.scheme is Scheme.W8A16 else self.name
+        return f"{self.module}.weight_packed" if self.packed else self.name
 
     def outputs(self) -> dict[str, TensorDeclaration]:
         """The tensors to be written; scales have the widest type that they may get."""
         if self.scheme is Scheme.FLOAT:
             return {self.name: TensorDeclaration(self.info.dtype, self.info.shape)}
-        rows, columns = self.info.shape
+        rows, columns = self.shape
         others = {self.scale_name: TensorDeclaration("F32", (rows, 1))}
         if self.rewrite.outliers is not None:
             count = len(self.rewrite.outliers)
             others[f"{self.module}.outlier_columns"] = TensorDeclaration("I32", (count,))
             others[f"{self.module}.outlier_weight"] = TensorDeclaration("F16", (rows, count))
-        if self.scheme is Scheme.W8A8:
+        if not self.packed:
             return {self.name: TensorDeclaration("I8", (rows, columns)), **others}
         shape = {f"{self.module}.weight_shape": TensorDeclaration("I64", (2,))}
         return {self.data_name: TensorDeclaration("I32", (rows, packed_width(columns))), **shape, **others}
@@ -76,12 +94,12 @@ class ConversionTask:
 
     @property
     def rows(self) -> int:
-        """The number of rows, all axes but the last taken together."""
-        return math.prod(self.info.shape[:-1])
+        """The number of rows of the result, all axes but the last taken together."""
+        return math.prod(self.shape[:-1])
 
     @property
     def row_elements(self) -> int:
-        return math.prod(self.info.shape[-1:])
+        return math.prod(self.shape[-1:])
 
     @property
     def row_bytes(self) -> int:
@@ -108,8 +126,9 @@ class RowBlock:
 class ConvertedBlock:
     """The result of a block, per row: scales, and sums of squares of weights and errors in units of the scale.
 
-    Empty for a block that is copied. ``bad_row`` is the first row of the tensor with a NaN or an infinity.
-    ``needs_fp32_scale`` says that the scales do not fit fp16. Both mean that the block was not written.
+    Empty for a block that is copied, which has a ``checksum`` if it is a whole tensor. ``bad_row`` is the first row of
+    the tensor with a NaN or an infinity. ``needs_fp32_scale`` says that the scales do not fit fp16. Both mean that the
+    block was not written.
     """
 
     scale: np.ndarray = field(default_factory=lambda: np.empty(0, np.float16))
@@ -117,18 +136,24 @@ class ConvertedBlock:
     noise: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     bad_row: int | None = None
     needs_fp32_scale: bool = False
+    checksum: str = ""
 
 
 class Converter:
-    """Converts the tensors of ``source`` and writes them with ``writer``. A context manager that ends its threads."""
+    """Converts the tensors of ``source`` and writes them with ``writer``. A context manager that ends its threads.
+
+    ``checksums`` gets the checksums of the scales and of small tensors that are copied, by the names of the results.
+    """
 
     def __init__(self, source: Checkpoint, writer: CheckpointWriter, workers: int, progress: Progress | None = None):
         self.source = source
         self.writer = writer
         self.workers = workers
         self.progress = progress
+        self.checksums: dict[str, str] = {}
         self._pool = ThreadPoolExecutor(workers, "convert")
         self._scratch = threading.local()
+        self._sources = FileChecksums(source.files(), source.path, self._pool)
 
     def __enter__(self) -> Converter:
         return self
@@ -147,30 +172,43 @@ class Converter:
         for block, part in self._convert_all(block for task in tasks for block in _blocks(task)):
             parts.append(part)
             done += block.nbytes
+            self._sources.advance(block.task.info.file, block.task.info.offset + block.stop * block.task.row_bytes)
             if self.progress:
                 self.progress(done, total, block.task.name)
             if block.stop < block.task.rows:
                 continue
             bad_rows = [part.bad_row for part in parts if part.bad_row is not None]
             if bad_rows:
-                bad.append(f"tensor {block.task.name!r} holds a NaN or an infinity, first in row {bad_rows[0]}")
+                where = f", first in row {bad_rows[0]}" if len(block.task.shape) > 1 else ""
+                bad.append(f"tensor {block.task.name!r} holds a NaN or an infinity{where}")
             else:
                 reports.append(self._finish(block.task, parts))
             parts = []
         if bad:
-            raise checkpoint_error(self.source.path, bad, "no int8 scale fits such a row: export the checkpoint again")
+            raise checkpoint_error(self.source.path, bad, "such a model computes nothing: export the checkpoint again")
         return reports
+
+    def source_records(self) -> list[FileRecord]:
+        """The checksums of the source's files, after :meth:`run`."""
+        return self._sources.records()
+
+    def result_records(self, files: Sequence[Path], folder: Path) -> list[FileRecord]:
+        """The checksums of ``files`` in ``folder``."""
+        return FileChecksums(files, folder, self._pool).records()
 
     def _finish(self, task: ConversionTask, parts: list[ConvertedBlock]) -> TensorReport:
         """Complete a tensor, after converting it again if its scales need fp32."""
         if task.scheme is Scheme.FLOAT:
+            if parts[0].checksum:
+                self.checksums[task.name] = parts[0].checksum
             return tensor_report(task, task.info.nbytes)
         if any(part.needs_fp32_scale for part in parts):
             parts = [part for _, part in self._convert_all(_blocks(task, fp32_scale=True))]
         scale, signal, noise = (np.concatenate([getattr(p, f) for p in parts]) for f in ("scale", "signal", "noise"))
         self.writer.write_late(task.scale_name, scale[:, None])
-        if task.scheme is Scheme.W8A16:
-            self.writer.write(f"{task.module}.weight_shape", np.array(task.info.shape, np.int64))
+        self.checksums[task.scale_name] = array_checksum(scale)
+        if task.packed:
+            self.writer.write(f"{task.module}.weight_shape", np.array(task.shape, np.int64))
         if task.rewrite.outliers is not None:
             self.writer.write(f"{task.module}.outlier_columns", task.rewrite.outliers)
         return tensor_report(task, task.nbytes - 4 * scale.size + scale.nbytes, scale, signal, noise)
@@ -189,17 +227,30 @@ class Converter:
     def _convert(self, block: RowBlock) -> ConvertedBlock:
         task = block.task
         raw = self._buffer("raw", block.nbytes, np.uint8)
-        self.source.read_into(task.name, raw.data, block.start * task.row_bytes)
+        if task.transposed:
+            self._read_columns(block, raw)
+        else:
+            self.source.read_into(task.name, raw.data, block.start * task.row_bytes)
         values = raw.view(DTYPES[task.info.dtype]).reshape(block.stop - block.start, task.row_elements)
         _apply_factors(values, task.rewrite, block)
         return self._copy(block, values) if task.scheme is Scheme.FLOAT else self._quantize(block, values)
+
+    def _read_columns(self, block: RowBlock, raw: np.ndarray) -> None:
+        """Fill ``raw`` with columns of the source as rows, for a matrix that is stored ``[in, out]``."""
+        task = block.task
+        dtype, (inputs, outputs) = DTYPES[task.info.dtype], task.info.shape
+        strip = self._buffer("strip", block.nbytes, np.uint8).reshape(inputs, -1)
+        for row in range(inputs):
+            self.source.read_into(task.name, strip[row].data, (row * outputs + block.start) * dtype.itemsize)
+        raw.view(dtype).reshape(-1, inputs)[...] = strip.view(dtype).T
 
     def _copy(self, block: RowBlock, values: np.ndarray) -> ConvertedBlock:
         finite = np.isfinite(values)
         if not finite.all():
             return ConvertedBlock(bad_row=block.start + int(np.argmin(finite.all(axis=1))))
         self.writer.write(block.task.name, values, block.start * block.task.row_bytes)
-        return ConvertedBlock()
+        whole = block.nbytes == block.task.info.nbytes
+        return ConvertedBlock(checksum=array_checksum(values) if whole else "")
 
     def _quantize(self, block: RowBlock, values: np.ndarray) -> ConvertedBlock:
         if values.dtype != np.float32:
@@ -223,7 +274,7 @@ class Converter:
         if block.task.rewrite.codes is not None:
             np.copyto(rounded, block.task.rewrite.codes[block.start : block.stop])
         np.copyto(codes, rounded, casting="unsafe")
-        stored = pack(codes) if block.task.scheme is Scheme.W8A16 else codes
+        stored = pack(codes) if block.task.packed else codes
         self.writer.write(block.task.data_name, stored, block.start * stored.shape[1])
         if kept.size:
             self.writer.write(f"{block.task.module}.outlier_weight", kept, block.start * kept.shape[1] * kept.itemsize)
@@ -258,15 +309,20 @@ def _calibrated_scales(block: RowBlock) -> np.ndarray:
 
 def _apply_factors(values: np.ndarray, rewrite: WeightRewrite, block: RowBlock) -> None:
     """Multiply rows ``[rows, in]`` by the factors of a calibration; powers of two are exact in every float type."""
+    by_row, by_column = rewrite.row_factors, rewrite.column_factors
+    if block.task.transposed:
+        by_row, by_column = by_column, by_row
     with np.errstate(over="ignore"):
-        if rewrite.row_factors is not None:
-            values *= rewrite.row_factors[block.start : block.stop, None].astype(values.dtype)
-        if rewrite.column_factors is not None:
-            values *= rewrite.column_factors.astype(values.dtype)
+        if by_row is not None:
+            values *= by_row[block.start : block.stop, None].astype(values.dtype)
+        if by_column is not None:
+            values *= by_column.astype(values.dtype)
 
 
 def _blocks(task: ConversionTask, fp32_scale: bool = False) -> Iterator[RowBlock]:
     step = rows_per_block(task.row_elements)
+    if task.transposed:
+        step = max(step, STRIP_COLUMNS)
     for start in range(0, max(task.rows, 1), step):
         yield RowBlock(task, start, min(start + step, task.rows), fp32_scale)
 

@@ -1,9 +1,15 @@
 """The report that a migration returns, and the manifest that it writes into the folder.
 
-``bminf_lite.json`` holds ``format_version``, the tool's version, the recipe, ``tied_head`` (the scheme for a head
-without a tensor of its own, or null), ``quantized_when_loaded`` (by name, the schemes of matrices that are stored
-``[in, out]``), the source files with their sizes and SHA-256 checksums, and a :class:`TensorReport` for every tensor.
-After a calibration, ``calibration`` holds its decisions, and ``cost`` the distance from the source on held-out text.
+``bminf_lite.json`` holds
+
+- ``format_version``, the tool's version and the recipe;
+- ``tied_head``, the scheme for a head without a tensor of its own, or null;
+- ``quantized_when_loaded``, by name the schemes of matrices that stay float and ``[in, out]`` in the file;
+- ``only_bminf_lite``: why other readers of the format do not open the checkpoint, or null;
+- ``sources`` and ``files``, the files of the source and of the result with sizes and checksums (see :mod:`.checksum`);
+- ``checked_when_loaded``, the checksums of scales and small tensors;
+- ``tensors``, a :class:`TensorReport` for each;
+- after a calibration, ``calibration`` with its decisions, and ``cost``, the distance from the source on held-out text.
 """
 
 from __future__ import annotations
@@ -13,11 +19,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..version import __version__
+from .checksum import FileRecord
 from .recipe import Recipe, Scheme
 
 MANIFEST_FILE = "bminf_lite.json"
-FORMAT_VERSION, OUTLIER_FORMAT_VERSION = 1, 2
-"""The second is for checkpoints with outlier columns, which the first versions of this package cannot run."""
+FORMAT_VERSION, OUTLIER_FORMAT_VERSION, CONV1D_FORMAT_VERSION = 1, 2, 3
+"""The second is for checkpoints with outlier columns, and the third for int8 matrices that the source stores
+``[in, out]``; earlier versions of this package cannot run these."""
+FORMAT_VERSIONS = (FORMAT_VERSION, OUTLIER_FORMAT_VERSION, CONV1D_FORMAT_VERSION)
 
 
 @dataclass(frozen=True)
@@ -43,30 +52,63 @@ class TensorReport:
 
 
 @dataclass(frozen=True)
-class SourceFile:
-    """A file that the migration read; ``sha256`` in hexadecimal, empty for a dry run."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class MigrationReport:
     """The result of a migration: the tensors and files in the order of the source, and sizes of all tensors in bytes.
 
     ``tied_head`` is the scheme for a head without a tensor of its own, or None; ``late`` holds the schemes, by name, of
     matrices that are stored ``[in, out]``. Both stay float in the file and are quantized when they are loaded.
-    ``calibration`` holds a calibration's decisions, and ``cost`` the measured distance from the source.
+    ``conv1d`` are such matrices that are stored as int8 instead. ``calibration`` holds a calibration's decisions, and
+    ``cost`` the measured distance from the source. ``skipped`` lists the source's files that were not carried along,
+    each with the reason. Prints as a summary of two to four lines.
     """
 
     recipe: Recipe
     tied_head: Scheme | None
     tensors: tuple[TensorReport, ...]
-    sources: tuple[SourceFile, ...]
+    sources: tuple[FileRecord, ...]
     calibration: Mapping[str, Any] = field(default_factory=dict)
     late: Mapping[str, Scheme] = field(default_factory=dict)
     cost: Mapping[str, Any] = field(default_factory=dict)
+    conv1d: tuple[str, ...] = ()
+    files: tuple[FileRecord, ...] = ()
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        before, after = self.bytes_before, self.bytes_after
+        lines = [
+            f"recipe {self.recipe.name}: {len(self.tensors)} tensors, {before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB "
+            f"({before / after:.2f} times smaller)"
+        ]
+        measured = [tensor for tensor in self.tensors if tensor.snr_db is not None]
+        if measured:
+            worst = min(measured, key=lambda tensor: tensor.snr_db or 0.0)
+            lines.append(
+                f"signal to noise of int8 weights: {worst.snr_db:.1f} dB or better; worst is {worst.name}, "
+                f"its row {worst.worst_row} has {worst.worst_row_snr_db:.1f} dB"
+            )
+        if self.tied_head is not None:
+            lines.append(f"the output head shares the embedding's float tensor and runs as {self.tied_head.value}")
+        if self.late:
+            schemes = ", ".join(sorted({scheme.value for scheme in self.late.values()}))
+            lines.append(f"{len(self.late)} matrices are stored [in, out], stay float in the file and run as {schemes}")
+        if self.only_bminf_lite:
+            lines.append(f"only bminf-lite opens the result: {self.only_bminf_lite}")
+        return "\n".join([*lines, *(f"not copied: {text}" for text in self.skipped)])
+
+    def __repr__(self) -> str:
+        return f"MigrationReport({self})"
+
+    @property
+    def has_outliers(self) -> bool:
+        return any(product["outlier_columns"] for product in self.calibration.get("products", []))
+
+    @property
+    def only_bminf_lite(self) -> str | None:
+        """Why other readers of the compressed-tensors format do not open the result; None if they do."""
+        if self.conv1d:
+            return "its int8 matrices are stored [in, out] in the source (--portable keeps them float in the file)"
+        return "some columns of its int8 matrices stay fp16" if self.has_outliers else None
 
     @property
     def bytes_before(self) -> int:
@@ -78,18 +120,21 @@ class MigrationReport:
 
     def manifest(self) -> dict[str, Any]:
         """The content of ``bminf_lite.json``."""
-        has_outliers = any(product["outlier_columns"] for product in self.calibration.get("products", []))
+        version = OUTLIER_FORMAT_VERSION if self.has_outliers else FORMAT_VERSION
         return {
-            "format_version": OUTLIER_FORMAT_VERSION if has_outliers else FORMAT_VERSION,
+            "format_version": CONV1D_FORMAT_VERSION if self.conv1d else version,
             "tool": "bminf-lite",
             "tool_version": __version__,
             "recipe": self.recipe.to_dict(),
             "tied_head": self.tied_head.value if self.tied_head else None,
             **({"quantized_when_loaded": {n: scheme.value for n, scheme in self.late.items()}} if self.late else {}),
+            "only_bminf_lite": self.only_bminf_lite,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             **({"calibration": dict(self.calibration)} if self.calibration else {}),
             **({"cost": dict(self.cost)} if self.cost else {}),
             "sources": [asdict(source) for source in self.sources],
+            "files": [asdict(file) for file in self.files],
+            "checked_when_loaded": dict(self.checksums),
             "tensors": [asdict(tensor) for tensor in self.tensors],
         }

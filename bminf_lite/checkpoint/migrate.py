@@ -2,33 +2,35 @@
 
 The source is read once, tensor by tensor and block by block (see :mod:`.conversion`), so memory stays small whatever
 the size of the model. The result appears complete or not at all (see :mod:`.output_folder`). Embeddings, norms, biases
-and the matrices that the recipe leaves float are copied bit for bit in the source's type. Two kinds of matrices stay
-float in the file and are quantized when the checkpoint is loaded: a tied head, which has no tensor of its own, and
-matrices that are stored ``[in, out]`` (GPT-2's), which other readers of the format open only as float.
+and the matrices that the recipe leaves float are copied bit for bit in the source's type. A tied head, which has no
+tensor of its own, is quantized when the checkpoint is loaded.
 
 The output is a compressed-tensors checkpoint that transformers and vLLM open, plus ``bminf_lite.json`` (see
-:mod:`.manifest`). Tokenizer files, chat templates, generation settings, licence and readme are copied.
+:mod:`.manifest`), with one exception. Matrices that the source stores ``[in, out]`` (GPT-2's) are stored ``[out, in]``
+as int8 like any other, and the format has no name for that, so only this package opens the result. With ``portable``
+they stay float in the file and are quantized when the checkpoint is loaded.
+
+Tokenizer files, chat templates, generation settings, licence and readme are copied, unless they are links to files
+outside of the source.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UsageError, checkpoint_error
-from ..models.spec import Role, Spec
+from ..files import expand, thread_count
+from ..models.spec import Parameter, Role, Spec
+from .checksum import FileRecord
 from .compressed_tensors import quantization_config
 from .conversion import ConversionTask, Converter, Progress, tensor_report
-from .manifest import MANIFEST_FILE, MigrationReport, SourceFile, TensorReport
+from .manifest import MANIFEST_FILE, MigrationReport, TensorReport
 from .opened_model import OpenedModel, open_model
 from .output_folder import check_target, output_folder
 from .reader import Checkpoint
@@ -38,9 +40,6 @@ from .writer import SHARD_BYTES, CheckpointWriter, write_json
 
 MAX_IN_FEATURES = 131_071
 """A sum of more products of int8 values can exceed int32."""
-
-MAX_THREADS = 16
-"""More threads would wait for the disk."""
 
 COPIED_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*",
@@ -62,6 +61,7 @@ def migrate(
     *,
     force: bool = False,
     dry_run: bool = False,
+    portable: bool = False,
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
     calibrate: CalibrateFn | None = None,
@@ -70,8 +70,9 @@ def migrate(
     """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
 
     ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. ``force`` replaces an earlier result
-    in ``out``, once the new one is complete. ``dry_run`` only reports how each tensor would be converted. The result is
-    split into files of at most ``shard_bytes``. ``calibrate`` runs after the source, the recipe and ``out`` were
+    in ``out``, once the new one is complete. ``dry_run`` only reports how each tensor would be converted. ``portable``
+    keeps matrices float in the file that other readers open only so. The result is split into files of at most
+    ``shard_bytes``. ``calibrate`` runs after the source, the recipe and ``out`` were
     checked. ``verify`` gets the complete folder before it takes its name, and returns the report's ``cost``.
 
     Raises :class:`CheckpointError` if the source cannot be read or quantized or ``out`` cannot be written, and
@@ -82,34 +83,35 @@ def migrate(
     chosen = load_recipe(recipe)
     if chosen.calibration is not None and calibrate is None:
         raise UsageError(f"recipe {chosen.name}: needs a text to calibrate on (--calibrate FILE, calibrate=...)")
-    target = Path(out).resolve()
+    target = expand(out, "out").resolve()
     with open_model(source) as model:
         checkpoint = model.checkpoint
         if checkpoint.quantization is not None:
             remedy = "migrate the fp32, fp16 or bf16 checkpoint that it was made from"
             raise CheckpointError(f"{checkpoint.path}: is quantized already (quantization_config); {remedy}")
-        _make_tasks(checkpoint, SchemeChoice.of(model.spec, chosen), {})
+        _make_tasks(checkpoint, SchemeChoice.of(model.spec, chosen, portable=portable), {})
         if not dry_run:
             if checkpoint.path.resolve().is_relative_to(target):
                 raise CheckpointError(f"{target}: holds the source, {checkpoint.path}; name another folder")
             check_target(target, force)
         calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
-        schemes = SchemeChoice.of(model.spec, chosen, calibrated.rewrites)
+        schemes = SchemeChoice.of(model.spec, chosen, calibrated.rewrites, portable)
         tasks = _make_tasks(checkpoint, schemes, calibrated.rewrites)
         estimated = tuple(map(_estimate_report, tasks))
-        files = tuple(SourceFile(file.name, file.stat().st_size, "") for file in checkpoint.files())
-        report = MigrationReport(chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late)
+        files = tuple(FileRecord(file.name, file.stat().st_size, "") for file in checkpoint.files())
+        copied, skipped = _files_to_copy(checkpoint.path)
+        report = MigrationReport(
+            chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late, conv1d=schemes.conv1d,
+            skipped=tuple(skipped),
+        )  # fmt: skip
         if dry_run:
             return report
-        copied = _files_to_copy(checkpoint.path)
         needed = sum(task.nbytes for task in tasks) + sum(file.stat().st_size for file in copied) + (1 << 20)
         with output_folder(target, force, needed) as folder:
-            tensors, sources = _convert(checkpoint, tasks, folder, shard_bytes, progress)
-            report = replace(report, tensors=tuple(tensors), sources=tuple(sources))
-            quantization = _quantization(schemes, calibrated.rewrites)
-            write_json(folder / "config.json", checkpoint.config | quantization)
-            write_json(folder / MANIFEST_FILE, report.manifest())
+            write_json(folder / "config.json", checkpoint.config | _quantization(schemes, calibrated.rewrites))
             _copy_files(checkpoint.path, copied, folder)
+            report = _convert(checkpoint, tasks, folder, shard_bytes, progress, report)
+            write_json(folder / MANIFEST_FILE, report.manifest())
             if verify:
                 report = replace(report, cost=verify(folder))
                 write_json(folder / MANIFEST_FILE, report.manifest())
@@ -118,13 +120,16 @@ def migrate(
 
 @dataclass(frozen=True)
 class SchemeChoice:
-    """The scheme in which the model runs each weight matrix, by tensor name."""
+    """The scheme in which the model runs each weight matrix, by tensor name; for ``portable`` see :func:`migrate`."""
 
     spec: Spec
     running: Mapping[str, Scheme]
+    portable: bool = False
 
     @classmethod
-    def of(cls, spec: Spec, recipe: Recipe, rewrites: Mapping[str, WeightRewrite] | None = None) -> SchemeChoice:
+    def of(
+        cls, spec: Spec, recipe: Recipe, rewrites: Mapping[str, WeightRewrite] | None = None, portable: bool = False
+    ) -> SchemeChoice:
         """The recipe's schemes, replaced by those of ``rewrites``. Raises :class:`UsageError` if all are float."""
         matrices = {name: p for name, p in spec.parameters.items() if p.role in (Role.LINEAR, Role.HEAD)}
         recipe.check_patterns(matrices)
@@ -132,18 +137,26 @@ class SchemeChoice:
         chosen |= {name: rewrite.scheme for name, rewrite in (rewrites or {}).items() if rewrite.scheme}
         if all(scheme is Scheme.FLOAT for name, scheme in chosen.items() if name not in spec.tied):
             raise UsageError(f"recipe {recipe.name}: leaves every weight matrix of this checkpoint float")
-        return cls(spec, chosen)
+        return cls(spec, chosen, portable)
 
     @property
     def stored(self) -> dict[str, Scheme]:
-        """The scheme of each matrix in the file: float if it is tied, or stored ``[in, out]``."""
-        late = {name for name in self.running if name in self.spec.tied or self.spec.parameters[name].transposed}
+        """The scheme of each matrix in the file: float if it is tied or quantized when it is loaded."""
+        late = {*self.late, *self.spec.tied}
         return {name: Scheme.FLOAT if name in late else scheme for name, scheme in self.running.items()}
 
     @property
     def late(self) -> dict[str, Scheme]:
-        """The schemes of matrices that are stored ``[in, out]``."""
+        """The schemes of matrices that stay float and ``[in, out]`` in the file."""
+        if not self.portable:
+            return {}
         return {name: scheme for name, scheme in self.running.items() if self.spec.parameters[name].transposed}
+
+    @property
+    def conv1d(self) -> tuple[str, ...]:
+        """The int8 matrices that the source stores ``[in, out]``."""
+        stored = self.stored.items()
+        return tuple(n for n, s in stored if self.spec.parameters[n].transposed and s is not Scheme.FLOAT)
 
     @property
     def tied_head(self) -> Scheme | None:
@@ -160,16 +173,27 @@ def _make_tasks(
     wide = [
         f"tensor {name!r} {list(spec.parameters[name].shape)}: w8a8 allows {MAX_IN_FEATURES:,} inputs at most"
         for name, scheme in stored.items()
-        if scheme is Scheme.W8A8 and spec.parameters[name].shape[-1] > MAX_IN_FEATURES
+        if scheme is Scheme.W8A8 and _in_features(spec.parameters[name]) > MAX_IN_FEATURES
     ]
     if wide:
         raise checkpoint_error(checkpoint.path, wide, "choose w8a16 or float")
+    conv1d = set(schemes.conv1d)
     tasks = [
-        ConversionTask(name, checkpoint.tensors[name], stored.get(name, Scheme.FLOAT), rewrites.get(name, NO_REWRITE))
+        ConversionTask(
+            name,
+            checkpoint.tensors[name],
+            stored.get(name, Scheme.FLOAT),
+            rewrites.get(name, NO_REWRITE),
+            transposed=name in conv1d,
+        )
         for name in spec.parameters
         if name not in spec.tied
     ]
     return sorted(tasks, key=lambda task: (task.info.file, task.info.offset))
+
+
+def _in_features(parameter: Parameter) -> int:
+    return parameter.shape[0 if parameter.transposed else -1]
 
 
 def _estimate_report(task: ConversionTask) -> TensorReport:
@@ -183,32 +207,38 @@ def _quantization(schemes: SchemeChoice, rewrites: Mapping[str, WeightRewrite]) 
     if set(stored.values()) <= {Scheme.FLOAT}:
         return {}
     kept = {name.removesuffix(".weight"): len(t.outliers) for name, t in rewrites.items() if t.outliers is not None}
-    return {"quantization_config": quantization_config(stored, kept)}
+    conv1d = {name.removesuffix(".weight") for name in schemes.conv1d}
+    return {"quantization_config": quantization_config(stored, kept, conv1d)}
 
 
 def _convert(
-    checkpoint: Checkpoint, tasks: list[ConversionTask], folder: Path, shard_bytes: int, progress: Progress | None
-) -> tuple[list[TensorReport], list[SourceFile]]:
-    """Write all tensors into ``folder``, and compute the checksums of the source's files."""
-    hashers, workers = _thread_counts()
+    checkpoint: Checkpoint,
+    tasks: list[ConversionTask],
+    folder: Path,
+    shard_bytes: int,
+    progress: Progress | None,
+    report: MigrationReport,
+) -> MigrationReport:
+    """Write all tensors into ``folder``; returns the report with them, and with the checksums of all files."""
     outputs = {name: declared for task in tasks for name, declared in task.outputs().items()}
     writer = CheckpointWriter(folder, outputs, {task.scale_name for task in tasks}, shard_bytes)
     try:
-        with (
-            _checksums(checkpoint.files(), hashers) as hashed,
-            Converter(checkpoint, writer, workers, progress) as converter,
-        ):
+        with Converter(checkpoint, writer, thread_count(), progress) as converter:
             tensors = converter.run(tasks)
             writer.finish()
-            sources = [file.result() for file in hashed]
+            sources = converter.source_records()
+            written = sorted(path for path in folder.rglob("*") if path.is_file())
+            files = converter.result_records(written, folder)
     finally:
         writer.close()
     checkpoint.check_unchanged()
-    return tensors, sources
+    return replace(
+        report, tensors=tuple(tensors), sources=tuple(sources), files=tuple(files), checksums=converter.checksums
+    )
 
 
-def _files_to_copy(source: Path) -> list[Path]:
-    """The files of the model that are neither weights nor configuration."""
+def _files_to_copy(source: Path) -> tuple[list[Path], list[str]]:
+    """The files of the model that are neither weights nor configuration, and those left out, each with the reason."""
     found = [
         path
         for path in sorted(source.iterdir())
@@ -218,7 +248,21 @@ def _files_to_copy(source: Path) -> list[Path]:
     folder = source / COPIED_FOLDER
     if folder.is_dir():
         found += sorted(folder.iterdir())
-    return [path for path in found if path.is_file()]
+    files = [path for path in found if path.is_file()]
+    root = _linkable_root(source)
+    foreign = {path: path.resolve() for path in files if not path.resolve().is_relative_to(root)}
+    skipped = [f"{path.name} is a link to {target}, outside of the source" for path, target in foreign.items()]
+    return [path for path in files if path not in foreign], skipped
+
+
+def _linkable_root(source: Path) -> Path:
+    """The folder that links in ``source`` may lead to: itself, or the model's folder in the cache of Hugging Face.
+
+    There, ``snapshots/REVISION`` holds links into ``blobs``.
+    """
+    root = source.resolve()
+    is_cache = root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir()
+    return root.parents[1] if is_cache else root
 
 
 def _copy_files(source: Path, files: list[Path], folder: Path) -> None:
@@ -228,37 +272,3 @@ def _copy_files(source: Path, files: list[Path], folder: Path) -> None:
         shutil.copyfile(file, copy)
         with open(copy, "rb+") as written:
             os.fsync(written.fileno())
-
-
-def _thread_counts() -> tuple[int, int]:
-    """Threads for checksums and for conversion: SHA-256 of fp32 data takes about as long as the conversion."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    hashers = max(1, min(cores, MAX_THREADS) // 2)
-    return hashers, max(1, min(cores, MAX_THREADS) - hashers)
-
-
-@contextmanager
-def _checksums(files: list[Path], threads: int) -> Iterator[list[Future[SourceFile]]]:
-    """Hash files in the background, several at a time, until the block ends.
-
-    A file is hashed at about the time when its tensors are converted, so the disk is read once.
-    """
-    stop = threading.Event()
-    pool = ThreadPoolExecutor(threads, "checksum")
-    try:
-        yield [pool.submit(_checksum, file, stop) for file in files]
-    finally:
-        stop.set()
-        pool.shutdown(cancel_futures=True)
-
-
-def _checksum(path: Path, stop: threading.Event) -> SourceFile:
-    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(1 << 20))
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while (count := file.readinto(buffer)) and not stop.is_set():
-                digest.update(buffer[:count])
-                size += count
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    return SourceFile(path.name, size, digest.hexdigest())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,36 @@ class ModelDescription:
     spec: Spec
 
 
-def describe_model(config: Mapping[str, Any]) -> ModelDescription:
-    """The model of a parsed ``config.json``. Raises :class:`CheckpointError` for one that cannot be run."""
-    architecture = models.find(config)
-    parsed = architecture.parse(config)
+def describe_model(config: Mapping[str, Any], folder: Path | None = None) -> ModelDescription:
+    """The model of a parsed ``config.json``, which is in ``folder``.
+
+    Raises :class:`CheckpointError` for one that cannot be run.
+    """
+    with _errors_name(folder):
+        architecture = models.find(config)
+        parsed = architecture.parse(config)
     return ModelDescription(architecture, parsed, architecture.spec(parsed))
+
+
+@contextmanager
+def _errors_name(folder: Path | None) -> Iterator[None]:
+    """Put ``folder`` before the name of the file with which the message of a :class:`CheckpointError` begins."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(str(error) if folder is None else f"{folder}/{error}") from None
 
 
 class OpenedModel:
     """An open checkpoint whose tensors are those of ``description``. A context manager that closes its files.
 
-    ``path`` is the folder; ``architecture``, ``config`` and ``spec`` are those of the description.
+    ``path`` is the folder; ``architecture``, ``config`` and ``spec`` are those of the description. ``eos_ids`` are the
+    tokens that end a completion by the configuration, or None where it names none.
     """
 
-    def __init__(self, checkpoint: Checkpoint, description: ModelDescription):
+    def __init__(self, checkpoint: Checkpoint, description: ModelDescription, eos_ids: frozenset[int] | None):
         self.checkpoint = checkpoint
+        self.eos_ids = eos_ids
         self.description = description
         self.path = checkpoint.path
         self.architecture = description.architecture
@@ -78,22 +94,69 @@ def open_model(path: str | Path) -> OpenedModel:
     """Open the checkpoint in the folder ``path`` and validate it.
 
     Tensors that the files have under an alias get the specification's names. Raises :class:`CheckpointError` if the
-    files cannot be used (see :func:`.open_checkpoint`), if the model is unknown or its configuration makes no sense,
-    and with every missing, unexpected, misshapen or wrongly typed tensor.
+    files cannot be used (see :func:`.open_checkpoint`), if the model is unknown, if its configuration makes no sense or
+    names end-of-sequence tokens outside of the vocabulary, and with every missing, unexpected, misshapen or wrongly
+    typed tensor.
     """
     checkpoint = open_checkpoint(path)
     try:
-        description = describe_model(checkpoint.config)
+        description = describe_model(checkpoint.config, checkpoint.path)
+        checkpoint.rename(description.spec.aliases)
+        description = replace(description, spec=_resolve_ties(checkpoint, description.spec))
         spec = description.spec
-        checkpoint.rename(spec.aliases)
         problems = _spec_problems(spec, checkpoint.tensors, checkpoint.quantization) or _tied_problems(checkpoint, spec)
+        with _errors_name(checkpoint.path):
+            vocab_size = description.config.vocab_size
+            eos_ids = configured_eos_ids(checkpoint.generation_config, checkpoint.config, vocab_size)
         if problems:
             remedy = "the files do not fit config.json: get both anew from the same place, or export the model again"
             raise checkpoint_error(checkpoint.path, problems, remedy)
-        return OpenedModel(checkpoint, description)
+        return OpenedModel(checkpoint, description, eos_ids)
     except BaseException:
         checkpoint.close()
         raise
+
+
+def _resolve_ties(checkpoint: Checkpoint, spec: Spec) -> Spec:
+    """Give a tensor that a file holds under the name of a copy its own name, and tie those that the file may omit.
+
+    Writers that store equal tensors once choose among their names: ``safetensors.torch.save_model`` takes the first in
+    alphabetical order, which for a tied LLaMA is ``lm_head.weight``. Returns the specification of this file.
+    """
+    absent = {
+        name: source
+        for name, source in spec.tied_if_absent.items()
+        if not {name, f"{name.removesuffix('.weight')}.weight_packed"} & checkpoint.tensors.keys()
+    }
+    if absent:
+        folds = tuple(fold for fold in spec.foldable if not absent.keys() & set(fold.consumers))
+        spec = replace(spec, tied={**spec.tied, **absent}, foldable=folds)
+    for source in {*spec.tied.values(), *spec.copies}:
+        copies = (*spec.copies.get(source, ()), *(name for name, other in spec.tied.items() if other == source))
+        held = next((name for name in copies if name in checkpoint.tensors), None)
+        if source not in checkpoint.tensors and held is not None:
+            checkpoint.rename_tensor(held, source)
+    return spec
+
+
+def configured_eos_ids(
+    generation_config: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int
+) -> frozenset[int] | None:
+    """The ``eos_token_id`` (an id or a list) of ``generation_config.json``, else of ``config.json``, else ``None``.
+
+    Raises ``CheckpointError`` for ids outside the vocabulary.
+    """
+    for name, values in (("generation_config.json", generation_config), ("config.json", config)):
+        value = values.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if any(not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size for i in ids):
+            raise CheckpointError(
+                f"{name}: eos_token_id is {value!r}, but must be a token id from 0 to {vocab_size - 1}, or a list"
+            )
+        return frozenset(ids)
+    return None
 
 
 class CheckpointWeights:
@@ -101,8 +164,8 @@ class CheckpointWeights:
 
     Matrices and embedding tables are read when they are used (see :meth:`.Checkpoint.stored`).
 
-    The format keeps two kinds of matrices float: a tied head, which is the embedding, and matrices that are stored
-    ``[in, out]``. Those of a migrated checkpoint are quantized here, in the schemes of its manifest.
+    A tied head, which is the embedding, is float in the file, and so may be matrices that are stored ``[in, out]``.
+    Those of a migrated checkpoint are quantized here, in the schemes of its manifest.
     """
 
     def __init__(self, checkpoint: Checkpoint, spec: Spec):
@@ -116,7 +179,7 @@ class CheckpointWeights:
         """The matrix ``name`` ``[out, in]``, float or int8."""
         if name in self.spec.tied:
             weight = self.vector(name)
-        elif self.spec.parameters[name].transposed:
+        elif self.spec.parameters[name].transposed and not self._is_int8(name):
             weight = np.ascontiguousarray(self.vector(name).T)
         else:
             return self.checkpoint.weight(name)
@@ -125,20 +188,25 @@ class CheckpointWeights:
 
     def vector(self, name: str) -> np.ndarray:
         """The float tensor ``name``."""
-        values = self.checkpoint.stored_float(self.spec.tied.get(name, name))
-        return values if self.spec.parameters[name].role is Role.EMBEDDING else np.asarray(values)
+        stored = self.spec.tied.get(name, name)
+        is_table = self.spec.parameters[name].role is Role.EMBEDDING
+        return self.checkpoint.stored_float(stored) if is_table else self.checkpoint.vector(stored)
 
     def scheme_of(self, name: str) -> Scheme:
         """The scheme in which the model runs the matrix ``name``."""
         if name in self.spec.tied:
             return self.tied_scheme
-        if self.spec.parameters[name].transposed:
+        if self.spec.parameters[name].transposed and not self._is_int8(name):
             return self.late.get(name, Scheme.FLOAT)
         quantization = self.checkpoint.quantization
         group = quantization.group_of(name.removesuffix(".weight")) if quantization else None
         if group is None:
             return Scheme.FLOAT
         return Scheme.W8A8 if group.dynamic else Scheme.W8A16
+
+    def _is_int8(self, name: str) -> bool:
+        """Whether the file holds codes ``[out, in]`` of a matrix that unquantized checkpoints store ``[in, out]``."""
+        return self.checkpoint.tensors[name].dtype == "I8"
 
     def _scheme(self, key: str, value: object) -> Scheme:
         """A scheme in the manifest; None means float."""
@@ -196,15 +264,15 @@ def _expected_tensors(
 ) -> Iterator[_ExpectedTensor]:
     """The tensors that represent a parameter in a file.
 
-    Only linear layers and the head can be quantized; ``Conv1D`` weights stay float in this format.
+    Only linear layers and the head can be quantized; ``Conv1D`` weights in a group of their own.
     """
     module = name.removesuffix(".weight")
-    quantizable = parameter.role in (Role.LINEAR, Role.HEAD) and not parameter.transposed
+    quantizable = parameter.role in (Role.LINEAR, Role.HEAD)
     group = quantization.group_of(module) if quantization and quantizable else None
-    if group is None:
+    if group is None or group.conv1d != parameter.transposed:
         yield _ExpectedTensor(name, FLOAT_DTYPES, (parameter.shape,))
         return
-    rows, columns = parameter.shape
+    rows, columns = parameter.shape[::-1] if parameter.transposed else parameter.shape
     if group.packed:
         yield _ExpectedTensor(f"{module}.weight_packed", ("I32",), ((rows, packed_width(columns)),))
         yield _ExpectedTensor(f"{module}.weight_shape", ("I64", "I32"), ((2,),))

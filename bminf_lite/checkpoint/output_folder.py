@@ -2,10 +2,10 @@
 
 The files are written into a hidden folder beside the target, on the same file system. When they are on the disk, the
 folder is renamed to the target in one step. A run that is killed leaves the target as it was; the next run for the same
-target removes the hidden folder. With ``force`` the new folder and an existing target exchange names in one step
-(``renameat2`` of Linux), so a complete folder has that name at every moment. Where the system cannot exchange names,
-the old folder is renamed first, and renamed back if the second step fails; the next run repairs what a run that was
-killed between the two steps left.
+target removes the hidden folder. An earlier result is replaced only if it holds nothing but what a migration wrote.
+With ``force`` the new folder and an existing target exchange names in one step (``renameat2`` of Linux), so a complete
+folder has that name at every moment. Where the system cannot exchange names, the old folder is renamed first, and
+renamed back if the second step fails; the next run repairs what a run that was killed between the two steps left.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..files import read_small_file
 from .manifest import MANIFEST_FILE
 
 _PARTIAL = ".partial"
@@ -38,6 +40,7 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
     target = target.resolve()
     partial, lock = target.parent / f".{target.name}.{secrets.token_hex(4)}{_PARTIAL}", -1
     try:
+        _check_is_folder(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(target)
         check_target(target, force)
@@ -62,13 +65,37 @@ def output_folder(target: Path, force: bool, needed: int) -> Iterator[Path]:
 
 def check_target(target: Path, force: bool) -> None:
     """Raise :class:`CheckpointError` if ``target`` exists and may not be replaced."""
+    _check_is_folder(target)
     if not target.exists():
         return
     if not force:
         raise CheckpointError(f"{target}: already exists; name another folder, or replace it with --force (force=True)")
-    if not target.is_dir() or (any(target.iterdir()) and not (target / MANIFEST_FILE).is_file()):
+    if any(target.iterdir()) and not (target / MANIFEST_FILE).is_file():
         problem = f"holds no {MANIFEST_FILE}, so it is not the result of a migration and is not replaced"
         raise CheckpointError(f"{target}: {problem}; delete it, or name another folder")
+    if added := _added_files(target):
+        names = ", ".join(added[:4]) + (", ..." if len(added) > 4 else "")
+        problem = f"holds files that no migration wrote, and replacing it would delete them: {names}"
+        raise CheckpointError(f"{target}: {problem}; move them, or name another folder")
+
+
+def _check_is_folder(target: Path) -> None:
+    """Raise :class:`CheckpointError` if ``target``, or a folder that it would be in, is a file."""
+    existing = next(folder for folder in (target, *target.parents) if folder.exists())
+    if not existing.is_dir():
+        where = "" if existing == target else f"{existing} "
+        raise CheckpointError(f"{target}: {where}is a file, not a folder; name another folder")
+
+
+def _added_files(target: Path) -> list[str]:
+    """The files of a result that its manifest does not list; none if it lists no files, as of early versions."""
+    try:
+        manifest = json.loads(read_small_file(target / MANIFEST_FILE))
+        known = {MANIFEST_FILE, *(str(file["name"]) for file in manifest["files"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    files = (path for path in target.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(name for path in files if (name := path.relative_to(target).as_posix()) not in known)
 
 
 def check_space(target: Path, needed: int) -> None:
@@ -86,7 +113,7 @@ def _clear_leftovers(target: Path) -> None:
     """Remove the folders of killed runs for the same target. The folder of a running one is locked, and stays."""
     for leftover in _siblings(target, _OLD):
         if target.exists():
-            shutil.rmtree(leftover, ignore_errors=True)
+            _delete(leftover)
         else:
             os.rename(leftover, target)
     for leftover in _siblings(target, _PARTIAL):
@@ -94,17 +121,26 @@ def _clear_leftovers(target: Path) -> None:
             lock = _lock(leftover)
         except OSError:
             continue
-        shutil.rmtree(leftover, ignore_errors=True)
+        _delete(leftover)
         os.close(lock)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder completely, also if Ctrl-C interrupts it."""
+    """Remove a folder completely, also if Ctrl-C or a signal interrupts it."""
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-    except KeyboardInterrupt:
-        shutil.rmtree(folder, ignore_errors=True)
+        _delete(folder)
+    except (KeyboardInterrupt, SystemExit):
+        _delete(folder)
         raise
+
+
+def _delete(folder: Path) -> None:
+    """Remove a folder, also where it or a folder in it is read-only, as an earlier result may be."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            with suppress(OSError):
+                path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _siblings(target: Path, suffix: str) -> list[Path]:

@@ -20,8 +20,10 @@ import numpy as np
 from ..backend.quantization import HostWeight, Int8Weight, OutlierColumns
 from ..backend.stored_matrix import StoredMatrix
 from ..errors import CheckpointError, checkpoint_error
+from ..files import expand, read_small_file
+from .checksum import array_checksum
 from .compressed_tensors import packed_width, parse_quantization, unpack
-from .manifest import MANIFEST_FILE
+from .manifest import FORMAT_VERSIONS, MANIFEST_FILE
 from .safetensors_file import SafetensorsFile
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
 from .torch_file import TorchFile
@@ -48,6 +50,8 @@ class Checkpoint:
         self._name_in_file = {name: name for name in self.tensors}
         self.generation_config = _read_optional(path / "generation_config.json")
         self.manifest = _read_optional(path / MANIFEST_FILE)
+        _check_manifest(path, self.manifest, files)
+        self._checksums = self.manifest.get("checked_when_loaded") or {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -82,6 +86,12 @@ class Checkpoint:
             self._name_in_file = {new: self._name_in_file[old] for old, new in renamed.items()}
             self.tensors = {renamed[old]: info for old, info in self.tensors.items()}
 
+    def rename_tensor(self, old: str, new: str) -> None:
+        """Rename one tensor to a name that is not in use."""
+        assert new not in self.tensors
+        self.tensors = {new if name == old else name: info for name, info in self.tensors.items()}
+        self._name_in_file[new] = self._name_in_file.pop(old)
+
     def read(self, name: str) -> np.ndarray:
         """A tensor as it is stored, in new memory. bf16 comes as ``ml_dtypes.bfloat16``."""
         return self._files[self._info(name).file].read(self._name_in_file[name])
@@ -108,7 +118,7 @@ class Checkpoint:
 
     def vector(self, name: str) -> np.ndarray:
         """A float tensor (the weight or the bias of a norm, a bias) in new memory."""
-        return np.asarray(self.stored_float(name))
+        return self._checked(name, np.asarray(self.stored_float(name)))
 
     def weight(self, name: str) -> HostWeight:
         """The matrix ``name`` (``model.layers.0.mlp.up_proj.weight``) ``[out, in]``: float or int8, as it is stored.
@@ -139,8 +149,12 @@ class Checkpoint:
         scale = self.vector(f"{module}.weight_scale")
         if scale.size not in (1, rows):
             raise CheckpointError(f"{self.path}: {module}.weight_scale has {scale.size} values for {rows} rows")
-        if not np.isfinite(scale.astype(np.float32)).all():
+        values = scale.astype(np.float32)
+        if not np.isfinite(values).all():
             raise CheckpointError(f"{self.path}: {module}.weight_scale holds a NaN or an infinity")
+        if values.size and values.min() <= 0:
+            problem = f"holds {values.min():g}, but scales are positive; the file is damaged, or its writer is wrong"
+            raise CheckpointError(f"{self.path}: {module}.weight_scale {problem}")
         zero_point = f"{module}.weight_zero_point"
         if zero_point in self.tensors and self.read(zero_point).any():
             raise CheckpointError(f"{self.path}: {zero_point} is not zero; only symmetric weights can be run")
@@ -156,6 +170,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {module}.{problem}")
         return OutlierColumns(index, self.vector(f"{module}.outlier_weight"))
 
+    def _checked(self, name: str, values: np.ndarray) -> np.ndarray:
+        """``values`` of the tensor ``name``, compared with their checksum at migration if there is one."""
+        if name in self._checksums and array_checksum(values) != self._checksums[name]:
+            problem = f"tensor {name!r} is not what migration wrote: the file is damaged"
+            raise CheckpointError(f"{self._info(name).file}: {problem}; copy it again, or migrate again")
+        return values
+
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
@@ -168,7 +189,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises :class:`CheckpointError` if the folder, ``config.json``, the index or a file of weights cannot be used; all
     problems of the shards are listed together.
     """
-    path = Path(path)
+    path = expand(path)
     if not path.is_dir():
         what = "is a file, not a folder" if path.exists() else "does not exist"
         raise CheckpointError(f"{path}: {what}; give the folder that holds config.json and the weights")
@@ -193,7 +214,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object; raises :class:`CheckpointError` if it does not exist or is something else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_small_file(path).decode("utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: does not exist; copy it from the model's original folder") from error
     except OSError as error:
@@ -207,6 +228,24 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
+
+
+def _check_manifest(path: Path, manifest: Mapping[str, Any], files: Sequence[TensorFile]) -> None:
+    """Raise :class:`CheckpointError` for a manifest of another version, and for files of another size than it says."""
+    version = manifest.get("format_version", FORMAT_VERSIONS[0])
+    if version not in FORMAT_VERSIONS:
+        known = ", ".join(map(str, FORMAT_VERSIONS))
+        problem = f"format_version is {version!r}, and this version reads {known}"
+        raise CheckpointError(f"{path / MANIFEST_FILE}: {problem}; upgrade bminf-lite, or migrate again")
+    recorded = manifest.get("files")
+    sizes = {str(f.get("name")): f.get("bytes") for f in recorded} if isinstance(recorded, list) else {}
+    problems = [
+        f"{file.path.name} has {file.nbytes:,} bytes; migration wrote {sizes[file.path.name]:,}"
+        for file in files
+        if sizes.get(file.path.name, file.nbytes) != file.nbytes
+    ]
+    if problems:
+        raise checkpoint_error(path, problems, "the files are damaged, or of different migrations: copy them again")
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ file's size and modification time with those at its opening, so a file that was 
 from __future__ import annotations
 
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,10 +58,12 @@ class TensorFile(ABC):
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY)
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise CheckpointError(f"{path}: is a device, a pipe or a folder, not a file of weights")
             self._state = self._stat()
             if self._read_bytes(0, 32).startswith(b"version https://git-lfs"):
                 raise CheckpointError(f"{path}: is a Git LFS pointer, not the weights; run `git lfs pull` there")

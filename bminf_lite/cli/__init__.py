@@ -4,7 +4,8 @@ An underscore in a file's name is a hyphen in the command's. Commands parse argu
 results on stdout, progress and messages on stderr. At its top a file imports only click, so that ``--help`` is quick;
 its functions import the rest.
 
-Exit codes: 0; 1 for a failed job; 2 for wrong usage; 130 after Ctrl-C. An error is one message, with a traceback only
+Exit codes: 0; 1 for a failed job; 2 for wrong usage; 130 after Ctrl-C, and 128 plus the number of another signal that
+asks the process to end, after it has removed unfinished files. An error is one message, with a traceback only
 under ``--debug``. Output that cannot be written is a failed job, without a message if the reader has closed the pipe.
 """
 
@@ -15,9 +16,12 @@ import importlib
 import io
 import os
 import pkgutil
+import signal
 import sys
+import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -60,7 +64,8 @@ class CommandLine(click.Group):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         try:
-            return super().main(*args, **options)
+            with _signals_end_in_order():
+                return super().main(*args, **options)
         except OSError as error:  # from printing help, a version or a message: invoke() handles those of commands
             _print_error(error)
             sys.exit(FAILED)
@@ -82,6 +87,24 @@ class CommandLine(click.Group):
             if isinstance(error, KeyboardInterrupt):
                 context.exit(INTERRUPTED)
             context.exit(WRONG_USAGE if isinstance(error, UsageError) else FAILED)
+
+
+@contextmanager
+def _signals_end_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise ``SystemExit``, so that unfinished files are removed and streams are closed."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _print_error(error: BaseException) -> None:

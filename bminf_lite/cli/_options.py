@@ -53,6 +53,17 @@ kv_cache_option = click.option(
 )
 
 
+tokens_option = click.option(
+    "--tokens", type=click.IntRange(min=2), metavar="N", help="Score the first N tokens of FILE only."
+)
+max_batch_option = click.option(
+    "--max-batch", type=int, default=16, show_default=True, metavar="N", help="The most sequences to decode together."
+)
+context_option = click.option(
+    "--context", type=int, metavar="N", help="Tokens that the cache must have room for; by default the model's context."
+)
+
+
 def window_options(command: Command) -> Command:
     """The windows in which a text is read."""
     window = "Tokens that the model sees at once; by default its context, 1024 at most."

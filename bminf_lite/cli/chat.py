@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import BminfError, UsageError
-from ._options import given_options, model_options, sampling_options, stop_option
+from ._finish import max_new_tokens
+from ._options import context_option, given_options, model_options, sampling_options, stop_option
 from ._prompts import require_stdin
 
 if TYPE_CHECKING:
@@ -27,12 +28,14 @@ CLEAR = "/clear"
 @model_options
 @sampling_options
 @stop_option
+@context_option
 @click.option("--system", metavar="TEXT", help="The system message.")
 def chat(
     model: Path,
     device: str,
     memory_limit: int | None,
     kv_cache: str,
+    context: int | None,
     stop: tuple[str, ...],
     system: str | None,
     **sampling: float | None,
@@ -40,9 +43,9 @@ def chat(
     """Talk to a model.
 
     The model in the folder MODEL, which must have a chat template or be EVA, answers each line. It remembers the
-    dialogue as far as its context reaches. Ctrl-C stops an answer, /clear forgets everything but the system message,
-    and Ctrl-D ends. The defaults of sampling options are those of the model's generation_config.json, or else those in
-    brackets.
+    dialogue as far as its context leaves room for an answer, and says what it forgets. Ctrl-C stops an answer, /clear
+    forgets everything but the system message, and Ctrl-D ends. The defaults of sampling options are those of the
+    model's generation_config.json, or else those in brackets.
 
     \b
     Example:
@@ -53,7 +56,7 @@ def chat(
 
     require_stdin()
     given = given_options(sampling, stop)
-    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
+    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache, context=context) as loaded:
         dialogue = Dialogue(loaded, system, given)
         loaded.encode([*dialogue.start, {"role": "user", "content": "?"}])  # an error appears before the first line
         if sys.stdin.isatty():
@@ -86,27 +89,43 @@ class Dialogue:
 
     def _print_reply(self, prompt: EncodedPrompt) -> str:
         """Print the answer, and return it up to an interrupt."""
-        said = ""
+        said, result = "", None
         try:
             with closing(self.model.stream(prompt, **self.options)) as pieces:
                 for piece in pieces:
-                    said += piece.text
+                    said, result = said + piece.text, piece.result
                     click.echo(piece.text, nl=False)
         except KeyboardInterrupt:
             pass
         finally:
             click.echo()
+        limit = max_new_tokens(self.model, self.options)
+        if result is not None and result.finish_reason == "length" and len(result.token_ids) < limit:
+            click.echo(f"(cut: the model's context of {self._context_length:,} tokens is full)", err=True)
         return said
 
+    @property
+    def _context_length(self) -> int:
+        return self.model.engine_config.context_length
+
     def _fitting_prompt(self) -> EncodedPrompt:
-        """The dialogue in tokens, without the first exchanges that the model's context cannot hold."""
+        """The dialogue in tokens, without the first exchanges that leave no room for an answer in the context.
+
+        An answer gets room for ``max_new_tokens``, but for half of the context at most.
+        """
         kept = self.turns
+        room = min(max_new_tokens(self.model, self.options), self._context_length // 2)
+        if self.model.engine_config.is_encoder_decoder:
+            room = 0  # the decoder has a context of its own
         while True:
             try:
                 prompt = self.model.encode([*self.start, *kept])
+                fits = len(prompt.token_ids) + room <= self._context_length
             except UsageError:
+                fits = False
                 if len(kept) < 3:
                     raise
+            if not fits and len(kept) >= 3:
                 kept = kept[2:]
                 continue
             if len(kept) < len(self.turns):

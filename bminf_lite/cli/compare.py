@@ -18,6 +18,7 @@ from ._options import (
     model_argument,
     progress_callback,
     text_argument,
+    tokens_option,
     window_options,
 )
 
@@ -35,7 +36,7 @@ MAX_SHOWN = 5
     "--report", metavar="OUT.html", type=OUTPUT, help="Write plots and a table of all layers, as one HTML file."
 )
 @window_options
-@click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Score the first N tokens of FILE only.")
+@tokens_option
 @device_option
 @memory_limit_option
 @json_option

@@ -12,7 +12,8 @@ import click
 
 from ..errors import UsageError
 from ..memory.sizes import format_size
-from ._options import given_options, model_options, sampling_options, stop_option
+from ._finish import finish_text, max_new_tokens
+from ._options import context_option, given_options, max_batch_option, model_options, sampling_options, stop_option
 from ._prompts import Prompt, read_file, read_stdin
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Treat the prompt as a user's message, in the checkpoint's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per result, when it is complete.")
+@click.option("--logprobs", is_flag=True, help="With --json: the log-probability of each token.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
+@max_batch_option
+@context_option
 @click.option("--stats", is_flag=True, help="Report tokens, times and speeds on stderr.")
 @click.option("--check", is_flag=True, help="Name the layer where a NaN or an infinity first appears; slow.")
 def generate(
@@ -45,6 +50,10 @@ def generate(
     as_json: bool,
     stats: bool,
     check: bool,
+    logprobs: bool,
+    ignore_eos: bool,
+    max_batch: int,
+    context: int | None,
     stop: tuple[str, ...],
     **sampling: float | None,
 ) -> None:
@@ -66,17 +75,24 @@ def generate(
         raise click.UsageError("Give either PROMPT (or - for stdin) or --prompts.")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
-    given = given_options(sampling, stop)
+    if logprobs and not as_json:
+        raise click.UsageError("--logprobs needs --json.")
+    flags = {"logprobs": logprobs or None, "ignore_eos": ignore_eos or None}
+    given = given_options(sampling | flags, stop)
     wanted = read_file(prompts) if prompts is not None else [read_stdin() if prompt == "-" else Prompt(str(prompt))]
     if chat:
         wanted = [p.as_chat(system) for p in wanted]
-    with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache, check=check) as loaded:
+    with load(
+        model, device=device, memory_limit=memory_limit, max_batch=max_batch, kv_cache=kv_cache, context=context,
+        check=check,
+    ) as loaded:  # fmt: skip
         started = time.perf_counter()
         pieces = loaded.stream(encode(loaded, wanted), **given)
         streams = prompts is None and not as_json
         results = print_stream(pieces) if streams else print_results(pieces, wanted, as_json)
         if stats:
-            click.echo(stats_text(results, time.perf_counter() - started), err=True)
+            limits = max_new_tokens(loaded, given), loaded.engine_config.context_length
+            click.echo(stats_text(results, time.perf_counter() - started, *limits), err=True)
             if memory := loaded.memory():
                 click.echo(memory_text(memory), err=True)
 
@@ -87,8 +103,6 @@ def encode(model: Model, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
     problems: list[str] = []
     for prompt in prompts:
         try:
-            if not prompt.content:
-                raise UsageError("the prompt is empty: give at least one character")
             encoded.append(model.encode(prompt.content))
         except UsageError as error:  # noqa: PERF203, the others' problems are wanted too
             problems.append(f"prompt {prompt.id}: {error}" if prompt.id is not None else str(error))
@@ -133,12 +147,15 @@ def result_text(result: Result, name: str | int | None, as_json: bool) -> str:
     return f"--- {name}\n{result}"
 
 
-def stats_text(results: Sequence[Result], seconds: float) -> str:
-    """Tokens, times and speeds; ``seconds`` is the wall-clock time of the whole run."""
+def stats_text(results: Sequence[Result], seconds: float, limit: int, context: int) -> str:
+    """Tokens, times and speeds; ``seconds`` is the wall-clock time of the whole run.
+
+    ``limit`` is ``max_new_tokens``, and ``context`` the model's.
+    """
     lines = [
         f"prompt {t.prompt_tokens} tokens in {t.prompt_seconds:.3f} s ({t.prompt_tokens_per_second:.1f} tokens/s), "
         f"new {t.new_tokens} tokens in {t.total_seconds:.3f} s (decode {t.decode_tokens_per_second:.1f} tokens/s), "
-        f"finished by {r.finish_reason}"
+        f"finished by {finish_text(r, limit, context)}"
         for r in results
         for t in [r.timings]
     ]

@@ -12,7 +12,7 @@ import click
 from ._options import PATH, device_option, progress_callback, size_text
 
 if TYPE_CHECKING:
-    from ..checkpoint.manifest import MigrationReport, TensorReport
+    from ..checkpoint.manifest import TensorReport
 
 
 @click.command()
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
               "larger.")  # fmt: skip
 @device_option
 @click.option("--dry-run", is_flag=True, help="Check the source, and list how each tensor would be stored.")
-@click.option("--force", is_flag=True, help="Replace OUT if it is a migrated checkpoint.")
+@click.option("--portable", is_flag=True, help="Keep matrices that other readers open only as float (GPT-2's) float in "
+              "the file, about four times as large, and quantize them when they are loaded.")  # fmt: skip
+@click.option("--force", is_flag=True,
+              help="Replace OUT if it is a migrated checkpoint to which nothing was added.")  # fmt: skip
 def migrate(
     source: Path,
     out: Path,
@@ -41,6 +44,7 @@ def migrate(
     max_divergence: float | None,
     device: str,
     dry_run: bool,
+    portable: bool,
     force: bool,
 ) -> None:
     """Migrate a checkpoint to int8.
@@ -65,14 +69,15 @@ def migrate(
     ):
         report = run(
             source, out, recipe, calibrate=calibrate, samples=samples, max_divergence=max_divergence, device=device,
-            force=force, dry_run=dry_run, progress=progress_callback(migration),
+            force=force, dry_run=dry_run, portable=portable,
+            progress=progress_callback(migration),
             calibration_progress=progress_callback(calibration), cost_progress=progress_callback(cost),
         )  # fmt: skip
     if dry_run:
         click.echo("\n".join(tensor_lines(report.tensors)))
     if report.calibration:
         click.echo("\n".join(product_lines(report.calibration["products"])))
-    click.echo(summary(report, out, dry_run))
+    click.echo(f"{'would write' if dry_run else 'wrote'} {out}, {report}")
     if report.cost:
         click.echo(cost_line(report.cost))
 
@@ -115,25 +120,3 @@ def tensor_lines(tensors: Sequence[TensorReport]) -> list[str]:
         f"{t.scheme.value:5} {size_text(t.bytes_after):>9}"
         for name, t in zip(names, tensors, strict=True)
     ]
-
-
-def summary(report: MigrationReport, out: Path, dry_run: bool) -> str:
-    """Sizes, and the tensor that quantization changed most."""
-    before, after = report.bytes_before, report.bytes_after
-    lines = [
-        f"{'would write' if dry_run else 'wrote'} {out}, recipe {report.recipe.name}: {len(report.tensors)} tensors, "
-        f"{size_text(before)} -> {size_text(after)} ({before / after:.2f} times smaller)"
-    ]
-    measured = [t for t in report.tensors if t.snr_db is not None]
-    if measured:
-        worst = min(measured, key=lambda t: t.snr_db or 0.0)
-        lines.append(
-            f"signal to noise of int8 weights: {worst.snr_db:.1f} dB or better; worst is {worst.name}, "
-            f"its row {worst.worst_row} has {worst.worst_row_snr_db:.1f} dB"
-        )
-    if report.tied_head is not None:
-        lines.append(f"the output head shares the embedding's float tensor and runs as {report.tied_head.value}")
-    if report.late:
-        schemes = ", ".join(sorted({scheme.value for scheme in report.late.values()}))
-        lines.append(f"{len(report.late)} matrices are stored [in, out], stay float in the file and run as {schemes}")
-    return "\n".join(lines)

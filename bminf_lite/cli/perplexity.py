@@ -8,19 +8,21 @@ from pathlib import Path
 
 import click
 
-from ._options import json_option, model_options, text_argument, window_options
+from ._options import json_option, model_options, text_argument, tokens_option, window_options
 
 
 @click.command()
 @model_options
 @text_argument
 @window_options
+@tokens_option
 @json_option
 def perplexity(
     model: Path,
     text: Path,
     window: int | None,
     stride: int | None,
+    tokens: int | None,
     device: str,
     memory_limit: int | None,
     kv_cache: str,
@@ -43,10 +45,12 @@ def perplexity(
 
     from ..api import load
     from ..evaluation.compare import nan_to_none
-    from ..evaluation.corpus import read_texts, windows_for
+    from ..evaluation.corpus import read_texts, truncate_windows, windows_for
     from ..evaluation.perplexity import Perplexity, window_losses
 
     windows = windows_for(model, read_texts(text), window, stride)
+    if tokens is not None:
+        windows = truncate_windows(windows, tokens)
     with load(model, device=device, memory_limit=memory_limit, kv_cache=kv_cache) as loaded:
         started = time.perf_counter()
         progress = tqdm(windows, unit="window", desc="perplexity", disable=None, leave=False)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..memory.sizes import format_size
 from ._options import json_option, kv_cache_option, memory_limit_option, model_argument, size
 
 if TYPE_CHECKING:
@@ -69,13 +68,13 @@ def plan(
       bminf-lite plan configs/llama-3-8b.json --gpu-memory 6GiB --link 25 --bandwidth 360
       bminf-lite plan MODEL --batch 8 --context 4096 --json | jq .tokens_per_second
     """
-    from ..memory.machine import machine_of
-    from ..memory.planner import plan_memory
-    from ..placement import requirements_of
+    from ..placement import plan as make_plan
 
-    requirements = requirements_of(model, recipe, kv_cache)
-    made = plan_memory(requirements, machine_of(memory_limit, gpu_memory, link, bandwidth), context, batch)
-    click.echo(json.dumps(plan_to_dict(made), indent=2) if as_json else "\n".join(lines(made)))
+    made = make_plan(
+        model, memory_limit=memory_limit, context=context, batch=batch, kv_cache=kv_cache, recipe=recipe,
+        gpu_memory=gpu_memory, link=link, bandwidth=bandwidth,
+    )  # fmt: skip
+    click.echo(json.dumps(plan_to_dict(made), indent=2) if as_json else str(made))
 
 
 def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
@@ -95,76 +94,7 @@ def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
         "prompt_layers": len(plan.requirements.prompt_layers),
         "weight_bytes": plan.requirements.weights,
         "cache_bytes_per_token": plan.requirements.cache_per_token,
-        "sequences_at_once": {str(tokens): plan.sequences_of(tokens) for tokens in lengths_of(plan)},
+        "sequences_at_once": {str(tokens): plan.sequences_of(tokens) for tokens in plan.lengths},
         **{name: getattr(plan, name) for name in names},
         "suggestions": suggestions(plan),
     }
-
-
-def lines(plan: MemoryPlan) -> list[str]:
-    """The plan as lines of text."""
-    from ..memory.planner import suggestions
-
-    requirements, machine = plan.requirements, plan.machine
-    speeds = [
-        f"{name} {speed / GB:,.0f} GB/s"
-        for name, speed in (("link", machine.link), ("bandwidth", machine.bandwidth))
-        if speed is not None
-    ]
-    slots = f"slots {format_size(plan.slot_bytes)}, " if plan.slot_bytes else ""
-    encoder = f"{len(requirements.prompt_layers)} layers of an encoder and " if requirements.prompt_layers else ""
-    rows = {
-        "model": f"{encoder}{len(requirements.layers)} layers, weights {format_size(requirements.weights)}, "
-        f"cache {format_size(requirements.cache_per_token)} per token",
-        "GPU": ", ".join([f"{format_size(machine.memory)} may be used", *speeds]),
-        "room for": f"{plan.batch} sequence{'s' * (plan.batch > 1)} of {plan.context:,} tokens, prompts in chunks of "
-        f"{plan.chunk:,}",
-        "at once": ", or ".join(f"{plan.sequences_of(tokens):,} of {tokens:,} tokens" for tokens in lengths_of(plan)),
-        "on the GPU": f"{format_size(plan.total_bytes)}: weights {format_size(plan.resident_bytes)}, {slots}"
-        f"cache {format_size(plan.cache_bytes)}, scratch {format_size(plan.scratch_bytes)}",
-        "on the host": host_text(plan),
-        "speed": speed_text(plan),
-    }
-    advice = suggestions(plan)
-    listed = ["to stream less:", *(f"  - {text}" for text in advice)] if advice else []
-    return [*(f"{name:13}{value}" for name, value in rows.items()), *listed]
-
-
-def lengths_of(plan: MemoryPlan) -> list[int]:
-    """Lengths of sequences, in tokens, for which the plan says how many fit at once."""
-    return [plan.context, *(tokens for tokens in (8192, 1024) if tokens < plan.context)]
-
-
-def host_text(plan: MemoryPlan) -> str:
-    """The weights in host memory."""
-    if not plan.host_bytes:
-        return "nothing"
-    parts = []
-    if plan.streamed:
-        parts.append(
-            f"{len(plan.streamed)} of {len(plan.requirements.layers)} layers, {format_size(plan.streamed_bytes)}, "
-            "which each step copies"
-        )
-    if plan.streamed_prompt:
-        parts.append(
-            f"{len(plan.streamed_prompt)} of the encoder's {len(plan.requirements.prompt_layers)} layers, "
-            f"{format_size(plan.prompt_bytes)}, which each prompt copies"
-        )
-    if plan.host_tables:
-        parts.append(f"embedding {format_size(plan.requirements.tables)}")
-    text = ", ".join(parts)
-    if not plan.fits_host:
-        free = format_size(plan.machine.host_memory or 0)
-        text += f"; the host has {free} free, so the rest would be read from disk each time"
-    return text
-
-
-def speed_text(plan: MemoryPlan) -> str:
-    """The predicted speed, or the option that it needs."""
-    if plan.tokens_per_second is None:
-        missing = "--link" if plan.streamed else "--bandwidth"
-        return f"not known: give {missing}"
-    bound = "the link" if plan.link_bound else "the GPU's memory"
-    unknown = " at most, as --bandwidth is not known" if plan.machine.bandwidth is None else ""
-    disk = "" if plan.fits_host else "; a disk that is slower than the link makes it less"
-    return f"{plan.tokens_per_second:,.1f} tokens/s predicted{unknown}, bound by {bound}{disk}"

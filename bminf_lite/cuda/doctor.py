@@ -9,18 +9,14 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from typing import Any
 
-from ..errors import DeviceError
+from ..errors import DeviceError, NoDriverError
 from .runtime import driver, libraries
 from .runtime.driver import DeviceAttribute
 from .runtime.libraries import Headers, Library, Version, install_command, text
 
-CUPY_DISTRIBUTIONS = {"cupy-cuda13x": 13, "cupy-cuda12x": 12, "cupy": None}
-"""CuPy's distributions and their CUDA major versions; ``cupy`` is built from source for any version."""
 SPEED_SIZE = 4096
 """Rows, outputs and inputs of the product on which the speed of a plan is measured."""
 
@@ -142,14 +138,6 @@ def _describe(functions: Any, index: int) -> Gpu:
     return Gpu(index, name.value.decode(), (capability[0], capability[1]), memory.value)
 
 
-def _find_cupy() -> dict[str, str]:
-    found = {}
-    for name in CUPY_DISTRIBUTIONS:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
 def _measure_plans() -> list[GemmReport]:
     import cupy
 
@@ -182,7 +170,7 @@ class Probes:
     library: Callable[[str], Library] = libraries.load
     driver_release: Callable[[], str] = libraries.driver_release
     gpus: Callable[[], list[Gpu]] = _find_gpus
-    cupy: Callable[[], dict[str, str]] = _find_cupy
+    cupy: Callable[[], dict[str, str]] = libraries.find_cupy
     headers: Callable[[int | None], Headers] = lambda major: libraries.find_headers(major=major)
     plans: Callable[[], list[GemmReport]] = _measure_plans
 
@@ -199,9 +187,11 @@ def diagnose(probes: Probes | None = None) -> Report:
     cuda = _version(libcuda)
     cupy = probes.cupy()
     parts: dict[str, Part] = {name: _library(probes, name) for name in libraries.NAMES if name != "cuda"}
-    parts["headers"] = _headers(probes, _version(parts["nvrtc"]) or cuda)
-    problems += [*_missing(cupy, parts, cuda), *_mismatched(cupy, parts, cuda)]
-    plans = _plans(probes, problems, cuda) if gpus and not problems else []
+    major = libraries.major_of(cupy)
+    wanted = (major,) if major else cuda
+    parts["headers"] = _headers(probes, _version(parts["nvrtc"]) or wanted)
+    problems += [*_missing(cupy, parts, wanted), *_mismatched(cupy, parts, cuda)]
+    plans = _plans(probes, problems, wanted) if gpus and not problems else []
     return Report(
         driver=None if no_driver else probes.driver_release() or None,
         driver_cuda=None if no_driver else text(cuda),
@@ -225,7 +215,7 @@ def require_usable(index: int, probes: Probes | None = None) -> None:
     """
     probes = replace(probes or Probes(), plans=list)
     if isinstance(_library(probes, "cuda"), DeviceError):
-        raise DeviceError(f"there is no NVIDIA driver; {install_command('cuda')}")
+        raise NoDriverError(f"there is no NVIDIA driver; {install_command('cuda')}")
     report = diagnose(probes)
     if report.problems:
         raise DeviceError("; ".join(f"{problem.what.rstrip('.')}: {problem.remedy}" for problem in report.problems))
@@ -264,7 +254,10 @@ def _gpus(probes: Probes, problems: list[Problem]) -> list[Gpu]:
 
 
 def _missing(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> list[Problem]:
-    """Missing parts: one problem and one command for all of them if CuPy is missing, else one for each part."""
+    """Missing parts: one problem and one command for all of them if CuPy is missing, else one for each part.
+
+    ``cuda`` is CuPy's major version, or where that is not known the driver's version.
+    """
     missing = {name: part for name in REQUIRED if isinstance(part := parts[name], DeviceError)}
     if not cupy:
         names = ["CuPy", *(REQUIRED[name] for name in missing)]
@@ -282,9 +275,15 @@ def _mismatched(cupy: dict[str, str], parts: dict[str, Part], cuda: Version) -> 
     if len(cupy) > 1:
         problems.append(Problem(f"More than one CuPy is installed: {', '.join(cupy)}.", remove))
     for name in cupy if len(cupy) == 1 else ():
-        major = CUPY_DISTRIBUTIONS[name]
+        major = libraries.CUPY_DISTRIBUTIONS[name]
         if major and cuda and major > cuda[0]:
             problems.append(Problem(f"{name} needs a newer driver: this one supports CUDA up to {text(cuda)}.", remove))
+            continue
+        for library in ("nvrtc", "cublasLt"):
+            found = _version(parts[library])
+            if major and found and found[0] != major:
+                what = f"{REQUIRED[library]} is of CUDA {text(found)}, and {name} needs CUDA {major}."
+                problems.append(Problem(what[0].upper() + what[1:], install_command(library, (major,))))
     nvrtc, headers = _version(parts["nvrtc"]), _version(parts["headers"])
     if nvrtc and headers and nvrtc[0] != headers[0]:
         what = f"The CUDA headers are of version {text(headers)}, and libnvrtc of {text(nvrtc)}."

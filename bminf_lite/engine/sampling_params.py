@@ -124,10 +124,8 @@ class SamplingParams:
         """
         names = [f.name for f in fields(cls)]
         given = {name: value for name, value in overrides.items() if value is not None}
-        nearest = {n: get_close_matches(n, names, n=1, cutoff=0)[0] for n in overrides if n not in names}
-        if nearest:
-            problems = [f"there is no sampling option {name!r}; the nearest is {n!r}" for name, n in nearest.items()]
-            raise UsageError("; ".join(problems))
+        if unknown := [name for name in overrides if name not in names]:
+            raise UsageError("; ".join(_unknown_option(name, names) for name in unknown))
         defaults = {
             name: generation_config[name]
             for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -144,6 +142,18 @@ class SamplingParams:
         if "temperature" not in given:
             defaults["temperature"] = defaults.get("temperature", 1.0) if do_sample else 0.0
         return cls(**(defaults | given))
+
+    def merged(self, **overrides: Unpack[SamplingOptions]) -> SamplingParams:
+        """These parameters, replaced by ``overrides`` that are not ``None``; ``UsageError`` for values out of range."""
+        if not isinstance(self, SamplingParams):
+            raise UsageError(
+                f"the sampling parameters are {self!r}, but must be SamplingParams; name options by keyword"
+            )
+        names = [f.name for f in fields(self)]
+        if unknown := [name for name in overrides if name not in names]:
+            raise UsageError("; ".join(_unknown_option(name, names) for name in unknown))
+        given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+        return replace(self, **given)
 
     def with_seed(self) -> SamplingParams:
         """These parameters with a random seed if they have none."""
@@ -222,6 +232,22 @@ def sampler_state(
     Each of ``params`` must have a seed. ``sequences`` makes sequences with equal seeds draw differently.
     """
     return state_of([sequence_sampling(*of) for of in zip(params, sequences, prompts, strict=True)], vocab_size)
+
+
+_ELSEWHERE = {
+    "do_sample": "a temperature over 0 draws, and 0 takes the most likely token",
+    "max_length": "max_new_tokens counts the new tokens alone",
+    "max_tokens": "its name here is max_new_tokens",
+    "num_beams": "there is no beam search",
+    "eos_token_id": "stop takes texts, and ignore_eos=True continues after an end-of-sequence token",
+}
+"""What to use instead of options of other libraries."""
+
+
+def _unknown_option(name: str, names: Sequence[str]) -> str:
+    close = get_close_matches(name, names, n=1, cutoff=0.7)
+    default = f"the nearest is {close[0]!r}" if close else f"there are {', '.join(names)}"
+    return f"there is no sampling option {name!r}; {_ELSEWHERE.get(name, default)}"
 
 
 def _problem(name: str, value: Any) -> str | None:

@@ -82,6 +82,9 @@ class Comparison:
     head: tuple[LinearReport, ...]
     device: str
 
+    def __str__(self) -> str:
+        return self.divergence.summary()
+
     @property
     def linears(self) -> list[LinearReport]:
         """All products, in the order in which the model computes them."""

@@ -34,7 +34,9 @@ def machine_of(
         link, bandwidth = link or speeds.link, bandwidth or speeds.bandwidth
     if gpu_memory is not None:
         free, total = max(0, gpu_memory - CONTEXT_BYTES), gpu_memory
-    return Machine(usable_memory(memory_limit, free, total), link, bandwidth, available_memory())
+    memory = usable_memory(memory_limit, free, total)
+    is_limited = memory_limit is not None and memory < usable_memory(None, free, total)
+    return Machine(memory, link, bandwidth, available_memory(), 0 if is_limited else total - memory)
 
 
 def first_gpu() -> Device:

@@ -33,6 +33,7 @@ EFFICIENCY = 0.97
 of measurements on an H200 (shapes 8B, 1B and CPM-2, contexts up to 32,768, batches up to 32)."""
 LAYER_SECONDS = 9e-6
 """Seconds that a layer's kernels take to start and to end, whatever they read."""
+GB = 1e9
 COPY_LATENCY = 10e-6
 """Seconds from one copy's end to the next one's first byte."""
 
@@ -73,13 +74,15 @@ class Machine:
     """A GPU and its host: usable device ``memory`` and free ``host_memory`` in bytes, and two speeds.
 
     ``link`` is the speed of copies from pinned host memory to the device, ``bandwidth`` that of reading device memory,
-    in bytes per second. None means unknown; predictions that depend on it are None too.
+    in bytes per second. None means unknown; predictions that depend on it are None too. ``reserved`` are bytes of the
+    GPU beside ``memory``: a CUDA context, libraries and a margin. It is 0 where a limit below that bounds ``memory``.
     """
 
     memory: int
     link: float | None = None
     bandwidth: float | None = None
     host_memory: int | None = None
+    reserved: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,9 @@ class MemoryPlan:
     streamed_prompt: tuple[int, ...] = ()
     host_tables: bool = False
     slots: int = Placement.slots
+
+    def __str__(self) -> str:
+        return "\n".join(plan_lines(self))
 
     @property
     def resident_bytes(self) -> int:
@@ -167,6 +173,11 @@ class MemoryPlan:
         blocks = -(-tokens // BLOCK_SIZE) * BLOCK_SIZE * needed.cache_per_token
         room = self.left + self.cache_bytes + self.batch * needed.scratch_per_sequence
         return room // max(blocks + needed.scratch_per_sequence, 1)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of sequences, in tokens, for which the plan says how many fit at once."""
+        return [self.context, *(tokens for tokens in (8192, 1024) if tokens < self.context)]
 
     @property
     def fits(self) -> bool:
@@ -311,7 +322,8 @@ def suggestions(plan: MemoryPlan) -> list[str]:
         return []
     everything = replace(plan, streamed=(), streamed_prompt=(), host_tables=False, chunk=CHUNK)
     speed = f": {everything.tokens_per_second:,.0f} tokens/s" if everything.tokens_per_second else ""
-    found = [f"{format_size(everything.total_bytes)} of GPU memory would hold everything{speed}"]
+    whole = format_size(everything.total_bytes + plan.machine.reserved)
+    found = [f"{whole} of GPU memory would hold everything{speed}"]
     if plan.batch > 1:
         found.append(_change(plan, f"a batch of {plan.batch // 2}", batch=plan.batch // 2))
     if plan.context > BLOCK_SIZE:
@@ -351,8 +363,13 @@ def _explain(plan: MemoryPlan) -> str:
         f"{format_size(memory)} of GPU memory do not hold this model with room for {plan.context:,} tokens of "
         f"{plan.batch} sequence{'s' * (plan.batch > 1)}, even if every layer is streamed: weights that stay "
         f"{format_size(least.resident_bytes)}, {slots}cache {format_size(least.cache_bytes)}, scratch "
-        f"{format_size(least.scratch_bytes)}; raise the memory limit to {enough}MiB"
+        f"{format_size(least.scratch_bytes)}; "
     )
+    if plan.machine.reserved:
+        needed = enough + -(-plan.machine.reserved // (1 << 20))
+        text += f"take a GPU with {needed}MiB, of which {format_size(plan.machine.reserved)} are for CUDA and a margin"
+    else:
+        text += f"raise the memory limit to {enough}MiB"
     context = largest_context(plan)
     single = largest_context(replace(plan, batch=1))
     if context:
@@ -360,3 +377,65 @@ def _explain(plan: MemoryPlan) -> str:
     if plan.batch > 1 and single:
         text += f", or the batch to 1 with a context of {single:,}"
     return text
+
+
+def plan_lines(plan: MemoryPlan) -> list[str]:
+    """The plan as lines of text."""
+    requirements, machine = plan.requirements, plan.machine
+    speeds = [
+        f"{name} {speed / GB:,.0f} GB/s"
+        for name, speed in (("link", machine.link), ("bandwidth", machine.bandwidth))
+        if speed is not None
+    ]
+    slots = f"slots {format_size(plan.slot_bytes)}, " if plan.slot_bytes else ""
+    encoder = f"{len(requirements.prompt_layers)} layers of an encoder and " if requirements.prompt_layers else ""
+    rows = {
+        "model": f"{encoder}{len(requirements.layers)} layers, weights {format_size(requirements.weights)}, "
+        f"cache {format_size(requirements.cache_per_token)} per token",
+        "GPU": ", ".join([f"{format_size(machine.memory)} may be used", *speeds]),
+        "room for": f"{plan.batch} sequence{'s' * (plan.batch > 1)} of {plan.context:,} tokens, prompts in chunks of "
+        f"{plan.chunk:,}",
+        "at once": ", or ".join(f"{plan.sequences_of(tokens):,} of {tokens:,} tokens" for tokens in plan.lengths),
+        "on the GPU": f"{format_size(plan.total_bytes)}: weights {format_size(plan.resident_bytes)}, {slots}"
+        f"cache {format_size(plan.cache_bytes)}, scratch {format_size(plan.scratch_bytes)}",
+        "on the host": host_text(plan),
+        "speed": speed_text(plan),
+    }
+    advice = suggestions(plan)
+    listed = ["to stream less:", *(f"  - {text}" for text in advice)] if advice else []
+    return [*(f"{name:13}{value}" for name, value in rows.items()), *listed]
+
+
+def host_text(plan: MemoryPlan) -> str:
+    """The weights in host memory."""
+    if not plan.host_bytes:
+        return "nothing"
+    parts = []
+    if plan.streamed:
+        parts.append(
+            f"{len(plan.streamed)} of {len(plan.requirements.layers)} layers, {format_size(plan.streamed_bytes)}, "
+            "which each step copies"
+        )
+    if plan.streamed_prompt:
+        parts.append(
+            f"{len(plan.streamed_prompt)} of the encoder's {len(plan.requirements.prompt_layers)} layers, "
+            f"{format_size(plan.prompt_bytes)}, which each prompt copies"
+        )
+    if plan.host_tables:
+        parts.append(f"embedding {format_size(plan.requirements.tables)}")
+    text = ", ".join(parts)
+    if not plan.fits_host:
+        free = format_size(plan.machine.host_memory or 0)
+        text += f"; the host has {free} free, so the rest would be read from disk each time"
+    return text
+
+
+def speed_text(plan: MemoryPlan) -> str:
+    """The predicted speed, or the option that it needs."""
+    if plan.tokens_per_second is None:
+        missing = "--link" if plan.streamed else "--bandwidth"
+        return f"not known: give {missing}"
+    bound = "the link" if plan.link_bound else "the GPU's memory"
+    unknown = " at most, as --bandwidth is not known" if plan.machine.bandwidth is None else ""
+    disk = "" if plan.fits_host else "; a disk that is slower than the link makes it less"
+    return f"{plan.tokens_per_second:,.1f} tokens/s predicted{unknown}, bound by {bound}{disk}"

@@ -50,6 +50,7 @@ def migrate(
     max_divergence: float | None = None,
     force: bool = False,
     dry_run: bool = False,
+    portable: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
     calibration_progress: calibration.Progress | None = None,
@@ -64,9 +65,10 @@ def migrate(
     ``max_divergence`` nats per token.
 
     ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
-    tensor would become. The result is split into files of at most ``shard_bytes``. The calls of ``progress`` and
-    ``calibration_progress`` are described at :data:`.conversion.Progress` and :data:`.calibration.Progress`;
-    ``cost_progress`` is called with layers.
+    tensor would become. ``portable`` keeps matrices that other readers of the format open only as float, which are
+    GPT-2's, float in the file; they are quantized when it is loaded. The result is split into files of at most
+    ``shard_bytes``. The calls of ``progress`` and ``calibration_progress`` are described at
+    :data:`.conversion.Progress` and :data:`.calibration.Progress`; ``cost_progress`` is called with layers.
 
     Raises :class:`UsageError` for an unfit text or a recipe that makes no sense, :class:`CheckpointError` if the source
     cannot be read or quantized or ``out`` cannot be written, and ``DeviceError``. Cheap checks come first. After an
@@ -76,7 +78,15 @@ def migrate(
     backend.check_device(device)
     check_max_divergence(max_divergence, calibrate is not None)
     write = partial(
-        migrate_folder, source, out, recipe, force=force, dry_run=dry_run, progress=progress, shard_bytes=shard_bytes
+        migrate_folder,
+        source,
+        out,
+        recipe,
+        force=force,
+        dry_run=dry_run,
+        portable=portable,
+        progress=progress,
+        shard_bytes=shard_bytes,
     )
     if calibrate is None:
         return write()

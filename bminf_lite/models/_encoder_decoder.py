@@ -70,13 +70,17 @@ class StackTensorNames:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names of a checkpoint's tensors; ``ignored`` are patterns of copies that some files hold."""
+    """Names of a checkpoint's tensors; ``ignored`` are patterns of copies that some files hold.
+
+    ``embedding_copies`` are names under which a file may hold the embedding.
+    """
 
     embedding: str
     head: str
     encoder: StackTensorNames
     decoder: StackTensorNames
     ignored: tuple[str, ...]
+    embedding_copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ class Config(ModelConfig):
     """The configuration of an encoder-decoder. ``layers`` are the decoder's.
 
     ``scaled_scores``: attention scores are divided by the root of the head's size. ``biases_per_layer``: every layer
-    has a table of relative biases; otherwise the layers of a stack share the first one's.
+    has a table of relative biases; otherwise the layers of a stack share the first one's. ``head_may_be_absent``: a
+    file without a head shares the embedding, although the output is not scaled as with a tied head.
     """
 
     is_encoder_decoder: ClassVar[bool] = True
@@ -98,6 +103,7 @@ class Config(ModelConfig):
     names: TensorNames
     scaled_scores: bool = False
     biases_per_layer: bool = False
+    head_may_be_absent: bool = False
 
     @property
     def decoder_start_token_ids(self) -> tuple[int, ...]:
@@ -157,7 +163,9 @@ def spec(config: Config) -> Spec:
     if not config.tied_head:
         folds.append(Fold(weights_of(names.decoder.final_norm), weights_of(names.head)))
     tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
-    return Spec(tensors, tied, names.ignored, foldable=tuple(folds))
+    tied_if_absent = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.head_may_be_absent else {}
+    copies = {f"{names.embedding}.weight": names.embedding_copies}
+    return Spec(tensors, tied, names.ignored, tuple(folds), copies=copies, tied_if_absent=tied_if_absent)
 
 
 def _block_tensors(config: Config, stack: StackTensorNames, block: str) -> Tensors:

@@ -60,6 +60,9 @@ class Spec:
     expressions (full match) for tensors that some writers include and no reader needs. ``foldable`` says where
     calibrated migration may move factors; each matrix is a consumer of one fold at most. ``aliases`` are regular
     expressions (full match) for names that some files use, each with the replacement that makes it the one used here.
+    ``copies`` lists, for the name of a tensor, other names under which a file may hold the same values; a file that
+    lacks the tensor may hold it under one of them alone. A tied tensor is always a copy. ``tied_if_absent`` is like
+    ``tied``, but for tensors that a file may also hold with values of their own.
     """
 
     parameters: Mapping[str, Parameter]
@@ -67,6 +70,8 @@ class Spec:
     ignored: tuple[str, ...] = ()
     foldable: tuple[Fold, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tied_if_absent: Mapping[str, str] = field(default_factory=dict)
 
 
 Tensors = dict[str, Parameter]

@@ -58,11 +58,15 @@ NAMES = encoder_decoder.TensorNames(
         r"(encoder|decoder)\.embed_tokens\.weight",
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
     ),
+    embedding_copies=("decoder.embed_tokens.weight", "encoder.embed_tokens.weight"),
 )
 
 
 def parse(config: Mapping[str, Any]) -> encoder_decoder.Config:
-    """T5's configuration. Newer files say whether outputs are scaled, older ones whether the head is tied."""
+    """T5's configuration. Newer files say whether outputs are scaled, older ones whether the head is tied.
+
+    Newer files claim a tied head always, and may hold a head of its own all the same.
+    """
     read = ConfigReader(config, KEYS)
     tied = read.value(flag("scale_decoder_outputs", read.value(flag("tie_word_embeddings", True))))
     return parse_t5(read, tied)
@@ -74,7 +78,9 @@ def parse_t5(read: ConfigReader, tied_head: bool) -> encoder_decoder.Config:
     last_id = read.fields["vocab_size"] - 1
     padding = read.value(integer("pad_token_id", 0, low=0, required=False))
     start = read.value(integer("decoder_start_token_id", padding, low=0, high=last_id, required=False))
+    may_be_absent = not tied_head and read.value(flag("tie_word_embeddings", False))
     fields = read.checked_fields() | {"context_length": MAX_TOKENS, "tied_head": tied_head}
+    fields |= {"head_may_be_absent": may_be_absent}
     return encoder_decoder.Config(**fields, decoder_start_token_id=start, names=NAMES)
 
 

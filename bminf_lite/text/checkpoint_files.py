@@ -1,15 +1,13 @@
-"""Reads the files of a checkpoint that concern text: its tokenizer, and the tokens that end a completion."""
+"""Reads the files of a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from ..errors import CheckpointError
+from ..files import read_small_file
 from .cpm_tokenizer import CLASSES, CpmTokenizer
-from .json_tokenizer import JsonTokenizer
+from .json_tokenizer import JsonTokenizer, is_byte_level
 from .tokenizer import Tokenizer
 
 
@@ -23,34 +21,15 @@ def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether ``folder`` has the file that :func:`load_tokenizer` reads first."""
-    return (folder / _tokenizer_class(folder).FILE).is_file()
-
-
-def configured_eos_ids(
-    generation_config: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int
-) -> frozenset[int] | None:
-    """The ``eos_token_id`` (an id or a list) of ``generation_config.json``, else of ``config.json``, else ``None``.
-
-    Raises ``CheckpointError`` for ids outside the vocabulary.
-    """
-    for name, values in (("generation_config.json", generation_config), ("config.json", config)):
-        value = values.get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if any(not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size for i in ids):
-            raise CheckpointError(
-                f"{name}: eos_token_id is {value!r}, but must be a token id from 0 to {vocab_size - 1}, or a list"
-            )
-        return frozenset(ids)
-    return None
+    """Whether ``folder`` has the files that :func:`load_tokenizer` reads first."""
+    kind = _tokenizer_class(folder)
+    return (folder / kind.FILE).is_file() or (kind is JsonTokenizer and is_byte_level(folder))
 
 
 def _tokenizer_class(folder: Path) -> type[CpmTokenizer] | type[JsonTokenizer]:
     """The class of :data:`.cpm_tokenizer.CLASSES` that ``tokenizer_config.json`` names, else :class:`JsonTokenizer`."""
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_small_file(folder / "tokenizer_config.json").decode())
     except (OSError, ValueError, RecursionError):
         return JsonTokenizer
     name = config.get("tokenizer_class") if isinstance(config, dict) else None

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import CheckpointError
+from ..files import read_small_file
 from .tokenizer import Tokenizer, numbered_ids
 
 SPACES = str.maketrans(" \n", "\u2582\u2583")
@@ -133,7 +134,7 @@ class Cpm1Tokenizer(CpmTokenizer):
     def read(cls, path: Path) -> Cpm1Tokenizer:
         sentencepiece = import_extra("sentencepiece")
         try:
-            processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+            processor = sentencepiece.SentencePieceProcessor(model_proto=read_small_file(path))
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"is not a sentencepiece model: {error}") from error
         return cls([processor.id_to_piece(i) for i in range(processor.get_piece_size())], processor.encode)
@@ -159,7 +160,7 @@ class WordListTokenizer(CpmTokenizer):
     @classmethod
     def read(cls, path: Path) -> WordListTokenizer:
         try:
-            lines = path.read_bytes().decode("utf-8").replace("\r\n", "\n").removesuffix("\n").split("\n")
+            lines = read_small_file(path).decode("utf-8").replace("\r\n", "\n").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"cannot be read: {error}") from error
         return cls([line.strip() for line in lines])

@@ -1,4 +1,4 @@
-"""The tokenizer in a ``tokenizer.json``, the file of Hugging Face's ``tokenizers`` library.
+"""The tokenizer in a ``tokenizer.json``, the file of Hugging Face's ``tokenizers`` library, or in GPT-2's older files.
 
 Its post-processor says which special tokens frame a prompt. ``tokenizer_config.json`` and ``special_tokens_map.json``
 name the special tokens, and the first or ``chat_template.jinja`` holds the chat template.
@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from ..errors import CheckpointError
+from ..files import read_small_file
 from .tokenizer import Tokenizer, numbered_ids
 
-_NEEDS_CONVERSION = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+_NEEDS_SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+_NEEDS_CONVERSION = (*_NEEDS_SENTENCEPIECE, "tekken.json", "vocab.json", "vocab.txt")
+_BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
+_BYTE_LEVEL_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_BYTE_LEVEL_MODELS = ("gpt2", "opt")
+"""The models whose ``vocab.json`` and ``merges.txt`` are GPT-2's kind where no file names the tokenizer's class."""
+_END_OF_TEXT = "<|endoftext|>"
 
 
 class JsonTokenizer(Tokenizer):
@@ -60,9 +68,11 @@ class JsonTokenizer(Tokenizer):
         backend = _load_backend(folder)
         config = _read_json(folder / "tokenizer_config.json")
         names = {**_read_json(folder / "special_tokens_map.json"), **config}
+        if not (folder / cls.FILE).is_file() and backend.token_to_id(_END_OF_TEXT) is not None:
+            names = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, **names}  # GPT2Tokenizer's defaults
         special = {name: _token_text(folder, name, names.get(name)) for name in ("bos_token", "eos_token")}
         problems = [
-            f"{name} {text!r} is not in the vocabulary of tokenizer.json"
+            f"{name} {text!r} is not in the tokenizer's vocabulary"
             for name, text in special.items()
             if text is not None and backend.token_to_id(text) is None
         ]
@@ -93,12 +103,16 @@ class JsonTokenizer(Tokenizer):
         return [*self._prefix_ids, *ids] if add_special_tokens else ids
 
     def _decode(self, ids: list[int]) -> str:
+        # The library's own skipping leaves out added tokens that are normalized, from version 0.23.1 on.
+        visible = [i for i in ids if i not in self.special_ids]
         with _library_errors("tokenizer.json cannot turn these tokens into text"):
-            return self._backend.decode(ids, skip_special_tokens=True)
+            return self._backend.decode(visible, skip_special_tokens=True)
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / JsonTokenizer.FILE
+    if not path.is_file() and is_byte_level(folder):
+        return _byte_level_backend(folder)
     if not path.is_file():
         other = next((name for name in _NEEDS_CONVERSION if (folder / name).is_file()), None)
         if other is None:
@@ -106,13 +120,42 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
                 f"{folder} has no tokenizer.json, which text needs (token ids work without). Copy tokenizer.json and "
                 "tokenizer_config.json from where the checkpoint came from"
             )
+        needed = "transformers and sentencepiece are" if other in _NEEDS_SENTENCEPIECE else "transformers is"
         raise CheckpointError(
             f"{folder} has {other} but no tokenizer.json, which text needs (token ids work without). Convert it where "
-            'transformers and sentencepiece are installed: python -c "from transformers import AutoTokenizer; '
+            f'{needed} installed: python -c "from transformers import AutoTokenizer; '
             f'AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"'
         )
     with _library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
         return tokenizers.Tokenizer.from_file(str(path))
+
+
+def is_byte_level(folder: Path) -> bool:
+    """Whether ``folder`` has ``vocab.json`` and ``merges.txt`` of GPT-2's tokenizer, and says that they are."""
+    if not all((folder / name).is_file() for name in _BYTE_LEVEL_FILES):
+        return False
+    name = _read_json(folder / "tokenizer_config.json").get("tokenizer_class")
+    if name is None:
+        return _read_json(folder / "config.json").get("model_type") in _BYTE_LEVEL_MODELS
+    return name in _BYTE_LEVEL_CLASSES
+
+
+def _byte_level_backend(folder: Path) -> tokenizers.Tokenizer:
+    """GPT-2's tokenizer, whose pieces are strings of bytes, from ``vocab.json`` and ``merges.txt``."""
+    config = _read_json(folder / "tokenizer_config.json")
+    names = {**_read_json(folder / "special_tokens_map.json"), **config}
+    with _library_errors(f"{folder}: vocab.json and merges.txt are no tokenizer that the tokenizers library can read"):
+        backend = tokenizers.Tokenizer(models.BPE.from_file(*(str(folder / name) for name in _BYTE_LEVEL_FILES)))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=config.get("add_prefix_space") is True)
+        backend.decoder = decoders.ByteLevel()
+        added = sorted(_read_json(folder / "added_tokens.json").items(), key=lambda item: item[1])
+        backend.add_tokens([AddedToken(text, normalized=False) for text, _ in added])
+        special = [
+            _token_text(folder, key, names.get(key)) for key in ("bos_token", "eos_token", "unk_token", "pad_token")
+        ]
+        known = [text for text in (*special, _END_OF_TEXT) if text and backend.token_to_id(text) is not None]
+        backend.add_special_tokens(list(dict.fromkeys(known)))
+    return backend
 
 
 @contextmanager
@@ -129,7 +172,7 @@ def _library_errors(message: str) -> Iterator[None]:
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if the file does not exist."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_small_file(path).decode())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as e:
@@ -151,7 +194,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """The file ``chat_template.jinja``, else the configuration's ``chat_template``, or the default one of a list."""
     path = folder / "chat_template.jinja"
     try:
-        return path.read_text(encoding="utf-8")
+        return read_small_file(path).decode()
     except FileNotFoundError:
         template = config.get("chat_template")
     except (OSError, ValueError) as e:

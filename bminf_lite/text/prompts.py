@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UsageError, listed
+from ..errors import CheckpointError, UsageError, listed
 from .chat_template import ChatTemplate, Message, check_messages
 from .checkpoint_files import has_tokenizer, load_tokenizer
 from .tokenizer import Tokenizer
@@ -124,14 +124,23 @@ class PromptEncoder:
             return prompt
         if isinstance(prompt, str):
             target = self.tokenizer.target_ids if add_special_tokens else ()
-            return EncodedPrompt(tuple(self.tokenizer.encode(prompt, add_special_tokens)), continues, target)
+            return EncodedPrompt(self._encode_text(prompt, add_special_tokens), continues, target)
         if not (isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)):
             return EncodedPrompt(prompt, continues)
         check_messages(prompt)
         ids = self.tokenizer.encode_turns([m.get("content", "") for m in prompt], self.max_source_length)
         if ids is None:
-            ids = self.tokenizer.encode(self.render(prompt), add_special_tokens=False)
+            ids = list(self._encode_text(self.render(prompt), add_special_tokens=False))
         return EncodedPrompt(tuple(ids), continues=False)
+
+    def _encode_text(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        """The tokens of a text; ``CheckpointError`` for a tokenizer whose tokens the model does not have."""
+        ids = tuple(self.tokenizer.encode(text, add_special_tokens))
+        wrong = next((i for i in ids if i >= self.vocab_size), None)
+        if wrong is not None:
+            problem = f"the tokenizer gives the token id {wrong}, but the model's largest is {self.vocab_size - 1}"
+            raise CheckpointError(f"{self.folder}: {problem}; the tokenizer's files must be those of this checkpoint")
+        return ids
 
 
 def is_batch(prompt: Any) -> bool:
@@ -146,7 +155,8 @@ def dialogue_messages(turns: Sequence[str]) -> list[Message]:
 
     Raises ``UsageError`` for a value that is not a list of texts.
     """
-    if isinstance(turns, str) or not turns or not all(isinstance(turn, str) for turn in turns):
+    is_list = isinstance(turns, Sequence) and not isinstance(turns, str)
+    if not is_list or not turns or not all(isinstance(turn, str) for turn in turns):
         raise UsageError("a dialogue is a list of utterances, one at least, each a text")
     roles = ("user", "assistant")
     return [{"role": roles[(len(turns) - 1 - i) % 2], "content": turn} for i, turn in enumerate(turns)]

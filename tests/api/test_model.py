@@ -19,10 +19,12 @@ from model_kit import WatchedBackend, make_model, prompt_of
 import bminf_lite
 from bminf_lite import backend
 from bminf_lite.api import Model
-from bminf_lite.errors import CheckpointError, UsageError
+from bminf_lite.checkpoint.opened_model import configured_eos_ids
+from bminf_lite.cuda import doctor
+from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.errors import CheckpointError, DeviceError, NoDriverError, UsageError
 from bminf_lite.text import prompts
 from bminf_lite.text.chat_template import ChatTemplate
-from bminf_lite.text.checkpoint_files import configured_eos_ids
 from bminf_lite.text.prompts import EncodedPrompt
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -351,3 +353,96 @@ def test_invalid_token_ids_for_logits(ids):
     with pytest.raises(UsageError):
         make_model(ops).logits(ids)
     assert not ops.arrays
+
+
+def test_a_token_id_that_only_the_tokenizer_has_does_not_blame_the_prompt(tmp_path):
+    folder = tiny_checkpoint.write(tmp_path / "m")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"]["special_tokens"]["<s>"]["ids"] = [999]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with load(folder) as model, pytest.raises(CheckpointError, match="the tokenizer gives the token id 999, but the"):
+        model.generate("hello")
+
+
+@pytest.mark.parametrize("context", [3, {"a": 1}, None, [], ["a", 1]])
+def test_a_dialogue_of_another_type_is_refused(context):
+    with pytest.raises(UsageError, match="a dialogue is a list of utterances"):
+        make_model().dialogue(context)
+
+
+def test_sampling_parameters_may_be_an_object():
+    """Which is then complete: the checkpoint's defaults do not apply. Keywords replace its fields."""
+    model = make_model()
+    model.generation_config = {"max_new_tokens": 9}
+    params = SamplingParams(max_new_tokens=3, temperature=1.0, seed=5)
+    whole = model.generate(prompt_of(4), max_new_tokens=3, temperature=1.0, seed=5)
+    assert model.generate(prompt_of(4), params).token_ids == whole.token_ids
+    assert len(model.generate([prompt_of(4)], params, max_new_tokens=2)[0].token_ids) == 2
+    with pytest.raises(UsageError, match="must be SamplingParams"):
+        model.generate(prompt_of(4), 64)
+    with pytest.raises(UsageError, match="no sampling option 'do_sample'"):
+        model.generate(prompt_of(4), params, do_sample=True)
+
+
+def test_a_model_says_what_it_is(tmp_path):
+    folder = tiny_checkpoint.write(tmp_path / "m")
+    with load(folder) as model:
+        facts = "2 layers, 260 tokens in the vocabulary, context of 128"
+        assert repr(model) == f"<bminf_lite.Model {folder}: {facts}, on cpu>"
+    assert repr(model).endswith("closed>")
+    assert "a model without a folder" in repr(make_model())
+
+
+def test_closing_frees_the_memory_of_a_cpu_while_the_model_is_referenced():
+    model = make_model()
+    network = weakref.ref(model.network)
+    model.close()
+    assert network() is None
+    with pytest.raises(UsageError, match="the model is closed"):
+        model.generate(prompt_of(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path": 3}, "path is 3, but must be the path"),
+        ({"path": None}, "path is None, but must be the path"),
+        ({"device": None}, "device None is not one of"),
+        ({"memory_limit": 1.5}, "not 1.5"),
+        ({"max_batch": "4"}, "max_batch is '4'"),
+        ({"context": 2.0}, "context is 2.0"),
+        ({"kv_cache": 8}, "kv_cache is 8"),
+        ({"kv_cache": ["int8"]}, "kv_cache is"),
+        ({"check": "yes"}, "check is 'yes'"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(tmp_path, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        bminf_lite.load(**({"path": tmp_path} | arguments))
+
+
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny_checkpoint.write(tmp_path / "m")
+    report = bminf_lite.migrate("~/m", "~/int8")
+    assert (tmp_path / "int8" / "model.safetensors").is_file() and "~" not in str(report)
+    with bminf_lite.load("~/int8", device="cpu") as model:
+        assert model.generate("x", max_new_tokens=1).token_ids
+
+
+def test_no_gpu_is_no_news_and_an_unusable_one_is_reported_once(tmp_path, monkeypatch, capsys, caplog):
+    def missing(error):
+        def require_usable(index):
+            raise error
+
+        return require_usable
+
+    folder = tiny_checkpoint.write(tmp_path / "m")
+    for error, messages in ((NoDriverError("there is no driver"), 0), (DeviceError("CuPy is not installed"), 1)):
+        monkeypatch.setattr(doctor, "require_usable", missing(error))
+        caplog.clear()
+        for _ in range(2):
+            bminf_lite.load(folder).close()
+        assert [record.name for record in caplog.records] == ["bminf_lite"] * messages
+    assert "CuPy is not installed; computing on the CPU" in caplog.text
+    assert capsys.readouterr() == ("", "")

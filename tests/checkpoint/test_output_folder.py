@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -84,7 +86,7 @@ def test_an_existing_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not the result of a migration"):
         make(target, "x", force=True)
     assert names(target) == {"precious"} and names(tmp_path) == {"out"}
-    with pytest.raises(CheckpointError, match="not the result of a migration"):
+    with pytest.raises(CheckpointError, match="is a file, not a folder"):
         make(target / "precious", "x", force=True)
 
 
@@ -144,7 +146,7 @@ def test_a_disk_that_becomes_full(tmp_path: Path, code: int) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(CheckpointError, match="is a file, not a folder"):
         make(tmp_path / "file" / "out", "x")
 
 
@@ -154,3 +156,51 @@ def test_a_link_to_the_target_is_followed(tmp_path: Path) -> None:
     with output_folder(tmp_path / "link", True, 0) as folder:
         fill(folder, "new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / MANIFEST_FILE).read_text() == "new"
+
+
+def test_a_target_below_a_file_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for target in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
+        with pytest.raises(CheckpointError, match=r"/file:? is a file, not a folder; name another folder"):
+            make(target, "x", force=True)
+
+
+@pytest.mark.parametrize("added", ["notes.txt", "more/model.safetensors", "link"])
+def test_files_that_the_user_added_are_not_deleted(tmp_path: Path, added: str) -> None:
+    target = tmp_path / "out"
+    make(target, json.dumps({"files": [{"name": "model.safetensors"}, {"name": "a/b.jinja"}]}))
+    for name in ("model.safetensors", "a/b.jinja"):
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text("x")
+    if added == "link":
+        (target / added).symlink_to("nowhere")
+    else:
+        (target / added).parent.mkdir(exist_ok=True)
+        (target / added).write_text("mine")
+    with pytest.raises(CheckpointError, match=rf"would delete them: {added}; move them"):
+        make(target, "new", force=True)
+    (target / added).unlink()
+    make(target, "new", force=True)
+    assert (target / MANIFEST_FILE).read_text() == "new" and names(tmp_path) == {"out"}
+
+
+@pytest.mark.usefixtures("exchange")
+def test_a_read_only_result_is_replaced_and_its_copy_removed() -> None:
+    """As another user than root, for whom permissions do not count."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.chown(folder, 65534, 65534)
+            os.seteuid(65534)
+        try:
+            make(folder / "out", json.dumps({"files": [{"name": "deep/file"}]}))
+            (folder / "out" / "deep").mkdir()
+            (folder / "out" / "deep" / "file").write_text("x")
+            for path in (folder / "out" / "deep" / "file", folder / "out" / "deep", folder / "out"):
+                path.chmod(0o555)
+            make(folder / "out", "new", force=True)
+            assert (folder / "out" / MANIFEST_FILE).read_text() == "new" and names(folder) == {"out"}
+        finally:
+            if is_root:
+                os.seteuid(0)

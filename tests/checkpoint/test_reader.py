@@ -23,7 +23,7 @@ from bminf_lite.checkpoint.compressed_tensors import pack, quantization_config, 
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.checkpoint.recipe import Scheme
-from bminf_lite.errors import CheckpointError
+from bminf_lite.errors import CheckpointError, UsageError
 
 LINEAR = "model.layers.0.mlp.up_proj"
 FORMS = pytest.mark.parametrize("form", ["safetensors", "bin", "legacy"])
@@ -307,3 +307,37 @@ def test_a_checkpoint_closes_its_files(make_checkpoint: MakeCheckpoint) -> None:
     assert "gptq" in message(make_checkpoint("quantized", quantization_config={"quant_method": "gptq"}))
     assert "missing" in message(make_checkpoint("less", tensors={"x": np.zeros(1, np.float32)}))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+@pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
+def test_pipes_and_devices_neither_block_nor_fill_memory(
+    make_checkpoint: MakeCheckpoint, name: str, target: str
+) -> None:
+    folder = make_checkpoint()
+    (folder / name).unlink(missing_ok=True)
+    if target == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(target)
+    with pytest.raises(
+        CheckpointError, match=rf"{name}: (cannot be read: it is not a regular file|is a device, a pipe)"
+    ):
+        open_checkpoint(folder)
+
+
+def test_a_configuration_of_absurd_size_is_refused(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint()
+    os.truncate(folder / "config.json", 1 << 40)
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read: it has 1,099,511,627,776 bytes"):
+        open_checkpoint(folder)
+
+
+def test_a_home_folder_is_expanded_and_other_types_are_refused(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint()
+    monkeypatch.setenv("HOME", str(folder.parent))
+    open_checkpoint(f"~/{folder.name}").close()
+    with pytest.raises(UsageError, match="path is 3, but must be the path of a folder"):
+        open_checkpoint(3)  # type: ignore[arg-type]

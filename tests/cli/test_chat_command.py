@@ -69,6 +69,18 @@ def test_a_dialogue_longer_than_the_context_loses_its_start(model: Path) -> None
     assert "forgotten: the first 2 messages" in result.stderr and result.stdout.count("\n") >= 4
 
 
+def test_old_messages_are_forgotten_until_an_answer_has_room(model: Path) -> None:
+    """With 256 tokens of context, three messages of 60 leave too little room for an answer of 100."""
+    result = chat(model, ["x" * 60] * 3, "--max-new-tokens", "100")
+    assert result.exit_code == 0 and "forgotten: the first 2 messages" in result.stderr
+    assert "cut:" not in result.stderr
+
+
+def test_an_answer_that_the_context_cuts_is_reported(model: Path) -> None:
+    result = chat(model, ["x" * 200], "--max-new-tokens", "100")
+    assert result.stderr == "(cut: the model's context of 256 tokens is full)\n"
+
+
 def test_out_of_memory_in_an_answer_does_not_end_the_dialogue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream, calls = Model.stream, []
 

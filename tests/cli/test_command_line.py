@@ -108,3 +108,9 @@ print(missing, set(bminf_lite.__all__) <= set(dir(bminf_lite)), "cupy" in sys.mo
 print(hasattr(bminf_lite, "no_such_name"))
 """
     assert run_python(code).split("\n")[:3] == ["[]", "[] True False False", "False"]
+
+
+def test_python_m_is_the_same_program() -> None:
+    command = [sys.executable, "-m", "bminf_lite", "--version"]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert result.stdout == f"bminf-lite, version {__version__}\n"

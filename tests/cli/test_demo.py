@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,33 @@ def test_the_demo_shows_sizes_text_speed_and_quality(monkeypatch: pytest.MonkeyP
     int8, plain = (float(re.search(rf"{name} +([\d.]+)", result.stdout)[1]) for name in ("int8", "float"))  # type: ignore[index]
     assert int8 == pytest.approx(plain, rel=0.01)
     assert list(tmp_path.iterdir()) == []
+
+
+class SlowAtFirst:
+    """A model on a GPU whose first run of each kind compiles kernels."""
+
+    device = "cuda:0"
+
+    def __init__(self) -> None:
+        self.runs: list[str] = []
+
+    def generate(self, prompt: str, **options: object) -> None:
+        self.run("generate")
+
+    def logits(self, ids: list[int]) -> None:
+        self.run("logits")
+
+    def run(self, name: str) -> None:
+        if name not in self.runs:
+            time.sleep(0.1)
+        self.runs.append(name)
+
+
+def test_kernels_are_compiled_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module("bminf_lite.cli.demo")
+    model = SlowAtFirst()
+    module.warm_up(model, [1, 2, 3])
+    assert set(model.runs) == {"generate", "logits"}
+    assert re.search(r"Kernels were compiled and chosen in 0\.\d s", capsys.readouterr().out)
+    module.warm_up(model, [1, 2, 3])
+    assert capsys.readouterr().out == ""

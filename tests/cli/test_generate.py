@@ -47,6 +47,24 @@ def test_json_is_one_object_for_one_prompt(model: Path) -> None:
     assert (len(value["token_ids"]), value["finish_reason"], value["prompt_tokens"]) == (4, "length", 6)
 
 
+def test_an_empty_prompt_starts_from_the_begin_of_text_token(model: Path, tmp_path: Path) -> None:
+    value = json.loads(generate(model, "", "--json", "--max-new-tokens", "4").stdout)
+    with bminf_lite.load(model, device="cpu") as loaded:
+        assert value["token_ids"] == loaded.generate("", max_new_tokens=4).token_ids
+    without = tiny_checkpoint.write(tmp_path / "without")
+    tokenizer = json.loads((without / "tokenizer.json").read_text())
+    (without / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
+    result = generate(without, "")
+    assert result.exit_code == 2 and "the prompt is empty" in result.stderr
+
+
+def test_the_statistics_tell_which_length_ended_a_completion(model: Path) -> None:
+    ended = generate(model, "x" * 100, "--stats", "--max-new-tokens", "60").stderr
+    assert "finished by length (the model's context of 128 tokens is full)" in ended
+    ended = generate(model, "x", "--stats", "--max-new-tokens", "3").stderr
+    assert "finished by length (--max-new-tokens 3)" in ended
+
+
 def test_a_file_of_prompts_gives_a_line_each_in_order(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     conversation = [{"role": "user", "content": "b"}]
@@ -96,7 +114,6 @@ def test_defaults_come_from_the_checkpoint(tmp_path: Path) -> None:
         (["x", "--stop", ""], "stop"),
         (["x", "--device", "tpu"], "tpu"),
         (["x" * 200], "128"),
-        ([""], "empty"),
         (["x", "--memory-limit", "6 elephants"], "6 elephants"),
         (["x", "--memory-limit", "0"], "0"),
     ],
@@ -135,11 +152,11 @@ def test_every_invalid_line_of_a_file_of_prompts_is_reported(model: Path, tmp_pa
 def test_every_prompt_of_a_file_that_cannot_be_encoded_is_reported(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     wrong = {"half": "\ud800", "long": "x" * 200}
-    lines = [{"prompt": ""}, {"prompt": "fine"}, *({"prompt": text, "id": name} for name, text in wrong.items())]
+    lines = [{"prompt": "fine"}, *({"prompt": text, "id": name} for name, text in wrong.items())]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     result = generate(model, "--prompts", str(prompts))
     assert result.exit_code == 2
-    for words in ("prompt 1: ", "prompt half: ", "surrogate", "prompt long: ", "201", "128"):
+    for words in ("prompt half: ", "surrogate", "prompt long: ", "201", "128"):
         assert words in result.stderr
 
 
@@ -154,3 +171,19 @@ def test_a_byte_order_mark_is_dropped(model: Path, tmp_path: Path) -> None:
 def test_a_chat_without_a_template(tmp_path: Path) -> None:
     result = generate(tiny_checkpoint.write(tmp_path / "model", chat_template=None), "x", "--chat")
     assert result.exit_code == 2 and "chat template" in result.stderr
+
+
+def test_log_probabilities_and_tokens_after_the_end(tmp_path: Path) -> None:
+    model = tiny_checkpoint.write(tmp_path / "m", generation_config={"eos_token_id": list(range(256))})
+    assert len(json.loads(generate(model, "x", "--json").stdout)["token_ids"]) == 1
+    value = json.loads(generate(model, "x", "--json", "--logprobs", "--ignore-eos", "--max-new-tokens", "5").stdout)
+    assert len(value["token_ids"]) == len(value["logprobs"]) == 5
+    result = generate(model, "x", "--logprobs")
+    assert result.exit_code == 2 and "--logprobs needs --json" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--max-batch", "--context"])
+def test_limits_of_the_engine_reach_it(model: Path, option: str) -> None:
+    assert generate(model, "x", option, "2", "--max-new-tokens", "2").exit_code == 0
+    result = generate(model, "x", option, "0")
+    assert result.exit_code == 2 and f"{option[2:].replace('-', '_')} is 0" in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,24 @@ def test_a_host_that_is_too_small_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("bminf_lite.memory.machine.available_memory", lambda: 1 << 30)
     result = run(CONFIGS / "llama-3-70b.json", *MACHINE)
     assert "the host has 1.0 GiB free" in result.stdout
+
+
+def test_the_advice_for_too_little_memory_works() -> None:
+    """It counts what CUDA and its libraries take, so the next plan fits."""
+    shape = CONFIGS / "llama-3-70b.json"
+    result = run(shape, "--gpu-memory", "2GiB", "--link", "25")
+    assert result.exit_code == 1
+    (advice,) = re.findall(r"take a GPU with (\d+MiB)", result.stderr)
+    assert run(shape, "--gpu-memory", advice, "--link", "25").exit_code == 0
+    result = run(shape, *MACHINE, "--memory-limit", "2GiB")
+    (advice,) = re.findall(r"raise the memory limit to (\d+MiB)", result.stderr)
+    assert run(shape, *MACHINE, "--memory-limit", advice).exit_code == 0
+
+
+def test_the_memory_that_would_hold_everything_does() -> None:
+    shape = CONFIGS / "llama-3-8b.json"
+    (enough,) = re.findall(
+        r"([\d.]+) GiB of GPU memory would hold", run(shape, "--gpu-memory", "4GiB", "--link", "25").stdout
+    )
+    arguments = ("--gpu-memory", f"{float(enough) + 0.1}GiB", "--link", "25", "--context", "1024", "--json")
+    assert json.loads(run(shape, *arguments).stdout)["streamed"] == []

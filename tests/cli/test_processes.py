@@ -35,7 +35,11 @@ def test_generate_streams_and_ends_on_ctrl_c(model: Path) -> None:
     assert (process.returncode, err) == (130, b"\ninterrupted\n")
 
 
-def test_migrate_ends_on_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [(signal.SIGINT, 130, b"\ninterrupted\n"), (signal.SIGTERM, 143, b""), (signal.SIGHUP, 129, b"")],
+)
+def test_migrate_ends_on_a_signal_and_leaves_nothing(tmp_path: Path, number: int, code: int, message: bytes) -> None:
     source = tiny_checkpoint.write(
         tmp_path / "source", hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=16
     )
@@ -45,9 +49,9 @@ def test_migrate_ends_on_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None:
         time.sleep(0.001)
     assert begun
     assert "out" not in begun
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=TIMEOUT)
-    assert (process.returncode, err) == (130, b"\ninterrupted\n")
+    assert (process.returncode, err) == (code, message)
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 

@@ -18,11 +18,12 @@ from bminf_lite.cuda.kernels.rowwise.calibration import CalibrationKernels
 from bminf_lite.cuda.kernels.rowwise.pointwise import PointwiseKernels
 from bminf_lite.cuda.kernels.rowwise.rows import RowKernels
 from bminf_lite.cuda.kernels.rowwise.softmax import Softmax
+from bminf_lite.cuda.kernels.rowwise.tensor_rows import TensorRows
 from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 
 LAUNCHERS = (
     Gemv, GemvFloat, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, PrepareHeads, AttentionDecode,
-    PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler,
+    PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler, TensorRows,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

@@ -9,6 +9,10 @@ from bminf_lite.cuda.kernels.constants import Epilogue
 RELU = 2
 
 
+CUPY_EPILOGUES = tuple(epilogue for epilogue in Epilogue if epilogue is not Epilogue.TO_BFLOAT16)
+"""CuPy has no bf16: tests/torch covers that epilogue."""
+
+
 class ScaledOperands:
     """``rows`` activations and ``channels`` weights of ``in_features`` codes; ``before`` is what is added to."""
 

@@ -179,3 +179,20 @@ def test_this_gpu_is_ready(device, tmp_path, monkeypatch):
     print(report.text())
     assert report.usable, report.text()
     assert [plan.name for plan in report.plans if plan.preferred and plan.problem is None and plan.tops]
+
+
+@pytest.mark.parametrize("found", [(), (13, 0)])
+def test_libraries_are_those_of_cupy_s_cuda_version(found):
+    """A driver for CUDA 13 runs CuPy for CUDA 12, whose libraries must be 12 too."""
+    missing = () if found else ("nvrtc", "cublasLt")
+    probes = replace(
+        complete((13, 0)), library=libraries_of(found or (12, 9), *missing), cupy=lambda: {"cupy-cuda12x": "14.2.0"},
+        headers=lambda major: Headers(Path("/include"), (major, 0)), plans=must_not_run,
+    )  # fmt: skip
+    report = diagnose(probes)
+    assert remedies(report) == ["pip install nvidia-cuda-nvrtc-cu12", "pip install nvidia-cublas-cu12"]
+
+
+def test_products_that_fail_beside_cupy_for_cuda_12():
+    report = diagnose(replace(complete((12, 9)), plans=absent))
+    assert remedies(report) == ["pip install --upgrade 'bminf-lite[cuda12]'"]

@@ -43,6 +43,23 @@ def test_a_library_newer_than_the_driver_is_passed_over(fake_versions):
     assert found.path == "/c/libnvrtc.so.12"
 
 
+def test_a_library_of_another_major_version_than_cupy_s_is_passed_over(fake_versions):
+    fake_versions.update({"/b/libnvrtc.so.13": (13, 1), "/c/libnvrtc.so.12": (12, 9)})
+    found = libraries.load_from("nvrtc", ["/b/libnvrtc.so.13", "/c/libnvrtc.so.12"], (13, 0), 12)
+    assert found.path == "/c/libnvrtc.so.12"
+    with pytest.raises(DeviceError, match=r"run: pip install nvidia-cuda-nvrtc-cu12. .*Tried:") as info:
+        libraries.load_from("nvrtc", ["/b/libnvrtc.so.13"], (13, 0), 12)
+    assert "/b/libnvrtc.so.13 is for CUDA 13, and CuPy for CUDA 12" in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("cupy", "major"),
+    [(["cupy-cuda12x"], 12), (["cupy-cuda13x"], 13), (["cupy"], None), ([], None), (["cupy-cuda12x", "cupy"], None)],
+)
+def test_cupy_s_distribution_tells_its_cuda_version(cupy, major):
+    assert libraries.major_of(cupy) == major
+
+
 def test_nothing_found_lists_what_was_tried_and_the_command(fake_versions):
     fake_versions["/b/libnvrtc.so.13"] = (13, 1)
     with pytest.raises(DeviceError) as info:

@@ -133,6 +133,13 @@ def test_an_unknown_option_names_the_nearest():
         SamplingParams.from_checkpoint({}, temprature=1, maxnewtokens=None)
 
 
+def test_options_of_other_libraries_get_a_hint_that_fits():
+    with pytest.raises(UsageError, match=r"'do_sample'; a temperature over 0 draws"):
+        SamplingParams.from_checkpoint({}, do_sample=True)
+    with pytest.raises(UsageError, match=r"no sampling option 'xyz'; there are max_new_tokens, temperature, "):
+        SamplingParams.from_checkpoint({}, xyz=1)
+
+
 # -- the backend's form -----------------------------------------------------------------------------------------------
 
 

@@ -6,9 +6,10 @@ import json
 
 import pytest
 import tokenizer_kit
+from tokenizers import AddedToken, normalizers
 
 from bminf_lite.errors import CheckpointError, UsageError
-from bminf_lite.text.checkpoint_files import load_tokenizer
+from bminf_lite.text.checkpoint_files import has_tokenizer, load_tokenizer
 from bminf_lite.text.json_tokenizer import JsonTokenizer
 
 CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "chat_template": "from the config"}
@@ -172,3 +173,50 @@ def test_sentinels_stand_for_missing_parts() -> None:
     assert [i for i in spans if i in ids] == ids[:2]
     assert spans == tokenizer.encode("the <extra_id_0> cats<extra_id_1>")
     assert tokenizer.encode_turns(["the cat"], 10) is None and tokenizer.target_ids == ()
+
+
+def test_special_tokens_have_no_text_even_if_they_are_normalized(tmp_path):
+    backend = tokenizer_kit.byte_level()
+    backend.add_special_tokens([AddedToken("<end>", normalized=True, special=True)])
+    backend.normalizer = normalizers.Lowercase()
+    tokenizer = load_tokenizer(write(tmp_path, backend, CONFIG), 1000)
+    end = backend.token_to_id("<end>")
+    assert tokenizer.decode([*tokenizer.encode("hello"), end]) == "hello"
+
+
+def byte_level_files(folder, **config):
+    """GPT-2's files, without a tokenizer.json."""
+    backend = tokenizer_kit.byte_level()
+    model = json.loads(backend.to_str())["model"]
+    vocab = {**model["vocab"], "<|endoftext|>": len(model["vocab"])}
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return backend
+
+
+def test_gpt2_s_older_files_are_read(tmp_path):
+    backend = byte_level_files(tmp_path)
+    assert has_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, 1000)
+    text = "hello there, naïve café 🙂"
+    assert tokenizer.encode(text) == backend.encode(text).ids
+    assert tokenizer.decode([*tokenizer.encode(text), *tokenizer.eos_ids]) == text
+    assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>" and len(tokenizer.eos_ids) == 1
+
+
+def test_opt_s_older_files_are_read(tmp_path):
+    byte_level_files(tmp_path, tokenizer_class="GPT2Tokenizer", bos_token="</s>", eos_token="</s>", add_bos_token=True)
+    tokenizer = load_tokenizer(tmp_path, 1000)
+    assert tokenizer.encode("hello")[0] == tokenizer.bos_id and tokenizer.eos_token == "</s>"
+
+
+def test_other_files_of_the_same_name_are_not_guessed(tmp_path):
+    byte_level_files(tmp_path, tokenizer_class="Qwen2Tokenizer")
+    assert not has_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match="where transformers is installed") as caught:
+        load_tokenizer(tmp_path, 1000)
+    assert "sentencepiece" not in str(caught.value)

@@ -31,7 +31,8 @@ class Epilogue(IntEnum):
     """The epilogue of a product's kernel, on its int32 or fp32 sums.
 
     ``ADD`` adds to fp32 values in memory. ``GATED``: rows ``n`` and ``n + N/2`` of the weight are gate and up.
-    ``ACTIVATED`` applies an activation to each output. ``TO_INT32`` writes unscaled sums.
+    ``ACTIVATED`` applies an activation to each output. ``TO_INT32`` writes unscaled sums. ``TO_BFLOAT16`` is for the
+    tensors of other libraries: the engine's own activations are fp16.
     """
 
     TO_HALF = 0
@@ -40,6 +41,7 @@ class Epilogue(IntEnum):
     GATED = 3
     ACTIVATED = 4
     TO_INT32 = 5
+    TO_BFLOAT16 = 6
 
 
 class GemvInput(IntEnum):

@@ -2,9 +2,10 @@
 
 Four libraries are used: the driver (``libcuda``), the runtime (``libcudart``), the compiler (``libnvrtc``) and the
 matrix products (``libcublasLt``). The driver comes with the operating system. The others are searched for through
-cuda-pathfinder (wheels, conda, ``CUDA_PATH``), then in NVIDIA's wheels folder by folder, then by the dynamic linker.
-A library whose CUDA version is newer than the driver supports is skipped, because it would load and then fail at its
-first call. This module imports no CuPy and loads each library at its first use.
+cuda-pathfinder (wheels, conda, ``CUDA_PATH``), then in NVIDIA's wheels folder by folder, then by the dynamic linker. A
+library whose CUDA version is newer than the driver supports is skipped, because it would load and then fail at its
+first call, and so is one of another major version than the installed CuPy's. This module imports no CuPy and loads each
+library at its first use.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 from ...errors import DeviceError
@@ -98,6 +101,31 @@ _SPECS = {
 NAMES = tuple(_SPECS)
 
 
+CUPY_DISTRIBUTIONS = {"cupy-cuda13x": 13, "cupy-cuda12x": 12, "cupy": None}
+"""CuPy's distributions and their CUDA major versions; ``cupy`` is built from source for any version."""
+
+
+def find_cupy() -> dict[str, str]:
+    """The installed distributions of CuPy, with their versions."""
+    found = {}
+    for name in CUPY_DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def major_of(cupy: Iterable[str]) -> int | None:
+    """The CUDA major version of the distributions ``cupy``; None if it is not known, or not one."""
+    majors = {CUPY_DISTRIBUTIONS[name] for name in cupy}
+    return majors.pop() if len(majors) == 1 else None
+
+
+@functools.cache
+def cupy_major() -> int | None:
+    """The CUDA major version of the installed CuPy; None if it is not known."""
+    return major_of(find_cupy())
+
+
 def extra(driver: Version = ()) -> str:
     """The extra of this package that suits a driver for CUDA ``driver``: ``cuda12`` or ``cuda13``."""
     return "cuda12" if driver and driver[0] < 13 else "cuda13"
@@ -155,8 +183,10 @@ def _mapped_file(name: str) -> str | None:
     return found[1] if found else None
 
 
-def load_from(name: str, paths: Iterable[str], driver: Version) -> Library:
+def load_from(name: str, paths: Iterable[str], driver: Version, major: int | None = None) -> Library:
     """The first of ``paths`` that loads as the library ``name`` and is no newer than ``driver`` (``()``: unknown).
+
+    With ``major``, CuPy's, it must be of that CUDA major version.
 
     Raises ``DeviceError`` with all attempts and the command that installs the library.
     """
@@ -171,9 +201,13 @@ def load_from(name: str, paths: Iterable[str], driver: Version) -> Library:
         if driver and version and version[0] > driver[0]:
             tried.append(f"{path} is for CUDA {version[0]}, and the driver supports CUDA {text(driver)}")
             continue
+        if major and version and version[0] != major:
+            tried.append(f"{path} is for CUDA {version[0]}, and CuPy for CUDA {major}")
+            continue
         return Library(name, path if os.path.isabs(path) else _mapped_file(path), version, dll)
     details = "".join(f"\n  {line}" for line in tried)
-    raise DeviceError(f"{spec.soname} cannot be loaded; {_remedy(name, driver)}. Tried:{details}")
+    remedy = _remedy(name, (major,) if major else driver)
+    raise DeviceError(f"{spec.soname} cannot be loaded; {remedy}. Tried:{details}")
 
 
 def _remedy(name: str, driver: Version) -> str:
@@ -208,7 +242,9 @@ def driver_release() -> str:
 @functools.cache
 def load(name: str) -> Library:
     """Load ``"cuda"``, ``"cudart"``, ``"nvrtc"`` or ``"cublasLt"``; raises ``DeviceError`` with the remedy."""
-    return load_from(name, candidates(name), () if name == "cuda" else driver_version())
+    if name == "cuda":
+        return load_from(name, candidates(name), ())
+    return load_from(name, candidates(name), driver_version(), cupy_major())
 
 
 def header_folders() -> Iterator[Path]:

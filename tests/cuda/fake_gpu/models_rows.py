@@ -18,7 +18,7 @@ from .launching import Call, model
 
 F32, F16 = np.float32, np.float16
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = Source
-TO_HALF, TO_FLOAT, ADD, GATED, ACTIVATED, TO_INT32 = Epilogue
+TO_HALF, TO_FLOAT, ADD, GATED, ACTIVATED, TO_INT32, _ = Epilogue
 THREADS, WARPS, CHUNK = GEMV_THREADS, GEMV_THREADS // 32, GEMV_CHUNK
 FUNCTIONS = [ACTIVATIONS[activation.name.lower()] for activation in Activation]
 

@@ -177,7 +177,8 @@ class PrefillAttention:
 
     def scratch_bytes(
         self, *, heads: int, kv_heads: int, head_dim: int, tokens: int, batch_size: int, max_context_len: int,
-        mask: AttentionMask = AttentionMask.CAUSAL, biased: bool = False, int8: bool = False, max_record_bytes: int = MAX_RECORD_BYTES,
+        mask: AttentionMask = AttentionMask.CAUSAL, biased: bool = False, int8: bool = False,
+        max_record_bytes: int = MAX_RECORD_BYTES,
     ) -> int:  # fmt: skip
         """Bytes of scratch memory that a launch can use; with less, it splits fewer sequences.
 
@@ -260,7 +261,8 @@ class PrefillAttention:
             q, q_pitch, keys, values, out, out_pitch, cu_seqlens, context_lens, block_tables,
             table_pitch, num_blocks, scale * LOG2_E, window or 0, heads, kv_heads, head_dim, batch_size,
             bias, max_distance, source_lens, key_scales, value_scales,
-            scratch + running_bytes, max_records, self._parts(tile_config), scratch if tile_config.external else 0, counters,
+            scratch + running_bytes, max_records, self._parts(tile_config),
+            scratch if tile_config.external else 0, counters,
         )  # fmt: skip
         maps: tuple[object, ...] = ()
         if tile_config.tensor_maps:

@@ -1,7 +1,8 @@
 // int8 GEMM with a fused epilogue for many rows, on compute capability 9.0:
 //
 //     y = x_scale[row] * (w_scale[channel] * (x @ w.T)) + bias[channel]
-//     out = fp16(y), or out += fp16(y) in fp32 (the residual stream), or out = fp16(f(fp16(gate)) * fp16(up))
+//     out = fp16(y) or bf16(y), or out += fp16(y) in fp32 (the residual stream), or out = fp16(f(fp16(gate)) *
+//     fp16(up))
 //
 // x: int8 [rows, in]; w: int8 [channels, in]; out: [rows, columns]. For a gated layer the first half of the channels is
 // the gate, the second half up, and columns = channels / 2; else columns = channels. The int32 sums stay in registers.
@@ -15,6 +16,7 @@
 // SPLIT_K > 1, for products with fewer tiles than SMs, the blocks share one tile: each sums over a part of the columns,
 // then they exchange sums, and each finishes a part of the tile.
 #include "common/async.cuh"
+#include "common/bfloat16.cuh"
 #include "common/cluster.cuh"
 #include "common/common.cuh"
 #include "common/wgmma.cuh"
@@ -214,6 +216,8 @@ __device__ __forceinline__ void write_tile(
                     st_shared_v2(
                         box + (h * 8 + y) * 128 + (((piece + i / 2) * 2 + x / 2) ^ y) * 16 + x % 2 * 8,
                         {rounded(value.x), rounded(value.y)});
+                else if constexpr (EPILOGUE == TO_BFLOAT16)
+                    v[i / 2][h] = pack_bfloat162(value.x, value.y);
                 else
                     v[i / 2][h] = pack_half2(value.x, value.y);
             }

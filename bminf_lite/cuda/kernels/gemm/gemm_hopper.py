@@ -26,7 +26,7 @@ from ..sources import load
 
 THREADS = 384
 STAGING_BYTES = THREADS * 2 // 3 // 32 * 2 * BOX_ROWS * ROW_BYTES
-EPILOGUES = (Epilogue.TO_HALF, Epilogue.ADD, Epilogue.GATED)
+EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_BFLOAT16, Epilogue.ADD, Epilogue.GATED)
 
 
 @dataclass(frozen=True)
@@ -165,16 +165,17 @@ class ScaledGemm:
         tile_config: GemmTileConfig | None = None,
         stream: int = 0,
         bytes_moved: int = 0,
+        dependent: bool = True,
     ) -> None:
         """Compute ``scaled(x @ w.T) + bias`` with ``epilogue``, one of ``EPILOGUES``.
 
         - ``x`` int8 ``[rows, in_features]``, ``x_scale`` fp32 ``[rows]``;
         - ``w`` int8 ``[channels, in_features]``, ``w_scale`` fp32 ``[channels]``, ``bias`` as long or 0;
-        - ``out`` fp16 ``[rows, channels]``, or fp32 to add to, or fp16 ``[rows, channels / 2]``: the ``activation`` (by
-          its number in ``common.cuh``) of the first half times the second half.
+        - ``out`` fp16 or bf16 ``[rows, channels]``, or fp32 to add to, or fp16 ``[rows, channels / 2]``: the
+          ``activation`` (by its number in ``common.cuh``) of the first half times the second half.
 
         The result has an even number of columns; padding in the last 16 bytes of a row is overwritten. Tests set
-        ``tile_config``; None is the best one. ``bytes_moved`` as in :class:`Kernel`. The launch is dependent.
+        ``tile_config``; None is the best one. ``bytes_moved`` and ``dependent`` as in :class:`Kernel`.
         """
         launch = self._kernel_launch(rows, channels, in_features, epilogue, activation, bias != 0, tile_config)
         element = TensorMapDataType.FLOAT32 if epilogue is Epilogue.ADD else TensorMapDataType.FLOAT16
@@ -184,7 +185,7 @@ class ScaledGemm:
             tensor_map_2d(w[0], TensorMapDataType.INT8, channels, in_features, w[1], launch.box_channels),
             tensor_map_2d(out[0], element, rows, launch.numbers[1], out[1], BOX_ROWS),
         )  # fmt: skip
-        launch.kernel(launch.grid, THREADS, arguments, launch.shared, stream, True, launch.cluster, bytes_moved)
+        launch.kernel(launch.grid, THREADS, arguments, launch.shared, stream, dependent, launch.cluster, bytes_moved)
 
     def _kernel_launch_uncached(
         self, rows: int, channels: int, in_features: int, epilogue: Epilogue, activation: int, bias: bool,

@@ -42,10 +42,11 @@ class SkinnyGemmHopper(SkinnyGemm):
     def launch(
         self, x: int, x_scale: int, w: int, w_scale: int, bias: int, out: int, out_pitch: int,
         rows: int, out_features: int, pitch: int, stream: int, epilogue: Epilogue = Epilogue.TO_INT32,
-        activation: int = 0, bytes_moved: int = 0,
+        activation: int = 0, bytes_moved: int = 0, dependent: bool = True,
     ) -> None:  # fmt: skip
+        """As the base class's, and also of a single row; ``dependent`` as in :class:`Kernel`."""
         gated = epilogue is Epilogue.GATED
-        assert self.supports(rows) and pitch % 16 == 0 and not (gated and out_features % 2)
+        assert 1 <= rows <= MAX_ROWS and pitch % 16 == 0 and not (gated and out_features % 2)
         columns = BOXES * ROW_BYTES
         tiles, weight_rows = tiles_for(rows), ROWS // (1 + gated)
         weight_tiles, steps = -(-out_features // (1 + gated) // weight_rows), -(-pitch // columns)
@@ -57,7 +58,7 @@ class SkinnyGemmHopper(SkinnyGemm):
             clusters * CLUSTER, THREADS,
             (x_scale, w_scale, bias, out, out_pitch, rows, out_features, x_map, w_map, weight_tiles, steps, stages,
              resident),
-            shared=shared, stream=stream, dependent=True, cluster=CLUSTER, bytes_moved=bytes_moved,
+            shared=shared, stream=stream, dependent=dependent, cluster=CLUSTER, bytes_moved=bytes_moved,
         )  # fmt: skip
 
     def _divide(self, tiles: int, steps: int, several: bool) -> tuple[bool, int, int]:

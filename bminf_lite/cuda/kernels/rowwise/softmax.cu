@@ -2,14 +2,23 @@
 //
 //     out = softmax(scale * x + bias, -inf where mask is 0); zeros for a row that is masked entirely
 //
-// x, out: T [rows, k], fp16 or fp32; bias: fp32; mask: bytes. A row is held in registers by a few threads, a block, or
-// the blocks of a cluster, so that it is read and written once. softmax_two_pass reads longer rows twice.
+// x, out: T [rows, k], fp16, bf16 or fp32; bias: fp32; mask: bytes. A row is held in registers by a few threads, a
+// block, or the blocks of a cluster, so that it is read and written once. softmax_two_pass reads longer rows twice.
 #include "common/cluster.cuh"
 #include "rowwise/unaligned.cuh"
 
 using namespace bminf;
 
-// The scores of rows of k elements. bias and mask may be null; a pitch of 0 repeats one row for all.
+// Rows of a bias or a mask that serve several rows of x: row r of x uses row r / repeat % count.
+struct BroadcastRows {
+    int repeat, count;
+
+    __device__ __forceinline__ long long operator()(long long row) const {
+        return repeat == 1 && count == 0 ? row : static_cast<int>(row) / repeat % count;
+    }
+};
+
+// The scores of rows of k elements. bias and mask may be null.
 template <class T>
 struct Scores {
     const T* x;
@@ -19,6 +28,7 @@ struct Scores {
     long long bias_pitch;
     const unsigned char* mask;
     long long mask_pitch;
+    BroadcastRows bias_rows, mask_rows;
     int k;
 
     // Reads N vectors of eight scores, with -inf in columns from k on. WHOLE: k is a multiple of 8 and all rows are
@@ -47,18 +57,19 @@ struct Scores {
         if (bias)
 #pragma unroll
             for (int i = 0; i < N; ++i) {
+                const float* own = bias + bias_rows(row) * bias_pitch;
                 float b[8];
                 if (WHOLE)
-                    load8(bias + row * bias_pitch + clamped(i), b);
+                    load8(own + clamped(i), b);
                 else
-                    load_some(bias + row * bias_pitch + column_of(i), k - column_of(i), false, b);
+                    load_some(own + column_of(i), k - column_of(i), false, b);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) s[i][j] = __fadd_rn(s[i][j], b[j]);
             }
         if (mask)
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                const unsigned char* seen = mask + row * mask_pitch + clamped(i);
+                const unsigned char* seen = mask + mask_rows(row) * mask_pitch + clamped(i);
                 unsigned char byte[8];
                 if (WHOLE) *reinterpret_cast<uint2*>(byte) = *reinterpret_cast<const uint2*>(seen);
 #pragma unroll
@@ -134,7 +145,8 @@ __device__ __forceinline__ SoftmaxPartial reduce_cluster(SoftmaxPartial own) {
 template <class T, bool WHOLE, int THREADS, int VECTORS, int CLUSTER>
 __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1) softmax(
     const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* mask,
-    long long mask_pitch, T* out, long long out_pitch, int rows, int k) {
+    long long mask_pitch, T* out, long long out_pitch, int bias_repeat, int bias_count, int mask_repeat, int mask_count,
+    int rows, int k) {
     launch_dependent_grids();
     wait_on_dependent_grids();
     const int index = blockIdx.x / CLUSTER * (blockDim.x / THREADS) + threadIdx.x / THREADS;
@@ -143,7 +155,9 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? residen
     const int written = index < rows ? k : 0;
     const auto column_of = [part](int i) { return (i * CLUSTER * THREADS + part) * 8; };
     float s[VECTORS][8];
-    Scores<T>{x, pitch, scale, bias, bias_pitch, mask, mask_pitch, k}.template read<WHOLE>(row, column_of, s);
+    const Scores<T> scores = {
+        x, pitch, scale, bias, bias_pitch, mask, mask_pitch, {bias_repeat, bias_count}, {mask_repeat, mask_count}, k};
+    scores.template read<WHOLE>(row, column_of, s);
     float top = -INF_F;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
@@ -169,11 +183,13 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? residen
 template <class T, bool WHOLE>
 __global__ void __launch_bounds__(512) softmax_two_pass(
     const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* mask,
-    long long mask_pitch, T* out, long long out_pitch, int k) {
+    long long mask_pitch, T* out, long long out_pitch, int bias_repeat, int bias_count, int mask_repeat, int mask_count,
+    int k) {
     launch_dependent_grids();
     wait_on_dependent_grids();
     const long long row = blockIdx.x;
-    const Scores<T> scores = {x, pitch, scale, bias, bias_pitch, mask, mask_pitch, k};
+    const Scores<T> scores = {
+        x, pitch, scale, bias, bias_pitch, mask, mask_pitch, {bias_repeat, bias_count}, {mask_repeat, mask_count}, k};
     SoftmaxPartial own = {-INF_F, 0.0f};
     float s[1][8];
     for (int column = threadIdx.x * 8; column < k; column += 512 * 8) {

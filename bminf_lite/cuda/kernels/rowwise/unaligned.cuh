@@ -1,10 +1,12 @@
 // Loads and stores of eight elements in rows of any length and alignment.
 #pragma once
+#include "common/bfloat16.cuh"
 #include "common/common.cuh"
 
 namespace bminf {
 
 __device__ __forceinline__ void store_element(__half* p, float x) { *p = __float2half_rn(x); }
+__device__ __forceinline__ void store_element(__nv_bfloat16* p, float x) { *p = __float2bfloat16_rn(x); }
 __device__ __forceinline__ void store_element(float* p, float x) { *p = x; }
 
 // Loads the first `count` of eight elements; the others become 0. `aligned`: p is a multiple of 16 bytes.

@@ -1,0 +1,76 @@
+"""Checking a migrated checkpoint against the checksums of its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError, checkpoint_error
+from ..files import expand, thread_count
+from .checksum import FileChecksums, FileRecord
+from .manifest import MANIFEST_FILE
+from .opened_model import open_model
+from .reader import read_json
+
+Progress = Callable[[int, int, str], None]
+"""Called with the bytes that are checked, their total and the name of a file."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`verify` has checked: the number of files and their bytes."""
+
+    files: int
+    bytes: int
+
+
+def verify(path: str | Path, progress: Progress | None = None) -> Verification:
+    """Compare every file of the migrated checkpoint in the folder ``path`` with the size and checksum at migration.
+
+    Reads all files once. Raises :class:`CheckpointError`, which lists every file that is missing or has changed, and
+    for a folder without checksums.
+    """
+    path = expand(path)
+    manifest = read_json(path / MANIFEST_FILE) if path.is_dir() and (path / MANIFEST_FILE).is_file() else {}
+    recorded = _records(manifest.get("files"))
+    if not recorded:
+        problem = f"has no checksums: {MANIFEST_FILE}, which migration writes, is missing or of an earlier version"
+        raise CheckpointError(f"{path}: {problem}; migrate the checkpoint again")
+    problems: list[str] = []
+    total, done = sum(record.bytes for record in recorded), 0
+    with ThreadPoolExecutor(thread_count(), "verify") as pool:
+        for record in recorded:
+            problems += _problems(record, path, pool)
+            done += record.bytes
+            if progress:
+                progress(done, total, record.name)
+    if problems:
+        remedy = "copy the file again from where it is intact, or migrate again; a change of your own is harmless"
+        raise checkpoint_error(path, problems, remedy)
+    open_model(path).close()
+    return Verification(len(recorded), total)
+
+
+def _records(value: object) -> list[FileRecord]:
+    if not isinstance(value, list):
+        return []
+    try:
+        records = [FileRecord(**entry) for entry in value]
+    except TypeError as error:
+        raise CheckpointError(f"{MANIFEST_FILE}: files is not a list of names, sizes and checksums: {error}") from error
+    return records
+
+
+def _problems(record: FileRecord, folder: Path, pool: ThreadPoolExecutor) -> list[str]:
+    file = folder / record.name
+    if not file.is_file():
+        return [f"{record.name} is missing"]
+    size = file.stat().st_size
+    if size != record.bytes:
+        return [f"{record.name} has {size:,} bytes; migration wrote {record.bytes:,}"]
+    (found,) = FileChecksums([file], folder, pool).records()
+    if found.xxh3 != record.xxh3:
+        return [f"{record.name} has changed since migration: its checksum is {found.xxh3}, not {record.xxh3}"]
+    return []

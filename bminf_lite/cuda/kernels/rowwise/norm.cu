@@ -1,0 +1,299 @@
+// RMSNorm or LayerNorm of rows of any width, alignment and element type, and their gradients:
+//
+//     n = (x - mean) * inverse, inverse = 1 / sqrt(mean((x - mean)^2) + eps); RMSNorm has mean = 0
+//     out = n * weight + bias
+//
+//     dx = inverse * (g - mean(g) - n * mean(g * n)) with g = weight * dout; RMSNorm leaves out mean(g)
+//     dweight = sum over rows of dout * n; dbias = sum over rows of dout
+//
+// x, out: T [rows, k]; weight, bias: W [k] or null; mean, inverse: fp32 [rows], for the gradients. A row is held in
+// registers by THREADS threads, VECTORS vectors of eight elements each; *_multi_pass reads longer rows several times.
+#include "rowwise/row_vectors.cuh"
+
+using namespace bminf;
+
+constexpr int LONG_THREADS = 512;
+
+// ---- sums over a row ---------------------------------------------------------------------------------------------
+
+// The sum of function(vector, element) over a row, fp32 sums of eight elements added in fp64.
+template <int THREADS, int VECTORS, class F>
+__device__ __forceinline__ double sum_of(RowScratch<THREADS>& scratch, int bank, F function) {
+    double sum = 0;
+    float none = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        float part = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) part = function(part, i, j);
+        sum += part;
+    }
+    row_sum_max<THREADS, true, false>(sum, none, scratch, bank);
+    return sum;
+}
+
+__device__ __forceinline__ float inverse_deviation(double squares, double inverse_k, float eps) {
+    return __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(squares * inverse_k) + eps));
+}
+
+// Eight weights, ones if there are none; with WHOLE the vector is inside the row.
+template <bool WHOLE, class W>
+__device__ __forceinline__ void load_weight(const W* weight, int column, int k, float (&w)[8]) {
+    if (weight == nullptr) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) w[j] = 1.0f;
+    } else if (WHOLE) {
+        load8(weight + (column < k ? column : 0), w);
+    } else {
+        load_some(weight + column, k - column, false, w);
+    }
+}
+
+template <bool WHOLE, class W>
+__device__ __forceinline__ void load_bias(const W* bias, int column, int k, float (&b)[8]) {
+    if (bias == nullptr) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) b[j] = 0.0f;
+    } else {
+        load_weight<WHOLE>(bias, column, k, b);
+    }
+}
+
+// v = v * weight * inverse + bias, in the order of the definition.
+template <bool WHOLE, class W>
+__device__ __forceinline__ void apply(float (&v)[8], const W* weight, const W* bias, float inverse, int column, int k) {
+    float w[8];
+    load_weight<WHOLE>(weight, column, k, w);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(__fmul_rn(v[j], w[j]), inverse);
+    if (bias == nullptr) return;
+    load_weight<WHOLE>(bias, column, k, w);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = __fadd_rn(v[j], w[j]);
+}
+
+// ---- forward -----------------------------------------------------------------------------------------------------
+
+// out may be x. mean is null without CENTER; mean and inverse may be null.
+template <class T, class W, bool CENTER, bool WHOLE, int THREADS, int VECTORS>
+__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1)
+    norm_rows(
+        const T* x, long long pitch, const W* weight, const W* bias, float eps, T* out, long long out_pitch,
+        float* mean_out, float* inverse_out, int rows, int k) {
+    __shared__ RowScratch<THREADS> scratch;
+    const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+    const long long row = min(index, rows - 1);
+    const int written = index < rows ? k : 0;
+    const auto column_of = [thread](int i) { return (i * THREADS + thread) * 8; };
+    const double inverse_k = 1.0 / k;
+    float v[VECTORS][8], mean = 0;
+    read_row<WHOLE>(x + row * pitch, k, column_of, v);
+    if constexpr (CENTER) {
+        const auto add = [&](float sum, int i, int j) { return sum + v[i][j]; };
+        mean = static_cast<float>(sum_of<THREADS, VECTORS>(scratch, 1, add) * inverse_k);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[i][j] -= mean;
+            if (k < THREADS * VECTORS * 8) zero_tail(v[i], column_of(i), k);
+        }
+    }
+    const auto square = [&](float sum, int i, int j) { return fmaf(v[i][j], v[i][j], sum); };
+    const float inverse = inverse_deviation(sum_of<THREADS, VECTORS>(scratch, 0, square), inverse_k, eps);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) apply<WHOLE>(v[i], weight, bias, inverse, column_of(i), k);
+    write_row<WHOLE>(out + row * out_pitch, written, column_of, v);
+    if (thread == 0 && written) {
+        if (CENTER && mean_out) mean_out[row] = mean;
+        if (inverse_out) inverse_out[row] = inverse;
+    }
+}
+
+// The sum of function(sum, column, element j of the vectors there) over a row that is read again.
+template <class F>
+__device__ __forceinline__ double long_sum(int k, RowScratch<LONG_THREADS>& scratch, int bank, F function) {
+    double sum = 0;
+    float none = 0;
+    for (int column = threadIdx.x * 8; column < k; column += LONG_THREADS * 8) sum += function(column);
+    row_sum_max<LONG_THREADS, true, false>(sum, none, scratch, bank);
+    return sum;
+}
+
+// A block handles one row.
+template <class T, class W, bool CENTER, bool WHOLE>
+__global__ void __launch_bounds__(LONG_THREADS) norm_rows_multi_pass(
+    const T* x, long long pitch, const W* weight, const W* bias, float eps, T* out, long long out_pitch,
+    float* mean_out, float* inverse_out, int k) {
+    __shared__ RowScratch<LONG_THREADS> scratch;
+    const long long row = blockIdx.x;
+    const double inverse_k = 1.0 / k;
+    float mean = 0;
+    const auto read = [&](int column, float (&v)[1][8]) {
+        read_row<WHOLE>(x + row * pitch, k, [column](int) { return column; }, v);
+    };
+    if constexpr (CENTER) {
+        const auto add = [&](int column) {
+            float v[1][8], part = 0;
+            read(column, v);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) part += v[0][j];
+            return part;
+        };
+        mean = static_cast<float>(long_sum(k, scratch, 1, add) * inverse_k);
+    }
+    const auto square = [&](int column) {
+        float v[1][8], part = 0;
+        read(column, v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            if (column + j < k) part = fmaf(v[0][j] - mean, v[0][j] - mean, part);
+        return part;
+    };
+    const float inverse = inverse_deviation(long_sum(k, scratch, 0, square), inverse_k, eps);
+    for (int column = threadIdx.x * 8; column < k; column += LONG_THREADS * 8) {
+        float v[1][8];
+        read(column, v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[0][j] -= mean;
+        apply<WHOLE>(v[0], weight, bias, inverse, column, k);
+        store_some(out + row * out_pitch + column, k - column, WHOLE, v[0]);
+    }
+    if (threadIdx.x == 0) {
+        if (CENTER && mean_out) mean_out[row] = mean;
+        if (inverse_out) inverse_out[row] = inverse;
+    }
+}
+
+// ---- gradients ---------------------------------------------------------------------------------------------------
+
+// v, eight elements of x, becomes n; or v, eight elements of out, becomes (v - bias) / weight, which is n. Where weight
+// is 0, out does not tell n, and the result is NaN.
+template <bool WHOLE, class W>
+__device__ __forceinline__ void normalised(
+    float (&v)[8], bool from_out, const W* weight, const W* bias, float mean, float inverse, int column, int k) {
+    if (from_out) {
+        float w[8], b[8];
+        load_weight<WHOLE>(weight, column, k, w);
+        load_bias<WHOLE>(bias, column, k, b);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = (v[j] - b[j]) / w[j];
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = (v[j] - mean) * inverse;
+    }
+    zero_tail(v, column, k);
+}
+
+// x: the input of the norm, or with from_out its output. dx may be dout.
+template <class T, class W, bool CENTER, bool WHOLE, int THREADS, int VECTORS>
+__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128) norm_backward(
+    const T* dout, long long dout_pitch, const T* x, long long pitch, bool from_out, const W* weight, const W* bias,
+    const float* mean, const float* inverse, T* dx, long long dx_pitch, int rows, int k) {
+    __shared__ RowScratch<THREADS> scratch;
+    const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+    const long long row = min(index, rows - 1);
+    const int written = index < rows ? k : 0;
+    const auto column_of = [thread](int i) { return (i * THREADS + thread) * 8; };
+    const double inverse_k = 1.0 / k;
+    float g[VECTORS][8], n[VECTORS][8];
+    read_row<WHOLE>(dout + row * dout_pitch, k, column_of, g);
+    read_row<WHOLE>(x + row * pitch, k, column_of, n);
+    const float own_mean = CENTER ? mean[row] : 0.0f, own_inverse = inverse[row];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        normalised<WHOLE>(n[i], from_out, weight, bias, own_mean, own_inverse, column_of(i), k);
+        float w[8];
+        load_weight<WHOLE>(weight, column_of(i), k, w);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) g[i][j] *= w[j];
+    }
+    float mean_g = 0;
+    if constexpr (CENTER) {
+        const auto add = [&](float sum, int i, int j) { return sum + g[i][j]; };
+        mean_g = static_cast<float>(sum_of<THREADS, VECTORS>(scratch, 1, add) * inverse_k);
+    }
+    const auto product = [&](float sum, int i, int j) { return fmaf(g[i][j], n[i][j], sum); };
+    const float mean_gn = static_cast<float>(sum_of<THREADS, VECTORS>(scratch, 0, product) * inverse_k);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) g[i][j] = own_inverse * (g[i][j] - mean_g - n[i][j] * mean_gn);
+    write_row<WHOLE>(dx + row * dx_pitch, written, column_of, g);
+}
+
+// A block handles one row.
+template <class T, class W, bool CENTER, bool WHOLE>
+__global__ void __launch_bounds__(LONG_THREADS) norm_backward_multi_pass(
+    const T* dout, long long dout_pitch, const T* x, long long pitch, bool from_out, const W* weight, const W* bias,
+    const float* mean, const float* inverse, T* dx, long long dx_pitch, int k) {
+    __shared__ RowScratch<LONG_THREADS> scratch;
+    const long long row = blockIdx.x;
+    const double inverse_k = 1.0 / k;
+    const float own_mean = CENTER ? mean[row] : 0.0f, own_inverse = inverse[row];
+    const auto read = [&](int column, float (&g)[1][8], float (&n)[1][8]) {
+        const auto here = [column](int) { return column; };
+        float w[8];
+        read_row<WHOLE>(dout + row * dout_pitch, k, here, g);
+        read_row<WHOLE>(x + row * pitch, k, here, n);
+        normalised<WHOLE>(n[0], from_out, weight, bias, own_mean, own_inverse, column, k);
+        load_weight<WHOLE>(weight, column, k, w);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) g[0][j] *= w[j];
+    };
+    float mean_g = 0;
+    if constexpr (CENTER) {
+        const auto add = [&](int column) {
+            float g[1][8], n[1][8], part = 0;
+            read(column, g, n);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) part += g[0][j];
+            return part;
+        };
+        mean_g = static_cast<float>(long_sum(k, scratch, 1, add) * inverse_k);
+    }
+    const auto product = [&](int column) {
+        float g[1][8], n[1][8], part = 0;
+        read(column, g, n);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) part = fmaf(g[0][j], n[0][j], part);
+        return part;
+    };
+    const float mean_gn = static_cast<float>(long_sum(k, scratch, 0, product) * inverse_k);
+    for (int column = threadIdx.x * 8; column < k; column += LONG_THREADS * 8) {
+        float g[1][8], n[1][8];
+        read(column, g, n);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) g[0][j] = own_inverse * (g[0][j] - mean_g - n[0][j] * mean_gn);
+        store_some(dx + row * dx_pitch + column, k - column, WHOLE, g[0]);
+    }
+}
+
+// The sums over rows, in parts: part blockIdx.y adds up every gridDim.y-th group of 8 rows. dweight, dbias: fp32
+// [gridDim.y, k]; dbias may be null. A block has 256 threads: 32 vectors of columns times 8 rows.
+template <class T, class W, bool CENTER, bool WHOLE>
+__global__ void __launch_bounds__(256) norm_parameter_gradients(
+    const T* dout, long long dout_pitch, const T* x, long long pitch, bool from_out, const W* weight, const W* bias,
+    const float* mean, const float* inverse, float* dweight, float* dbias, int rows, int k) {
+    __shared__ float parts[2][8][WARP * 8 + 8];
+    const int lane = threadIdx.x % WARP, group = threadIdx.x / WARP, column = (blockIdx.x * WARP + lane) * 8;
+    const auto here = [column](int) { return column; };
+    float sum_w[8] = {}, sum_b[8] = {};
+    for (long long row = blockIdx.y * 8 + group; row < rows; row += gridDim.y * 8) {
+        float g[1][8], n[1][8];
+        read_row<WHOLE>(dout + row * dout_pitch, k, here, g);
+        read_row<WHOLE>(x + row * pitch, k, here, n);
+        normalised<WHOLE>(n[0], from_out, weight, bias, CENTER ? mean[row] : 0.0f, inverse[row], column, k);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum_w[j] = fmaf(g[0][j], n[0][j], sum_w[j]), sum_b[j] += g[0][j];
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) parts[0][group][lane * 8 + j] = sum_w[j], parts[1][group][lane * 8 + j] = sum_b[j];
+    __syncthreads();
+    const int own = blockIdx.x * WARP * 8 + threadIdx.x;
+    if (own >= k) return;
+    float total_w = 0, total_b = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total_w += parts[0][i][threadIdx.x], total_b += parts[1][i][threadIdx.x];
+    dweight[static_cast<long long>(blockIdx.y) * k + own] = total_w;
+    if (dbias) dbias[static_cast<long long>(blockIdx.y) * k + own] = total_b;
+}

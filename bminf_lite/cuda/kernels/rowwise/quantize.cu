@@ -1,0 +1,135 @@
+// Int8 codes of rows of any width, alignment and element type, and the steps of an int8 product that no fused kernel
+// has for these types:
+//
+//     quantize_rows     codes, scale = quantize(x), see row_scale
+//     dequantize_codes  weight = scale * codes, or the codes themselves as numbers
+//     scale_sums        out = x_scale * (w_scale * sums) + bias
+#include "rowwise/row_vectors.cuh"
+
+using namespace bminf;
+
+constexpr int LONG_THREADS = 512;
+
+// Eight codes, of which `count` belong to the row; the others are written as zeros up to `room`.
+__device__ __forceinline__ void store_codes(int8* codes, uint2 word, int count, int room, bool aligned) {
+    if (aligned && room >= 8) {  // codes of columns beyond the row are zero, because their values are
+        *reinterpret_cast<uint2*>(codes) = word;
+        return;
+    }
+    const int8* code = reinterpret_cast<const int8*>(&word);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+        if (j < room) codes[j] = j < count ? code[j] : 0;
+}
+
+// x: T [rows, k]; codes: int8 [rows, code_pitch], with zeros from column k on; scales: fp32 [rows].
+template <class T, bool WHOLE, int THREADS, int VECTORS>
+__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1)
+    quantize_rows(const T* x, long long pitch, int8* codes, int code_pitch, float* scales, int rows, int k) {
+    __shared__ RowScratch<THREADS> scratch;
+    const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+    const long long row = min(index, rows - 1);
+    const auto column_of = [thread](int i) { return (i * THREADS + thread) * 8; };
+    float v[VECTORS][8];
+    read_row<WHOLE>(x + row * pitch, k, column_of, v);
+    const RowScale s = row_scale(row_max<THREADS>(v, scratch));
+    if (index >= rows) return;
+    if (thread == 0) scales[row] = s.scale;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int column = column_of(i);
+        store_codes(
+            codes + row * code_pitch + column, quantize8(v[i], s.ratio), k - column, code_pitch - column,
+            code_pitch % 8 == 0);
+    }
+}
+
+// A block handles one row.
+template <class T, bool WHOLE>
+__global__ void __launch_bounds__(LONG_THREADS)
+    quantize_rows_two_pass(const T* x, long long pitch, int8* codes, int code_pitch, float* scales, int k) {
+    __shared__ RowScratch<LONG_THREADS> scratch;
+    const long long row = blockIdx.x;
+    double none = 0;
+    float v[1][8], top = 0;
+    for (int column = threadIdx.x * 8; column < k; column += LONG_THREADS * 8) {
+        read_row<WHOLE>(x + row * pitch, k, [column](int) { return column; }, v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) top = absmax(top, v[0][j]);
+    }
+    row_sum_max<LONG_THREADS, false, true>(none, top, scratch, 0);
+    const RowScale s = row_scale(top);
+    if (threadIdx.x == 0) scales[row] = s.scale;
+    for (int column = threadIdx.x * 8; column < code_pitch; column += LONG_THREADS * 8) {
+        read_row<WHOLE>(x + row * pitch, k, [column](int) { return column; }, v);
+        store_codes(
+            codes + row * code_pitch + column, quantize8(v[0], s.ratio), k - column, code_pitch - column,
+            code_pitch % 8 == 0);
+    }
+}
+
+// out[r, c] = scale[r] * codes[r, c], or codes[r, c] with scale null. codes: int8 [rows, k], out: T [rows, k], both
+// contiguous and aligned to 16 bytes. A thread converts 16 codes.
+template <class T>
+__global__ void __launch_bounds__(256)
+    dequantize_codes(const int8* codes, const float* scale, T* out, long long count, int k) {
+    const long long first = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
+    if (first >= count) return;
+    int4 raw = {};
+    if (first + 16 <= count)
+        raw = *reinterpret_cast<const int4*>(codes + first);
+    else
+        for (int j = 0; first + j < count; ++j) reinterpret_cast<int8*>(&raw)[j] = codes[first + j];
+    const int8* c = reinterpret_cast<const int8*>(&raw);
+    long long row = first / k;
+    int column = static_cast<int>(first - row * k);
+    float factor = scale ? scale[row] : 1.0f;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float y[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (column == k) column = 0, ++row, factor = scale && first + 8 * h + j < count ? scale[row] : 1.0f;
+            y[j] = factor * c[8 * h + j];
+            ++column;
+        }
+        if (first + 8 * h < count)
+            store_some(out + first + 8 * h, static_cast<int>(min(count - first - 8 * h, 8ll)), true, y);
+    }
+}
+
+// sums: SUM [rows, n] with rows of `pitch` elements, int32 or fp32; x_scale: fp32 [rows] or null; w_scale: fp32 [n];
+// bias: fp32 [n] or null; out: T [rows, n], contiguous. A thread computes eight elements.
+template <class SUM, class T>
+__global__ void __launch_bounds__(256) scale_sums(
+    const SUM* sums, long long pitch, const float* x_scale, const float* w_scale, const float* bias, T* out, int rows,
+    int n) {
+    const int vectors = (n + 7) / 8;
+    const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const long long row = index / vectors;
+    const int column = static_cast<int>(index % vectors) * 8, count = n - column;
+    if (row >= rows) return;
+    const SUM* source = sums + row * pitch + column;
+    float y[8], w[8];
+    const bool aligned = n % 8 == 0 && pitch % 4 == 0;
+    if (aligned) {
+        load8(source, y);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) y[j] = j < count ? static_cast<float>(source[j]) : 0.0f;
+    }
+    load_some(w_scale + column, count, aligned, w);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) y[j] = __fmul_rn(w[j], y[j]);
+    if (x_scale) {
+        const float s = x_scale[row];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) y[j] = __fmul_rn(s, y[j]);
+    }
+    if (bias) {
+        load_some(bias + column, count, aligned, w);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) y[j] = __fadd_rn(y[j], w[j]);
+    }
+    store_some(out + row * n + column, count, aligned, y);
+}

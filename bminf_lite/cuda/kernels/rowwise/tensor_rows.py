@@ -1,0 +1,145 @@
+"""Kernels over rows of other libraries' tensors: any width, alignment and row distance, in fp32, fp16 or bf16.
+
+These are the launchers of ``norm.cu``, ``softmax_backward.cu`` and ``quantize.cu``. The engine's own row kernels
+(:mod:`.rows`) need padded rows and fuse what its layers do between products. Arguments are addresses and numbers, so
+that no array library is needed. Launches are not dependent: the kernel before them may be anybody's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from ...runtime.kernel import Kernel
+from ..arrays import ceil_div
+from ..instantiations import BOOLEANS, Capability, KernelFamily, Together
+from ..launcher import Launcher
+from .rows import KERNEL_CACHE_SIZE, MAX_NORM_WIDTH, row_shape, row_shapes
+
+KINDS = ("float", "__half", "__nv_bfloat16")
+"""Types of elements in CUDA C++."""
+BACKWARD_ROW = MAX_NORM_WIDTH // 2
+"""Elements of a row whose gradient is computed in registers: two arrays of them."""
+LONG_THREADS = 512
+PARAMETER_COLUMNS = 256
+"""Columns of a block of ``norm_parameter_gradients``."""
+PARAMETER_ROWS = 8
+
+Rows = tuple[int, int]
+"""An address, and the elements from one row to the next."""
+
+
+class TensorRows:
+    """The kernels over rows of tensors."""
+
+    norm_source = "rowwise/norm.cu"
+    softmax_source = "rowwise/softmax_backward.cu"
+    quantize_source = "rowwise/quantize.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._row_kernel = functools.lru_cache(KERNEL_CACHE_SIZE)(self._find_row_kernel)
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        whole = BOOLEANS[::-1]
+        shapes = tuple(Together(s) for s in sorted(row_shapes(4)) if s[0] * s[1] * 8 <= MAX_NORM_WIDTH)
+        narrow = tuple(s for s in shapes if int(str(s[0])) * int(str(s[1])) * 8 <= BACKWARD_ROW)
+        types = tuple(Together((kind, weight)) for kind in KINDS for weight in dict.fromkeys((kind, "float")))
+        yield KernelFamily(cls.norm_source, "norm_rows", (types, BOOLEANS, whole, shapes))
+        yield KernelFamily(cls.norm_source, "norm_backward", (types, BOOLEANS, whole, narrow))
+        for name in ("norm_rows_multi_pass", "norm_backward_multi_pass", "norm_parameter_gradients"):
+            yield KernelFamily(cls.norm_source, name, (types, BOOLEANS, whole))
+        yield KernelFamily(cls.softmax_source, "softmax_backward", (KINDS, whole, narrow))
+        yield KernelFamily(cls.softmax_source, "softmax_backward_two_pass", (KINDS, whole))
+        yield KernelFamily(cls.quantize_source, "quantize_rows", (KINDS, whole, shapes))
+        yield KernelFamily(cls.quantize_source, "quantize_rows_two_pass", (KINDS, whole))
+        yield KernelFamily(cls.quantize_source, "dequantize_codes", (KINDS,))
+        yield KernelFamily(cls.quantize_source, "scale_sums", (("int", "float"), KINDS))
+
+    def norm(
+        self, stream: int, types: str, center: bool, whole: bool, x: Rows, weight: int, bias: int, eps: float,
+        out: Rows, mean: int, inverse: int, rows: int, k: int,
+    ) -> None:  # fmt: skip
+        """``out`` is the norm of the rows of ``x``, and may be ``x``; ``mean`` and ``inverse`` fp32 ``[rows]`` or 0.
+
+        ``types`` are the elements' and the weight's types, such as ``"__half, float"``; weight and bias are contiguous
+        ``[k]`` or 0. ``whole``: ``k`` is a multiple of 8, and all rows, weight and bias start at multiples of 16 bytes.
+        """
+        template = f"{types}, {str(center).lower()}, {str(whole).lower()}"
+        kernel, grid, block, sizes = self._row_kernel(
+            self.norm_source, "norm_rows", "norm_rows_multi_pass", template, MAX_NORM_WIDTH, rows, k
+        )
+        kernel(grid, block, (*x, weight, bias, eps, *out, mean, inverse, *sizes), 0, stream)
+
+    def norm_backward(
+        self, stream: int, types: str, center: bool, whole: bool, dout: Rows, x: Rows, from_out: bool, weight: int,
+        bias: int, mean: int, inverse: int, dx: Rows, rows: int, k: int,
+    ) -> None:  # fmt: skip
+        """``dx`` is the gradient of the norm's input; ``x`` is its input, or with ``from_out`` its output."""
+        template = f"{types}, {str(center).lower()}, {str(whole).lower()}"
+        kernel, grid, block, sizes = self._row_kernel(
+            self.norm_source, "norm_backward", "norm_backward_multi_pass", template, BACKWARD_ROW, rows, k
+        )
+        kernel(grid, block, (*dout, *x, from_out, weight, bias, mean, inverse, *dx, *sizes), 0, stream)
+
+    def parameter_parts(self, rows: int, k: int) -> int:
+        """Parts in which :meth:`norm_parameter_gradients` adds up its rows."""
+        strips = ceil_div(k, PARAMETER_COLUMNS)
+        return max(1, min(ceil_div(rows, 4 * PARAMETER_ROWS), ceil_div(4 * self._launcher.num_sms, strips)))
+
+    def norm_parameter_gradients(
+        self, stream: int, types: str, center: bool, whole: bool, dout: Rows, x: Rows, from_out: bool, weight: int,
+        bias: int, mean: int, inverse: int, dweight: int, dbias: int, parts: int, rows: int, k: int,
+    ) -> None:  # fmt: skip
+        """The gradients of weight and bias (0: not wanted) in ``parts``, fp32 ``[parts, k]``."""
+        template = f"{types}, {str(center).lower()}, {str(whole).lower()}"
+        kernel = self._launcher.kernel(self.norm_source, f"norm_parameter_gradients<{template}>", True)
+        arguments = (*dout, *x, from_out, weight, bias, mean, inverse, dweight, dbias, rows, k)
+        kernel((ceil_div(k, PARAMETER_COLUMNS), parts), 256, arguments, 0, stream)
+
+    def softmax_backward(
+        self, stream: int, kind: str, whole: bool, y: Rows, dy: Rows, scale: float, dx: Rows, rows: int, k: int
+    ) -> None:
+        """``dx = scale * y * (dy - sum(dy * y))``; ``dx`` may be ``dy``."""
+        kernel, grid, block, sizes = self._row_kernel(
+            self.softmax_source, "softmax_backward", "softmax_backward_two_pass", f"{kind}, {str(whole).lower()}",
+            BACKWARD_ROW, rows, k,
+        )  # fmt: skip
+        kernel(grid, block, (*y, *dy, scale, *dx, *sizes), 0, stream)
+
+    def quantize(
+        self, stream: int, kind: str, whole: bool, x: Rows, codes: Rows, scale: int, rows: int, k: int
+    ) -> None:
+        """int8 codes and scales fp32 ``[rows]``; codes behind column ``k`` of a row are zeros."""
+        kernel, grid, block, sizes = self._row_kernel(
+            self.quantize_source, "quantize_rows", "quantize_rows_two_pass", f"{kind}, {str(whole).lower()}",
+            MAX_NORM_WIDTH, rows, k,
+        )  # fmt: skip
+        kernel(grid, block, (*x, *codes, scale, *sizes), 0, stream)
+
+    def dequantize_codes(self, stream: int, kind: str, codes: int, scale: int, out: int, rows: int, k: int) -> None:
+        """``out[rows, k] = scale[row] * codes``, or the codes as numbers where ``scale`` is 0; all contiguous."""
+        kernel = self._launcher.kernel(self.quantize_source, f"dequantize_codes<{kind}>", True)
+        kernel(ceil_div(rows * k, 16 * 256), 256, (codes, scale, out, rows * k, k), 0, stream)
+
+    def scale_sums(
+        self, stream: int, kind: str, integer: bool, sums: Rows, x_scale: int, w_scale: int, bias: int, out: int,
+        rows: int, n: int,
+    ) -> None:  # fmt: skip
+        """``out = x_scale * (w_scale * sums) + bias``; sums int32 or fp32, ``x_scale`` and ``bias`` may be 0."""
+        kernel = self._launcher.kernel(
+            self.quantize_source, f"scale_sums<{'int' if integer else 'float'}, {kind}>", True
+        )
+        kernel(ceil_div(rows * ceil_div(n, 8), 256), 256, (*sums, x_scale, w_scale, bias, out, rows, n), 0, stream)
+
+    def _find_row_kernel(
+        self, source: str, name: str, long_name: str, template: str, most: int, rows: int, k: int
+    ) -> tuple[Kernel, int, int, tuple[int, ...]]:
+        """The kernel for rows of ``k`` elements, its blocks, threads per block, and last arguments."""
+        fills_gpu = rows > self._launcher.num_sms
+        if k > most:
+            return self._launcher.kernel(source, f"{long_name}<{template}>", fills_gpu), rows, LONG_THREADS, (k,)
+        threads, vectors = row_shape(k, 4 if fills_gpu else 1)
+        kernel = self._launcher.kernel(source, f"{name}<{template}, {threads}, {vectors}>", fills_gpu)
+        return kernel, ceil_div(rows * threads, max(threads, 128)), max(threads, 128), (rows, k)

@@ -1,0 +1,454 @@
+"""The operators on CUDA tensors: launches on torch's current stream, in memory of torch's caching allocator.
+
+A kernel starts after everything before it on the stream has ended (no programmatic dependent launch): the kernel before
+may be an optimizer's, whose weights ours would otherwise prefetch too early. Tensors whose last dimension is contiguous
+and whose rows are equally far apart are read where they are; others are copied first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from ..cuda.kernels.arrays import round_up
+from ..cuda.kernels.constants import Epilogue
+from ..cuda.kernels.gemm.gemm_hopper import MIN_ROWS, SELF_TESTS, ScaledGemm
+from ..cuda.kernels.gemm.skinny_gemm import MAX_ROWS
+from ..cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
+from ..cuda.kernels.launcher import Launcher
+from ..cuda.kernels.rowwise.softmax import EACH_ROW, Softmax
+from ..cuda.kernels.rowwise.tensor_rows import Rows, TensorRows
+from ..cuda.runtime.driver import Device
+from ..errors import DeviceError
+
+KINDS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+"""The types of elements that kernels have, in CUDA C++."""
+EPILOGUES = {
+    torch.float32: Epilogue.TO_FLOAT, torch.float16: Epilogue.TO_HALF, torch.bfloat16: Epilogue.TO_BFLOAT16,
+}  # fmt: skip
+CODE_PAD = 16
+"""Rows of codes start at multiples of this many bytes, for TMA."""
+WORKSPACE_BYTES = 32 << 20
+"""The most memory that :func:`square_linear_` takes."""
+LIBRARY_ROWS, LIBRARY_MULTIPLE = 32, 8
+"""``torch._int_mm`` needs more than 16 rows, and multiples of 8 elsewhere."""
+
+
+class DeviceKernels:
+    """The kernels of one GPU."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        device = Device(index)
+        launcher = Launcher(device, 0)
+        self.rows = TensorRows(launcher)
+        self.softmax = Softmax(launcher)
+        self.gemm = ScaledGemm(device)
+        self.skinny = SkinnyGemmHopper(device)
+
+    @functools.cached_property
+    def products_verified(self) -> bool:
+        """Whether the kernels of int8 products run here, and computed known products exactly. If not, it warns.
+
+        Waits for the device at the first call. While a graph is captured nothing is tested, and nothing is concluded.
+        """
+        if not self.gemm.supported:
+            return False
+        for rows, channels, in_features in SELF_TESTS:
+            for dtype in (torch.float16, torch.bfloat16):
+                for count in (rows, 5):
+                    if not self._is_exact(count, channels, in_features, dtype):
+                        warnings.warn(
+                            f"GPU {self.index}: a product of {count} x {in_features} by {channels} x {in_features} was "
+                            f"wrong; int8 products go through torch._int_mm",
+                            RuntimeWarning,
+                            stacklevel=2,
+                        )
+                        return False
+        return True
+
+    def _is_exact(self, rows: int, channels: int, in_features: int, dtype: torch.dtype) -> bool:
+        generator = torch.Generator().manual_seed(rows)
+        x, w = (torch.randint(-128, 128, (n, in_features), generator=generator) for n in (rows, channels))
+        x_scale, w_scale = (torch.rand(n, generator=generator) * 1e-2 + 1e-4 for n in (rows, channels))
+        place = torch.device("cuda", self.index)
+        codes, row_scale, weight, scale = (v.to(place) for v in (x.to(torch.int8), x_scale, w.to(torch.int8), w_scale))
+        out = torch.full((rows, channels), math.nan, dtype=dtype, device=place)
+        self._launch_product(codes, row_scale, weight, scale, 0, out)
+        expected = x_scale[:, None] * (w_scale * (x.double() @ w.double().T).float())
+        return torch.equal(out.cpu(), expected.to(dtype))
+
+    def product(
+        self, x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
+    ) -> None:
+        """``out = x_scale * (scale * (x @ codes.T)) + bias``, exact up to the scales.
+
+        ``x`` int8 ``[rows, pitch]`` with zeros behind ``in_features``, ``codes`` int8 ``[n, in_features]``, scales and
+        bias fp32, ``out`` ``[rows, n]``; contiguous.
+        """
+        rows, n = out.shape
+        bias_address = 0 if bias is None else bias.data_ptr()
+        if self._fits(rows, x, codes, scale, bias, out) and self._may_use_products():
+            self._launch_product(x, x_scale, codes, scale, bias_address, out)
+            return
+        in_features = codes.shape[1]
+        inner, columns = round_up(in_features, LIBRARY_MULTIPLE), round_up(n, LIBRARY_MULTIPLE)
+        a = _padded(x[:, :in_features], max(rows, LIBRARY_ROWS), inner)
+        sums = torch._int_mm(a, _padded(codes, columns, inner).t())
+        self.rows.scale_sums(
+            stream_of(self.index), KINDS[out.dtype], True, (sums.data_ptr(), columns), x_scale.data_ptr(),
+            scale.data_ptr(), bias_address, out.data_ptr(), rows, n,
+        )  # fmt: skip
+
+    def _may_use_products(self) -> bool:
+        if torch.cuda.is_current_stream_capturing():
+            return bool(self.__dict__.get("products_verified", self.gemm.supported))
+        return self.products_verified
+
+    def _fits(self, rows: int, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> bool:
+        """Whether the engine's own kernels take these operands."""
+        aligned = (
+            self.gemm.supported
+            and codes.shape[1] % CODE_PAD == 0
+            and x.shape[1] == codes.shape[1]
+            and (x.data_ptr() | codes.data_ptr() | out.data_ptr()) % 16 == 0
+            and (scale.data_ptr() | (0 if bias is None else bias.data_ptr())) % 8 == 0
+        )
+        many = rows >= MIN_ROWS and out.dtype != torch.float32 and out.shape[1] % 8 == 0
+        return aligned and (rows <= MAX_ROWS or many)
+
+    def _launch_product(self, x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, bias: int, out: Tensor) -> None:
+        (rows, n), in_features, stream = out.shape, codes.shape[1], stream_of(self.index)
+        if rows <= MAX_ROWS:
+            self.skinny.launch(
+                x.data_ptr(), x_scale.data_ptr(), codes.data_ptr(), scale.data_ptr(), bias, out.data_ptr(), n, rows, n,
+                in_features, stream, EPILOGUES[out.dtype], dependent=False,
+            )  # fmt: skip
+        else:
+            self.gemm.launch(
+                (x.data_ptr(), in_features), x_scale.data_ptr(), (codes.data_ptr(), in_features), scale.data_ptr(),
+                bias, (out.data_ptr(), n), rows=rows, channels=n, in_features=in_features,
+                epilogue=EPILOGUES[out.dtype], stream=stream, dependent=False,
+            )  # fmt: skip
+
+
+@functools.cache
+def _kernels(index: int) -> DeviceKernels:
+    return DeviceKernels(index)
+
+
+def kernels_of(x: Tensor) -> DeviceKernels:
+    """The kernels of the tensor's GPU, which becomes the calling thread's current one."""
+    index = x.device.index
+    if index != torch.cuda.current_device():
+        torch.cuda.set_device(index)
+    return _kernels(index)
+
+
+def stream_of(index: int) -> int:
+    """torch's current stream on a GPU, ``cudaStream_t``."""
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream
+
+
+def kind_of(x: Tensor) -> str:
+    """The type of a tensor's elements in CUDA C++."""
+    kind = KINDS.get(x.dtype)
+    if kind is None:
+        raise DeviceError(f"the kernels take fp32, fp16 and bf16, not {x.dtype}; convert the tensor with .to()")
+    return kind
+
+
+def in_rows(x: Tensor) -> tuple[Tensor, Rows, int, int]:
+    """``x``, or a copy if its rows are not equally far apart, with its address, pitch, rows and columns."""
+    k = x.shape[-1]
+    rows = x.numel() // k if k else 0
+    if not x.is_contiguous():
+        if x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= k:
+            return x, (x.data_ptr(), x.stride(0)), rows, k
+        x = x.contiguous()
+    return x, (x.data_ptr(), k), rows, k
+
+
+def whole(k: int, *pairs: tuple[Rows, int]) -> bool:
+    """Whether rows of ``k`` elements, each with its bytes per element, can be read in vectors of eight."""
+    if k % 8:
+        return False
+    bits = 0
+    for (address, pitch), itemsize in pairs:
+        bits |= address | (pitch * itemsize)
+    return bits % 16 == 0
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """A contiguous tensor like ``x``."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """``x`` as a contiguous ``[rows, columns]`` with zeros behind it; a copy unless it is that already."""
+    if x.shape == (rows, columns) and x.is_contiguous():
+        return x
+    return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+
+
+def _fp32(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(torch.float32).contiguous()
+
+
+# -- softmax -----------------------------------------------------------------------------------------------------------
+
+
+def softmax(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+    """``softmax(scale * x + bias)`` where ``mask`` is set."""
+    out = _empty_like(x)
+    _softmax_into(x, scale, bias, mask, out)
+    return out
+
+
+def softmax_(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> None:
+    """The same over ``x``."""
+    _softmax_into(x, scale, bias, mask, x)
+
+
+def _softmax_into(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, out: Tensor) -> None:
+    kind, own = kind_of(x), kernels_of(x)
+    read, source, rows, k = in_rows(x)
+    target, written, _, _ = in_rows(out)
+    if not rows:
+        return
+    added, bias_rows = (None, (0, 0, *EACH_ROW)) if bias is None else _broadcast(_fp32(bias), x.shape)
+    seen, mask_rows = (None, (0, 0, *EACH_ROW)) if mask is None else _broadcast(mask, x.shape)
+    pairs = [(source, x.itemsize), (written, x.itemsize)]
+    vectors = whole(k, *pairs, (bias_rows[:2], 4)) and (mask_rows[0] | mask_rows[1]) % 8 == 0
+    plan = own.softmax.plan(kind, vectors, rows, k)
+    arguments = (
+        *source, scale, *bias_rows[:2], *mask_rows[:2], *written, *bias_rows[2:], *mask_rows[2:], *plan.sizes
+    )  # fmt: skip
+    plan.kernel(plan.grid, plan.block, arguments, 0, stream_of(own.index), False, plan.cluster)
+    if target is not out:
+        out.copy_(target)
+    del read, added, seen
+
+
+def _broadcast(values: Tensor | None, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """A bias or mask for scores of ``shape``: its address, pitch, and the kernel's ``BroadcastRows``.
+
+    It is read where it is if its leading dimensions are one block of the scores' (``[keys]``, ``[queries, keys]``,
+    ``[batch, 1, 1, keys]``), else expanded in a copy.
+    """
+    assert values is not None
+    k = shape[-1]
+    if values.shape[-1] != k:
+        values = values.expand(*values.shape[:-1], k)
+    sizes = (1,) * (len(shape) - values.dim()) + tuple(values.shape[:-1])
+    lead = [(own, all_) for own, all_ in zip(sizes, shape[:-1], strict=True) if all_ != 1]
+    present = [i for i, (own, _) in enumerate(lead) if own != 1]
+    values = values.contiguous()
+    if not present:
+        return values, (values.data_ptr(), 0, *EACH_ROW)
+    first, last = present[0], present[-1]
+    if len(present) != last - first + 1:
+        values = values.expand(shape).contiguous()
+        return values, (values.data_ptr(), k, *EACH_ROW)
+    if len(present) == len(lead):
+        return values, (values.data_ptr(), k, *EACH_ROW)
+    repeat = math.prod(size for _, size in lead[last + 1 :])
+    return values, (values.data_ptr(), k, repeat, math.prod(size for _, size in lead[first : last + 1]))
+
+
+def softmax_backward(y: Tensor, dy: Tensor, scale: float) -> Tensor:
+    """The gradient of a softmax's input."""
+    kind, own = kind_of(y), kernels_of(y)
+    dx = _empty_like(y)
+    y, y_rows, rows, k = in_rows(y)
+    dy, dy_rows, _, _ = in_rows(dy)
+    if rows:
+        target = dx.data_ptr(), k
+        vectors = whole(k, (y_rows, y.itemsize), (dy_rows, y.itemsize), (target, y.itemsize))
+        own.rows.softmax_backward(stream_of(own.index), kind, vectors, y_rows, dy_rows, scale, target, rows, k)
+    return dx
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A norm, and its means (none without ``center``) and inverse deviations."""
+    out = _empty_like(x)
+    return out, *_norm_into(x, weight, bias, eps, center, out)
+
+
+def norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> tuple[Tensor, Tensor]:
+    """The same over ``x``."""
+    return _norm_into(x, weight, bias, eps, center, x)
+
+
+def _norm_into(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    own, types = kernels_of(x), _types(x, weight, bias)
+    mean = torch.empty(x.shape[:-1] if center else (0,), dtype=torch.float32, device=x.device)
+    inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    read, source, rows, k = in_rows(x)
+    target, written, _, _ = in_rows(out)
+    if rows:
+        weight, bias, parameters, vectors = _parameters(weight, bias)
+        own.rows.norm(
+            stream_of(own.index), types, center,
+            vectors and whole(k, (source, x.itemsize), (written, x.itemsize)),
+            source, *parameters, eps, written, mean.data_ptr() if center else 0, inverse.data_ptr(), rows, k,
+        )  # fmt: skip
+    if target is not out:
+        out.copy_(target)
+    del read
+    return mean, inverse
+
+
+def _types(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> str:
+    """The template arguments for the types of a norm's input and of its parameters."""
+    kinds = {v.dtype for v in (weight, bias) if v is not None}
+    if not kinds:
+        return f"{kind_of(x)}, {kind_of(x)}"
+    if len(kinds) > 1 or not kinds <= {x.dtype, torch.float32}:
+        found = ", ".join(sorted(str(kind) for kind in kinds))
+        raise DeviceError(f"a norm of {x.dtype} takes a weight and a bias of {x.dtype} or both of float32, not {found}")
+    return f"{kind_of(x)}, {KINDS[kinds.pop()]}"
+
+
+def _parameters(
+    weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, tuple[int, int], bool]:
+    """Contiguous weight and bias, their addresses, and whether these are aligned for vectors."""
+    weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
+    addresses = 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    return weight, bias, addresses, (addresses[0] | addresses[1]) % 16 == 0
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, from_output: bool, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+    inverse: Tensor, center: bool, parameters: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of a norm's input, weight and bias (empty without ``parameters``)."""
+    own, types = kernels_of(x), _types(x, weight, bias)
+    dx = _empty_like(x)
+    x, x_rows, rows, k = in_rows(x)
+    dy, dy_rows, _, _ = in_rows(dy)
+    kind = x.dtype if weight is None else weight.dtype
+    if not rows:
+        zeros = torch.zeros(k if parameters else 0, dtype=kind, device=x.device)
+        return dx, zeros, zeros.clone()
+    weight, bias, addresses, vectors = _parameters(weight, bias)
+    target = dx.data_ptr(), k
+    vectors = vectors and whole(k, (x_rows, x.itemsize), (dy_rows, x.itemsize), (target, x.itemsize))
+    stream, means = stream_of(own.index), mean.data_ptr() if center else 0
+    own.rows.norm_backward(
+        stream, types, center, vectors, dy_rows, x_rows, from_output, *addresses, means, inverse.data_ptr(), target,
+        rows, k,
+    )  # fmt: skip
+    if not parameters:
+        return dx, dx.new_empty(0, dtype=kind), dx.new_empty(0, dtype=kind)
+    parts = own.rows.parameter_parts(rows, k)
+    sums = torch.empty((2, parts, k), dtype=torch.float32, device=x.device)
+    own.rows.norm_parameter_gradients(
+        stream, types, center, vectors, dy_rows, x_rows, from_output, *addresses, means, inverse.data_ptr(),
+        sums[0].data_ptr(), sums[1].data_ptr(), parts, rows, k,
+    )  # fmt: skip
+    return dx, sums[0].sum(0).to(kind), sums[1].sum(0).to(kind)
+
+
+# -- int8 --------------------------------------------------------------------------------------------------------------
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales."""
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    _quantize_into(x, codes, x.shape[-1], scale)
+    return codes, scale
+
+
+def _quantize_into(x: Tensor, codes: Tensor, pitch: int, scale: Tensor) -> None:
+    kind, own = kind_of(x), kernels_of(x)
+    x, source, rows, k = in_rows(x)
+    if rows:
+        target = codes.data_ptr(), pitch
+        own.rows.quantize(
+            stream_of(own.index), kind, whole(k, (source, x.itemsize)), source, target, scale.data_ptr(), rows, k
+        )
+
+
+def int8_dot(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a_scale * (b_scale * (a @ b.T))`` of codes."""
+    out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
+    kind_of(out)
+    if out.numel():
+        a_factors, b_factors = _fp32(a_scale), _fp32(b_scale)
+        assert a_factors is not None and b_factors is not None
+        kernels_of(a).product(a.contiguous(), a_factors, b.contiguous(), b_factors, None, out)
+    return out
+
+
+def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
+    """``x @ (scale * codes).T + bias``, with ``x`` quantized per row if ``dynamic``."""
+    kind, own, (n, k) = kind_of(x), kernels_of(x), codes.shape
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    rows = x.numel() // k
+    if not out.numel():
+        return out
+    codes, factors, offsets, place = codes.contiguous(), _fp32(scale), _fp32(bias), x.device
+    assert factors is not None
+    if dynamic:
+        pitch = round_up(k, CODE_PAD)
+        row_codes = torch.empty((rows, pitch), dtype=torch.int8, device=place)
+        row_scale = torch.empty(rows, dtype=torch.float32, device=place)
+        _quantize_into(x, row_codes, pitch, row_scale)
+        own.product(row_codes, row_scale, codes, factors, offsets, out.view(rows, n))
+        return out
+    stream = stream_of(own.index)
+    weight = torch.empty((n, k), dtype=x.dtype, device=place)
+    own.rows.dequantize_codes(stream, kind, codes.data_ptr(), 0, weight.data_ptr(), n, k)
+    flat = x.reshape(rows, k)
+    sums = flat @ weight.t() if x.dtype == torch.float32 else torch.mm(flat, weight.t(), out_dtype=torch.float32)
+    own.rows.scale_sums(
+        stream, kind, False, (sums.data_ptr(), n), 0, factors.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
+        out.data_ptr(), rows, n,
+    )  # fmt: skip
+    return out
+
+
+def int8_linear_backward(dy: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """``dy @ (scale * codes)``, with the weight rounded to the type of ``dy``."""
+    kind, own, (n, k) = kind_of(dy), kernels_of(dy), codes.shape
+    codes, factors = codes.contiguous(), _fp32(scale)
+    assert factors is not None
+    weight = torch.empty((n, k), dtype=dy.dtype, device=dy.device)
+    own.rows.dequantize_codes(stream_of(own.index), kind, codes.data_ptr(), factors.data_ptr(), weight.data_ptr(), n, k)
+    return (dy.reshape(-1, n) @ weight).view(*dy.shape[:-1], k)
+
+
+# -- in place ----------------------------------------------------------------------------------------------------------
+
+
+def square_linear_(x: Tensor, w: Tensor, transpose: bool) -> None:
+    """``x @ w.T``, or ``x @ w``, over ``x``, through a workspace of at most :data:`WORKSPACE_BYTES`."""
+    kind_of(x)
+    n = x.shape[-1]
+    if not x.numel():
+        return
+    rows = x.reshape(-1, n)
+    in_place = rows.data_ptr() == x.data_ptr()
+    step = max(1, WORKSPACE_BYTES // (n * x.itemsize))
+    workspace = torch.empty((min(step, len(rows)), n), dtype=x.dtype, device=x.device)
+    factor = w.t() if transpose else w
+    for first in range(0, len(rows), step):
+        block = rows[first : first + step]
+        block.copy_(torch.mm(block, factor, out=workspace[: len(block)]))
+    if not in_place:
+        x.copy_(rows.view(x.shape))

@@ -1,0 +1,453 @@
+"""Softmax, norms, quantization and int8 products on PyTorch tensors: differentiable, in place, and traceable.
+
+Tensors are fp32, fp16 or bf16, on the CPU also fp64; operations are over the last dimension and compute in fp32 (fp64
+for fp64). On a GPU they launch this engine's kernels on torch's current stream, in memory of torch's caching allocator,
+without copies of tensors whose rows are contiguous and equally far apart, and without waiting for the device. On the
+CPU they are the definitions over NumPy. All are custom operators of the library ``bminf_lite``: ``torch.compile`` and
+CUDA graphs take them, and ``torch.vmap`` refuses them.
+
+Operations whose names end in ``_`` overwrite their first argument and return it. Eager mode then allocates no result;
+a compiler may make a copy.
+
+Every function raises ``ValueError`` for shapes that do not fit, before anything is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _definitions, _kernels
+
+LIBRARY = torch.library.Library("bminf_lite", "DEF")
+"""Owns the registrations; they end with it."""
+SCHEMAS = {
+    "softmax": "(Tensor x, float scale, Tensor? bias, Tensor? mask) -> Tensor",
+    "softmax_": "(Tensor(a!) x, float scale, Tensor? bias, Tensor? mask) -> ()",
+    "softmax_backward": "(Tensor y, Tensor dy, float scale) -> Tensor",
+    "norm": "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool center) -> (Tensor, Tensor, Tensor)",
+    "norm_": "(Tensor(a!) x, Tensor? weight, Tensor? bias, float eps, bool center) -> (Tensor, Tensor)",
+    "norm_backward": (
+        "(Tensor dy, Tensor x, bool from_output, Tensor? weight, Tensor? bias, Tensor mean, Tensor inverse, "
+        "bool center, bool parameters) -> (Tensor, Tensor, Tensor)"
+    ),
+    "quantize_rows": "(Tensor x) -> (Tensor, Tensor)",
+    "int8_dot": "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType dtype) -> Tensor",
+    "int8_linear": "(Tensor x, Tensor codes, Tensor scale, Tensor? bias, bool dynamic) -> Tensor",
+    "int8_linear_backward": "(Tensor dy, Tensor codes, Tensor scale) -> Tensor",
+    "square_linear_": "(Tensor(a!) x, Tensor w, bool transpose) -> ()",
+}
+"""The operators; ``_definitions`` and ``_kernels`` have a function of the same name for each."""
+
+
+# -- the functions -----------------------------------------------------------------------------------------------------
+
+
+def softmax(x: Tensor, scale: float = 1.0, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    """Softmax of ``scale * x + bias`` over the last dimension: ``[..., k]`` -> the same, in the dtype of ``x``.
+
+    ``bias`` (float) and ``mask`` (bool) broadcast against ``x``. Where ``mask`` is false the result is exactly 0, also
+    for a whole row. Differentiable in ``x`` and ``bias``. On a GPU a ``bias`` that is not fp32 is converted, and one
+    whose present leading dimensions are not neighbours is expanded in a copy.
+    """
+    _check_scores(x, bias, mask)
+    result: Tensor = _call("softmax", (x, bias), x, scale, bias, mask)
+    return result
+
+
+def softmax_(x: Tensor, scale: float = 1.0, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    """:func:`softmax` over ``x``, which is returned. Its gradient needs the result alone."""
+    _check_scores(x, bias, mask)
+    _call("softmax_", (x, bias), x, scale, bias, mask)
+    return x
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """LayerNorm (https://arxiv.org/abs/1607.06450) over the last dimension: ``[..., k]`` -> the same.
+
+    ``weight`` and ``bias`` are ``[k]``, in the dtype of ``x`` or both in fp32. Differentiable in all three.
+    """
+    _check_norm(x, weight, bias)
+    result: Tensor = _call("norm", (x, weight, bias), x, weight, bias, eps, True)[0]
+    return result
+
+
+def layer_norm_(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """:func:`layer_norm` over ``x``, which is returned.
+
+    Backward reconstructs the normalized input as ``(y - bias) / weight`` from the result ``y``, so its gradients have
+    the precision of ``y`` in its dtype, divided by the weight. Where a weight is 0 they are NaN.
+    """
+    _check_norm(x, weight, bias)
+    _call("norm_", (x, weight, bias), x, weight, bias, eps, True)
+    return x
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """RMSNorm (https://arxiv.org/abs/1910.07467) over the last dimension: ``[..., k]`` -> the same.
+
+    ``weight`` is ``[k]`` in the dtype of ``x`` or in fp32. Differentiable in both.
+    """
+    _check_norm(x, weight, None)
+    result: Tensor = _call("norm", (x, weight), x, weight, None, eps, False)[0]
+    return result
+
+
+def rms_norm_(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """:func:`rms_norm` over ``x``, which is returned; its gradients are those of :func:`layer_norm_`."""
+    _check_norm(x, weight, None)
+    _call("norm_", (x, weight), x, weight, None, eps, False)
+    return x
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Int8 codes ``[..., k]`` and fp32 scales ``[...]`` of the rows of ``x`` ``[..., k]``; not differentiable.
+
+    ``scale * code`` is within half a step of ``x``; docs/numerics.md has the formula. A row of zeros has scale 0, a row
+    with a NaN or an infinity the scale NaN.
+    """
+    result: tuple[Tensor, Tensor] = _call("quantize_rows", (), x)
+    return result
+
+
+def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, *, dynamic: bool = True) -> Tensor:
+    """``x @ (scale[:, None] * codes).T + bias``: ``[..., in]`` -> ``[..., out]`` in the dtype of ``x``.
+
+    ``codes`` is int8 ``[out, in]``, ``scale`` float ``[out]``, ``bias`` float ``[out]``. With ``dynamic`` (w8a8) each
+    row of ``x`` is quantized too, and the sums are exact; without (w8a16) the codes are multiplied in the dtype of
+    ``x`` and summed in fp32. Under autocast ``x`` is converted to the autocast dtype.
+
+    Differentiable in ``x`` and ``bias``. The gradient of ``x`` is that of the dequantized weight, also with ``dynamic``
+    (the straight-through estimator, https://arxiv.org/abs/1308.3432).
+
+    On a GPU, ``dynamic`` allocates the codes and scales of ``x``; the other form and backward also allocate the weight
+    in the dtype of ``x``. Where ``in`` is not a multiple of 16, ``codes`` is copied into padded rows.
+    """
+    if codes.dtype != torch.int8 or codes.dim() != 2:
+        raise ValueError(f"codes must be int8 [out, in], not {codes.dtype} {list(codes.shape)}")
+    n, k = codes.shape
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(f"x {list(x.shape)} must end in {k}, the columns of codes {list(codes.shape)}")
+    for name, values in (("scale", scale), ("bias", bias)):
+        if values is not None and tuple(values.shape) != (n,):
+            raise ValueError(f"{name} {list(values.shape)} must be [{n}], one for each row of codes")
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    result: Tensor = _call("int8_linear", (x, scale, bias), x, codes, scale, bias, dynamic)
+    return result
+
+
+def dot(
+    a: Tensor,
+    b: Tensor,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    *,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> Tensor:
+    """``op(a) @ op(b)``, where ``op`` transposes the last two dimensions if asked: ``[m, k]`` by ``[k, n]``.
+
+    Floats are multiplied by cuBLAS through ``torch.matmul``, as the engine multiplies them by cuBLAS, and are
+    differentiable; each gradient is the product with the other transposes.
+
+    int8 codes need ``a_scale`` fp32 ``[m]`` and ``b_scale`` fp32 ``[n]``; the result ``a_scale[i] * (b_scale[j] *
+    sum)`` has ``dtype``, and its sums are exact for ``k`` up to 131,071. Tensor cores read int8 with ``k`` contiguous,
+    so ``a`` is copied if it is transposed, and ``b`` unless it is: one int8 copy each.
+    """
+    if (a.dtype == torch.int8) != (b.dtype == torch.int8):
+        raise ValueError(f"both factors must be int8 or both floats, not {a.dtype} and {b.dtype}")
+    if a.dtype != torch.int8:
+        if a_scale is not None or b_scale is not None:
+            raise ValueError(f"scales belong to int8 factors, and these are {a.dtype}")
+        return torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
+    if a_scale is None or b_scale is None:
+        raise ValueError("int8 factors need a_scale and b_scale")
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(f"int8 factors must be matrices, not {list(a.shape)} and {list(b.shape)}")
+    left, right = (a.mT if transpose_a else a).contiguous(), (b if transpose_b else b.mT).contiguous()
+    if left.shape[1] != right.shape[1]:
+        raise ValueError(f"the inner sizes {left.shape[1]} and {right.shape[1]} differ")
+    if tuple(a_scale.shape) != left.shape[:1] or tuple(b_scale.shape) != right.shape[:1]:
+        raise ValueError(
+            f"a_scale {list(a_scale.shape)} and b_scale {list(b_scale.shape)} must be "
+            f"[{left.shape[0]}] and [{right.shape[0]}]"
+        )
+    result: Tensor = _call("int8_dot", (), left, right, a_scale, b_scale, dtype)
+    return result
+
+
+def square_linear_(x: Tensor, w: Tensor, transpose: bool = True) -> Tensor:
+    """``x @ w.T``, or without ``transpose`` ``x @ w``, written over ``x`` ``[..., n]``, which is returned.
+
+    ``w`` is square, ``[n, n]``, in the dtype of ``x``, and does not share memory with it. On a GPU blocks of rows go
+    through a workspace of at most 32 MiB (one row, if that is longer). Differentiable in ``x``. Raises ``ValueError``
+    if ``w`` requires a gradient while gradients are recorded: that gradient needs the ``x`` that is overwritten.
+    """
+    n = x.shape[-1] if x.dim() else 0
+    if tuple(w.shape) != (n, n) or w.dtype != x.dtype:
+        raise ValueError(f"w must be square and fit x: [{n}, {n}] in {x.dtype}, not {list(w.shape)} in {w.dtype}")
+    if w.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "w requires a gradient, which needs the x that square_linear_ overwrites; use torch.nn.functional.linear, "
+            "or w.detach() if w is not trained"
+        )
+    _call("square_linear_", (x,), x, w, transpose)
+    return x
+
+
+def _call(name: str, differentiable: tuple[Tensor | None, ...], *arguments: Any) -> Any:
+    """Call an operator. Where no gradient is recorded, its autograd kernel, which is Python, is skipped."""
+    operator = _OPERATORS[name]
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in differentiable)
+    ):
+        return operator(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
+
+
+def _check_scores(x: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
+    if x.dim() == 0:
+        raise ValueError("a softmax needs at least one dimension")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool, not {mask.dtype}")
+    for name, values in (("bias", bias), ("mask", mask)):
+        if values is not None and not _broadcasts(values, x):
+            raise ValueError(f"{name} {list(values.shape)} does not broadcast to x {list(x.shape)}")
+
+
+def _broadcasts(values: Tensor, x: Tensor) -> bool:
+    if not 1 <= values.dim() <= x.dim():
+        return False
+    return all(own in (1, size) for own, size in zip(values.shape, x.shape[x.dim() - values.dim() :], strict=True))
+
+
+def _check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    if x.dim() == 0:
+        raise ValueError("a norm needs at least one dimension")
+    for name, values in (("weight", weight), ("bias", bias)):
+        if values is not None and tuple(values.shape) != (x.shape[-1],):
+            raise ValueError(f"{name} {list(values.shape)} must be [{x.shape[-1]}], the last dimension of x")
+
+
+# -- shapes without values ---------------------------------------------------------------------------------------------
+
+
+def _like(x: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(x.shape if shape is None else shape, dtype=dtype or x.dtype, device=x.device)
+
+
+def _fake_norm_(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
+) -> tuple[Tensor, Tensor]:
+    dtype = _definitions.compute_dtype(x)
+    return _like(x, x.shape[:-1] if center else (0,), dtype), _like(x, x.shape[:-1], dtype)
+
+
+def _fake_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(x), *_fake_norm_(x, weight, bias, eps, center)
+
+
+def _fake_norm_backward(
+    dy: Tensor, x: Tensor, from_output: bool, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+    inverse: Tensor, center: bool, parameters: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    size, dtype = x.shape[-1:] if parameters else (0,), x.dtype if weight is None else weight.dtype
+    return _like(x), _like(x, size, dtype), _like(x, size, dtype)
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "softmax": lambda x, scale, bias, mask: _like(x),
+    "softmax_": lambda x, scale, bias, mask: None,
+    "softmax_backward": lambda y, dy, scale: _like(y),
+    "norm": _fake_norm,
+    "norm_": _fake_norm_,
+    "norm_backward": _fake_norm_backward,
+    "quantize_rows": lambda x: (_like(x, dtype=torch.int8), _like(x, x.shape[:-1], torch.float32)),
+    "int8_dot": lambda a, b, a_scale, b_scale, dtype: _like(a, (a.shape[0], b.shape[0]), dtype),
+    "int8_linear": lambda x, codes, scale, bias, dynamic: _like(x, (*x.shape[:-1], codes.shape[0])),
+    "int8_linear_backward": lambda dy, codes, scale: _like(dy, (*dy.shape[:-1], codes.shape[1])),
+    "square_linear_": lambda x, w, transpose: None,
+}
+"""The results of each operator without values: shapes, dtypes and devices."""
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def _sum_to(x: Tensor, values: Tensor) -> Tensor:
+    """``x`` summed over the dimensions in which ``values`` was broadcast."""
+    return x.sum_to_size(values.shape).to(values.dtype)
+
+
+def _softmax_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    y, bias = ctx.saved_tensors
+    if not ctx.needs_input_grad[2]:
+        return torch.ops.bminf_lite.softmax_backward(y, dy, ctx.scale), None, None, None
+    scores = torch.ops.bminf_lite.softmax_backward(y, dy, 1.0)
+    return scores * ctx.scale, None, _sum_to(scores, bias), None
+
+
+def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.scale, bias, _ = inputs
+    ctx.save_for_backward(output, bias if ctx.needs_input_grad[2] else None)
+
+
+def _norm_gradients(
+    ctx: Any, dy: Tensor, *statistics: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    x, weight, bias, mean, inverse = ctx.saved_tensors
+    parameters = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+    dx, dweight, dbias = torch.ops.bminf_lite.norm_backward(
+        dy, x, ctx.from_output, weight, bias, mean, inverse, ctx.center, parameters
+    )
+    return (
+        dx if ctx.needs_input_grad[0] else None,
+        dweight if ctx.needs_input_grad[1] else None,
+        dbias if ctx.needs_input_grad[2] else None,
+        None,
+        None,
+    )
+
+
+def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, bias, _, ctx.center = inputs
+    _, mean, inverse = output
+    ctx.from_output = False
+    ctx.save_for_backward(x, weight, bias, mean, inverse)
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, codes, scale, bias, _ = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(codes, scale)
+
+
+def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+    codes, scale = ctx.saved_tensors
+    if ctx.needs_input_grad[2]:
+        raise RuntimeError("int8_linear has no gradient of its scales; detach them, or train a float layer")
+    dx = torch.ops.bminf_lite.int8_linear_backward(dy, codes, scale) if ctx.needs_input_grad[0] else None
+    dbias = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+    return dx, None, None, dbias, None
+
+
+class _SoftmaxInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            torch.ops.bminf_lite.softmax_(x, scale, bias, mask)
+        ctx.mark_dirty(x)
+        ctx.scale = scale
+        ctx.save_for_backward(x, bias if ctx.needs_input_grad[2] else None)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _softmax_gradients(ctx, dy)
+
+
+class _NormInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            mean, inverse = torch.ops.bminf_lite.norm_(x, weight, bias, eps, center)
+        ctx.mark_dirty(x)
+        ctx.mark_non_differentiable(mean, inverse)
+        ctx.from_output, ctx.center = True, center
+        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        return x, mean, inverse
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *statistics: Tensor) -> Any:
+        return _norm_gradients(ctx, dy)
+
+
+class _SquareLinearInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, transpose: bool) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            torch.ops.bminf_lite.square_linear_(x, w, transpose)
+        ctx.mark_dirty(x)
+        ctx.transpose = transpose
+        ctx.save_for_backward(w)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (w,) = ctx.saved_tensors
+        return dy @ (w if ctx.transpose else w.mT), None, None
+
+
+def _differentiable_softmax_(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> None:
+    _SoftmaxInPlace.apply(x, scale, bias, mask)
+
+
+def _differentiable_norm_(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
+) -> tuple[Tensor, Tensor]:
+    _, mean, inverse = _NormInPlace.apply(x, weight, bias, eps, center)
+    return mean, inverse
+
+
+def _without_gradient(name: str) -> Callable[..., Any]:
+    """The operator's autograd kernel if its results have no gradient."""
+
+    def call(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.bminf_lite, name)(*arguments)
+
+    return call
+
+
+def _differentiable_square_linear_(x: Tensor, w: Tensor, transpose: bool) -> None:
+    _SquareLinearInPlace.apply(x, w, transpose)
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+
+
+def _refuse_vmap(name: str) -> Callable[..., Any]:
+    def refuse(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        raise NotImplementedError(
+            f"bminf_lite::{name} does not work under torch.vmap; it takes any number of leading dimensions, so call it "
+            f"with the batch as one of them"
+        )
+
+    return refuse
+
+
+def _register() -> None:
+    for name, schema in SCHEMAS.items():
+        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, vars(_definitions)[name], "CPU")
+        LIBRARY.impl(name, vars(_kernels)[name], "CUDA")
+        qualified = f"bminf_lite::{name}"
+        torch.library.register_fake(qualified, FAKES[name], lib=LIBRARY)
+        if not name.endswith("_"):  # functorch refuses operators that mutate
+            torch.library.register_vmap(qualified, _refuse_vmap(name), lib=LIBRARY)
+    for name, backward, save in (
+        ("softmax", _softmax_gradients, _save_softmax),
+        ("norm", _norm_gradients, _save_norm),
+        ("int8_linear", _linear_gradients, _save_linear),
+    ):
+        torch.library.register_autograd(f"bminf_lite::{name}", backward, setup_context=save, lib=LIBRARY)
+    for name in ("quantize_rows", "int8_dot"):
+        LIBRARY.impl(name, _without_gradient(name), "Autograd")
+    LIBRARY.impl("softmax_", _differentiable_softmax_, "Autograd")
+    LIBRARY.impl("norm_", _differentiable_norm_, "Autograd")
+    LIBRARY.impl("square_linear_", _differentiable_square_linear_, "Autograd")
+
+
+_register()
+_OPERATORS = {name: getattr(torch.ops.bminf_lite, name).default for name in SCHEMAS}
+"""The operators without their overloads' resolution."""

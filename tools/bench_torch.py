@@ -1,0 +1,201 @@
+"""Measures bminf_lite.torch on a GPU beside eager torch, torch.compile, Triton and torch._int_mm; writes JSON.
+
+    python tools/bench_torch.py results.json [section ...]
+
+Sections: rows, square, linear, backward, host; all by default. Device times are of CUDA graphs' replays.
+"""
+
+# ruff: noqa: B023 - each lambda runs in the iteration that makes it
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bminf_lite.cuda.runtime.libraries import driver_release
+from bminf_lite.torch import ops
+from bminf_lite.torch.measure import Measurement, bandwidth, measure
+
+GPU = torch.device("cuda", 0)
+ELEMENTS = 1 << 26
+"""Of a tensor of rows: 128 MiB in 16 bits, more than the L2 cache."""
+WIDTHS = (256, 1024, 2048, 4096, 8192, 16384)
+LINEARS = {"q, o": (4096, 4096), "k, v": (4096, 1024), "gate, up": (4096, 14336), "down": (14336, 4096)}
+"""in_features and out_features of the products of a layer of LLaMA 8B."""
+COUNTS = {"q, o": 2, "k, v": 2, "gate, up": 2, "down": 1}
+Results = list[dict[str, Any]]
+
+
+def record(results: Results, section: str, case: str, name: str, found: Measurement, **extra: Any) -> None:
+    results.append({"section": section, "case": case, "name": name, **asdict(found), **extra})
+    share = "" if found.bandwidth_share is None else f"{found.bandwidth_share:6.1%}"
+    print(
+        f"{section:9} {case:28} {name:16} {found.seconds * 1e6:10.1f} us {share} host {found.host_seconds * 1e6:6.1f}"
+    )
+
+
+def rows(results: Results, compiled: bool) -> None:
+    """Softmax and norms over rows, fp16 and fp32, against the engine's kernels and torch."""
+    engine = engine_rows()
+    for dtype in (torch.float16, torch.float32):
+        for k in WIDTHS:
+            x = torch.randn(ELEMENTS // k, k, device=GPU, dtype=dtype)
+            weight, bias = torch.randn(2, k, device=GPU, dtype=dtype).unbind(0)
+            weight, bias = weight.contiguous(), bias.contiguous()
+            functions: dict[str, dict[str, Callable[..., Any]]] = {
+                "softmax": {"ours": ops.softmax, "torch": lambda x: torch.softmax(x, -1)},
+                "layer_norm": {
+                    "ours": lambda x, w=weight, b=bias: ops.layer_norm(x, w, b),
+                    "torch": lambda x, w=weight, b=bias: F.layer_norm(x, w.shape, w, b),
+                },
+                "rms_norm": {
+                    "ours": lambda x, w=weight: ops.rms_norm(x, w),
+                    "torch": lambda x, w=weight: F.rms_norm(x, w.shape, w, 1e-6),
+                },
+            }
+            if engine is not None:
+                for name, function in engine(x, weight, bias).items():
+                    functions[name]["engine"] = function
+            for name, by_library in functions.items():
+                if compiled:
+                    torch._dynamo.reset()
+                    by_library["compile"] = torch.compile(by_library["torch"])
+                for library, function in by_library.items():
+                    found = measure(function, x, bytes_moved=2 * x.nbytes, batches=7, seconds=0.02, graph=True)
+                    record(results, "rows", f"{name} {str(dtype)[6:]} {k}", library, found)
+
+
+def engine_rows() -> Callable[..., dict[str, Callable[..., Any]]] | None:
+    """The engine's own kernels: softmax as it is, norms of fp32 rows. None without CuPy."""
+    try:
+        import cupy as cp
+    except ImportError:
+        return None
+    from bminf_lite.backend.values import Norm
+    from bminf_lite.cuda.kernels.launcher import Launcher, StepContext
+    from bminf_lite.cuda.kernels.rowwise.rows import RowKernels
+    from bminf_lite.cuda.kernels.rowwise.softmax import Softmax
+    from bminf_lite.cuda.runtime.driver import Device
+
+    launcher = Launcher(Device(0), 0)
+    softmax, norms, step = Softmax(launcher), RowKernels(launcher), StepContext()
+
+    def functions(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> dict[str, Callable[..., Any]]:
+        source, out = cp.from_dlpack(x), cp.empty(x.shape, cp.dtype(str(x.dtype)[6:]))
+
+        def on_stream(work: Callable[[], None]) -> Callable[..., None]:
+            def run(_: torch.Tensor) -> None:
+                launcher.stream = torch.cuda.current_stream().cuda_stream
+                work()
+
+            return run
+
+        found = {"softmax": on_stream(lambda: softmax.launch(step, source, 1.0, None, None, out))}
+        if x.dtype == torch.float32:
+            w, b = cp.from_dlpack(weight), cp.from_dlpack(bias)
+            layer, rms = Norm(w, 1e-5, b, True), Norm(w, 1e-6)
+            found["layer_norm"] = on_stream(lambda: norms.norm(step, source, layer, out))
+            found["rms_norm"] = on_stream(lambda: norms.norm(step, source, rms, out))
+        return found
+
+    return functions
+
+
+def square(results: Results, compiled: bool) -> None:
+    """square_linear_ of 8,192 rows against cuBLAS, fp16."""
+    for n in (512, 1024, 2048, 4096, 8192):
+        x, w = torch.randn(8192, n, device=GPU, dtype=torch.float16), torch.randn(n, n, device=GPU, dtype=torch.float16)
+        w /= n**0.5
+        for name, function in (("ours", ops.square_linear_), ("cuBLAS", F.linear)):
+            record(results, "square", f"n={n}", name, measure(function, x, w, batches=7, seconds=0.02, graph=True))
+
+
+def weight_of(k: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales, and a bf16 weight of the same size."""
+    codes = torch.randint(-127, 128, (n, k), device=GPU, dtype=torch.int8)
+    return codes, torch.rand(n, device=GPU) * 1e-3, torch.randn(n, k, device=GPU, dtype=torch.bfloat16)
+
+
+def linear(results: Results, compiled: bool) -> None:
+    """int8_linear against bf16 nn.Linear, and torch._int_mm alone, at few and at many rows."""
+    for case, (k, n) in LINEARS.items():
+        codes, scale, weight = weight_of(k, n)
+        for count in (1, 4, 16, 2048):
+            x = torch.randn(count, k, device=GPU, dtype=torch.bfloat16)
+            row_codes = torch.randint(-127, 128, (max(count, 32), k), device=GPU, dtype=torch.int8)
+            for name, function in (
+                ("w8a8", lambda x: ops.int8_linear(x, codes, scale)),
+                ("w8a16", lambda x: ops.int8_linear(x, codes, scale, dynamic=False)),
+                ("bf16", lambda x: F.linear(x, weight)),
+                ("_int_mm", lambda x: torch._int_mm(row_codes, codes.t())),
+            ):
+                found = measure(function, x, batches=7, seconds=0.02, graph=True)
+                record(results, "linear", f"{case} rows={count}", name, found)
+
+
+def backward(results: Results, compiled: bool) -> None:
+    """The input gradient of int8_linear against bf16's, 2,048 rows."""
+    for case, (k, n) in LINEARS.items():
+        codes, scale, weight = weight_of(k, n)
+        dy = torch.randn(2048, n, device=GPU, dtype=torch.bfloat16)
+        for name, function in (
+            ("ours", lambda dy: torch.ops.bminf_lite.int8_linear_backward(dy, codes, scale)),
+            ("bf16", lambda dy: dy @ weight),
+        ):
+            record(results, "backward", case, name, measure(function, dy, batches=7, seconds=0.02, graph=True))
+    for k in (1024, 4096, 8192):
+        x = torch.randn(ELEMENTS // 2 // k, k, device=GPU, dtype=torch.bfloat16)
+        weight, dy = torch.randn(k, device=GPU, dtype=torch.bfloat16), torch.randn_like(x)
+        for name, function in (
+            ("ours", lambda x, w: ops.rms_norm(x, w)),
+            ("torch", lambda x, w: F.rms_norm(x, w.shape, w, 1e-6)),
+        ):
+            own, gain = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            y = function(own, gain)
+            found = measure(lambda: torch.autograd.grad(y, (own, gain), dy, retain_graph=True), batches=7, seconds=0.02)
+            record(results, "backward", f"rms_norm bfloat16 {k}", name, found)
+
+
+def host(results: Results, compiled: bool) -> None:
+    """The host's time of a call on small tensors, without gradients."""
+    codes, scale, weight = weight_of(256, 256)
+    x, gain = torch.randn(16, 256, device=GPU, dtype=torch.bfloat16), torch.ones(256, device=GPU, dtype=torch.bfloat16)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for name, function in (
+                ("softmax", lambda: ops.softmax(x)),
+                ("softmax_", lambda: ops.softmax_(x)),
+                ("rms_norm", lambda: ops.rms_norm(x, gain)),
+                ("int8_linear", lambda: ops.int8_linear(x, codes, scale)),
+                ("torch.softmax", lambda: torch.softmax(x, -1)),
+                ("F.linear", lambda: F.linear(x, weight)),
+            ):
+                record(results, "host", mode.__name__, name, measure(function, batches=9, seconds=0.05))
+
+
+SECTIONS = {"rows": rows, "square": square, "linear": linear, "backward": backward, "host": host}
+
+
+def main(arguments: list[str]) -> None:
+    path, chosen = Path(arguments[0]), [a for a in arguments[1:] if not a.startswith("--")] or list(SECTIONS)
+    results: Results = []
+    about = {
+        "gpu": torch.cuda.get_device_name(0), "driver": driver_release(), "torch": torch.__version__,
+        "cuda": torch.version.cuda, "command": " ".join(["tools/bench_torch.py", *arguments[1:]]),
+        "copy_bandwidth": bandwidth(GPU),
+    }  # fmt: skip
+    print(about)
+    for name in chosen:
+        SECTIONS[name](results, "--compile" in arguments)
+        path.write_text(json.dumps({"about": about, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
