@@ -23,7 +23,7 @@ MAY_IMPORT = {
         "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
     },
     "torch": {"backend", "checkpoint", "models", "cuda", "errors"},
-    "bench": {"placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
+    "bench": {"api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "api": {
         "completions", "placement", "engine", "text", "models", "layers", "backend", "checkpoint", "memory", "errors",
         "files",

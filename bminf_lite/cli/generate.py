@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Treat the prompt as a user's message, in the checkpoint's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per result, when it is complete.")
-@click.option("--logprobs", is_flag=True, help="With --json: the log-probability of each token.")
+@click.option(
+    "--logprobs", metavar="[K]", is_flag=False, flag_value=0, type=click.IntRange(0, 20),
+    help="With --json: the log-probability of each token, and the K most likely tokens with theirs.",
+)  # fmt: skip
 @click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
 @max_batch_option
 @context_option
@@ -50,7 +53,7 @@ def generate(
     as_json: bool,
     stats: bool,
     check: bool,
-    logprobs: bool,
+    logprobs: int | None,
     ignore_eos: bool,
     max_batch: int,
     context: int | None,
@@ -75,9 +78,9 @@ def generate(
         raise click.UsageError("Give either PROMPT (or - for stdin) or --prompts.")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
-    if logprobs and not as_json:
+    if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json.")
-    flags = {"logprobs": logprobs or None, "ignore_eos": ignore_eos or None}
+    flags = {"logprobs": logprobs, "ignore_eos": ignore_eos or None}
     given = given_options(sampling | flags, stop)
     wanted = read_file(prompts) if prompts is not None else [read_stdin() if prompt == "-" else Prompt(str(prompt))]
     if chat:

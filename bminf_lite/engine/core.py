@@ -182,6 +182,7 @@ class Engine:
                 on_close()
         elif started is not threading.current_thread():
             started.join()
+        self._make_runner = _no_runner  # so that a closed engine does not keep the model's weights
 
     def _open(self) -> threading.Condition:
         """The lock, after a check that the engine can take messages; starts the thread."""
@@ -304,6 +305,10 @@ class Engine:
                 request.finish_reason, request.error = "error", error
                 with suppress(BaseException):
                     request.on_update(request)
+
+
+def _no_runner(blocks: BlockManager) -> Runner:
+    raise closed_error()
 
 
 def closed_error() -> UsageError:

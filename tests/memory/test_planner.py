@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.backend.values import CACHE_BLOCK
+from bminf_lite.backend.values import BLOCK_SIZE
 from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.memory.planner import (
     CHUNK,
@@ -171,7 +171,7 @@ def test_the_largest_context_is_the_largest() -> None:
     assert 0 < context < EIGHT_B.context_length
     assert plan_memory(EIGHT_B, plan.machine, context).fits
     with pytest.raises(OutOfMemory):
-        plan_memory(EIGHT_B, plan.machine, context + CACHE_BLOCK)
+        plan_memory(EIGHT_B, plan.machine, context + BLOCK_SIZE)
 
 
 def test_arguments_out_of_range_are_told_together() -> None:
