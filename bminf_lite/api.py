@@ -180,6 +180,10 @@ class Model:
         """GPU memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; empty on a CPU."""
         return self.ops.memory()
 
+    def warm_up(self) -> None:
+        """Compile kernels and capture the decode steps of every size now, instead of when requests first need them."""
+        self._engine.warm_up()
+
     def stats(self) -> EngineStats:
         """What the engine does now: waiting and running requests, blocks of the cache, and counts since loading."""
         return self._engine.stats()

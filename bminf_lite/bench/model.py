@@ -73,32 +73,35 @@ class BenchModel:
         return tokens * self.engine_config.cache_shape.bytes_per_token(self.ops.activation_dtype.itemsize)
 
 
-def random_model(name: str, config: Mapping[str, Any], ops: Backend, kv_cache: str = "fp16") -> BenchModel:
-    """A model of the shape ``config`` with random int8 weights, made on the device; ``kv_cache`` as in ``load``.
+def random_model(
+    name: str, config: Mapping[str, Any], ops: Backend, kv_cache: str = "fp16", max_batch: int | None = None
+) -> BenchModel:
+    """A model of the shape ``config`` with random int8 weights, made on the device; ``kv_cache`` and ``max_batch`` as in ``load``.
 
     Layers that do not fit the memory limit are streamed, as those of a checkpoint are.
     """
     described = describe_model(config)
     spec = described.spec
     plan = plan_placement(ops, spec, lambda: requirements(described, lambda _: Scheme.W8A8, kv_cache))
-    return _build(name, described, RandomWeights(spec), ops, plan, kv_cache)
+    return _build(name, described, RandomWeights(spec), ops, plan, kv_cache, max_batch)
 
 
-def checkpoint_model(path: Path, ops: Backend, kv_cache: str = "fp16") -> BenchModel:
+def checkpoint_model(path: Path, ops: Backend, kv_cache: str = "fp16", max_batch: int | None = None) -> BenchModel:
     """The model in the folder ``path``. Raises ``CheckpointError``, ``OutOfMemory``."""
     with open_model(path) as model:
         plan = plan_placement(ops, model.spec, lambda: checkpoint_requirements(model, kv_cache=kv_cache))
-        return _build(path.resolve().name, model.description, model.weights(), ops, plan, kv_cache)
+        return _build(path.resolve().name, model.description, model.weights(), ops, plan, kv_cache, max_batch)
 
 
 def _build(
-    name: str, model: ModelDescription, weights: Weights, ops: Backend, plan: MemoryPlan | None, kv_cache: str
-) -> BenchModel:
+    name: str, model: ModelDescription, weights: Weights, ops: Backend, plan: MemoryPlan | None, kv_cache: str,
+    max_batch: int | None,
+) -> BenchModel:  # fmt: skip
     config, spec = model.config, model.spec
     counted = CountingWeights(weights)
     network = model.architecture.Model(config, counted, ops)
     int8 = kv_cache == "int8"
-    engine_config = make_engine_config(config, replace(config.cache_shape, int8=int8), plan)
+    engine_config = make_engine_config(config, replace(config.cache_shape, int8=int8), plan, max_batch)
     parameters = sum(math.prod(p.shape) for n, p in spec.parameters.items() if n not in spec.tied)
     return BenchModel(f"{name}, int8 cache" if int8 else name, network, engine_config, parameters, counted.nbytes, plan)
 

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import UsageError
 from .report import Report
 from .runner import Measurement
+from .serving import ServingResult
 
 CURVES = (
     ("pp", "tokens", "prompt length, tokens"),
@@ -54,6 +55,22 @@ def save(report: Report, path: Path) -> None:
     figure.suptitle(" · ".join(filter(None, (report.bench_model.name if report.bench_model else "", report.device))))
     for axes, draw in zip(figure.subplots(1, len(drawings), squeeze=False)[0], drawings, strict=True):
         draw(axes)
+    figure.savefig(path)
+
+
+def save_serving(result: ServingResult, path: Path) -> None:
+    """Draw the distributions of the times to the first token and between tokens; see :func:`check_target`."""
+    check_target(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    figure.suptitle(f"{result.load}: {result.output_rate:,.0f} tokens/s")
+    times = {"time to first token": result.first_token, "time between tokens": result.between_tokens}
+    for axes, (label, seconds) in zip(figure.subplots(1, 2), times.items(), strict=True):
+        ordered = sorted(1e3 * seconds)
+        axes.plot(ordered, [(i + 1) / len(ordered) for i in range(len(ordered))])
+        axes.set(xlabel=f"{label}, milliseconds", ylabel="share of requests or tokens", ylim=(0, 1))
+        axes.grid(alpha=0.3)
     figure.savefig(path)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,12 +88,19 @@ class ServingResult:
 
 
 def run_load(model: Model, load: Load) -> ServingResult:
-    """Run a load once. The caller runs a small one before it, so that kernels are compiled and graphs captured.
+    """Run a load once, on a model that is warm: see :func:`warm_up`.
 
     Raises ``UsageError`` for a load that the model cannot take.
     """
     prompts = random_prompts(model, load)
     return _offline(model, load, prompts) if load.rate is None else asyncio.run(_online(model, load, prompts))
+
+
+def warm_up(model: Model, load: Load) -> None:
+    """Compile the kernels that a load needs, and capture the steps."""
+    model.warm_up()
+    few = replace(load, requests=min(load.requests, 4), output_tokens=min(load.output_tokens, 4), rate=None)
+    run_load(model, few)
 
 
 def random_prompts(model: Model, load: Load, seed: int = 0) -> list[list[int]]:

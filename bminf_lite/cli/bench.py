@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ from ._options import OUTPUT, PATH, Command, device_option, kv_cache_option, mem
 
 if TYPE_CHECKING:
     from ..bench.runner import Measurement
+    from ..bench.serving import Load
 
 
 def numbers(value: str) -> tuple[int, ...]:
@@ -45,6 +47,17 @@ def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[C
     "--plot", metavar="FILE.png", type=OUTPUT, help="Draw the results, as curves where -p, -d or -b has several values."
 )
 @click.option("--trace", is_flag=True, help="Show the parts of one decode step in order, instead of running tests.")
+@click.option("--offline", metavar="N", type=click.IntRange(1), help="Time N requests that are there at once.")
+@click.option("--online", metavar="RATE", type=float, help="Time requests that arrive at random, RATE per second.")
+@click.option("--requests", type=click.IntRange(1), help="Number of requests for --online. [20 times RATE]")
+@click.option(
+    "--input", "input_tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens of each prompt."
+)
+@click.option(
+    "--output", "output_tokens", type=click.IntRange(1), default=128, show_default=True,
+    help="New tokens of each request.",
+)  # fmt: skip
+@click.option("--max-batch", type=click.IntRange(1), help="The most sequences in one step of --offline and --online.")
 @click.option("--kernels", is_flag=True, help="Time single kernels over a sweep of sizes; needs no model.")
 @device_option
 @memory_limit_option
@@ -60,6 +73,12 @@ def bench(
     output: str,
     plot: Path | None,
     trace: bool,
+    offline: int | None,
+    online: float | None,
+    requests: int | None,
+    input_tokens: int,
+    output_tokens: int,
+    max_batch: int | None,
     kernels: bool,
     device: str,
     memory_limit: int | None,
@@ -73,6 +92,9 @@ def bench(
     because they do not fit the memory limit, it also prints the bytes copied for a token, the share of the link's
     speed, and the speed that "plan" predicts.
 
+    With --offline or --online, requests of exactly --input and --output tokens go through the engine as a caller's do.
+    Prints tokens per second, and the median and 99th percentile of the time to the first token and between tokens.
+
     \b
     Example:
       bminf-lite bench MODEL
@@ -82,6 +104,8 @@ def bench(
       bminf-lite bench --shape llama-3-8b -p 0 -d 128,1024,8192,32768 --plot context.png
       bminf-lite bench --shape llama-3-8b -p 0 -d 32768 --kv-cache int8
       bminf-lite bench --shape llama-3.2-1b -d 512 --trace
+      bminf-lite bench --shape llama-3-8b --kv-cache int8 --offline 4096 --input 128 --output 128
+      bminf-lite bench --shape llama-3-8b --online 20 --input 1000 --output 200 --plot times.png
       bminf-lite bench --kernels -o csv
     """
     from .. import backend
@@ -89,6 +113,7 @@ def bench(
     from ..bench.model import checkpoint_model, random_model, read_shape, shape_names
     from ..bench.report import Report
     from ..bench.runner import make_profiler, run_tests, time_kernels, trace_step, workloads
+    from ..bench.serving import Load
 
     if (model is None) == (shape is None) and not (kernels and model is None):
         raise click.UsageError(f"Give either MODEL or --shape, which is one of: {', '.join(shape_names())}.")
@@ -99,6 +124,15 @@ def bench(
     tests = workloads(prompts, generated, depths, batches)
     if not tests and not kernels:
         raise click.UsageError("There is nothing to run: -p and -n are both 0.")
+    if offline is not None or online is not None:
+        if offline is not None and online is not None:
+            raise click.UsageError("Give either --offline or --online.")
+        if online is not None and online <= 0:
+            raise click.UsageError(f"--online {online:g}: the rate must be more than 0 requests per second.")
+        count = offline or requests or max(1, round(20 * (online or 0)))
+        load = Load(count, input_tokens, output_tokens, online)
+        _run_load(load, model, shape, device, memory_limit, kv_cache, max_batch, output, plot)
+        return
     config = None if shape is None else read_shape(shape)
     with closing(backend.create(device, memory_limit)) as ops:
         profiler = make_profiler(ops)
@@ -119,6 +153,40 @@ def bench(
     click.echo({"md": report.markdown, "json": report.json, "csv": report.csv}[output]())
     if plot is not None:
         drawing.save(report, plot)
+
+
+def _run_load(
+    load: Load, path: Path | None, shape: str | None, device: str, memory_limit: int | None, kv_cache: str,
+    max_batch: int | None, output: str, plot: Path | None,
+) -> None:  # fmt: skip
+    """Time a load on a checkpoint or a shape, and print the result."""
+    from .. import backend
+    from ..api import Model
+    from ..bench import plot as drawing
+    from ..bench.model import checkpoint_model, random_model, read_shape
+    from ..bench.serving import run_load, warm_up
+
+    ops = backend.create(device, memory_limit)
+    try:
+        if path is not None:
+            bench_model = checkpoint_model(path, ops, kv_cache, max_batch)
+        else:
+            bench_model = random_model(str(shape), read_shape(str(shape)), ops, kv_cache, max_batch)
+    except BaseException:
+        ops.close()
+        raise
+    with Model(bench_model.network, bench_model.engine_config) as model:
+        warm_up(model, load)
+        result = run_load(model, load)
+    rows = {"model": bench_model.name, **result.to_dict()}
+    if output == "md":
+        click.echo(result.markdown())
+    elif output == "json":
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        click.echo(f"{','.join(rows)}\n{','.join('' if v is None else str(v) for v in rows.values())}")
+    if plot is not None:
+        drawing.save_serving(result, plot)
 
 
 def _show_progress(measurement: Measurement) -> None:

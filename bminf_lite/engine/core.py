@@ -43,6 +43,10 @@ class Runner(Rows, Protocol):
         """Start a step."""
         ...
 
+    def warm_up(self) -> None:
+        """Do now what the first steps would wait for."""
+        ...
+
     def close(self) -> None:
         """Give its memory back."""
         ...
@@ -148,6 +152,10 @@ class Engine:
         with self._open():
             self._post(run)
         return future.result()
+
+    def warm_up(self) -> None:
+        """Do now what the first requests would wait for."""
+        self.call(lambda: self._scheduler_and_runner()[1].warm_up())
 
     def stats(self) -> EngineStats:
         """A snapshot, which does not wait for the engine."""
@@ -267,13 +275,10 @@ class Engine:
     def _add(self, requests: Sequence[Request]) -> None:
         try:
             self._start()
-            if self._runner is None:
-                self._runner = self._make_runner(self.blocks)
-                self._scheduler = Scheduler(self.config, self.blocks, self._runner)
-            assert self._scheduler is not None
+            scheduler, _ = self._scheduler_and_runner()
             for request in requests:
                 if request.finish_reason is None:
-                    self._scheduler.add(request)
+                    scheduler.add(request)
         except BaseException as error:
             for request in requests:
                 if self._scheduler is not None:
@@ -283,6 +288,12 @@ class Engine:
         finally:
             with self._wake:
                 self._arriving -= len(requests)
+
+    def _scheduler_and_runner(self) -> tuple[Scheduler, Runner]:
+        if self._runner is None or self._scheduler is None:
+            self._runner = self._make_runner(self.blocks)
+            self._scheduler = Scheduler(self.config, self.blocks, self._runner)
+        return self._scheduler, self._runner
 
     def _end(self, requests: Sequence[Request], reason: str, error: BaseException | None = None) -> None:
         if self._scheduler is not None:
