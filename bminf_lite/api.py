@@ -440,7 +440,8 @@ def _check_served(served: Mapping[str, Any], deadline: Any, is_encoder_decoder: 
         value = served.get(name, kind())
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             problems.append(f"{name} is {value!r}, but must be {wanted}")
-    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+    is_number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if deadline is not None and not (is_number and deadline > 0):
         problems.append(f"deadline is {deadline!r}, but must be seconds, more than 0")
     if served.get("prompt_logprobs") and is_encoder_decoder:
         problems.append(

@@ -185,8 +185,8 @@ class Scheduler:
             return  # it ends when the pending token arrives
         assert request.blocks is not None
         computed = request.num_computed_tokens
-        has_room = count == 1 and computed % self.blocks.block_size
-        while not has_room and not self.blocks.extend(request.blocks, computed, computed + count):
+        in_its_last_block = count == 1 and computed % self.blocks.block_size
+        while not in_its_last_block and not self.blocks.extend(request.blocks, computed, computed + count):
             victim = max(self.running, key=lambda r: (-r.priority, -r.num_preemptions, r.arrival))
             self._preempt(victim)
             plan.pop(victim, None)
