@@ -1,7 +1,10 @@
-"""Attention of new tokens: its tiles fit every GPU; on a GPU, it is compared with the definition."""
+"""Attention of new tokens: its tiles fit every GPU. On a GPU, it is compared with the definition; and its bits are the
+same however the work is divided.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +16,14 @@ from bminf_lite.backend.base import attend
 from bminf_lite.cuda.kernels.attention import prefill as attention
 from bminf_lite.cuda.kernels.attention.heads import MAX_HEAD_DIM
 from bminf_lite.cuda.kernels.attention.prefill import (
+    COUNTERS,
     AttentionMask,
     AttentionTileConfig,
     PrefillAttention,
+    synchronous,
     tile_config_for,
 )
+from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, SEGMENT, attention_tile
 from bminf_lite.cuda.runtime.driver import Device
 
 MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
@@ -32,7 +38,12 @@ def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[Atte
         (64, True, AttentionMask.BIDIRECTIONAL, True),
         (128, True, AttentionMask.BIDIRECTIONAL, True),
     ]
-    chosen = [(depth, small) for depth in depths for small in (False, True)]
+    chosen = [
+        (depth, small, AttentionMask.CAUSAL, False, int8)
+        for depth in depths
+        for small in (False, True)
+        for int8 in (False, True)
+    ]
     return {tile_config_for(capability, *kind) for kind in [*chosen, *others]}
 
 
@@ -40,6 +51,15 @@ def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[Atte
 def test_shared_memory_fits(capability: tuple[int, int]) -> None:
     for tile_config in tile_configs(capability, range(16, MAX_HEAD_DIM + 1, 16)):
         assert tile_config.shared <= MOST_SHARED[capability] << 10, tile_config
+
+
+@pytest.mark.parametrize("capability", MOST_SHARED)
+def test_a_segment_is_whole_tiles_and_a_tile_is_in_whole_blocks(capability: tuple[int, int]) -> None:
+    for depth in range(16, MAX_HEAD_DIM + 1, 16):
+        for mask in AttentionMask:
+            keys = attention_tile(capability, depth, mask, False)
+            assert SEGMENT % keys == 0
+            assert keys % BLOCK_SIZE == 0 or BLOCK_SIZE % keys == 0
 
 
 @dataclass(frozen=True)
@@ -59,31 +79,66 @@ class Case:
         return -(-self.head_dim // 16) * 16
 
     @property
-    def capacity(self) -> int:
-        return max(n + p for n, p in zip(self.new, self.context_lens, strict=True)) + 5
+    def totals(self) -> tuple[int, ...]:
+        return tuple(n + p for n, p in zip(self.new, self.context_lens, strict=True))
+
+    @property
+    def table_pitch(self) -> int:
+        return max(1, -(-max(self.totals) // BLOCK_SIZE))
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a launch divides its work: a tiling other than the chosen one, and whether it must or must not split."""
+
+    tile_config: AttentionTileConfig | None = None
+    split: bool | None = None
+
+    def attention(self, device: Device) -> PrefillAttention:
+        prefill = PrefillAttention(device)
+        if self.tile_config is not None:
+            prefill._config = lambda *_: self.tile_config  # type: ignore[method-assign, assignment, return-value]
+        if self.split is not None:
+            prefill._may_split = lambda *_: self.split  # type: ignore[method-assign, assignment, return-value]
+            prefill._parts = lambda _: 4096  # type: ignore[method-assign]
+        return prefill
 
 
 class Problem:
-    """A case's arrays on the host. The cache is NaN where no token is, and the output is NaN before the launch."""
+    """A case's arrays on the host. Pools are NaN where no token is, and the output is NaN before the launch."""
 
     def __init__(self, case: Case, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.case, depth, dim = case, case.depth, case.head_dim
-        tokens, count = sum(case.new), len(case.new)
-        self.cu_seqlens = np.concatenate([[0], np.cumsum(case.new)]).astype(np.int32)
-        self.context_lens = np.array(case.context_lens, np.int32)
-        self.slots = rng.permutation(count + 2)[:count].astype(np.int32)
-        self.q = np.zeros((tokens, case.heads, depth), np.float16)
-        self.q[..., :dim] = rng.standard_normal((tokens, case.heads, dim)) * case.sharpness
-        shape = (count + 2, case.kv_heads, case.capacity, depth)
+        self.q = [np.zeros((total, case.heads, depth), np.float16) for total in case.totals]
+        for q in self.q:
+            q[..., :dim] = rng.standard_normal((len(q), case.heads, dim)) * case.sharpness
+        counts = [-(-total // BLOCK_SIZE) for total in case.totals]
+        self.num_blocks = 1 + sum(counts) + 2
+        free = rng.permutation(np.arange(1, self.num_blocks))
+        self.tables = np.zeros((len(case.new), case.table_pitch), np.int32)
+        shape = (self.num_blocks, case.kv_heads, BLOCK_SIZE, depth)
         self.keys, self.values = np.full(shape, np.nan, np.float16), np.full(shape, np.nan, np.float16)
-        for b in range(count):
-            total = case.new[b] + case.context_lens[b]
-            for cache in (self.keys, self.values):
-                cache[self.slots[b], :, :total] = 0
-                cache[self.slots[b], :, :total, :dim] = rng.standard_normal((case.kv_heads, total, dim))
+        for b, total in enumerate(case.totals):
+            self.tables[b, : counts[b]], free = free[: counts[b]], free[counts[b] :]
+            for pool in (self.keys, self.values):
+                tokens = np.full((counts[b] * BLOCK_SIZE, case.kv_heads, depth), np.nan, np.float16)
+                tokens[:total] = 0
+                tokens[:total, :, :dim] = rng.standard_normal((total, case.kv_heads, dim))
+                pool[self.tables[b, : counts[b]]] = self.in_blocks(tokens)
+        self.keys[0] = self.values[0] = 1
         self.scale = float(np.float32(dim**-0.5))
         self.codes: tuple[np.ndarray, ...] | None = None
+
+    @staticmethod
+    def in_blocks(tokens: np.ndarray) -> np.ndarray:
+        return tokens.reshape(-1, BLOCK_SIZE, *tokens.shape[1:]).swapaxes(1, 2)
+
+    def tokens_of(self, pool: np.ndarray, b: int) -> np.ndarray:
+        """``[kv_heads, total, D]``, of one sequence."""
+        total = self.case.totals[b]
+        blocks = pool[self.tables[b, : -(-total // BLOCK_SIZE)]]
+        return blocks.swapaxes(0, 1).reshape(self.case.kv_heads, -1, self.case.depth)[:, :total]
 
     def quantize(self, rng: np.random.Generator) -> None:
         """Take an int8 cache, or for ``codes = None`` the same one as fp16 values; scales are NaN where no token is."""
@@ -98,124 +153,194 @@ class Problem:
         """The definition's output and the error that the kernel may have, both ``[T, heads, head_dim]``."""
         case = self.case
         outputs, bounds = [], []
-        for b in range(len(case.new)):
-            q = self.q[self.cu_seqlens[b] : self.cu_seqlens[b + 1]]
-            total = case.new[b] + case.context_lens[b]
-            keys, values = (c[self.slots[b], :, :total].astype(np.float32) for c in (self.keys, self.values))
+        for b, total in enumerate(case.totals):
+            q = self.q[b][case.context_lens[b] :]
+            keys, values = (self.tokens_of(pool, b).astype(np.float32) for pool in (self.keys, self.values))
             rest = (self.scale, case.context_lens[b], case.window)
             outputs.append(attend(q, keys, values, *rest)[..., : case.head_dim])
             # A weight, at most 1, is rounded to fp16: by 2^-11 of itself, or by 2^-25 where it is subnormal, for each
             # of the keys. Their sum is at least 1. Rounding the output adds 2^-11 of it, and it is at most the average
             # magnitude of the values. A tenth more covers what fp32 sums and exp2 add.
             magnitude = attend(q, keys, np.abs(values), *rest)[..., : case.head_dim]
-            bounds.append(1.1 * 2**-10 * magnitude + total * 2**-25 * np.abs(values).max())
+            bounds.append(1.1 * 2**-10 * magnitude + total * 2**-25 * np.abs(values).max(initial=0))
         return np.concatenate(outputs), np.concatenate(bounds)
 
-    def compute(self, device: Device) -> np.ndarray:
-        """What the kernel writes, ``[T, heads, head_dim]``; checks that it writes nothing else."""
+    def compute(self, device: Device, division: Division = Division()) -> np.ndarray:
+        """What the kernel writes for the case's new tokens, ``[T, heads, head_dim]``."""
+        pieces = [(b, p, n) for b, (p, n) in enumerate(zip(self.case.context_lens, self.case.new, strict=True))]
+        return self.compute_pieces(device, pieces, division)
+
+    def compute_pieces(
+        self, device: Device, pieces: Sequence[tuple[int, int, int]], division: Division = Division()
+    ) -> np.ndarray:
+        """The same of pieces ``(sequence, first position, tokens)``; checks that the kernel writes nothing else."""
         import cupy as cp
 
-        case, tokens = self.case, sum(self.case.new)
+        case, tokens = self.case, sum(n for _, _, n in pieces)
         width = case.heads * case.head_dim
         q_width, pitch = case.heads * case.depth, -(-width // 16) * 16
         q = cp.full((tokens, q_width + 16), cp.nan, cp.float16)
-        q[:, :q_width] = cp.asarray(self.q.reshape(tokens, -1))
+        rows = [self.q[b][p : p + n].reshape(n, -1) for b, p, n in pieces]
+        q[:, :q_width] = cp.asarray(np.concatenate(rows))
         out = cp.full((tokens, pitch), cp.nan, cp.float16)
-        cu_seqlens, context_lens, slots = map(cp.asarray, (self.cu_seqlens, self.context_lens, self.slots))
+        tables = self.tables[[b for b, _, _ in pieces]]
+        for table, (_, p, _) in zip(tables, pieces, strict=True):
+            if case.window is not None:  # blocks that the window has passed are given back
+                table[: max(0, p - case.window + 1) // BLOCK_SIZE] = 0
+        cu_seqlens = np.cumsum([0] + [n for _, _, n in pieces])
+        cu_seqlens, context_lens, block_tables = (
+            cp.asarray(np.asarray(x, np.int32)) for x in (cu_seqlens, [p for _, p, _ in pieces], tables)
+        )
         keys, values, *scales = map(cp.asarray, self.codes or (self.keys, self.values))
         key_scales, value_scales = (s.data.ptr for s in scales) if scales else (0, 0)
-        PrefillAttention(device).launch(
+        prefill = division.attention(device)
+        shape = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim, "tokens": tokens}
+        longest = {"batch_size": len(pieces), "max_context_len": max(p + n for _, p, n in pieces)}
+        scratch = cp.full(prefill.scratch_bytes(**shape, **longest, int8=bool(scales)), 0xFF, cp.uint8)
+        counters = cp.zeros(COUNTERS, cp.int32)
+        prefill.launch(
             q.data.ptr, q_width + 16, keys.data.ptr, values.data.ptr, out.data.ptr, pitch,
-            cu_seqlens.data.ptr, context_lens.data.ptr, slots.data.ptr,
-            heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, capacity=case.capacity,
-            scale=self.scale, window=case.window, tokens=tokens, batch_size=len(case.new),
+            cu_seqlens.data.ptr, context_lens.data.ptr, block_tables.data.ptr,
+            **shape, **longest, table_pitch=tables.shape[1], num_blocks=self.num_blocks,
+            scale=self.scale, window=case.window, counters=counters.data.ptr,
+            scratch=scratch.data.ptr, scratch_bytes=scratch.nbytes,
             key_scales=key_scales, value_scales=value_scales,
         )  # fmt: skip
         device.synchronize()
+        assert not counters.any()
         result = cp.asnumpy(out)
         assert np.isnan(result[:, width:]).all()
-        return result[:, :width].reshape(tokens, case.heads, case.head_dim).astype(np.float32)
+        return result[:, :width].reshape(tokens, case.heads, case.head_dim)
 
 
-def check(case: Case, device: Device, seed: int = 0) -> None:
+def check(case: Case, device: Device, division: Division, seed: int = 0) -> None:
     problem = Problem(case, seed)
-    got = problem.compute(device)
+    got = problem.compute(device, division).astype(np.float32)
     want, bound = problem.expected()
     excess = np.abs(got - want) - bound
     assert (excess <= 0).all(), f"{case}: {(~(excess <= 0)).mean():.2%} of the output is wrong, by {np.nanmax(excess)}"
 
 
-@pytest.fixture(params=["chosen", "64 rows", "128 rows"])
-def gpu(request: pytest.FixtureRequest, cuda_device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """The GPU, with the tile_config that it would choose or with one for any GPU, of small or large blocks."""
-    if request.param != "chosen":
+def divisions(device: Device, depth: int, int8: bool = False) -> list[Division]:
+    """Every way to compute causal attention whose keys per tile are those of this GPU."""
+    capability = device.compute_capability
+    keys = attention_tile(capability, depth, AttentionMask.CAUSAL, False)
+    kernels = [tile_config_for(capability, depth, small, int8=int8) for small in (False, True)]
+    kernels.append(synchronous(depth, 64, keys, 1, AttentionMask.CAUSAL, False))
+    return [Division(kernel, split) for kernel in kernels for split in (False, True)]
+
+
+@pytest.fixture(params=["chosen", "64 rows", "128 rows", "split"])
+def division(request: pytest.FixtureRequest, cuda_device: Device, monkeypatch: pytest.MonkeyPatch) -> Division:
+    """The launch that is chosen, one by the kernel for any GPU with small or large tiles, or one that splits."""
+    if "rows" in request.param:
         capability, small = min((8, 0), cuda_device.compute_capability), request.param == "64 rows"
         monkeypatch.setattr(
             attention, "tile_config_for", lambda _, depth, *__: tile_config_for(capability, depth, small)
         )
-    return cuda_device
+    return Division(split=True) if request.param == "split" else Division()
 
 
-RAGGED = {"new": (1, 70, 300, 0, 2, 64, 129), "context_lens": (40, 0, 17, 9, 255, 64, 3)}
+RAGGED = {"new": (1, 70, 300, 0, 2, 64, 129), "context_lens": (40, 0, 17, 9, 255, 64, 1020)}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [8, 12, 16, 24, 31, 48, 64, 80, 96, 128, 160, 192, 256])
-def test_head_dims(head_dim: int, gpu: Device) -> None:
-    check(Case(**RAGGED, head_dim=head_dim), gpu)
+def test_head_dims(head_dim: int, cuda_device: Device, division: Division) -> None:
+    check(Case(**RAGGED, head_dim=head_dim), cuda_device, division)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [8, 12, 16, 48, 64, 80, 96, 128, 160, 256])
-def test_an_int8_cache_gives_exactly_what_its_values_in_fp16_give(head_dim: int, gpu: Device) -> None:
+def test_an_int8_cache_gives_exactly_what_its_values_in_fp16_give(
+    head_dim: int, cuda_device: Device, division: Division
+) -> None:
     problem = Problem(Case(**RAGGED, head_dim=head_dim), 0)
     problem.quantize(np.random.default_rng(1))
-    found = problem.compute(gpu)
+    found = problem.compute(cuda_device, division)
     problem.codes = None
-    np.testing.assert_array_equal(found, problem.compute(gpu))
+    np.testing.assert_array_equal(found, problem.compute(cuda_device, division))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(7, 1), *repeats((4, 4), (6, 2), (8, 1), (71, 1))])
-def test_grouped_heads(heads: int, kv_heads: int, head_dim: int, gpu: Device) -> None:
-    check(Case(**RAGGED, heads=heads, kv_heads=kv_heads, head_dim=head_dim), gpu)
+def test_grouped_heads(heads: int, kv_heads: int, head_dim: int, cuda_device: Device, division: Division) -> None:
+    check(Case(**RAGGED, heads=heads, kv_heads=kv_heads, head_dim=head_dim), cuda_device, division)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [48, 128])
 @pytest.mark.parametrize("window", [1, 65, *repeats(2, 63, 64, 200, 100_000)])
-def test_windows(window: int, head_dim: int, gpu: Device) -> None:
-    check(Case(**RAGGED, window=window, head_dim=head_dim), gpu)
+def test_windows(window: int, head_dim: int, cuda_device: Device, division: Division) -> None:
+    check(Case(**RAGGED, window=window, head_dim=head_dim), cuda_device, division)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", [0, 1, *repeats(*range(2, 12))])
-def test_random_steps(seed: int, gpu: Device) -> None:
+def test_random_steps(seed: int, cuda_device: Device, division: Division) -> None:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 9))
     new = tuple(int(n) for n in rng.integers(1, 301, count))
-    context_lens = tuple(int(p) for p in rng.integers(0, 301, count) * rng.integers(0, 2, count))
+    context_lens = tuple(int(p) for p in rng.integers(0, 2000, count) * rng.integers(0, 2, count))
     kv_heads = int(rng.integers(1, 4))
     window = int(rng.integers(1, 400)) if rng.integers(2) else None
     head_dim = int(rng.choice([16, 64, 80, 128]))
     case = Case(new, context_lens, kv_heads * int(rng.integers(1, 5)), kv_heads, head_dim, window, sharpness=8.0)
-    check(case, gpu, seed)
+    check(case, cuda_device, division, seed)
 
 
 @pytest.mark.gpu
 @pytest.mark.repeats
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_long_prompt(head_dim: int, gpu: Device) -> None:
-    check(Case((2048,), (0,), head_dim=head_dim), gpu)
-    check(Case((2048, 5), (100, 0), head_dim=head_dim, window=700), gpu)
+def test_a_long_prompt(head_dim: int, cuda_device: Device, division: Division) -> None:
+    check(Case((2048,), (0,), head_dim=head_dim), cuda_device, division)
+    check(Case((2048, 5), (100, 0), head_dim=head_dim, window=700), cuda_device, division)
 
 
 @pytest.mark.gpu
-def test_a_nan_stays_in_its_sequence_and_its_heads(gpu: Device) -> None:
+def test_a_nan_stays_in_its_sequence_and_its_heads(cuda_device: Device, division: Division) -> None:
     problem = Problem(Case((80, 90), (0, 30), head_dim=128), 0)
-    problem.keys[problem.slots[1], 1, 100, 7] = np.nan
-    bad = np.isnan(problem.compute(gpu)).any(axis=-1)
+    problem.keys[problem.tables[1, 100 // BLOCK_SIZE], 1, 100 % BLOCK_SIZE, 7] = np.nan
+    bad = np.isnan(problem.compute(cuda_device, division)).any(axis=-1)
     want = np.zeros_like(bad)
     want[80 + 100 - 30 :, 2:] = True
     assert (bad == want).all()
+
+
+EDGES = (1, 63, 64, 65, 127, 129, 1023, 1025, 1100, 2049, 2300)
+"""Lengths around the sizes of blocks, tiles and segments."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("head_dim", "int8", "window"),
+    [(128, False, None), (64, True, 65), *repeats((128, True, None), (256, False, None), (80, True, 700))],
+)
+def test_bits_do_not_depend_on_how_the_work_is_divided(
+    head_dim: int, int8: bool, window: int | None, cuda_device: Device
+) -> None:
+    case = Case(EDGES, (0,) * len(EDGES), head_dim=head_dim, window=window)
+    problem, rng = Problem(case, 0), np.random.default_rng(1)
+    if int8:
+        problem.quantize(rng)
+    whole = problem.compute(cuda_device)
+    starts = np.cumsum([0, *EDGES])
+    for division in [Division(), *divisions(cuda_device, case.depth, int8)]:
+
+        def check_pieces(pieces: Sequence[tuple[int, int, int]], division: Division = division) -> None:
+            want = np.concatenate([whole[starts[b] + p : starts[b] + p + n] for b, p, n in pieces])
+            found = problem.compute_pieces(cuda_device, pieces, division)
+            np.testing.assert_array_equal(found, want, str(division))
+
+        np.testing.assert_array_equal(problem.compute(cuda_device, division), whole, str(division))
+        cuts = [sorted({0, n, *map(int, rng.integers(0, n + 1, 4))}) for n in EDGES]
+        pieces = [(b, p, q - p) for b, places in enumerate(cuts) for p, q in itertools.pairwise(places)]
+        rng.shuffle(pieces)
+        for some in np.array_split(np.array(pieces), 4):  # pieces of one sequence may be computed in any order
+            want = np.concatenate([whole[starts[b] + p : starts[b] + p + n] for b, p, n in some])
+            np.testing.assert_array_equal(
+                problem.compute_pieces(cuda_device, some.tolist(), division), want, str(division)
+            )
+        single = [(b, int(p), 1) for b, n in enumerate(EDGES) for p in {0, n // 2, n - 1, *(x for x in EDGES if x < n)}]
+        check_pieces(single)

@@ -5,15 +5,15 @@
 // for ragged sequences over a paged cache; see PrefillParams for shapes. Scores stay in registers, with an online
 // softmax.
 //
-// Blocks take work in turn; a piece of work has BM rows, each warp BM / WARPS of them, and passes over BN keys at a time.
-// Keys and values go through shared memory: the next keys are loaded while the values are multiplied, and the values
-// while the keys are.
+// Blocks take work in turn; a piece of work has BM rows, each warp BM / WARPS of them, and passes over BN keys at a
+// time. Keys and values go through shared memory: the next keys are loaded while the values are multiplied, and the
+// values while the keys are.
 #include "attention/prefill.cuh"
 
 namespace bminf {
 
-// Loads COUNT rows of D keys or values. Rows that are not present become zero, because memory that was never written may
-// hold NaN. The pitch D + 8 is an odd multiple of 16 bytes: no bank conflicts.
+// Loads COUNT rows of D keys or values. Rows that are not present become zero, because memory that was never written
+// may hold NaN. The pitch D + 8 is an odd multiple of 16 bytes: no bank conflicts.
 template <int D, int COUNT, int THREADS>
 __device__ __forceinline__ void load_tile(__half* tile, const CachedRows<D, COUNT, __half>& source) {
     constexpr int CHUNKS = D / 8;
@@ -23,8 +23,7 @@ __device__ __forceinline__ void load_tile(__half* tile, const CachedRows<D, COUN
         if (COUNT * CHUNKS % THREADS == 0 || row < COUNT) {
             const bool present = row < source.valid;
             cp_async_16(
-                tile + (chunk + row) * 8, present ? source.data(row) + chunk % CHUNKS * 8 : source.pool.data,
-                present);
+                tile + (chunk + row) * 8, present ? source.data(row) + chunk % CHUNKS * 8 : source.pool.data, present);
         }
     }
 }
@@ -114,8 +113,8 @@ __device__ __forceinline__ void gemm_pv(float (&o)[MT][D / 8][4], const float (&
     }
 }
 
-// Finds piece `index` of the work, or the next one that is not empty, and puts the index of the one after it into `next`.
-// Returns false if there is none. Called by all threads.
+// Finds piece `index` of the work, or the next one that is not empty, and puts the index of the one after it into
+// `next`. Returns false if there is none. Called by all threads.
 template <int MASK, int ROWS, int KEYS>
 __device__ __forceinline__ bool find_next(const PrefillParams& p, int index, int& next, WorkTile& work) {
     for (;;) {
@@ -129,9 +128,9 @@ __device__ __forceinline__ bool find_next(const PrefillParams& p, int index, int
     }
 }
 
-// BM: a multiple of 16 * WARPS; BN: a power of two, at least 16 and at most 128. BLOCKS: blocks per SM that must be able
-// to run. MASK: what a query sees. BIASED: scores get a bias. CACHE: __half or int8. Dynamic shared memory: BM + 2 * BN
-// rows of D + 8 fp16. The running result is in p.running.
+// BM: a multiple of 16 * WARPS; BN: a power of two, at least 16 and at most 128. BLOCKS: blocks per SM that must be
+// able to run. MASK: what a query sees. BIASED: scores get a bias. CACHE: __half or int8. Dynamic shared memory: BM + 2
+// * BN rows of D + 8 fp16. The running result is in p.running.
 template <int D, int BM, int BN, int WARPS, int BLOCKS, int MASK, bool BIASED, class CACHE>
 __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const __grid_constant__ PrefillParams p) {
     constexpr int THREADS = WARPS * WARP, PITCH = D + 8, CHUNKS = D / 8, MT = BM / (16 * WARPS);
@@ -191,8 +190,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
             if (key + BN < work.end) load_keys(key + BN);
             if constexpr (BIASED) {
 #pragma unroll
-                for (int m = 0; m < MT; ++m)
-                    add_bias(s[m], work, p, position[m], work.first + warp_row + m * 16, key);
+                for (int m = 0; m < MT; ++m) add_bias(s[m], work, p, position[m], work.first + warp_row + m * 16, key);
             }
             if (MASK == CAUSAL ? needs_mask(work, key, BN) : key + BN > work.end) {
 #pragma unroll

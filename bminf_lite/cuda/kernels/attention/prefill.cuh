@@ -27,7 +27,7 @@ namespace bminf {
 struct PrefillParams {
     const __half* q;  // [T, heads, D], q_pitch elements from token to token
     long long q_pitch;
-    const void* keys;  // [blocks, kv_heads, BLOCK_SIZE, D] of fp16, or of int8 codes; BIDIRECTIONAL: [kv_heads,
+    const void* keys;    // [blocks, kv_heads, BLOCK_SIZE, D] of fp16, or of int8 codes; BIDIRECTIONAL: [kv_heads,
     const void* values;  // capacity, D], token t of the step at place t
     __half* out;         // [T, heads * head_dim], out_pitch elements from token to token
     long long out_pitch;
@@ -44,10 +44,10 @@ struct PrefillParams {
     const int* source_lens;    // [sequences], only for CROSS
     const __half* key_scales;  // of codes: [blocks, kv_heads, BLOCK_SIZE]
     const __half* value_scales;
-    float* records;  // [max_records, rows of a tile * (D + 2)]: see Record
+    float* records;          // [max_records, rows of a tile * (D + 2)]: see Record
     int max_records, parts;  // parts: into about so many parts all tiles are split if they are
-    float* running;  // [gridDim.x, rows of a tile * D]: see RunningResult; null if it is in shared memory
-    int* counters;   // the blocks' next piece of work, and the blocks that have ended; zero before and after
+    float* running;          // [gridDim.x, rows of a tile * D]: see RunningResult; null if it is in shared memory
+    int* counters;           // the blocks' next piece of work, and the blocks that have ended; zero before and after
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -184,7 +184,8 @@ __device__ __forceinline__ Found find_work_tile(const PrefillParams& p, int head
     return NO_MORE;
 }
 
-// Finds the first piece of work from `index` on, counted over all heads, that is not empty; returns whether there is one.
+// Finds the first piece of work from `index` on, counted over all heads, that is not empty; returns whether there is
+// one.
 template <int MASK, int ROWS, int KEYS>
 __device__ __forceinline__ bool find_work(const PrefillParams& p, int index, WorkTile& work) {
     for (;;) {
@@ -216,8 +217,7 @@ struct CachedRows {
     __device__ __forceinline__ static CachedRows find(
         const PrefillParams& p, const WorkTile& work, bool values, int key) {
         CachedRows rows;
-        rows.pool = {
-            static_cast<const CACHE*>(values ? p.values : p.keys), values ? p.value_scales : p.key_scales};
+        rows.pool = {static_cast<const CACHE*>(values ? p.values : p.keys), values ? p.value_scales : p.key_scales};
         rows.valid = work.end - key;
 #pragma unroll
         for (int i = 0; i < PARTS; ++i)
@@ -432,9 +432,7 @@ struct Record {
     __device__ __forceinline__ Record(const PrefillParams& p, int index)
         : data(p.records + static_cast<size_t>(index) * (ROWS * (D + 2))) {}
     __device__ __forceinline__ float* row(int row) const { return data + row * D; }
-    __device__ __forceinline__ float2* sums(int row) const {
-        return reinterpret_cast<float2*>(data + ROWS * D) + row;
-    }
+    __device__ __forceinline__ float2* sums(int row) const { return reinterpret_cast<float2*>(data + ROWS * D) + row; }
     // row: the first of the warp's 16 rows in the tile.
     __device__ __forceinline__ void write(int row, const RowSums& of, const float (&o)[D / 8][4]) const {
         const int lane = threadIdx.x % WARP;
@@ -454,8 +452,8 @@ struct Record {
 // clears o. row: as in Record::write.
 template <int D, int ROWS>
 __device__ __forceinline__ void end_segment(
-    const PrefillParams& p, const WorkTile& work, int segment, int row, const SoftmaxState& state,
-    float (&o)[D / 8][4], RunningResult<D / 8>& running) {
+    const PrefillParams& p, const WorkTile& work, int segment, int row, const SoftmaxState& state, float (&o)[D / 8][4],
+    RunningResult<D / 8>& running) {
     RowSums sums = row_sums(state);
     if (work.part) {
         Record<D, ROWS>(p, work.record_of(segment)).write(row, sums, o);

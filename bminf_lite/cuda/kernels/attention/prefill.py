@@ -109,21 +109,18 @@ def synchronous(
     )
 
 
-def hopper(depth: int, rows: int, keys: int, stages: int, int8: bool) -> AttentionTileConfig:
+def hopper(depth: int, rows: int, keys: int, stages: int) -> AttentionTileConfig:
     """For compute capability 9.0: four warps per 64 rows and four producer warps, ``keys`` keys per stage."""
     shared = (rows + 2 * stages * keys) * depth * 2 + 1024
-    external = int8 or rows * depth * 4 + shared > HOPPER_SHARED
-    if int8:
-        shared += (2 if depth == 256 else 4) * keys * (depth + 2)
-    elif not external:
-        shared += rows * depth * 4
+    running = rows * depth * 4
+    external = shared + running > HOPPER_SHARED
     return AttentionTileConfig(
         source="attention/prefill_hopper.cu",
         kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}",
         depth=depth,
         rows=rows,
         threads=(rows // 64 + 1) * 4 * WARP,
-        shared=shared,
+        shared=shared + (0 if external else running),
         blocks=1,
         external=external,
         tensor_maps=True,
@@ -145,8 +142,8 @@ def tile_config_for(
     keys = attention_tile(compute_capability, depth, mask, biased)
     if compute_capability == (9, 0) and depth in (64, 128, 256) and mask is AttentionMask.CAUSAL and not biased:
         if small and not int8:  # the deeper pipeline is for reading many keys
-            return hopper(depth, 64, keys, stages=3, int8=False)
-        return hopper(depth, 128, keys, stages=2, int8=int8)
+            return hopper(depth, 64, keys, stages=3)
+        return hopper(depth, 128, keys, stages=2)
     tile = functools.partial(synchronous, depth, keys=keys, mask=mask, biased=biased)
     if depth > 128:  # the output accumulator takes half of a thread's registers
         return tile(rows=64, blocks=1)
@@ -267,16 +264,10 @@ class PrefillAttention:
         maps: tuple[object, ...] = ()
         if tile_config.tensor_maps:
             rows = num_blocks * kv_heads * BLOCK_SIZE
-            maps = (
-                (bytes(TENSOR_MAP_BYTES),) * 2
-                if key_scales
-                else tuple(
-                    tensor_map_2d(
-                        pool, TensorMapDataType.FLOAT16, rows, tile_config.depth, tile_config.depth, BLOCK_SIZE
-                    )
-                    for pool in (keys, values)
-                )
-            )
+            depth, element = tile_config.depth, TensorMapDataType.FLOAT16
+            maps = (bytes(TENSOR_MAP_BYTES),) * 2  # codes are read without them
+            if not key_scales:
+                maps = tuple(tensor_map_2d(x, element, rows, depth, depth, BLOCK_SIZE) for x in (keys, values))
         blocks = min(pieces * kv_heads, residents)
         kernel(blocks, tile_config.threads, args + maps, tile_config.shared, stream, dependent)
         if max_records:

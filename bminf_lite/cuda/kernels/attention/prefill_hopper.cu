@@ -6,9 +6,10 @@
 // softmax.
 //
 // A block is warp-specialised: a producer warpgroup finds the block's work and loads keys and values into a pipeline of
-// tiles of BN tokens, also those of the next piece of work while one ends; BM / 64 consumer warpgroups have 64 rows each. A consumer issues the scores of the
-// next tile before the product of the weights and values of the present one, so that its softmax overlaps with wgmma.
-// Two consumers take turns (named barriers), so that the products of one overlap with the softmax of the other
+// tiles of BN tokens, also those of the next piece of work while one ends; BM / 64 consumer warpgroups have 64 rows
+// each. A consumer issues the scores of the next tile before the product of the weights and values of the present one,
+// so that its softmax overlaps with wgmma. Two consumers take turns (named barriers), so that the products of one
+// overlap with the softmax of the other
 // ("ping-pong").
 //
 // Tiles in shared memory are [column / 64][row][64] with the 128-byte swizzle.
@@ -115,7 +116,8 @@ __device__ __forceinline__ void produce(
     constexpr int BLOCKS = BN / BLOCK_SIZE;
     const int thread = threadIdx.x % WARPGROUP;
     if (thread / WARP == 1)
-        for (int k = 0; queue.put<BM, BN>(p, k); ++k) {}
+        for (int k = 0; queue.put<BM, BN>(p, k); ++k) {
+        }
     if (thread != 0) return;
     prefetch_tensormap(keys), prefetch_tensormap(values);
     int t = 0;  // counts tiles of all pieces
@@ -145,111 +147,94 @@ __device__ __forceinline__ void produce(
     }
 }
 
-// Codes on their way: tile n (keys and values alternate) lies in stage n % STAGED, and the scales of its rows behind all
-// codes. They are copied block by block, and `full` is the barrier of their arrival.
-template <int D, int BN>
-struct StagedCodes {
-    static constexpr int STAGED = D == 256 ? 2 : 4, BLOCKS = BN / BLOCK_SIZE;
-    int8* codes;
-    unsigned barriers;
+// The codes of a tile of keys or values for one thread, which loads vectors STEP rows apart. BN rows are in BLOCKS
+// blocks.
+template <int D, int BLOCKS, int STEP>
+struct CodeSource {
+    const int8* data[BLOCKS];
+    const __half* scales[BLOCKS];
+    int valid;  // so many rows after the thread's first one are present
 
-    __device__ __forceinline__ int8* tile(int n) const { return codes + n % STAGED * (BN * D); }
-    __device__ __forceinline__ __half* scales(int n) const {
-        return reinterpret_cast<__half*>(codes + STAGED * BN * D) + n % STAGED * BN;
-    }
-    __device__ __forceinline__ unsigned full(int n) const { return barriers + n % STAGED * 8; }
-    __device__ __forceinline__ void init() const {
-        for (int n = 0; n < STAGED; ++n) mbarrier_init(full(n), 1);
-    }
-    // Starts the copies of blocks of keys or values as tile n, by one thread. rows: where they begin in the pool.
-    __device__ __forceinline__ void load(
-        const PrefillParams& p, bool value, const unsigned (&rows)[BLOCKS], int n) const {
-        mbarrier_arrive_expect_tx(full(n), BN * D + BN * 2);
-        const unsigned to = cast_smem_ptr_to_uint(tile(n)), scales_to = cast_smem_ptr_to_uint(scales(n));
+    __device__ __forceinline__
+    CodeSource(const PrefillParams& p, bool value, const unsigned (&rows)[BLOCKS], int first, int chunk, int present)
+        : valid(present - first) {
+        const int8* const codes = static_cast<const int8*>(value ? p.values : p.keys) + chunk * 16;
+        const __half* const all_scales = value ? p.value_scales : p.key_scales;
 #pragma unroll
-        for (int i = 0; i < BLOCKS; ++i) {
-            const size_t row = rows[i];
-            cp_async_bulk(
-                to + i * BLOCK_SIZE * D, static_cast<const int8*>(value ? p.values : p.keys) + row * D, BLOCK_SIZE * D,
-                full(n));
-            cp_async_bulk(
-                scales_to + i * BLOCK_SIZE * 2, (value ? p.value_scales : p.key_scales) + row, BLOCK_SIZE * 2, full(n));
+        for (int b = 0; b < BLOCKS; ++b) {
+            const size_t row = rows[b] + first;
+            data[b] = codes + row * D, scales[b] = all_scales + row;
         }
     }
-    // Dequantizes tile n; rows from `valid` on become zero. AT_ONCE vectors of a thread are read together.
-    __device__ __forceinline__ void dequantize(__half* target, int n, int valid) const {
-        constexpr int CHUNKS = D / 8, STEP = WARPGROUP / CHUNKS, AT_ONCE = BN / STEP < 8 ? BN / STEP : 8;
-        const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
-        const uint2* const from = reinterpret_cast<const uint2*>(tile(n)) + thread;
-        const __half* const factors = scales(n) + first;
-#pragma unroll 1
-        for (int i = 0; i < BN; i += AT_ONCE * STEP) {
-            uint2 raw[AT_ONCE];
-            __half scale[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                raw[j] = from[(i + j * STEP) * CHUNKS];
-                scale[j] = factors[i + j * STEP];
-            }
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                const int row = first + i + j * STEP;
-                const __half2 both = __half2half2(row < valid ? scale[j] : __float2half_rn(0.0f));
-                const uint2 low = dequantize_codes(as_bytes(raw[j].x), both),
-                            high = dequantize_codes(as_bytes(raw[j].y), both);
-                *reinterpret_cast<uint4*>(target + swizzled_offset<BN>(row, chunk)) =
-                    make_uint4(low.x, low.y, high.x, high.y);
-            }
-        }
+    __device__ __forceinline__ void load(CodeVector& vector, int i) const {
+        const int block = i * STEP / BLOCK_SIZE, row = i * STEP % BLOCK_SIZE;
+        vector.load(data[block] + row * D, scales[block] + row, i * STEP < valid);
     }
 };
 
-// The producer for int8 codes: one thread starts copies of whole blocks, and all threads dequantize them. Work is found
-// by one warp, ahead of time.
+// The producer for int8 codes, which it dequantizes. AHEAD vectors of each thread are in flight to registers, and the
+// next tiles of keys and values are prefetched to L2.
 template <int D, int BM, int BN, int STAGES>
 __device__ __forceinline__ void produce(
-    const KVPipeline<D, BN, STAGES>& pipeline, const WorkQueue& queue, const PrefillParams& p,
-    const StagedCodes<D, BN>& staged) {
-    constexpr int STAGED = StagedCodes<D, BN>::STAGED, BARRIER = 1 + 2 * (BM / 64);
-    const int thread = threadIdx.x % WARPGROUP;
-    if (thread / WARP == 0) queue.put<BM, BN>(p, 0);
-    int first = 0;  // the first tile of keys of a piece, counted over all pieces
+    const KVPipeline<D, BN, STAGES>& pipeline, const WorkQueue& queue, const PrefillParams& p) {
+    constexpr int CHUNKS = D / 16, STEP = WARPGROUP / CHUNKS, ROWS = BN / STEP, AHEAD = D <= 128 ? ROWS / 2 : 2;
+    constexpr int BLOCKS = BN / BLOCK_SIZE, LINE = 128;
+    const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
+    CodeVector raw[AHEAD];
+    int t = 0;  // counts tiles of all pieces
     for (int k = 0;; ++k) {
+        if (thread / WARP == 0) queue.put<BM, BN>(p, k);
         const WorkTile& work = queue.get(k);
         if (work.group == 0) return;
-        const int begin = work.begin, end = work.end, tiles = ceil_div(end - begin, BN);
-        unsigned rows[BN / BLOCK_SIZE], next_rows[BN / BLOCK_SIZE];  // of the tile to be loaded, and of the next one
-        const auto find_next_rows = [&](int key) {
+        const int end = work.end, tiles = ceil_div(end - work.begin, BN);
+        int key = work.begin;
+        unsigned rows[BLOCKS], next_rows[BLOCKS];  // of the tile at `key`, and of the one after it
 #pragma unroll
-            for (int i = 0; i < BN / BLOCK_SIZE; ++i)
-                rows[i] = next_rows[i], next_rows[i] = pool_row(p, work, key + i * BLOCK_SIZE);
-        };
-        const auto load = [&](int n) {
-            if (n >= 2 * tiles) return;
-            if (n % 2 == 0) find_next_rows(begin + (n / 2 + 1) * BN);
-            staged.load(p, n % 2, rows, 2 * first + n);
-        };
-        if (thread == 0) {
-            find_next_rows(begin);
-#pragma unroll 1
-            for (int n = 0; n < STAGED; ++n) load(n);
+        for (int b = 0; b < BLOCKS; ++b) {
+            rows[b] = pool_row(p, work, key + b * BLOCK_SIZE);
+            next_rows[b] = pool_row(p, work, key + BN + b * BLOCK_SIZE);
         }
+        using Source = CodeSource<D, BLOCKS, STEP>;
+        Source source(p, false, rows, first, chunk, end - key);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) source.load(raw[i], i);
 #pragma unroll 1
         for (int n = 0; n < 2 * tiles; ++n) {
-            const int t = first + n / 2, m = 2 * first + n;
-            mbarrier_wait(staged.full(m), m / STAGED % 2);
-            pipeline.producer_acquire(t, n % 2);
-            staged.dequantize(pipeline.tile(t, n % 2), m, end - begin - n / 2 * BN);
+            const bool value = n % 2;
+            if (value) {
+                key += BN;
+#pragma unroll
+                for (int b = 0; b < BLOCKS; ++b)
+                    rows[b] = next_rows[b], next_rows[b] = pool_row(p, work, key + BN + b * BLOCK_SIZE);
+            }
+            const Source next(p, !value, rows, first, chunk, end - key);
+            if (const int row = thread * LINE / D; row < BN && row < end - key - (value ? 0 : BN)) {
+                const unsigned (&from)[BLOCKS] = value ? rows : next_rows;
+                prefetch_l2(
+                    static_cast<const int8*>(value ? p.values : p.keys) +
+                    static_cast<size_t>(from[BLOCKS > 1 ? row / BLOCK_SIZE : 0] + row % BLOCK_SIZE) * D +
+                    thread * LINE % D);
+            }
+            pipeline.producer_acquire(t, value);
+            __half* const tile = pipeline.tile(t, value);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                uint4 low, high;
+                dequantize16(raw[i % AHEAD].codes, raw[i % AHEAD].scale, low, high);
+                if (i + AHEAD < ROWS)
+                    source.load(raw[i % AHEAD], i + AHEAD);
+                else
+                    next.load(raw[i % AHEAD], i + AHEAD - ROWS);
+                *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk * 2)) = low;
+                *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(first + i * STEP, chunk * 2 + 1)) = high;
+            }
             fence_proxy_async();
             __syncwarp();
-            if (thread % WARP == 0) mbarrier_arrive(pipeline.full(t, n % 2));
-            named_barrier_sync<WARPGROUP>(BARRIER);  // all threads have read the codes
-            if (thread == 0) load(n + STAGED);
-            if (n == 1 && thread / WARP == 0) queue.put<BM, BN>(p, k + 1);
+            if (threadIdx.x % WARP == 0) mbarrier_arrive(pipeline.full(t, value));
+            source = next, t += value;
         }
-        first += tiles;
         __syncwarp();
-        if (thread % WARP == 0) queue.release(k);
+        if (threadIdx.x % WARP == 0) queue.release(k);
     }
 }
 
@@ -293,7 +278,8 @@ __device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w
     wgmma_commit_group();
 }
 
-// A consumer warpgroup computes 64 rows of a piece of work, from `row` of the tile on. `count` tiles were consumed before.
+// A consumer warpgroup computes 64 rows of a piece of work, from `row` of the tile on. `count` tiles were consumed
+// before.
 template <int D, int BM, int BN, int STAGES, class CACHE>
 __device__ __forceinline__ void consume(
     const KVPipeline<D, BN, STAGES>& pipeline, const WorkTile& work, const PrefillParams& p, __half* q_tile, int row,
@@ -302,21 +288,7 @@ __device__ __forceinline__ void consume(
     const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP, index = row / 64;
     const int turn = 1 + index, next = 1 + (index + 1) % GROUPS, own = 1 + GROUPS + index;
     const int warp_row = row + thread / WARP * 16;  // the first of the warp's 16 rows
-    const int tiles = ceil_div(work.end - work.begin, BN);
-    if (work.first + row >= work.rows) {  // nothing to compute
-        for (int t = count; t < count + tiles; ++t) {
-            if (GROUPS > 1 && t > count) {
-                named_barrier_sync<2 * WARPGROUP>(turn);
-                named_barrier_arrive<2 * WARPGROUP>(next);
-            }
-            pipeline.consumer_wait(t, false);
-            pipeline.consumer_release(t, false);
-            pipeline.consumer_wait(t, true);
-            pipeline.consumer_release(t, true);
-        }
-        return;
-    }
-    named_barrier_sync<WARPGROUP>(own);  // the outputs of the work before have been read from the tile
+    named_barrier_sync<WARPGROUP>(own);             // the outputs of the work before have been read from the tile
 #pragma unroll 4
     for (int i = thread; i < 64 * CHUNKS; i += WARPGROUP) {
         const int r = row + i / CHUNKS;
@@ -326,6 +298,7 @@ __device__ __forceinline__ void consume(
     fence_proxy_async();
     named_barrier_sync<WARPGROUP>(own);
 
+    const int tiles = ceil_div(work.end - work.begin, BN);
     const unsigned q = cast_smem_ptr_to_uint(q_tile) + row * COLUMNS * 2;
     const int position[2] = {
         work.position(work.first + warp_row + lane / 4), work.position(work.first + warp_row + lane / 4 + 8)};
@@ -401,9 +374,9 @@ __device__ __forceinline__ void consume(
             q_tile + swizzled_offset<BM>(warp_row + i / CHUNKS, i % CHUNKS));
 }
 
-// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CACHE: __half or int8. keys, values: tensor maps of the pools for fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic
-// shared memory: BM + 2 * STAGES * BN rows of D fp16 and 1024 bytes to align them; for int8 STAGED times BN rows of
-// D + 2 bytes; BM rows of D fp32 if p.running is null, which it is not for int8.
+// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CACHE: __half or int8. keys, values: tensor maps of the pools for
+// fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared memory: BM + 2 * STAGES * BN rows of D
+// fp16, 1024 bytes to align them, and BM rows of D fp32 if p.running is null.
 template <int D, int BM, int BN, int STAGES, class CACHE>
 __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_prefill_hopper(
     const __grid_constant__ PrefillParams p, const __grid_constant__ TensorMap keys,
@@ -412,20 +385,17 @@ __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_
     constexpr int PRODUCERS = IS_INT8<CACHE> ? WARPGROUP / WARP : 1;  // that arrive at barriers
     // Registers of a producer thread and of a consumer thread (setmaxnreg), which share 168 for each thread. With one
     // consumer there are enough without sharing.
-    constexpr int PRODUCER_REGISTERS = IS_INT8<CACHE> ? 56 : 40,
+    constexpr int PRODUCER_REGISTERS = !IS_INT8<CACHE> ? 40
+                                       : D <= 128      ? 88
+                                                       : 56,
                   CONSUMER_REGISTERS = (168 * 3 - PRODUCER_REGISTERS) / 2 / 8 * 8;
-    using Staged = StagedCodes<D, BN>;
     extern __shared__ __align__(16) char shared[];
-    __shared__ __align__(8) unsigned long long barriers[4 * STAGES + 4 + Staged::STAGED];
+    __shared__ __align__(8) unsigned long long barriers[4 * STAGES + 4];
     __shared__ WorkTile tiles[2];
     __half* const q_tile = reinterpret_cast<__half*>(shared + (1024 - cast_smem_ptr_to_uint(shared) % 1024) % 1024);
     const KVPipeline<D, BN, STAGES> pipeline = {q_tile + BM * D, cast_smem_ptr_to_uint(barriers)};
     const WorkQueue queue = {tiles, cast_smem_ptr_to_uint(barriers + 4 * STAGES)};
-    // Behind the pipeline lie codes, or else the running result.
-    __half* const behind = pipeline.keys + 2 * STAGES * BN * D;
-    const Staged staged = {reinterpret_cast<int8*>(behind), cast_smem_ptr_to_uint(barriers + 4 * STAGES + 4)};
     if (threadIdx.x == 0) {
-        if (IS_INT8<CACHE>) staged.init();
         pipeline.init(PRODUCERS, CONSUMER_WARPS);
         queue.init(CONSUMER_WARPS + PRODUCERS);
         fence_mbarrier_init();
@@ -435,14 +405,14 @@ __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_
     if (threadIdx.x / WARPGROUP == GROUPS) {
         if constexpr (GROUPS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if constexpr (IS_INT8<CACHE>)
-            produce<D, BM>(pipeline, queue, p, staged);
+            produce<D, BM>(pipeline, queue, p);
         else
             produce<D, BM>(pipeline, queue, p, keys, values);
     } else {
         if constexpr (GROUPS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         const int row = threadIdx.x / WARPGROUP * 64;
         float4* const running = p.running ? reinterpret_cast<float4*>(p.running) + blockIdx.x * (BM * D / 4)
-                                          : reinterpret_cast<float4*>(behind);
+                                          : reinterpret_cast<float4*>(pipeline.keys + 2 * STAGES * BN * D);
         if (GROUPS > 1 && row == BM - 64) named_barrier_arrive<2 * WARPGROUP>(1);  // the first turn
         int count = 0;
         for (int k = 0;; ++k) {
