@@ -572,8 +572,9 @@ class CudaBackend(Backend):
         heads = qkv if isinstance(qkv, DeferredMatmul) else self.materializer.to_half(qkv)
         q = self.arrays.empty((qkv.shape[0], spec.heads, round_up(spec.head_dim, HEAD_PAD)), np.float16)
         self.kernels.prepare_heads.launch(
-            self.kernels.step, row_source(heads), spec, cache, batch, table, q, self._nbytes_moved(heads, q)
-        )
+            self.kernels.step, row_source(heads), spec, cache, batch.cu_seqlens, batch.context_lens, table, q, len(q),
+            self._nbytes_moved(heads, q),
+        )  # fmt: skip
         return q
 
     def _nbytes_moved(self, *values: cp.ndarray | DeferredMatmul) -> int:

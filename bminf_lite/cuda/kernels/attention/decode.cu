@@ -143,16 +143,10 @@ struct OutputStep {
     }
 };
 
-template <bool VALUE>
+template <int VALUE>
 struct Constant {
-    static constexpr bool value = VALUE;
+    static constexpr int value = VALUE;
 };
-
-// A value that the compiler keeps in a register instead of computing it again.
-__device__ __forceinline__ unsigned opaque(unsigned x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
 
 // A barrier of the warps that compute.
 __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTING) : "memory"); }
@@ -217,7 +211,6 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
         Share share;
         Item item = find_work<KIND>(contexts, min(max_unit, unit_limit(D)), record_capacity, share);
         const int unit = share.unit, rank = blockIdx.x & (unit - 1), log2_unit = 31 - __clz(unit);
-        const ChunkLayout value_layout = {log2_of(PIECES) - log2_unit};
 #if __CUDA_ARCH__ >= 900
         if (unit > 1 && lane == 0) barrier_init(exchanged, unit * WARPS), fence_mbarrier_init();
 #endif
@@ -260,7 +253,7 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
 #pragma unroll 1
             for (int granule = task.first + rank; granule < task.end; granule += SUBS << log2_unit) {
                 stages.wait_empty();
-                source.template load_rows<SUBS>(stages.address(), keys, granule, unit);
+                source.template load<1>(stages.address(), keys, granule, unit, SUBS, 0);
                 if constexpr (IS_INT8<CACHE>)
                     source.load_scales(stages.address() + CHUNK, key_scales, granule, unit, SUBS);
                 stages.fill();
@@ -268,12 +261,18 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
 #pragma unroll 1
             for (int granule = task.first; granule < task.end; granule += SUBS << log2_unit) {
                 stages.wait_empty();
-                if (unit == 1)
-                    source.template load_rows<SUBS>(stages.address(), values, granule, 1);
-                else
-                    source.load_columns(
-                        stages.address(), values, granule, min(SUBS << log2_unit, task.end - granule), value_layout,
-                        rank * (D / unit));
+                const auto load_part = [&](auto parts) {
+                    source.template load<decltype(parts)::value>(
+                        stages.address(), values, granule, 1, SUBS * decltype(parts)::value,
+                        rank * (D / decltype(parts)::value));
+                };
+                if (unit == 1) load_part(Constant<1>());
+                if constexpr (unit_limit(D) > 1) {
+                    if (unit == 2) load_part(Constant<2>());
+                    if (unit == 4) load_part(Constant<4>());
+                    if constexpr (unit_limit(D) > 4)
+                        if (unit == 8) load_part(Constant<8>());
+                }
                 if constexpr (IS_INT8<CACHE>)
                     source.load_scales(stages.address() + CHUNK, value_scales, granule, 1, SUBS << log2_unit);
                 stages.fill();
@@ -411,9 +410,9 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
             }
         };
         if (unit == 1)
-            compute_scores(Constant<true>());
+            compute_scores(Constant<1>());
         else if (__CUDA_ARCH__ >= 900)
-            compute_scores(Constant<false>());
+            compute_scores(Constant<0>());
 
         // 2. Weights. Two warps share a tile: one has the keys j with j % 8 < 4, the other one the rest.
         const int first_tile = first * SUB / TILE, last_tile = (end * SUB - 1) / TILE;
@@ -500,7 +499,7 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
 #pragma unroll 2
                     for (int i = 0; i < count; ++i) {
                         OutputStep<CACHE, PARTS, SUB> operands;
-                        operands.load(address, i * SUB, row_bytes, chunk + CHUNK, weight_rows + (granule * SUB) * 32);
+                        operands.load(address, i * SUB, row_bytes, chunk + CHUNK, weight_rows + granule * SUB * 32);
                         const int key = (granule + i) * SUB;
 #pragma unroll
                         for (int step = 0; step < SUB / GROUP; ++step) {
@@ -527,14 +526,17 @@ __global__ void __launch_bounds__(THREADS, 2) attention_decode(
             }
         };
         if (unit == 1)
-            compute_outputs(Constant<true>());
+            compute_outputs(Constant<1>());
         else if (__CUDA_ARCH__ >= 900)
-            compute_outputs(Constant<false>());
+            compute_outputs(Constant<0>());
 
         // The record of the segment.
         float low = 0, high = 0;  // the sums of the keys j with j % 8 == sub and sub + 4
-#pragma unroll 2
-        for (int tile = first_tile; tile <= last_tile; ++tile) {
+        constexpr int UNROLL = TILES <= 8 ? TILES : 2;
+#pragma unroll UNROLL
+        for (int i = 0; i < TILES; ++i) {
+            const int tile = first_tile + i;
+            if (tile > last_tile) break;
             const float f = ld_shared_float(factors + (tile * HEADS + sub_head) * 4);
             low = add_tile_sum(low, f, ld_shared_float(tile_sum(tile, sub, sub_head)));
             high = add_tile_sum(high, f, ld_shared_float(tile_sum(tile, sub + 4, sub_head)));

@@ -101,6 +101,9 @@ struct Item {
 };
 
 __device__ __forceinline__ int warp_sum(int x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(FULL, x);
+#endif
 #pragma unroll
     for (int d = WARP / 2; d; d /= 2) x += __shfl_xor_sync(FULL, x, d);
     return x;
@@ -122,7 +125,6 @@ template <int KIND>
 __device__ __forceinline__ Item find_work(const Contexts& contexts, int max_unit, int capacity, Share& share) {
     const int lane = threadIdx.x % WARP;
     int items = 0, cost = 0;
-#pragma unroll 4
     for (int i = lane; i < contexts.sequences; i += WARP) {
         const KeyRange range = contexts.range<KIND>(i);
         items += range.segments(), cost += range.cost(false);

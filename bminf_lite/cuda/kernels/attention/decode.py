@@ -96,24 +96,30 @@ class AttentionDecode:
             templates = dict.fromkeys(decode_config(capability, size, kind).template() for size in sizes)
             yield KernelFamily(cls.source, "attention_decode", (tuple(templates), (kind,), ELEMENTS))
 
-    def grid(self, spec: AttentionSpec, batch_size: int) -> tuple[int, int]:
-        """Blocks, and blocks per cluster, for ``batch_size`` sequences. They do not depend on lengths."""
+    def grid(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> tuple[int, int]:
+        """Blocks, and blocks per cluster, for ``batch_size`` sequences.
+
+        A unit of at most a cluster computes a segment, so few segments need large clusters. ``max_context_len`` is a
+        bound of the tokens of a sequence; how long the contexts are beneath it changes nothing. A captured graph keeps
+        the grid of the bound that it was captured with.
+        """
         config = self._config(spec, CAUSAL)
-        blocks = config.blocks * self._launcher.num_sms
-        cluster = config.max_unit
-        while cluster > 1 and batch_size * pair_groups(spec) * cluster > blocks:
-            cluster //= 2
-        # A GPC may have SMs left over that hold no whole cluster.
-        return (blocks // (2 * DECODE_MAX_UNIT) * (2 * DECODE_MAX_UNIT) if cluster > 1 else blocks), cluster
+        num_sms, pairs = self._launcher.num_sms, batch_size * pair_groups(spec)
+        segments = pairs * ceil_div(min(max_context_len, spec.window or max_context_len), SEGMENT)
+        for cluster in (8, 4):  # at one block per SM: not all SMs of a GPC hold two blocks of such clusters
+            if cluster <= config.max_unit and segments * cluster <= num_sms:
+                return num_sms // cluster * cluster, cluster
+        blocks = config.blocks * num_sms
+        return (blocks // 16 * 16, 2) if config.max_unit > 1 and pairs * 2 <= blocks else (blocks, 1)
 
     def record_elements(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> int:
         """fp32 numbers of the scratch ``records``, for contexts of at most ``max_context_len`` tokens."""
         segments = batch_size * pair_groups(spec) * ceil_div(max_context_len, SEGMENT)
-        return self._records(spec, batch_size, segments) * record_size(spec)
+        return max(self._max_blocks(spec), min(segments, MAX_RECORDS)) * record_size(spec)
 
     def arrival_elements(self, spec: AttentionSpec, batch_size: int) -> int:
         """int32 numbers of the scratch ``arrival_counts``, which is zero before the first launch and after each."""
-        return max(self.grid(spec, batch_size)[0], batch_size * pair_groups(spec))
+        return max(self._max_blocks(spec), batch_size * pair_groups(spec))
 
     def launch(
         self, step: StepContext, qkv: cp.ndarray, spec: AttentionSpec, cache: LayerCache, context_lens: cp.ndarray,
@@ -128,13 +134,13 @@ class AttentionDecode:
         holds encoded sources of those lengths.
 
         ``records`` is fp32, of at least :meth:`record_elements`, ``arrival_counts`` int32, of at least
-        :meth:`arrival_elements`. No other kernel may use them at the same time. ``max_context_len``, a bound of the
-        tokens of a sequence, is for statistics only.
+        :meth:`arrival_elements`. No other kernel may use them at the same time. ``max_context_len`` is a
+        bound of the tokens of a sequence after the step; see :meth:`grid`.
         """
         kind = CROSS if lengths is not None else BIASED if spec.bias is not None else CAUSAL
         batch_size, element = qkv.shape[0], element_of(cache)
         config = self._config(spec, kind)
-        blocks, cluster = self.grid(spec, batch_size)
+        blocks, cluster = self.grid(spec, batch_size, max_context_len)
         self._launcher.launch(
             step, self.source, f"attention_decode<{config.template()}, {kind}, {element}>", blocks, DECODE_THREADS,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(context_lens), block_table.data.ptr,
@@ -152,8 +158,8 @@ class AttentionDecode:
     def _config(self, spec: AttentionSpec, kind: int) -> DecodeConfig:
         return decode_config(self._launcher.device.compute_capability, spec.head_dim, kind)
 
-    def _records(self, spec: AttentionSpec, batch_size: int, segments: int) -> int:
-        return max(self.grid(spec, batch_size)[0], min(segments, MAX_RECORDS))
+    def _max_blocks(self, spec: AttentionSpec) -> int:
+        return self._config(spec, CAUSAL).blocks * self._launcher.num_sms
 
 
 def padded_head_dim(spec: AttentionSpec) -> int:

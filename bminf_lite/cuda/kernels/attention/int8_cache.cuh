@@ -1,5 +1,5 @@
-// The int8 key-value cache: codes [slots, kv_heads, capacity, head_pitch], and an fp16 scale for each token and head
-// [slots, kv_heads, capacity]. Attention reads the values fp16(scale * code).
+// The int8 key-value cache: codes [num_blocks, kv_heads, BLOCK_SIZE, head_pitch], and an fp16 scale for each token and
+// head [num_blocks, kv_heads, BLOCK_SIZE]. Attention reads the values fp16(scale * code).
 #pragma once
 #include "attention/heads.cuh"
 

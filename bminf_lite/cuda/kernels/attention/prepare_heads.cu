@@ -5,11 +5,13 @@
 // data: the fused projection [T, (heads + 2 * kv_heads) * head_dim], see Values, laid out by IN. q: fp16 [T, heads,
 // head_pitch]. keys, values: CACHE [num_blocks, kv_heads, BLOCK_SIZE, head_pitch], __half or int8; for int8 key_scales
 // and value_scales: fp16 [num_blocks, kv_heads, BLOCK_SIZE]. Padding from head_dim to head_pitch is written as zeros.
-// Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1 at positions from context_lens[b] on, in the blocks
-// that row b of block_table names. Without a block_table (null) keys and values are [kv_heads, T, head_pitch], and a
-// token's place is its index in the step. Tokens behind the last sequence pad the step and are left out.
+// Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1 at positions from context_lens[b] on. Token p of it
+// is in block block_tables[b, p / BLOCK_SIZE]; block_tables: int32 [sequences, table_pitch]. Without block_tables (null)
+// keys and values are [kv_heads, table_pitch, head_pitch], and a token's place is its index in the step. Tokens behind
+// the last sequence pad the step and are left out.
 //
-// A block prepares the heads of one token, one warp a head at a time.
+// A block prepares the heads of one token, one warp a head at a time, from token cu_seqlens[0] on. The arithmetic is
+// that of decode attention, so a token's key and value have the same bits whichever kernel prepares them.
 #include "attention/int8_cache.cuh"
 #include "common/values.cuh"
 #include "constants/attention.cuh"
@@ -20,14 +22,14 @@ template <bool FROM_INT32, int IN, class CACHE>
 __global__ void __launch_bounds__(256) prepare_heads(
     const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
     const float* q_norm_weight, const float* k_norm_weight, const float* frequencies, float eps, float rope_scale,
-    const int* cu_seqlens, const int* context_lens, const int* block_table, int table_pitch, int sequences, __half* q,
+    const int* cu_seqlens, const int* context_lens, const int* block_tables, int table_pitch, int sequences, __half* q,
     CACHE* keys, CACHE* values, int heads, int kv_heads, int head_dim, int head_pitch, __half* key_scales,
     __half* value_scales) {
     launch_dependent_grids();
     wait_on_dependent_grids();
     const Values source = {data, x_scale, w_scale, bias, pitch};
     const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
-    const int token = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;
+    const int token = cu_seqlens[0] + blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;
     int sequence = 0, last = sequences;  // the sequence of the token, by bisection
     while (last - sequence > 1) {
         const int middle = (sequence + last) / 2;
@@ -36,13 +38,14 @@ __global__ void __launch_bounds__(256) prepare_heads(
         else
             last = middle;
     }
-    if (token >= cu_seqlens[sequences]) return;
     const int position = context_lens[sequence] + token - cu_seqlens[sequence];
-    // The index of the token in the cache of the first key-value head, and how far the next head's is.
-    size_t cached = token, stride = gridDim.x;
-    if (block_table != nullptr) {
-        const int block = block_table[static_cast<size_t>(sequence) * table_pitch + position / BLOCK_SIZE];
-        cached = static_cast<size_t>(block) * kv_heads * BLOCK_SIZE + position % BLOCK_SIZE, stride = BLOCK_SIZE;
+    if (token >= cu_seqlens[sequences]) return;
+    // The index in the cache of the token's first key-value head, and how much further the next head is.
+    long long cached = token, stride = table_pitch;
+    if (block_tables != nullptr) {
+        if (position / BLOCK_SIZE >= table_pitch) return;
+        const int block = block_tables[static_cast<long long>(sequence) * table_pitch + position / BLOCK_SIZE];
+        cached = static_cast<long long>(block) * kv_heads * BLOCK_SIZE + position % BLOCK_SIZE, stride = BLOCK_SIZE;
     }
     float cosine[PAIRS], sine[PAIRS];
     rope_angles(params, position, head_dim, cosine, sine);
@@ -58,18 +61,18 @@ __global__ void __launch_bounds__(256) prepare_heads(
         }
         if (!is_value)
             norm_and_rope(low, high, params, is_query ? q_norm_weight : k_norm_weight, head_dim, cosine, sine);
-        const size_t place = cached + (head - heads - (is_value ? kv_heads : 0)) * stride;  // of a key or value
+        const int kv_head = is_value ? head - heads - kv_heads : head - heads;
+        const long long row = cached + kv_head * stride;  // in the cache
         if constexpr (IS_INT8<CACHE>)
             if (!is_query) {
-                CACHE* const codes = (is_value ? values : keys) + place * head_pitch;
+                CACHE* const codes = (is_value ? values : keys) + row * head_pitch;
                 const __half scale = quantize_head(codes, codes, low, high, head_dim, head_pitch);
-                if (lane == 0) (is_value ? value_scales : key_scales)[place] = scale;
+                if (lane == 0) (is_value ? value_scales : key_scales)[row] = scale;
                 continue;
             }
         __half* out = q + (static_cast<size_t>(token) * heads + head) * head_pitch;
-        if constexpr (!IS_INT8<CACHE>) {
-            if (!is_query) out = (is_value ? values : keys) + place * head_pitch;
-        }
+        if constexpr (!IS_INT8<CACHE>)
+            if (!is_query) out = (is_value ? values : keys) + row * head_pitch;
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             const int pair = i * WARP + lane;

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ....backend.values import AttentionSpec, ForwardBatch, LayerCache
-from ..arrays import address
+from ....backend.values import AttentionSpec, LayerCache
+from ..arrays import address, pitch_of
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import FROM_INT32, RowSource, orders_for
@@ -29,22 +29,25 @@ class PrepareHeads:
         yield KernelFamily(cls.source, "prepare_heads", (BOOLEANS, orders_for(capability), ELEMENTS))
 
     def launch(
-        self, step: StepContext, qkv: RowSource, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch,
-        table: cp.ndarray | None, q: cp.ndarray, bytes_moved: int = 0,
+        self, step: StepContext, qkv: RowSource, spec: AttentionSpec, cache: LayerCache, cu_seqlens: cp.ndarray,
+        context_lens: cp.ndarray, block_table: cp.ndarray | None, q: cp.ndarray, tokens: int, bytes_moved: int = 0,
     ) -> None:  # fmt: skip
-        """Norm and rotation of a step's heads; queries go to ``q`` ``[T, heads, head_pitch]``, the others to the cache.
+        """Norm and rotation of the heads of ``tokens`` tokens; keys and values go to the cache.
 
-        ``table`` is the block table of the cache, int32 ``[B, W]``. Without one, keys and values of the cache are
-        ``[kv_heads, T, head_dim]``, and hold the step's tokens in order.
+        Sequence ``b`` has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1`` of ``qkv`` and of ``q``, fp16
+        ``[T, heads, head_pitch]``; ``cu_seqlens`` is int32 ``[B + 1]`` and need not begin with 0. ``tokens`` is at
+        least ``cu_seqlens[B] - cu_seqlens[0]``. ``context_lens`` is int32 ``[B]``, the tokens in the cache before the
+        step, ``block_table`` int32 ``[B, W]`` with rows that are contiguous. Without one, keys and values of the cache
+        are ``[kv_heads, T, head_dim]``, and hold the step's tokens in order.
         """
         read, kind, order = qkv
         expression = f"prepare_heads<{'true' if kind == FROM_INT32 else 'false'}, {order}, {element_of(cache)}>"
         step.is_unwritten(cache.keys.data.ptr, writes=True)
         self._launcher.launch(
-            step, self.source, expression, q.shape[0], 256,
-            (*read, *head_arguments(spec), address(batch.cu_seqlens),
-             address(batch.context_lens), address(table), 0 if table is None else table.shape[1], batch.batch_size,
-             q.data.ptr, cache.keys.data.ptr, cache.values.data.ptr, spec.heads, spec.kv_heads, spec.head_dim,
+            step, self.source, expression, tokens, 256,
+            (*read, *head_arguments(spec), address(cu_seqlens), address(context_lens), address(block_table),
+             cache.keys.shape[1] if block_table is None else pitch_of(block_table), len(context_lens), q.data.ptr,
+             cache.keys.data.ptr, cache.values.data.ptr, spec.heads, spec.kv_heads, spec.head_dim,
              head_pitch_of(cache), address(cache.key_scales), address(cache.value_scales)),
             bytes_moved=bytes_moved,
         )  # fmt: skip

@@ -18,9 +18,12 @@ struct ChunkLayout {
     int log2_pieces;
 
     __device__ __forceinline__ int row_bytes() const { return 16 << log2_pieces; }
+    __device__ __forceinline__ int swizzle(int row) const {
+        const int log2_among = min(log2_pieces, 3);
+        return (row >> (3 - log2_among)) & ((1 << log2_among) - 1);
+    }
     __device__ __forceinline__ int offset(int row, int piece) const {
-        const int log2_among = min(log2_pieces, 3), swizzle = (row >> (3 - log2_among)) & ((1 << log2_among) - 1);
-        return ((row << log2_pieces) | (piece ^ swizzle)) * 16;
+        return ((row << log2_pieces) | (piece ^ swizzle(row))) * 16;
     }
 };
 
@@ -31,7 +34,7 @@ __host__ __device__ constexpr int log2_of(int x) { return x > 1 ? 1 + log2_of(x 
 // that was never written may hold NaN. Keys are loaded in granules of SUB keys, which lie in one block.
 template <int D, int SUB, class CACHE>
 struct ChunkSource {
-    static constexpr int ROW = D * sizeof(CACHE), PIECES = ROW / 16, EACH = 16 / sizeof(CACHE);
+    static constexpr int ROW = D * sizeof(CACHE), EACH = 16 / sizeof(CACHE);
     int table, kv, kv_heads, pitch, present, end;
 
     // The index in the cache of key `key`. Every lane calls it.
@@ -40,45 +43,31 @@ struct ChunkSource {
         return static_cast<long long>(block * kv_heads + kv) * BLOCK_SIZE + key % BLOCK_SIZE;
     }
 
-    // Whole heads of COUNT granules granule, granule + step, ...
-    template <int COUNT>
-    __device__ __forceinline__ void load_rows(unsigned chunk, const CACHE* data, int granule, int step) const {
-        constexpr int ROWS = WARP / PIECES;  // of one copy
+    // Copies `count` granules granule, granule + step, ..., of each token the 1 / PARTS of the elements from `column`
+    // on.
+    template <int PARTS>
+    __device__ __forceinline__ void load(
+        unsigned chunk, const CACHE* data, int granule, int step, int count, int column) const {
+        constexpr int PIECES = ROW / 16 / PARTS, ROWS = WARP / PIECES < SUB ? WARP / PIECES : SUB;  // of one copy
         const ChunkLayout layout = {log2_of(PIECES)};
-        const int row = threadIdx.x % WARP / PIECES, piece = threadIdx.x % PIECES;
-        const unsigned start = chunk + layout.offset(row, piece);
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            if (granule + i * step >= end) break;
-            const int key = (granule + i * step) * SUB;
-            const CACHE* from = data + token(key) * pitch + row * pitch + piece * EACH;
+        const int lane = threadIdx.x % WARP, row = lane / PIECES, piece = lane % PIECES;
+        const int element = column + piece * EACH;
+        unsigned start = chunk + layout.offset(row, piece);
+        if (ROWS * PIECES < WARP && row >= ROWS) return;
+#pragma unroll 1
+        for (int i = 0; i < count && granule < end; ++i, granule += step, start += SUB * PIECES * 16) {
+            const int key = granule * SUB;
+            const CACHE* from = data + token(key) * pitch + row * pitch + element;
             if (pitch == D && key + SUB <= present) {  // the common case, with constant offsets
                 asm volatile("" : "+l"(from));         // keeps the compiler from folding the offsets into additions
 #pragma unroll
                 for (int r = 0; r < SUB; r += ROWS)
-                    cp_async_16((start ^ layout.offset(r, 0) % 128) + (i * SUB + r) * ROW, from + r * D);
+                    cp_async_16((start ^ layout.swizzle(r) * 16) + r * PIECES * 16, from + r * D);
             } else {
-                const int rows = piece * EACH < pitch ? present - key - row : 0;
+                const int rows = element < pitch ? present - key - row : 0;
 #pragma unroll
                 for (int r = 0; r < SUB; r += ROWS)
-                    cp_async_16((start ^ layout.offset(r, 0) % 128) + (i * SUB + r) * ROW, from + r * pitch, r < rows);
-            }
-        }
-    }
-
-    // The elements from `column` on, as many as fit into a row of `layout`, of `count` granules.
-    __device__ __forceinline__ void load_columns(
-        unsigned chunk, const CACHE* data, int granule, int count, const ChunkLayout& layout, int column) const {
-        const int lane = threadIdx.x % WARP, row = lane >> layout.log2_pieces, rows = WARP >> layout.log2_pieces;
-        const int piece = lane & ((1 << layout.log2_pieces) - 1), element = column + piece * EACH;
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-            const int key = (granule + i) * SUB;
-            const CACHE* const from = data + token(key) * pitch + element;
-#pragma unroll 4
-            for (int r = row; r < SUB; r += rows) {
-                const bool valid = key + r < present && element < pitch;
-                cp_async_16(chunk + layout.offset(i * SUB + r, piece), valid ? from + r * pitch : data, valid);
+                    cp_async_16((start ^ layout.swizzle(r) * 16) + r * PIECES * 16, from + r * pitch, r < rows);
             }
         }
     }
@@ -128,12 +117,18 @@ struct QueryFragments {
 };
 
 // Two codes plus 128 each, bytes of a register chosen by `selector` (see __byte_perm; 4 stands for the byte 0x64), as
-// fp16(scale * code).
-__device__ __forceinline__ unsigned dequantize_pair(unsigned bytes, unsigned selector, __half2 scales) {
-    const unsigned bias = 0x64806480u, pair = __byte_perm(bytes, 0x64646464u, selector);
+// fp16(scale * code). high: four bytes 0x64, in a register so that the selector is the instruction's constant.
+__device__ __forceinline__ unsigned dequantize_pair(unsigned bytes, unsigned high, unsigned selector, __half2 scales) {
+    const unsigned bias = 0x64806480u, pair = __byte_perm(bytes, high, selector);
     const __half2 x =
         __hmul2(__hsub2(*reinterpret_cast<const __half2*>(&pair), *reinterpret_cast<const __half2*>(&bias)), scales);
     return *reinterpret_cast<const unsigned*>(&x);
+}
+
+// A value that the compiler keeps in a register instead of computing it again.
+__device__ __forceinline__ unsigned opaque(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
 }
 
 // The dot products of 16 keys, the rows from `row` on of a chunk of whole heads, with the queries: the fragment of S^T.
@@ -147,6 +142,7 @@ __device__ __forceinline__ void mma_qk(
 #pragma unroll
     for (int i = 0; i < 4; ++i) dots[i] = 0;
     if constexpr (IS_INT8<CACHE>) {
+        const unsigned high = opaque(0x64646464u);
         const __half2 scale[2] = {
             __half2half2(__ushort_as_half(ld_shared_u16(scales + lane / 4 * 2))),
             __half2half2(__ushort_as_half(ld_shared_u16(scales + lane / 4 * 2 + 16)))};
@@ -161,7 +157,8 @@ __device__ __forceinline__ void mma_qk(
                     unsigned k[4];
 #pragma unroll
                     for (int m = 0; m < 4; ++m)
-                        k[m] = dequantize_pair(as_bytes(codes[2 * n + m % 2]), m / 2 ? 0x4342 : 0x4140, scale[m % 2]);
+                        k[m] = dequantize_pair(
+                            as_bytes(codes[2 * n + m % 2]), high, m / 2 ? 0x4342 : 0x4140, scale[m % 2]);
                     mma_m16n8k16(dots, k, query.b[2 * i + n][0], query.b[2 * i + n][1]);
                 }
             }
@@ -174,7 +171,7 @@ __device__ __forceinline__ void mma_qk(
                 for (int m = 0; m < 4; ++m) {
                     const unsigned codes = ld_shared_u16(
                         (start ^ i % 8 * 16) + i / 8 * 128 + lane % 4 * 2 + m / 2 * 8 + m % 2 * 8 * layout.row_bytes());
-                    k[m] = dequantize_pair(as_bytes(codes), 0x4140, scale[m % 2]);
+                    k[m] = dequantize_pair(as_bytes(codes), high, 0x4140, scale[m % 2]);
                 }
                 mma_m16n8k16(dots, k, query.b[i][0], query.b[i][1]);
             }
@@ -228,11 +225,12 @@ struct ValueFragments<int8> {
         ldmatrix_x4(this->scales, scales + threadIdx.x % WARP / 8 * 16);
     }
     __device__ __forceinline__ void get(int step, unsigned (&v)[4]) const {
+        const unsigned high = opaque(0x64646464u);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             const unsigned x = as_bytes(codes[2 * step + m]);
             const __half2 scale = *reinterpret_cast<const __half2*>(&scales[2 * step + m]);
-            v[2 * m] = dequantize_pair(x, 0x4240, scale), v[2 * m + 1] = dequantize_pair(x, 0x4341, scale);
+            v[2 * m] = dequantize_pair(x, high, 0x4240, scale), v[2 * m + 1] = dequantize_pair(x, high, 0x4341, scale);
         }
     }
     __device__ __forceinline__ static int element(int which) { return threadIdx.x % WARP / 4 * 2 + which; }
