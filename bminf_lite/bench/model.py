@@ -76,7 +76,7 @@ class BenchModel:
 def random_model(
     name: str, config: Mapping[str, Any], ops: Backend, kv_cache: str = "fp16", max_batch: int | None = None
 ) -> BenchModel:
-    """A model of the shape ``config`` with random int8 weights, made on the device; ``kv_cache`` and ``max_batch`` as in ``load``.
+    """A model of the shape ``config`` with random int8 weights, made on the device.
 
     Layers that do not fit the memory limit are streamed, as those of a checkpoint are.
     """

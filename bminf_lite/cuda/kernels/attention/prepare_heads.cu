@@ -6,9 +6,9 @@
 // head_pitch]. keys, values: CACHE [num_blocks, kv_heads, BLOCK_SIZE, head_pitch], __half or int8; for int8 key_scales
 // and value_scales: fp16 [num_blocks, kv_heads, BLOCK_SIZE]. Padding from head_dim to head_pitch is written as zeros.
 // Sequence b has the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1 at positions from context_lens[b] on. Token p of it
-// is in block block_tables[b, p / BLOCK_SIZE]; block_tables: int32 [sequences, table_pitch]. Without block_tables (null)
-// keys and values are [kv_heads, table_pitch, head_pitch], and a token's place is its index in the step. Tokens behind
-// the last sequence pad the step and are left out.
+// is in block block_tables[b, p / BLOCK_SIZE]; block_tables: int32 [sequences, table_pitch]. Without block_tables
+// (null) keys and values are [kv_heads, table_pitch, head_pitch], and a token's place is its index in the step. Tokens
+// behind the last sequence pad the step and are left out.
 //
 // A block prepares the heads of one token, one warp a head at a time, from token cu_seqlens[0] on. The arithmetic is
 // that of decode attention, so a token's key and value have the same bits whichever kernel prepares them.
@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(256) prepare_heads(
     wait_on_dependent_grids();
     const Values source = {data, x_scale, w_scale, bias, pitch};
     const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
-    const int token = cu_seqlens[0] + blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;
+    const int token = cu_seqlens[0] + blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP,
+              half = head_dim / 2;
     int sequence = 0, last = sequences;  // the sequence of the token, by bisection
     while (last - sequence > 1) {
         const int middle = (sequence + last) / 2;
