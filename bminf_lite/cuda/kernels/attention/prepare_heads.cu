@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(256) prepare_heads(
     wait_on_dependent_grids();
     const Values source = {data, x_scale, w_scale, bias, pitch};
     const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
-    const int token = cu_seqlens[0] + blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = head_dim / 2;
+    const int token = cu_seqlens[0] + blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP,
+              half = head_dim / 2;
     int sequence = 0, last = sequences;  // the sequence of the token, by bisection
     while (last - sequence > 1) {
         const int middle = (sequence + last) / 2;
