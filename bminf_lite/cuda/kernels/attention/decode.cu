@@ -157,9 +157,9 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // scale: of the scores, times log2(e). records: fp32 [record_capacity, Records<D>::FLOATS]; record_capacity is at least
 // the number of blocks. arrival_counts: int32, for each pair or each block, whichever are more, zero before and after.
 // max_unit: blocks of a cluster. Dynamic shared memory: STAGES chunks with their scales, and 32 bytes for each of
-// SCORE_ROWS.
-template <int D, int TILE, int CHUNK, int STAGES, int KIND, class CACHE>
-__global__ void __launch_bounds__(THREADS, 2) attention_decode(
+// SEGMENT + GROUP keys, because the last GROUP of weights may be read together with what follows.
+template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int KIND, class CACHE>
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
     const float* frequencies, float eps, float rope_scale, const int* context_lens, const int* block_tables,
     int table_pitch, int sequences, CACHE* keys, CACHE* values, __half* key_scales, __half* value_scales,

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 DEPTHS = (64, 128, 256)
 """Head sizes that the kernel is compiled for."""
+TWO_BLOCKS = (8, 0), (9, 0)
+"""Compute capabilities on which two blocks share an SM, which limits the registers of a thread to 96."""
 HUGE_SHARED_MEMORY = 227 << 10
 LOG2_E = math.log2(math.e)
 MAX_RECORDS = 8192
@@ -41,7 +43,8 @@ CAUSAL, BIASED, CROSS = map(int, DecodeMask)
 class DecodeConfig:
     """One kernel without its last two template arguments; chunks of keys and values have ``chunk`` bytes.
 
-    ``stages`` chunks are in shared memory at a time, and ``blocks`` blocks on an SM.
+    ``stages`` chunks are in shared memory at a time, and ``blocks`` blocks on an SM. ``max_unit``: see
+    ``unit_limit`` in ``decode.cuh``.
     """
 
     depth: int
@@ -53,7 +56,7 @@ class DecodeConfig:
 
     def template(self) -> Together:
         """The template arguments."""
-        return Together((self.depth, self.tile, self.chunk, self.stages))
+        return Together((self.depth, self.tile, self.chunk, self.stages, self.blocks))
 
     def shared(self, element: str) -> int:
         """Bytes of dynamic shared memory: chunks with the scales of their tokens, and scores."""
@@ -68,14 +71,15 @@ def decode_config(capability: Capability, head_dim: int, kind: int) -> DecodeCon
     mask = AttentionMask.CROSS if kind == CROSS else AttentionMask.CAUSAL
     tile = attention_tile(capability, round_up(head_dim, HEAD_PAD), mask, kind == BIASED)
     memory = shared_memory_per_block(capability)
+    blocks = 2 if capability in TWO_BLOCKS and depth <= 128 else 1
     if memory >= HUGE_SHARED_MEMORY:
-        chunk, stages, blocks = 16 << 10, 4, 2
+        chunk, stages = 16 << 10, 4 if blocks == 2 else 8
     elif memory >= LARGE_SHARED_MEMORY:
-        chunk, stages, blocks = 8 << 10, 4, 2
+        chunk, stages = (8 << 10, 4) if blocks == 2 else (16 << 10, 6)
     elif capability >= (8, 0):
-        chunk, stages, blocks = 16 << 10, 3, 1
+        chunk, stages = 16 << 10, 3
     else:
-        chunk, stages, blocks = 8 << 10, 2, 1
+        chunk, stages = 8 << 10, 2
     max_unit = min(DECODE_MAX_UNIT, depth // DECODE_GROUP) if capability >= (9, 0) else 1
     return DecodeConfig(depth, tile, chunk, stages, blocks, max_unit)
 

@@ -1,0 +1,250 @@
+"""Decode attention: its memory fits every GPU; on a GPU its bits depend on nothing but the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bminf_lite.backend.values import AttentionSpec, LayerCache, Norm, RelativeBias, Rope
+from bminf_lite.cuda.kernels.attention.decode import AttentionDecode, decode_config, record_size
+from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, MAX_HEAD_DIM
+from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
+from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, SEGMENT, AttentionMask, DecodeMask, attention_tile
+from bminf_lite.cuda.kernels.launcher import Launcher, StepContext
+from bminf_lite.cuda.kernels.rowwise.rows import array_source
+from bminf_lite.cuda.runtime.driver import Device
+
+MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+"""KiB of shared memory a block, from the CUDA programming guide's table of compute capabilities."""
+STATIC = 10 << 10
+"""More than the kernel's static shared memory."""
+SMALL_STATIC = 6 << 10
+"""The same for heads of up to 128 elements."""
+CONTEXT_LENS = sorted(
+    {max(0, edge + d) for edge in (0, 16, 64, 128, 256, 512, 1024, 1152, 2048, 3072, 4999) for d in (-2, -1, 0, 1)}
+)
+GRIDS = ((128, 8), (128, 4), (256, 2), (264, 1), (24, 1), (16, 8), (1, 1))
+"""Blocks, and blocks per cluster."""
+
+
+@pytest.mark.parametrize("capability", MOST_SHARED)
+def test_shared_memory_fits(capability: tuple[int, int]) -> None:
+    for head_dim in range(16, MAX_HEAD_DIM + 1, 16):
+        for kind in map(int, DecodeMask):
+            config = decode_config(capability, head_dim, kind)
+            for element in ELEMENTS:
+                static = SMALL_STATIC if config.depth <= 128 else STATIC
+                assert config.shared(element) + static <= MOST_SHARED[capability] << 10, config
+                assert config.blocks * (config.shared(element) + static + 1024) <= (MOST_SHARED[capability] + 1) << 10
+
+
+@pytest.mark.parametrize("capability", MOST_SHARED)
+def test_tiles_divide_segments(capability: tuple[int, int]) -> None:
+    for head_dim in range(16, MAX_HEAD_DIM + 1, 16):
+        for mask in AttentionMask:
+            for biased in (False, True):
+                tile = attention_tile(capability, head_dim, mask, biased)
+                assert SEGMENT % tile == 0
+                assert tile % 16 == 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An attention layer and its cache."""
+
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 128
+    int8: bool = False
+    window: int | None = None
+    biased: bool = False
+    rotated: bool = False
+    cross: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A step of one new token per sequence. Memory that was never written is NaN."""
+
+    shape: Shape
+    spec: AttentionSpec
+    cache: LayerCache
+    qkv: Any
+    context_lens: np.ndarray
+    tables: np.ndarray
+
+    @classmethod
+    def random(cls, shape: Shape, context_lens: list[int], seed: int) -> Problem:
+        import cupy as cp
+
+        rng = np.random.default_rng(seed)
+        new = 0 if shape.cross else 1
+        counts = [-(-(length + new) // BLOCK_SIZE) for length in context_lens]
+        num_blocks = 3 + sum(counts)
+        free, tables = iter(rng.permutation(num_blocks - 1) + 1), np.zeros((len(counts), max(counts) + 1), np.int32)
+        for row, count in zip(tables, counts, strict=True):
+            row[:count] = [next(free) for _ in range(count)]
+        pitch = -(-shape.head_dim // 16) * 16
+        size = num_blocks, shape.kv_heads, BLOCK_SIZE
+        never_written = np.ones((num_blocks, 1, BLOCK_SIZE), bool)
+        never_written[0] = False
+        for row, length in zip(tables, context_lens, strict=True):
+            for i, block in enumerate(row[: -(-length // BLOCK_SIZE)]):
+                never_written[block, :, : length - i * BLOCK_SIZE] = False
+        pools: list[Any] = []
+        for _ in range(2):
+            if shape.int8:
+                pool = rng.integers(-127, 128, (*size, pitch), np.int8)
+            else:
+                pool = rng.standard_normal((*size, pitch), np.float32).astype(np.float16)
+                pool[np.broadcast_to(never_written, size)] = np.nan
+            pool[..., shape.head_dim :] = 0
+            pools.append(pool)
+        if shape.int8:
+            for _ in range(2):
+                scales = rng.uniform(0.002, 0.02, size).astype(np.float16)
+                pools.append(np.where(never_written, np.float16(np.nan), scales))
+        frequencies = 10000.0 ** -np.linspace(0, 1, shape.head_dim // 2)
+        weight = rng.uniform(0.5, 1.5, (2, shape.head_dim)).astype(np.float32)
+        spec = AttentionSpec(
+            heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, scale=shape.head_dim**-0.5,
+            window=shape.window,
+            bias=RelativeBias(cp.asarray(rng.standard_normal((shape.heads, 81)), cp.float32), 40)
+            if shape.biased
+            else None,
+            rope=Rope(cp.asarray(frequencies, cp.float32)) if shape.rotated else None,
+            q_norm=Norm(cp.asarray(weight[0]), 1e-6) if shape.rotated else None,
+            k_norm=Norm(cp.asarray(weight[1]), 1e-6) if shape.rotated else None,
+        )  # fmt: skip
+        width = shape.heads * shape.head_dim if shape.cross else spec.qkv_features
+        qkv = cp.asarray(rng.standard_normal((len(counts), -(-width // 16) * 16)), cp.float16)
+        return cls(shape, spec, LayerCache(*map(cp.asarray, pools)), qkv, np.array(context_lens, np.int32), tables)
+
+    def copied(self) -> Problem:
+        arrays = (self.cache.keys, self.cache.values, self.cache.key_scales, self.cache.value_scales)
+        return replace(self, cache=LayerCache(*(None if x is None else x.copy() for x in arrays)))
+
+    def of(self, rows: Any) -> Problem:
+        """The same of some sequences only."""
+        return replace(self, qkv=self.qkv[rows], context_lens=self.context_lens[rows], tables=self.tables[rows])
+
+    def moved(self, seed: int) -> Problem:
+        """The same with the cache's blocks in another order."""
+        import cupy as cp
+
+        num_blocks = len(self.cache.keys)
+        to = np.concatenate([[0], np.random.default_rng(seed).permutation(num_blocks - 1) + 1])
+        back = cp.asarray(np.argsort(to))
+        arrays = (self.cache.keys, self.cache.values, self.cache.key_scales, self.cache.value_scales)
+        cache = LayerCache(*(None if x is None else x[back] for x in arrays))
+        return replace(self, cache=cache, tables=to[self.tables].astype(np.int32))
+
+    def run(self, device: Device, grid: tuple[int, int] | None = None, records: int | None = None) -> np.ndarray:
+        """The bits of the output, uint16 ``[B, heads * head_dim]``; writes the new tokens into the cache."""
+        import cupy as cp
+
+        decode = AttentionDecode(Launcher(device, 0))
+        if grid is not None:
+            decode.grid = lambda *_: grid  # type: ignore[method-assign]
+        spec, count, longest = self.spec, len(self.context_lens), self.tables.shape[1] * BLOCK_SIZE
+        elements = decode.record_elements(spec, count, longest) if records is None else records * record_size(spec)
+        scratch = cp.full(elements, cp.nan, cp.float32)
+        arrival_counts = cp.zeros(decode.arrival_elements(spec, count), cp.int32)
+        out = cp.full((count, spec.heads * spec.head_dim), cp.nan, cp.float16)
+        context_lens = cp.asarray(self.context_lens)
+        decode.launch(
+            StepContext(in_step=False), self.qkv, spec, self.cache, context_lens, cp.asarray(self.tables), scratch,
+            arrival_counts, out, longest, context_lens if self.shape.cross else None,
+        )  # fmt: skip
+        assert not arrival_counts.any()
+        return out.get().view(np.uint16)  # type: ignore[no-any-return]
+
+    def expected(self) -> np.ndarray:
+        """The output in float64, without norm and rotation, from the cache with the new tokens."""
+        shape, group = self.shape, self.shape.heads // self.shape.kv_heads
+        pools = [self.cache.keys.get(), self.cache.values.get()]
+        if shape.int8:
+            scales = self.cache.key_scales.get(), self.cache.value_scales.get()
+            pools = [pool.astype(np.float16) * scale[..., None] for pool, scale in zip(pools, scales, strict=True)]
+        queries = self.qkv.get()[:, : shape.heads * shape.head_dim].astype(np.float64)
+        outputs = []
+        for q, context_len, table in zip(queries, self.context_lens, self.tables, strict=True):
+            length = int(context_len) + (0 if shape.cross else 1)
+            blocks = table[: -(-length // BLOCK_SIZE)]
+            keys, values = (
+                pool[blocks]
+                .swapaxes(0, 1)
+                .reshape(shape.kv_heads, len(blocks) * BLOCK_SIZE, pool.shape[-1])[:, :length, : shape.head_dim]
+                for pool in pools
+            )
+            heads = q.reshape(shape.kv_heads, group, shape.head_dim)
+            scores = np.einsum("kgd,kld->kgl", heads, keys.astype(np.float64)) * self.spec.scale
+            if self.spec.bias is not None:
+                distances = np.clip(np.arange(length) - (length - 1), -40, 0) + 40
+                scores += self.spec.bias.values.get().reshape(shape.kv_heads, group, -1)[:, :, distances]
+            if shape.window is not None:
+                scores[:, :, : max(0, length - shape.window)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e30))
+            sums = np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+            outputs.append(np.einsum("kgl,kld->kgd", weights / sums, values.astype(np.float64)).ravel())
+        return np.array(outputs)
+
+
+SHAPES = (
+    Shape(),
+    Shape(int8=True),
+    Shape(heads=32, kv_heads=8, head_dim=64),
+    Shape(heads=4, kv_heads=1, head_dim=64, int8=True),
+    Shape(window=1000),
+    Shape(window=77, int8=True),
+    Shape(heads=4, kv_heads=4, head_dim=80),
+    Shape(heads=24, kv_heads=2),
+    Shape(kv_heads=4, head_dim=256),
+    Shape(kv_heads=4, head_dim=256, int8=True),
+    Shape(kv_heads=8, head_dim=64, biased=True),
+    Shape(kv_heads=8, head_dim=64, cross=True),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_depend_on_the_sequence_alone(device: Device, shape: Shape) -> None:
+    """Grids, clusters, memory for records, other sequences and blocks of the cache change no bit."""
+    problem = Problem.random(shape, CONTEXT_LENS, seed=1)
+    written = problem.copied()
+    bits = written.run(device)
+    found, expected = bits.view(np.float16).astype(np.float64), written.expected()
+    # A weight is rounded to fp16 once, and so is the output: each by 2^-11 of itself at most.
+    errors = np.linalg.norm(found - expected, axis=1)
+    assert (errors <= 2**-10 * np.linalg.norm(expected, axis=1)).all()
+    for grid in GRIDS:
+        assert (problem.copied().run(device, grid) == bits).all(), grid
+    assert (problem.copied().run(device, (264, 1), records=4) == bits).all()
+    assert (problem.moved(2).run(device) == bits).all()
+    some = np.random.default_rng(3).permutation(len(bits))[: len(bits) // 2]
+    assert (problem.of(some).copied().run(device) == bits[some]).all()
+    for b in range(0, len(bits), 5):
+        assert (problem.of(slice(b, b + 1)).copied().run(device) == bits[b]).all(), problem.context_lens[b]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True])
+def test_prepared_heads_have_the_same_bits(device: Device, int8: bool) -> None:
+    """``prepare_heads`` writes into the cache what decode attention writes."""
+    import cupy as cp
+
+    problem = Problem.random(Shape(rotated=True, int8=int8), [0, 5, 63, 64, 700, 1023, 4000], seed=4)
+    decoded, prepared = problem.copied(), problem.copied()
+    decoded.run(device)
+    count, spec = len(problem.context_lens), problem.spec
+    q = cp.zeros((count, spec.heads, spec.head_dim), cp.float16)
+    PrepareHeads(Launcher(device, 0)).launch(
+        StepContext(in_step=False), array_source(problem.qkv),
+        spec, prepared.cache, cp.arange(count + 1, dtype=cp.int32), cp.asarray(problem.context_lens),
+        cp.asarray(problem.tables), q, count,
+    )  # fmt: skip
+    for a, b in zip(vars(decoded.cache).values(), vars(prepared.cache).values(), strict=True):
+        assert a is None or (a.view(cp.uint8) == b.view(cp.uint8)).all()
