@@ -121,7 +121,6 @@ struct Task {
     int is_left, is_right;  // the first and the last item of this pair
     int record, first_record, segments, written;  // see merge_records
 };
-constexpr int TASKS = 4;  // at a time
 
 // The left and right operands of the products with the values of SUB keys.
 template <class CACHE, int PARTS, int SUB>
@@ -173,6 +172,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     constexpr int SCALES = IS_INT8<CACHE> ? KEYS * unit_limit(D) * 2 : 0, STAGE = CHUNK + SCALES;
     constexpr int TILES = SEGMENT / TILE, TILE_GROUPS = TILE / GROUP;
     constexpr int PARTS = D > WARPS * GROUP ? D / (WARPS * GROUP) : 1;  // times 16 elements of a warp
+    // Tasks at a time. Before the loading warp replaces a task, the chunk STAGES before the new task's first one has
+    // been read. Each task has two chunks or more, so that chunk belongs to a later task than the replaced one.
+    constexpr int TASKS = STAGES;
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     __shared__ struct {

@@ -217,13 +217,14 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
         // The outputs go through the warp's own rows of the query tile, so that stores to global memory are coalesced.
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            unsigned out[CHUNKS][2];
-            if (!end_last_segment<D, BM>(p, work, warp_row + m * 16, state[m], o[m], running[m], out)) continue;
+            if (!end_last_segment<D, BM>(p, work, warp_row + m * 16, state[m], o[m], running[m])) continue;
             __half* const row = q_tile + (warp_row + m * 16 + lane / 4) * PITCH + lane % 4 * 2;
 #pragma unroll
             for (int n = 0; n < CHUNKS; ++n)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) *reinterpret_cast<unsigned*>(row + h * 8 * PITCH + n * 8) = out[n][h];
+                for (int h = 0; h < 2; ++h)
+                    *reinterpret_cast<unsigned*>(row + h * 8 * PITCH + n * 8) =
+                        pack_half2(o[m][n][2 * h], o[m][n][2 * h + 1]);
         }
         __syncwarp();
         if (work.record < 0) {

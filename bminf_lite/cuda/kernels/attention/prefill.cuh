@@ -472,11 +472,11 @@ __device__ __forceinline__ float quotient(float o, float sum, float inverse) {
     return __fmaf_rn(__fmaf_rn(-sum, q, o), inverse, q);
 }
 
-// Ends the last segment of a piece of work. Returns whether it has the output, else it has handed over a record.
+// Ends the last segment of a piece of work. Returns whether o has become the output, else it has handed over a record.
 template <int D, int ROWS>
 __device__ __forceinline__ bool end_last_segment(
     const PrefillParams& p, const WorkTile& work, int row, const SoftmaxState& state, float (&o)[D / 8][4],
-    const RunningResult<D / 8>& running, unsigned (&out)[D / 8][2]) {
+    const RunningResult<D / 8>& running) {
     RowSums sums = row_sums(state);
     running.merge_with(sums, o);
     if (work.record >= 0) {
@@ -488,7 +488,8 @@ __device__ __forceinline__ bool end_last_segment(
         const float sum = sums.sum[h], inverse = sum == 0.0f ? 0.0f : __frcp_rn(sum);
 #pragma unroll
         for (int n = 0; n < D / 8; ++n)
-            out[n][h] = pack_half2(quotient(o[n][2 * h], sum, inverse), quotient(o[n][2 * h + 1], sum, inverse));
+#pragma unroll
+            for (int j = 2 * h; j < 2 * h + 2; ++j) o[n][j] = quotient(o[n][j], sum, inverse);
     }
     return true;
 }

@@ -358,14 +358,13 @@ __device__ __forceinline__ void consume(
     pipeline.consumer_release(last, true);
 
     // The outputs go through the warp's own rows of the query tile, so that stores to global memory are coalesced.
-    unsigned out[CHUNKS][2];
-    if (!end_last_segment<D, BM>(p, work, warp_row, state, o, running, out)) return;
+    if (!end_last_segment<D, BM>(p, work, warp_row, state, o, running)) return;
 #pragma unroll
     for (int n = 0; n < CHUNKS; ++n)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             *reinterpret_cast<unsigned*>(q_tile + swizzled_offset<BM>(warp_row + h * 8 + lane / 4, n) + lane % 4 * 2) =
-                out[n][h];
+                pack_half2(o[n][2 * h], o[n][2 * h + 1]);
     __syncwarp();
 #pragma unroll 4
     for (int i = lane; i < 16 * CHUNKS; i += WARP)
@@ -385,7 +384,7 @@ __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_
     constexpr int PRODUCERS = IS_INT8<CACHE> ? WARPGROUP / WARP : 1;  // that arrive at barriers
     // Registers of a producer thread and of a consumer thread (setmaxnreg), which share 168 for each thread. With one
     // consumer there are enough without sharing.
-    constexpr int PRODUCER_REGISTERS = !IS_INT8<CACHE> ? 40
+    constexpr int PRODUCER_REGISTERS = !IS_INT8<CACHE> ? 56
                                        : D <= 128      ? 88
                                                        : 56,
                   CONSUMER_REGISTERS = (168 * 3 - PRODUCER_REGISTERS) / 2 / 8 * 8;
