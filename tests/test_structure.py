@@ -22,7 +22,7 @@ MAY_IMPORT = {
         "", "api", "bench", "converters", "migration", "evaluation", "placement", "engine", "text", "models", "backend",
         "checkpoint", "memory", "cuda", "demo_model", "errors",
     },
-    "bench": {"placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
+    "bench": {"api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "api": {
         "completions", "placement", "engine", "text", "models", "layers", "backend", "checkpoint", "memory", "errors",
     },
