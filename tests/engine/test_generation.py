@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit import WatchedBackend, make_model, prompt_of, request, run
+from tiny_models import FAMILIES, GPTS, goldens
 
 from bminf_lite.api import Model
 from bminf_lite.engine.request import Request
@@ -382,3 +383,22 @@ def test_nan_logits_are_an_error_of_their_request_that_names_the_position():
     model.generate([1], max_new_tokens=20)
     check_equal(good, run(FLOAT, [request(1, prompt_of(6), max_new_tokens=12)])[0])
     assert len(bad.output_token_ids) == 3 and model.stats().blocks_used == 0
+
+
+# -- every architecture -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *GPTS, "t5", "mt5", "umt5"])
+def test_every_architecture_is_served(family):
+    """Together, in pieces, with steps ahead of the host, and a second time from the cache."""
+    config = next(goldens(family)).config
+    vocab, ops = config["vocab_size"], WatchedBackend(1, (4,))
+    together = make_model(ops, chunk=5, max_batch=3, **config)
+    alone = make_model(**config)
+    prompts = [np.random.default_rng(i).integers(0, vocab, 2 + 2 * i).tolist() for i in range(4)]
+    options = {"max_new_tokens": 6, "temperature": 0.8, "seed": 4, "ignore_eos": True}
+    expected = [alone.generate(prompts, **options)[i].token_ids for i in range(4)]
+    for _ in range(2):
+        assert [r.token_ids for r in together.generate(prompts, **options)] == expected
+    together.close()
+    assert ops.memory_is_free
