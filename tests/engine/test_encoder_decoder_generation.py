@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit import WatchedBackend, make_model, run
 
@@ -45,6 +45,7 @@ def test_greedy_generation_takes_the_largest_logit_each_time(length, target):
     assert result.prompt_tokens == length and result.finish_reason == "length"
 
 
+@settings(max_examples=12)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=4),
     st.integers(1, 3),
