@@ -136,6 +136,32 @@ def test_sample_of_unusable_logits(backend):
     check_sample(backend, [logits], random_sampler(rng, 6, 70, False))
 
 
+@given(SEEDS, st.integers(1, 40), st.sampled_from([1, 31, 2500]))
+def test_log_probabilities_of_given_tokens_are_the_bits_that_sampling_reports(backend, seed, count, vocab):
+    """Whatever is done between them: they share their scratch."""
+    rng = np.random.default_rng(seed)
+    logits = backend.array(rng.standard_normal((count, vocab)).astype(np.float32) * 4)
+    state = random_sampler(rng, count, vocab, False)
+    state.columns["temperature"] = 0
+    state.variant = SamplerVariant.GREEDY
+    chosen = Choice.unpack(backend.host(backend.sample(logits, state.map(np.copy).map(backend.array))))
+    for _ in range(2):
+        found = backend.host(backend.token_logprobs(logits, backend.array(chosen.tokens)))
+        np.testing.assert_array_equal(found, chosen.logprobs)
+
+
+@given(SEEDS, st.integers(1, 600), st.integers(1, 600))
+def test_the_newest_tokens_take_the_places_of_minus_one(backend, seed, count, tokens):
+    rng = np.random.default_rng(seed)
+    state = random_sampler(rng, count, 9, False)
+    state.columns["last_token"] = rng.integers(0, 1000, len(state.table))
+    before = rng.choice(np.array([-1, 3, 4], np.int32), tokens)
+    after = backend.array(before)
+    backend.insert_last_tokens(after, state.map(backend.array))
+    newest = np.append(state.columns["last_token"][state.rows], np.full(tokens, -1))[:tokens]
+    np.testing.assert_array_equal(backend.host(after), np.where(before < 0, newest, before))
+
+
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 

@@ -543,6 +543,21 @@ class CudaBackend(Backend):
         self.kernels.end_step()
         return result
 
+    def insert_last_tokens(self, tokens: Array, sampler: SamplerState) -> None:
+        count = min(len(tokens), len(sampler.rows))
+        if count:
+            addresses = tokens.data.ptr, sampler.rows.data.ptr, sampler.table.data.ptr
+            self.kernels.sampler.launch_insert_last_tokens(*addresses, count, self.stream.ptr)
+
+    def token_logprobs(self, logits: Array, tokens: Array) -> Array:
+        logits = self.arrays.padded(logits)
+        rows, vocab = logits.shape
+        result = self.arrays.empty((rows,), np.float32)
+        scratch = self._sampler_scratch(rows, vocab, greedy=True)
+        addresses = tokens.data.ptr, result.data.ptr, scratch.data.ptr, self.stream.ptr
+        self.kernels.sampler.launch_token_logprobs(logits.data.ptr, pitch_of(logits), rows, vocab, *addresses)
+        return result
+
     def _sampler_scratch(self, rows: int, vocab: int, greedy: bool) -> cp.ndarray:
         """Scratch for sampling ``rows`` rows: what there is, if it is large enough."""
         purpose, needed = f"sample {vocab} {greedy}", Sampler.scratch_bytes(rows, vocab, greedy)

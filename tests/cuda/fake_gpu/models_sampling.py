@@ -131,3 +131,21 @@ def top_logprobs(call: Call) -> None:
     result = result_rows(call, 2 + 2 * MAX_LOGPROBS)
     choice = report(np.array(logits_of(call)), result[0].copy(), state.columns["num_logprobs"][rows])
     result[2:] = choice.packed()[2:]
+
+
+@model
+def token_logprobs(call: Call) -> None:
+    logits, (heads, parts) = np.array(logits_of(call)), scratch_of(call, drawing=False)
+    call.require(not heads.any(), "the scratch is not zero")
+    parts[...] = JUNK
+    tokens = call.vector("tokens", batch_of(call), np.int32)
+    call.vector("result", batch_of(call), F32)[...] = report(logits, tokens, np.zeros_like(tokens)).logprobs
+
+
+@model
+def insert_last_tokens(call: Call) -> None:
+    call.require(call.threads >= call.count, "blocks are missing")
+    tokens, rows = (call.vector(name, call.count, np.int32) for name in ("tokens", "rows"))
+    table = call.rows("table", int(rows.max()) + 1, ROW_WORDS, ROW_WORDS, np.int32, 128)
+    newest = SamplerState(table, rows, SamplerVariant.FULL).columns["last_token"][rows]
+    tokens[...] = np.where(tokens < 0, newest, tokens)

@@ -15,6 +15,9 @@
 //
 // The first four have an instantiation with ADJUSTED for steps in which biases, penalties or masks change logits.
 //
+//   token_logprobs      log-probabilities of given tokens
+//   insert_last_tokens  the tokens that a step chose, as the input of the next
+//
 // The scratch memory must be zero before the first launch; the counters in it are zero again after each.
 #include "sampling/sample.cuh"
 
@@ -52,6 +55,28 @@ __device__ __forceinline__ MaxLogSumExp merge_block(MaxLogSumExp best) {
     return best;
 }
 
+// The best token and the log-sum-exp of a block's ids, for the block that arrives last.
+__device__ __forceinline__ void store_part(const Arguments& a, const ThreadLogits& own, int first) {
+    MaxLogSumExp best = {LAST_KEY, -INF_F, 0.0f};
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        if (first + i < a.vocab) best.key = min(best.key, rank_key(own.x[i], first + i));
+        best.top = fmaxf(best.top, own.given[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (first + i < a.vocab) best.sum = __fadd_rn(best.sum, rescale(own.given[i], best.top));
+    best = merge_block(best);
+    if (threadIdx.x == 0) a.parts()[blockIdx.x] = best;
+}
+
+// Those of the whole row. Called by the block that arrives last; thread 0 has the result.
+__device__ __forceinline__ MaxLogSumExp merged_parts(const Arguments& a) {
+    MaxLogSumExp best = {LAST_KEY, -INF_F, 0.0f};
+    for (int i = threadIdx.x; i < a.chunks; i += THREADS) best = merge(best, a.parts()[i]);
+    return merge_block(best);
+}
+
 template <bool ADJUSTED>
 __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
     wait_on_dependent_grids();
@@ -65,25 +90,13 @@ __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
         }
         return;
     }
-    MaxLogSumExp best = {LAST_KEY, -INF_F, 0.0f};
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        if (first + i < a.vocab) best.key = min(best.key, rank_key(own.x[i], first + i));
-        best.top = fmaxf(best.top, own.given[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i)
-        if (first + i < a.vocab) best.sum = __fadd_rn(best.sum, rescale(own.given[i], best.top));
-    best = merge_block(best);
-    if (threadIdx.x == 0) a.parts()[blockIdx.x] = best;
+    store_part(a, own, first);
     if (!is_last_block(a)) return;
 
-    const SamplerRow& parameters = a.table[table_row];
+    const SamplerRow& parameters = a.table[table_row];  // read here, while the parts are on their way
     const float temperature = parameters.temperature, top_p = parameters.top_p, min_p = parameters.min_p;
     const int top_k = parameters.top_k;
-    best = {LAST_KEY, -INF_F, 0.0f};
-    for (int i = threadIdx.x; i < a.chunks; i += THREADS) best = merge(best, a.parts()[i]);
-    best = merge_block(best);
+    const MaxLogSumExp best = merged_parts(a);
     if (threadIdx.x != 0) return;
     Row& row = a.row();
     const float largest = value_of(best.key), log_sum = logf(best.sum);
@@ -94,6 +107,30 @@ __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
     row.drawing = drawing, row.cutting = false;
     row.temperature = temperature, row.top_p = top_p, row.min_p = min_p, row.top_k = top_k;
     if (!drawing) finish_row(a, table_row, valid ? static_cast<int>(best.key) : -1, best.top, log_sum);
+}
+
+// The log-probability of each row's token, NaN for -1; uses logits, tokens, result [batch] and the scratch.
+__global__ void __launch_bounds__(THREADS, 3) token_logprobs(const Arguments a) {
+    wait_on_dependent_grids();
+    launch_dependent_grids();
+    const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
+    store_part(a, load_logits<false>(a, NULL_ROW, first), first);
+    if (!is_last_block(a)) return;
+    const MaxLogSumExp best = merged_parts(a);
+    if (threadIdx.x != 0) return;
+    const int token = a.tokens[blockIdx.y];
+    const float logit = token < 0 ? NAN_F : a.logits[size_t(blockIdx.y) * a.pitch + token];
+    const float logprob = log_probability(logit, best.top, logf(best.sum));
+    a.result[blockIdx.y] = __float_as_int(logprob);
+}
+
+// Replaces -1 among tokens [count] by the newest token of its sequence.
+__global__ void __launch_bounds__(THREADS)
+    insert_last_tokens(int* tokens, const int* rows, const SamplerRow* table, int count) {
+    wait_on_dependent_grids();
+    launch_dependent_grids();
+    const int i = blockIdx.x * THREADS + threadIdx.x;
+    if (i < count && tokens[i] < 0) tokens[i] = table[rows[i]].last_token;
 }
 
 // ---- in which buckets top-k and top-p end ------------------------------------------------------------------------
@@ -359,7 +396,7 @@ __device__ __forceinline__ Weights kept_weights(const Row& row, const ThreadLogi
 }
 
 template <bool ADJUSTED>
-__global__ void __launch_bounds__(THREADS, 3) draw_token(const Arguments a) {
+__global__ void __launch_bounds__(THREADS, ADJUSTED ? 2 : 3) draw_token(const Arguments a) {
     wait_on_dependent_grids();
     launch_dependent_grids();
     const int table_row = a.table_row();
@@ -485,7 +522,8 @@ __global__ void __launch_bounds__(THREADS, 2) top_logprobs(const Arguments a) {
     if (threadIdx.x >= MAX_LOGPROBS) return;
     const int id = static_cast<int>(smallest);
     const bool used = lane < wanted;
-    const float logprob = used ? a.logits[size_t(blockIdx.y) * a.pitch + id] - a.row().top - a.row().log_sum : NAN_F;
+    const float logit = used ? a.logits[size_t(blockIdx.y) * a.pitch + id] : NAN_F;
+    const float logprob = log_probability(logit, a.row().top, a.row().log_sum);
     ids[size_t(lane) * a.result_pitch] = used ? id : -1;
     ids[size_t(lane + MAX_LOGPROBS) * a.result_pitch] = __float_as_int(logprob);
 }

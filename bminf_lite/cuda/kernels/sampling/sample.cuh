@@ -283,6 +283,11 @@ __device__ __forceinline__ Sum sum_over_block(u64 x) {
     return sum;
 }
 
+// log_sum is log(sum(exp(logit - top))). Rounded as written wherever it is inlined.
+__device__ __forceinline__ float log_probability(float logit, float top, float log_sum) {
+    return __fsub_rn(__fsub_rn(logit, top), log_sum);
+}
+
 // Writes the choice of a sequence, -1 if there is none.
 __device__ __forceinline__ void write_choice(const Arguments& a, int token, float logprob) {
     a.result[blockIdx.y] = token;
@@ -295,7 +300,7 @@ __device__ __forceinline__ void finish_row(const Arguments& a, int table_row, in
     SamplerRow& row = a.table[table_row];
     float logprob = NAN_F;
     if (token >= 0) {
-        logprob = a.logits[size_t(blockIdx.y) * a.pitch + token] - top - log_sum;
+        logprob = log_probability(a.logits[size_t(blockIdx.y) * a.pitch + token], top, log_sum);
         if (a.counts && row.count_row >= 0) atomicAdd(&a.counts[size_t(row.count_row) * a.vocab + token], 1);
     }
     write_choice(a, token, logprob);

@@ -21,7 +21,7 @@ from ..sources import SOURCES
 SOURCE = "sampling/sample.cu"
 DRAWING = ("best_token", "histogram", "cut_tail", "draw_token")
 """Each with and without ADJUSTED: whether biases, penalties and masks may change logits."""
-TOP = "top_logprobs"
+OTHERS = ("top_logprobs", "token_logprobs", "insert_last_tokens")
 PART_BYTES = 16
 MAX_VOCAB = 2**23 - 1
 """The sum of the integer weights of so many tokens fits 64 bits."""
@@ -40,7 +40,7 @@ class Sampler:
     @staticmethod
     def instantiations(capability: Capability) -> Iterator[KernelFamily]:
         yield from (KernelFamily(SOURCE, name, (BOOLEANS,)) for name in DRAWING)
-        yield KernelFamily(SOURCE, TOP)
+        yield from (KernelFamily(SOURCE, name) for name in OTHERS)
 
     @functools.cached_property
     def _plain(self) -> tuple[Kernel, ...]:
@@ -48,7 +48,15 @@ class Sampler:
 
     @functools.cached_property
     def _full(self) -> tuple[Kernel, ...]:
-        return (*(self._module.kernel(f"{name}<true>") for name in DRAWING), self._module.kernel(TOP))
+        return (*(self._module.kernel(f"{name}<true>") for name in DRAWING), self._module.kernel("top_logprobs"))
+
+    @functools.cached_property
+    def _token_logprobs(self) -> Kernel:
+        return self._module.kernel("token_logprobs")
+
+    @functools.cached_property
+    def _insert_last_tokens(self) -> Kernel:
+        return self._module.kernel("insert_last_tokens")
 
     @staticmethod
     def scratch_bytes(batch: int, vocab: int, greedy: bool) -> int:
@@ -86,6 +94,25 @@ class Sampler:
             for kernel in kernels:
                 moved = 4 * count * vocab
                 kernel((chunks, count), THREADS, arguments, stream=stream, dependent=True, bytes_moved=moved)
+
+    def launch_token_logprobs(
+        self, logits: int, pitch: int, batch: int, vocab: int, tokens: int, result: int, scratch: int, stream: int
+    ) -> None:
+        """Write fp32 ``[batch]`` log-probabilities of ``tokens`` int32 ``[batch]``, NaN for -1, to ``result``.
+
+        The other arguments are those of :meth:`launch` with ``greedy``.
+        """
+        assert pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (pitch, vocab)
+        chunks, scratch_pitch = _chunks(vocab), _scratch_pitch(vocab, greedy=True)
+        arguments = (logits, 0, 0, 0, 0, 0, result, tokens, 0, scratch, scratch_pitch, vocab, pitch, chunks, batch)
+        moved = 4 * batch * vocab
+        self._token_logprobs((chunks, batch), THREADS, arguments, stream=stream, dependent=True, bytes_moved=moved)
+
+    def launch_insert_last_tokens(self, tokens: int, rows: int, table: int, count: int, stream: int) -> None:
+        """Replace -1 among the first ``count`` of ``tokens`` int32 by the newest token of the sequence in its row."""
+        self._insert_last_tokens(
+            -(-count // THREADS), THREADS, (tokens, rows, table, count), stream=stream, dependent=True
+        )
 
 
 def _chunks(vocab: int) -> int:
