@@ -72,10 +72,10 @@ class Backend:
 
     name = "cpu"
     """The device's name, as in ``--device``."""
-    has_graphs = False
-    """Whether :meth:`capture` makes repeated work faster."""
     max_steps_in_flight = 0
     """How many decode steps the host may launch before it reads the result of the first."""
+    decode_sizes: tuple[int, ...] = ()
+    """Numbers of sequences, ascending, to which decode steps are padded so that few are captured; none: no padding."""
 
     def __init__(self, activation_dtype: type = np.float32):
         self.activation_dtype = np.dtype(activation_dtype)

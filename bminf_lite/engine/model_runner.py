@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,20 +11,22 @@ from typing import Protocol, cast
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.sampling import SamplerVariant, SequenceSampling
-from ..backend.values import BLOCK_SIZE, Array, ForwardBatch
+from ..backend.sampling import SamplerState, SamplerVariant, SequenceSampling
+from ..backend.values import NULL_BLOCK, Array, ForwardBatch
 from ..errors import OutOfMemory
 from ..layers.cache import KVCache, blocks_for
 from .block_manager import BlockManager, BlockPool, SequenceBlocks
 from .config import EngineConfig
-from .decode_steps import DecodeInputs, DecodeSteps
+from .decode_step import DecodeStep, StepInputs, StepSize
 from .request import Request
 from .sampler_table import SamplerTable
 from .sampling_params import sequence_sampling
-from .scheduler import ScheduledTokens, Step, StepResult
+from .scheduler import Step, StepResult
 
 FIRST_BLOCKS = 64
 """Blocks that a pool has at first, if it may have so many."""
+CAPTURED_LENGTHS = (1024, 4096, 16384)
+"""Bounds of the lengths of sequences for which decode steps are captured, beside the model's context; in tokens."""
 NO_TOKEN = -1
 """Stands for a token that the host does not know: the newest of its sequence, which the sampler holds."""
 
@@ -51,11 +54,12 @@ class LaunchedStep:
     """A step that the device computes. :meth:`fetch` waits for it."""
 
     choice: Callable[[], np.ndarray] | None
-    scores: Callable[[], np.ndarray] | None
+    num_sampled: int
+    scores: Callable[[], np.ndarray] | None = None
 
     def fetch(self) -> StepResult:
-        """What the step chose and scored."""
-        chosen = self.choice() if self.choice else np.zeros((2, 0), np.int32)
+        """What the step chose and scored, without padding."""
+        chosen = self.choice()[:, : self.num_sampled] if self.choice else np.zeros((2, 0), np.int32)
         return StepResult(chosen, self.scores() if self.scores else np.zeros(0, np.float32))
 
 
@@ -70,11 +74,14 @@ class HostTables:
     def update(self, request: Request, table: Sequence[int], has_window: bool) -> None:
         """Copy what is new in the table of a request: its end, and with a window also what was given back."""
         row, owner, length = request.row, (request, request.num_preemptions), len(table)
-        first = self._lengths[row] if self._owners[row] == owner else 0
+        if self._owners[row] != owner:
+            self.array[row] = NULL_BLOCK
+            self._owners[row], self._lengths[row] = owner, 0
+        first = self._lengths[row]
         if first != length:
             first = 0 if has_window else first
             self.array[row, first:length] = table[first:]
-            self._owners[row], self._lengths[row] = owner, length
+            self._lengths[row] = length
 
 
 class ModelRunner:
@@ -95,6 +102,8 @@ class ModelRunner:
         width, rows = blocks_for(config.context_length), config.max_num_seqs + 1
         self._tables = [HostTables(rows, width) for _ in config.num_blocks]
         self._source_tables = HostTables(rows, blocks_for(config.max_source_length))
+        self._lengths = [*(n for n in CAPTURED_LENGTHS if n < config.context_length), config.context_length]
+        self._decode_steps: dict[StepSize, DecodeStep] = {}
         with _memory_for_the_cache():
             self.cache = self._pools(config.num_blocks)
             if config.num_source_blocks:
@@ -103,17 +112,10 @@ class ModelRunner:
                 except BaseException:
                     self.close()
                     raise
-        self._decode_steps: DecodeSteps | None = None
-        if self.ops.has_graphs:
-            longest_source = min(config.max_source_length, config.num_source_blocks * BLOCK_SIZE)
-            self._decode_steps = DecodeSteps(
-                self.ops, lambda batch: self.network(batch, self.cache), self.table.device_table,
-                max_num_seqs=config.max_num_seqs, num_groups=len(config.num_blocks),
-                context_length=config.context_length, max_source_length=longest_source,
-            )  # fmt: skip
 
     def close(self) -> None:
-        """Give the memory of the cache back; nothing can be run afterwards."""
+        """Give the memory of the cache and of captured steps back; nothing can be run afterwards."""
+        self._decode_steps.clear()
         self.cache.close()
 
     # -- rows of the sampler ------------------------------------------------------------------------------------------
@@ -142,103 +144,126 @@ class ModelRunner:
         self._grow()
         if step.sources:
             self._encode(step.sources)
-        sampled = [p.request.row for p in step.parts if p.samples]
-        scored = [p for p in step.parts if p.num_scored]
-        taken = [p for p in step.parts if p.request.take_logits]
-        sampler = self.table.state(self.ops.array(np.array(sampled, np.int32)), self.table.variant(sampled))
-        if self._decode_steps and step.num_decodes == len(sampled) == len(step.parts) and not taken:
-            logits = self._decode_steps.run(self._decode_inputs(step.parts))
-        else:
-            batch = self._make_batch(step)
-            if any(p.request.num_pending_tokens > p.samples for p in step.parts):
-                rows = [p.request.row for p in step.parts[: step.num_decodes]]
-                self.ops.insert_last_tokens(
-                    batch.tokens, self.table.state(self.ops.array(np.array(rows, np.int32)), SamplerVariant.GREEDY)
-                )
-            logits = self.network(batch, self.cache)
+        inputs, sampled = self._inputs(step), [p.request.row for p in step.parts if p.samples]
+        variant = self.table.variant(sampled)
+        if len(sampled) == step.num_decodes == len(step.parts) and not any(p.num_scored for p in step.parts):
+            longest = max(p.stop for p in step.parts)
+            size = StepSize.of(len(sampled), longest, variant, self.ops.decode_sizes, self._lengths)
+            if size is not None:
+                return LaunchedStep(self.ops.fetch(self._decode_step(size).launch(inputs)), len(sampled))
+        return self._launch_eagerly(step, inputs, self.table.state(self.ops.array(inputs.rows), variant))
+
+    def _launch_eagerly(self, step: Step, inputs: StepInputs, sampler: SamplerState) -> LaunchedStep:
+        """A step of any parts. The rows of the logits are: those to sample from, those to score, those taken."""
+        parts, starts = step.parts, np.cumsum([0, *(p.num_tokens for p in step.parts)])
+        pairs = list(zip(parts, starts.tolist(), strict=False))
+        sampled = [start + p.num_tokens - 1 for p, start in pairs if p.samples]
+        scored = [(p, range(start, start + p.num_scored)) for p, start in pairs if p.num_scored]
+        taken = [(p, range(start, start + p.num_tokens)) for p, start in pairs if p.request.take_logits]
+        rows = sampled + [row for _, part_rows in (*scored, *taken) for row in part_rows]
+        batch = self._make_batch(step, inputs, starts, rows or [len(inputs.tokens) - 1])
+        if (inputs.tokens == NO_TOKEN).any():
+            self.ops.insert_last_tokens(batch.tokens, sampler)
+        logits = self.network(batch, self.cache)
         choice = scores = None
         if sampled:
             choice = self.ops.fetch(self.ops.sample(logits[: len(sampled)], sampler))
         end = len(sampled)
         if scored:
-            targets = [p.request.prompt_token_ids[p.start + 1 : p.start + 1 + p.num_scored] for p in scored]
-            first, end = end, end + sum(map(len, targets))
+            first, end = end, end + sum(len(part_rows) for _, part_rows in scored)
+            targets = [p.request.prompt_token_ids[p.start + 1 : p.start + 1 + p.num_scored] for p, _ in scored]
             ids = self.ops.array(np.concatenate(targets).astype(np.int32))
             scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], ids))
-        for part in taken:
-            first, end = end, end + part.num_tokens
+        for part, part_rows in taken:
+            first, end = end, end + len(part_rows)
             assert part.request.take_logits is not None
             part.request.take_logits(part.start, logits[first:end])
-        return LaunchedStep(choice, scores)
+        return LaunchedStep(choice, len(sampled), scores)
+
+    def _make_batch(self, step: Step, inputs: StepInputs, starts: np.ndarray, logit_rows: list[int]) -> ForwardBatch:
+        """The arguments of the model for a step whose parts begin at the tokens ``starts``."""
+        array = self.ops.array
+        return ForwardBatch(
+            tokens=array(inputs.tokens),
+            cu_seqlens=array(starts.astype(np.int32)),
+            context_lens=array(inputs.context_lens),
+            block_tables=tuple(array(table) for table in inputs.tables),
+            batch_size=len(step.parts),
+            max_query_len=max(p.num_tokens for p in step.parts),
+            max_context_len=max(p.stop for p in step.parts),
+            num_decodes=step.num_decodes,
+            logit_rows=array(np.array(logit_rows, np.int32)),
+            source_tables=None if inputs.source_table is None else array(inputs.source_table),
+            source_lens=None if inputs.source_lens is None else array(inputs.source_lens),
+            max_source_len=0 if inputs.source_lens is None else int(inputs.source_lens.max()),
+        )
+
+    def _decode_step(self, size: StepSize) -> DecodeStep:
+        """The captured step of a size, which is made when it is first needed."""
+        if size not in self._decode_steps:
+            widths = [blocks_for(size.max_context_len)] * len(self._tables)
+            has_source = self.cache.source is not None
+            if has_source:
+                widths.append(blocks_for(self.config.max_source_length))
+            self._decode_steps[size] = DecodeStep(
+                self.ops, size, widths, has_source, lambda rows: self.table.state(rows, size.variant), self._decode
+            )
+        return self._decode_steps[size]
 
     def warm_up(self) -> None:
-        """Capture the decode steps of every size, so that no later step waits for that."""
-        if self._decode_steps:
-            self._decode_steps.warm_up()
+        """Capture the decode steps of every size and length, so that no request waits for that later."""
+        sizes = self.ops.decode_sizes
+        wanted = sizes[: bisect_left(sizes, self.config.max_num_seqs) + 1]
+        nothing = np.zeros(0, np.int32)
+        has_source = self.cache.source is not None
+        no_table = np.zeros((0, 1), np.int32)
+        inputs = StepInputs(
+            nothing, nothing, nothing, [no_table] * len(self._tables),
+            no_table if has_source else None, nothing if has_source else None,
+        )  # fmt: skip
+        for variant in (SamplerVariant.GREEDY, SamplerVariant.DRAW):
+            for length in reversed(self._lengths):
+                for count in reversed(wanted):  # the largest first: all share the memory of the largest
+                    step = self._decode_step(StepSize(count, length, variant))
+                    for _ in range(3):  # a backend captures the third call
+                        step.launch(inputs)
 
-    def _decode_inputs(self, parts: Sequence[ScheduledTokens]) -> DecodeInputs:
-        """The inputs of a step that decodes all its sequences."""
+    def _decode(self, batch: ForwardBatch, sampler: SamplerState) -> Array:
+        """One step of one token per sequence: what is captured."""
+        self.ops.insert_last_tokens(batch.tokens, sampler)
+        return self.ops.sample(self.network(batch, self.cache), sampler)
+
+    def _inputs(self, step: Step) -> StepInputs:
+        """A step's integers. Its tokens lie one after another; its rows are those of the parts that sample."""
+        parts = step.parts
+        tokens: list[int] = []
+        for part in parts:
+            known = part.start < part.request.num_known_tokens
+            tokens += part.request.token_ids(part.start, part.stop) if known else (NO_TOKEN,)
         requests = [p.request for p in parts]
-        known = [p.request.last_token if p.request.num_known_tokens > p.start else NO_TOKEN for p in parts]
-        tables, source_tables, source_lens = self._host_tables(requests)
-        return DecodeInputs(
-            tokens=np.array(known, np.int32),
-            rows=np.array([r.row for r in requests], np.int32),
-            context_lens=np.array([p.start for p in parts], np.int32),
-            tables=tables,
-            source_tables=source_tables,
-            source_lens=source_lens,
-        )
-
-    def _make_batch(self, step: Step) -> ForwardBatch:
-        """The arguments of the model. The rows of ``logits`` are: those to sample from, those to score, those taken."""
-        parts, array = step.parts, self.ops.array
-        starts = np.cumsum([0, *(p.num_tokens for p in parts)])
-        tokens = np.full(int(starts[-1]), NO_TOKEN, np.int32)
-        for part, start in zip(parts, starts.tolist(), strict=False):
-            if part.start < part.request.num_known_tokens:
-                tokens[start : start + part.num_tokens] = part.request.token_ids(part.start, part.stop)
-        ends = [int(end) - 1 for part, end in zip(parts, starts[1:], strict=True) if part.samples]
-        pairs = list(zip(parts, starts.tolist(), strict=False))
-        scored = [range(start, start + p.num_scored) for p, start in pairs if p.num_scored]
-        taken = [range(start, start + p.num_tokens) for p, start in pairs if p.request.take_logits]
-        rows = [*ends, *(row for group in (*scored, *taken) for row in group)] or [len(tokens) - 1]
-        is_each_last = step.num_decodes == len(parts) and rows == list(range(len(parts)))
-        tables, source_tables, source_lens = self._host_tables([p.request for p in parts])
-        return ForwardBatch(
-            tokens=array(tokens),
-            cu_seqlens=array(starts.astype(np.int32)),
-            context_lens=array(np.array([p.start for p in parts], np.int32)),
-            block_tables=tuple(map(array, tables)),
-            batch_size=len(parts),
-            max_query_len=max(p.num_tokens for p in parts),
-            max_context_len=max(p.stop for p in parts),
-            num_decodes=step.num_decodes,
-            logit_rows=None if is_each_last else array(np.array(rows, np.int32)),
-            source_tables=None if source_tables is None else array(source_tables),
-            source_lens=None if source_lens is None else array(source_lens),
-            max_source_len=max(len(p.request.source_token_ids) for p in parts),
-        )
-
-    def _host_tables(
-        self, requests: Sequence[Request]
-    ) -> tuple[list[np.ndarray], np.ndarray | None, np.ndarray | None]:
-        """The block tables of a step's sequences, the tables of their sources, and the sources' lengths."""
-        rows, found = [r.row for r in requests], []
-        for group, (tables, window) in enumerate(zip(self._tables, self.blocks.windows, strict=True)):
+        rows, tables = [r.row for r in requests], []
+        for group, (host, window) in enumerate(zip(self._tables, self.blocks.windows, strict=True)):
             width = 0
             for request in requests:
                 table = _blocks(request).tables[group]
                 width = max(width, len(table))
-                tables.update(request, table, window is not None)
-            found.append(tables.array[rows, :width])
-        if self.cache.source is None:
-            return found, None, None
-        for request in requests:
-            self._source_tables.update(request, _blocks(request).source_table, False)
-        lens = np.array([len(r.source_token_ids) for r in requests], np.int32)
-        width = blocks_for(int(lens.max()))
-        return found, self._source_tables.array[rows, :width], lens
+                host.update(request, table, window is not None)
+            tables.append(host.array[rows, :width])
+        source_table = source_lens = None
+        if self.cache.source is not None:
+            for request in requests:
+                self._source_tables.update(request, _blocks(request).source_table, False)
+            source_lens = np.array([len(r.source_token_ids) for r in requests], np.int32)
+            source_table = self._source_tables.array[rows, : blocks_for(int(source_lens.max()))]
+        context_lens, sampled = [p.start for p in parts], [p.request.row for p in parts if p.samples]
+        return StepInputs(
+            np.array(tokens, np.int32),
+            np.array(context_lens, np.int32),
+            np.array(sampled, np.int32),
+            tables,
+            source_table,
+            source_lens,
+        )
 
     def _encode(self, requests: Sequence[Request]) -> None:
         """Encode the sources of requests, all at once."""

@@ -111,11 +111,6 @@ class Request:
             return self.output_token_ids[start - length : stop - length]
         return [*self.prompt_token_ids[start:], *self.output_token_ids[: stop - length]]
 
-    @property
-    def last_token(self) -> int:
-        """The newest token that the host knows."""
-        return int((self.output_token_ids or self.prompt_token_ids)[-1])
-
     def limit_length(self, context_length: int) -> int:
         """Set and return ``max_length`` for a model of this context."""
         length = len(self.prompt_token_ids)

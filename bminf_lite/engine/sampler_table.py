@@ -60,11 +60,6 @@ class SamplerTable:
         table = ops.array(neutral_rows(self._num_rows).view(np.int32).reshape(-1, ROW_WORDS))
         self._state = SamplerState(table, ops.array(np.zeros(1, np.int32)), SamplerVariant.GREEDY)
 
-    @property
-    def device_table(self) -> Array:
-        """The table, int32 ``[R, ROW_WORDS]`` on the device."""
-        return self._state.table
-
     def nbytes(self, full: bool = True) -> int:
         """Bytes on the device: of the table, and with ``full`` of what the variant ``FULL`` adds."""
         words = (self.vocab_size + 31) // 32

@@ -35,17 +35,42 @@ CONFIG = {
 class WatchedBackend(Backend):
     """A backend that may run ahead, counts its steps, and knows whether its caches live."""
 
-    def __init__(self, max_steps_in_flight: int = 0):
+    def __init__(self, max_steps_in_flight: int = 0, decode_sizes: tuple[int, ...] = ()):
         super().__init__()
+        self.decode_sizes = decode_sizes
         self.max_steps_in_flight = max_steps_in_flight
         self.arrays: list[weakref.ref[np.ndarray]] = []
         self.samples = 0
+        self.captures = 0
+        self._touched = []
         self.interrupt: Callable[[], None] = lambda: None
 
     def layer_cache(self, *shape: int, **kind: Any) -> LayerCache:
         cache = super().layer_cache(*shape, **kind)
         self.arrays += [weakref.ref(cache.keys), weakref.ref(cache.values)]
         return cache
+
+    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """As a graph does, forbid that a replay uses other arrays than the first run."""
+        self.captures += 1
+        first: list[list[int]] = []
+
+        def replay() -> Any:
+            self._touched: list[int] = []
+            result = work()
+            first.append(self._touched)
+            assert self._touched == first[0]
+            self._touched = []
+            return result
+
+        return replay
+
+    def attention(self, qkv: Any, spec: Any, cache: LayerCache, batch: Any) -> Any:
+        arrays = (batch.tokens, batch.cu_seqlens, batch.context_lens, *batch.block_tables)
+        self._touched += [x.__array_interface__["data"][0] for x in arrays]
+        self._touched += [batch.max_context_len, batch.batch_size, *batch.block_tables[0].shape]
+        assert int(batch.context_lens.max()) < batch.max_context_len
+        return super().attention(qkv, spec, cache, batch)
 
     def sample(self, logits: Any, sampler: Any, batch: Any = None) -> Any:
         self.samples += 1

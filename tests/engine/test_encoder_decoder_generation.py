@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit import WatchedBackend, make_model, run
 
@@ -45,6 +45,7 @@ def test_greedy_generation_takes_the_largest_logit_each_time(length, target):
     assert result.prompt_tokens == length and result.finish_reason == "length"
 
 
+@settings(max_examples=12)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=4),
     st.integers(1, 3),
@@ -52,8 +53,9 @@ def test_greedy_generation_takes_the_largest_logit_each_time(length, target):
     st.sampled_from([0, 2]),
     st.sampled_from([0.0, 0.9]),
     st.booleans(),
+    st.sampled_from([(), (1, 3), (4,)]),
 )
-def test_a_ragged_batch_equals_its_prompts_alone(lengths, max_batch, chunk, ahead, temperature, prefix_cache):
+def test_a_ragged_batch_equals_its_prompts_alone(lengths, max_batch, chunk, ahead, temperature, prefix_cache, sizes):
     """For any grouping of sources, also of equal ones, which are encoded once. int8 products are exact in any batch."""
     params = SamplingParams(max_new_tokens=8, temperature=temperature, seed=5)
     sources = [source_of(length, seed) for length, seed in lengths]
@@ -62,7 +64,9 @@ def test_a_ragged_batch_equals_its_prompts_alone(lengths, max_batch, chunk, ahea
         return [Request(i, [1], params, EOS, source) for i, source in enumerate(sources)]
 
     limits = {"prefix_cache": prefix_cache}
-    model = make_model(WatchedBackend(ahead), quantized=True, max_batch=max_batch, chunk=chunk, limits=limits, **CONFIG)
+    model = make_model(
+        WatchedBackend(ahead, sizes), quantized=True, max_batch=max_batch, chunk=chunk, limits=limits, **CONFIG
+    )
     expected = run(EXACT, requests())
     for _ in range(2):
         for request, alone in zip(run(model, requests()), expected, strict=True):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit import WatchedBackend, make_model, prompt_of, request, run
+from tiny_models import FAMILIES, GPTS, goldens
 
 from bminf_lite.api import Model
 from bminf_lite.engine.request import Request
@@ -83,15 +84,18 @@ def check_equal(found: Request, expected: Request, atol: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("int8", [False, True], ids=["fp32 cache", "int8 cache"])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     drawn=REQUESTS, max_batch=st.integers(1, 5), ahead=st.integers(0, 3), chunk=st.sampled_from([7, 64, 300]),
     mixed=st.sampled_from([1, 9, 300]), blocks=st.sampled_from([6, 7, 20]), prefix_cache=st.booleans(),
+    decode_sizes=st.sampled_from([(), (2,), (1, 4, 8)]),
 )  # fmt: skip
-def test_together_or_alone_is_the_same(kind, int8, drawn, max_batch, ahead, chunk, mixed, blocks, prefix_cache):
-    """In pieces, beside others, behind cached prefixes (also in a second round), and preempted for lack of blocks."""
+def test_together_or_alone_is_the_same(
+    kind, int8, drawn, max_batch, ahead, chunk, mixed, blocks, prefix_cache, decode_sizes
+):
+    """In pieces, beside others, padded, behind cached prefixes (also in a second round), and preempted."""
     limits = {"max_num_mixed_tokens": mixed, "prefix_cache": prefix_cache}
-    ops = WatchedBackend(ahead)
+    ops = WatchedBackend(ahead, decode_sizes)
     model = tiny(kind, ops, int8, max_batch=max_batch, chunk=chunk, num_blocks=blocks, limits=limits)
     expected = run(ALONE[kind, int8], make_requests(drawn))
     for _ in range(2):
@@ -110,6 +114,21 @@ def test_preempted_requests_continue_as_if_nothing_had_happened(kind):
         assert model.stats().blocks_used == 0
     for found, alone in zip(together, make_requests(drawn), strict=True):
         check_equal(found, run(ALONE[kind, False], [alone])[0])
+
+
+def test_captured_steps_serve_any_sequences(monkeypatch):
+    """Two sizes, three lengths, two variants of the sampler: no more captures than that, whoever comes and goes."""
+    monkeypatch.setattr("bminf_lite.engine.model_runner.CAPTURED_LENGTHS", (64, 96))
+    ops, captures = WatchedBackend(1, (2, 6)), []
+    drawn = [(1 + 17 * i % 90, i % 3, 3 + 11 * i % 60, {"temperature": 0.8 * (i % 2)}, True) for i in range(24)]
+    with tiny(ops=ops, max_batch=5) as model:
+        for _ in range(2):
+            requests = make_requests(drawn)
+            run(model, requests)
+            captures.append(ops.captures)
+    assert 3 <= captures[0] <= captures[1] <= 2 * 3 * 2 and ops.samples > 20 * captures[1]
+    for found, alone in zip(requests, run(ALONE["full", False], make_requests(drawn)), strict=True):
+        check_equal(found, alone)
 
 
 def test_what_is_cancelled_beside_a_request_does_not_touch_it():
@@ -364,3 +383,22 @@ def test_nan_logits_are_an_error_of_their_request_that_names_the_position():
     model.generate([1], max_new_tokens=20)
     check_equal(good, run(FLOAT, [request(1, prompt_of(6), max_new_tokens=12)])[0])
     assert len(bad.output_token_ids) == 3 and model.stats().blocks_used == 0
+
+
+# -- every architecture -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *GPTS, "t5", "mt5", "umt5"])
+def test_every_architecture_is_served(family):
+    """Together, in pieces, with steps ahead of the host, and a second time from the cache."""
+    config = next(goldens(family)).config
+    vocab, ops = config["vocab_size"], WatchedBackend(1, (4,))
+    together = make_model(ops, chunk=5, max_batch=3, **config)
+    alone = make_model(**config)
+    prompts = [np.random.default_rng(i).integers(0, vocab, 2 + 2 * i).tolist() for i in range(4)]
+    options = {"max_new_tokens": 6, "temperature": 0.8, "seed": 4, "ignore_eos": True}
+    expected = [alone.generate(prompts, **options)[i].token_ids for i in range(4)]
+    for _ in range(2):
+        assert [r.token_ids for r in together.generate(prompts, **options)] == expected
+    together.close()
+    assert ops.memory_is_free

@@ -57,6 +57,8 @@ from .materialize import STALE, Materializer
 from .weight_loader import Loader
 
 T = TypeVar("T")
+DECODE_SIZES = (*(1, 2, 4, 8, 12), *range(16, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
+"""Numbers of sequences of captured decode steps: a step is padded by a quarter at most, except for the smallest."""
 GEMV_FLOAT_MAX_ROWS = 4
 """Up to this many rows, float weights use gemv, which is faster than a product on the tensor cores."""
 
@@ -64,7 +66,7 @@ GEMV_FLOAT_MAX_ROWS = 4
 class CudaBackend(Backend):
     """The operations on GPU ``device`` in ``memory_limit`` of it: bytes, ``"6GiB"``, or None for what is free."""
 
-    has_graphs = True
+    decode_sizes = DECODE_SIZES
     max_steps_in_flight = 1
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):

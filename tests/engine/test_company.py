@@ -1,0 +1,121 @@
+"""A request gets the same whatever shares its steps: alone, together, shuffled, in pieces, from the cache, preempted.
+
+On a GPU the tokens and log-probabilities of a w8a8 model are the same bits. On a CPU, BLAS sums by shape: there the
+tokens of a float model are equal, and the log-probabilities within a tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from model_kit import WatchedBackend, make_model, run
+
+from bminf_lite.api import Model
+from bminf_lite.backend.base import Backend
+from bminf_lite.engine.request import Request
+from bminf_lite.engine.sampling_params import SamplingParams
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+SAMPLERS: list[dict[str, Any]] = [
+    {}, {"temperature": 0.9}, {"temperature": 1.3, "top_k": 20, "top_p": 0.9}, {"repetition_penalty": 1.3},
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """A request that can be served again and again."""
+
+    index: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+    def request(self) -> Request:
+        return Request(self.index, self.prompt, self.params)
+
+
+class Arena:
+    """Tasks, a model on a device, and what each task gets alone."""
+
+    def __init__(self, ops: Backend, count: int, is_exact: bool):
+        self.is_exact = is_exact
+        self.model = make_model(ops, quantized=is_exact, max_batch=16, **CONFIG)
+        rng = np.random.default_rng(5)
+        families = [rng.integers(0, 61, 400) for _ in range(4)]
+        self.tasks = [
+            Task(
+                i, tuple(families[i % 4][: rng.integers(1, 200)].tolist()),
+                SamplingParams(max_new_tokens=int(rng.integers(1, 100)), seed=i, ignore_eos=True, **SAMPLERS[i % 4]),
+            )
+            for i in range(count)
+        ]  # fmt: skip
+        alone = self.with_limits(prefix_cache=False)
+        self.expected = {task: run(alone, [task.request()])[0] for task in self.tasks}
+
+    def with_limits(self, **limits: Any) -> Model:
+        return Model(self.model.network, replace(self.model.engine_config, **limits))
+
+    def serve(self, model: Model, tasks: list[Task]) -> None:
+        for task, found in zip(tasks, run(model, [task.request() for task in tasks]), strict=True):
+            self.check(found, self.expected[task].output_token_ids, self.expected[task].logprobs)
+
+    def check(self, found: Request, tokens: list[int], logprobs: list[float]) -> None:
+        assert found.output_token_ids == tokens, found.index
+        if self.is_exact:
+            assert np.array(found.logprobs, np.float32).tobytes() == np.array(logprobs, np.float32).tobytes()
+        else:
+            np.testing.assert_allclose(found.logprobs, logprobs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def arena(request: pytest.FixtureRequest) -> Arena:
+    if request.param == "cuda":
+        return Arena(request.getfixturevalue("cuda_backend"), 200, is_exact=True)
+    return Arena(WatchedBackend(1, (1, 4, 16)), 12, is_exact=False)
+
+
+def test_together_and_shuffled(arena):
+    model = arena.with_limits(prefix_cache=False)
+    arena.serve(model, arena.tasks)
+    shuffled = np.random.default_rng(1).permutation(len(arena.tasks))
+    arena.serve(model, [arena.tasks[i] for i in shuffled])
+
+
+@pytest.mark.parametrize("piece", [1, 7, 100])
+def test_in_pieces(arena, piece):
+    model = arena.with_limits(max_num_batched_tokens=piece, max_num_mixed_tokens=max(piece // 2, 1))
+    arena.serve(model, arena.tasks[: 4 if piece == 1 else None])
+
+
+def test_behind_cached_prefixes(arena):
+    model = arena.with_limits()
+    for _ in range(2):
+        arena.serve(model, arena.tasks)
+    assert model.stats().cached_tokens > model.stats().prompt_tokens / 4
+
+
+def test_preempted(arena):
+    model = arena.with_limits(num_blocks=(9,), prefix_cache=False)
+    arena.serve(model, arena.tasks)
+    assert model.stats().preemptions > 0
+
+
+def test_a_prompt_that_is_the_output_of_another_request(arena):
+    """A token that was decoded is now read as part of a prompt, in part from the cache that decoding has written."""
+    model = arena.with_limits()
+    greedy = [task for task in arena.tasks if task.params == replace(task.params, temperature=0, repetition_penalty=1)]
+    arena.serve(model, greedy)
+    for task in greedy:
+        whole = arena.expected[task]
+        for cut in {1, len(whole.output_token_ids) // 2} - {0, len(whole.output_token_ids)}:
+            prompt = (*task.prompt, *whole.output_token_ids[:cut])
+            params = replace(task.params, max_new_tokens=task.params.max_new_tokens - cut)
+            (found,) = run(model, [Request(task.index, prompt, params)])
+            arena.check(found, whole.output_token_ids[cut:], whole.logprobs[cut:])
