@@ -69,12 +69,6 @@ __device__ __forceinline__ void codes_to_half2(unsigned bytes, __half2& low, __h
     high = __hsub2(*reinterpret_cast<__half2*>(&second), offset);
 }
 
-__device__ __forceinline__ uint2 codes_to_half2(unsigned bytes) {
-    __half2 low, high;
-    codes_to_half2(bytes, low, high);
-    return make_uint2(*reinterpret_cast<const unsigned*>(&low), *reinterpret_cast<const unsigned*>(&high));
-}
-
 // fp16(scales * code) of four codes.
 __device__ __forceinline__ uint2 dequantize_codes(unsigned bytes, __half2 scales) {
     __half2 low, high;

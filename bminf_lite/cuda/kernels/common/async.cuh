@@ -22,12 +22,6 @@ __device__ __forceinline__ unsigned short ld_shared_u16(unsigned address) {
     return x;
 }
 
-__device__ __forceinline__ uint2 ld_shared_v2(unsigned address) {
-    uint2 x;
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
-    return x;
-}
-
 __device__ __forceinline__ int4 ld_shared_v4(unsigned address) {
     int4 x;
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"

@@ -110,25 +110,4 @@ __device__ __forceinline__ float ld_shared_cluster(const float* own, int rank) {
     return *own;
 }
 
-// Writes block `rank`'s counterpart of the N shared floats at `own`; N is 2 or 4.
-template <int CLUSTER, int N>
-__device__ __forceinline__ void st_shared_cluster(float* own, int rank, const float (&x)[N]) {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (CLUSTER > 1) {
-        unsigned remote;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(cast_smem_ptr_to_uint(own)), "r"(rank));
-        if constexpr (N == 4)
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "f"(x[0]), "f"(x[1]),
-                         "f"(x[2]), "f"(x[3])
-                         : "memory");
-        else
-            asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(x[0]), "f"(x[1]) : "memory");
-    } else
-#endif
-    {
-#pragma unroll
-        for (int i = 0; i < N; ++i) own[i] = x[i];
-    }
-}
-
 }  // namespace bminf

@@ -44,11 +44,4 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&x)[4], unsigned row
                  : "memory");
 }
 
-// Transposes an [8, 8] matrix that a warp holds in registers.
-__device__ __forceinline__ unsigned movmatrix_trans(unsigned row) {
-    unsigned column;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
-    return column;
-}
-
 }  // namespace bminf
