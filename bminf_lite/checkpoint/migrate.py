@@ -34,7 +34,7 @@ from .output_folder import check_target, output_folder
 from .reader import Checkpoint
 from .recipe import Recipe, Scheme, load_recipe
 from .weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
-from .writer import SHARD_BYTES, CheckpointWriter, write_json
+from .writer import SHARD_BYTES, CheckpointWriter, write_json, write_text
 
 MAX_IN_FEATURES = 131_071
 """A sum of more products of int8 values can exceed int32."""
@@ -67,7 +67,7 @@ def migrate(
     calibrate: CalibrateFn | None = None,
     verify: VerifyFn | None = None,
 ) -> MigrationReport:
-    """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
+    """Quantize the checkpoint in the folder ``source``, or the GGUF file ``source``, into the new folder ``out``.
 
     ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. ``force`` replaces an earlier result
     in ``out``, once the new one is complete. ``dry_run`` only reports how each tensor would be converted. The result is
@@ -110,6 +110,8 @@ def migrate(
             write_json(folder / "config.json", checkpoint.config | quantization)
             write_json(folder / MANIFEST_FILE, report.manifest())
             _copy_files(checkpoint.path, copied, folder)
+            for name, text in checkpoint.text_files().items():
+                write_text(folder / name, text)
             if verify:
                 report = replace(report, cost=verify(folder))
                 write_json(folder / MANIFEST_FILE, report.manifest())
@@ -209,6 +211,8 @@ def _convert(
 
 def _files_to_copy(source: Path) -> list[Path]:
     """The files of the model that are neither weights nor configuration."""
+    if source.is_file():
+        return []
     found = [
         path
         for path in sorted(source.iterdir())
