@@ -25,9 +25,20 @@ def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
     )
 
 
-def write(path: Path, golden: Golden, kind: str = "F32", **metadata: Any) -> Path:
-    """The golden's model, its matrices in the type ``kind``. ``metadata`` replaces or adds keys of the architecture."""
-    config, tensors = models.find(golden.config).parse(golden.config), RandomWeights(golden.config, golden.seed).tensors
+def write(
+    path: Path,
+    golden: Golden,
+    kind: str = "F32",
+    tensors: dict[str, np.ndarray] | None = None,
+    text: dict[str, Any] | None = None,
+    **metadata: Any,
+) -> Path:
+    """The golden's model, its matrices in the type ``kind``. ``metadata`` replaces or adds keys of the architecture.
+
+    ``text`` is a vocabulary over bytes: ``vocabulary``, ``merges`` and ``added`` tokens.
+    """
+    config = models.find(golden.config).parse(golden.config)
+    tensors = RandomWeights(golden.config, golden.seed).tensors if tensors is None else tensors
     model_type = golden.config["model_type"]
     architecture = ARCHITECTURES.get(model_type, model_type)
     writer = gguf.GGUFWriter(path, architecture)
@@ -41,7 +52,10 @@ def write(path: Path, golden: Golden, kind: str = "F32", **metadata: Any) -> Pat
         module, _, part = name.rpartition(".")
         converted = convert(model_type, name, values, config)
         add_tensor(writer, f"{names.get_name(module)}.{part}", converted, kind)
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    if text is None:
+        writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    else:
+        add_text(writer, text, golden.config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -92,6 +106,21 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_float32(key, value)
     else:
         writer.add_string(key, value)
+
+
+def add_text(writer: gguf.GGUFWriter, text: dict[str, Any], config: dict[str, Any]) -> None:
+    """A vocabulary over bytes."""
+    ids = text["vocabulary"] | text["added"]
+    tokens = sorted(ids, key=ids.get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in text["added"] else 1 for token in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in text["merges"]])
+    writer.add_add_bos_token(True)
+    writer.add_eos_token_id(config["eos_token_id"])
+    if config.get("bos_token_id") is not None:
+        writer.add_bos_token_id(config["bos_token_id"])
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:

@@ -261,3 +261,27 @@ def test_without_the_package_the_error_says_how_to_install_it(tmp_path: Path) ->
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "pip install 'bminf-lite[gguf]'" in result.stderr
+
+
+def test_text_comes_from_the_file_and_from_the_migrated_folder(tmp_path: Path) -> None:
+    """The demo model's own vocabulary, once from its folder and once from the metadata of a GGUF file."""
+    folder = Path(bminf_lite.__file__).parent / "demo_model"
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    text = {
+        "vocabulary": vocabulary["model"]["vocab"],
+        "merges": vocabulary["model"]["merges"],
+        "added": {token["content"]: token["id"] for token in vocabulary["added_tokens"]},
+    }
+    with open_checkpoint(folder) as checkpoint:
+        tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    golden = Golden("demo", config, 0, "", np.arange(20), np.empty(0))
+    path = gguf_kit.write(tmp_path / "demo.gguf", golden, tensors=tensors, text=text)
+    bminf_lite.migrate(folder, tmp_path / "int8")
+    bminf_lite.migrate(path, tmp_path / "gguf-int8")
+    for source, other in ((folder, path), (tmp_path / "int8", tmp_path / "gguf-int8")):
+        with bminf_lite.load(source, device="cpu") as one, bminf_lite.load(other, device="cpu") as two:
+            prompts = ["The method returns", "for i in range(3):\n"]
+            texts = [m.generate(prompts, max_new_tokens=12, temperature=0) for m in (one, two)]
+            assert [r.text for r in texts[0]] == [r.text for r in texts[1]]
+            assert [r.token_ids for r in texts[0]] == [r.token_ids for r in texts[1]]
