@@ -99,6 +99,7 @@ def migrate(
         estimated = tuple(map(_estimate_report, tasks))
         files = tuple(SourceFile(file.name, file.stat().st_size, "") for file in checkpoint.files())
         report = MigrationReport(chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late)
+        report = replace(report, left_out=tuple(model.left_out()))
         if dry_run:
             return report
         copied = _files_to_copy(checkpoint.path)
@@ -107,7 +108,7 @@ def migrate(
             tensors, sources = _convert(checkpoint, tasks, folder, shard_bytes, progress)
             report = replace(report, tensors=tuple(tensors), sources=tuple(sources))
             quantization = _quantization(schemes, calibrated.rewrites)
-            write_json(folder / "config.json", checkpoint.config | quantization)
+            write_json(folder / "config.json", dict(model.description.config_json) | quantization)
             write_json(folder / MANIFEST_FILE, report.manifest())
             _copy_files(checkpoint.path, copied, folder)
             for name, text in checkpoint.text_files().items():

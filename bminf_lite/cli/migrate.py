@@ -133,6 +133,8 @@ def summary(report: MigrationReport, out: Path, dry_run: bool) -> str:
         )
     if report.tied_head is not None:
         lines.append(f"the output head shares the embedding's float tensor and runs as {report.tied_head.value}")
+    if report.left_out:
+        lines.append(f"only the text model was migrated; left out: {', '.join(report.left_out)}")
     if report.late:
         schemes = ", ".join(sorted({scheme.value for scheme in report.late.values()}))
         lines.append(f"{len(report.late)} matrices are stored [in, out], stay float in the file and run as {schemes}")

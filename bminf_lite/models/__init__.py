@@ -32,13 +32,19 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from ..errors import CheckpointError
+from . import _multimodal
 from ._architecture import Architecture
 from ._config import ModelConfig
+from ._multimodal import text_spec
 
-__all__ = ["Architecture", "ModelConfig", "find", "names"]
+__all__ = ["Architecture", "ModelConfig", "find", "names", "text_config", "text_spec"]
+
+GUIDE = "docs/add_a_model.md"
+"""How to add an architecture."""
 
 
 def names() -> list[str]:
@@ -47,11 +53,18 @@ def names() -> list[str]:
     return sorted(name for name in modules if name != "spec" and not name.startswith("_"))
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``config``, or that of the text model inside a multimodal one if this package runs it."""
+    return _multimodal.text_config(config, names())
+
+
 def find(config: Mapping[str, Any]) -> Architecture:
     """The architecture that ``config["model_type"]`` names; raises ``CheckpointError`` if there is none."""
-    model_type = config.get("model_type")
-    if model_type not in names():
-        supported = f"this version runs: {', '.join(names())}"
-        raise CheckpointError(f"config.json: model_type {model_type!r} is not supported; {supported}")
+    model_type, known = config.get("model_type"), names()
+    if model_type not in known:
+        nearest = get_close_matches(str(model_type), known, n=3, cutoff=0.5)
+        hint = f"the nearest are {', '.join(nearest)}; " if nearest else ""
+        supported = f"this version runs: {', '.join(known)}. {GUIDE} in the repository says how to add one"
+        raise CheckpointError(f"config.json: model_type {model_type!r} is not supported; {hint}{supported}")
     architecture: Architecture = importlib.import_module(f"{__name__}.{model_type}").architecture
     return architecture
