@@ -339,7 +339,8 @@ __device__ __forceinline__ float activate(float x) {
     if constexpr (F == SILU) return __fdividef(x, 1.0f + __expf(-x));  // relative error 2^-20; callers round to fp16
     if constexpr (F == GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
     if constexpr (F == GELU) return 0.5f * x * erfcf(-0.70710678118654752f * x);
-    return fmaxf(x, 0.0f);
+    const float positive = fmaxf(x, 0.0f);
+    return F == RELU_SQUARED ? positive * positive : positive;
 }
 
 // f(gate) * up, the output of a gated feed-forward layer; both products are rounded to fp16 first.
