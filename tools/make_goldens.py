@@ -243,6 +243,7 @@ BASES |= {
     "stablelm": BASE | {"hidden_size": 64},
     "phi": BASE | {"hidden_size": 64},
     "nemotron": BASE | {"hidden_size": 64},
+    "helium": BASE | {"head_dim": 12},
     "gptj": GPTJ,
     "codegen": GPTJ,
     "falcon": FALCON,
@@ -365,6 +366,8 @@ CASES |= {
         "grouped, one norm": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
         "untied": {"tie_word_embeddings": False, "ffn_hidden_size": 80},
     },
+    "helium": PLAIN
+    | {"biases": {"attention_bias": True, "mlp_bias": True}, "linear rope": {"rope_parameters": LINEAR}},
     "nemotron": PLAIN
     | {
         "biases, whole heads": {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 1.0},

@@ -30,7 +30,7 @@ GPTS = ("gpt2", "opt", "gpt_neox")
 ENCODER_DECODERS = ("t5", "mt5", "umt5")
 DECODERS = (
     "phi3", "olmo2", "olmo3", "granite", "smollm3", "ministral3", "seed_oss", "stablelm", "cohere", "cohere2", "glm",
-    "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode", "nemotron",
+    "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode", "nemotron", "helium",
 )  # fmt: skip
 """The families that share ``models/_transformer.py`` with LLaMA's, and GPT-2's relative."""
 EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS)
