@@ -1,4 +1,4 @@
-"""Nemotron (https://arxiv.org/abs/2402.16819) and Minitron: a LayerNorm with ``1 + weight``, and a squared ReLU.
+"""Nemotron (https://arxiv.org/abs/2402.16819) and Minitron: a LayerNorm with 1 + weight, and a squared ReLU.
 
 Half of each head is rotated, and the feed-forward layer has no gate.
 """
