@@ -23,6 +23,7 @@ from ..gguf_files.architectures import (
     config_json,
     generation_config,
     is_transposed,
+    offset,
     row_order,
     tensor_names,
 )
@@ -36,11 +37,15 @@ LEFT_OUT = (FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the file: ``order`` are its rows in Hugging Face's order; ``transposed``: it is to be transposed."""
+    """A tensor of the file: ``order`` are its rows in Hugging Face's order; ``transposed``: it is to be transposed.
+
+    ``offset`` is to be subtracted from a vector.
+    """
 
     tensor: GgufTensor
     order: np.ndarray | None
     transposed: bool
+    offset: float
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,12 +81,13 @@ class GgufFile(TensorFile):
             values = self._transposed(name).reshape(-1).view(np.uint8)
             buffer[:] = values[offset : offset + len(buffer)].data
             return
-        if stored.order is None and info.stored_as == "":
+        if stored.order is None and info.stored_as == "" and not stored.offset:
             super().read_tensor(name, buffer, offset)
             return
         row = max(math.prod(info.shape[1:]), 1) * itemsize
         first, end = offset // row, -(-(offset + len(buffer)) // row)
-        values = self._rows(stored, first, end).reshape(-1).view(np.uint8)
+        rows = self._rows(stored, first, end)
+        values = (rows - rows.dtype.type(stored.offset)).reshape(-1).view(np.uint8)
         buffer[:] = values[offset - first * row : offset - first * row + len(buffer)].data
 
     def _rows(self, stored: StoredTensor, first: int, end: int) -> np.ndarray:
@@ -145,7 +151,9 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         if file_name in LEFT_OUT:
             continue
         name = known.get(file_name, file_name)  # an unknown one is reported as unexpected
-        stored = StoredTensor(tensor, row_order(header, file_name), is_transposed(header, file_name))
+        stored = StoredTensor(
+            tensor, row_order(header, file_name), is_transposed(header, file_name), offset(header, file_name)
+        )
         by_file[tensor.path][name] = stored
     files: list[TensorFile] = []
     try:

@@ -46,8 +46,9 @@ class Converted:
 
     ``fixed`` are values that the converter drops because all models have them. ``permuted``: the rows of query and key
     of each head alternate between its halves, as in Meta's LLaMA. ``grouped_qkv``: query, key and value of a fused
-    matrix are one after another instead of head by head. ``transposed`` are parts of names of matrices that Hugging
-    Face stores ``[in, out]``. ``further`` adds to the configuration.
+    matrix are one after another instead of head by head. ``norm_offset``: 1 is added to the weights of norms.
+    ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``. ``further`` adds to the
+    configuration.
     """
 
     model_type: str
@@ -55,6 +56,7 @@ class Converted:
     fixed: Mapping[str, Any]
     permuted: bool = False
     grouped_qkv: bool = False
+    norm_offset: bool = False
     transposed: tuple[str, ...] = ()
     further: Callable[[GgufHeader, dict[str, Any]], None] | None = None
 
@@ -127,8 +129,16 @@ def row_order(header: GgufHeader, name: str) -> np.ndarray | None:
             heads = _first(header.of_model("attention.head_count_kv", heads))
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
     if known.grouped_qkv and ".attn_qkv." in name:
-        return np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).ravel()
+        kv_heads = _first(header.of_model("attention.head_count_kv", heads))
+        head_dim = rows // (heads + 2 * kv_heads)
+        parts = np.split(np.arange(rows), [heads * head_dim, (heads + kv_heads) * head_dim])
+        return np.concatenate([part.reshape(kv_heads, -1) for part in parts], axis=1).ravel()
     return None
+
+
+def offset(header: GgufHeader, name: str) -> float:
+    """The number that the converter added to the tensor ``name`` of the file."""
+    return 1.0 if converted(header).norm_offset and name.endswith("norm.weight") else 0.0
 
 
 def is_transposed(header: GgufHeader, name: str) -> bool:
@@ -185,6 +195,11 @@ def _llama(header: GgufHeader, config: dict[str, Any]) -> None:
     config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
 
 
+def _smollm3(header: GgufHeader, config: dict[str, Any]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
+
+
 def _partial(header: GgufHeader, config: dict[str, Any]) -> None:
     """The rotated part of each head."""
     rotated = header.of_model("rope.dimension_count")
@@ -209,6 +224,24 @@ def _stablelm(header: GgufHeader, config: dict[str, Any]) -> None:
     _partial(header, config)
     config["use_qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in header.tensors
+
+
+def _nemotron(header: GgufHeader, config: dict[str, Any]) -> None:
+    _partial(header, config)
+    _llama(header, config)
+    config["head_dim"] = header.of_model("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+    rotated = header.of_model("rope.dimension_count", config["head_dim"])
+    config["partial_rotary_factor"] = rotated / config["head_dim"]
+
+
+def _falcon(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The newer architecture has grouped heads and two norms; the older one a single key-value head."""
+    config["new_decoder_architecture"] = "blk.0.attn_norm_2.weight" in header.tensors
+    config["multi_query"] = config["num_kv_heads"] == 1
+    config["bias"] = "blk.0.attn_qkv.bias" in header.tensors
+    if not config["new_decoder_architecture"] and not config["multi_query"]:
+        problem = "is a Falcon of the first architecture with many key-value heads, which may have ALiBi"
+        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
 
 
 def _gpt_neox(header: GgufHeader, config: dict[str, Any]) -> None:
@@ -254,6 +287,22 @@ TABLE: dict[str, Converted] = {
     ),
     "cohere2": Converted(
         "cohere2", COMMON | WINDOW | EPSILON | {"logit_scale": "logit_scale"}, {}
+    ),
+    "smollm3": Converted("smollm3", COMMON | RMS, {"no_rope_layer_interval": 4}, permuted=True, further=_smollm3),
+    "nemotron": Converted(
+        "nemotron", COMMON | {"attention.layer_norm_epsilon": "norm_eps"}, {}, norm_offset=True, further=_nemotron
+    ),
+    "falcon": Converted(
+        "falcon",
+        {key: name for key, name in COMMON.items() if key not in ("feed_forward_length", "attention.head_count_kv")}
+        | {
+            "feed_forward_length": "ffn_hidden_size",
+            "attention.head_count_kv": "num_kv_heads",
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        },
+        {"alibi": False},
+        grouped_qkv=True,
+        further=_falcon,
     ),
     "gptneox": Converted(
         "gpt_neox",

