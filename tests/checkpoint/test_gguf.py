@@ -62,7 +62,7 @@ def test_tensors_and_logits_are_those_of_the_folder(family: str, tmp_path: Path)
         assert model.checkpoint.tensors.keys() == expected.keys()
         for name, values in expected.items():
             error = np.abs(model.checkpoint.read(name) - values).max()
-                assert error <= (6e-8 if family == "nemotron" and name.endswith("norm.weight") else 0), name
+            assert error <= (6e-8 if family == "nemotron" and name.endswith("norm.weight") else 0), name
     with bminf_lite.load(path, device="cpu") as loaded:
         assert_close(loaded.logits(golden.tokens), golden.logits, "logits", np.float32, np.abs(golden.logits).max())
 
