@@ -287,3 +287,10 @@ def test_text_comes_from_the_file_and_from_the_migrated_folder(tmp_path: Path) -
             texts = [m.generate(prompts, max_new_tokens=12, temperature=0) for m in (one, two)]
             assert [r.text for r in texts[0]] == [r.text for r in texts[1]]
             assert [r.token_ids for r in texts[0]] == [r.token_ids for r in texts[1]]
+
+
+def test_it_can_be_calibrated(tmp_path: Path) -> None:
+    path = gguf_kit.write(tmp_path / "model.gguf", wide(), "Q8_0")
+    ids = random_tokens(7, 600, 97)
+    report = bminf_lite.migrate(path, tmp_path / "out", "w8a8-smooth", calibrate=ids, device="cpu")
+    assert report.calibration["products"] and report.cost["kl"] < 0.05
