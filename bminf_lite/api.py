@@ -50,6 +50,8 @@ def load(
 ) -> Model:
     """Load a checkpoint folder: one that ``migrate`` wrote, another W8A8 checkpoint, or an unquantized source.
 
+    ``path`` may also be a ``.gguf`` file, whose tensors are dequantized.
+
     - ``device``: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
     - ``memory_limit``: the most GPU memory that the model may use, in bytes or as text such as ``"6GiB"``. Layers that
       do not fit are streamed from host memory; see docs/memory.md. Without effect on a CPU.

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import click
+import make_model_table
 import pytest
 import tiny_checkpoint
 
@@ -33,6 +34,10 @@ def test_commands_and_options_exist() -> None:
     assert set(re.findall(r"bminf-lite ([a-z-]+)", README)) == set(commands)
     options = {opt for c in commands.values() if c for p in c.params for opt in p.opts} | {"--help"}
     assert set(re.findall(r"`(--[a-z-]+)", README)) <= options
+
+
+def test_the_table_of_models_is_current() -> None:
+    assert make_model_table.with_table(README) == README, "run: python tools/make_model_table.py"
 
 
 def test_every_architecture_is_listed() -> None:

@@ -242,6 +242,8 @@ BASES |= {
     "glm4": BASE | {"head_dim": 12, "pad_token_id": 0},
     "stablelm": BASE | {"hidden_size": 64},
     "phi": BASE | {"hidden_size": 64},
+    "nemotron": BASE | {"hidden_size": 64},
+    "helium": BASE | {"head_dim": 12},
     "gptj": GPTJ,
     "codegen": GPTJ,
     "falcon": FALCON,
@@ -364,6 +366,13 @@ CASES |= {
         "grouped, one norm": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
         "untied": {"tie_word_embeddings": False, "ffn_hidden_size": 80},
     },
+    "helium": PLAIN
+    | {"biases": {"attention_bias": True, "mlp_bias": True}, "linear rope": {"rope_parameters": LINEAR}},
+    "nemotron": PLAIN
+    | {
+        "biases, whole heads": {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 1.0},
+        "own head size, relu": {"head_dim": 20, "hidden_act": "relu"},
+    },
     "starcoder2": PLAIN | {"window, no biases": {"sliding_window": 7, "use_bias": False}},
     "gpt_bigcode": {
         "multi-query": {},
@@ -391,7 +400,7 @@ def build(config: Case, seed: int) -> PreTrainedModel:
     if seq2seq and not parsed(config).tied_head:  # transformers 5 ties such a head until a checkpoint says otherwise
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     parameters = parameters_of(model)
-    weights = random_tensors(seed, {name: tuple(p.shape) for name, p in parameters.items()})
+    weights = random_tensors(seed, {name: tuple(p.shape) for name, p in parameters.items()}, config["model_type"])
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(torch.from_numpy(weights[name]))

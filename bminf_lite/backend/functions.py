@@ -118,4 +118,10 @@ def relu(x: np.ndarray) -> np.ndarray:
     return y
 
 
-ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "relu": relu, "gelu": gelu}
+def relu_squared(x: np.ndarray) -> np.ndarray:
+    """``max(x, 0)^2`` (https://arxiv.org/abs/2109.08668)."""
+    y: np.ndarray = np.square(relu(x))
+    return y
+
+
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "relu": relu, "gelu": gelu, "relu_squared": relu_squared}

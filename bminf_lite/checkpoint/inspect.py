@@ -16,10 +16,11 @@ def inspect(path: str | Path) -> dict[str, Any]:
     """A description of the checkpoint in the folder ``path``, as JSON values.
 
     ``model_type``, ``architectures``, ``parameters`` (how many, scales not counted), ``bytes`` and ``file_bytes``,
-    ``dtypes`` (bytes per type), ``quantization`` (None, or its groups), ``migration`` (recipe, tool version and sources
-    of the manifest, or None) and ``tensors``: for each its ``dtype``, ``shape``, ``bytes`` and ``file``, and for a
-    quantized layer's codes ``activations`` (``int8`` or ``float``) and ``scale`` (dtype, min, median, max). Raises
-    :class:`CheckpointError` if the checkpoint cannot be opened.
+    ``dtypes`` (bytes per type as it is read), ``quantization`` (None, or its groups), ``migration`` (recipe, tool
+    version and sources of the manifest, or None) and ``tensors``: for each its ``dtype``, ``shape``, ``bytes`` and
+    ``file``, for a type of GGUF that is dequantized ``stored_as``, and for a quantized layer's codes ``activations``
+    (``int8`` or ``float``) and ``scale`` (dtype, min, median, max). Raises :class:`CheckpointError` if the checkpoint
+    cannot be opened.
     """
     with open_checkpoint(path) as checkpoint:
         tensors = {name: _describe(checkpoint, name) for name in checkpoint.tensors}
@@ -59,6 +60,8 @@ def _describe(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     info = checkpoint.tensors[name]
     result: dict[str, Any] = {"dtype": info.dtype, "shape": list(info.shape)}
     result |= {"bytes": info.nbytes, "file": info.file.name}
+    if info.stored_as:
+        result["stored_as"] = info.stored_as
     module = name.removesuffix("_packed").removesuffix(".weight")
     group = checkpoint.quantization.group_of(module) if checkpoint.quantization else None
     codes = name == f"{module}.weight_packed" or (name == f"{module}.weight" and info.dtype == "I8")

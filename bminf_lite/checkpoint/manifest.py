@@ -5,6 +5,7 @@
 - ``format_version``, the tool's version and the recipe;
 - ``tied_head``, the scheme for a head without a tensor of its own, or null;
 - ``quantized_when_loaded``, by name the schemes of matrices that stay float and ``[in, out]`` in the file;
+- ``left_out``, the parts of a multimodal source that are not its text model;
 - ``only_bminf_lite``: why other readers of the format do not open the checkpoint, or null;
 - ``sources`` and ``files``, the files of the source and of the result with sizes and checksums (see :mod:`.checksum`);
 - ``checked_when_loaded``, the checksums of scales and small tensors;
@@ -59,7 +60,8 @@ class MigrationReport:
     matrices that are stored ``[in, out]``. Both stay float in the file and are quantized when they are loaded.
     ``conv1d`` are such matrices that are stored as int8 instead. ``calibration`` holds a calibration's decisions, and
     ``cost`` the measured distance from the source. ``skipped`` lists the source's files that were not carried along,
-    each with the reason. Prints as a summary of two to four lines.
+    each with the reason. ``left_out`` names the parts of a multimodal model, such as ``vision_tower``, that are not in
+    the result. Prints as a summary of two to four lines.
     """
 
     recipe: Recipe
@@ -73,6 +75,7 @@ class MigrationReport:
     files: tuple[FileRecord, ...] = ()
     checksums: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         before, after = self.bytes_before, self.bytes_after
@@ -89,6 +92,8 @@ class MigrationReport:
             )
         if self.tied_head is not None:
             lines.append(f"the output head shares the embedding's float tensor and runs as {self.tied_head.value}")
+        if self.left_out:
+            lines.append(f"only the text model was migrated; left out: {', '.join(self.left_out)}")
         if self.late:
             schemes = ", ".join(sorted({scheme.value for scheme in self.late.values()}))
             lines.append(f"{len(self.late)} matrices are stored [in, out], stay float in the file and run as {schemes}")
@@ -129,6 +134,7 @@ class MigrationReport:
             "tied_head": self.tied_head.value if self.tied_head else None,
             **({"quantized_when_loaded": {n: scheme.value for n, scheme in self.late.items()}} if self.late else {}),
             "only_bminf_lite": self.only_bminf_lite,
+            **({"left_out": list(self.left_out)} if self.left_out else {}),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             **({"calibration": dict(self.calibration)} if self.calibration else {}),

@@ -36,7 +36,7 @@ from .output_folder import check_target, output_folder
 from .reader import Checkpoint
 from .recipe import Recipe, Scheme, load_recipe
 from .weight_rewrite import NO_REWRITE, CalibrationResult, WeightRewrite
-from .writer import SHARD_BYTES, CheckpointWriter, write_json
+from .writer import SHARD_BYTES, CheckpointWriter, write_json, write_text
 
 MAX_IN_FEATURES = 131_071
 """A sum of more products of int8 values can exceed int32."""
@@ -67,7 +67,7 @@ def migrate(
     calibrate: CalibrateFn | None = None,
     verify: VerifyFn | None = None,
 ) -> MigrationReport:
-    """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
+    """Quantize the checkpoint in the folder ``source``, or the GGUF file ``source``, into the new folder ``out``.
 
     ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. ``force`` replaces an earlier result
     in ``out``, once the new one is complete. ``dry_run`` only reports how each tensor would be converted. ``portable``
@@ -102,14 +102,17 @@ def migrate(
         copied, skipped = _files_to_copy(checkpoint.path)
         report = MigrationReport(
             chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late, conv1d=schemes.conv1d,
-            skipped=tuple(skipped),
+            skipped=tuple(skipped), left_out=tuple(model.left_out()),
         )  # fmt: skip
         if dry_run:
             return report
         needed = sum(task.nbytes for task in tasks) + sum(file.stat().st_size for file in copied) + (1 << 20)
         with output_folder(target, force, needed) as folder:
-            write_json(folder / "config.json", checkpoint.config | _quantization(schemes, calibrated.rewrites))
+            quantization = _quantization(schemes, calibrated.rewrites)
+            write_json(folder / "config.json", dict(model.description.config_json) | quantization)
             _copy_files(checkpoint.path, copied, folder)
+            for name, text in checkpoint.text_files().items():
+                write_text(folder / name, text)
             report = _convert(checkpoint, tasks, folder, shard_bytes, progress, report)
             write_json(folder / MANIFEST_FILE, report.manifest())
             if verify:
@@ -239,6 +242,8 @@ def _convert(
 
 def _files_to_copy(source: Path) -> tuple[list[Path], list[str]]:
     """The files of the model that are neither weights nor configuration, and those left out, each with the reason."""
+    if source.is_file():
+        return [], []
     found = [
         path
         for path in sorted(source.iterdir())

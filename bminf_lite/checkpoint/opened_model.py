@@ -32,22 +32,30 @@ TIED_ROWS = 64
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """The content of a ``config.json``: the architecture, its parsed configuration, and its tensors."""
+    """The content of a ``config.json``: the architecture, its parsed configuration, and its tensors.
+
+    ``config_json`` is the configuration as it was parsed: of a multimodal model, that of its text model.
+    """
 
     architecture: Architecture
     config: ModelConfig
     spec: Spec
+    config_json: Mapping[str, Any]
 
 
 def describe_model(config: Mapping[str, Any], folder: Path | None = None) -> ModelDescription:
-    """The model of a parsed ``config.json``, which is in ``folder``.
+    """The model of a parsed ``config.json``, which is in ``folder``, or the text model of a multimodal one.
 
     Raises :class:`CheckpointError` for one that cannot be run.
     """
     with _errors_name(folder):
-        architecture = models.find(config)
-        parsed = architecture.parse(config)
-    return ModelDescription(architecture, parsed, architecture.spec(parsed))
+        text_config = models.text_config(config)
+        architecture = models.find(text_config)
+        parsed = architecture.parse(text_config)
+    spec = architecture.spec(parsed)
+    if text_config is not config:
+        spec = models.text_spec(spec)
+    return ModelDescription(architecture, parsed, spec, text_config)
 
 
 @contextmanager
@@ -84,6 +92,14 @@ class OpenedModel:
     def close(self) -> None:
         """Close the files; matrices that were not read yet can no longer be read."""
         self.checkpoint.close()
+
+    def left_out(self) -> list[str]:
+        """The parts of a multimodal model that are not its text model, such as ``vision_tower``, sorted."""
+        if self.description.config_json is self.checkpoint.config:
+            return []
+        spec = self.spec
+        others = [name for name in self.checkpoint.tensors if name not in spec.parameters and name not in spec.tied]
+        return sorted({name.removeprefix("model.").partition(".")[0] for name in others})
 
     def weights(self) -> CheckpointWeights:
         """The tensors by the names that the model uses. Raises :class:`CheckpointError` for a wrong manifest."""

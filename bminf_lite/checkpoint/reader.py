@@ -1,5 +1,7 @@
 """Opening a checkpoint's files: a folder with ``config.json`` and weights, in one file or in shards with an index.
 
+A GGUF file, or a folder that holds one, is a checkpoint too (see :mod:`.gguf_file`).
+
 The weights are safetensors or, in older checkpoints, PyTorch files (see :mod:`.torch_file`). Where a folder has both,
 safetensors are taken. Opening finds everything that can be wrong with the files and reports it in one error. It reads
 the files' headers alone, so it takes milliseconds whatever the size.
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -21,8 +23,10 @@ from ..backend.quantization import HostWeight, Int8Weight, OutlierColumns
 from ..backend.stored_matrix import StoredMatrix
 from ..errors import CheckpointError, checkpoint_error
 from ..files import expand, read_small_file
+from ..gguf_files.header import find_gguf
 from .checksum import array_checksum
 from .compressed_tensors import packed_width, parse_quantization, unpack
+from .gguf_file import open_gguf
 from .manifest import FORMAT_VERSIONS, MANIFEST_FILE
 from .safetensors_file import SafetensorsFile
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
@@ -36,19 +40,29 @@ class Checkpoint:
     """The open files of a checkpoint. Made by :func:`open_checkpoint`; a context manager.
 
     ``config``, ``generation_config`` and ``manifest`` (of a migrated checkpoint) are the parsed JSON files, ``{}``
-    where the latter two do not exist. ``tensors`` maps names to types, shapes and places. ``quantization`` is the
-    parsed ``quantization_config`` of ``config.json``, or None.
+    where the latter two do not exist. ``text_files`` makes further files of a folder, by name, that a GGUF file stands
+    for. ``tensors`` maps names to types, shapes and places. ``quantization`` is the parsed ``quantization_config`` of
+    ``config.json``, or None.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], files: list[TensorFile], metadata_files: list[Path]):
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        files: list[TensorFile],
+        metadata_files: list[Path],
+        generation_config: dict[str, Any] | None = None,
+        text_files: Callable[[], Mapping[str, str]] = dict,
+    ):
         self.path = path
+        self.text_files = text_files
         self.config = config
         self.quantization = parse_quantization(config, path / "config.json")
         self._metadata_files = metadata_files
         self._files = {file.path: file for file in files}
         self.tensors: Mapping[str, TensorInfo] = {k: v for file in files for k, v in file.tensors.items()}
         self._name_in_file = {name: name for name in self.tensors}
-        self.generation_config = _read_optional(path / "generation_config.json")
+        self.generation_config = generation_config or _read_optional(path / "generation_config.json")
         self.manifest = _read_optional(path / MANIFEST_FILE)
         _check_manifest(path, self.manifest, files)
         self._checksums = self.manifest.get("checked_when_loaded") or {}
@@ -184,25 +198,30 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the checkpoint in the folder ``path``.
+    """Open the checkpoint in the folder ``path``, or the GGUF file ``path``.
 
     Raises :class:`CheckpointError` if the folder, ``config.json``, the index or a file of weights cannot be used; all
     problems of the shards are listed together.
     """
     path = expand(path)
+    if (gguf := find_gguf(path)) is not None:
+        found = open_gguf(gguf)
+        return Checkpoint(gguf, found.config, found.files, [], found.generation_config, found.text_files)
     if not path.is_dir():
-        what = "is a file, not a folder" if path.exists() else "does not exist"
+        what = "is a file, neither a folder nor GGUF" if path.exists() else "does not exist"
         raise CheckpointError(f"{path}: {what}; give the folder that holds config.json and the weights")
     config = read_json(path / "config.json")
     metadata_files = [path / "config.json"]
-    found = next((path / f for name in SINGLE_FILES for f in (name, f"{name}.index.json") if (path / f).exists()), None)
-    if found is None:
+    weights = next(
+        (path / f for name in SINGLE_FILES for f in (name, f"{name}.index.json") if (path / f).exists()), None
+    )
+    if weights is None:
         raise CheckpointError(_no_weights(path))
-    if found.suffix == ".json":
-        files = _open_shards(found, _read_index(found))
-        metadata_files.append(found)
+    if weights.suffix == ".json":
+        files = _open_shards(weights, _read_index(weights))
+        metadata_files.append(weights)
     else:
-        files = [_open_file(found)]
+        files = [_open_file(weights)]
     try:
         return Checkpoint(path, config, files, metadata_files)
     except BaseException:

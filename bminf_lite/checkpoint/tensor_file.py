@@ -43,13 +43,17 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a file: ``nbytes`` is the size of its values, which begin ``offset`` bytes into ``file``."""
+    """A tensor of a file: ``nbytes`` is the size of its values, which begin ``offset`` bytes into ``file``.
+
+    ``stored_as`` names the type in the file if values are converted to ``dtype`` while they are read.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     file: Path
     offset: int
     nbytes: int
+    stored_as: str = ""
 
 
 class TensorFile(ABC):

@@ -159,6 +159,14 @@ def write_json(path: Path, value: object) -> None:
         os.fsync(file.fileno())
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file and wait until it is on the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _shards(tensors: Mapping[str, TensorDeclaration], limit: int) -> list[dict[str, TensorDeclaration]]:
     """Split the tensors, in their order, into runs of at most ``limit`` bytes."""
     shards: list[dict[str, TensorDeclaration]] = [{}]

@@ -65,6 +65,8 @@ def tensor_line(name: str, tensor: dict[str, Any], width: int) -> str:
     """One tensor; ``width`` is that of the longest name."""
     shape = str(tensor.get("unpacked_shape", tensor["shape"]))
     line = f"{name:{width}}  {tensor['dtype']:4}  {shape:16} {size_text(tensor['bytes']):>9}"
+    if stored_as := tensor.get("stored_as"):
+        line += f"   from {stored_as}"
     if scale := tensor.get("scale"):
         line += f"   scales {scale['min']:.3g} .. {scale['median']:.3g} .. {scale['max']:.3g} ({scale['dtype']})"
     return line

@@ -49,8 +49,9 @@ def migrate(
 ) -> None:
     """Migrate a checkpoint to int8.
 
-    Reads the Hugging Face folder SOURCE (safetensors, or PyTorch's .bin files, in fp32, fp16 or bf16) and writes the
-    folder OUT, which appears complete or not at all. Calibration and the measure of its cost run on --device.
+    Reads the Hugging Face folder SOURCE (safetensors, or PyTorch's .bin files, in fp32, fp16 or bf16), or the .gguf
+    file SOURCE, and writes the folder OUT, which appears complete or not at all. Calibration and the measure of its
+    cost run on --device.
 
     \b
     Example:

@@ -59,8 +59,8 @@ def plan(
 ) -> None:
     """Plan where a model's layers are stored.
 
-    MODEL is a checkpoint's folder, or a config.json alone. Nothing is loaded, and no GPU is needed if --gpu-memory and
-    --link are given.
+    MODEL is a checkpoint's folder, a .gguf file, or a config.json. Nothing is loaded, and no GPU is needed if
+    --gpu-memory and --link are given.
 
     \b
     Example:

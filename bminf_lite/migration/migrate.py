@@ -56,7 +56,7 @@ def migrate(
     calibration_progress: calibration.Progress | None = None,
     cost_progress: Progress | None = None,
 ) -> MigrationReport:
-    """Quantize the checkpoint in the folder ``source`` into the new folder ``out``.
+    """Quantize the checkpoint in the folder ``source``, or the GGUF file ``source``, into the new folder ``out``.
 
     ``recipe`` is a built-in name, the path of a TOML file, or a :class:`Recipe`. A recipe with a calibration needs
     ``calibrate``: a file of text or JSONL, or token ids. ``samples`` pieces of up to 512 tokens each, spread over the

@@ -38,6 +38,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+    "relu2": "relu_squared",
     "silu": "silu",
     "swish": "silu",
 }

@@ -179,10 +179,10 @@ def spec(config: Config) -> Spec:
         qkv_tensors = [linear(n, (width, hidden), config.qkv_bias) for n, width in zip(qkv, widths, strict=True)]
         inner_width = (2 if config.gated else 1) * inner // len(mlp_in)
         in_tensors = [linear(name, (inner_width, hidden), config.mlp_bias) for name in mlp_in]
-        for part in (*qkv_tensors, *in_tensors, *(norm_tensors(f"{block}.{name}", config) for name in names.norms)):
+        out_tensors = linear(attention_out, (hidden, config.query_features), config.o_bias)
+        norms = [norm_tensors(f"{block}.{name}", config) for name in names.norms]
+        for part in (*qkv_tensors, out_tensors, *in_tensors, linear(mlp_out, (hidden, inner), config.mlp_bias), *norms):
             tensors |= part
-        tensors |= linear(attention_out, (hidden, config.query_features), config.o_bias)
-        tensors |= linear(mlp_out, (hidden, inner), config.mlp_bias)
         if config.qk_norm is not QueryKeyNorm.NONE:
             heads = (config.heads, config.kv_heads) if config.qk_norm is QueryKeyNorm.WHOLE else (1, 1)
             for name, count in zip((names.q_norm, names.k_norm), heads, strict=True):

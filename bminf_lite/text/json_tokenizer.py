@@ -7,7 +7,7 @@ name the special tokens, and the first or ``chat_template.jinja`` holds the chat
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,18 +65,38 @@ class JsonTokenizer(Tokenizer):
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> JsonTokenizer:
         """See :func:`.checkpoint_files.load_tokenizer`."""
-        backend = _load_backend(folder)
         config = _read_json(folder / "tokenizer_config.json")
         names = {**_read_json(folder / "special_tokens_map.json"), **config}
+        backend = _load_backend(folder)
         if not (folder / cls.FILE).is_file() and backend.token_to_id(_END_OF_TEXT) is not None:
             names = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, **names}  # GPT2Tokenizer's defaults
+        return cls._make(backend, names, config, _chat_template(folder, config), folder, vocab_size)
+
+    @classmethod
+    def from_texts(cls, texts: Mapping[str, str], path: Path, vocab_size: int) -> JsonTokenizer:
+        """A tokenizer from the texts of ``tokenizer.json`` and ``tokenizer_config.json``, which came from ``path``."""
+        with _library_errors(f"{path}: holds a vocabulary that the tokenizers library cannot read"):
+            backend = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
+        config = json.loads(texts["tokenizer_config.json"])
+        return cls._make(backend, config, config, config.get("chat_template"), path, vocab_size)
+
+    @classmethod
+    def _make(
+        cls,
+        backend: tokenizers.Tokenizer,
+        names: Mapping[str, Any],
+        config: Mapping[str, Any],
+        template: str | None,
+        folder: Path,
+        vocab_size: int,
+    ) -> JsonTokenizer:
+        """Check that the special tokens in ``names`` are in the vocabulary, and that it fits the embedding."""
         special = {name: _token_text(folder, name, names.get(name)) for name in ("bos_token", "eos_token")}
         problems = [
             f"{name} {text!r} is not in the tokenizer's vocabulary"
             for name, text in special.items()
             if text is not None and backend.token_to_id(text) is None
         ]
-        template = _chat_template(folder, config)
         tokenizer = cls(backend, **special, add_bos_token=config.get("add_bos_token") is True, chat_template=template)
         if len(tokenizer) > vocab_size:
             problems.append(

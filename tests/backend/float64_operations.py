@@ -87,6 +87,8 @@ def activation(name: str, x: np.ndarray) -> np.ndarray:
         return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     if name == "gelu":
         return x * np.vectorize(lambda z: math.erfc(-z / math.sqrt(2)) / 2)(x)
+    if name == "relu_squared":
+        return np.maximum(x, 0) ** 2
     assert name == "relu"
     return np.where(x > 0, x, 0)
 

@@ -241,6 +241,35 @@ def test_norm(backend, seed, rows, width, center):
     assert_close(y, model.norm(x, norm), "norm", backend.activation_dtype, model.norm_terms(x, norm))
 
 
+@given(SEEDS, ROWS, WIDTHS, st.booleans())
+def test_norm_add(backend, seed, rows, width, center):
+    """The norm of what a layer gives, added to the stream; a norm of the stream before that keeps its value."""
+    rng = np.random.default_rng(seed)
+    x, residual = (random_rows(rng, rows, width, np.float32) for _ in range(2))
+    norm, other = random_norm(rng, width, center), norm_on(backend, random_norm(rng, width, False))
+    stream = backend.array(residual)
+    before = backend.host(backend.norm(backend.array(residual), other)).copy()
+    early = backend.norm(stream, other)
+    y = backend.host(backend.norm_add(backend.array(x), norm_on(backend, norm), stream))
+    terms = model.norm_terms(x, norm) + np.abs(residual)
+    assert_close(y, residual + model.norm(x, norm), "norm", backend.activation_dtype, terms)
+    np.testing.assert_array_equal(backend.host(early), before)
+
+
+@given(SEEDS, ROWS, st.lists(WIDTHS, min_size=1, max_size=3), st.booleans())
+def test_join(backend, seed, rows, widths, normed):
+    rng = np.random.default_rng(seed)
+    parts = [random_rows(rng, rows, width, np.float32) for width in widths]
+    arrays = [backend.array(part) for part in parts]
+    if normed:  # a value that may not be computed yet
+        norm = norm_on(backend, random_norm(rng, widths[0], False))
+        parts[0] = np.array(backend.host(backend.norm(backend.array(parts[0]), norm)))
+        arrays[0] = backend.norm(arrays[0], norm)
+    y = backend.host(backend.join(arrays))
+    assert y.dtype == backend.activation_dtype
+    np.testing.assert_array_equal(y, in_activation_type(backend, np.concatenate(parts, axis=1)))
+
+
 @given(SEEDS, ROWS, WIDTHS, WIDTHS)
 def test_norm_then_quantize_and_multiply(backend, seed, rows, width, outputs):
     """What a layer does: a norm's last bit may move a code that is next to a tie, by one."""

@@ -43,7 +43,7 @@ def layer(ops: Any, activation: str, bias: bool) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "gelu", "relu_squared"])
 def test_a_layer_is_the_same_without_it(ops: Any, activation: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = layer(ops, activation, bias)
     monkeypatch.setattr(ops.fused.scaled_gemm, "supports", lambda rows, channels, epilogue: False)

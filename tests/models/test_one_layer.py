@@ -20,7 +20,11 @@ COUNTS = [150, 17, 1]
 """Tokens of three prompts: together more rows than a GPU has multiprocessors, apart many, few and one."""
 SOURCES = [40, 64, 5]
 SHAPES = {name: config | {"vocab_size": VOCABULARY} for name, config in configs()}
-COVERED = ("eva.json", "eva-2.json", "eva-2-base.json", "llama-3-70b.json", "llama-3-8b.json")
+COVERED = (
+    "eva.json", "eva-2.json", "eva-2-base.json", "llama-3-70b.json", "llama-3-8b.json", "mistral-7b.json",
+    "qwen2.5-7b.json", "qwen3-8b.json", "olmo-2-7b.json", "phi-3-mini.json", "ministral-3-8b.json", "command-r.json",
+    "codegen-2b.json",
+)  # fmt: skip
 """Shapes whose kernels the others launch too."""
 
 

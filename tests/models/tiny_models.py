@@ -30,7 +30,7 @@ GPTS = ("gpt2", "opt", "gpt_neox")
 ENCODER_DECODERS = ("t5", "mt5", "umt5")
 DECODERS = (
     "phi3", "olmo2", "olmo3", "granite", "smollm3", "ministral3", "seed_oss", "stablelm", "cohere", "cohere2", "glm",
-    "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode",
+    "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode", "nemotron", "helium",
 )  # fmt: skip
 """The families that share ``models/_transformer.py`` with LLaMA's, and GPT-2's relative."""
 EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS)
@@ -39,12 +39,15 @@ EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "shar
               "position_embeddings", "relative_attention_bias")  # fmt: skip
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """GPT-2's matrices, which are stored ``[in, out]``."""
+OFFSET_NORMS = ("nemotron",)
+"""Families whose norms add 1 to their weights."""
 UNSCALED = ("Attention.q.weight", "Attention.k.weight", "project_q.weight")
 """T5's, whose scores nothing divides."""
 
 
-def random_tensors(seed: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def random_tensors(seed: int, shapes: Mapping[str, tuple[int, ...]], model_type: str = "") -> dict[str, np.ndarray]:
     """fp32 tensors, sized so that attention has contrast, no layer is idle, and biases and gains matter."""
+    gain_of_norms = 0 if model_type in OFFSET_NORMS else 1
     generator = np.random.PCG64(seed)
     tensors = {}
     for name, shape in sorted(shapes.items()):
@@ -53,7 +56,7 @@ def random_tensors(seed: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
         if name.endswith(".bias"):
             values = np.float32(0.5) * uniform
         elif len(shape) == 1:
-            values = 1 + np.float32(0.3) * uniform
+            values = gain_of_norms + np.float32(0.3) * uniform
         elif name.removesuffix(".weight").endswith(EMBEDDINGS):
             values = uniform
         else:
@@ -160,7 +163,7 @@ class RandomWeights:
         self.tied = spec.tied
         self.transposed = {name for name, p in spec.parameters.items() if p.transposed}
         shapes = {name: p.shape for name, p in spec.parameters.items() if name not in spec.tied}
-        self.tensors = random_tensors(seed, shapes)
+        self.tensors = random_tensors(seed, shapes, config["model_type"])
         self.quantized = quantized
         self.dynamic = dynamic
 

@@ -165,6 +165,18 @@ def starcoder2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     return {"use_bias": draw.flag(), "sliding_window": draw.one_of(None, 7), "rope_parameters": draw.one_of(*ropes)}
 
 
+def nemotron(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    rope = config["rope_parameters"] | {"partial_rotary_factor": draw.one_of(0.5, 1.0)}
+    own = {"rope_parameters": rope, "attention_bias": draw.flag(), "mlp_bias": draw.flag()}
+    return own | {"hidden_act": draw.one_of("relu2", "relu2", "gelu"), "head_dim": draw.one_of(None, 12)}
+
+
+def helium(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    own = {"attention_bias": draw.flag(), "mlp_bias": draw.flag(), "head_dim": head_dim, "pad_token_id": 0}
+    return own | {"rope_parameters": draw.one_of(config["rope_parameters"], *ropes), "rms_norm_eps": 1e-6}
+
+
 def gpt_bigcode(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     return renamed(draw, config) | {"multi_query": draw.flag()}
 
@@ -173,6 +185,6 @@ OWN = {
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
     "exaone4": exaone4, "phi": phi, "gptj": gptj, "codegen": codegen, "falcon": falcon, "starcoder2": starcoder2,
-    "gpt_bigcode": gpt_bigcode,
+    "gpt_bigcode": gpt_bigcode, "nemotron": nemotron, "helium": helium,
 }  # fmt: skip
 """What each family adds to the common keys."""

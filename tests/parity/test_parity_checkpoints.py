@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from parity_kit import greedy, relative_error, reopened
-from tiny_models import DECODERS, FAMILIES, goldens
+from tiny_models import DECODERS, FAMILIES, goldens, random_tokens
 from tolerances import assert_close
 
 import bminf_lite
 from bminf_lite.checkpoint.recipe import Recipe, Scheme
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
+transformers = pytest.importorskip("transformers", reason="parity needs transformers")
 helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers", reason="parity needs compressed-tensors")
 import make_goldens  # noqa: E402  (needs torch)
 
@@ -141,3 +142,27 @@ def loss(logits: np.ndarray, ids: np.ndarray) -> float:
     shifted = logits[:-1] - logits[:-1].max(axis=1, keepdims=True)
     chosen = shifted[np.arange(len(ids) - 1), ids[1:]] - np.log(np.exp(shifted).sum(axis=1))
     return -float(chosen.mean())
+
+
+def test_the_text_model_of_a_multimodal_folder(tmp_path):
+    """Mistral 3 with a picture tower: transformers' logits of text, and the migrated text model opens alone."""
+    text = make_goldens.BASE | {"model_type": "mistral", "head_dim": 12, "tie_word_embeddings": False}
+    vision = {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = transformers.Mistral3Config(
+        text_config=text | {"eos_token_id": None}, vision_config=vision, tie_word_embeddings=False
+    )
+    torch.manual_seed(0)
+    hf = transformers.Mistral3ForConditionalGeneration._from_config(config, dtype=torch.float32).eval()
+    hf.save_pretrained(tmp_path / "source")
+    tokens = random_tokens(8, 33, 90) % 9  # not the token of a picture
+    expected = make_goldens.logits_of(hf, tokens)
+    with bminf_lite.load(tmp_path / "source", device="cpu") as model:
+        assert_close(model.logits(tokens), expected, "logits", np.float32, np.abs(expected).max())
+    report = bminf_lite.migrate(tmp_path / "source", tmp_path / "out", "w8a16")
+    assert report.left_out == ("multi_modal_projector", "vision_tower")
+    theirs = make_goldens.logits_of(reopened(tmp_path / "out"), tokens)
+    with bminf_lite.load(tmp_path / "out", device="cpu") as model:
+        assert_close(model.logits(tokens), theirs, "logits", np.float32, np.abs(theirs).max())

@@ -21,6 +21,7 @@ class Activation(IntEnum):
     GELU_TANH = 1
     RELU = 2
     GELU = 3
+    RELU_SQUARED = 4
 
 
 ACTIVATIONS = {activation.name.lower(): activation for activation in Activation}
@@ -71,6 +72,7 @@ class RowOp(IntEnum):
     GATE_GELU_TANH = 4
     GATE_RELU = 5
     GATE_GELU = 6
+    GATE_RELU_SQUARED = 7
 
 
 class Target(IntEnum):

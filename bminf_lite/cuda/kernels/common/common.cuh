@@ -424,7 +424,8 @@ __device__ __forceinline__ float activate(float x) {
         return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, y));
     }
     if constexpr (F == GELU) return __fmul_rn(__fmul_rn(0.5f, x), erfcf(__fmul_rn(-0.70710678118654752f, x)));
-    return fmaxf(x, 0.0f);
+    const float positive = fmaxf(x, 0.0f);
+    return F == RELU_SQUARED ? __fmul_rn(positive, positive) : positive;
 }
 
 // f(gate) * up, the output of a gated feed-forward layer; both products are rounded to fp16 first.

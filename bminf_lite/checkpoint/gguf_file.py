@@ -1,0 +1,174 @@
+"""GGUF files as a checkpoint: tensors under Hugging Face's names, dequantized while they are read.
+
+F32, F16 and BF16 are read as they are. All other types are dequantized to F32 by the package ``gguf``; for Q8_0, whose
+values are a code times an fp16 scale, this is exact. Rows that llama.cpp's converter reordered are put back in order.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import models
+from ..errors import CheckpointError
+from ..gguf_files.architectures import (
+    FACTORS,
+    config_json,
+    generation_config,
+    is_transposed,
+    offset,
+    row_order,
+    tensor_names,
+)
+from ..gguf_files.header import GgufHeader, GgufTensor, read_header
+from ..gguf_files.tokenizer import tokenizer_files
+from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo
+
+LEFT_OUT = (FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are part of the configuration here."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the file: ``order`` are its rows in Hugging Face's order; ``transposed``: it is to be transposed.
+
+    ``offset`` is to be subtracted from a vector.
+    """
+
+    tensor: GgufTensor
+    order: np.ndarray | None
+    transposed: bool
+    offset: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
+
+    @property
+    def dtype(self) -> str:
+        """The type in which its values are read."""
+        return self.tensor.type if self.tensor.type in FLOAT_DTYPES else "F32"
+
+
+class GgufFile(TensorFile):
+    """One open file. ``stored`` maps Hugging Face's names to its tensors."""
+
+    def __init__(self, path: Path, stored: Mapping[str, StoredTensor]):
+        self._stored = stored
+        super().__init__(path)
+
+    def _read_header(self) -> Mapping[str, TensorInfo]:
+        infos = {}
+        for name, stored in self._stored.items():
+            tensor, nbytes = stored.tensor, math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
+            if tensor.offset + tensor.nbytes > self.nbytes:
+                raise CheckpointError(f"{self.path}: ends before tensor {name!r}; it is truncated: download it again")
+            stored_as = "" if tensor.type == stored.dtype else tensor.type
+            infos[name] = TensorInfo(stored.dtype, stored.shape, self.path, tensor.offset, nbytes, stored_as)
+        return infos
+
+    def read_tensor(self, name: str, buffer: memoryview, offset: int = 0) -> None:
+        stored, info = self._stored[name], self.tensors[name]
+        itemsize = DTYPES[info.dtype].itemsize
+        if stored.transposed:
+            values = self._transposed(name).reshape(-1).view(np.uint8)
+            buffer[:] = values[offset : offset + len(buffer)].data
+            return
+        if stored.order is None and info.stored_as == "" and not stored.offset:
+            super().read_tensor(name, buffer, offset)
+            return
+        row = max(math.prod(info.shape[1:]), 1) * itemsize
+        first, end = offset // row, -(-(offset + len(buffer)) // row)
+        rows = self._rows(stored, first, end)
+        values = (rows - rows.dtype.type(stored.offset)).reshape(-1).view(np.uint8)
+        buffer[:] = values[offset - first * row : offset - first * row + len(buffer)].data
+
+    def _rows(self, stored: StoredTensor, first: int, end: int) -> np.ndarray:
+        """Rows ``first`` to ``end`` in Hugging Face's order. Rows that lie side by side are read together."""
+        order = np.arange(first, end) if stored.order is None else stored.order[first:end]
+        low, high = int(order.min()), int(order.max()) + 1
+        if high - low <= 4 * len(order):
+            rows: np.ndarray = self._consecutive_rows(stored.tensor, low, high)[order - low]
+            return rows
+        return np.concatenate([self._consecutive_rows(stored.tensor, int(i), int(i) + 1) for i in order])
+
+    def _consecutive_rows(self, tensor: GgufTensor, first: int, end: int) -> np.ndarray:
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        raw = np.empty((end - first, row_bytes), np.uint8)
+        self._read_into(raw.reshape(-1).data, tensor.offset + first * row_bytes)
+        if tensor.type in FLOAT_DTYPES:
+            return raw.view(DTYPES[tensor.type]).reshape(end - first, *tensor.shape[1:])
+        return _dequantized(raw, tensor.type, self.path).reshape(end - first, *tensor.shape[1:])
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019, the file and its cache end together
+    def _transposed(self, name: str) -> np.ndarray:
+        """A whole matrix ``[in, out]``; blocks of one matrix are read one after another."""
+        tensor = self._stored[name].tensor
+        return np.ascontiguousarray(self._consecutive_rows(tensor, 0, tensor.shape[0]).T)
+
+
+def _dequantized(raw: np.ndarray, type_name: str, path: Path) -> np.ndarray:
+    """Rows of bytes in a type of ggml as fp32."""
+    import gguf
+
+    try:
+        values: np.ndarray = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type_name])
+    except NotImplementedError as error:
+        raise CheckpointError(f"{path}: the package gguf cannot dequantize {type_name}") from error
+    return values.astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True)
+class GgufCheckpoint:
+    """What a Hugging Face folder of the model would hold; ``text_files`` makes the files without tensors."""
+
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    text_files: Callable[[], dict[str, str]]
+    files: list[TensorFile]
+
+
+def open_gguf(path: Path) -> GgufCheckpoint:
+    """Open the GGUF file ``path``, or all parts of it.
+
+    Raises :class:`CheckpointError` if a file cannot be read, for an architecture that is unknown, and for tensors that
+    are unknown or have a type that cannot be dequantized.
+    """
+    header = read_header(path)
+    config = config_json(header)
+    architecture = models.find(config)
+    names = tensor_names(header, architecture.spec(architecture.parse(config)).parameters)
+    by_file: dict[Path, dict[str, StoredTensor]] = {part: {} for part in header.paths}
+    known = {file_name: name for name, file_name in names.items()}
+    for file_name, tensor in header.tensors.items():
+        if file_name in LEFT_OUT:
+            continue
+        name = known.get(file_name, file_name)  # an unknown one is reported as unexpected
+        stored = StoredTensor(
+            tensor, row_order(header, file_name), is_transposed(header, file_name), offset(header, file_name)
+        )
+        by_file[tensor.path][name] = stored
+    files: list[TensorFile] = []
+    try:
+        files += (GgufFile(part, stored) for part, stored in by_file.items() if stored)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return GgufCheckpoint(config, generation_config(header), functools.partial(_text_files, header), files)
+
+
+def _text_files(header: GgufHeader) -> dict[str, str]:
+    """The files beside ``config.json``; without a tokenizer if the file's vocabulary is of an unknown kind."""
+    found = {"generation_config.json": json.dumps(generation_config(header), indent=2)}
+    try:
+        return found | tokenizer_files(header)
+    except CheckpointError:  # a model runs on token ids too
+        return found

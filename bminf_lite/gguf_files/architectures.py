@@ -1,0 +1,316 @@
+"""What llama.cpp's converter does to a Hugging Face model, undone: configuration, names, and the order of rows.
+
+The package ``gguf`` knows the names. The orders of rows and the metadata of each architecture are in :data:`TABLE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError, checkpoint_error
+from .header import GgufHeader
+
+COMMON = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+}
+RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+EPSILON = {"attention.layer_norm_epsilon": "layer_norm_eps"}
+HEAD_SIZE = {"attention.key_length": "head_dim"}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+GPT_NAMES = {
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "context_length": "n_positions",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+REQUIRED = ("embedding_length", "block_count", "attention.head_count", "context_length")
+FACTORS = "rope_freqs.weight"
+"""The tensor with a divisor for each rotary frequency, in place of LLaMA 3's formula."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """An architecture: Hugging Face's ``model_type``, and ``keys`` from metadata to ``config.json``.
+
+    ``fixed`` are values that the converter drops because all models have them. ``permuted``: the rows of query and key
+    of each head alternate between its halves, as in Meta's LLaMA. ``grouped_qkv``: query, key and value of a fused
+    matrix are one after another instead of head by head. ``norm_offset``: 1 is added to the weights of norms.
+    ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``. ``further`` adds to the
+    configuration.
+    """
+
+    model_type: str
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    permuted: bool = False
+    grouped_qkv: bool = False
+    norm_offset: bool = False
+    transposed: tuple[str, ...] = ()
+    further: Callable[[GgufHeader, dict[str, Any]], None] | None = None
+
+
+def config_json(header: GgufHeader) -> dict[str, Any]:
+    """The ``config.json`` of the model. Raises :class:`CheckpointError` for an unknown architecture."""
+    known = converted(header)
+    if header.of_model("expert_count"):
+        raise CheckpointError(f"{header.path}: is a mixture of experts, which this version does not run")
+    missing = [f"{header.architecture}.{key}" for key in REQUIRED if header.of_model(key) is None]
+    missing += [] if "token_embd.weight" in header.tensors else ["the tensor token_embd.weight"]
+    if missing:
+        raise checkpoint_error(header.path, [f"lacks {name}" for name in missing], "export the model again")
+    config: dict[str, Any] = {"model_type": known.model_type, **known.fixed}
+    for key, name in known.keys.items():
+        value = header.of_model(key)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if value is not None:
+            config[name] = _shortest(value) if isinstance(value, float) else value
+    config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in header.tensors
+    for key, name in (("bos", "bos_token_id"), ("eos", "eos_token_id")):
+        if (token := header.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            config[name] = token
+    scaling = _rope_scaling(header)
+    if scaling:
+        config["rope_scaling"] = scaling
+    if known.further:
+        known.further(header, config)
+    return config
+
+
+def generation_config(header: GgufHeader) -> dict[str, Any]:
+    """The tokens that end a text: the end of the text, and of a turn in a dialogue."""
+    ids = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    found = list(dict.fromkeys(token for token in ids if token is not None))
+    return {"eos_token_id": found} if found else {}
+
+
+def converted(header: GgufHeader) -> Converted:
+    """The entry of the table. Raises :class:`CheckpointError` if there is none."""
+    if header.architecture not in TABLE:
+        known = ", ".join(sorted(TABLE))
+        raise CheckpointError(f"{header.path}: GGUF architecture {header.architecture!r} is not one of {known}")
+    return TABLE[header.architecture]
+
+
+def tensor_names(header: GgufHeader, names: Iterable[str]) -> dict[str, str]:
+    """Hugging Face's ``names`` of tensors, each with the name in the file. Names without one there are left out."""
+    import gguf
+
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture)
+    mapping = gguf.get_tensor_name_map(number, int(header.of_model("block_count")))
+    found = {}
+    for name in names:
+        module, dot, part = name.rpartition(".")
+        known = mapping.get_name(module)
+        if known is not None:
+            found[name] = known + dot + part
+    return found
+
+
+def row_order(header: GgufHeader, name: str) -> np.ndarray | None:
+    """The rows of the tensor ``name`` of the file in the order that Hugging Face has; None for the same order."""
+    known, rows = converted(header), header.tensors[name].shape[0]
+    heads = _first(header.of_model("attention.head_count"))
+    if known.permuted and (".attn_q." in name or ".attn_k." in name):
+        if ".attn_k." in name:
+            heads = _first(header.of_model("attention.head_count_kv", heads))
+        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+    if known.grouped_qkv and ".attn_qkv." in name:
+        kv_heads = _first(header.of_model("attention.head_count_kv", heads))
+        head_dim = rows // (heads + 2 * kv_heads)
+        parts = np.split(np.arange(rows), [heads * head_dim, (heads + kv_heads) * head_dim])
+        return np.concatenate([part.reshape(kv_heads, -1) for part in parts], axis=1).ravel()
+    return None
+
+
+def offset(header: GgufHeader, name: str) -> float:
+    """The number that the converter added to the tensor ``name`` of the file."""
+    return 1.0 if converted(header).norm_offset and name.endswith("norm.weight") else 0.0
+
+
+def is_transposed(header: GgufHeader, name: str) -> bool:
+    """Whether Hugging Face stores the matrix ``name`` of the file ``[in, out]``."""
+    return name.endswith(".weight") and any(part in name for part in converted(header).transposed)
+
+
+def _first(value: Any) -> int:
+    return int(value[0] if isinstance(value, list) else value)
+
+
+def _shortest(value: float) -> float:
+    """The shortest number that is the same in fp32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(header: GgufHeader) -> dict[str, Any] | None:
+    """``rope_scaling``: factors per frequency, linear, or YaRN."""
+    if FACTORS in header.tensors:
+        factors = [_shortest(x) for x in small_tensor(header, FACTORS)]
+        original = header.of_model("rope.scaling.original_context_length", header.of_model("context_length"))
+        longrope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+        return longrope | {"factor": 1.0, "original_max_position_embeddings": original}
+    kind, factor = header.of_model("rope.scaling.type"), header.of_model("rope.scaling.factor")
+    if kind not in ("linear", "yarn") or factor is None:
+        return None
+    found = {"rope_type": kind, "factor": _shortest(factor)}
+    if kind == "yarn":
+        found["original_max_position_embeddings"] = header.of_model("rope.scaling.original_context_length")
+        for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if (value := header.of_model(f"rope.scaling.{key}")) is not None:
+                found[name] = _shortest(value)
+    return found
+
+
+def small_tensor(header: GgufHeader, name: str) -> np.ndarray:
+    """An fp32 vector of the file."""
+    tensor = header.tensors[name]
+    if tensor.type != "F32":
+        raise CheckpointError(f"{tensor.path}: tensor {name!r} is {tensor.type}, not F32")
+    with open(tensor.path, "rb") as file:
+        file.seek(tensor.offset)
+        return np.frombuffer(file.read(tensor.nbytes), "<f4")
+
+
+# -- what single architectures add ------------------------------------------------------------------------------------
+
+
+def _llama(header: GgufHeader, config: dict[str, Any]) -> None:
+    config.setdefault("head_dim", header.of_model("rope.dimension_count"))
+    if config["head_dim"] is None:
+        del config["head_dim"]
+    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
+
+
+def _smollm3(header: GgufHeader, config: dict[str, Any]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
+
+
+def _partial(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The rotated part of each head."""
+    rotated = header.of_model("rope.dimension_count")
+    if rotated is not None:
+        config["partial_rotary_factor"] = rotated / (config["hidden_size"] // config["num_attention_heads"])
+
+
+def _phi3(header: GgufHeader, config: dict[str, Any]) -> None:
+    _partial(header, config)
+    names = [f"rope_factors_{name}.weight" for name in ("short", "long")]
+    if all(name in header.tensors for name in names):
+        short, long = ([_shortest(x) for x in small_tensor(header, name)] for name in names)
+        config["rope_scaling"] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        factor = header.of_model("rope.scaling.attn_factor")
+        if factor is not None:
+            config["rope_scaling"]["attention_factor"] = _shortest(factor)
+    original = header.of_model("rope.scaling.original_context_length", config["max_position_embeddings"])
+    config["original_max_position_embeddings"] = original
+
+
+def _stablelm(header: GgufHeader, config: dict[str, Any]) -> None:
+    _partial(header, config)
+    config["use_qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in header.tensors
+
+
+def _nemotron(header: GgufHeader, config: dict[str, Any]) -> None:
+    _partial(header, config)
+    _llama(header, config)
+    config["head_dim"] = header.of_model("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+    rotated = header.of_model("rope.dimension_count", config["head_dim"])
+    config["partial_rotary_factor"] = rotated / config["head_dim"]
+
+
+def _falcon(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The newer architecture has grouped heads and two norms; the older one a single key-value head."""
+    config["new_decoder_architecture"] = "blk.0.attn_norm_2.weight" in header.tensors
+    config["multi_query"] = config["num_kv_heads"] == 1
+    config["bias"] = "blk.0.attn_qkv.bias" in header.tensors
+    if not config["new_decoder_architecture"] and not config["multi_query"]:
+        problem = "is a Falcon of the first architecture with many key-value heads, which may have ALiBi"
+        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+
+
+def _gpt_neox(header: GgufHeader, config: dict[str, Any]) -> None:
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    config["rotary_pct"] = header.of_model("rope.dimension_count", head_dim) / head_dim
+    config["rotary_emb_base"] = config.pop("rope_theta", 10000.0)
+
+
+def _without_windows(header: GgufHeader, config: dict[str, Any]) -> None:
+    """OLMo 3 has the same name, and windows in a pattern that the file does not tell."""
+    if header.of_model("attention.sliding_window"):
+        problem = "has windows, as OLMo 3 has, and does not say in which layers"
+        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+
+
+TABLE: dict[str, Converted] = {
+    "llama": Converted("llama", COMMON | RMS | HEAD_SIZE, {}, permuted=True, further=_llama),
+    "qwen2": Converted("qwen2", COMMON | RMS, {"use_sliding_window": False}),
+    "qwen3": Converted("qwen3", COMMON | RMS | HEAD_SIZE, {"use_sliding_window": False}),
+    "phi3": Converted("phi3", COMMON | RMS | WINDOW, {}, further=_phi3),
+    "olmo2": Converted("olmo2", COMMON | RMS, {}, further=_without_windows),
+    "granite": Converted(
+        "granite",
+        COMMON
+        | RMS
+        | {
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        {},
+        permuted=True,
+        further=_llama,
+    ),
+    "stablelm": Converted(
+        "stablelm", COMMON | EPSILON, {}, further=_stablelm
+    ),
+    "starcoder2": Converted("starcoder2", COMMON | {"attention.layer_norm_epsilon": "norm_epsilon"}, {}),
+    "phi2": Converted("phi", COMMON | EPSILON, {}, further=_partial),
+    "command-r": Converted(
+        "cohere", COMMON | EPSILON | {"logit_scale": "logit_scale"}, {}
+    ),
+    "cohere2": Converted(
+        "cohere2", COMMON | WINDOW | EPSILON | {"logit_scale": "logit_scale"}, {}
+    ),
+    "smollm3": Converted("smollm3", COMMON | RMS, {"no_rope_layer_interval": 4}, permuted=True, further=_smollm3),
+    "nemotron": Converted(
+        "nemotron", COMMON | {"attention.layer_norm_epsilon": "norm_eps"}, {}, norm_offset=True, further=_nemotron
+    ),
+    "falcon": Converted(
+        "falcon",
+        {key: name for key, name in COMMON.items() if key not in ("feed_forward_length", "attention.head_count_kv")}
+        | {
+            "feed_forward_length": "ffn_hidden_size",
+            "attention.head_count_kv": "num_kv_heads",
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        },
+        {"alibi": False},
+        grouped_qkv=True,
+        further=_falcon,
+    ),
+    "gptneox": Converted(
+        "gpt_neox",
+        COMMON | EPSILON | {"use_parallel_residual": "use_parallel_residual"},
+        {},
+        grouped_qkv=True,
+        further=_gpt_neox,
+    ),
+    "gpt2": Converted("gpt2", GPT_NAMES, {}, transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
+}  # fmt: skip
+"""By the name of the architecture in GGUF."""

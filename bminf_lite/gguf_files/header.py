@@ -1,0 +1,108 @@
+"""The header of a GGUF file, or of all parts of a split one: metadata, and the place and type of each tensor."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+INSTALL = "pip install 'bminf-lite[gguf]'"
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor: its row-major ``shape``, its ``type`` (``F16``, ``Q8_0``, ...), its ``nbytes`` from ``offset`` on."""
+
+    path: Path
+    shape: tuple[int, ...]
+    type: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """``paths`` are the parts of the file; ``metadata`` holds numbers, texts and lists of them by key."""
+
+    paths: tuple[Path, ...]
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def path(self) -> Path:
+        return self.paths[0]
+
+    @property
+    def architecture(self) -> str:
+        """The name of the architecture, under which its metadata are."""
+        return str(self.metadata.get("general.architecture"))
+
+    def of_model(self, key: str, default: Any = None) -> Any:
+        """The metadata ``{architecture}.{key}``."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that ``path`` names: itself, or the only model in a folder without a ``config.json``."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted(file for file in path.glob("*.gguf") if _part_number(file) == 1)
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise CheckpointError(f"{path}: holds {len(found)} GGUF models ({names}); give the path of one of them")
+    return found[0] if found else None
+
+
+def read_header(path: Path) -> GgufHeader:
+    """The header of the model whose first or only part is ``path``.
+
+    Raises :class:`CheckpointError` if the package ``gguf`` is missing, if a part is missing or damaged.
+    """
+    headers = [_read_part(part, part.stat().st_mtime_ns) for part in _parts(path)]
+    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
+    return GgufHeader(tuple(header.path for header in headers), headers[0].metadata, tensors)
+
+
+def _part_number(path: Path) -> int:
+    match = PART.fullmatch(path.name)
+    return int(match[2]) if match else 1
+
+
+def _parts(path: Path) -> list[Path]:
+    match = PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    parts = [path.with_name(f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf") for i in range(int(match[3]))]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise CheckpointError(f"{path.parent}: part {missing[0]} of {len(parts)} is missing; download it again")
+    return parts
+
+
+@functools.lru_cache(maxsize=8)
+def _read_part(path: Path, modified: int) -> GgufHeader:
+    """The header of one file, read once while the file does not change."""
+    try:
+        import gguf
+    except ImportError:
+        raise CheckpointError(f"{path}: reading GGUF needs the package gguf: {INSTALL}") from None
+    try:
+        reader = gguf.GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        tensors = {}
+        for tensor in reader.tensors:
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
+            tensors[tensor.name] = GgufTensor(path, shape, tensor.tensor_type.name, offset, nbytes)
+    except Exception as error:  # the package checks little, so a damaged file raises anything
+        problem = f"is no GGUF file that the package gguf can read ({type(error).__name__}: {error})"
+        raise CheckpointError(f"{path}: {problem}; download it again") from error
+    return GgufHeader((path,), metadata, tensors)

@@ -1,0 +1,159 @@
+"""A ``tokenizer.json`` and ``tokenizer_config.json`` from the metadata of a GGUF file.
+
+Two kinds of vocabularies are known: SentencePiece's BPE, whose merges follow from the scores of the tokens, and BPE
+over bytes with its merges. For the second, ``tokenizer.ggml.pre`` names the regular expression that cuts a text into
+words; the expressions are those of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from ..errors import CheckpointError
+from .header import GgufHeader
+
+CONTROL, USER_DEFINED = 3, 4
+"""Types of tokens: those without text, and those that are found in a text before anything else."""
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+DIGITS = r"\p{N}"
+
+
+@dataclass(frozen=True)
+class Words:
+    """The expressions that cut a text into words, one after the other.
+
+    ``adds_bos``: a prompt starts with the begin-of-text token unless the file says otherwise. ``ignores_merges``: a
+    word that is a token needs no merges.
+    """
+
+    expressions: tuple[str, ...]
+    adds_bos: bool = False
+    ignores_merges: bool = False
+
+
+WORDS = {
+    "gpt-2": Words((GPT2,)),
+    "phi-2": Words((GPT2,)),
+    "olmo": Words((GPT2,)),
+    "jais": Words((GPT2,)),
+    "mpt": Words((GPT2,)),
+    "dbrx": Words((LLAMA3,)),
+    "smaug-bpe": Words((LLAMA3,)),
+    "llama-bpe": Words((LLAMA3,), adds_bos=True, ignores_merges=True),
+    "llama3": Words((LLAMA3,), adds_bos=True, ignores_merges=True),
+    "qwen2": Words((QWEN2,)),
+    "deepseek-r1-qwen": Words((QWEN2,)),
+    "stablelm2": Words((QWEN2,)),
+    "starcoder": Words((DIGITS, GPT2)),
+    "refact": Words((DIGITS, GPT2)),
+    "command-r": Words((DIGITS, GPT2)),
+    "smollm": Words((DIGITS, GPT2)),
+    "codeshell": Words((DIGITS, GPT2)),
+    "exaone": Words((DIGITS, GPT2)),
+}
+"""By ``tokenizer.ggml.pre``."""
+
+
+def tokenizer_files(header: GgufHeader) -> dict[str, str]:
+    """The texts of ``tokenizer.json`` and ``tokenizer_config.json``.
+
+    Raises :class:`CheckpointError` if the file has no vocabulary, or one of another kind.
+    """
+    metadata = header.metadata
+    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise CheckpointError(f"{header.path}: holds no vocabulary (tokenizer.ggml.tokens); give prompts as token ids")
+    makers = {"llama": _sentencepiece, "gpt2": _byte_level}
+    if kind not in makers:
+        problem = f"tokenizer.ggml.model is {kind!r}, not one of {', '.join(makers)}"
+        raise CheckpointError(f"{header.path}: {problem}; give prompts as token ids, or add a tokenizer.json")
+    backend, adds_bos = makers[kind](header, tokens)
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    for token, token_type in zip(tokens, types, strict=False):
+        if token_type == CONTROL:
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif token_type == USER_DEFINED:
+            backend.add_tokens([AddedToken(token, normalized=False)])
+    names = {name: _token(metadata, tokens, name) for name in ("bos", "eos", "unknown")}
+    _frame(backend, metadata, names, adds_bos)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"bos_token": names["bos"], "eos_token": names["eos"], "unk_token": names["unknown"]}
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        config["chat_template"] = template
+    config = {key: value for key, value in config.items() if value is not None}
+    return {"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(config, ensure_ascii=False)}
+
+
+def _token(metadata: Any, tokens: Sequence[str], name: str) -> str | None:
+    index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
+
+
+def _frame(backend: tokenizers.Tokenizer, metadata: Any, names: dict[str, str | None], adds_bos: bool) -> None:
+    """A post-processor that puts the begin-of-text and end-of-text tokens around a prompt, if the file says so."""
+    framing = {
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", adds_bos),
+        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
+    }
+    used = {kind: names[kind] for kind, added in framing.items() if added and names[kind] is not None}
+    if used:
+        parts = [used.get("bos"), "$A", used.get("eos")]
+        special = [(token, backend.token_to_id(token)) for token in used.values() if token is not None]
+        single = [part for part in parts if part is not None]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+
+
+def _sentencepiece(header: GgufHeader, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
+    scores = header.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise CheckpointError(f"{header.path}: tokenizer.ggml.scores does not have a number for each token")
+    ids = {token: index for index, token in enumerate(tokens)}
+    unknown = _token(header.metadata, tokens, "unknown")
+    model = models.BPE(ids, merges_of(ids, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    steps = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    ends = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return backend, True
+
+
+def merges_of(ids: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """The merges of SentencePiece's BPE: every way to make a token of two others, that with the best score first."""
+    found = []
+    for token, index in ids.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                found.append((-scores[index], ids[left], ids[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _byte_level(header: GgufHeader, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
+    name = header.metadata.get("tokenizer.ggml.pre", "gpt-2")
+    name = "gpt-2" if name == "default" else name
+    if name not in WORDS:
+        problem = f"tokenizer.ggml.pre is {name!r}, not one of {', '.join(WORDS)}"
+        raise CheckpointError(f"{header.path}: {problem}; give prompts as token ids, or add a tokenizer.json")
+    words = WORDS[name]
+    merges = [tuple(merge.split(" ", 1)) for merge in header.metadata.get("tokenizer.ggml.merges") or []]
+    ids = {token: index for index, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=words.ignores_merges))
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in words.expressions]
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_of])
+    backend.decoder = decoders.ByteLevel()
+    return backend, words.adds_bos

@@ -1,0 +1,36 @@
+"""The text model inside a multimodal one: its configuration, and which tensors of the folder are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .spec import Spec
+
+TEXT_ALIASES = (
+    (r"language_model\.((?:model|lm_head)\..*)", r"\1"),
+    (r"model\.language_model\.(.*)", r"model.\1"),
+)
+"""Names of a text model's tensors inside a multimodal folder, of transformers before version 5 and since."""
+
+OTHER_PARTS = (r"(?:model\.)?(?:vision|visual|image|audio|speech|multi_modal|multimodal|mm|connector)\w*\..*",)
+"""Tensors of towers and projectors."""
+
+
+def text_config(config: Mapping[str, Any], known: Container[str]) -> Mapping[str, Any]:
+    """The configuration of the text model: ``config`` itself, or its ``text_config`` if that is what is ``known``.
+
+    ``known`` are the ``model_type`` that can be run. Keys that the outer configuration decides are taken from there.
+    """
+    inner = config.get("text_config")
+    if config.get("model_type") in known or not isinstance(inner, Mapping) or inner.get("model_type") not in known:
+        return config
+    outer = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "transformers_version")
+    inherited = {key: config[key] for key in (*outer, "bos_token_id", "eos_token_id") if config.get(key) is not None}
+    return inherited | dict(inner)
+
+
+def text_spec(spec: Spec) -> Spec:
+    """The tensors of a text model whose folder holds other parts too."""
+    return replace(spec, aliases=(*TEXT_ALIASES, *spec.aliases), ignored=(*spec.ignored, *OTHER_PARTS))

@@ -1,0 +1,151 @@
+"""Tiny models as GGUF files, converted as llama.cpp's ``convert_hf_to_gguf.py`` does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tiny_models import Golden, RandomWeights
+
+from bminf_lite import models
+
+ARCHITECTURES = {"phi": "phi2", "cohere": "command-r", "gpt_neox": "gptneox"}
+"""Names in GGUF that are not the ``model_type``."""
+PERMUTED = ("llama", "granite", "smollm3")
+
+
+def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
+    """``LlamaModel.permute`` of the converter."""
+    return (
+        weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weights.shape)
+    )
+
+
+def write(
+    path: Path,
+    golden: Golden,
+    kind: str = "F32",
+    tensors: dict[str, np.ndarray] | None = None,
+    text: dict[str, Any] | None = None,
+    **metadata: Any,
+) -> Path:
+    """The golden's model, its matrices in the type ``kind``. ``metadata`` replaces or adds keys of the architecture.
+
+    ``text`` is a vocabulary over bytes: ``vocabulary``, ``merges`` and ``added`` tokens.
+    """
+    config = models.find(golden.config).parse(golden.config)
+    tensors = RandomWeights(golden.config, golden.seed).tensors if tensors is None else tensors
+    model_type = golden.config["model_type"]
+    architecture = ARCHITECTURES.get(model_type, model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (common_metadata(config, golden.config) | metadata).items():
+        add(writer, f"{architecture}.{key}", value)
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.layers)
+    for name, values in tensors.items():
+        if name in golden.spec.tied:
+            continue
+        module, _, part = name.rpartition(".")
+        converted = convert(model_type, name, values, config)
+        add_tensor(writer, f"{names.get_name(module)}.{part}", converted, kind)
+    if text is None:
+        writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    else:
+        add_text(writer, text, golden.config)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def common_metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What all architectures have, and what follows from fields of a configuration."""
+    rope = given.get("rope_parameters") or {}
+    found: dict[str, Any] = {
+        "embedding_length": config.hidden_size, "block_count": config.layers, "context_length": config.context_length,
+        "feed_forward_length": config.intermediate_size, "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads, "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "attention.layer_norm_epsilon": config.norm_eps,
+        "rope.freq_base": float(rope.get("rope_theta", given.get("rope_theta", 10000.0))),
+    }  # fmt: skip
+    rotary = getattr(config, "rotary", None)
+    if isinstance(rotary, tuple) and rotary[0]:
+        found |= {"rope.dimension_count": rotary[0].size, "attention.key_length": config.head_dim}
+    elif rotary:
+        found["rope.dimension_count"] = rotary.size
+        found["rope.freq_base"] = float(given.get("rotary_emb_base", 10000.0))
+        found["use_parallel_residual"] = config.parallel
+    return found
+
+
+def convert(model_type: str, name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    """A tensor as the converter changes it."""
+    if model_type in PERMUTED and name.rpartition(".")[0].endswith("q_proj"):
+        return permuted(values, config.heads)
+    if model_type in PERMUTED and name.rpartition(".")[0].endswith("k_proj"):
+        return permuted(values, config.kv_heads)
+    if model_type == "gpt_neox" and "query_key_value" in name:
+        parts = values.reshape(config.heads, 3, config.head_dim, *values.shape[1:]).swapaxes(0, 1)
+        return parts.reshape(values.shape)
+    if model_type == "falcon" and "query_key_value" in name:
+        grouped = values.reshape(config.kv_heads, -1, config.head_dim, *values.shape[1:])
+        parts = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
+        return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
+    if model_type == "nemotron" and name.endswith("norm.weight"):
+        return values + 1
+    if model_type == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return values.T
+    return values
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_string(key, value)
+
+
+def add_text(writer: gguf.GGUFWriter, text: dict[str, Any], config: dict[str, Any]) -> None:
+    """A vocabulary over bytes."""
+    ids = text["vocabulary"] | text["added"]
+    tokens = sorted(ids, key=ids.get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in text["added"] else 1 for token in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in text["merges"]])
+    writer.add_add_bos_token(True)
+    writer.add_eos_token_id(config["eos_token_id"])
+    if config.get("bos_token_id") is not None:
+        writer.add_bos_token_id(config["bos_token_id"])
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
+    """Vectors stay F32, and so do matrices whose rows a type cannot hold."""
+    values, quantized = np.ascontiguousarray(values, np.float32), gguf.GGMLQuantizationType[kind]
+    block = gguf.GGML_QUANT_SIZES[quantized][0]
+    if values.ndim == 1 or values.shape[1] % block or kind == "F32":
+        writer.add_tensor(name, values)
+    elif kind == "F16":
+        writer.add_tensor(name, values.astype(np.float16))
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(values, quantized), raw_dtype=quantized)
+
+
+def as_stored(name: str, values: np.ndarray, kind: str) -> np.ndarray:
+    """The values of a tensor after a conversion to ``kind`` and back."""
+    quantized = gguf.GGMLQuantizationType[kind]
+    if values.ndim == 1 or values.shape[1] % gguf.GGML_QUANT_SIZES[quantized][0] or kind == "F32":
+        return values
+    if kind == "F16":
+        return values.astype(np.float16).astype(np.float32)
+    return gguf.quants.dequantize(gguf.quants.quantize(np.ascontiguousarray(values), quantized), quantized)

@@ -1,0 +1,46 @@
+"""GGUF files beside transformers, which reads them too: logits, tokens, and the folder that a migration makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from parity_kit import relative_error, reopened
+from tiny_models import Golden, case_without_golden, random_tokens
+from tolerances import assert_close
+
+import bminf_lite
+
+torch = pytest.importorskip("torch", reason="parity needs torch")
+transformers = pytest.importorskip("transformers", reason="parity needs transformers")
+pytest.importorskip("gguf", reason="GGUF needs the package gguf")
+import gguf_kit  # noqa: E402
+import make_goldens  # noqa: E402
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+def golden_of(model_type: str) -> Golden:
+    config = make_goldens.BASE | {"model_type": model_type, "hidden_size": 64, "rms_norm_eps": 1e-5}
+    if model_type == "qwen3":
+        config["head_dim"] = 128  # transformers takes its own default
+    return Golden("gguf", config, 6, "", random_tokens(6, 33, 97), case_without_golden("cpm1").logits)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_transformers_makes_the_same_of_a_file(model_type: str, kind: str, tmp_path: Path) -> None:
+    golden = golden_of(model_type)
+    path = gguf_kit.write(tmp_path / "model.gguf", golden, kind, vocab_size=97)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    expected = make_goldens.logits_of(hf, golden.tokens)
+    with bminf_lite.load(path, device="cpu") as model:
+        assert_close(model.logits(golden.tokens), expected, "logits", np.float32, np.abs(expected).max())
+    bminf_lite.migrate(path, tmp_path / "out", "w8a16")
+    with bminf_lite.load(tmp_path / "out", device="cpu") as model:
+        ours = model.logits(golden.tokens)
+    theirs = make_goldens.logits_of(reopened(tmp_path / "out"), golden.tokens)
+    assert relative_error(ours, theirs) < 1e-4

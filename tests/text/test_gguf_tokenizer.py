@@ -1,0 +1,150 @@
+"""Tokenizers from GGUF metadata cut texts as the tokenizers do that the metadata came from."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from bminf_lite.errors import CheckpointError
+from bminf_lite.gguf_files.header import GgufHeader
+from bminf_lite.gguf_files.tokenizer import LLAMA3, WORDS, tokenizer_files
+from bminf_lite.text.json_tokenizer import JsonTokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, doesn't it?",
+    "In 1984, 1234567 people said: “Good morning!”  They'll see, she'd know.",
+    "for i in range(10):\n    print(i, i ** 2)\n\n\nreturn x",
+    "Ein schöner Tag; les élèves étaient là. 日本語 も 少し。",
+] * 20
+TEXTS = [*CORPUS[:4], "", " ", "  leading and trailing  ", "a\tb\r\n\r\nc", "émigré 😀 <s> naïve", "x" * 300]
+CONTROL, NORMAL, BYTE = 3, 1, 6
+
+
+def header(**metadata: Any) -> GgufHeader:
+    return GgufHeader((Path("model.gguf"),), {f"tokenizer.{key}": value for key, value in metadata.items()}, {})
+
+
+def load(found: GgufHeader) -> JsonTokenizer:
+    return JsonTokenizer.from_texts(tokenizer_files(found), Path("model.gguf"), 10**6)
+
+
+def of(prefix: str, **values: Any) -> dict[str, Any]:
+    return {f"{prefix}.{key}": value for key, value in values.items()}
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model() -> sentencepiece.SentencePieceProcessor:
+    """As LLaMA's: BPE with bytes for what it does not know, and no normalisation."""
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=trained, vocab_size=420, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=0.98,
+        minloglevel=2, num_threads=1, split_digits=True, allow_whitespace_only_pieces=True,
+    )  # fmt: skip
+    return sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+
+
+@pytest.fixture(scope="module")
+def from_scores(sentencepiece_model: sentencepiece.SentencePieceProcessor) -> JsonTokenizer:
+    processor = sentencepiece_model
+    ids = range(processor.vocab_size())
+    types = [CONTROL if processor.is_control(i) else BYTE if processor.is_byte(i) else NORMAL for i in ids]
+    return load(
+        header(
+            **of(
+                "ggml", model="llama", tokens=[processor.id_to_piece(i) for i in ids], token_type=types,
+                scores=[processor.get_score(i) for i in ids], bos_token_id=1, eos_token_id=2, unknown_token_id=0,
+            )
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_scores_of_sentencepiece(text: str, sentencepiece_model: Any, from_scores: JsonTokenizer) -> None:
+    text = text.replace("<s>", "")
+    assert from_scores.encode(text) == [1, *sentencepiece_model.encode(text)]
+    ids = from_scores.encode(text, add_special_tokens=False)
+    assert from_scores.decode(ids) == text
+
+
+@given(text=st.text("abc dehilo\n.,19é", max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_any_text_by_scores(text: str, sentencepiece_model: Any, from_scores: JsonTokenizer) -> None:
+    assert from_scores.encode(text, add_special_tokens=False) == sentencepiece_model.encode(text)
+
+
+def trained(expression: str | None) -> tokenizers.Tokenizer:
+    """BPE over bytes, whose words are those of a regular expression, or GPT-2's of the library."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression is None)
+    cuts = [] if expression is None else [pre_tokenizers.Split(Regex(expression), "isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_of])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False,
+                                  special_tokens=["<|end|>"])  # fmt: skip
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+@pytest.mark.parametrize(("pre", "expression"), [("gpt-2", None), ("default", None), ("llama-bpe", LLAMA3)])
+def test_merges_of_bytes(pre: str, expression: str | None) -> None:
+    backend = trained(expression)
+    model = json.loads(backend.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    merges = [" ".join(merge) for merge in model["merges"]]
+    types = [CONTROL if token == "<|end|>" else NORMAL for token in tokens]
+    end = backend.token_to_id("<|end|>")
+    found = load(
+        header(
+            chat_template="{{ messages }}",
+            **of(
+                "ggml", model="gpt2", pre=pre, tokens=tokens, merges=merges, token_type=types, bos_token_id=end,
+                eos_token_id=end, add_bos_token=False,
+            ),
+        )
+    )  # fmt: skip
+    for text in TEXTS:
+        assert found.encode(text) == backend.encode(text).ids
+        assert found.decode(found.encode(text)) == text
+    assert found.encode("a<|end|>b").count(end) == 1
+    assert found.eos_ids == {end} and found.chat_template == "{{ messages }}" and end in found.special_ids
+
+
+def test_llama_3_starts_with_its_token_unless_the_file_says_otherwise() -> None:
+    tokens = ["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    common = of("ggml", model="gpt2", tokens=tokens, merges=[], token_type=[CONTROL], bos_token_id=0)
+    assert load(header(**common, **of("ggml", pre="llama-bpe"))).encode("a")[0] == 0
+    assert load(header(**common, **of("ggml", pre="qwen2"))).encode("a")[0] != 0
+    assert load(header(**common, **of("ggml", pre="qwen2", add_bos_token=True))).encode("a")[0] == 0
+
+
+@pytest.mark.parametrize("name", sorted(WORDS))
+def test_every_expression_keeps_the_text(name: str) -> None:
+    words = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in WORDS[name].expressions]
+    cut = pre_tokenizers.Sequence(words)
+    for text in TEXTS:
+        assert "".join(word for word, _ in cut.pre_tokenize_str(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "holds no vocabulary"),
+        (of("ggml", model="bert", tokens=["a"]), "'bert', not one of llama, gpt2"),
+        (of("ggml", model="gpt2", pre="klingon", tokens=["a"]), "'klingon', not one of gpt-2"),
+        (of("ggml", model="llama", tokens=["a"], scores=[]), "does not have a number for each token"),
+    ],
+)
+def test_an_unknown_vocabulary_is_refused(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        tokenizer_files(header(**metadata))

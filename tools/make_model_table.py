@@ -1,0 +1,67 @@
+"""Write README's table of models: ``python tools/make_model_table.py`` (``--check`` only compares).
+
+Names and descriptions come from the files in ``bminf_lite/models``, numbers of compared configurations from the golden
+files that the tests read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from bminf_lite import models
+
+REPOSITORY = Path(__file__).parents[1]
+README = REPOSITORY / "README.md"
+BEGIN, END = "<!-- begin of the models, by tools/make_model_table.py -->", "<!-- end of the models -->"
+SAME_WEIGHTS = {
+    "cpm1": "transformers' GPT-2 on the same weights",
+    "cpm2": "transformers' T5 on the same weights",
+    "eva": "transformers' T5 on the same weights",
+}
+"""Models that transformers does not know, and what ``tests/parity`` compares them with."""
+
+
+def table() -> str:
+    """The table, a row for each ``model_type``."""
+    rows = ["| `model_type` | models | compared with transformers |", "|---|---|---|"]
+    rows += [f"| `{name}` | {description(name)} | {comparison(name)} |" for name in models.names()]
+    return "\n".join(rows)
+
+
+def description(name: str) -> str:
+    """The first sentence of the architecture's file."""
+    text = importlib.import_module(f"bminf_lite.models.{name}").__doc__ or ""
+    return " ".join(text.partition("\n\n")[0].split()).removesuffix(".")
+
+
+def comparison(name: str) -> str:
+    """What the tests compare."""
+    if name in SAME_WEIGHTS:
+        return SAME_WEIGHTS[name]
+    golden = REPOSITORY / "tests" / "goldens" / f"{name}.json"
+    return f"{len(json.loads(golden.read_text()))} configurations in golden files, 12 at random"
+
+
+def with_table(text: str) -> str:
+    """README's text with the table as it is now."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the table is not current")
+    text = README.read_text(encoding="utf-8")
+    if parser.parse_args().check:
+        sys.exit(with_table(text) != text)
+    README.write_text(with_table(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
