@@ -41,13 +41,17 @@ nothing is said.
 """
 TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu")
 """Each tiling is a family of its own, of which an architecture compiles its share too."""
-NEVER_SPILL = ("attention/prefill.cu", "attention/prefill_hopper.cu", "sampling/sample.cu", "gemm/dp4a.cu")
+NEVER_SPILL = ("sampling/sample.cu", "gemm/dp4a.cu")
+PREFILL_SPILL = {"attention/prefill.cu": 64, "attention/prefill_hopper.cu": 136}
+"""Bytes that prefill attention may spill: the accumulators of heads of 128 and 256 leave few registers for the rest."""
 
 
 def allowed_spill(family: KernelFamily, arguments: tuple[object, ...], usage: Usage) -> float:
     """Bytes a thread. A row of over 32,768 elements has 128 of them in each thread's registers."""
     if family.source in NEVER_SPILL:
         return 0
+    if family.source in PREFILL_SPILL:
+        return PREFILL_SPILL[family.source]
     if family.name == "transform" and arguments[3][1] == 16:  # type: ignore[index]
         return float("inf")
     return OCCUPANCY_SPILL if usage.registers < MAY_USE.get(kernel_name(family.name), 128) else 0

@@ -10,7 +10,6 @@ from enum import IntEnum
 from ...backend.values import BLOCK_SIZE as BLOCK_SIZE
 from ...backend.values import SEGMENT as SEGMENT
 from ..runtime.cublaslt import Order
-from ..runtime.driver import shared_memory_per_block
 from ..runtime.tensor_maps import ROW_BYTES
 
 
@@ -164,8 +163,7 @@ def attention_tile(capability: tuple[int, int], padded_head_dim: int, mask: Atte
         return 64 if padded_head_dim == 256 else 128
     if padded_head_dim > 128:
         return 32 if capability >= (8, 0) else 16
-    little = shared_memory_per_block(capability) < LARGE_SHARED_MEMORY
-    return 32 if padded_head_dim > 64 and little else 64
+    return 32 if padded_head_dim > 64 else 64
 
 
 def render_header(*enumerations: type[IntEnum], **numbers: int) -> str:

@@ -148,7 +148,7 @@ def tile_config_for(
     if depth > 128:  # the output accumulator takes half of a thread's registers
         return tile(rows=64, blocks=1)
     little = shared_memory_per_block(compute_capability) < LARGE_SHARED_MEMORY
-    if depth > 64 and compute_capability >= (8, 0) and little:
+    if depth > (64 if compute_capability >= (8, 0) else 96) and little:
         return tile(rows=64, blocks=2)
     return tile(rows=64 if small or biased else 128, blocks=2)  # the biases of 128 rows would not fit the registers
 

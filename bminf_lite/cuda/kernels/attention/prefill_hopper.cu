@@ -177,7 +177,7 @@ struct CodeSource {
 template <int D, int BM, int BN, int STAGES>
 __device__ __forceinline__ void produce(
     const KVPipeline<D, BN, STAGES>& pipeline, const WorkQueue& queue, const PrefillParams& p) {
-    constexpr int CHUNKS = D / 16, STEP = WARPGROUP / CHUNKS, ROWS = BN / STEP, AHEAD = D <= 128 ? ROWS / 2 : 2;
+    constexpr int CHUNKS = D / 16, STEP = WARPGROUP / CHUNKS, ROWS = BN / STEP, AHEAD = D <= 128 ? ROWS : 2;
     constexpr int BLOCKS = BN / BLOCK_SIZE, LINE = 128;
     const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
     CodeVector raw[AHEAD];
@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_
     // Registers of a producer thread and of a consumer thread (setmaxnreg), which share 168 for each thread. With one
     // consumer there are enough without sharing.
     constexpr int PRODUCER_REGISTERS = !IS_INT8<CACHE> ? 56
-                                       : D <= 128      ? 88
+                                       : D <= 128      ? 104
                                                        : 56,
                   CONSUMER_REGISTERS = (168 * 3 - PRODUCER_REGISTERS) / 2 / 8 * 8;
     extern __shared__ __align__(16) char shared[];
