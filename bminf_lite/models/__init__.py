@@ -21,7 +21,7 @@ the architecture ``foo``:
    to ``tests/goldens/foo.json`` and ``.npz``. Add the name to a tuple of families in
    ``tests/models/tiny_models.py``; ``tests/models/test_goldens.py`` tests what stands there.
 3. A parity test in ``tests/parity``: a checkpoint that transformers saves gives equal logits.
-4. A row in README's table of models.
+4. A row in the table of `docs/models.md`.
 5. A shape for ``bench`` in ``configs/``, if it is a published model.
 
 A module whose name begins with an underscore is shared by architectures.
