@@ -55,6 +55,13 @@ def test_the_reference_has_every_public_name() -> None:
     assert sorted(described) == sorted(bminf_lite.__all__)
 
 
+def test_no_page_of_the_site_names_a_commit() -> None:
+    for page in PAGES:
+        if "docs/dev/" not in page:
+            text = (REPOSITORY / page).read_text(encoding="utf-8")
+            assert re.findall(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{7,40}\b", text) == [], page
+
+
 def test_the_version_stands_once() -> None:
     version = f'"{bminf_lite.__version__}"'
     texts = {path: path.read_text(encoding="utf-8") for path in (REPOSITORY / "bminf_lite").rglob("*.py")}
