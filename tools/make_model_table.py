@@ -1,4 +1,4 @@
-"""Write README's table of models: ``python tools/make_model_table.py`` (``--check`` only compares).
+"""Write the table of models in ``docs/models.md``: ``python tools/make_model_table.py`` (``--check`` only compares).
 
 Names and descriptions come from the files in ``bminf_lite/models``, numbers of compared configurations from the golden
 files that the tests read.
@@ -15,7 +15,7 @@ from pathlib import Path
 from bminf_lite import models
 
 REPOSITORY = Path(__file__).parents[1]
-README = REPOSITORY / "README.md"
+PAGE = REPOSITORY / "docs" / "models.md"
 BEGIN, END = "<!-- begin of the models, by tools/make_model_table.py -->", "<!-- end of the models -->"
 SAME_WEIGHTS = {
     "cpm1": "transformers' GPT-2 on the same weights",
@@ -47,7 +47,7 @@ def comparison(name: str) -> str:
 
 
 def with_table(text: str) -> str:
-    """README's text with the table as it is now."""
+    """The page's text with the table as it is now."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
@@ -57,10 +57,10 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with 1 if the table is not current")
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     if parser.parse_args().check:
         sys.exit(with_table(text) != text)
-    README.write_text(with_table(text), encoding="utf-8")
+    PAGE.write_text(with_table(text), encoding="utf-8")
 
 
 if __name__ == "__main__":

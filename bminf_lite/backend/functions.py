@@ -6,12 +6,27 @@ a NaN or an infinity is no reason for a warning: the result says it, as on a GPU
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import numpy as np
 
 from .values import Norm, Rope
 
-silently = np.errstate(all="ignore")
-"""A decorator for functions in which NumPy shall not warn of overflows and invalid values."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def silently(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator for functions in which NumPy shall not warn of overflows and invalid values."""
+
+    @functools.wraps(function)
+    def inner(*args: P.args, **kwargs: P.kwargs) -> R:
+        with np.errstate(all="ignore"):  # an object for each call: those of NumPy 1 do not nest
+            return function(*args, **kwargs)
+
+    return inner
 
 
 @silently

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..files import expand
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -112,7 +113,7 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
         return recipe
     if recipe in built_in_recipes():
         return parse_recipe(_built_in().joinpath(f"{recipe}.toml").read_text(encoding="utf-8"), str(recipe))
-    path = Path(recipe)
+    path = expand(recipe, "recipe")
     if not path.is_file():
         raise UsageError(f"recipe {str(recipe)!r} is neither built in ({', '.join(built_in_recipes())}) nor a file")
     try:

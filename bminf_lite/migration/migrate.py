@@ -25,6 +25,7 @@ from ..checkpoint.weight_rewrite import CalibrationResult
 from ..checkpoint.writer import SHARD_BYTES
 from ..errors import OutOfMemory, UsageError
 from ..evaluation.corpus import encode_texts, parse_config, read_texts, sliding_windows
+from ..files import expand
 from ..quantize import calibration
 from ..quantize.decisions import QuantizationSearch
 from ..text.checkpoint_files import load_tokenizer
@@ -74,6 +75,9 @@ def migrate(
     cannot be read or quantized or ``out`` cannot be written, and ``DeviceError``. Cheap checks come first. After an
     error or Ctrl-C ``out`` is untouched.
     """
+    source, out = expand(source, "source"), expand(out, "out")
+    if isinstance(calibrate, (str, Path)):
+        calibrate = expand(calibrate, "calibrate")
     recipe = load_recipe(recipe)
     backend.check_device(device)
     check_max_divergence(max_divergence, calibrate is not None)

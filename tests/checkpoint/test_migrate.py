@@ -168,6 +168,7 @@ def test_every_tensor_with_a_nan_is_told(make_checkpoint: MakeCheckpoint, tmp_pa
         assert "4 problems" in text and f"tensor '{LINEAR}' holds a NaN or an infinity, first in row 7" in text
         assert "'model.embed_tokens.weight' holds a NaN or an infinity, first in row 39" in text
         assert text.endswith("export the checkpoint again")
+        assert "tensor 'model.norm.weight' holds a NaN or an infinity\n" in text and "int8 scale" not in text
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,3 +106,21 @@ def test_too_little_memory_says_what_to_change(
     with pytest.raises(OutOfMemory, match=r"5 GiB are too many\. Use fewer \(--samples\)"):
         bminf_lite.migrate(source, tmp_path / "out", "auto", calibrate=text, device="cpu")
     assert not (tmp_path / "out").exists()
+
+
+def test_paths_in_the_home_folder_are_expanded(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the source, the result, the recipe and the text."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "source").symlink_to(source)
+    (tmp_path / "text.txt").symlink_to(text)
+    (tmp_path / "mine.toml").write_text('linear = "w8a8"\nhead = "float"\n')
+    report = bminf_lite.migrate("~/source", "~/out", "~/mine.toml", calibrate="~/text.txt", device="cpu")
+    assert report.cost and (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("arguments", [(3, "out"), ("source", None), ("source", "out", 1.5)])
+def test_arguments_of_another_type_are_refused_by_name(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(UsageError, match="must be the path"):
+        bminf_lite.migrate(*arguments)

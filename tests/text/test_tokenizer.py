@@ -177,10 +177,10 @@ def test_sentinels_stand_for_missing_parts() -> None:
 
 def test_special_tokens_have_no_text_even_if_they_are_normalized(tmp_path):
     backend = tokenizer_kit.byte_level()
-    backend.add_special_tokens([AddedToken("<end>", normalized=True, special=True)])
+    backend.add_special_tokens([AddedToken("<END>", normalized=True, special=True)])
     backend.normalizer = normalizers.Lowercase()
     tokenizer = load_tokenizer(write(tmp_path, backend, CONFIG), 1000)
-    end = backend.token_to_id("<end>")
+    end = backend.token_to_id("<END>")
     assert tokenizer.decode([*tokenizer.encode("hello"), end]) == "hello"
 
 

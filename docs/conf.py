@@ -1,0 +1,56 @@
+"""The site: ``sphinx-build -W docs build/site``, with the extra ``docs`` installed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+import bminf_lite
+
+DOCS = Path(__file__).parent
+COPIED = {"examples": ("*.ipynb", "*.md", "*.py"), ".": ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")}
+"""Files outside of this folder that are pages of the site: copied into ``_pages``, which git ignores."""
+
+project = "bminf-lite"
+release = version = bminf_lite.__version__
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+    "sphinxcontrib.mermaid",
+]
+html_theme = "furo"
+html_title = f"bminf-lite {release}"
+exclude_patterns = ["dev/*", "_pages/README.md"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+myst_fence_as_directive = ["mermaid"]
+nb_execution_mode = "force"
+nb_execution_timeout = 600
+nb_execution_raise_on_error = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+suppress_warnings = [
+    "myst.xref_missing",  # links to files of the repository that are no pages
+    "intersphinx.external",
+    "mystnb.unknown_mime_type",
+]
+intersphinx_mapping: dict[str, tuple[str, None]] = {}
+
+
+def copy_pages(_: Sphinx) -> None:
+    """Copy the pages that stand elsewhere in the repository."""
+    target = DOCS / "_pages"
+    shutil.rmtree(target, ignore_errors=True)
+    for folder, patterns in COPIED.items():
+        (target / folder).mkdir(parents=True, exist_ok=True)
+        for file in (file for pattern in patterns for file in (DOCS.parent / folder).glob(pattern)):
+            shutil.copyfile(file, target / folder / file.name)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", copy_pages)

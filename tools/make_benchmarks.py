@@ -1,0 +1,88 @@
+"""Make ``docs/benchmarks.md`` and the picture of README from the results in ``benchmarks/results``.
+
+Each result is a JSON file with ``title``, ``note``, ``gpu`` or ``cpu``, ``versions``, ``date`` (ISO), ``rows``, and a
+``command`` for all rows or one in each. A row has ``what`` and further columns. Needs matplotlib.
+
+    python tools/make_benchmarks.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bminf_lite.bench.report import markdown_table
+
+REPOSITORY = Path(__file__).parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+PAGE = REPOSITORY / "docs" / "benchmarks.md"
+PICTURE = REPOSITORY / "docs" / "images" / "speed.svg"
+PEERS = "peers-llama-3-8b.json"
+SPEED = "decode, tokens/s"
+
+HEADER = """# Benchmarks
+
+Each table names its machine, versions, date and command. This page is made from `benchmarks/results/` by
+`python tools/make_benchmarks.py`. More figures, with how they came about, are in
+[dev/measurements.md](dev/measurements.md).
+"""
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """The page, a section per result."""
+    return "\n".join([HEADER, *map(section, results)])
+
+
+def section(result: dict[str, Any]) -> str:
+    """A result as a heading, where and how it was measured, and a table."""
+    rows = [{key: text(key, value) for key, value in row.items()} for row in result["rows"]]
+    machine = result.get("gpu") or result["cpu"]
+    lines = [f"## {result['title']}", "", f"{machine}, {result['date']}; {result['versions']}. {result['note']}", ""]
+    if "command" in result:
+        lines += [f"    {result['command']}", ""]
+    return "\n".join([*lines, markdown_table(rows), ""])
+
+
+def text(key: str, value: str | float) -> str:
+    """A cell of a table."""
+    return f"`{value}`" if key == "command" else f"{value:,}" if isinstance(value, (int, float)) else value
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Speeds as bars, as an SVG that is the same in every run."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "bminf-lite", "svg.fonttype": "path", "font.size": 11}
+    from matplotlib import pyplot
+
+    rows = result["rows"][::-1]
+    figure, axes = pyplot.subplots(figsize=(8, 0.55 * len(rows) + 0.9), layout="constrained")
+    colors = ["#9aa5b1"] * (len(rows) - 1) + ["#2563eb"]
+    bars = axes.barh([row["what"] for row in rows], [row[SPEED] for row in rows], color=colors)
+    axes.bar_label(bars, fmt="{:,.0f}", padding=4)
+    axes.set_title(f"LLaMA 3 8B on one {result['gpu']}: decoded tokens per second, batch 1", loc="left", fontsize=11)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_xticks([])
+    axes.margins(x=0.08)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """All results, the comparison with others first."""
+    files = sorted(
+        folder.glob("*.json"), key=lambda path: (path.name != PEERS, path.name == "demo-model.json", path.name)
+    )
+    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+
+
+def main() -> None:
+    results = read()
+    PAGE.write_text(page(results), encoding="utf-8")
+    draw(results[0], PICTURE)
+
+
+if __name__ == "__main__":
+    main()
