@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from bminf_lite.cuda.runtime.libraries import driver_release
 from bminf_lite.torch import ops
-from bminf_lite.torch.measure import Measurement, bandwidth, measure
+from bminf_lite.torch.measuring import Measurement, bandwidth, measure
 
 GPU = torch.device("cuda", 0)
 ELEMENTS = 1 << 26
