@@ -10,6 +10,7 @@ torch.compile. A section that fails is reported and left out. Device times are o
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import traceback
@@ -224,7 +225,7 @@ def stream(results: Results, compiled: bool) -> None:
     streamed = streaming.place(model, GPU, nbytes * 2 // count + (64 << 20))
     source = torch.empty(1 << 30, dtype=torch.int8, pin_memory=True)
     target = torch.empty_like(source, device=GPU)
-    link = (1 << 30) / measure(lambda: target.copy_(source, non_blocking=True), batches=5, seconds=0.3).seconds
+    link = (1 << 30) / measure(functools.partial(target.copy_, source, True), batches=5, seconds=0.3).seconds
     x = torch.randn(2048, Block.WIDTH, device=GPU, dtype=torch.bfloat16)
     del target
     with torch.no_grad():
@@ -284,7 +285,8 @@ def lora(results: Results, compiled: bool) -> None:
 
 
 SECTIONS = {
-    "rows": rows, "square": square, "linear": linear, "backward": backward, "host": host, "stream": stream, "lora": lora,
+    "rows": rows, "square": square, "linear": linear, "backward": backward, "host": host, "stream": stream,
+    "lora": lora,
 }  # fmt: skip
 
 
