@@ -223,6 +223,8 @@ def stream(results: Results, compiled: bool) -> None:
     model = Stack(count)
     nbytes = sum(layer.codes.numel() for layer in model.modules() if isinstance(layer, Int8Linear))
     streamed = streaming.place(model, GPU, nbytes * 2 // count + (64 << 20))
+    codes = model.layers[0].down.host_codes
+    assert isinstance(codes, streaming.StreamedCodes)
     source = torch.empty(1 << 30, dtype=torch.int8, pin_memory=True)
     target = torch.empty_like(source, device=GPU)
     link = (1 << 30) / measure(functools.partial(target.copy_, source, True), batches=5, seconds=0.3).seconds
@@ -230,8 +232,12 @@ def stream(results: Results, compiled: bool) -> None:
     del target
     with torch.no_grad():
         torch.cuda.reset_peak_memory_stats()
+        model(x)
+        before = codes.stream.copied_bytes
+        model(x)
+        copied = codes.stream.copied_bytes - before
         found = measure(model, x, batches=5, seconds=0.5)
-    share = streamed * nbytes / count / found.seconds / link
+    share = copied / found.seconds / link
     print(f"{streamed} of {count} blocks streamed, link {link / 1e9:.1f} GB/s, {share:.1%} of it")
     peak = torch.cuda.max_memory_allocated()
     record(results, "stream", "70B shape", "forward", found, link=link, share=share, peak=peak, blocks=streamed)

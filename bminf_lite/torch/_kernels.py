@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +51,7 @@ class DeviceKernels:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        device = Device(index)
+        self.device = device = Device(index)
         launcher = Launcher(device, 0)
         self.rows = TensorRows(launcher)
         self.softmax = Softmax(launcher)
@@ -176,12 +179,36 @@ def _kernels(index: int) -> DeviceKernels:
     return DeviceKernels(index)
 
 
+class _Thread(threading.local):
+    """The GPUs whose contexts have been current in a thread; torch's threads of backward may start without one."""
+
+    def __init__(self) -> None:
+        self.ready: set[int] = set()
+
+
+_thread = _Thread()
+
+
 def kernels_of(x: Tensor) -> DeviceKernels:
-    """The kernels of the tensor's GPU, which becomes the calling thread's current one."""
-    index = x.device.index
-    if index != torch.cuda.current_device():
-        torch.cuda.set_device(index)
-    return _kernels(index)
+    """The kernels of the tensor's GPU, which is the calling thread's current one; see :func:`on_own_device`."""
+    own = _kernels(x.device.index)
+    if own.index not in _thread.ready:
+        own.device.make_current()
+        _thread.ready.add(own.index)
+    return own
+
+
+def on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the GPU of its first argument as the current one."""
+
+    @functools.wraps(function)
+    def call(x: Tensor, *arguments: Any) -> Any:
+        if x.device.index == torch.cuda.current_device():
+            return function(x, *arguments)
+        with torch.cuda.device(x.device):
+            return function(x, *arguments)
+
+    return call
 
 
 def stream_of(index: int) -> int:

@@ -456,7 +456,7 @@ def _register() -> None:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, vars(_definitions)[name], "CPU")
-        LIBRARY.impl(name, vars(_kernels)[name], "CUDA")
+        LIBRARY.impl(name, _kernels.on_own_device(vars(_kernels)[name]), "CUDA")
         qualified = f"bminf_lite::{name}"
         torch.library.register_fake(qualified, FAKES[name], lib=LIBRARY)
         if not name.endswith("_"):  # functorch refuses operators that mutate

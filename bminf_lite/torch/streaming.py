@@ -59,10 +59,14 @@ class StreamedCodes:
 
 @dataclass
 class BlockStream:
-    """The streamed blocks of one model: their pinned buffers, in the order of the model, and two device buffers."""
+    """The streamed blocks of one model: their pinned buffers, in the order of the model, and two device buffers.
+
+    ``copied_bytes`` counts what has been copied to the device so far.
+    """
 
     device: torch.device
     blocks: list[Tensor] = field(default_factory=list)
+    copied_bytes: int = 0
     _slots: list[_Slot] = field(default_factory=list)
     _current: int = -1
     _direction: int = 1
@@ -93,8 +97,8 @@ class BlockStream:
         """The device buffer that holds ``block``; the copy of its neighbour starts."""
         if block != self._current:
             self._leave_current()
-            if self._current >= 0:
-                self._direction = 1 if block > self._current else -1
+            if self._current >= 0:  # the first block follows the last
+                self._direction = -1 if (block - self._current) % len(self.blocks) == len(self.blocks) - 1 else 1
             self._current = block
             held = self._load(block)
             if held.arrived is not None:
@@ -116,6 +120,7 @@ class BlockStream:
         slot = next(slot for slot in self._slots if slot.block != keep)
         source = self.blocks[block]
         slot.block = block
+        self.copied_bytes += source.numel()
         if self._copies is None:
             slot.buffer[: len(source)].copy_(source)
             return slot

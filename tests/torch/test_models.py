@@ -319,6 +319,19 @@ def test_streamed_equals_resident_forward_and_backward(resident):
     assert torch.equal(streamed.state_dict()["layers.3.0.codes"], whole.state_dict()["layers.3.0.codes"])
 
 
+def test_each_pass_copies_each_block_once():
+    """The block that is expected next is the one that is used next, also from the last block to the first."""
+    model = wrap(Blocks(), memory_limit=50_000, device="cpu")
+    codes = next(layer.host_codes for layer in model.modules() if isinstance(layer, Int8Linear) and layer.host_codes)
+    streamed = sum(len(block) for block in codes.stream.blocks)
+    with torch.no_grad():
+        model(random(3, 64))
+        for _ in range(3):
+            before = codes.stream.copied_bytes
+            model(random(3, 64))
+            assert codes.stream.copied_bytes - before == streamed
+
+
 def test_a_limit_that_everything_fits_streams_nothing():
     model = wrap(Blocks(), memory_limit=1 << 30, device="cpu")
     assert all(layer.host_codes is None for layer in model.modules() if isinstance(layer, Int8Linear))

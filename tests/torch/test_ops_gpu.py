@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from test_ops import calls
@@ -186,6 +188,16 @@ def test_nothing_is_copied_and_memory_is_torch_s():
     y = ops.rms_norm(strided)
     assert torch.cuda.max_memory_allocated() <= before + y.nbytes + 1024  # and the deviations
     torch.testing.assert_close(y, ops.rms_norm(strided.contiguous()), rtol=0, atol=0)
+
+
+def test_a_thread_without_a_context_launches():
+    """As torch's threads of backward are, until something in them needs a context."""
+    x = on_gpu(4, 256)
+    expected, found = ops.softmax(x), []
+    thread = threading.Thread(target=lambda: found.append(ops.softmax(x)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], expected)
 
 
 def test_work_is_on_the_current_stream():
