@@ -2,15 +2,18 @@
 
     python tools/bench_torch.py results.json [section ...]
 
-Sections: rows, square, linear, backward, host; all by default. Device times are of CUDA graphs' replays.
+Sections: rows, square, linear, backward, host, stream, lora; all by default. With --compile rows also measures
+torch.compile. A section that fails is reported and left out. Device times are of CUDA graphs' replays.
 """
 
 # ruff: noqa: B023 - each lambda runs in the iteration that makes it
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from bminf_lite.cuda.runtime.libraries import driver_release
-from bminf_lite.torch import ops
-from bminf_lite.torch.measure import Measurement, bandwidth, measure
+from bminf_lite.torch import Int8Linear, ops, streaming
+from bminf_lite.torch.measuring import Measurement, bandwidth, measure
 
 GPU = torch.device("cuda", 0)
 ELEMENTS = 1 << 26
@@ -180,7 +184,116 @@ def host(results: Results, compiled: bool) -> None:
                 record(results, "host", mode.__name__, name, measure(function, batches=9, seconds=0.05))
 
 
-SECTIONS = {"rows": rows, "square": square, "linear": linear, "backward": backward, "host": host}
+class Block(nn.Module):
+    """The products of a layer of LLaMA 70B, one behind the other, with random codes."""
+
+    WIDTH, INNER, KEYS = 8192, 28672, 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(self.WIDTH, self.WIDTH + 2 * self.KEYS), (self.WIDTH, self.WIDTH), (self.WIDTH, 2 * self.INNER)]
+        self.qkv, self.o, self.gate_up = (random_linear(k, n) for k, n in sizes)
+        self.down = random_linear(self.INNER, self.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.o(self.qkv(x)[..., : self.WIDTH])
+        gate, up = self.gate_up(ops.rms_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def random_linear(k: int, n: int) -> Int8Linear:
+    codes = torch.randint(-127, 128, (n, k), device=GPU, dtype=torch.int8)
+    return Int8Linear(codes, torch.full((n,), 1 / 64 / k**0.5, device=GPU))
+
+
+class Stack(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def stream(results: Results, compiled: bool) -> None:
+    """Forward of streamed layers of LLaMA 70B's shape, 2,048 tokens: the share of the link that the copies reach."""
+    count = 8
+    model = Stack(count)
+    nbytes = sum(layer.codes.numel() for layer in model.modules() if isinstance(layer, Int8Linear))
+    streamed = streaming.place(model, GPU, nbytes * 2 // count + (64 << 20))
+    codes = model.layers[0].down.host_codes
+    assert isinstance(codes, streaming.StreamedCodes)
+    source = torch.empty(1 << 30, dtype=torch.int8, pin_memory=True)
+    target = torch.empty_like(source, device=GPU)
+    link = (1 << 30) / measure(functools.partial(target.copy_, source, True), batches=5, seconds=0.3).seconds
+    x = torch.randn(2048, Block.WIDTH, device=GPU, dtype=torch.bfloat16)
+    del target
+    with torch.no_grad():
+        torch.cuda.reset_peak_memory_stats()
+        model(x)
+        before = codes.stream.copied_bytes
+        model(x)
+        copied = codes.stream.copied_bytes - before
+        found = measure(model, x, batches=5, seconds=0.5)
+    share = copied / found.seconds / link
+    print(f"{streamed} of {count} blocks streamed, link {link / 1e9:.1f} GB/s, {share:.1%} of it")
+    peak = torch.cuda.max_memory_allocated()
+    record(results, "stream", "70B shape", "forward", found, link=link, share=share, peak=peak, blocks=streamed)
+
+
+def lora(results: Results, compiled: bool) -> None:
+    """Steps of LoRA training of a model of LLaMA 8B's shape with 512 tokens, within a limit for its weights."""
+    import peft
+    import transformers
+    from accelerate import init_empty_weights
+
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, dtype=torch.bfloat16,
+    )  # fmt: skip
+    with init_empty_weights():
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    for name, module in list(model.named_modules()):
+        path, _, attribute = name.rpartition(".")
+        if isinstance(module, nn.Linear):
+            setattr(model.get_submodule(path), attribute, random_linear(module.in_features, module.out_features))
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(module, nn.Linear):
+                values = torch.randn(parameter.shape, device=GPU, dtype=torch.bfloat16) / 64 + (parameter.dim() == 1)
+                module.register_parameter(key, nn.Parameter(values))
+    limit = int(3.5 * (1 << 30))
+    streamed = streaming.place(model, GPU, limit)
+    adapters = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trained = peft.get_peft_model(model, adapters)
+    trained.enable_input_require_grads()
+    trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trained.train()
+    optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=1e-4)
+    tokens = torch.randint(0, 128256, (1, 512), device=GPU)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    losses = []
+
+    def step() -> None:
+        loss = trained(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    found = measure(step, batches=3, seconds=0.1)
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    values = [round(float(loss), 3) for loss in losses]
+    print(f"{streamed} of 32 blocks streamed, peak {peak / 2**30:.2f} GiB, reserved {reserved / 2**30:.2f}, {values}")
+    record(results, "lora", "8B shape, 512 tokens", "step", found, peak=peak, blocks=streamed, losses=values)
+
+
+SECTIONS = {
+    "rows": rows, "square": square, "linear": linear, "backward": backward, "host": host, "stream": stream,
+    "lora": lora,
+}  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:
@@ -193,7 +306,10 @@ def main(arguments: list[str]) -> None:
     }  # fmt: skip
     print(about)
     for name in chosen:
-        SECTIONS[name](results, "--compile" in arguments)
+        try:
+            SECTIONS[name](results, "--compile" in arguments)
+        except Exception:
+            traceback.print_exc()
         path.write_text(json.dumps({"about": about, "results": results}, indent=1))
 
 

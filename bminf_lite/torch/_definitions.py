@@ -56,7 +56,7 @@ def softmax_backward(y: Tensor, dy: Tensor, scale: float) -> Tensor:
     return tensor(softmax_gradient(array(dy, dtype), array(y, dtype), scale), y.dtype)
 
 
-def norm(
+def norm_with_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A norm, and its means (none without ``center``) and inverse deviations."""
@@ -68,11 +68,23 @@ def norm(
     return tensor(y, x.dtype), tensor(mean if center else np.empty(0), dtype), tensor(inverse, dtype)
 
 
-def norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> tuple[Tensor, Tensor]:
+def norm_with_statistics_(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
+) -> tuple[Tensor, Tensor]:
     """The same over ``x``."""
-    y, mean, inverse = norm(x, weight, bias, eps, center)
+    y, mean, inverse = norm_with_statistics(x, weight, bias, eps, center)
     x.copy_(y)
     return mean, inverse
+
+
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
+    """A norm."""
+    return norm_with_statistics(x, weight, bias, eps, center)[0]
+
+
+def norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> None:
+    """The same over ``x``."""
+    x.copy_(norm(x, weight, bias, eps, center))
 
 
 def norm_backward(

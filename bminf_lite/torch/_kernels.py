@@ -9,27 +9,35 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cuda.kernels.arrays import round_up
-from ..cuda.kernels.constants import Epilogue
-from ..cuda.kernels.gemm.gemm_hopper import MIN_ROWS, SELF_TESTS, ScaledGemm
+from ..cuda.kernels.constants import Epilogue, GemvInput
+from ..cuda.kernels.gemm.gemm_hopper import SELF_TESTS, ScaledGemm
 from ..cuda.kernels.gemm.skinny_gemm import MAX_ROWS
 from ..cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
+from ..cuda.kernels.gemv.gemv import MAX_WIDTH, Gemv, GemvCodes
 from ..cuda.kernels.launcher import Launcher
 from ..cuda.kernels.rowwise.softmax import EACH_ROW, Softmax
 from ..cuda.kernels.rowwise.tensor_rows import Rows, TensorRows
 from ..cuda.runtime.driver import Device
 from ..errors import DeviceError
+from . import _definitions
 
 KINDS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 """The types of elements that kernels have, in CUDA C++."""
 EPILOGUES = {
     torch.float32: Epilogue.TO_FLOAT, torch.float16: Epilogue.TO_HALF, torch.bfloat16: Epilogue.TO_BFLOAT16,
 }  # fmt: skip
+GEMV_INPUTS = {torch.float16: GemvInput.HALF, torch.bfloat16: GemvInput.BFLOAT16}
+"""The types of a single row that the product quantizes itself."""
+SCALE_BYTES = 4
 CODE_PAD = 16
 """Rows of codes start at multiples of this many bytes, for TMA."""
 WORKSPACE_BYTES = 32 << 20
@@ -43,24 +51,26 @@ class DeviceKernels:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        device = Device(index)
+        self.device = device = Device(index)
         launcher = Launcher(device, 0)
         self.rows = TensorRows(launcher)
         self.softmax = Softmax(launcher)
         self.gemm = ScaledGemm(device)
         self.skinny = SkinnyGemmHopper(device)
+        self.gemv = Gemv(launcher)
+        self.gemv_codes = GemvCodes(launcher)
 
     @functools.cached_property
     def products_verified(self) -> bool:
         """Whether the kernels of int8 products run here, and computed known products exactly. If not, it warns.
 
-        Waits for the device at the first call. While a graph is captured nothing is tested, and nothing is concluded.
+        Waits for the device at the first call.
         """
         if not self.gemm.supported:
             return False
         for rows, channels, in_features in SELF_TESTS:
             for dtype in (torch.float16, torch.bfloat16):
-                for count in (rows, 5):
+                for count in (rows, 5, 1):
                     if not self._is_exact(count, channels, in_features, dtype):
                         warnings.warn(
                             f"GPU {self.index}: a product of {count} x {in_features} by {channels} x {in_features} was "
@@ -72,68 +82,96 @@ class DeviceKernels:
         return True
 
     def _is_exact(self, rows: int, channels: int, in_features: int, dtype: torch.dtype) -> bool:
-        generator = torch.Generator().manual_seed(rows)
-        x, w = (torch.randint(-128, 128, (n, in_features), generator=generator) for n in (rows, channels))
-        x_scale, w_scale = (torch.rand(n, generator=generator) * 1e-2 + 1e-4 for n in (rows, channels))
-        place = torch.device("cuda", self.index)
-        codes, row_scale, weight, scale = (v.to(place) for v in (x.to(torch.int8), x_scale, w.to(torch.int8), w_scale))
+        generator, place = torch.Generator().manual_seed(rows), torch.device("cuda", self.index)
+        x = torch.randn((rows, in_features), generator=generator).to(dtype)
+        codes = torch.randint(-128, 128, (channels, in_features), generator=generator).to(torch.int8)
+        scale = torch.rand(channels, generator=generator) * 1e-2 + 1e-4
         out = torch.full((rows, channels), math.nan, dtype=dtype, device=place)
-        self._launch_product(codes, row_scale, weight, scale, 0, out)
-        expected = x_scale[:, None] * (w_scale * (x.double() @ w.double().T).float())
-        return torch.equal(out.cpu(), expected.to(dtype))
+        self._dynamic_linear(x.to(place), codes.to(place), scale.to(place), None, out, rows, True)
+        return torch.equal(out.cpu(), _definitions.int8_linear(x, codes, scale, None, True))
+
+    def dynamic_linear(
+        self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, rows: int
+    ) -> None:
+        """``out = x @ (scale * codes).T + bias`` with each of the ``rows`` of ``x`` quantized; see :meth:`product`."""
+        self._dynamic_linear(x, codes, scale, bias, out, rows, self._may_use_products())
+
+    def _dynamic_linear(
+        self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, rows: int, own: bool
+    ) -> None:
+        n, k = codes.shape
+        x, source, _, _ = in_rows(x)
+        stream, pitch = stream_of(self.index), round_up(k, CODE_PAD)
+        fits_gemv = rows == 1 and x.dtype in GEMV_INPUTS and k == pitch <= MAX_WIDTH
+        if own and fits_gemv and (source[0] | codes.data_ptr()) % 16 == 0:
+            self.gemv.launch_tensor(
+                stream, GEMV_INPUTS[x.dtype], source[0], codes.data_ptr(), scale.data_ptr(), _address(bias),
+                out.data_ptr(), n, k,
+            )  # fmt: skip
+            return
+        scratch = codes.new_empty(rows * (pitch + SCALE_BYTES))
+        row_codes = scratch.data_ptr()
+        row_scale = row_codes + rows * pitch
+        vectors = whole(k, (source, x.itemsize))
+        self.rows.quantize(stream, KINDS[x.dtype], vectors, source, (row_codes, pitch), row_scale, rows, k)
+        self._product(scratch, pitch, row_scale, codes, scale, bias, out, rows, own)
 
     def product(
         self, x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
     ) -> None:
         """``out = x_scale * (scale * (x @ codes.T)) + bias``, exact up to the scales.
 
-        ``x`` int8 ``[rows, pitch]`` with zeros behind ``in_features``, ``codes`` int8 ``[n, in_features]``, scales and
-        bias fp32, ``out`` ``[rows, n]``; contiguous.
+        ``x`` int8 ``[rows, in_features]``, ``codes`` int8 ``[n, in_features]``, scales and bias fp32, ``out``
+        ``[rows, n]``; contiguous.
         """
-        rows, n = out.shape
-        bias_address = 0 if bias is None else bias.data_ptr()
-        if self._fits(rows, x, codes, scale, bias, out) and self._may_use_products():
-            self._launch_product(x, x_scale, codes, scale, bias_address, out)
+        own = self._may_use_products()
+        self._product(x, x.shape[1], x_scale.data_ptr(), codes, scale, bias, out, len(x), own)
+
+    def _product(
+        self, x: Tensor, pitch: int, x_scale: int, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor,
+        rows: int, own: bool,
+    ) -> None:  # fmt: skip
+        """The same with the codes of ``rows`` rows at the start of ``x``, ``pitch`` apart; ``own``: by our kernels."""
+        (n, k), stream = codes.shape, stream_of(self.index)
+        if own and self._fits(rows, pitch, x, codes, scale, bias, out):
+            if rows <= MAX_ROWS:
+                self.skinny.launch(
+                    x.data_ptr(), x_scale, codes.data_ptr(), scale.data_ptr(), _address(bias), out.data_ptr(), n, rows,
+                    n, k, stream, EPILOGUES[out.dtype], dependent=False,
+                )  # fmt: skip
+            else:
+                self.gemm.launch(
+                    (x.data_ptr(), k), x_scale, (codes.data_ptr(), k), scale.data_ptr(), _address(bias),
+                    (out.data_ptr(), n), rows=rows, channels=n, in_features=k, epilogue=EPILOGUES[out.dtype],
+                    stream=stream, dependent=False,
+                )  # fmt: skip
             return
-        in_features = codes.shape[1]
-        inner, columns = round_up(in_features, LIBRARY_MULTIPLE), round_up(n, LIBRARY_MULTIPLE)
-        a = _padded(x[:, :in_features], max(rows, LIBRARY_ROWS), inner)
-        sums = torch._int_mm(a, _padded(codes, columns, inner).t())
+        inner, columns = round_up(k, LIBRARY_MULTIPLE), round_up(n, LIBRARY_MULTIPLE)
+        row_codes = x.reshape(-1)[: rows * pitch].view(rows, pitch)[:, :k]
+        sums = torch._int_mm(_padded(row_codes, max(rows, LIBRARY_ROWS), inner), _padded(codes, columns, inner).t())
         self.rows.scale_sums(
-            stream_of(self.index), KINDS[out.dtype], True, (sums.data_ptr(), columns), x_scale.data_ptr(),
-            scale.data_ptr(), bias_address, out.data_ptr(), rows, n,
+            stream, KINDS[out.dtype], True, (sums.data_ptr(), columns), x_scale, scale.data_ptr(), _address(bias),
+            out.data_ptr(), rows, n,
         )  # fmt: skip
 
     def _may_use_products(self) -> bool:
-        if torch.cuda.is_current_stream_capturing():
-            return bool(self.__dict__.get("products_verified", self.gemm.supported))
-        return self.products_verified
+        """While a graph is captured nothing is tested: kernels that were not tested before are taken untested."""
+        verified: bool | None = self.__dict__.get("products_verified")
+        if verified is None:
+            return self.gemm.supported if torch.cuda.is_current_stream_capturing() else self.products_verified
+        return verified
 
-    def _fits(self, rows: int, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> bool:
+    @staticmethod
+    def _fits(rows: int, pitch: int, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> bool:
         """Whether the engine's own kernels take these operands."""
+        n, k = codes.shape
         aligned = (
-            self.gemm.supported
-            and codes.shape[1] % CODE_PAD == 0
-            and x.shape[1] == codes.shape[1]
+            k == pitch
+            and k % CODE_PAD == 0
             and (x.data_ptr() | codes.data_ptr() | out.data_ptr()) % 16 == 0
-            and (scale.data_ptr() | (0 if bias is None else bias.data_ptr())) % 8 == 0
+            and (scale.data_ptr() | _address(bias)) % 8 == 0
         )
-        many = rows >= MIN_ROWS and out.dtype != torch.float32 and out.shape[1] % 8 == 0
-        return aligned and (rows <= MAX_ROWS or many)
-
-    def _launch_product(self, x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, bias: int, out: Tensor) -> None:
-        (rows, n), in_features, stream = out.shape, codes.shape[1], stream_of(self.index)
-        if rows <= MAX_ROWS:
-            self.skinny.launch(
-                x.data_ptr(), x_scale.data_ptr(), codes.data_ptr(), scale.data_ptr(), bias, out.data_ptr(), n, rows, n,
-                in_features, stream, EPILOGUES[out.dtype], dependent=False,
-            )  # fmt: skip
-        else:
-            self.gemm.launch(
-                (x.data_ptr(), in_features), x_scale.data_ptr(), (codes.data_ptr(), in_features), scale.data_ptr(),
-                bias, (out.data_ptr(), n), rows=rows, channels=n, in_features=in_features,
-                epilogue=EPILOGUES[out.dtype], stream=stream, dependent=False,
-            )  # fmt: skip
+        return aligned and (rows <= MAX_ROWS or (out.dtype != torch.float32 and n % 8 == 0))
 
 
 @functools.cache
@@ -141,12 +179,36 @@ def _kernels(index: int) -> DeviceKernels:
     return DeviceKernels(index)
 
 
+class _Thread(threading.local):
+    """The GPUs whose contexts have been current in a thread; torch's threads of backward may start without one."""
+
+    def __init__(self) -> None:
+        self.ready: set[int] = set()
+
+
+_thread = _Thread()
+
+
 def kernels_of(x: Tensor) -> DeviceKernels:
-    """The kernels of the tensor's GPU, which becomes the calling thread's current one."""
-    index = x.device.index
-    if index != torch.cuda.current_device():
-        torch.cuda.set_device(index)
-    return _kernels(index)
+    """The kernels of the tensor's GPU, which is the calling thread's current one; see :func:`on_own_device`."""
+    own = _kernels(x.device.index)
+    if own.index not in _thread.ready:
+        own.device.make_current()
+        _thread.ready.add(own.index)
+    return own
+
+
+def on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the GPU of its first argument as the current one."""
+
+    @functools.wraps(function)
+    def call(x: Tensor, *arguments: Any) -> Any:
+        if x.device.index == torch.cuda.current_device():
+            return function(x, *arguments)
+        with torch.cuda.device(x.device):
+            return function(x, *arguments)
+
+    return call
 
 
 def stream_of(index: int) -> int:
@@ -196,8 +258,14 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
 
 
-def _fp32(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(torch.float32).contiguous()
+def _fp32(x: Tensor) -> Tensor:
+    if x.dtype == torch.float32 and x.is_contiguous():
+        return x
+    return x.to(torch.float32).contiguous()
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 # -- softmax -----------------------------------------------------------------------------------------------------------
@@ -235,13 +303,12 @@ def _softmax_into(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | N
     del read, added, seen
 
 
-def _broadcast(values: Tensor | None, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int, int]]:
+def _broadcast(values: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int, int]]:
     """A bias or mask for scores of ``shape``: its address, pitch, and the kernel's ``BroadcastRows``.
 
     It is read where it is if its leading dimensions are one block of the scores' (``[keys]``, ``[queries, keys]``,
     ``[batch, 1, 1, keys]``), else expanded in a copy.
     """
-    assert values is not None
     k = shape[-1]
     if values.shape[-1] != k:
         values = values.expand(*values.shape[:-1], k)
@@ -277,38 +344,59 @@ def softmax_backward(y: Tensor, dy: Tensor, scale: float) -> Tensor:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-def norm(
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
+    """A norm."""
+    out = _empty_like(x)
+    _norm_into(x, weight, bias, eps, center, out, None, None)
+    return out
+
+
+def norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> None:
+    """The same over ``x``."""
+    _norm_into(x, weight, bias, eps, center, x, None, None)
+
+
+def norm_with_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A norm, and its means (none without ``center``) and inverse deviations."""
-    out = _empty_like(x)
-    return out, *_norm_into(x, weight, bias, eps, center, out)
+    out, (mean, inverse) = _empty_like(x), _statistics(x, center)
+    _norm_into(x, weight, bias, eps, center, out, mean, inverse)
+    return out, mean, inverse
 
 
-def norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> tuple[Tensor, Tensor]:
+def norm_with_statistics_(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
+) -> tuple[Tensor, Tensor]:
     """The same over ``x``."""
-    return _norm_into(x, weight, bias, eps, center, x)
+    mean, inverse = _statistics(x, center)
+    _norm_into(x, weight, bias, eps, center, x, mean, inverse)
+    return mean, inverse
+
+
+def _statistics(x: Tensor, center: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the means and inverse deviations of rows."""
+    mean = torch.empty(x.shape[:-1] if center else (0,), dtype=torch.float32, device=x.device)
+    return mean, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
 def _norm_into(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, out: Tensor
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, out: Tensor, mean: Tensor | None,
+    inverse: Tensor | None,
+) -> None:  # fmt: skip
     own, types = kernels_of(x), _types(x, weight, bias)
-    mean = torch.empty(x.shape[:-1] if center else (0,), dtype=torch.float32, device=x.device)
-    inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     read, source, rows, k = in_rows(x)
     target, written, _, _ = in_rows(out)
     if rows:
         weight, bias, parameters, vectors = _parameters(weight, bias)
+        vectors = vectors and whole(k, (source, x.itemsize), (written, x.itemsize))
         own.rows.norm(
-            stream_of(own.index), types, center,
-            vectors and whole(k, (source, x.itemsize), (written, x.itemsize)),
-            source, *parameters, eps, written, mean.data_ptr() if center else 0, inverse.data_ptr(), rows, k,
+            stream_of(own.index), types, center, vectors, source, *parameters, eps, written,
+            _address(mean) if center else 0, _address(inverse), rows, k,
         )  # fmt: skip
     if target is not out:
         out.copy_(target)
     del read
-    return mean, inverse
 
 
 def _types(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> str:
@@ -389,46 +477,46 @@ def int8_dot(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torc
     out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
     kind_of(out)
     if out.numel():
-        a_factors, b_factors = _fp32(a_scale), _fp32(b_scale)
-        assert a_factors is not None and b_factors is not None
-        kernels_of(a).product(a.contiguous(), a_factors, b.contiguous(), b_factors, None, out)
+        kernels_of(a).product(a.contiguous(), _fp32(a_scale), b.contiguous(), _fp32(b_scale), None, out)
     return out
 
 
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     """``x @ (scale * codes).T + bias``, with ``x`` quantized per row if ``dynamic``."""
     kind, own, (n, k) = kind_of(x), kernels_of(x), codes.shape
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    rows = x.numel() // k
+    out = x.new_empty((*x.shape[:-1], n))
     if not out.numel():
         return out
-    codes, factors, offsets, place = codes.contiguous(), _fp32(scale), _fp32(bias), x.device
-    assert factors is not None
+    rows = out.numel() // n
+    factors, offsets = _fp32(scale), None if bias is None else _fp32(bias)
+    if not codes.is_contiguous():
+        codes = codes.contiguous()
     if dynamic:
-        pitch = round_up(k, CODE_PAD)
-        row_codes = torch.empty((rows, pitch), dtype=torch.int8, device=place)
-        row_scale = torch.empty(rows, dtype=torch.float32, device=place)
-        _quantize_into(x, row_codes, pitch, row_scale)
-        own.product(row_codes, row_scale, codes, factors, offsets, out.view(rows, n))
+        own.dynamic_linear(x, codes, factors, offsets, out, rows)
         return out
     stream = stream_of(own.index)
-    weight = torch.empty((n, k), dtype=x.dtype, device=place)
+    if own.gemv_codes.supports(rows, k, x.itemsize):
+        flat = x.contiguous()
+        if (flat.data_ptr() | codes.data_ptr()) % 16 == 0:
+            own.gemv_codes.launch(
+                stream, kind, flat.data_ptr(), codes.data_ptr(), factors.data_ptr(), _address(offsets), out.data_ptr(),
+                rows, n, k, x.itemsize,
+            )  # fmt: skip
+            return out
+    weight = x.new_empty((n, k))
     own.rows.dequantize_codes(stream, kind, codes.data_ptr(), 0, weight.data_ptr(), n, k)
     flat = x.reshape(rows, k)
     sums = flat @ weight.t() if x.dtype == torch.float32 else torch.mm(flat, weight.t(), out_dtype=torch.float32)
     own.rows.scale_sums(
-        stream, kind, False, (sums.data_ptr(), n), 0, factors.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
-        out.data_ptr(), rows, n,
-    )  # fmt: skip
+        stream, kind, False, (sums.data_ptr(), n), 0, factors.data_ptr(), _address(offsets), out.data_ptr(), rows, n
+    )
     return out
 
 
 def int8_linear_backward(dy: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """``dy @ (scale * codes)``, with the weight rounded to the type of ``dy``."""
     kind, own, (n, k) = kind_of(dy), kernels_of(dy), codes.shape
-    codes, factors = codes.contiguous(), _fp32(scale)
-    assert factors is not None
-    weight = torch.empty((n, k), dtype=dy.dtype, device=dy.device)
+    codes, factors, weight = codes.contiguous(), _fp32(scale), dy.new_empty((n, k))
     own.rows.dequantize_codes(stream_of(own.index), kind, codes.data_ptr(), factors.data_ptr(), weight.data_ptr(), n, k)
     return (dy.reshape(-1, n) @ weight).view(*dy.shape[:-1], k)
 

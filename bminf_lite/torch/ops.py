@@ -28,8 +28,14 @@ SCHEMAS = {
     "softmax": "(Tensor x, float scale, Tensor? bias, Tensor? mask) -> Tensor",
     "softmax_": "(Tensor(a!) x, float scale, Tensor? bias, Tensor? mask) -> ()",
     "softmax_backward": "(Tensor y, Tensor dy, float scale) -> Tensor",
-    "norm": "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool center) -> (Tensor, Tensor, Tensor)",
-    "norm_": "(Tensor(a!) x, Tensor? weight, Tensor? bias, float eps, bool center) -> (Tensor, Tensor)",
+    "norm": "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool center) -> Tensor",
+    "norm_": "(Tensor(a!) x, Tensor? weight, Tensor? bias, float eps, bool center) -> ()",
+    "norm_with_statistics": (
+        "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool center) -> (Tensor, Tensor, Tensor)"
+    ),
+    "norm_with_statistics_": (
+        "(Tensor(a!) x, Tensor? weight, Tensor? bias, float eps, bool center) -> (Tensor, Tensor)"
+    ),
     "norm_backward": (
         "(Tensor dy, Tensor x, bool from_output, Tensor? weight, Tensor? bias, Tensor mean, Tensor inverse, "
         "bool center, bool parameters) -> (Tensor, Tensor, Tensor)"
@@ -40,7 +46,10 @@ SCHEMAS = {
     "int8_linear_backward": "(Tensor dy, Tensor codes, Tensor scale) -> Tensor",
     "square_linear_": "(Tensor(a!) x, Tensor w, bool transpose) -> ()",
 }
-"""The operators; ``_definitions`` and ``_kernels`` have a function of the same name for each."""
+"""The operators; ``_definitions`` and ``_kernels`` have a function of the same name for each.
+
+``norm`` and ``norm_`` record no gradients; those ``with_statistics`` also return what backward needs.
+"""
 
 
 # -- the functions -----------------------------------------------------------------------------------------------------
@@ -71,8 +80,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     ``weight`` and ``bias`` are ``[k]``, in the dtype of ``x`` or both in fp32. Differentiable in all three.
     """
     _check_norm(x, weight, bias)
-    result: Tensor = _call("norm", (x, weight, bias), x, weight, bias, eps, True)[0]
-    return result
+    return _norm(x, weight, bias, eps, True)
 
 
 def layer_norm_(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -82,8 +90,7 @@ def layer_norm_(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
     the precision of ``y`` in its dtype, divided by the weight. Where a weight is 0 they are NaN.
     """
     _check_norm(x, weight, bias)
-    _call("norm_", (x, weight, bias), x, weight, bias, eps, True)
-    return x
+    return _norm_(x, weight, bias, eps, True)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -92,15 +99,13 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     ``weight`` is ``[k]`` in the dtype of ``x`` or in fp32. Differentiable in both.
     """
     _check_norm(x, weight, None)
-    result: Tensor = _call("norm", (x, weight), x, weight, None, eps, False)[0]
-    return result
+    return _norm(x, weight, None, eps, False)
 
 
 def rms_norm_(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """:func:`rms_norm` over ``x``, which is returned; its gradients are those of :func:`layer_norm_`."""
     _check_norm(x, weight, None)
-    _call("norm_", (x, weight), x, weight, None, eps, False)
-    return x
+    return _norm_(x, weight, None, eps, False)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,12 +205,31 @@ def square_linear_(x: Tensor, w: Tensor, transpose: bool = True) -> Tensor:
     return x
 
 
+def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
+    result: Tensor
+    if _records_gradient(x, weight, bias):
+        result = _OPERATORS["norm_with_statistics"](x, weight, bias, eps, center)[0]
+    else:
+        result = _call("norm", (), x, weight, bias, eps, center)
+    return result
+
+
+def _norm_(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
+    if _records_gradient(x, weight, bias):
+        _OPERATORS["norm_with_statistics_"](x, weight, bias, eps, center)
+    else:
+        _call("norm_", (), x, weight, bias, eps, center)
+    return x
+
+
+def _records_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in tensors)
+
+
 def _call(name: str, differentiable: tuple[Tensor | None, ...], *arguments: Any) -> Any:
     """Call an operator. Where no gradient is recorded, its autograd kernel, which is Python, is skipped."""
     operator = _OPERATORS[name]
-    if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in differentiable)
-    ):
+    if torch.compiler.is_compiling() or _records_gradient(*differentiable):
         return operator(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
@@ -242,17 +266,17 @@ def _like(x: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> Ten
     return torch.empty(x.shape if shape is None else shape, dtype=dtype or x.dtype, device=x.device)
 
 
-def _fake_norm_(
+def _fake_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor]:
     dtype = _definitions.compute_dtype(x)
     return _like(x, x.shape[:-1] if center else (0,), dtype), _like(x, x.shape[:-1], dtype)
 
 
-def _fake_norm(
+def _fake_norm_with_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(x), *_fake_norm_(x, weight, bias, eps, center)
+    return _like(x), *_fake_statistics(x, weight, bias, eps, center)
 
 
 def _fake_norm_backward(
@@ -267,8 +291,10 @@ FAKES: dict[str, Callable[..., Any]] = {
     "softmax": lambda x, scale, bias, mask: _like(x),
     "softmax_": lambda x, scale, bias, mask: None,
     "softmax_backward": lambda y, dy, scale: _like(y),
-    "norm": _fake_norm,
-    "norm_": _fake_norm_,
+    "norm": lambda x, weight, bias, eps, center: _like(x),
+    "norm_": lambda x, weight, bias, eps, center: None,
+    "norm_with_statistics": _fake_norm_with_statistics,
+    "norm_with_statistics_": _fake_statistics,
     "norm_backward": _fake_norm_backward,
     "quantize_rows": lambda x: (_like(x, dtype=torch.int8), _like(x, x.shape[:-1], torch.float32)),
     "int8_dot": lambda a, b, a_scale, b_scale, dtype: _like(a, (a.shape[0], b.shape[0]), dtype),
@@ -360,7 +386,7 @@ class _NormInPlace(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            mean, inverse = torch.ops.bminf_lite.norm_(x, weight, bias, eps, center)
+            mean, inverse = torch.ops.bminf_lite.norm_with_statistics_(x, weight, bias, eps, center)
         ctx.mark_dirty(x)
         ctx.mark_non_differentiable(mean, inverse)
         ctx.from_output, ctx.center = True, center
@@ -430,21 +456,21 @@ def _register() -> None:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, vars(_definitions)[name], "CPU")
-        LIBRARY.impl(name, vars(_kernels)[name], "CUDA")
+        LIBRARY.impl(name, _kernels.on_own_device(vars(_kernels)[name]), "CUDA")
         qualified = f"bminf_lite::{name}"
         torch.library.register_fake(qualified, FAKES[name], lib=LIBRARY)
         if not name.endswith("_"):  # functorch refuses operators that mutate
             torch.library.register_vmap(qualified, _refuse_vmap(name), lib=LIBRARY)
     for name, backward, save in (
         ("softmax", _softmax_gradients, _save_softmax),
-        ("norm", _norm_gradients, _save_norm),
+        ("norm_with_statistics", _norm_gradients, _save_norm),
         ("int8_linear", _linear_gradients, _save_linear),
     ):
         torch.library.register_autograd(f"bminf_lite::{name}", backward, setup_context=save, lib=LIBRARY)
-    for name in ("quantize_rows", "int8_dot"):
+    for name in ("quantize_rows", "int8_dot", "norm", "norm_"):
         LIBRARY.impl(name, _without_gradient(name), "Autograd")
     LIBRARY.impl("softmax_", _differentiable_softmax_, "Autograd")
-    LIBRARY.impl("norm_", _differentiable_norm_, "Autograd")
+    LIBRARY.impl("norm_with_statistics_", _differentiable_norm_, "Autograd")
     LIBRARY.impl("square_linear_", _differentiable_square_linear_, "Autograd")
 
 

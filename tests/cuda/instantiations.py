@@ -12,7 +12,7 @@ from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
 from bminf_lite.cuda.kernels.gemm.gemm_hopper import ScaledGemm
 from bminf_lite.cuda.kernels.gemm.skinny_gemm import SkinnyGemm
 from bminf_lite.cuda.kernels.gemm.skinny_gemm_hopper import SkinnyGemmHopper
-from bminf_lite.cuda.kernels.gemv.gemv import Gemv, GemvFloat
+from bminf_lite.cuda.kernels.gemv.gemv import Gemv, GemvCodes, GemvFloat
 from bminf_lite.cuda.kernels.instantiations import Capability, KernelFamily
 from bminf_lite.cuda.kernels.rowwise.calibration import CalibrationKernels
 from bminf_lite.cuda.kernels.rowwise.pointwise import PointwiseKernels
@@ -22,8 +22,8 @@ from bminf_lite.cuda.kernels.rowwise.tensor_rows import TensorRows
 from bminf_lite.cuda.kernels.sampling.sampler import Sampler
 
 LAUNCHERS = (
-    Gemv, GemvFloat, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, PrepareHeads, AttentionDecode,
-    PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler, TensorRows,
+    Gemv, GemvFloat, GemvCodes, RowKernels, Softmax, PointwiseKernels, CalibrationKernels, PrepareHeads,
+    AttentionDecode, PrefillAttention, SkinnyGemm, SkinnyGemmHopper, ScaledGemm, Sampler, TensorRows,
 )  # fmt: skip
 ALONE = KernelFamily("rowwise/bandwidth.cu", "read_all"), KernelFamily("gemm/dp4a.cu", "igemm_dp4a")
 """Kernels without a choice: the benchmark's, and the product that runs everywhere."""

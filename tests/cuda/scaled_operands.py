@@ -10,7 +10,7 @@ RELU = 2
 
 
 CUPY_EPILOGUES = tuple(epilogue for epilogue in Epilogue if epilogue is not Epilogue.TO_BFLOAT16)
-"""CuPy has no bf16: tests/torch covers that epilogue."""
+"""CuPy has no bf16: tests/pytorch covers that epilogue."""
 
 
 class ScaledOperands:

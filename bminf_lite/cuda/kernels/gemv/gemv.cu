@@ -3,8 +3,8 @@
 //     out = epilogue(x_scale * w_scale[n] * (sum over k of codes[k] * weight[n, k]) + bias[n])
 //     codes, x_scale = quantize(norm(x))
 //
-// x: fp16 or fp32 [k]; weight: int8 [n, pitch]; w_scale, bias: fp32 [n]; out: fp16 or fp32 [n], or fp16 [n / 2] of a
-// gated layer.
+// x: fp16, bf16 or fp32 [k]; weight: int8 [n, pitch]; w_scale, bias: fp32 [n]; out: fp16, bf16 or fp32 [n], or fp16 [n
+// / 2] of a gated layer.
 //
 // Every block quantizes the whole input row into shared memory: that is cheaper than a launch of its own. Then it
 // multiplies its share of the weight's rows (BlockRange). The share is cut into units of U chunks of 512 bytes of one
@@ -12,6 +12,7 @@
 // work. They add their sums with atomics; int32 sums are exact in any order, so the result does not depend on it. The
 // copies of the first units start before the kernel waits for its input.
 #include "common/async.cuh"
+#include "common/bfloat16.cuh"
 #include "common/block_range.cuh"
 #include "common/common.cuh"
 #include "common/epilogue.cuh"
@@ -75,13 +76,14 @@ template <int INPUT, int VECTORS>
 __device__ __forceinline__ float quantize_input(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, int k, int pitch, int width,
     int8* codes) {
-    using Source = typename Conditional<INPUT == HALF, __half, float>::type;
+    using Source = typename Conditional<
+        INPUT == HALF, __half, typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, float>::type>::type;
     __shared__ RowScratch<THREADS, VECTORS> scratch;
     float v[VECTORS][8];
     load_input(static_cast<const Source*>(x), k, pitch, v);
-    const float top = INPUT == HALF ? row_max<THREADS>(v, scratch)
-                                    : normalise_row<THREADS, INPUT == LAYER_NORM, true>(
-                                          v, norm_weight, norm_bias, eps, k, pitch, scratch);
+    const float top = INPUT == HALF || INPUT == BFLOAT16 ? row_max<THREADS>(v, scratch)
+                                                         : normalise_row<THREADS, INPUT == LAYER_NORM, true>(
+                                                               v, norm_weight, norm_bias, eps, k, pitch, scratch);
     const RowScale s = row_scale(top);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ....backend.values import Norm
 from ...runtime.driver import shared_memory_per_block
+from ...runtime.kernel import Kernel
 from ..arrays import WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput
 from ..instantiations import Capability, KernelFamily, numbers
 from ..launcher import Launcher, StepContext
-from ..rowwise.rows import norm_arguments, vectors_for
+from ..rowwise.rows import KERNEL_CACHE_SIZE, norm_arguments, vectors_for
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -23,8 +25,13 @@ MAX_FUSED_NORM_WIDTH = 4 * 8 * GEMV_THREADS
 """``gemv`` normalises inputs of up to this many elements; a thread's part of more does not fit its registers."""
 VECTORS = (1, 2, 4, 8)
 MAX_WIDTH = VECTORS[-1] * 8 * GEMV_THREADS
+CODE_ROWS = (1, 2, 3, 4)
+"""Rows of a product by ``gemv_codes``."""
 UNITS = (4, 2, 1)
 """Chunks in a unit of ``gemv``."""
+ENGINE_INPUTS = (GemvInput.HALF, GemvInput.RMS_NORM, GemvInput.LAYER_NORM)
+TENSOR_EPILOGUES = {GemvInput.HALF: Epilogue.TO_HALF, GemvInput.BFLOAT16: Epilogue.TO_BFLOAT16}
+"""The input and the epilogue of rows of other libraries' tensors, whose results have the type of the input."""
 EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.ADD, Epilogue.GATED, Epilogue.ACTIVATED)
 
 
@@ -43,11 +50,14 @@ class Gemv:
         chunks = pipeline_chunks(launcher.max_shared)
         self._defines = (f"PIPELINE_CHUNKS={chunks}",)
         self._pipeline_bytes = WARPS * chunks * GEMV_CHUNK if launcher.has_clusters else 0
+        self._plan = functools.lru_cache(KERNEL_CACHE_SIZE)(self._find_plan)
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         chunks = pipeline_chunks(shared_memory_per_block(capability))
         values = (INPUTS, VECTORS, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1])
+        tensors = (numbers(GemvInput)[-1:], VECTORS, numbers(TENSOR_EPILOGUES.values())[-1:], (0,), UNITS[::-1])
+        yield KernelFamily(cls.source, "gemv", tensors, defines=(f"PIPELINE_CHUNKS={chunks}",))
         yield KernelFamily(cls.source, "gemv", values, _possible, (f"PIPELINE_CHUNKS={chunks}",))
 
     def launch(
@@ -60,25 +70,39 @@ class Gemv:
         SM and leave another idle. In that case a block requests more than half of an SM's shared memory, so that two do
         not fit.
         """
-        launcher = self._launcher
-        n, pitch, num_sms = weight.out_features, weight.pitch, launcher.num_sms
-        matrices = 2 if epilogue == Epilogue.GATED else 1
-        rows = ceil_div(n // matrices, num_sms) * matrices
-        vectors = vectors_for(pitch, GEMV_THREADS)
-        unit = best_unit(rows, pitch)
-        expression = f"gemv<{input_of(norm)}, {vectors}, {int(epilogue)}, {int(activation)}, {unit}>"
+        launcher, (n, pitch) = self._launcher, (weight.out_features, weight.pitch)
+        kernel, grid, shared = self._plan(input_of(norm), n, pitch, epilogue, activation)
         norm_weight, norm_bias, eps = norm_arguments(norm)
-        shared = self._pipeline_bytes + round_up(pitch, GEMV_CHUNK * unit) + 4 * rows
         if not step.one_block_per_sm and launcher.has_clusters:
             shared = max(shared, launcher.half_shared)
-        kernel = launcher.kernel(self.source, expression, False, self._defines)
         args = (
             x.data.ptr, norm_weight, norm_bias, eps, weight.matrix.data.ptr, address(weight.scale),
             address(weight.bias), out.data.ptr, n, weight.in_features, pitch,
         )  # fmt: skip
         bytes_moved = weight.nbytes + nbytes_of(x, out)
-        kernel(min(num_sms, n // matrices), GEMV_THREADS, args, shared, launcher.stream, True, None, bytes_moved)
+        kernel(grid, GEMV_THREADS, args, shared, launcher.stream, True, None, bytes_moved)
         step.one_block_per_sm = True
+
+    def launch_tensor(
+        self, stream: int, source: GemvInput, x: int, weight: int, scale: int, bias: int, out: int, n: int, k: int
+    ) -> None:
+        """``out`` from a row of ``k`` elements of another library's tensor, in its type; not dependent.
+
+        ``k`` is a multiple of 16, at most :data:`MAX_WIDTH`. Arguments are addresses, aligned to 16 bytes.
+        """
+        kernel, grid, shared = self._plan(source, n, k, TENSOR_EPILOGUES[source], 0)
+        kernel(grid, GEMV_THREADS, (x, 0, 0, 0.0, weight, scale, bias, out, n, k, k), shared, stream)
+
+    def _find_plan(self, source: int, n: int, pitch: int, epilogue: int, activation: int) -> tuple[Kernel, int, int]:
+        """The kernel, its number of blocks, and the bytes of shared memory that it needs."""
+        num_sms, matrices = self._launcher.num_sms, 2 if epilogue == Epilogue.GATED else 1
+        rows = ceil_div(n // matrices, num_sms) * matrices
+        unit = best_unit(rows, pitch)
+        vectors = vectors_for(pitch, GEMV_THREADS)
+        expression = f"gemv<{int(source)}, {vectors}, {int(epilogue)}, {int(activation)}, {unit}>"
+        kernel = self._launcher.kernel(self.source, expression, False, self._defines)
+        shared = self._pipeline_bytes + round_up(pitch, GEMV_CHUNK * unit) + 4 * rows
+        return kernel, min(num_sms, n // matrices), shared
 
 
 class GemvFloat:
@@ -113,6 +137,32 @@ class GemvFloat:
         )  # fmt: skip
 
 
+class GemvCodes:
+    """A few rows of another library's tensor times an int8 weight, without quantizing the rows."""
+
+    source = "gemv/gemv_codes.cu"
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    @classmethod
+    def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
+        yield KernelFamily(cls.source, "gemv_codes", (("float", "__half", "__nv_bfloat16"), CODE_ROWS))
+
+    def supports(self, rows: int, k: int, itemsize: int) -> bool:
+        """Whether the rows fit the shared memory of a block, and can be read in vectors."""
+        return rows <= CODE_ROWS[-1] and k % 16 == 0 and rows * k * itemsize <= self._launcher.max_shared
+
+    def launch(
+        self, stream: int, kind: str, x: int, weight: int, scale: int, bias: int, out: int, rows: int, n: int, k: int,
+        itemsize: int,
+    ) -> None:  # fmt: skip
+        """``out = scale * (x @ weight.T) + bias``, ``[rows, n]`` contiguous; addresses aligned to 16 bytes."""
+        kernel = self._launcher.kernel(self.source, f"gemv_codes<{kind}, {rows}>")
+        grid = min(2 * self._launcher.num_sms, ceil_div(n, WARPS))
+        kernel(grid, GEMV_THREADS, (x, weight, scale, bias, out, n, k), rows * k * itemsize, stream)
+
+
 def input_of(norm: Norm | None) -> int:
     """The ``GemvInput`` of a row, or of a norm of a row."""
     return HALF if norm is None else LAYER_NORM if norm.center else RMS_NORM
@@ -128,8 +178,8 @@ def best_unit(rows: int, pitch: int) -> int:
     return min(UNITS, key=cost)
 
 
-HALF, RMS_NORM, LAYER_NORM = map(int, GemvInput)
-INPUTS, NUMBERS, ACTIVATION_NUMBERS = numbers(GemvInput), numbers(EPILOGUES), numbers(Activation)
+HALF, RMS_NORM, LAYER_NORM = map(int, ENGINE_INPUTS)
+INPUTS, NUMBERS, ACTIVATION_NUMBERS = numbers(ENGINE_INPUTS), numbers(EPILOGUES), numbers(Activation)
 
 
 def _possible(source: int, vectors: int, epilogue: int, activation: int, unit: int) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch_kit import random
 
 from bminf_lite.torch import ops
-from bminf_lite.torch.measure import bandwidth, compare, measure, sweep
+from bminf_lite.torch.measuring import bandwidth, compare, measure, sweep
 
 
 def test_a_wait_is_measured():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from test_ops import calls
 from torch import Tensor
 from torch_kit import FLOATS, assert_near, random, random_codes
 
@@ -125,8 +128,8 @@ def test_w8a8_equals_the_definition(rows, n, k, bias, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 300])
-@pytest.mark.parametrize(("n", "k"), [(64, 128), (77, 130)])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 300])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (77, 130), (100, 1040)])
 def test_w8a16_and_gradients(rows, n, k, dtype):
     x, (codes, scale), bias = random(rows, k, dtype=dtype), random_codes(n, k), random(n, dtype=dtype, seed=1)
     dy = on_gpu(rows, n, dtype=dtype, seed=2)
@@ -185,6 +188,16 @@ def test_nothing_is_copied_and_memory_is_torch_s():
     y = ops.rms_norm(strided)
     assert torch.cuda.max_memory_allocated() <= before + y.nbytes + 1024  # and the deviations
     torch.testing.assert_close(y, ops.rms_norm(strided.contiguous()), rtol=0, atol=0)
+
+
+def test_a_thread_without_a_context_launches():
+    """As torch's threads of backward are, until something in them needs a context."""
+    x = on_gpu(4, 256)
+    expected, found = ops.softmax(x), []
+    thread = threading.Thread(target=lambda: found.append(ops.softmax(x)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], expected)
 
 
 def test_work_is_on_the_current_stream():
@@ -252,10 +265,8 @@ def test_compiled_without_a_graph_break(dynamic):
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["softmax", "norm", "int8_linear", "softmax_", "norm_", "square_linear_"])
+@pytest.mark.parametrize("name", sorted(calls()))
 def test_opcheck(name):
-    from test_ops import calls
-
     arguments = [
         v.detach().to(GPU).requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in calls()[name]
     ]

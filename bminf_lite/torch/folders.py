@@ -1,0 +1,261 @@
+"""Folders of int8 models in transformers: open a migrated one, write one as migration does."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..backend.quantization import Int8Weight, fits_fp16
+from ..checkpoint.compressed_tensors import pack, packed_width, quantization_config
+from ..checkpoint.manifest import MANIFEST_FILE, MigrationReport, TensorReport
+from ..checkpoint.opened_model import CheckpointWeights, describe_model, open_model
+from ..checkpoint.output_folder import output_folder
+from ..checkpoint.recipe import Recipe, Scheme
+from ..checkpoint.tensor_file import DTYPES
+from ..checkpoint.writer import SHARD_BYTES, CheckpointWriter, TensorDeclaration, write_json
+from ..errors import CheckpointError, UsageError
+from ..models.spec import Parameter, Role
+from . import streaming
+from .linear import Int8Linear
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model", "chat_template*")
+_TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def from_migrated(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    memory_limit: int | None = None,
+    device: torch.device | str | None = None,
+) -> Any:
+    """The transformers model of a migrated folder, with int8 layers; no float copy of their weights ever exists.
+
+    The model is of the class that ``architectures`` in ``config.json`` names. Its float parameters have ``dtype``.
+    ``device`` and ``memory_limit`` are those of :func:`wrap`. Needs transformers and accelerate. Raises
+    :class:`CheckpointError` if the folder is no such checkpoint, and for outlier columns, which only the engine runs.
+    """
+    import transformers
+    from accelerate import init_empty_weights
+
+    with open_model(path) as opened:
+        config = transformers.AutoConfig.from_pretrained(path)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        names = opened.checkpoint.config.get("architectures") or []
+        if not names or not hasattr(transformers, names[0]):
+            raise CheckpointError(f"{path}: config.json names no class of transformers in architectures: {names}")
+        config.dtype = dtype
+        with init_empty_weights():
+            model = getattr(transformers, names[0])(config).to(dtype)
+        _fill(model, opened.weights(), dtype)
+        recipe = opened.checkpoint.manifest.get("recipe")
+    generation = Path(path) / "generation_config.json"
+    if generation.is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    bind_save(model, _recipe_of(recipe))
+    streaming.move(model, device, memory_limit)
+    return model.eval()
+
+
+def _fill(model: nn.Module, weights: CheckpointWeights, dtype: torch.dtype) -> None:
+    """Replace the layers of a model without values by int8 layers, and give all other parameters their values."""
+    spec, path = weights.spec, weights.checkpoint.path
+    for name, parameter in spec.parameters.items():
+        if parameter.role in (Role.LINEAR, Role.HEAD) and weights.scheme_of(name) is not Scheme.FLOAT:
+            stored = weights.weight(name)
+            assert isinstance(stored, Int8Weight)
+            if stored.outliers is not None:
+                raise CheckpointError(f"{path}: {name} keeps columns in fp16, which only the engine can run")
+            codes, scale = torch.from_numpy(np.array(stored.codes)), _tensor(stored.scale, torch.float32)
+            layer = Int8Linear(codes, scale, dynamic=stored.dynamic, transposed=parameter.transposed)
+            replace(model, name.removesuffix(".weight"), layer)
+    for name in spec.parameters.keys() - spec.tied.keys():
+        owner, attribute = owner_of(model, name)
+        if not (isinstance(owner, Int8Linear) and attribute == "weight"):
+            owner.register_parameter(attribute, nn.Parameter(_tensor(weights.vector(name), dtype)))
+    for name, source in spec.tied.items():
+        owner, attribute = owner_of(model, name)
+        if not isinstance(owner, Int8Linear):
+            original, shared = owner_of(model, source)
+            owner.register_parameter(attribute, original.get_parameter(shared))
+    missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    if missing:
+        raise CheckpointError(f"{path}: the model has parameters that the folder lacks: {', '.join(missing)}")
+
+
+def save_pretrained(model: nn.Module, folder: str | Path, *, recipe: Recipe | None = None, force: bool = False) -> None:
+    """Write a wrapped transformers model as the folder that ``bminf-lite migrate`` writes.
+
+    ``config.json`` has the ``quantization_config``, ``model.safetensors`` (or shards) the codes and scales, and
+    ``bminf_lite.json`` the manifest, without checksums of a source. Tokenizer files are copied from the folder that
+    the model was loaded from, where there is one. ``recipe`` is what the manifest says, None one named "wrapped". The
+    folder appears complete or not at all; ``force`` replaces an earlier result.
+
+    A matrix that the source stored ``[in, out]`` is written as its dequantized values in fp32, from which loading makes
+    the same codes. Raises :class:`CheckpointError` if the folder cannot be written, and :class:`UsageError` for a model
+    without a transformers configuration, or whose architecture this package does not know.
+    """
+    config = _config_of(model)
+    spec = describe_model(config).spec
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Int8Linear)}
+    arrays: dict[str, np.ndarray] = {}
+    schemes: dict[str, Scheme] = {}
+    for name, parameter in spec.parameters.items():
+        module = name.removesuffix(".weight")
+        is_matrix = parameter.role in (Role.LINEAR, Role.HEAD)
+        layer = layers.get(module) if is_matrix else None
+        scheme = Scheme.FLOAT if layer is None else Scheme.W8A8 if layer.dynamic else Scheme.W8A16
+        if is_matrix:
+            late = name in spec.tied or parameter.transposed
+            schemes[module] = Scheme.FLOAT if late else scheme
+        if name in spec.tied:
+            continue
+        if layer is None:
+            owner, attribute = owner_of(model, name)
+            arrays[name] = _array(owner.get_parameter(attribute))
+        elif parameter.transposed:
+            arrays[name] = _array(layer.dequantize().t())
+        else:
+            arrays |= _stored(module, layer)
+    running = {f"{module}.weight": Scheme.W8A8 if layer.dynamic else Scheme.W8A16 for module, layer in layers.items()}
+    tied = next((name for name in spec.tied if spec.parameters[name].role is Role.HEAD), None)
+    late_schemes = {name: running[name] for name, p in spec.parameters.items() if p.transposed and name in running}
+    tied_scheme = None if tied is None else running.get(tied, Scheme.FLOAT)
+    if not set(schemes.values()) <= {Scheme.FLOAT}:
+        config["quantization_config"] = quantization_config(schemes)
+    report = MigrationReport(
+        recipe or Recipe("wrapped", Scheme.W8A8, Scheme.W8A8), tied_scheme, _reports(arrays, schemes, spec.parameters),
+        (), late=late_schemes,
+    )  # fmt: skip
+    target = Path(folder)
+    with output_folder(target, force, sum(a.nbytes for a in arrays.values()) + (1 << 20)) as partial:
+        _write(partial, arrays)
+        write_json(partial / "config.json", config)
+        write_json(partial / MANIFEST_FILE, report.manifest())
+        _write_beside(model, partial)
+
+
+def bind_save(model: nn.Module, recipe: Recipe | None) -> None:
+    """Make :func:`save_pretrained` the method of a transformers model."""
+    if "transformers" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        model.save_pretrained = functools.partial(save_pretrained, model, recipe=recipe)  # type: ignore[method-assign]
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has the parameter ``name``, and the parameter's name there."""
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+    owner, attribute = owner_of(model, name)
+    setattr(owner, attribute, layer)
+
+
+def _recipe_of(manifest: Any) -> Recipe | None:
+    """The recipe of a manifest, without its calibration, whose decisions are in the layers."""
+    if not isinstance(manifest, dict):
+        return None
+    rules = {pattern: Scheme(scheme) for pattern, scheme in manifest.get("rules", {}).items()}
+    return Recipe(manifest["name"], Scheme(manifest["linear"]), Scheme(manifest["head"]), rules)
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """The ``config.json`` of a transformers model."""
+    if "transformers" in sys.modules:
+        from transformers import PreTrainedModel
+
+        if isinstance(model, PreTrainedModel):
+            parsed: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+            parsed.setdefault("architectures", [type(model).__name__])
+            return parsed | {"architectures": parsed["architectures"] or [type(model).__name__]}
+    raise UsageError(f"{type(model).__name__} is no transformers model; save its state_dict with torch.save")
+
+
+def _tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """A tensor of ``dtype`` from an fp32, fp16 or bf16 array."""
+    array = np.array(values)
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(dtype)
+    return torch.from_numpy(array).to(dtype)
+
+
+def _array(x: Tensor) -> np.ndarray:
+    """A float tensor as an array of the same type."""
+    own = x.detach().contiguous().cpu()
+    if own.dtype == torch.bfloat16:
+        return own.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    values: np.ndarray = own.numpy()
+    return values
+
+
+def _stored(module: str, layer: Int8Linear) -> dict[str, np.ndarray]:
+    """A layer's tensors in the compressed-tensors format, and its bias apart from them."""
+    codes, scale = layer.codes.cpu().numpy(), layer.scale.cpu().numpy()
+    narrow = scale.astype(np.float16)
+    kept = narrow if fits_fp16(scale) and np.array_equal(narrow, scale) else scale
+    tensors = {f"{module}.weight_scale": kept[:, None]}
+    if layer.dynamic:
+        return tensors | {f"{module}.weight": codes}
+    packed = pack(codes).view(np.int32).reshape(len(codes), packed_width(codes.shape[1]))
+    shape = np.array(codes.shape, np.int64)
+    return tensors | {f"{module}.weight_packed": packed, f"{module}.weight_shape": shape}
+
+
+def _reports(
+    arrays: dict[str, np.ndarray], schemes: dict[str, Scheme], parameters: Mapping[str, Parameter]
+) -> tuple[TensorReport, ...]:
+    """The manifest's reports; what the matrices were before wrapping is no longer known."""
+    return tuple(
+        TensorReport(
+            name, parameter.shape, "", schemes.get(name.removesuffix(".weight"), Scheme.FLOAT), 0,
+            sum(a.nbytes for n, a in arrays.items() if n.startswith(f"{name.removesuffix('.weight')}.weight"))
+            if name.endswith(".weight")
+            else arrays[name].nbytes,
+        )
+        for name, parameter in parameters.items()
+        if name in arrays or f"{name}_packed" in arrays
+    )  # fmt: skip
+
+
+def _write(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    declared = {name: TensorDeclaration(_TYPE_NAMES[a.dtype], a.shape) for name, a in arrays.items()}
+    late = {name for name in arrays if name.endswith(".weight_scale")}
+    writer = CheckpointWriter(folder, declared, late, SHARD_BYTES)
+    try:
+        for name, values in arrays.items():
+            if name in late:
+                writer.write_late(name, values)
+            else:
+                writer.write(name, values)
+        writer.finish()
+    finally:
+        writer.close()
+
+
+def _write_beside(model: Any, folder: Path) -> None:
+    """The generation settings, and the tokenizer's files where the model was loaded from a folder."""
+    if model.can_generate():
+        write_json(folder / "generation_config.json", json.loads(model.generation_config.to_json_string()))
+    source = Path(model.config.name_or_path)
+    if not model.config.name_or_path or not source.is_dir():
+        return
+    for path in sorted(source.iterdir()):
+        if path.is_file() and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in TOKENIZER_FILES):
+            shutil.copyfile(path, folder / path.name)

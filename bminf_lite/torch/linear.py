@@ -1,0 +1,174 @@
+"""A linear layer whose weight is int8 codes and scales: a drop-in for ``torch.nn.Linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..backend.quantization import BLOCK_ELEMENTS, CODE_MAX, FP16_LARGEST, FP16_SMALLEST_NORMAL
+from ..errors import UsageError
+from . import ops
+
+ROW_BLOCKS = 64
+"""A GPU quantizes so many of the CPU's blocks of rows at once."""
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes int8 ``[out, in]`` and scales fp32 ``[out]`` of a float matrix ``[out, in]``, on its device.
+
+    They equal those of :func:`bminf_lite.backend.quantization.quantize_weight`: the scales are fp16 numbers, unless one
+    of the rows is too small or too large for that. Raises ``ValueError`` for a NaN or an infinity.
+    """
+    rows, columns = weight.shape
+    scale = torch.linalg.vector_norm(weight.detach(), ord=torch.inf, dim=1, dtype=torch.float32) / CODE_MAX
+    if not torch.isfinite(scale).all():
+        bad = int((~torch.isfinite(scale)).nonzero()[0])
+        raise ValueError(f"row {bad} of a weight {list(weight.shape)} holds a NaN or an infinity")
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    if ((scale >= FP16_SMALLEST_NORMAL) & (scale <= FP16_LARGEST)).all():
+        scale = scale.half().float()
+    codes = torch.empty((rows, columns), dtype=torch.int8, device=weight.device)
+    step = max(1, BLOCK_ELEMENTS * ROW_BLOCKS // max(columns, 1))
+    for first in range(0, rows, step):
+        block = slice(first, first + step)
+        ratio = weight.detach()[block].float() / scale[block, None]
+        codes[block] = ratio.round_().clamp_(-CODE_MAX, CODE_MAX).to(torch.int8)
+    return codes, scale
+
+
+class CodesView(Tensor):
+    """What ``Int8Linear.weight`` shows to code that expects a float weight: dtype, device and shape.
+
+    Every use of its values raises :class:`UsageError`: adding a float to codes, as a merge of adapters does, would
+    destroy the weight silently.
+    """
+
+    ALLOWED = frozenset(
+        {"size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex",
+         "is_contiguous", "data_ptr", "detach", "__repr__", "__len__", "__hash__", "get_device", "untyped_storage",
+         "storage_offset", "is_shared", "is_inference"}
+    )  # fmt: skip
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__
+        if name == "__get__" or name in cls.ALLOWED:
+            return super().__torch_function__(function, types, args, kwargs or {})
+        raise UsageError(
+            f"Int8Linear.weight holds int8 codes, which {name} would misread. Read the weight with dequantize(); merge "
+            f"an adapter into the float model, or keep it unmerged"
+        )
+
+
+class HostCodes(Protocol):
+    """Codes in host memory that come to a device when they are used."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are used."""
+        ...
+
+    def fetch(self) -> Tensor:
+        """The codes on the device, valid for work enqueued before the next fetch of another block's codes."""
+        ...
+
+
+class Int8Linear(nn.Linear):
+    """``x @ (scale[:, None] * codes).T + bias``, as :func:`.ops.int8_linear`.
+
+    ``codes`` int8 ``[out, in]`` and ``scale`` fp32 ``[out]`` are buffers, ``bias`` is a parameter or None, and
+    ``dynamic`` says whether inputs are quantized too (w8a8). Conversions of the module (``.half()``, ``.to(dtype)``)
+    change the bias alone; ``.to(device)`` moves all. ``weight`` shows the codes' dtype, device and shape only.
+    ``transposed``: the source stored its weight ``[in, out]``, as transformers' ``Conv1D`` does.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dynamic: bool = True,
+        transposed: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = codes.shape
+        self.dynamic = dynamic
+        self.transposed = transposed
+        self.host_codes: HostCodes | None = None
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale.to(torch.float32))
+        kept = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        self.register_parameter("bias", kept)
+
+    @classmethod
+    def from_float(
+        cls, weight: Tensor, bias: Tensor | None = None, *, dynamic: bool = True, transposed: bool = False
+    ) -> Int8Linear:
+        """Quantize a float weight ``[out, in]``, or ``[in, out]`` if ``transposed``."""
+        matrix = weight.detach()
+        codes, scale = quantize_weight(matrix.t().contiguous() if transposed else matrix)
+        return cls(codes, scale, bias, dynamic=dynamic, transposed=transposed)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The dtype, the device and the shape of the codes; see :class:`CodesView`."""
+        if self.host_codes is not None and self.host_codes.device != self.codes.device:
+            shown = torch.zeros((), dtype=torch.int8, device=self.host_codes.device)
+            return shown.expand(self.codes.shape).as_subclass(CodesView)
+        return self.codes.as_subclass(CodesView)
+
+    def dequantize(self) -> Tensor:
+        """The weight as fp32 ``[out, in]``."""
+        return self.scale.to(self.codes.device)[:, None] * self.codes.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.host_codes is not None:
+            return _streamed_linear(x, self.host_codes, self.scale, self.bias, self.dynamic)
+        return ops.int8_linear(x, self.codes, self.scale, self.bias, dynamic=self.dynamic)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {'w8a8' if self.dynamic else 'w8a16'}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+        """Keep the scales fp32 whatever type ``fn`` converts to, and codes that are streamed in host memory."""
+        codes, scale = self.codes, self.scale
+        super()._apply(fn, recurse)
+        if self.scale.dtype != torch.float32:
+            self.scale = scale.to(self.scale.device)
+        if self.host_codes is not None:
+            self.codes = codes
+        return self
+
+
+class _StreamedLinear(torch.autograd.Function):
+    """Fetches the codes for forward and again for backward, and saves none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: HostCodes, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
+        ctx.codes, ctx.bias_dtype = codes, None if bias is None else bias.dtype
+        ctx.save_for_backward(scale)
+        return ops.int8_linear(x, codes.fetch(), scale, bias, dynamic=dynamic)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+        (scale,) = ctx.saved_tensors
+        dx = (
+            torch.ops.bminf_lite.int8_linear_backward(dy, ctx.codes.fetch(), scale) if ctx.needs_input_grad[0] else None
+        )
+        dbias = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        return dx, None, None, dbias, None
+
+
+@torch.compiler.disable
+def _streamed_linear(x: Tensor, codes: HostCodes, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    result: Tensor = _StreamedLinear.apply(x, codes, scale, bias, dynamic)
+    return result

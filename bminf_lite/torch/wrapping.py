@@ -1,0 +1,98 @@
+"""PyTorch models in int8: :func:`wrap` replaces the linear layers of a model in memory."""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..checkpoint.recipe import Recipe, Scheme, load_recipe
+from ..errors import UsageError
+from . import streaming
+from .folders import bind_save, replace
+from .linear import Int8Linear
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def wrap(
+    model: Model,
+    recipe: str | Path | Recipe = "w8a8",
+    *,
+    skip: Sequence[str] = (),
+    memory_limit: int | None = None,
+    device: torch.device | str | None = None,
+) -> Model:
+    """Replace the linear layers of ``model`` by int8 layers, in place, and return the same model.
+
+    ``torch.nn.Linear`` and transformers' ``Conv1D`` become :class:`.Int8Linear`, quantized from fp32, fp16 or bf16 on
+    the device where they are, one after another; subclasses of ``Linear`` stay. ``recipe`` decides which are w8a8,
+    w8a16 or float, by the names of their weights and, for a transformers model, for its output head; patterns of
+    ``skip`` (``*`` matches any characters) name modules that stay float. Parameters other than those weights keep
+    ``requires_grad``, their dtype and their identity. Everything else of the model is untouched, except that a
+    transformers model's ``save_pretrained`` becomes :func:`~bminf_lite.torch.save_pretrained`.
+
+    ``device`` moves the model. ``memory_limit`` is the number of bytes that its parameters and buffers may take there:
+    layers that do not fit stay in pinned host memory and stream to the device before forward and backward need them
+    (:mod:`.streaming`). It needs ``device``.
+
+    Raises :class:`UsageError` for a recipe that needs a calibration or leaves everything float, for a pattern that
+    matches nothing, and for a limit that is too small; ``ValueError`` for a weight with a NaN or an infinity. A model
+    whose wrapping failed is partly wrapped.
+    """
+    chosen = load_recipe(recipe)
+    if chosen.calibration is not None:
+        raise UsageError(
+            f"recipe {chosen.name} needs a text to calibrate on; migrate the checkpoint with it (bminf-lite migrate) "
+            f"and open the result with bminf_lite.torch.from_migrated"
+        )
+    if memory_limit is not None and device is None:
+        raise UsageError("memory_limit needs device, where the memory is limited, such as device='cuda'")
+    candidates = dict(_linear_layers(model))
+    unused = [pattern for pattern in skip if not fnmatch.filter(candidates, pattern)]
+    if unused:
+        raise UsageError(f"skip: no linear layer matches {', '.join(map(repr, unused))}")
+    head = _head(model)
+    chosen.check_patterns(f"{name}.weight" for name in candidates)
+    replaced: dict[int, Int8Linear] = {}
+    for name, layer in candidates.items():
+        scheme = chosen.scheme_of(f"{name}.weight", layer is head)
+        if scheme is Scheme.FLOAT or any(fnmatch.fnmatchcase(name, pattern) for pattern in skip):
+            continue
+        if id(layer) not in replaced:
+            transposed = not isinstance(layer, nn.Linear)
+            replaced[id(layer)] = Int8Linear.from_float(
+                layer.get_parameter("weight"), layer.bias, dynamic=scheme is Scheme.W8A8, transposed=transposed
+            ).train(layer.training)
+        replace(model, name, replaced[id(layer)])
+    if not replaced:
+        raise UsageError(f"recipe {chosen.name} and skip leave every linear layer of this model float")
+    bind_save(model, chosen)
+    streaming.move(model, device, memory_limit)
+    return model
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers to replace, by name; a layer that is used in several places has several names."""
+    kinds: tuple[type[nn.Module], ...] = (nn.Linear,)
+    if "transformers" in sys.modules:
+        from transformers.pytorch_utils import Conv1D
+
+        kinds = (nn.Linear, Conv1D)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if type(module) in kinds and name:
+            yield name, module
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """The output head of a transformers model."""
+    if "transformers" not in sys.modules:
+        return None
+    from transformers import PreTrainedModel
+
+    return model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None

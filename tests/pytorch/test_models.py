@@ -1,0 +1,360 @@
+"""Models with int8 layers: their state, transformers, peft, folders, and streaming."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+import torch
+from torch import nn
+from torch_kit import random
+
+import bminf_lite
+from bminf_lite.backend.quantization import quantize_weight as quantize_in_numpy
+from bminf_lite.checkpoint.migrate import migrate
+from bminf_lite.checkpoint.reader import open_checkpoint
+from bminf_lite.errors import BminfError, CheckpointError, UsageError
+from bminf_lite.torch import Int8Linear, from_migrated, save_pretrained, streaming, wrap
+from bminf_lite.torch.linear import quantize_weight
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+TOKENS = torch.tensor([[256, 5, 77, 31, 200, 9]])
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 260, "n_embd": 32, "n_layer": 2,
+    "n_head": 4, "n_positions": 64, "bos_token_id": 256, "eos_token_id": 257,
+}  # fmt: skip
+TIED = tiny_checkpoint.CONFIG | {"tie_word_embeddings": True}
+
+
+def written(folder: Path, config: dict) -> Path:
+    """A checkpoint of random values."""
+    return tiny_checkpoint.save(folder, config, tiny_checkpoint.tensors(config))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tiny_checkpoint.write(tmp_path / "source")
+
+
+def opened(folder: Path) -> nn.Module:
+    """The float model, in fp32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def small(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16, bias=False)).to(dtype)
+
+
+class Blocks(nn.Module):
+    """A stack of layers, as a decoder has."""
+
+    def __init__(self, count: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64)) for _ in range(count)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+# -- the layer ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("magnitude", [1.0, 1e-4])
+def test_codes_and_scales_are_the_definition_s(dtype, magnitude):
+    weight = (random(300, 40) * magnitude).to(dtype)
+    weight[7] = 0
+    codes, scale = quantize_weight(weight)
+    expected = quantize_in_numpy(weight.float().numpy())
+    assert np.array_equal(codes.numpy(), expected.codes)
+    assert np.array_equal(scale.numpy(), expected.scale.astype(np.float32))
+
+
+def test_a_nan_in_a_weight_is_refused():
+    weight = random(4, 8)
+    weight[2, 3] = torch.nan
+    with pytest.raises(ValueError, match="row 2"):
+        quantize_weight(weight)
+
+
+def test_state_survives(tmp_path):
+    model, x = wrap(small()), random(3, 32)
+    expected = model(x)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    other = wrap(small().apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None))
+    assert not torch.equal(other(x), expected)
+    other.load_state_dict(torch.load(buffer))
+    for copied in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("cpu")):
+        assert torch.equal(copied(x), expected)
+
+
+def test_conversions_leave_codes_and_scales_alone():
+    model = wrap(small())
+    before = [model[0].codes.clone(), model[0].scale.clone()]
+    for convert in (nn.Module.half, nn.Module.bfloat16, nn.Module.double, nn.Module.float):
+        convert(model)
+        assert torch.equal(model[0].codes, before[0]) and torch.equal(model[0].scale, before[1])
+    assert model.half()[0].bias.dtype == torch.float16
+    assert model(random(2, 32, dtype=torch.float16)).dtype == torch.float16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.float()(random(2, 32)).dtype == torch.bfloat16
+
+
+def test_the_weight_s_values_are_refused():
+    layer = wrap(small())[0]
+    assert layer.weight.dtype == torch.int8 and layer.weight.shape == (48, 32) and layer.weight.device.type == "cpu"
+    for use in (
+        lambda w: w + 1,
+        lambda w: w.data.add_(1),
+        lambda w: w.data.clone(),
+        lambda w: w.to(torch.float32),
+        lambda w: w @ random(32, 2),
+    ):
+        with pytest.raises(UsageError, match="dequantize"):
+            use(layer.weight)
+    torch.testing.assert_close(layer.dequantize(), small()[0].weight.detach(), rtol=0, atol=2e-3)
+
+
+# -- wrap --------------------------------------------------------------------------------------------------------------
+
+
+def test_wrapping_is_in_place_and_by_name():
+    model = small()
+    bias = model[0].bias
+    assert wrap(model, "w8a16", skip=["2"]) is model
+    assert isinstance(model[0], Int8Linear) and not model[0].dynamic and model[0].bias is bias
+    assert type(model[2]) is nn.Linear
+
+
+def test_shared_layers_stay_shared():
+    layer = nn.Linear(8, 8)
+    model = wrap(nn.Sequential(layer, nn.ReLU(), layer))
+    assert model[0] is model[2]
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(UsageError, match="calibrate"):
+        wrap(small(), "auto")
+    with pytest.raises(UsageError, match="no linear layer matches 'nothing'"):
+        wrap(small(), skip=["nothing"])
+    with pytest.raises(UsageError, match="every linear layer"):
+        wrap(small(), skip=["*"])
+    with pytest.raises(UsageError, match="needs device"):
+        wrap(small(), memory_limit=1)
+
+
+def test_compiled_without_a_graph_break(source):
+    model = wrap(opened(source))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(TOKENS, use_cache=False).logits, logits(model))
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    with open_checkpoint(folder) as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a16"])
+@pytest.mark.parametrize("config", [tiny_checkpoint.CONFIG, TIED], ids=["llama", "tied"])
+def test_saving_writes_what_migrate_writes(tmp_path, config, recipe):
+    source = written(tmp_path / "source", config)
+    migrate(source, tmp_path / "migrated", recipe)
+    wrap(opened(source), recipe).save_pretrained(tmp_path / "saved")
+    found, expected = tensors_of(tmp_path / "saved"), tensors_of(tmp_path / "migrated")
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype and np.array_equal(found[name], expected[name]), name
+    with open_checkpoint(tmp_path / "saved") as saved, open_checkpoint(tmp_path / "migrated") as migrated:
+        assert saved.config.get("quantization_config") == migrated.config.get("quantization_config")
+        assert saved.manifest["tied_head"] == migrated.manifest["tied_head"]
+        assert saved.manifest["recipe"] == migrated.manifest["recipe"]
+    with pytest.raises(CheckpointError, match="already exists"):
+        wrap(opened(source), recipe).save_pretrained(tmp_path / "saved")
+
+
+def test_a_copy_saves_itself(source, tmp_path):
+    model = wrap(opened(source))
+    other = copy.deepcopy(model)
+    other.model.layers[0].mlp.up_proj.codes.zero_()
+    other.save_pretrained(tmp_path / "copy")
+    assert not tensors_of(tmp_path / "copy")["model.layers.0.mlp.up_proj.weight"].any()
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a16"])
+@pytest.mark.parametrize("config", [tiny_checkpoint.CONFIG, TIED, GPT2], ids=["llama", "tied", "gpt2"])
+def test_the_engine_and_a_wrapped_model_agree(tmp_path, config, recipe):
+    """From memory, from the migrated folder, and from the folder that save_pretrained wrote."""
+    source = written(tmp_path / "source", config)
+    migrate(source, tmp_path / "migrated", recipe)
+    wrapped = wrap(opened(source), recipe)
+    wrapped.save_pretrained(tmp_path / "saved")
+    expected = engine_logits(tmp_path / "migrated")
+    assert np.array_equal(engine_logits(tmp_path / "saved"), expected)
+    for model in (wrapped, *(from_migrated(tmp_path / name, dtype=torch.float32) for name in ("migrated", "saved"))):
+        found = logits(model)[0].double().numpy()
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        assert error < (3e-2 if recipe == "w8a8" else 1e-5)
+
+
+def engine_logits(folder: Path) -> np.ndarray:
+    with bminf_lite.load(folder, device="cpu") as model:
+        return model.logits(TOKENS[0].numpy()).astype(np.float64)
+
+
+def test_a_model_from_a_folder_has_no_float_weights_and_generates(source, tmp_path):
+    migrate(source, tmp_path / "migrated", "w8a8")
+    model = from_migrated(tmp_path / "migrated", dtype=torch.float32)
+    assert sum(isinstance(m, Int8Linear) for m in model.modules()) == 15
+    assert not any(type(m) is nn.Linear for m in model.modules())
+    found = model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), do_sample=False, max_new_tokens=8)
+    expected = wrap(opened(source)).generate(
+        TOKENS, attention_mask=torch.ones_like(TOKENS), do_sample=False, max_new_tokens=8
+    )
+    assert torch.equal(found, expected) and found.shape[1] > TOKENS.shape[1]
+
+
+def test_saving_needs_a_transformers_model(tmp_path):
+    with pytest.raises(UsageError, match="no transformers model"):
+        save_pretrained(wrap(small()), tmp_path / "saved")
+
+
+# -- peft and accelerate -----------------------------------------------------------------------------------------------
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+def train(model: nn.Module, steps: int = 12) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def test_lora_trains_as_on_the_float_model_and_is_saved(source, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    losses, reference = train(adapted(model := wrap(opened(source)))), train(adapted(opened(source)))
+    assert losses[-1] < 0.8 * losses[0]
+    np.testing.assert_allclose(losses, reference, rtol=0.1)
+    trained = adapted(wrap(opened(source)))
+    train(trained)
+    trained.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(wrap(opened(source)), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again), logits(trained.eval()))
+    del model
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_merging_an_adapter_is_refused(source, safe):
+    model = adapted(wrap(opened(source)))
+    before = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.codes.clone()
+    with pytest.raises(UsageError, match="merge an adapter into the float model"):
+        model.merge_and_unload(safe_merge=safe)
+    assert torch.equal(model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.codes, before)
+
+
+def test_accelerate_dispatches(source):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = wrap(opened(source))
+    expected = logits(model)
+    torch.testing.assert_close(logits(accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)), expected)
+
+
+# -- streaming ---------------------------------------------------------------------------------------------------------
+
+BLOCK_BYTES = 2 * 64 * 96
+
+
+@pytest.mark.parametrize("resident", [0, 1, 2])
+def test_streamed_equals_resident_forward_and_backward(resident):
+    whole, streamed = wrap(Blocks()), wrap(Blocks())
+    total = sum(t.nbytes for t in [*streamed.parameters(), *streamed.buffers()])
+    # Two buffers of a block, with room to align its two layers, in place of those that are not resident.
+    limit = total - (5 - resident) * BLOCK_BYTES + 2 * (BLOCK_BYTES + 2 * 256)
+    assert streaming.place(streamed, torch.device("cpu"), limit) == 5 - resident
+    x = random(3, 64)
+    for _ in range(2):
+        results = []
+        for model in (whole, streamed):
+            own = x.clone().requires_grad_()
+            y = model(own)
+            y.square().sum().backward()
+            results.append((y.detach(), own.grad, model.layers[0][0].bias.grad))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+    assert streamed.state_dict().keys() == whole.state_dict().keys()
+    assert torch.equal(streamed.state_dict()["layers.3.0.codes"], whole.state_dict()["layers.3.0.codes"])
+
+
+def test_each_pass_copies_each_block_once():
+    """The block that is expected next is the one that is used next, also from the last block to the first."""
+    model = wrap(Blocks(), memory_limit=50_000, device="cpu")
+    codes = next(layer.host_codes for layer in model.modules() if isinstance(layer, Int8Linear) and layer.host_codes)
+    streamed = sum(len(block) for block in codes.stream.blocks)
+    with torch.no_grad():
+        model(random(3, 64))
+        for _ in range(3):
+            before = codes.stream.copied_bytes
+            model(random(3, 64))
+            assert codes.stream.copied_bytes - before == streamed
+
+
+def test_a_limit_that_everything_fits_streams_nothing():
+    model = wrap(Blocks(), memory_limit=1 << 30, device="cpu")
+    assert all(layer.host_codes is None for layer in model.modules() if isinstance(layer, Int8Linear))
+
+
+def test_limits_that_cannot_be_kept_are_refused():
+    with pytest.raises(UsageError, match="every block streamed"):
+        wrap(Blocks(), memory_limit=10_000, device="cpu")
+    with pytest.raises(UsageError, match="no ModuleList"):
+        wrap(small(), memory_limit=100, device="cpu")
+
+
+def test_a_streamed_model_is_not_copied():
+    model = wrap(Blocks(), memory_limit=50_000, device="cpu")
+    assert any(layer.host_codes is not None for layer in model.modules() if isinstance(layer, Int8Linear))
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(BminfError, match="state_dict"):
+            attempt(model)
+
+
+def test_adapters_train_on_a_streamed_model(tmp_path):
+    source = written(tmp_path / "deep", tiny_checkpoint.CONFIG | {"num_hidden_layers": 6, "intermediate_size": 256})
+    whole, streamed = wrap(opened(source)), wrap(opened(source))
+    total = sum(t.nbytes for t in [*streamed.parameters(), *streamed.buffers()])
+    assert streaming.place(streamed, torch.device("cpu"), total - 50_000) >= 3
+    np.testing.assert_allclose(train(adapted(streamed)), train(adapted(whole)), rtol=1e-6)
