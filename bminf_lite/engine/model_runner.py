@@ -70,24 +70,26 @@ class HostTables:
         self.array = np.zeros((rows, width), np.int32)
         self._owners: list[tuple[Request, int] | None] = [None] * rows
         self._lengths = [0] * rows
+        self._firsts = [0] * rows
 
-    def update(self, request: Request, table: Sequence[int], has_window: bool) -> None:
-        """Copy what is new in the table of a request: its end, and with a window also what was given back."""
+    def update(self, request: Request, table: Sequence[int]) -> None:
+        """Copy what is new in the table of a request: blocks at its end, and those that its window has passed."""
         row, owner, length = request.row, (request, request.num_preemptions), len(table)
         if self._owners[row] != owner:
             self.array[row] = NULL_BLOCK
-            self._owners[row], self._lengths[row] = owner, 0
-        first = self._lengths[row]
-        if first != length:
-            first = 0 if has_window else first
-            self.array[row, first:length] = table[first:]
+            self._owners[row], self._lengths[row], self._firsts[row] = owner, 0, 0
+        if self._lengths[row] != length:
+            self.array[row, self._lengths[row] : length] = table[self._lengths[row] :]
             self._lengths[row] = length
+        while self._firsts[row] < length and table[self._firsts[row]] == NULL_BLOCK:
+            self.array[row, self._firsts[row]] = NULL_BLOCK
+            self._firsts[row] += 1
 
 
 class ModelRunner:
     """A model, its key-value cache and its sampler. It runs the steps of a scheduler that plans with ``blocks``.
 
-    The cache has the blocks that were ever needed at the same time, and grows up to those of ``config``. Raises
+    The pools of the cache begin small and grow with the blocks in use, up to those of ``config``. Raises
     ``OutOfMemory`` where memory does not suffice. :meth:`close` gives the memory back even while a traceback refers to
     the runner.
     """
@@ -242,17 +244,17 @@ class ModelRunner:
             tokens += part.request.token_ids(part.start, part.stop) if known else (NO_TOKEN,)
         requests = [p.request for p in parts]
         rows, tables = [r.row for r in requests], []
-        for group, (host, window) in enumerate(zip(self._tables, self.blocks.windows, strict=True)):
+        for group, host in enumerate(self._tables):
             width = 0
             for request in requests:
                 table = _blocks(request).tables[group]
                 width = max(width, len(table))
-                host.update(request, table, window is not None)
+                host.update(request, table)
             tables.append(host.array[rows, :width])
         source_table = source_lens = None
         if self.cache.source is not None:
             for request in requests:
-                self._source_tables.update(request, _blocks(request).source_table, False)
+                self._source_tables.update(request, _blocks(request).source_table)
             source_lens = np.array([len(r.source_token_ids) for r in requests], np.int32)
             source_table = self._source_tables.array[rows, : blocks_for(int(source_lens.max()))]
         context_lens, sampled = [p.start for p in parts], [p.request.row for p in parts if p.samples]

@@ -280,23 +280,6 @@ def test_where_the_tail_is_cut(cuda_backend: Backend, vocab: int, spread: float)
         check_sample(cuda_backend, [logits], state)
 
 
-@given(SEEDS, st.integers(1, 9), st.integers(0, 20))
-def test_the_newest_tokens_are_inserted_where_the_host_does_not_know_them(backend, seed, count, more):
-    """The sampler has chosen them. The step may have more tokens behind those, or fewer sequences that sample."""
-    rng = np.random.default_rng(seed)
-    state = random_sampler(rng, count, 45, full=False)
-    state.columns["last_token"] = rng.integers(0, 45, len(state.table))
-    size = int(rng.integers(1, count + 1)) if more == 0 else count + more
-    tokens = rng.integers(0, 45, size).astype(np.int32)
-    tokens[:count][rng.random(min(size, count)) < 0.5] = -1
-    expected = tokens.copy()
-    for i in np.flatnonzero(tokens < 0):
-        expected[i] = state.columns["last_token"][state.rows[i]]
-    on_device = backend.array(tokens)
-    backend.insert_last_tokens(on_device, state.map(backend.array))
-    np.testing.assert_array_equal(backend.host(on_device), expected)
-
-
 @given(SEEDS, st.integers(1, 9), st.sampled_from([1, 2, 45, 700]))
 def test_log_probabilities_of_given_tokens(backend, seed, count, vocab):
     """Those of chosen tokens are the ones that sampling reports, and a row's do not depend on the other rows."""
