@@ -46,7 +46,7 @@ class RowTransform:
         codes = weight.codes if self.order is None else weight.codes[self.order]
         outliers = weight.outliers
         if outliers is not None:
-            outliers = OutlierColumns(outliers.index, self.apply(outliers.values))
+            outliers = OutlierColumns(outliers.index, self.apply(outliers.values).astype(np.float16))
         return Int8Weight(codes, self.apply(weight.scale), weight.dynamic, outliers)
 
 
