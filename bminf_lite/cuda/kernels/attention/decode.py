@@ -112,7 +112,8 @@ class AttentionDecode:
         segments = pairs * ceil_div(min(max_context_len, spec.window or max_context_len), SEGMENT)
         for cluster in (8, 4):  # at one block per SM: not all SMs of a GPC hold two blocks of such clusters
             if cluster <= config.max_unit and segments * cluster <= num_sms:
-                return num_sms // cluster * cluster, cluster
+                # No more blocks than can have work: the next kernel's blocks start where there is room.
+                return min(num_sms // cluster, segments) * cluster, cluster
         blocks = config.blocks * num_sms
         return (blocks // 16 * 16, 2) if config.max_unit > 1 and pairs * 2 <= blocks else (blocks, 1)
 
