@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 
-from bminf_lite.backend.base import attend as attend_rows
-from bminf_lite.backend.base import cached
+from bminf_lite.backend.attention import attend as attend_rows
+from bminf_lite.backend.attention import cached
 from bminf_lite.backend.functions import normalise, rotate
 from bminf_lite.backend.quantization import quantize_heads
-from bminf_lite.backend.values import LayerCache, Norm, RelativeBias, Rope
-from bminf_lite.cuda.kernels.constants import DECODE_HEADS
+from bminf_lite.backend.values import BLOCK_SIZE, LayerCache, Norm, RelativeBias, Rope
+from bminf_lite.cuda.kernels.constants import DECODE_HEADS, SEGMENT
 
 from .launching import Call, model
 from .models_rows import product_values, rounded
@@ -35,10 +35,10 @@ def split(call: Call, qkv: np.ndarray, positions: np.ndarray) -> tuple[np.ndarra
     return prepared(call, q, positions, "q_norm_weight"), prepared(call, k, positions, "k_norm_weight"), v.astype(F16)
 
 
-def cache_of(call: Call, slots: np.ndarray, head_pitch: int) -> LayerCache:
-    """Keys and values ``[slots, kv_heads, capacity, head_pitch]``, fp16, or int8 with scales."""
+def cache_of(call: Call, tables: np.ndarray, head_pitch: int) -> LayerCache:
+    """Keys and values ``[num_blocks, kv_heads, BLOCK_SIZE, head_pitch]``, fp16, or int8 with scales."""
     call.require(head_pitch % 16 == 0 and head_pitch >= call.head_dim, "heads are not padded")
-    shape = int(slots.max()) + 1, call.kv_heads, call.capacity
+    shape = int(tables.max(initial=0)) + 1, call.kv_heads, BLOCK_SIZE
     int8 = call.template["CACHE"] == "bminf::int8"
     keys, values = (call.tensor(n, (*shape, head_pitch), np.int8 if int8 else F16) for n in ("keys", "values"))
     if not int8:
@@ -46,72 +46,81 @@ def cache_of(call: Call, slots: np.ndarray, head_pitch: int) -> LayerCache:
     return LayerCache(keys, values, *(call.tensor(name, shape, F16) for name in ("key_scales", "value_scales")))
 
 
-def store(cache: LayerCache, slot: int, first: int, keys: np.ndarray, values: np.ndarray) -> None:
-    """New tokens' heads ``[n, kv_heads, head_dim]``, with zeros in the padding; what does not fit is left out."""
-    pairs = (cache.keys, cache.key_scales, keys), (cache.values, cache.value_scales, values)
-    for whole, scales, heads in pairs:
-        heads = heads[: max(0, cache.capacity - first)].swapaxes(0, 1)
-        tokens = slice(first, first + heads.shape[1])
+def tables_of(call: Call, lengths: np.ndarray) -> np.ndarray:
+    """The block tables as far as sequences of these lengths use them; zeros behind."""
+    table = call.rows("block_tables", len(lengths), call.table_pitch, call.table_pitch, np.int32, align=0).copy()
+    table[np.arange(call.table_pitch) >= -(-lengths[:, None] // BLOCK_SIZE)] = 0
+    return table
+
+
+def store(cache: LayerCache, table: np.ndarray, first: int, keys: np.ndarray, values: np.ndarray) -> None:
+    """New tokens' heads ``[n, kv_heads, head_dim]``, with zeros in the padding."""
+    position = np.arange(first, first + len(keys))
+    block, place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+    for whole, scales, heads in (cache.keys, cache.key_scales, keys), (cache.values, cache.value_scales, values):
         if scales is not None:
-            heads, scales[slot, :, tokens] = quantize_heads(heads)
-        whole[slot, :, tokens, : heads.shape[2]], whole[slot, :, tokens, heads.shape[2] :] = heads, 0
+            heads, scales[block, :, place] = quantize_heads(heads)
+        padded = np.zeros((*heads.shape[:2], whole.shape[-1]), whole.dtype)
+        padded[..., : heads.shape[2]] = heads
+        whole[block, :, place] = padded
 
 
 @model
 def prepare_heads(call: Call) -> None:
     cu_seqlens = call.vector("cu_seqlens", call.sequences + 1, np.int32)
-    context_lens, slots = (
-        call.vector("context_lens", call.sequences, np.int32),
-        call.vector("slots", call.sequences, np.int32),
-    )
+    context_lens = call.vector("context_lens", call.sequences, np.int32)
+    first, end = int(cu_seqlens[0]), int(cu_seqlens[-1])
     tokens, width = call.launch.grid[0], (call.heads + 2 * call.kv_heads) * call.head_dim
-    call.require(tokens == cu_seqlens[-1], "a block for each token")
-    positions = np.arange(tokens) - np.repeat(cu_seqlens[:-1] - context_lens, np.diff(cu_seqlens))
+    call.require(tokens >= end - first, "a block for each token")
+    positions = np.arange(first, end) - np.repeat(cu_seqlens[:-1] - context_lens, np.diff(cu_seqlens))
     if call.number("FROM_INT32"):
-        qkv = rounded(product_values(call, tokens, width, call.number("IN"), call.pitch, vector=1))
+        qkv = rounded(product_values(call, end, width, call.number("IN"), call.pitch, vector=1))[first:]
     else:
-        qkv = call.rows("data", tokens, call.pitch, width, F16, align=0).astype(F32)
+        qkv = call.rows("data", end, call.pitch, width, F16, align=0).astype(F32)[first:]
     q, k, v = split(call, qkv, positions)
-    out = call.tensor("q", (tokens, call.heads, call.head_pitch), F16)
-    out[..., : call.head_dim], out[..., call.head_dim :] = q, 0
-    cache = cache_of(call, slots, call.head_pitch)
+    if call.heads:
+        out = call.tensor("q", (end, call.heads, call.head_pitch), F16)[first:]
+        out[..., : call.head_dim], out[..., call.head_dim :] = q, 0
+    if not call.block_tables:
+        for name, heads in ("keys", k), ("values", v):
+            whole = call.tensor(name, (call.kv_heads, call.table_pitch, call.head_pitch), F16)
+            whole[:, first:end, : call.head_dim] = heads.swapaxes(0, 1)
+            whole[:, first:end, call.head_dim :] = 0
+        return
+    tables = tables_of(call, context_lens + np.diff(cu_seqlens))
+    cache = cache_of(call, tables, call.head_pitch)
     for b in range(call.sequences):
-        rows = slice(cu_seqlens[b], cu_seqlens[b + 1])
-        store(cache, slots[b], context_lens[b], k[rows], v[rows])
+        rows = slice(cu_seqlens[b] - first, cu_seqlens[b + 1] - first)
+        store(cache, tables[b], int(context_lens[b]), k[rows], v[rows])
 
 
 @model
 def attention_decode(call: Call) -> None:
-    depth, cluster = call.number("D"), call.number("CLUSTER")
-    splits, groups, count = call.launch.grid
-    shared_heads = call.heads // call.kv_heads
-    per_group = -(-shared_heads // DECODE_HEADS)
-    warps, int8 = 8 if depth <= 128 else 4, call.template["CACHE"] == "bminf::int8"
-    call.require(call.launch.block == 32 * warps and call.launch.cluster == cluster, "threads or clusters")
-    call.require(groups == call.kv_heads * per_group, "blocks are missing")
-    call.require(depth >= call.head_pitch, "the instantiation is too small")
-    tile = depth * (1 if int8 else 2) * (32 if int8 or depth == 64 else 16)
-    call.require(call.launch.shared >= warps * 2 * tile, "too little shared memory")
-    context_lens, slots = call.vector("context_lens", count, np.int32), call.vector("slots", count, np.int32)
-    if splits > cluster:
-        clusters = splits // cluster
-        call.vector("partials", count * call.heads * clusters * (2 * cluster + depth), F32)
-        arrival_counts = call.vector("arrival_counts", count * groups * cluster, np.int32)
-        call.require(not arrival_counts.any(), "the counters are not zero")
     from_source, biased = call.number("KIND") == 2, call.number("KIND") == 1
-    if from_source:
-        positions = call.vector("lengths", int(slots.max()) + 1, np.int32)[slots] - 1
-    else:
-        positions = np.minimum(context_lens, call.capacity - 1)
+    depth, int8 = call.number("D"), call.template["CACHE"] == "bminf::int8"
+    keys = call.number("CHUNK") // (depth * (1 if int8 else 2))
+    stage = call.number("CHUNK") + (keys * 8 * 2 if int8 else 0)
+    call.require(depth >= call.head_pitch, "the instantiation is too small")
+    call.require(call.launch.shared >= SEGMENT * DECODE_HEADS * 4 + call.number("STAGES") * stage // (2 if int8 else 1),
+                 "too little shared memory")  # fmt: skip
+    call.require(call.launch.grid[0] % (call.launch.cluster or 1) == 0, "a part of a cluster")
+    count, groups = call.sequences, call.kv_heads * -(-(call.heads // call.kv_heads) // DECODE_HEADS)
+    call.vector("records", call.record_capacity * DECODE_HEADS * depth, F32)
+    counters = call.vector("arrival_counts", max(call.launch.grid[0], count * groups), np.int32)
+    call.require(not counters.any(), "the counters are not zero")
+    before = call.vector("lengths" if from_source else "context_lens", count, np.int32).astype(np.int64)
+    positions = before - 1 if from_source else np.minimum(before, call.table_pitch * BLOCK_SIZE - 1)
     width = (call.heads + (0 if from_source else 2 * call.kv_heads)) * call.head_dim
     q, k, v = split(call, call.rows("qkv", count, call.pitch, width, F16, align=0).astype(F32), positions)
     out = call.rows("out", count, call.out_pitch, call.heads * call.head_dim, F16, align=0)
-    cache = cache_of(call, slots, call.head_pitch)
+    tables = tables_of(call, positions + 1)
+    cache = cache_of(call, tables, call.head_pitch)
     bias = bias_of(call) if biased else None
+    scale = call.scale / math.log2(math.e)
     for b, position in enumerate(positions):
         if not from_source:
-            store(cache, slots[b], position, k[b : b + 1], v[b : b + 1])
-        out[b] = over_cache(call, q[b : b + 1], cache, slots[b], int(position), call.scale, bias)
+            store(cache, tables[b], int(position), k[b : b + 1], v[b : b + 1])
+        out[b] = over_cache(call, q[b : b + 1], cache, tables[b], int(position), scale, bias)
 
 
 def bias_of(call: Call) -> RelativeBias:
@@ -120,11 +129,12 @@ def bias_of(call: Call) -> RelativeBias:
 
 
 def over_cache(
-    call: Call, q: np.ndarray, cache: LayerCache, slot: int, context_len: int, scale: float, bias: RelativeBias | None
-) -> np.ndarray:
-    keys, values = cached(cache, slot, min(context_len + len(q), cache.capacity), F16)
+    call: Call, q: np.ndarray, cache: LayerCache, table: np.ndarray, context_len: int, scale: float,
+    bias: RelativeBias | None,
+) -> np.ndarray:  # fmt: skip
+    keys, values = cached(cache, table, context_len + len(q), F16)
     keys, values = keys[..., : call.head_dim], values[..., : call.head_dim]
-    out = attend_rows(q, keys, values, scale, context_len, call.window or None, bias)
+    out = attend_rows(q, keys, values, scale, context_len, call.window or None, bias, weight_dtype=F16)
     return out.reshape(len(q), call.heads * call.head_dim)
 
 
@@ -138,31 +148,38 @@ def attention_prefill_hopper(call: Call) -> None:
     prefill(call, 0, False)
 
 
+@model
+def attention_prefill_merge(call: Call) -> None:
+    """Nothing: the model of the kernel before it computes whole results."""
+
+
 def prefill(call: Call, mask: int, biased: bool) -> None:
     _, source, within = (mask == kind for kind in range(3))
     depth, count = -(-call.head_dim // 16) * 16, call.sequences
     cu_seqlens = call.vector("cu_seqlens", count + 1, np.int32)
     context_lens = call.vector("context_lens", count, np.int32)
-    slots = np.zeros(count, np.int32) if within else call.vector("slots", count, np.int32)
-    kv_heads, tiles, _ = call.launch.grid
-    call.arguments["kv_heads"] = kv_heads
+    tokens = int(cu_seqlens[-1])
     call.require(call.number("D") == depth and call.q_pitch >= call.heads * depth, "the head's size")
-    rows = np.diff(cu_seqlens) * (call.heads // kv_heads)
-    call.require(tiles >= (-(-rows // call.number("BM"))).sum(), "tiles are missing")
-    call.require(not within or call.capacity >= cu_seqlens[-1], "keys are missing")
-    call.require(biased == bool(call.bias) and source == bool(call.lengths), "the instantiation")
-    width = call.heads * depth
-    q = call.rows("q", int(cu_seqlens[-1]), call.q_pitch, width, F16, align=0).reshape(-1, call.heads, depth)
-    out = call.rows("out", int(cu_seqlens[-1]), call.out_pitch, call.heads * call.head_dim, F16, align=16)
-    cache = cache_of(call, slots, depth)
+    call.require(biased == bool(call.bias) and source == bool(call.source_lens), "the instantiation")
+    call.require(not call.vector("counters", 2, np.int32).any(), "the counters are not zero")
+    q = call.rows("q", tokens, call.q_pitch, call.heads * depth, F16, align=0).reshape(-1, call.heads, depth)
+    out = call.rows("out", tokens, call.out_pitch, call.heads * call.head_dim, F16, align=16)
     bias, scale = bias_of(call) if biased else None, call.scale / math.log2(math.e)
+    if within:
+        call.require(call.capacity >= tokens, "keys are missing")
+        shape = call.kv_heads, call.capacity, depth
+        keys, values = (call.tensor(name, shape, F16) for name in ("keys", "values"))
+    else:
+        lengths = call.vector("source_lens", count, np.int32) if source else context_lens + np.diff(cu_seqlens)
+        tables = tables_of(call, lengths)
+        cache = cache_of(call, tables, depth)
     for b in range(count):
-        own, slot = slice(cu_seqlens[b], cu_seqlens[b + 1]), slots[b]
+        own = slice(cu_seqlens[b], cu_seqlens[b + 1])
         mine = q[own, :, : call.head_dim]
         if mask == 0:
-            out[own] = over_cache(call, mine, cache, slot, int(context_lens[b]), scale, bias)
+            out[own] = over_cache(call, mine, cache, tables[b], int(context_lens[b]), scale, bias)
             continue
-        length = int(call.vector("lengths", slot + 1, np.int32)[slot]) if source else 0
-        seen = slice(0, length) if source else own
-        k, v = (x[:, seen, : call.head_dim] for x in cached(cache, slot, seen.stop, F16))
-        out[own] = attend_rows(mine, k, v, scale, 0, None, bias, causal=False).reshape(len(mine), -1)
+        k, v = (x[:, own] for x in (keys, values)) if within else cached(cache, tables[b], int(lengths[b]), F16)
+        k, v = k[..., : call.head_dim], v[..., : call.head_dim]
+        attended = attend_rows(mine, k, v, scale, bias=bias, causal=False, weight_dtype=F16)
+        out[own] = attended.reshape(len(mine), -1)
