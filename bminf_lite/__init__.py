@@ -16,6 +16,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .api import Model, load
+    from .engine.core import EngineStats
     from .engine.outputs import Piece, Result
     from .engine.sampling_params import SamplingParams
     from .errors import BminfError, CheckpointError, DeviceError, OutOfMemory, UsageError
@@ -25,6 +26,7 @@ __all__ = [
     "BminfError",
     "CheckpointError",
     "DeviceError",
+    "EngineStats",
     "Model",
     "OutOfMemory",
     "Piece",
@@ -39,6 +41,7 @@ __all__ = [
 _HOMES = {
     "load": "api",
     "Model": "api",
+    "EngineStats": "engine.core",
     "Piece": "engine.outputs",
     "Result": "engine.outputs",
     "SamplingParams": "engine.sampling_params",

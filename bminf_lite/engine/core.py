@@ -224,14 +224,16 @@ class Engine:
                     self._wake.wait()
                 messages, self._messages = self._messages, []
                 closing = self._closing
-            while messages:
-                messages.pop(0)()
+            if not closing:
+                messages.append(self._advance)
+            for work in messages:
+                try:
+                    work()
+                except BaseException as error:  # noqa: PERF203, the thread must live on
+                    self._fail(error)
             if closing:
                 break
-            try:
-                self._advance()
-            except BaseException as error:
-                self._fail(error)
+            del messages, work  # an idle engine keeps no request
         self._fail(closed_error())
         try:
             if self._runner is not None:

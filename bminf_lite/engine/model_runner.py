@@ -67,13 +67,13 @@ class HostTables:
 
     def __init__(self, rows: int, width: int):
         self.array = np.zeros((rows, width), np.int32)
-        self._owners: list[tuple[Request, int] | None] = [None] * rows
+        self._owners = [(-1, 0)] * rows
         self._lengths = [0] * rows
         self._firsts = [0] * rows
 
     def update(self, request: Request, table: Sequence[int]) -> None:
         """Copy what is new in the table of a request: blocks at its end, and those that its window has passed."""
-        row, owner, length = request.row, (request, request.num_preemptions), len(table)
+        row, owner, length = request.row, (request.arrival, request.num_preemptions), len(table)
         if self._owners[row] != owner:
             self.array[row] = NULL_BLOCK
             self._owners[row], self._lengths[row], self._firsts[row] = owner, 0, 0
