@@ -170,6 +170,13 @@ class Model:
         """GPU memory in bytes: ``used``, ``peak_used``, ``reserved``, ``peak_reserved``, ``limit``; empty on a CPU."""
         return self.ops.memory()
 
+    def warm_up(self) -> None:
+        """Take all memory of the key-value cache and prepare the steps now, so that no request waits for that.
+
+        For servers. Raises ``OutOfMemory`` if the memory is not there.
+        """
+        self._engine.warm_up()
+
     def stats(self) -> EngineStats:
         """What the engine does now: waiting and running requests, blocks of the cache, and counts since loading."""
         return self._engine.stats()

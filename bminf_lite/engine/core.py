@@ -43,6 +43,10 @@ class Runner(Rows, Protocol):
         """Start a step."""
         ...
 
+    def warm_up(self) -> None:
+        """Take all memory that steps may need, and prepare them."""
+        ...
+
     def close(self) -> None:
         """Give its memory back."""
         ...
@@ -149,6 +153,13 @@ class Engine:
             self._post(run)
         return future.result()
 
+    def warm_up(self) -> None:
+        """Take all memory of the cache and capture the steps now, so that requests wait for neither.
+
+        Raises ``OutOfMemory``, and ``UsageError`` as :meth:`submit` does.
+        """
+        self.call(lambda: self._ready()[1].warm_up())
+
     def stats(self) -> EngineStats:
         """A snapshot, which does not wait for the engine."""
         scheduler, pool = self._scheduler, min(self.blocks.pools, key=lambda p: p.num_available)
@@ -247,6 +258,13 @@ class Engine:
             self._on_start()
             self._has_started = True
 
+    def _ready(self) -> tuple[Scheduler, Runner]:
+        """The scheduler and the runner, which are made when they are first needed."""
+        if self._runner is None or self._scheduler is None:
+            self._runner = self._make_runner(self.blocks)
+            self._scheduler = Scheduler(self.config, self.blocks, self._runner)
+        return self._scheduler, self._runner
+
     def _has_requests(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_requests
 
@@ -268,13 +286,10 @@ class Engine:
     def _add(self, requests: Sequence[Request]) -> None:
         try:
             self._start()
-            if self._runner is None:
-                self._runner = self._make_runner(self.blocks)
-                self._scheduler = Scheduler(self.config, self.blocks, self._runner)
-            assert self._scheduler is not None
+            scheduler, _ = self._ready()
             for request in requests:
                 if request.finish_reason is None:
-                    self._scheduler.add(request)
+                    scheduler.add(request)
         except BaseException as error:
             for request in requests:
                 if self._scheduler is not None:

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.sampling import SamplerState, SequenceSampling
+from ..backend.sampling import SamplerState, SamplerVariant, SequenceSampling
 from ..backend.values import NULL_BLOCK, Array, ForwardBatch
 from ..errors import OutOfMemory
 from ..layers.cache import KVCache, blocks_for
@@ -26,6 +26,8 @@ FIRST_BLOCKS = 64
 """Blocks that a pool has at first, if it may have so many."""
 CAPTURED_LENGTHS = (2048, 16384)
 """Bounds of the lengths of sequences for which decode steps are captured, beside the model's context; in tokens."""
+RUNS_TO_CAPTURE = 3
+"""Runs after which a backend with graphs has captured a step: it runs a step twice before it captures it."""
 NO_TOKEN = -1
 """Stands for a token that the host does not know: the newest of its sequence, which the sampler holds."""
 
@@ -258,6 +260,23 @@ class ModelRunner:
         batch = ForwardBatch.packed(self.ops.array, sources, source_tables=table)
         cast(EncoderDecoder, self.network).encode_to_cache(batch, self.cache.source)
 
+    def warm_up(self) -> None:
+        """Take all memory of the cache, and capture the decode steps of every size."""
+        with _memory_for_the_cache():
+            for cache, max_blocks in self._caches_and_limits():
+                for group, count in enumerate(max_blocks):
+                    if cache.num_blocks[group] < count:
+                        cache.grow(group, count)
+        if self.ops.decode_sizes:
+            self.table.allocate()
+        nothing = StepInputs.of_no_sequence(len(self._tables), self.cache.source is not None)
+        for variant in SamplerVariant:
+            for length in self._lengths:
+                for count in self.ops.decode_sizes:
+                    step = self._decode_step(StepSize(count, length, variant))
+                    for _ in range(RUNS_TO_CAPTURE):
+                        self.ops.fetch(step.launch(nothing))()
+
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _pools(self, max_blocks: Sequence[int]) -> KVCache:
@@ -270,6 +289,12 @@ class ModelRunner:
             _grow_pools(self.cache, self.blocks.pools)
             if self.cache.source is not None and self.blocks.source_pool is not None:
                 _grow_pools(self.cache.source, [self.blocks.source_pool])
+
+    def _caches_and_limits(self) -> Iterator[tuple[KVCache, Sequence[int]]]:
+        """The caches, and how many blocks each group of them may have."""
+        yield self.cache, self.config.num_blocks
+        if self.cache.source is not None:
+            yield self.cache.source, (self.config.num_source_blocks,)
 
 
 def _blocks(request: Request) -> SequenceBlocks:
