@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .api import Model, load
     from .checkpoint.manifest import MigrationReport
     from .checkpoint.verify import verify
+    from .engine.core import EngineStats
     from .engine.outputs import Piece, Result
     from .engine.sampling_params import SamplingParams
     from .errors import BminfError, CheckpointError, DeviceError, OutOfMemory, UsageError
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "Comparison",
     "DeviceError",
+    "EngineStats",
     "MemoryPlan",
     "MigrationReport",
     "Model",
@@ -54,6 +56,7 @@ __all__ = [
 _HOMES = {
     "load": "api",
     "Model": "api",
+    "EngineStats": "engine.core",
     "Piece": "engine.outputs",
     "Result": "engine.outputs",
     "SamplingParams": "engine.sampling_params",

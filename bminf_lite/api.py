@@ -183,7 +183,10 @@ class Model:
         return self.ops.memory()
 
     def warm_up(self) -> None:
-        """Compile kernels and capture the decode steps of every size now, instead of when requests first need them."""
+        """Take all memory of the key-value cache and prepare the steps now, so that no request waits for that.
+
+        For servers. Raises ``OutOfMemory`` if the memory is not there.
+        """
         self._engine.warm_up()
 
     def stats(self) -> EngineStats:

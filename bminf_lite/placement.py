@@ -34,6 +34,8 @@ from .models.spec import Role, Spec
 LIBRARY_BYTES = 48 << 20
 """Bytes of cublasLt's workspace and the kernels' own small arrays on the device."""
 
+CAPTURE_SHARE = 16
+"""A share of this part of the memory is left to captured steps and to steps of prompts."""
 LOGITS_SHARE = 8
 """Logits of the sequences of a step take at most this part of the memory that a plan leaves."""
 CPU_CACHE = 4 << 30
@@ -146,7 +148,8 @@ def make_engine_config(
         per_sequence = plan.requirements.scratch_per_sequence
         if max_num_seqs is None:
             max_num_seqs = min(max(left // LOGITS_SHARE // per_sequence, 1), EngineConfig.max_num_seqs)
-        room = plan.cache_bytes + max(left - (max_num_seqs - 1) * per_sequence, 0)
+        spare = (max_num_seqs - 1) * per_sequence + plan.machine.memory // CAPTURE_SHARE
+        room = plan.cache_bytes + max(left - spare, 0)
         context, itemsize = plan.context, 2
     *num_blocks, num_source_blocks = cache_blocks(config, cache_shape, context, chunk, room, max_num_seqs, itemsize)
     return EngineConfig(

@@ -44,7 +44,7 @@ class Runner(Rows, Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Do now what the first steps would wait for."""
+        """Take all memory that steps may need, and prepare them."""
         ...
 
     def close(self) -> None:
@@ -154,8 +154,11 @@ class Engine:
         return future.result()
 
     def warm_up(self) -> None:
-        """Do now what the first requests would wait for."""
-        self.call(lambda: self._scheduler_and_runner()[1].warm_up())
+        """Take all memory of the cache and capture the steps now, so that requests wait for neither.
+
+        Raises ``OutOfMemory``, and ``UsageError`` as :meth:`submit` does.
+        """
+        self.call(lambda: self._ready()[1].warm_up())
 
     def stats(self) -> EngineStats:
         """A snapshot, which does not wait for the engine."""
@@ -233,14 +236,16 @@ class Engine:
                     self._wake.wait()
                 messages, self._messages = self._messages, []
                 closing = self._closing
-            while messages:
-                messages.pop(0)()
+            if not closing:
+                messages.append(self._advance)
+            for work in messages:
+                try:
+                    work()
+                except BaseException as error:  # noqa: PERF203, the thread must live on
+                    self._fail(error)
             if closing:
                 break
-            try:
-                self._advance()
-            except BaseException as error:
-                self._fail(error)
+            del messages, work  # an idle engine keeps no request
         self._fail(closed_error())
         try:
             if self._runner is not None:
@@ -253,6 +258,13 @@ class Engine:
         if not self._has_started:
             self._on_start()
             self._has_started = True
+
+    def _ready(self) -> tuple[Scheduler, Runner]:
+        """The scheduler and the runner, which are made when they are first needed."""
+        if self._runner is None or self._scheduler is None:
+            self._runner = self._make_runner(self.blocks)
+            self._scheduler = Scheduler(self.config, self.blocks, self._runner)
+        return self._scheduler, self._runner
 
     def _has_requests(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_requests
@@ -275,7 +287,7 @@ class Engine:
     def _add(self, requests: Sequence[Request]) -> None:
         try:
             self._start()
-            scheduler, _ = self._scheduler_and_runner()
+            scheduler, _ = self._ready()
             for request in requests:
                 if request.finish_reason is None:
                     scheduler.add(request)
@@ -288,12 +300,6 @@ class Engine:
         finally:
             with self._wake:
                 self._arriving -= len(requests)
-
-    def _scheduler_and_runner(self) -> tuple[Scheduler, Runner]:
-        if self._runner is None or self._scheduler is None:
-            self._runner = self._make_runner(self.blocks)
-            self._scheduler = Scheduler(self.config, self.blocks, self._runner)
-        return self._scheduler, self._runner
 
     def _end(self, requests: Sequence[Request], reason: str, error: BaseException | None = None) -> None:
         if self._scheduler is not None:

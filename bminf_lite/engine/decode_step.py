@@ -54,6 +54,12 @@ class StepInputs:
     source_table: np.ndarray | None = None
     source_lens: np.ndarray | None = None
 
+    @classmethod
+    def of_no_sequence(cls, groups: int, has_source: bool) -> StepInputs:
+        """A step that is padding alone."""
+        empty, table = np.zeros(0, np.int32), np.zeros((0, 1), np.int32)
+        return cls(empty, empty, empty, [table] * groups, table if has_source else None, empty if has_source else None)
+
 
 class DecodeStep:
     """A step of up to ``size.sequences`` sequences of up to ``size.max_context_len`` tokens each after it.

@@ -27,6 +27,8 @@ FIRST_BLOCKS = 64
 """Blocks that a pool has at first, if it may have so many."""
 CAPTURED_LENGTHS = (1024, 4096, 16384)
 """Bounds of the lengths of sequences for which decode steps are captured, beside the model's context; in tokens."""
+RUNS_TO_CAPTURE = 3
+"""Runs after which a backend with graphs has captured a step: it runs a step twice before it captures it."""
 NO_TOKEN = -1
 """Stands for a token that the host does not know: the newest of its sequence, which the sampler holds."""
 
@@ -68,13 +70,13 @@ class HostTables:
 
     def __init__(self, rows: int, width: int):
         self.array = np.zeros((rows, width), np.int32)
-        self._owners: list[tuple[Request, int] | None] = [None] * rows
+        self._owners = [(-1, 0)] * rows
         self._lengths = [0] * rows
         self._firsts = [0] * rows
 
     def update(self, request: Request, table: Sequence[int]) -> None:
         """Copy what is new in the table of a request: blocks at its end, and those that its window has passed."""
-        row, owner, length = request.row, (request, request.num_preemptions), len(table)
+        row, owner, length = request.row, (request.arrival, request.num_preemptions), len(table)
         if self._owners[row] != owner:
             self.array[row] = NULL_BLOCK
             self._owners[row], self._lengths[row], self._firsts[row] = owner, 0, 0
@@ -212,24 +214,6 @@ class ModelRunner:
             )
         return self._decode_steps[size]
 
-    def warm_up(self) -> None:
-        """Capture the decode steps of every size and length, so that no request waits for that later."""
-        sizes = self.ops.decode_sizes
-        wanted = sizes[: bisect_left(sizes, self.config.max_num_seqs) + 1]
-        nothing = np.zeros(0, np.int32)
-        has_source = self.cache.source is not None
-        no_table = np.zeros((0, 1), np.int32)
-        inputs = StepInputs(
-            nothing, nothing, nothing, [no_table] * len(self._tables),
-            no_table if has_source else None, nothing if has_source else None,
-        )  # fmt: skip
-        for variant in (SamplerVariant.GREEDY, SamplerVariant.DRAW):
-            for length in reversed(self._lengths):
-                for count in reversed(wanted):  # the largest first: all share the memory of the largest
-                    step = self._decode_step(StepSize(count, length, variant))
-                    for _ in range(3):  # a backend captures the third call
-                        step.launch(inputs)
-
     def _decode(self, batch: ForwardBatch, sampler: SamplerState) -> Array:
         """One step of one token per sequence: what is captured."""
         self.ops.insert_last_tokens(batch.tokens, sampler)
@@ -277,6 +261,24 @@ class ModelRunner:
         batch = ForwardBatch.packed(self.ops.array, sources, source_tables=table)
         cast(EncoderDecoder, self.network).encode_to_cache(batch, self.cache.source)
 
+    def warm_up(self) -> None:
+        """Take all memory of the cache, and capture the decode steps of every size."""
+        with _memory_for_the_cache():
+            for cache, max_blocks in self._caches_and_limits():
+                for group, count in enumerate(max_blocks):
+                    if cache.num_blocks[group] < count:
+                        cache.grow(group, count)
+        if self.ops.decode_sizes:
+            self.table.allocate()
+        nothing = StepInputs.of_no_sequence(len(self._tables), self.cache.source is not None)
+        sizes = self.ops.decode_sizes[: bisect_left(self.ops.decode_sizes, self.config.max_num_seqs) + 1]
+        for variant in SamplerVariant:
+            for length in reversed(self._lengths):
+                for count in reversed(sizes):  # the largest first: all share the memory of the largest
+                    step = self._decode_step(StepSize(count, length, variant))
+                    for _ in range(RUNS_TO_CAPTURE):
+                        self.ops.fetch(step.launch(nothing))()
+
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _pools(self, max_blocks: Sequence[int]) -> KVCache:
@@ -289,6 +291,12 @@ class ModelRunner:
             _grow_pools(self.cache, self.blocks.pools)
             if self.cache.source is not None and self.blocks.source_pool is not None:
                 _grow_pools(self.cache.source, [self.blocks.source_pool])
+
+    def _caches_and_limits(self) -> Iterator[tuple[KVCache, Sequence[int]]]:
+        """The caches, and how many blocks each group of them may have."""
+        yield self.cache, self.config.num_blocks
+        if self.cache.source is not None:
+            yield self.cache.source, (self.config.num_source_blocks,)
 
 
 def _blocks(request: Request) -> SequenceBlocks:

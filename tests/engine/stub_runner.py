@@ -100,6 +100,9 @@ class StubRunner:
     def remove(self, row: int) -> None:
         self.free_rows.append(row)
 
+    def warm_up(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 

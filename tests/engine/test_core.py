@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
@@ -377,6 +378,22 @@ def test_every_call_to_the_device_comes_from_one_thread(engine):
     assert engine.call(lambda: engine.call(lambda: 5)) == 5
     with pytest.raises(ZeroDivisionError):
         engine.call(lambda: 1 / 0)
+
+
+def test_an_idle_engine_keeps_nothing_of_a_request_that_waited(engine):
+    class Marker:
+        pass
+
+    marker = Marker()
+    kept = weakref.ref(marker)
+    request = make_request([1], 2)
+    request.on_update = lambda r, marker=marker: None
+    engine.submit([request])
+    tokens_of(engine, make_request([2], 5))
+    engine.wait_until_idle()
+    del marker, request
+    engine.runner.steps.clear()
+    wait_until(lambda: kept() is None)
 
 
 def test_an_idle_engine_sleeps(engine):

@@ -131,6 +131,25 @@ def test_captured_steps_serve_any_sequences(monkeypatch):
         check_equal(found, alone)
 
 
+T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "vocab_size": 61, "num_heads": 4, "num_layers": 1}
+
+
+@pytest.mark.parametrize("config", [{}, T5], ids=["decoder", "encoder-decoder"])
+def test_after_a_warm_up_nothing_is_captured_or_allocated(config, monkeypatch):
+    monkeypatch.setattr("bminf_lite.engine.model_runner.CAPTURED_LENGTHS", (4, 24))
+    monkeypatch.setattr("bminf_lite.engine.model_runner.FIRST_BLOCKS", 2)
+    ops = WatchedBackend(1, (2, 6))
+    model = make_model(ops, max_batch=6, chunk=9, **config)
+    model.warm_up()
+    captures, arrays = ops.captures, len(ops.arrays)
+    assert captures == 2 * 3 * 3
+    options = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0.7, "seed": 1, "repetition_penalty": 1.2}
+    found = model.generate([prompt_of(3 + 5 * i) for i in range(9)], **options)
+    assert (ops.captures, len(ops.arrays)) == (captures, arrays)
+    expected = make_model(**config).generate([prompt_of(3 + 5 * i) for i in range(9)], **options)
+    assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+
+
 def test_what_is_cancelled_beside_a_request_does_not_touch_it():
     ops = WatchedBackend(1)
     with tiny("full", ops, num_blocks=9, max_batch=3) as model:
