@@ -54,7 +54,7 @@ def test_the_text_model_runs_and_migrates(family: str, prefix: str, tmp_path: Pa
     assert 0 < error < 0.05
 
 
-def test_a_part_that_no_one_knows_is_unexpected(tmp_path: Path) -> None:
+def test_an_unknown_part_is_an_unexpected_tensor(tmp_path: Path) -> None:
     golden = next(goldens("mistral"))
     source = write(tmp_path / "source", golden, "language_model.")
     tensors = {"mystery.weight": np.ones((2, 2), np.float32)}
