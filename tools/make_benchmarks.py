@@ -62,7 +62,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     colors = ["#9aa5b1"] * (len(rows) - 1) + ["#2563eb"]
     bars = axes.barh([row["what"] for row in rows], [row[SPEED] for row in rows], color=colors)
     axes.bar_label(bars, fmt="{:,.0f}", padding=4)
-    axes.set_title(f"LLaMA 3 8B on one {result['gpu']}: decoded tokens per second, batch 1", loc="left", fontsize=11)
+    title = f"LLaMA 3 8B on one {result['gpu']}: decoded tokens per second, batch 1"
+    figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=12)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.set_xticks([])
     axes.margins(x=0.08)
