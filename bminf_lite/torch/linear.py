@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..backend.quantization import BLOCK_ELEMENTS, CODE_MAX, FP16_LARGEST, FP16_SMALLEST_NORMAL
 from ..errors import UsageError
@@ -157,6 +158,7 @@ class _StreamedLinear(torch.autograd.Function):
         return ops.int8_linear(x, codes.fetch(), scale, bias, dynamic=dynamic)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
         (scale,) = ctx.saved_tensors
         dx = (

@@ -4,7 +4,8 @@ Tensors are fp32, fp16 or bf16, on the CPU also fp64; operations are over the la
 for fp64). On a GPU they launch this engine's kernels on torch's current stream, in memory of torch's caching allocator,
 without copies of tensors whose rows are contiguous and equally far apart, and without waiting for the device. On the
 CPU they are the definitions over NumPy. All are custom operators of the library ``bminf_lite``: ``torch.compile`` and
-CUDA graphs take them, and ``torch.vmap`` refuses them.
+CUDA graphs take them. ``torch.vmap`` and the transforms of ``torch.func`` refuse them, and so do second gradients of
+softmax and norms.
 
 Operations whose names end in ``_`` overwrite their first argument and return it. Eager mode then allocates no result;
 a compiler may make a copy.
@@ -365,6 +366,27 @@ def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, 
     return dx, None, None, dbias, None
 
 
+def _save_linear_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, codes, scale = inputs
+    ctx.save_for_backward(codes, scale)
+
+
+def _second_linear_gradients(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None]:
+    codes, scale = ctx.saved_tensors
+    return torch.ops.bminf_lite.int8_linear(ddx, codes, scale, None, False), None, None
+
+
+def _refuse_second_gradient(ctx: Any, *gradients: Tensor) -> Any:
+    raise RuntimeError(
+        "bminf_lite.torch.ops has no second gradients of softmax and norms; use torch.softmax and "
+        "torch.nn.functional.layer_norm or rms_norm where they are needed"
+    )
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """For a gradient that is refused."""
+
+
 class _SoftmaxInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -465,6 +487,9 @@ def _register() -> None:
         ("softmax", _softmax_gradients, _save_softmax),
         ("norm_with_statistics", _norm_gradients, _save_norm),
         ("int8_linear", _linear_gradients, _save_linear),
+        ("int8_linear_backward", _second_linear_gradients, _save_linear_backward),
+        ("softmax_backward", _refuse_second_gradient, _save_nothing),
+        ("norm_backward", _refuse_second_gradient, _save_nothing),
     ):
         torch.library.register_autograd(f"bminf_lite::{name}", backward, setup_context=save, lib=LIBRARY)
     for name in ("quantize_rows", "int8_dot", "norm", "norm_"):

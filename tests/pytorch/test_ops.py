@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 from torch_kit import FLOATS, assert_near, random, random_codes
 
 from bminf_lite.torch import ops
@@ -121,6 +121,15 @@ def test_gradients_of_products():
         for other in (True, False):
             a, b = leaf(*((5, 3) if transpose else (3, 5)), seed=3), leaf(*((4, 5) if other else (5, 4)), seed=4)
             gradcheck(lambda a, b, t=transpose, o=other: ops.dot(a, b, t, o), (a, b))
+
+
+def test_second_gradients_are_right_or_refused():
+    (codes, scale), x = random_codes(4, 5), leaf(3, 5)
+    gradgradcheck(lambda x: ops.int8_linear(x, codes, scale, dynamic=False).square(), (x,))
+    for function in (ops.softmax, ops.rms_norm, lambda x: ops.layer_norm_(x.clone())):
+        (dx,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second gradients"):
+            dx.sum().backward()
 
 
 def test_a_quantized_input_has_the_gradient_of_the_dequantized_weight():

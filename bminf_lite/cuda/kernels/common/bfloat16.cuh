@@ -6,6 +6,11 @@
 
 namespace bminf {
 
+template <class T>
+constexpr bool IS_BFLOAT16 = false;
+template <>
+constexpr bool IS_BFLOAT16<__nv_bfloat16> = true;
+
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 // Two fp32 values as a register of two bf16 values, `low` in the low half.

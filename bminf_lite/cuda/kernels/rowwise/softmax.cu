@@ -140,13 +140,20 @@ __device__ __forceinline__ SoftmaxPartial reduce_cluster(SoftmaxPartial own) {
     return own;
 }
 
+// The minimum of resident blocks per SM. A bf16 row that a cluster shares takes more registers than two blocks have.
+template <class T, bool WHOLE>
+constexpr int softmax_blocks(int threads, int vectors, int cluster) {
+    return WHOLE && !(IS_BFLOAT16<T> && cluster > 1) ? resident_blocks(threads, vectors) : 1;
+}
+
 // THREADS threads in each of CLUSTER blocks hold a row in VECTORS vectors of eight each: k <= 8 * VECTORS * THREADS *
 // CLUSTER. Rows of few threads share a block. out may be x.
 template <class T, bool WHOLE, int THREADS, int VECTORS, int CLUSTER>
-__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? resident_blocks(THREADS, VECTORS) : 1) softmax(
-    const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* mask,
-    long long mask_pitch, T* out, long long out_pitch, int bias_repeat, int bias_count, int mask_repeat, int mask_count,
-    int rows, int k) {
+__global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, softmax_blocks<T, WHOLE>(THREADS, VECTORS, CLUSTER))
+    softmax(
+        const T* x, long long pitch, float scale, const float* bias, long long bias_pitch, const unsigned char* mask,
+        long long mask_pitch, T* out, long long out_pitch, int bias_repeat, int bias_count, int mask_repeat,
+        int mask_count, int rows, int k) {
     launch_dependent_grids();
     wait_on_dependent_grids();
     const int index = blockIdx.x / CLUSTER * (blockDim.x / THREADS) + threadIdx.x / THREADS;
