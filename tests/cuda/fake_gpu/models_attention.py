@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from bminf_lite.backend.base import cached
 from bminf_lite.backend.functions import normalise, rotate
 from bminf_lite.backend.quantization import quantize_heads
 from bminf_lite.backend.values import LayerCache, Norm, RelativeBias, Rope
-from bminf_lite.cuda.kernels.constants import DECODE_HEADS
+from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, DECODE_HEADS, AttentionMask
 
 from .launching import Call, model
 from .models_rows import product_values, rounded
@@ -130,39 +132,62 @@ def over_cache(
 
 @model
 def attention_prefill(call: Call) -> None:
-    prefill(call, call.number("MASK"), bool(call.number("BIASED")))
+    prefill(call, AttentionMask(call.number("MASK")), bool(call.number("BIASED")))
 
 
 @model
 def attention_prefill_hopper(call: Call) -> None:
-    prefill(call, 0, False)
+    prefill(call, AttentionMask.CAUSAL, False)
 
 
-def prefill(call: Call, mask: int, biased: bool) -> None:
-    _, source, within = (mask == kind for kind in range(3))
-    depth, count = -(-call.head_dim // 16) * 16, call.sequences
+@model
+def attention_prefill_merge(call: Call) -> None:
+    """Nothing: :func:`prefill` writes the outputs of tiles that are split, too."""
+    call.require(call.max_records > 0, "there are no records to merge")
+
+
+def prefill(call: Call, mask: AttentionMask, biased: bool) -> None:
+    causal, source = mask is AttentionMask.CAUSAL, mask is AttentionMask.CROSS
+    depth, count, kv_heads = -(-call.head_dim // 16) * 16, call.sequences, call.kv_heads
     cu_seqlens = call.vector("cu_seqlens", count + 1, np.int32)
-    context_lens = call.vector("context_lens", count, np.int32)
-    slots = np.zeros(count, np.int32) if within else call.vector("slots", count, np.int32)
-    kv_heads, tiles, _ = call.launch.grid
-    call.arguments["kv_heads"] = kv_heads
     call.require(call.number("D") == depth and call.q_pitch >= call.heads * depth, "the head's size")
-    rows = np.diff(cu_seqlens) * (call.heads // kv_heads)
-    call.require(tiles >= (-(-rows // call.number("BM"))).sum(), "tiles are missing")
-    call.require(not within or call.capacity >= cu_seqlens[-1], "keys are missing")
-    call.require(biased == bool(call.bias) and source == bool(call.lengths), "the instantiation")
-    width = call.heads * depth
-    q = call.rows("q", int(cu_seqlens[-1]), call.q_pitch, width, F16, align=0).reshape(-1, call.heads, depth)
+    call.require(biased == bool(call.bias) and source == bool(call.source_lens), "the instantiation")
+    call.require(call.launch.grid[0] > 0 or cu_seqlens[-1] == 0, "blocks are missing")
+    call.require(not call.vector("counters", 2, np.int32).any(), "the counters are not zero")
+    q = call.rows("q", int(cu_seqlens[-1]), call.q_pitch, call.heads * depth, F16, align=0)
+    q = q.reshape(-1, call.heads, depth)[..., : call.head_dim]
     out = call.rows("out", int(cu_seqlens[-1]), call.out_pitch, call.heads * call.head_dim, F16, align=16)
-    cache = cache_of(call, slots, depth)
+    before = call.vector("context_lens", count, np.int32) if causal else np.zeros(count, np.int32)
+    totals = call.vector("source_lens", count, np.int32) if source else before + np.diff(cu_seqlens)
     bias, scale = bias_of(call) if biased else None, call.scale / math.log2(math.e)
-    for b in range(count):
-        own, slot = slice(cu_seqlens[b], cu_seqlens[b + 1]), slots[b]
-        mine = q[own, :, : call.head_dim]
-        if mask == 0:
-            out[own] = over_cache(call, mine, cache, slot, int(context_lens[b]), scale, bias)
+    window = call.window or None
+    for b, tokens in enumerate(pool_tokens(call, mask, totals, cu_seqlens, depth, kv_heads)):
+        own = slice(cu_seqlens[b], cu_seqlens[b + 1])
+        if own.start == own.stop:
             continue
-        length = int(call.vector("lengths", slot + 1, np.int32)[slot]) if source else 0
-        seen = slice(0, length) if source else own
-        k, v = (x[:, seen, : call.head_dim] for x in cached(cache, slot, seen.stop, F16))
-        out[own] = attend_rows(mine, k, v, scale, 0, None, bias, causal=False).reshape(len(mine), -1)
+        keys, values = (x[..., : call.head_dim] for x in tokens)
+        found = attend_rows(q[own], keys, values, scale, int(before[b]), window, bias, causal)
+        out[own] = found.reshape(own.stop - own.start, -1)
+
+
+def pool_tokens(
+    call: Call, mask: AttentionMask, totals: np.ndarray, cu_seqlens: np.ndarray, depth: int, kv_heads: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The keys and values that each sequence sees, ``[kv_heads, total, depth]``."""
+    if mask is AttentionMask.BIDIRECTIONAL:
+        packed = [call.tensor(name, (kv_heads, call.capacity, depth), F16) for name in ("keys", "values")]
+        for start, stop in itertools.pairwise(cu_seqlens):
+            yield packed[0][:, start:stop], packed[1][:, start:stop]
+        return
+    tables = call.tensor("block_tables", (len(totals), call.table_pitch), np.int32)
+    shape = (int(tables.max()) + 1, kv_heads, BLOCK_SIZE)
+    int8 = call.template["CACHE"] == "bminf::int8"
+    pools = [call.tensor(name, (*shape, depth), np.int8 if int8 else F16) for name in ("keys", "values")]
+    scales = [call.tensor(name, shape, F16) for name in ("key_scales", "value_scales")] if int8 else None
+    for table, total in zip(tables, totals, strict=True):
+        blocks = table[: -(-int(total) // BLOCK_SIZE)]
+        found = [pool[blocks].swapaxes(0, 1).reshape(kv_heads, -1, depth)[:, :total] for pool in pools]
+        if scales is not None:
+            factors = [x[blocks].swapaxes(0, 1).reshape(kv_heads, -1)[:, :total, None] for x in scales]
+            found = [x * codes.astype(F16) for x, codes in zip(factors, found, strict=True)]
+        yield found[0], found[1]

@@ -373,13 +373,13 @@ __device__ __forceinline__ void consume(
             q_tile + swizzled_offset<BM>(warp_row + i / CHUNKS, i % CHUNKS));
 }
 
-// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CACHE: __half or int8. keys, values: tensor maps of the pools for
-// fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared memory: BM + 2 * STAGES * BN rows of D
-// fp16, 1024 bytes to align them, and BM rows of D fp32 if p.running is null.
+// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CACHE: __half or int8. key_map, value_map: tensor maps of the pools
+// for fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared memory: BM + 2 * STAGES * BN rows
+// of D fp16, 1024 bytes to align them, and BM rows of D fp32 if p.running is null.
 template <int D, int BM, int BN, int STAGES, class CACHE>
 __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_prefill_hopper(
-    const __grid_constant__ PrefillParams p, const __grid_constant__ TensorMap keys,
-    const __grid_constant__ TensorMap values) {
+    const __grid_constant__ PrefillParams p, const __grid_constant__ TensorMap key_map,
+    const __grid_constant__ TensorMap value_map) {
     constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * WARPGROUP, CONSUMER_WARPS = CONSUMERS / WARP;
     constexpr int PRODUCERS = IS_INT8<CACHE> ? WARPGROUP / WARP : 1;  // that arrive at barriers
     // Registers of a producer thread and of a consumer thread (setmaxnreg), which share 168 for each thread. With one
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_
         if constexpr (IS_INT8<CACHE>)
             produce<D, BM>(pipeline, queue, p);
         else
-            produce<D, BM>(pipeline, queue, p, keys, values);
+            produce<D, BM>(pipeline, queue, p, key_map, value_map);
     } else {
         if constexpr (GROUPS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         const int row = threadIdx.x / WARPGROUP * 64;
