@@ -180,7 +180,7 @@ class Problem:
         width = case.heads * case.head_dim
         q_width, pitch = case.heads * case.depth, -(-width // 16) * 16
         q = cp.full((tokens, q_width + 16), cp.nan, cp.float16)
-        rows = [self.q[b][p : p + n].reshape(n, -1) for b, p, n in pieces]
+        rows = [self.q[b][p : p + n].reshape(n, q_width) for b, p, n in pieces]
         q[:, :q_width] = cp.asarray(np.concatenate(rows))
         out = cp.full((tokens, pitch), cp.nan, cp.float16)
         tables = self.tables[[b for b, _, _ in pieces]]
@@ -207,7 +207,7 @@ class Problem:
             key_scales=key_scales, value_scales=value_scales,
         )  # fmt: skip
         device.synchronize()
-        assert not counters.any()
+        assert not cp.asnumpy(counters).any()
         result = cp.asnumpy(out)
         assert np.isnan(result[:, width:]).all()
         return result[:, :width].reshape(tokens, case.heads, case.head_dim)
@@ -318,8 +318,10 @@ EDGES = (1, 63, 64, 65, 127, 129, 1023, 1025, 1100, 2049, 2300)
     [(128, False, None), (64, True, 65), *repeats((128, True, None), (256, False, None), (80, True, 700))],
 )
 def test_bits_do_not_depend_on_how_the_work_is_divided(
-    head_dim: int, int8: bool, window: int | None, cuda_device: Device
+    head_dim: int, int8: bool, window: int | None, cuda_device: Device, request: pytest.FixtureRequest
 ) -> None:
+    if request.config.getoption("--fake-gpu"):
+        pytest.skip("NumPy's order of sums depends on shapes")
     case = Case(EDGES, (0,) * len(EDGES), head_dim=head_dim, window=window)
     problem, rng = Problem(case, 0), np.random.default_rng(1)
     if int8:

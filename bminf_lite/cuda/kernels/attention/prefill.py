@@ -251,15 +251,15 @@ class PrefillAttention:
         running_bytes = self._running_bytes(tile_config, max_context_len)
         max_records = 0
         if self._may_split(mask, max_context_len):
-            max_records = (scratch_bytes - running_bytes) // tile_config.record_bytes
+            max_records = max(0, scratch_bytes - running_bytes) // tile_config.record_bytes
             pieces += self._split_tiles(tile_config, kv_heads)
         residents = self._residents(tile_config)
         args = (
             q, q_pitch, keys, values, out, out_pitch, cu_seqlens, context_lens, block_tables,
             table_pitch, num_blocks, scale * LOG2_E, window or 0, heads, kv_heads, head_dim, batch_size,
             bias, max_distance, source_lens, key_scales, value_scales,
-            scratch + running_bytes, max_records, self._parts(tile_config),
-            scratch if tile_config.external else 0, counters,
+            scratch + running_bytes if max_records else 0, max_records, self._parts(tile_config),
+            scratch if running_bytes else 0, counters,
         )  # fmt: skip
         maps: tuple[object, ...] = ()
         if tile_config.tensor_maps:

@@ -373,9 +373,9 @@ __device__ __forceinline__ void consume(
             q_tile + swizzled_offset<BM>(warp_row + i / CHUNKS, i % CHUNKS));
 }
 
-// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CACHE: __half or int8. keys, values: tensor maps of the pools for
-// fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared memory: BM + 2 * STAGES * BN rows of D
-// fp16, 1024 bytes to align them, and BM rows of D fp32 if p.running is null.
+// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CACHE: __half or int8. key_map, value_map: tensor maps of the pools
+// for fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared memory: BM + 2 * STAGES * BN rows
+// of D fp16, 1024 bytes to align them, and BM rows of D fp32 if p.running is null.
 template <int D, int BM, int BN, int STAGES, class CACHE>
 __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_prefill_hopper(
     const __grid_constant__ PrefillParams p, const __grid_constant__ TensorMap key_map,
