@@ -73,9 +73,9 @@ def decode_config(capability: Capability, head_dim: int, kind: int) -> DecodeCon
     memory = shared_memory_per_block(capability)
     blocks = 2 if capability in TWO_BLOCKS and depth <= 128 else 1
     if memory >= HUGE_SHARED_MEMORY:
-        chunk, stages = 16 << 10, 4 if blocks == 2 else 8
+        chunk, stages = 16 << 10, 4
     elif memory >= LARGE_SHARED_MEMORY:
-        chunk, stages = (8 << 10, 4) if blocks == 2 else (16 << 10, 6)
+        chunk, stages = (8 << 10, 4) if blocks == 2 else (16 << 10, 4)
     elif capability >= (8, 0):
         chunk, stages = 16 << 10, 3
     else:
