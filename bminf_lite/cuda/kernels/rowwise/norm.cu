@@ -20,7 +20,6 @@ constexpr int LONG_THREADS = 512;
 template <int THREADS, int VECTORS, class F>
 __device__ __forceinline__ double sum_of(RowScratch<THREADS>& scratch, int bank, F function) {
     double sum = 0;
-    float none = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float part = 0;
@@ -28,8 +27,7 @@ __device__ __forceinline__ double sum_of(RowScratch<THREADS>& scratch, int bank,
         for (int j = 0; j < 8; ++j) part = function(part, i, j);
         sum += part;
     }
-    row_sum_max<THREADS, true, false>(sum, none, scratch, bank);
-    return sum;
+    return threads_sum<THREADS>(sum, scratch, bank);
 }
 
 __device__ __forceinline__ float inverse_deviation(double squares, double inverse_k, float eps) {
@@ -113,10 +111,8 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, WHOLE ? residen
 template <class F>
 __device__ __forceinline__ double long_sum(int k, RowScratch<LONG_THREADS>& scratch, int bank, F function) {
     double sum = 0;
-    float none = 0;
     for (int column = threadIdx.x * 8; column < k; column += LONG_THREADS * 8) sum += function(column);
-    row_sum_max<LONG_THREADS, true, false>(sum, none, scratch, bank);
-    return sum;
+    return threads_sum<LONG_THREADS>(sum, scratch, bank);
 }
 
 // A block handles one row.

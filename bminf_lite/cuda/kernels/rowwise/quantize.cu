@@ -50,15 +50,13 @@ __global__ void __launch_bounds__(LONG_THREADS)
     quantize_rows_two_pass(const T* x, long long pitch, int8* codes, int code_pitch, float* scales, int k) {
     __shared__ RowScratch<LONG_THREADS> scratch;
     const long long row = blockIdx.x;
-    double none = 0;
     float v[1][8], top = 0;
     for (int column = threadIdx.x * 8; column < k; column += LONG_THREADS * 8) {
         read_row<WHOLE>(x + row * pitch, k, [column](int) { return column; }, v);
 #pragma unroll
         for (int j = 0; j < 8; ++j) top = absmax(top, v[0][j]);
     }
-    row_sum_max<LONG_THREADS, false, true>(none, top, scratch, 0);
-    const RowScale s = row_scale(top);
+    const RowScale s = row_scale(threads_absmax<LONG_THREADS>(top, scratch, 0));
     if (threadIdx.x == 0) scales[row] = s.scale;
     for (int column = threadIdx.x * 8; column < code_pitch; column += LONG_THREADS * 8) {
         read_row<WHOLE>(x + row * pitch, k, [column](int) { return column; }, v);

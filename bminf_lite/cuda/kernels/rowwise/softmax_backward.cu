@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128) softmax_backwar
     const int index = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
     const long long row = min(index, rows - 1);
     const auto column_of = [thread](int i) { return (i * THREADS + thread) * 8; };
-    float p[VECTORS][8], g[VECTORS][8], none = 0;
+    float p[VECTORS][8], g[VECTORS][8];
     read_row<WHOLE>(y + row * y_pitch, k, column_of, p);
     read_row<WHOLE>(dy + row * dy_pitch, k, column_of, g);
     double sum = 0;
@@ -27,8 +27,7 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128) softmax_backwar
         for (int j = 0; j < 8; ++j) part = fmaf(p[i][j], g[i][j], part);
         sum += part;
     }
-    row_sum_max<THREADS, true, false>(sum, none, scratch, 0);
-    const float total = static_cast<float>(sum);
+    const float total = static_cast<float>(threads_sum<THREADS>(sum, scratch, 0));
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
@@ -43,7 +42,7 @@ __global__ void __launch_bounds__(LONG_THREADS) softmax_backward_two_pass(
     __shared__ RowScratch<LONG_THREADS> scratch;
     const long long row = blockIdx.x;
     double sum = 0;
-    float p[1][8], g[1][8], none = 0;
+    float p[1][8], g[1][8];
     for (int column = threadIdx.x * 8; column < k; column += LONG_THREADS * 8) {
         const auto here = [column](int) { return column; };
         read_row<WHOLE>(y + row * y_pitch, k, here, p);
@@ -53,8 +52,7 @@ __global__ void __launch_bounds__(LONG_THREADS) softmax_backward_two_pass(
         for (int j = 0; j < 8; ++j) part = fmaf(p[0][j], g[0][j], part);
         sum += part;
     }
-    row_sum_max<LONG_THREADS, true, false>(sum, none, scratch, 0);
-    const float total = static_cast<float>(sum);
+    const float total = static_cast<float>(threads_sum<LONG_THREADS>(sum, scratch, 0));
     for (int column = threadIdx.x * 8; column < k; column += LONG_THREADS * 8) {
         const auto here = [column](int) { return column; };
         read_row<WHOLE>(y + row * y_pitch, k, here, p);
