@@ -145,7 +145,7 @@ class GrowingMemory:
         self._granularity = page_bytes(device) if maps else ALIGNMENT
         sizes = [self._rounded(most * nbytes) for nbytes in self._item_bytes]
         self._offsets = [sum(sizes[:lane]) for lane in range(len(sizes))]
-        self._mapped = [0] * len(sizes)
+        self.mapped = [0] * len(sizes)
         if maps:
             self._pages: Pages = MappedPages(device, sum(sizes))
         else:
@@ -155,7 +155,7 @@ class GrowingMemory:
             except BaseException:
                 arena.charge(-sum(sizes))
                 raise
-            self._mapped = sizes
+            self.mapped = sizes
         self._finalizer = weakref.finalize(self, self._pages.close)
         self._finalizer.atexit = False  # the end of the process frees everything
 
@@ -172,14 +172,14 @@ class GrowingMemory:
         """Map memory for ``count`` items or more in each lane. Raises ``OutOfMemory`` with nothing changed."""
         if count > self.most:
             raise ValueError(f"{count} items, but addresses were reserved for {self.most}")
-        sizes = [max(m, self._rounded(count * n)) for m, n in zip(self._mapped, self._item_bytes, strict=True)]
-        more = sum(sizes) - sum(self._mapped)
+        sizes = [max(m, self._rounded(count * n)) for m, n in zip(self.mapped, self._item_bytes, strict=True)]
+        more = sum(sizes) - sum(self.mapped)
         if more == 0:
             return
         self._arena.charge(more)
         done: list[tuple[int, int]] = []
         try:
-            for offset, before, size in zip(self._offsets, self._mapped, sizes, strict=True):
+            for offset, before, size in zip(self._offsets, self.mapped, sizes, strict=True):
                 if size > before:
                     self._pages.map(offset + before, size - before)
                     done.append((offset + before, size - before))
@@ -188,13 +188,13 @@ class GrowingMemory:
                 self._pages.unmap(offset, nbytes)
             self._arena.charge(-more)
             raise
-        self._mapped = sizes
+        self.mapped = sizes
 
     def free(self) -> None:
         """Give the memory back. The device must have finished with it; twice is harmless."""
         if self._finalizer.alive:
             self._finalizer()
-            self._arena.charge(-sum(self._mapped))
+            self._arena.charge(-sum(self.mapped))
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._granularity) * self._granularity

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bminf_lite.memory.arena import Arena, Block, Meter, Scratch
+from bminf_lite.memory.device import GrowingMemory
 
 POISON = 0xFF
 
@@ -119,6 +120,7 @@ class Memory:
         """Learn of every block that an arena makes or frees; returns what to put back."""
         before: list[tuple[type, str, object]] = [
             (Arena, "allocate", Arena.allocate), (Block, "free", Block.free), (Block, "__del__", Block.__del__),
+            (GrowingMemory, "grow", GrowingMemory.grow), (GrowingMemory, "free", GrowingMemory.free),
         ]  # fmt: skip
         allocate, free, memory = Arena.allocate, Block.free, weakref.ref(self)
 
@@ -133,9 +135,32 @@ class Memory:
                 known._block_freed(block)
             free(block)
 
+        grow, free_lanes = GrowingMemory.grow, GrowingMemory.free
+
+        def watched_grow(lanes: GrowingMemory, count: int) -> None:
+            grow(lanes, count)
+            if (known := memory()) is not None:
+                known._lanes_grown(lanes)
+
+        def watched_free_lanes(lanes: GrowingMemory) -> None:
+            if (known := memory()) is not None:
+                for lane in range(lanes.lanes):
+                    known.remove(lanes.address(lane))
+            free_lanes(lanes)
+
+        GrowingMemory.grow, GrowingMemory.free = watched_grow, watched_free_lanes  # type: ignore[method-assign]
         Arena.allocate = watched_allocate  # type: ignore[method-assign]
         Block.free = Block.__del__ = watched_free  # type: ignore[method-assign, assignment]
         return before
+
+    def _lanes_grown(self, lanes: GrowingMemory) -> None:
+        """What is mapped to each lane is in use."""
+        for lane, nbytes in enumerate(lanes.mapped):
+            address = lanes.address(lane)
+            if address in self._pieces:
+                self._pieces[address].nbytes = nbytes
+            elif nbytes:
+                self.add(address, nbytes)
 
     def _block_made(self, arena: Arena, block: Block) -> None:
         key = id(block)
