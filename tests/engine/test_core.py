@@ -261,8 +261,8 @@ def test_ctrl_c_ends_the_call_and_its_requests(engine):
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         tokens_of(engine, request)
-        time.sleep(1)
-    timer.join()
+        timer.join()
+        time.sleep(1)  # the interrupt is raised here at the latest
     engine.wait_until_idle()
     assert request.finish_reason == "cancelled"
     assert tokens_of(engine, make_request([1, 2], 3))
