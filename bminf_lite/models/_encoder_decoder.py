@@ -141,6 +141,7 @@ def spec(config: Config) -> Spec:
     names, hidden, table = config.names, config.hidden_size, (config.vocab_size, config.hidden_size)
     tensors = embedding(names.embedding, table) | head(names.head, table)
     folds: list[Fold] = []
+    rotatable: list[str] = []
     source_readers: list[str] = []
     for stack, layers in ((names.encoder, config.encoder_layers), (names.decoder, config.layers)):
         for layer in range(layers):
@@ -150,6 +151,7 @@ def spec(config: Config) -> Spec:
                 bias = Parameter((config.buckets, config.heads), Role.EMBEDDING)
                 tensors[f"{block}.{stack.bias}.weight"] = bias
             folds += _block_folds(config, stack, block)
+            rotatable += weights_of(f"{block}.{stack.mlp}.wo")
             if stack.cross:
                 source_readers += [f"{block}.{name}" for name in stack.cross.kv]
         tensors |= norm(stack.final_norm, hidden)
@@ -157,7 +159,7 @@ def spec(config: Config) -> Spec:
     if not config.tied_head:
         folds.append(Fold(weights_of(names.decoder.final_norm), weights_of(names.head)))
     tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
-    return Spec(tensors, tied, names.ignored, foldable=tuple(folds))
+    return Spec(tensors, tied, names.ignored, foldable=tuple(folds), rotatable=tuple(rotatable))
 
 
 def _block_tensors(config: Config, stack: StackTensorNames, block: str) -> Tensors:

@@ -99,7 +99,8 @@ def spec(config: Config) -> Spec:
     hidden, inner, table = config.hidden_size, config.intermediate_size, (config.vocab_size, config.hidden_size)
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     tensors = embedding("model.embed_tokens", table) | norm("model.norm", hidden) | head("lm_head", table)
-    folds = []
+    folds: list[Fold] = []
+    rotatable: list[str] = []
     for layer in range(config.layers):
         name = f"model.layers.{layer}"
         *qkv, o = (f"{name}.self_attn.{x}_proj" for x in "qkvo")
@@ -120,10 +121,12 @@ def spec(config: Config) -> Spec:
             Fold(weights_of(f"{name}.post_attention_layernorm"), weights_of(gate, up)),
             Fold(tuple(up_tensors), weights_of(down)),
         ]
+        rotatable += weights_of(down)
     if not config.tied_head:
         folds.append(Fold(weights_of("model.norm"), weights_of("lm_head")))
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_head else {}
-    return Spec(tensors, tied, ignored=(r".*rotary_emb\.inv_freq",), foldable=tuple(folds))
+    ignored = (r".*rotary_emb\.inv_freq",)
+    return Spec(tensors, tied, ignored, foldable=tuple(folds), rotatable=tuple(rotatable))
 
 
 class Block:

@@ -60,6 +60,7 @@ class Spec:
     expressions (full match) for tensors that some writers include and no reader needs. ``foldable`` says where
     calibrated migration may move factors; each matrix is a consumer of one fold at most. ``aliases`` are regular
     expressions (full match) for names that some files use, each with the replacement that makes it the one used here.
+    ``rotatable`` are the matrices whose input a recipe may rotate: the second of each feed-forward layer.
     """
 
     parameters: Mapping[str, Parameter]
@@ -67,6 +68,7 @@ class Spec:
     ignored: tuple[str, ...] = ()
     foldable: tuple[Fold, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    rotatable: tuple[str, ...] = ()
 
 
 Tensors = dict[str, Parameter]

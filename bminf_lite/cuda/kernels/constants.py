@@ -40,11 +40,12 @@ class Epilogue(IntEnum):
 
 
 class GemvInput(IntEnum):
-    """The input of a matrix-vector kernel: an fp16 row, or a norm of an fp32 row."""
+    """The input of a matrix-vector kernel: an fp16 row, a norm of an fp32 row, or a rotated fp16 row."""
 
     HALF = 0
     RMS_NORM = 1
     LAYER_NORM = 2
+    ROTATED = 3
 
 
 class Source(IntEnum):

@@ -34,7 +34,7 @@ def pipeline_chunks(shared: int) -> int:
 
 
 class Gemv:
-    """One row, fp16 or normalised fp32, times an int8 weight of plain rows with dynamic activations."""
+    """One row, fp16, normalised fp32 or rotated fp16, times an int8 weight of plain rows with dynamic activations."""
 
     source = "gemv/gemv.cu"
 
@@ -47,14 +47,16 @@ class Gemv:
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         chunks = pipeline_chunks(shared_memory_per_block(capability))
-        values = (INPUTS, VECTORS, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1])
+        values = (numbers(GemvInput), VECTORS, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1])
         yield KernelFamily(cls.source, "gemv", values, _possible, (f"PIPELINE_CHUNKS={chunks}",))
 
     def launch(
         self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
-        epilogue: int, activation: int = 0,
+        epilogue: int, activation: int = 0, rotation: int = 1,
     ) -> None:  # fmt: skip
         """``out`` from one row ``x``; ``activation`` for a gated or activated epilogue.
+
+        With a ``rotation`` there is no norm, and the row is transformed in blocks of so many elements.
 
         There is one block per SM. Behind a kernel with another number of blocks, two of these blocks could land on one
         SM and leave another idle. In that case a block requests more than half of an SM's shared memory, so that two do
@@ -66,15 +68,16 @@ class Gemv:
         rows = ceil_div(n // matrices, num_sms) * matrices
         vectors = vectors_for(pitch, GEMV_THREADS)
         unit = best_unit(rows, pitch)
-        expression = f"gemv<{input_of(norm)}, {vectors}, {int(epilogue)}, {int(activation)}, {unit}>"
+        kind = ROTATED if rotation > 1 else input_of(norm)
+        expression = f"gemv<{kind}, {vectors}, {int(epilogue)}, {int(activation)}, {unit}>"
         norm_weight, norm_bias, eps = norm_arguments(norm)
         shared = self._pipeline_bytes + round_up(pitch, GEMV_CHUNK * unit) + 4 * rows
         if not step.one_block_per_sm and launcher.has_clusters:
             shared = max(shared, launcher.half_shared)
         kernel = launcher.kernel(self.source, expression, False, self._defines)
         args = (
-            x.data.ptr, norm_weight, norm_bias, eps, weight.matrix.data.ptr, address(weight.scale),
-            address(weight.bias), out.data.ptr, n, weight.in_features, pitch,
+            x.data.ptr, norm_weight, norm_bias, eps, rotation, rotation**-0.5, weight.matrix.data.ptr,
+            address(weight.scale), address(weight.bias), out.data.ptr, n, weight.in_features, pitch,
         )  # fmt: skip
         bytes_moved = weight.nbytes + nbytes_of(x, out)
         kernel(min(num_sms, n // matrices), GEMV_THREADS, args, shared, launcher.stream, True, None, bytes_moved)
@@ -91,7 +94,7 @@ class GemvFloat:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        values = (INPUTS, VECTORS, ("bminf::int8", "__half"), NUMBERS, ACTIVATION_NUMBERS)
+        values = (FLOAT_INPUTS, VECTORS, ("bminf::int8", "__half"), NUMBERS, ACTIVATION_NUMBERS)
         yield KernelFamily(cls.source, "gemv_float", values, _possible_float)
 
     def launch(
@@ -128,14 +131,14 @@ def best_unit(rows: int, pitch: int) -> int:
     return min(UNITS, key=cost)
 
 
-HALF, RMS_NORM, LAYER_NORM = map(int, GemvInput)
-INPUTS, NUMBERS, ACTIVATION_NUMBERS = numbers(GemvInput), numbers(EPILOGUES), numbers(Activation)
+HALF, RMS_NORM, LAYER_NORM, ROTATED = map(int, GemvInput)
+FLOAT_INPUTS, NUMBERS, ACTIVATION_NUMBERS = (HALF, RMS_NORM, LAYER_NORM), numbers(EPILOGUES), numbers(Activation)
 
 
 def _possible(source: int, vectors: int, epilogue: int, activation: int, unit: int) -> bool:
     has_activation = epilogue in (Epilogue.GATED, Epilogue.ACTIVATED)
     return (has_activation or activation == 0) and (
-        source == GemvInput.HALF or vectors * 8 * GEMV_THREADS <= MAX_FUSED_NORM_WIDTH
+        source in (HALF, ROTATED) or vectors * 8 * GEMV_THREADS <= MAX_FUSED_NORM_WIDTH
     )
 
 
