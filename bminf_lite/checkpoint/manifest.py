@@ -2,7 +2,7 @@
 
 ``bminf_lite.json`` holds ``format_version``, the tool's version, the recipe, ``tied_head`` (the scheme for a head
 without a tensor of its own, or null), ``quantized_when_loaded`` (by name, the schemes of matrices that are stored
-``[in, out]``), the source files with their sizes and SHA-256 checksums, and a :class:`TensorReport` for every tensor.
+``[in, out]``), ``rotated_when_loaded`` (the blocks in which such matrices rotate their input), the source files with their sizes and SHA-256 checksums, and a :class:`TensorReport` for every tensor.
 After a calibration, ``calibration`` holds its decisions, and ``cost`` the distance from the source on held-out text.
 """
 
@@ -57,7 +57,8 @@ class MigrationReport:
 
     ``tied_head`` is the scheme for a head without a tensor of its own, or None; ``late`` holds the schemes, by name, of
     matrices that are stored ``[in, out]``. Both stay float in the file and are quantized when they are loaded.
-    ``calibration`` holds a calibration's decisions, and ``cost`` the measured distance from the source.
+    ``late_rotations`` are the blocks in which those rotate their input. ``calibration`` holds a calibration's decisions,
+    and ``cost`` the measured distance from the source.
     """
 
     recipe: Recipe
@@ -67,6 +68,7 @@ class MigrationReport:
     calibration: Mapping[str, Any] = field(default_factory=dict)
     late: Mapping[str, Scheme] = field(default_factory=dict)
     cost: Mapping[str, Any] = field(default_factory=dict)
+    late_rotations: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bytes_before(self) -> int:
@@ -86,6 +88,7 @@ class MigrationReport:
             "recipe": self.recipe.to_dict(),
             "tied_head": self.tied_head.value if self.tied_head else None,
             **({"quantized_when_loaded": {n: scheme.value for n, scheme in self.late.items()}} if self.late else {}),
+            **({"rotated_when_loaded": dict(self.late_rotations)} if self.late_rotations else {}),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             **({"calibration": dict(self.calibration)} if self.calibration else {}),

@@ -33,6 +33,9 @@ def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[C
 @click.option(
     "--shape", metavar="NAME", help='Random int8 weights of a packaged shape (listed by "bench") or a config.json.'
 )
+@click.option(
+    "--recipe", default="w8a8", show_default=True, metavar="NAME", help="How the matrices of a --shape are quantized."
+)
 @numbers_option("-p", "prompts", "512", "Lengths of prompts, or of an encoder's sources; 0 for none.")
 @numbers_option("-n", "generated", "128", "Numbers of tokens to decode; 0 for none.")
 @numbers_option("-b", "batches", "1", "Sequences at once.")
@@ -52,6 +55,7 @@ def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[C
 def bench(
     model: Path | None,
     shape: str | None,
+    recipe: str,
     prompts: tuple[int, ...],
     generated: tuple[int, ...],
     batches: tuple[int, ...],
@@ -77,6 +81,7 @@ def bench(
     Example:
       bminf-lite bench MODEL
       bminf-lite bench --shape llama-3-8b -p 512,2048 -d 0,512
+      bminf-lite bench --shape llama-3-8b --recipe w8a8-rotate
       bminf-lite bench --shape cpm-2 -p 256 -n 255 -d 256
       bminf-lite bench --shape llama-3-70b -p 0 -n 16 -r 3 --memory-limit 24GiB
       bminf-lite bench --shape llama-3-8b -p 0 -d 128,1024,8192,32768 --plot context.png
@@ -105,7 +110,7 @@ def bench(
         report = Report(ops.describe(), profiler.versions())
         if config is not None:
             name = Path(str(shape)).name.removesuffix(".json")
-            report.bench_model = random_model(name, config, ops, kv_cache)
+            report.bench_model = random_model(name, config, ops, kv_cache, recipe)
         elif model is not None:
             report.bench_model = checkpoint_model(model, ops, kv_cache)
         if report.bench_model is not None and trace:

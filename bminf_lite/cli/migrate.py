@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("source", metavar="SOURCE", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|w8a8-smooth|auto|FILE",
-              help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 with outliers moved into the "
+@click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|w8a8-rotate|w8a8-smooth|auto|FILE",
+              help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 with the input of down projections "
+                   "rotated, which other readers must support (w8a8-rotate); w8a8 with outliers moved into the "
                    "weights (w8a8-smooth); that, with float activations where int8 is too coarse (auto); or a TOML "
                    "file.")  # fmt: skip
 @click.option("--calibrate", type=PATH, metavar="FILE",
@@ -52,6 +53,7 @@ def migrate(
     Example:
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe w8a16 --dry-run
+      bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe w8a8-rotate
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe auto --calibrate text.jsonl
     """
     from tqdm import tqdm

@@ -76,6 +76,6 @@ def measure_cost(
         raise CheckpointError(
             f"the int8 model diverges by {found.kl:.6g} nats per token from its source on {found.tokens:,} held-out "
             f"tokens, and {max_divergence:g} are allowed: it was not written. Choose a more exact recipe (auto, "
-            "w8a8-smooth, w8a16), or allow more"
+            "w8a8-rotate, w8a8-smooth, w8a16), or allow more"
         )
     return found.to_dict()
