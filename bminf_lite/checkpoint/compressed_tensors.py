@@ -15,9 +15,8 @@ refuse, and ``outlier_columns`` in the configuration counts those of each layer.
 
 ``transform_config`` lists the layers whose input is transformed at run time. This package runs block Hadamard
 transforms of the input (``"type": "hadamard"``, ``"head_dim"`` the size of a block, ``"location": "input"``). Those of
-weights are part of the stored weights. transformers 5.23 ignores ``transform_config`` and would compute nonsense. So the
-configuration of such a checkpoint has the ``quantization_status`` :data:`TRANSFORMED_STATUS`, which transformers
-refuses with that text, because it knows five values only.
+weights are part of the stored weights. transformers 5.23 ignores ``transform_config`` and would compute wrong results.
+So such a checkpoint has the ``quantization_status`` :data:`TRANSFORMED_STATUS`, which transformers refuses by name.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ INT8_FORMATS = ("int-quantized", "naive-quantized")
 PACKED_FORMAT = "pack-quantized"
 OUTLIER_FORMAT = "bminf-lite-outlier-columns-1"
 """The number is the format's version."""
-TRANSFORMED_STATUS = "compressed; a reader must apply transform_config to inputs"
+TRANSFORMED_STATUS = "compressed; apply transform_config"
 READ_FORMATS = (*INT8_FORMATS, PACKED_FORMAT, OUTLIER_FORMAT)
 OUTLIERS = (".outlier_columns", ".outlier_weight")
 QUANTIZATION_SUFFIXES = (".weight_scale", ".weight_packed", ".weight_shape", ".weight_zero_point", *OUTLIERS)

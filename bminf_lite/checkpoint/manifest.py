@@ -2,8 +2,9 @@
 
 ``bminf_lite.json`` holds ``format_version``, the tool's version, the recipe, ``tied_head`` (the scheme for a head
 without a tensor of its own, or null), ``quantized_when_loaded`` (by name, the schemes of matrices that are stored
-``[in, out]``), ``rotated_when_loaded`` (the blocks in which such matrices rotate their input), the source files with their sizes and SHA-256 checksums, and a :class:`TensorReport` for every tensor.
-After a calibration, ``calibration`` holds its decisions, and ``cost`` the distance from the source on held-out text.
+``[in, out]``), ``rotated_when_loaded`` (the blocks in which these rotate their input), the source files with their
+sizes and SHA-256 checksums, and a :class:`TensorReport` for every tensor. After a calibration, ``calibration`` holds
+its decisions, and ``cost`` the distance from the source on held-out text.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class MigrationReport:
 
     ``tied_head`` is the scheme for a head without a tensor of its own, or None; ``late`` holds the schemes, by name, of
     matrices that are stored ``[in, out]``. Both stay float in the file and are quantized when they are loaded.
-    ``late_rotations`` are the blocks in which those rotate their input. ``calibration`` holds a calibration's decisions,
-    and ``cost`` the measured distance from the source.
+    ``late_rotations`` are the blocks in which those rotate their input. ``calibration`` holds a calibration's
+    decisions, and ``cost`` the measured distance from the source.
     """
 
     recipe: Recipe

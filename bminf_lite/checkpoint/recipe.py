@@ -10,9 +10,9 @@ Each decision is one of
 
 A tied head has no tensor of its own; it is quantized with ``head``'s scheme when the checkpoint is loaded.
 
-``rotation = N``, a power of two up to 256, makes the second matrices of feed-forward layers rotate their input in blocks
-of up to N elements where they are w8a8 (see :mod:`bminf_lite.backend.rotation`). Other readers must apply the result's
-``transform_config``.
+``rotation = N``, a power of two up to 256, makes the second matrices of feed-forward layers rotate their input in
+blocks of up to N elements where they are w8a8 (see :mod:`bminf_lite.backend.rotation`). Other readers must apply the
+result's ``transform_config``.
 
 A recipe with a table ``[calibration]`` needs a text to calibrate on; the keys of the table are the fields of
 :class:`CalibrationSettings`.
@@ -113,7 +113,12 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """The recipe with the keys of its file."""
         rules = {pattern: scheme.value for pattern, scheme in self.rules.items()}
-        result = {"name": self.name, "linear": self.linear.value, "head": self.head.value, "rules": rules}
+        result: dict[str, Any] = {
+            "name": self.name,
+            "linear": self.linear.value,
+            "head": self.head.value,
+            "rules": rules,
+        }
         result |= {"rotation": self.rotation} if self.rotation > 1 else {}
         return result | ({"calibration": asdict(self.calibration)} if self.calibration else {})
 

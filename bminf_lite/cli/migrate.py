@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="SOURCE", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
 @click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|w8a8-rotate|w8a8-smooth|auto|FILE",
-              help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 with the input of down projections "
-                   "rotated, which other readers must support (w8a8-rotate); w8a8 with outliers moved into the "
+              help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 that rotates the input of down "
+                   "projections, which other readers must support (w8a8-rotate); w8a8 with outliers moved into the "
                    "weights (w8a8-smooth); that, with float activations where int8 is too coarse (auto); or a TOML "
                    "file.")  # fmt: skip
 @click.option("--calibrate", type=PATH, metavar="FILE",

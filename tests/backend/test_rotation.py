@@ -136,7 +136,8 @@ def test_behind_a_norm_and_with_float_activations(
     (block, count, rows), rng = shape, np.random.default_rng(seed)
     width = block * count
     residual, norm = random_rows(rng, rows, width, np.float32), random_norm(rng, width, False)
-    x, weight = random_rows(rng, rows, width, backend.activation_dtype.type), rotated_weight(rng, 24, width, block, dynamic)
+    x = random_rows(rng, rows, width, backend.activation_dtype.type)
+    weight = rotated_weight(rng, 24, width, block, dynamic)
 
     def products(ops: Backend) -> list[np.ndarray]:
         on_device = ops.weight([weight])

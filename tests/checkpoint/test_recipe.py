@@ -71,7 +71,9 @@ def test_mistakes_are_all_told(tmp_path: Path, text: str, expected: list[str]) -
 
 
 def test_unknown_and_unreadable_recipes(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'int4' is neither built in \(auto, w8a16, w8a8, w8a8-rotate, w8a8-smooth\) nor a file"):
+    with pytest.raises(
+        UsageError, match=r"'int4' is neither built in \(auto, w8a16, w8a8, w8a8-rotate, w8a8-smooth\) nor a file"
+    ):
         load_recipe("int4")
     (tmp_path / "x.toml").write_bytes(b"\xff")
     with pytest.raises(UsageError, match="cannot be read"):

@@ -51,14 +51,15 @@ def test_weights_are_transformed_before_they_are_rounded(
                 continue
             got, weight = after.weights().weight(name), np.asarray(before.weights().weight(name)).astype(np.float32)
             assert isinstance(got, Int8Weight) and got.rotation == (64 if "down" in name else 1)
+            expected = plain.weights().weight(name)
             if got.rotation > 1:
                 expected = quantize_weight(rotated(weight, 64))
-            else:
-                expected = plain.weights().weight(name)
             np.testing.assert_array_equal(got.codes, expected.codes)
             np.testing.assert_array_equal(got.scale, expected.scale)
     groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["transform_config"]
-    assert groups["config_groups"]["R4_64"]["apply"][0]["targets"] == [f"model.layers.{i}.mlp.down_proj" for i in (0, 1)]
+    assert groups["config_groups"]["R4_64"]["apply"][0]["targets"] == [
+        f"model.layers.{i}.mlp.down_proj" for i in (0, 1)
+    ]
     assert inspect(tmp_path / "out")["quantization"]["input_rotations"][0]["block"] == 64
 
 

@@ -101,7 +101,9 @@ def test_inputs_of_the_second_matrix_of_a_feed_forward_layer_are_rotated(golden:
     report = bminf_lite.migrate(source, tmp_path / "out", "w8a8-rotate")
     with open_model(tmp_path / "out") as model:
         weights = model.weights()
-        found = {name: weight.rotation for name in matrices(golden) if isinstance(weight := weights.weight(name), Int8Weight)}
+        found = {
+            name: weight.rotation for name in matrices(golden) if isinstance(weight := weights.weight(name), Int8Weight)
+        }
     assert {name for name, block in found.items() if block > 1} == set(spec.rotatable)
     assert set(report.late_rotations) == set(report.late) & set(spec.rotatable)
     assert migrated_error(golden, tmp_path / "out") < 0.1

@@ -252,9 +252,10 @@ struct WeightStream {
     }
 };
 
-// INPUT: what is quantized, x, a norm of it, or a rotation in blocks of `rotation` elements (see rotate_row). VECTORS: vectors of eight elements of x per thread. F: the function of
-// GATED and ACTIVATED. U: chunks of a unit. Dynamic shared memory: from 9.0 on the pipelines (WARPS * PIPELINE_BYTES);
-// the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the block has.
+// INPUT: what is quantized, x, a norm of it, or a rotation in blocks of `rotation` elements (see rotate_row). VECTORS:
+// vectors of eight elements of x per thread. F: the function of GATED and ACTIVATED. U: chunks of a unit. Dynamic
+// shared memory: from 9.0 on the pipelines (WARPS * PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole
+// units); an int32 sum for each row of the weight that the block has.
 template <int INPUT, int VECTORS, int EPILOGUE, int F, int U>
 __global__ void __launch_bounds__(THREADS) gemv(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, int rotation, float rotation_scale,
