@@ -86,6 +86,7 @@ def product_lines(products: Sequence[dict[str, Any]]) -> list[str]:
     return [
         f"{name:{width}}  {p['scheme']:5}  smoothing {'none' if p['exponent'] is None else p['exponent']!s:4}  "
         f"{p['rounding']:7}  {decibel_text(p['error_before']):>8} -> {decibel_text(p['error']):>8}"
+        + (f"  rotated by {p['rotation']}" if p["rotation"] > 1 else "")
         + (f"  inputs in fp16: {', '.join(map(str, p['outlier_columns']))}" if p["outlier_columns"] else "")
         for name, p in zip(names, products, strict=True)
     ]

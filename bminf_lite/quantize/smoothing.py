@@ -12,11 +12,10 @@ Factors are powers of two, so multiplying by them is exact and the float model k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..checkpoint.recipe import Scheme
 from ..checkpoint.weight_rewrite import WeightRewrite
 from ..models.spec import Fold, Parameter, Spec
 from .errors import ErrorEvaluator, QuantizationCandidate
@@ -39,17 +38,19 @@ class Smoothing:
     factors: np.ndarray | None = None
 
 
-def search_smoothing(evaluator: ErrorEvaluator, fold: Fold, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
+def search_smoothing(
+    evaluator: ErrorEvaluator, fold: Fold, input_max: np.ndarray, plain: QuantizationCandidate
+) -> Smoothing:
     """The smoothing with the smallest mean error of the products, or none if that gains less than :data:`GAIN`.
 
-    ``input_max`` is ``max|x|`` per input ``[in]``.
+    ``input_max`` is ``max|x|`` per input ``[in]``; ``plain`` says how the products are quantized beside that.
     """
     absmax = evaluator.calibration_ops.relative_column_absmax
     weight_max = np.max([evaluator.ops.host(absmax(matrix)) for matrix in evaluator.matrices], axis=0)
-    best, least = Smoothing(), (1 - GAIN) * np.mean(evaluator.errors(QuantizationCandidate(scheme)))
+    best, least = Smoothing(), (1 - GAIN) * np.mean(evaluator.errors(plain))
     for exponent in EXPONENTS:
         factors = channel_factors(input_max, weight_max, exponent, fold)
-        error = np.mean(evaluator.errors(QuantizationCandidate(scheme, expand_channels(factors, fold))))
+        error = np.mean(evaluator.errors(replace(plain, factors=expand_channels(factors, fold))))
         if error < least:
             best, least = Smoothing(exponent, factors), error
     return best
