@@ -30,7 +30,7 @@ from ..models.spec import Fold, Role
 from .calibration import Observation, sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
 from .gptq import GPTQInputs, gptq_quantize
-from .smoothing import Smoothing, expand_channels, fold_factors, search_smoothing
+from .smoothing import Smoothing, expand_channels, fold_factors, limit_range, search_smoothing
 
 SEARCH_TOKENS = 512
 """The number of tokens on which the search for a smoothing compares its settings."""
@@ -100,7 +100,7 @@ class QuantizationSearch:
                 f"{self.ops.activation_dtype}: calibrate on the CPU (--device cpu), or export the checkpoint again"
             )
         smoothing, factors = Smoothing(), None
-        if self.settings.smoothing and (fold := self._fold_of.get(names[0])):
+        if fold := self._fold_of.get(names[0]):
             smoothing = self._smoothing(fold, rows, input_max, plain)
             factors = None if smoothing.factors is None else expand_channels(smoothing.factors, fold)
         evaluator = ErrorEvaluator(self.ops, rows, [self._matrix(name) for name in names])
@@ -147,11 +147,12 @@ class QuantizationSearch:
         return mapped
 
     def _smoothing(self, fold: Fold, rows: Array, input_max: np.ndarray, plain: QuantizationCandidate) -> Smoothing:
-        """The smoothing of a fold, searched when the first of its consumers is decided."""
+        """The factors of a fold, found when the first of its consumers is decided."""
         if fold not in self._smoothed:
             some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], SEARCH_TOKENS))
             evaluator = ErrorEvaluator(self.ops, some, [self._matrix(name) for name in fold.consumers])
-            found = self._smoothed[fold] = search_smoothing(evaluator, fold, input_max, plain)
+            found = search_smoothing(evaluator, fold, input_max, plain) if self.settings.smoothing else Smoothing()
+            found = self._smoothed[fold] = limit_range(found, fold, input_max)
             moved = {} if found.factors is None else fold_factors(self.spec, fold, found.factors)
             for name, rewrite in moved.items():
                 self._rewrite(name, rewrite)
