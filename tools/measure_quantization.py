@@ -24,7 +24,7 @@ GPTQ = 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\nsmoothing = true\nmax_err
 ROTATED = 'linear = "w8a8"\nhead = "w8a8"\nrotation = 64\n[calibration]\nsmoothing = true\n'
 COLUMNS = 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\nsmoothing = true\nmax_error = 0.001\noutlier_columns = 8\n'
 RECIPES = {
-    "w8a16": "", "w8a8": "", "w8a8-rotate": "", "w8a8-smooth": "", "w8a8-smooth, rotated": ROTATED, "auto": "",
+    "w8a16": "", "w8a8": "", "w8a8-rotate": "", "w8a8-smooth": "", "w8a8-rotate, smoothed": ROTATED, "auto": "",
     "auto, gptq": GPTQ, "auto, 8 columns": COLUMNS,
 }  # fmt: skip
 """The text of each recipe's file; empty for those that come with the package."""
