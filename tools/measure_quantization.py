@@ -21,8 +21,14 @@ DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 CALIBRATION_TOKENS = 8192
 WINDOW = 1024
 GPTQ = 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\nsmoothing = true\nmax_error = 0.001\nrounding = "gptq"\n'
+ROTATED = 'linear = "w8a8"\nhead = "w8a8"\nrotation = 64\n[calibration]\nsmoothing = true\n'
 COLUMNS = 'linear = "w8a8"\nhead = "w8a8"\n[calibration]\nsmoothing = true\nmax_error = 0.001\noutlier_columns = 8\n'
-RECIPES = ("w8a16", "w8a8", "w8a8-smooth", "auto", "auto, gptq", "auto, 8 columns")
+RECIPES = {
+    "w8a16": "", "w8a8": "", "w8a8-rotate": "", "w8a8-smooth": "", "w8a8-rotate, smoothed": ROTATED, "auto": "",
+    "auto, gptq": GPTQ, "auto, 8 columns": COLUMNS,
+}  # fmt: skip
+"""The text of each recipe's file; empty for those that come with the package."""
+UNCALIBRATED = ("w8a16", "w8a8", "w8a8-rotate")
 
 
 def main() -> None:
@@ -52,10 +58,10 @@ def cost(source: Path, recipe: str, calibration: list[int], measured: list[int],
     """The increase of perplexity, the number of products that are not plain w8a8, and the seconds of the migration."""
     with tempfile.TemporaryDirectory() as folder:
         out, chosen = Path(folder) / "out", recipe
-        if text := {"auto, gptq": GPTQ, "auto, 8 columns": COLUMNS}.get(recipe):
+        if text := RECIPES[recipe]:
             (Path(folder) / "recipe.toml").write_text(text)
             chosen = str(Path(folder) / "recipe.toml")
-        calibrate = None if recipe in ("w8a8", "w8a16") else calibration
+        calibrate = None if recipe in UNCALIBRATED else calibration
         start = time.perf_counter()
         report = bminf_lite.migrate(source, out, chosen, calibrate=calibrate, device="cpu")
         seconds = time.perf_counter() - start

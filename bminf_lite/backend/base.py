@@ -32,6 +32,7 @@ from .quantization import (
     stack_biases,
     stack_outliers,
 )
+from .rotation import rotated
 from .sampling import NULL_ROW, SamplerState, report
 from .sampling import sample as sample_tokens
 from .values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement
@@ -48,7 +49,7 @@ class Weight:
 
     ``values`` holds fp32 weights, or int8 codes as fp32 numbers (exact, and BLAS multiplies them) with ``scale`` fp32
     ``[out]``. ``dynamic``: activations are quantized per token. ``bias`` is fp32 ``[out]``. ``outliers`` are input
-    columns of an int8 weight that stay float.
+    columns of an int8 weight that stay float. ``rotation`` is the block of its inputs' transform, see :mod:`.rotation`.
     """
 
     values: np.ndarray
@@ -56,6 +57,7 @@ class Weight:
     bias: np.ndarray | None
     dynamic: bool
     outliers: OutlierColumns | None = None
+    rotation: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -157,7 +159,8 @@ class Backend:
         if quantized := int8_parts(parts):
             codes = np.concatenate([p.codes for p in quantized]).astype(np.float32)
             scale = np.concatenate([p.scale.astype(np.float32) for p in quantized])
-            return Weight(codes, scale, bias, quantized[0].dynamic, stack_outliers(quantized))
+            first = quantized[0]
+            return Weight(codes, scale, bias, first.dynamic, stack_outliers(quantized), first.rotation)
         values = np.concatenate([self._round(np.asarray(p).astype(np.float32)) for p in parts])
         return Weight(values.astype(np.float32), None, bias, False)
 
@@ -228,7 +231,8 @@ class Backend:
         For an int8 weight with dynamic activations, ``x`` is quantized per token and ``y = s_x * (s_w * fp32(acc))`` in
         fp32; then the bias is added and the result rounded. For an int8 weight without, ``y = s_w * sum(code * x)``.
         The inputs of outlier columns count as zeros in both. The product of those columns, in the activation type and
-        summed in fp32, is added before the bias.
+        summed in fp32, is added before the bias. An int8 weight may have a rotation: then ``x`` is first transformed as
+        :func:`.rotation.rotated` says, and for float activations rounded to the activation type.
 
         The result is written to ``out`` if given, of that shape and type. ``out`` may be ``x`` if the weight is square,
         because the product reads a copy of ``x`` in int8.
@@ -436,6 +440,8 @@ class Backend:
 
     @silently
     def _matmul(self, x: Array, weight: Weight) -> Array:
+        if weight.rotation > 1:
+            x = rotated(x, weight.rotation)
         if weight.outliers is None:
             y = self._matmul_without_outliers(x, weight)
         else:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .quantization import HostWeight, OutlierColumns, quantize_weight
+from .rotation import rotated
 from .values import Array
 
 
@@ -72,18 +73,24 @@ class CalibrationOps:
         return quotient.astype(self.ops.activation_dtype)
 
     def weight(
-        self, matrix: Array, dynamic: bool | None, factors: np.ndarray | None = None, outliers: np.ndarray | None = None
+        self,
+        matrix: Array,
+        dynamic: bool | None,
+        factors: np.ndarray | None = None,
+        outliers: np.ndarray | None = None,
+        rotation: int = 1,
     ) -> Any:
         """The matrix, its columns multiplied by ``factors``, as a weight for ``linear``.
 
         It is w8a8 if ``dynamic`` is true, w8a16 if it is false, and float if it is None. The input columns ``outliers``
-        (int32 ``[n]``, ascending) stay fp16. The matrix times the factors must be finite.
+        (int32 ``[n]``, ascending) stay fp16; or an int8 weight rotates its input in blocks of ``rotation`` elements.
+        The matrix times the factors must be finite.
         """
         weight = matrix if factors is None else matrix * factors
         if dynamic is None:
             return self.ops.weight([weight])
         if outliers is None:
-            return self.ops.weight([quantize_weight(weight, dynamic)])
+            return self.ops.weight([replace(quantize_weight(rotated(weight, rotation), dynamic), rotation=rotation)])
         kept = OutlierColumns(outliers, weight[:, outliers].astype(np.float16))
         rest = np.array(weight)
         rest[:, outliers] = 0

@@ -40,20 +40,23 @@ class Int8Weight:
     ``codes`` is int8 ``[out, in]``; ``scale`` is ``[out]`` in fp16 (or fp32, or bf16 as some writers store it), and the
     weight is ``scale[:, None] * codes``, plus the columns ``outliers``. ``dynamic`` says whether activations are
     quantized too, per token at run time (w8a8), or stay float (w8a16). Files of other writers may hold codes of -128,
-    which are read as they are.
+    which are read as they are. ``rotation`` is the size of the blocks in which activations are transformed before they
+    are quantized or multiplied (see :mod:`.rotation`); the codes are those of a transformed weight. 1 is no transform.
+    Such a weight has no ``outliers``.
     """
 
     codes: np.ndarray
     scale: np.ndarray
     dynamic: bool = True
     outliers: OutlierColumns | None = None
+    rotation: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape
 
     def dequantize(self) -> np.ndarray:
-        """The weight as fp32 ``[out, in]``."""
+        """The weight as fp32 ``[out, in]``, transformed as its inputs are."""
         weight = self.scale.astype(np.float32)[:, None] * np.asarray(self.codes, np.float32)
         if self.outliers is not None:
             weight[:, self.outliers.index] = self.outliers.values
@@ -169,9 +172,13 @@ def int8_parts(parts: Sequence[HostWeight]) -> list[Int8Weight]:
     quantized = [p for p in parts if isinstance(p, Int8Weight)]
     if quantized and (len(quantized) < len(parts) or len({p.dynamic for p in quantized}) > 1):
         raise ValueError("weights that are multiplied together must be quantized alike")
+    if len({p.rotation for p in quantized}) > 1:
+        raise ValueError("weights that are multiplied together must rotate their input alike")
     columns = {() if p.outliers is None else tuple(p.outliers.index.tolist()) for p in quantized}
     if len(columns) > 1:
         raise ValueError("weights that are multiplied together must keep the same columns in fp16")
+    if quantized and quantized[0].rotation > 1 and quantized[0].outliers is not None:
+        raise ValueError("a weight that rotates its input keeps no columns in fp16")
     return quantized
 
 

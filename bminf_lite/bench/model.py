@@ -19,14 +19,14 @@ from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.random_matrix import RandomMatrix
 from ..checkpoint.opened_model import ModelDescription, describe_model, open_model
 from ..checkpoint.reader import read_json
-from ..checkpoint.recipe import Scheme
+from ..checkpoint.recipe import Recipe, Scheme, load_recipe
 from ..engine.config import EngineConfig
 from ..engine.model_runner import Network
 from ..errors import UsageError
 from ..layers.loading import Weights
 from ..memory.planner import MemoryPlan
 from ..models.spec import Role, Spec
-from ..placement import checkpoint_requirements, make_engine_config, plan_placement, requirements
+from ..placement import checkpoint_requirements, make_engine_config, plan_placement, recipe_schemes, requirements
 
 
 def shape_names() -> list[str]:
@@ -74,16 +74,25 @@ class BenchModel:
 
 
 def random_model(
-    name: str, config: Mapping[str, Any], ops: Backend, kv_cache: str = "fp16", max_batch: int | None = None
+    name: str,
+    config: Mapping[str, Any],
+    ops: Backend,
+    kv_cache: str = "fp16",
+    max_batch: int | None = None,
+    recipe: str | Recipe = "w8a8",
 ) -> BenchModel:
     """A model of the shape ``config`` with random int8 weights, made on the device.
 
-    Layers that do not fit the memory limit are streamed, as those of a checkpoint are.
+    ``kv_cache`` and ``max_batch`` are those of ``load``.
+
+    ``recipe`` says how each matrix is quantized and rotated, before any calibration. Layers that do not fit the memory
+    limit are streamed, as those of a checkpoint are. Raises ``UsageError`` for a recipe that leaves a matrix float.
     """
-    described = describe_model(config)
+    described, chosen = describe_model(config), load_recipe(recipe)
     spec = described.spec
-    plan = plan_placement(ops, spec, lambda: requirements(described, lambda _: Scheme.W8A8, kv_cache))
-    return _build(name, described, RandomWeights(spec), ops, plan, kv_cache, max_batch)
+    plan = plan_placement(ops, spec, lambda: requirements(described, recipe_schemes(spec, chosen), kv_cache))
+    name = name if chosen.name == "w8a8" else f"{name}, {chosen.name}"
+    return _build(name, described, RandomWeights(spec, chosen), ops, plan, kv_cache, max_batch)
 
 
 def checkpoint_model(path: Path, ops: Backend, kv_cache: str = "fp16", max_batch: int | None = None) -> BenchModel:
@@ -126,10 +135,11 @@ class CountingWeights:
 
 
 class RandomWeights:
-    """Random w8a8 weights for ``spec``, scaled so that a layer's output is about as large as its input."""
+    """Random int8 weights for ``spec``, scaled so that a layer's output is about as large as its input."""
 
-    def __init__(self, spec: Spec):
+    def __init__(self, spec: Spec, recipe: Recipe):
         self._spec = spec
+        self._recipe = recipe
         self._seeds = {name: i for i, name in enumerate(spec.parameters)}
 
     def weight(self, name: str) -> HostWeight:
@@ -137,7 +147,15 @@ class RandomWeights:
         rows, columns = parameter.shape[::-1] if parameter.transposed else parameter.shape
         codes = RandomMatrix((rows, columns), np.int8, self._seeds[name])
         spread = np.random.default_rng(self._seeds[name]).uniform(0.5, 1.5, rows)
-        return Int8Weight(cast(np.ndarray, codes), (spread / (73.3 * columns**0.5)).astype(np.float32))
+        scheme = self._recipe.scheme_of(name, parameter.role is Role.HEAD)
+        if scheme is Scheme.FLOAT:
+            raise UsageError(f"recipe {self._recipe.name}: leaves {name} float; random weights are int8 (w8a8, w8a16)")
+        return Int8Weight(
+            cast(np.ndarray, codes),
+            (spread / (73.3 * columns**0.5)).astype(np.float32),
+            scheme is Scheme.W8A8,
+            rotation=self._recipe.rotation_of(self._spec, name),
+        )
 
     def vector(self, name: str) -> np.ndarray:
         parameter = self._spec.parameters[name]

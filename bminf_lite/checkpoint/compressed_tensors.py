@@ -16,6 +16,11 @@ refuse, and ``outlier_columns`` in the configuration counts those of each layer.
 So are int8 matrices that unquantized checkpoints store ``[in, out]`` (``Conv1D`` of GPT-2). The format has no scales
 per output for these. They are stored ``[out, in]`` like any other, in a group with the format :data:`CONV1D_FORMAT`,
 with int8 activations or without.
+
+``transform_config`` lists the layers whose input is transformed at run time. This package runs block Hadamard
+transforms of the input (``"type": "hadamard"``, ``"head_dim"`` the size of a block, ``"location": "input"``). Those of
+weights are part of the stored weights. transformers 5.23 ignores ``transform_config`` and would compute wrong results.
+So such a checkpoint has the ``quantization_status`` :data:`TRANSFORMED_STATUS`, which transformers refuses by name.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backend.rotation import MAX_ROTATION, is_rotation
 from ..errors import checkpoint_error
 from .recipe import Scheme
 
@@ -36,6 +42,7 @@ PACKED_FORMAT = "pack-quantized"
 OUTLIER_FORMAT = "bminf-lite-outlier-columns-1"
 """The number is the format's version."""
 CONV1D_FORMAT = "bminf-lite-conv1d-1"
+TRANSFORMED_STATUS = "compressed; apply transform_config"
 READ_FORMATS = (*INT8_FORMATS, PACKED_FORMAT, OUTLIER_FORMAT, CONV1D_FORMAT)
 OUTLIERS = (".outlier_columns", ".outlier_weight")
 QUANTIZATION_SUFFIXES = (".weight_scale", ".weight_packed", ".weight_shape", ".weight_zero_point", *OUTLIERS)
@@ -56,12 +63,36 @@ class ConfigGroup:
 
 
 @dataclass(frozen=True)
+class InputTransform:
+    """Layers whose inputs are rotated in blocks of ``block`` elements; ``name`` is the group's."""
+
+    name: str
+    targets: tuple[str, ...]
+    ignore: tuple[str, ...]
+    block: int
+
+
+@dataclass(frozen=True)
 class QuantizationConfig:
     """Which layers of a checkpoint are quantized, and how; ``outliers`` counts their columns that stay fp16."""
 
     groups: tuple[ConfigGroup, ...]
     ignore: tuple[str, ...] = ()
     outliers: Mapping[str, int] = field(default_factory=dict)
+    transforms: tuple[InputTransform, ...] = ()
+
+    def transforms_of(self, module: str) -> list[InputTransform]:
+        """The transforms of a linear layer's input; more than one cannot be run."""
+        return [
+            transform
+            for transform in self.transforms
+            if ("Linear" in transform.targets or any(_matches(target, module) for target in transform.targets))
+            and not any(_matches(target, module) for target in transform.ignore)
+        ]
+
+    def rotation_of(self, module: str) -> int:
+        """The block in which the layer's input is rotated; 1 for none."""
+        return next((transform.block for transform in self.transforms_of(module)), 1)
 
     def group_of(self, module: str) -> ConfigGroup | None:
         """The group of the linear layer ``module`` (``model.layers.0.mlp.up_proj``), or None if it stays float.
@@ -95,9 +126,11 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
         raise checkpoint_error(source, [problem], "migrate this model's unquantized checkpoint (fp32, fp16 or bf16)")
     problems = [
         f"quantization_config.{key} is {raw[key]!r}, which this version cannot run"
-        for key in ("kv_cache_scheme", "transform_config")
+        for key in ("kv_cache_scheme",)
         if raw.get(key)
     ]
+    transforms, transform_problems = _parse_transforms(raw.get("transform_config"))
+    problems += transform_problems
     sparsity = raw.get("sparsity_config") or {}
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
         problems.append(f"quantization_config.sparsity_config.format is {sparsity['format']!r}; only dense can be run")
@@ -119,7 +152,47 @@ def parse_quantization(config: Mapping[str, Any], source: object) -> Quantizatio
         problems.append(f"quantization_config.outlier_columns must map layers to numbers of columns, not {outliers!r}")
     if problems:
         raise checkpoint_error(source, problems)
-    return QuantizationConfig(tuple(groups), tuple(ignore), outliers)
+    return QuantizationConfig(tuple(groups), tuple(ignore), outliers, tuple(transforms))
+
+
+def _parse_transforms(raw: object) -> tuple[list[InputTransform], list[str]]:
+    """The transforms of inputs in a ``transform_config``, and a problem for each setting that cannot be run."""
+    where = "quantization_config.transform_config"
+    if not raw:
+        return [], []
+    groups = raw.get("config_groups") if isinstance(raw, dict) else None
+    if not isinstance(groups, dict):
+        return [], [f"{where} must hold an object config_groups, not {raw!r}"]
+    transforms, problems = [], []
+    for name, group in groups.items():
+        place = f"{where}.config_groups.{name}"
+        applied = group.get("apply") if isinstance(group, dict) else None
+        if not isinstance(applied, list) or not all(isinstance(args, dict) for args in applied):
+            problems.append(f"{place} must be an object with a list apply, not {group!r}")
+            continue
+        at_run_time = [args for args in applied if args.get("location") not in ("weight_input", "weight_output")]
+        if not at_run_time:
+            continue  # the stored weights are transformed
+        if group.get("type") != "hadamard" or group.get("randomize"):
+            kind = f"type {group.get('type')!r}" + (" with randomize" if group.get("randomize") else "")
+            problems.append(f"{place} has {kind}; this version runs 'hadamard' without randomize")
+        block = group.get("head_dim")
+        if not is_rotation(block):
+            problems.append(f"{place}.head_dim is {block!r}; this version runs powers of two up to {MAX_ROTATION}")
+        for args in at_run_time:
+            if args.get("location") != "input":
+                problems.append(f"{place} has location {args.get('location')!r}; this version runs 'input'")
+            targets, ignore = (_as_list(args.get(key)) for key in ("targets", "ignore"))
+            problems += _target_problems(f"{place}.apply.targets", targets)
+            problems += _target_problems(f"{place}.apply.ignore", ignore)
+            if not problems:
+                transforms.append(InputTransform(name, tuple(targets), tuple(ignore), block))
+    return transforms, problems
+
+
+def _as_list(value: Any) -> Any:
+    """A single name may stand for a list of one."""
+    return [value] if isinstance(value, str) else value or []
 
 
 def _parse_group(where: str, group: object, default_format: object) -> ConfigGroup | list[str]:
@@ -178,13 +251,16 @@ def _mismatches(where: str, args: object, dynamic: bool, strategies: Sequence[st
 
 
 def quantization_config(
-    schemes: Mapping[str, Scheme], outliers: Mapping[str, int] | None = None, conv1d: Collection[str] = ()
+    schemes: Mapping[str, Scheme],
+    outliers: Mapping[str, int] | None = None,
+    conv1d: Collection[str] = (),
+    rotations: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The ``quantization_config`` of a checkpoint whose linear layers have ``schemes``, by module name.
 
     Layers that stay float are listed in ``ignore``. With one scheme the group targets the class ``Linear``; with two,
     each group lists its layers. ``outliers`` counts the columns that a layer keeps in fp16. ``conv1d`` are the layers
-    that the source stores ``[in, out]``.
+    that the source stores ``[in, out]``, and ``rotations`` the blocks in which layers rotate their input.
     """
     formats = FORMATS | ({Scheme.W8A8: OUTLIER_FORMAT} if outliers else {})
     members: dict[tuple[Scheme, str], list[str]] = {}
@@ -204,12 +280,23 @@ def quantization_config(
         "quant_method": "compressed-tensors",
         "format": next(iter(members))[1] if len(members) == 1 else "mixed-precision",
         **({"outlier_columns": dict(outliers)} if outliers else {}),
-        "quantization_status": "compressed",
+        "quantization_status": TRANSFORMED_STATUS if rotations else "compressed",
         "ignore": [module for module, scheme in schemes.items() if scheme is Scheme.FLOAT],
         "config_groups": groups,
         "kv_cache_scheme": None,
+        **({"transform_config": _transform_config(rotations)} if rotations else {}),
         "global_compression_ratio": None,
     }
+
+
+def _transform_config(rotations: Mapping[str, int]) -> dict[str, Any]:
+    """A group for each size of blocks; R4 is the name that QuaRot gave this rotation."""
+    groups = {}
+    for block in sorted(set(rotations.values())):
+        targets = [module for module, size in rotations.items() if size == block]
+        applied = [{"targets": targets, "location": "input"}]
+        groups[f"R4_{block}"] = {"type": "hadamard", "head_dim": block, "apply": applied}
+    return {"config_groups": groups}
 
 
 FORMATS = {Scheme.W8A8: "int-quantized", Scheme.W8A16: PACKED_FORMAT}

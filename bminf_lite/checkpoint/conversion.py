@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from ..backend.quantization import exact_scales, fits_fp16, round_to_codes, row_maxima, rows_per_block
+from ..backend.rotation import rotated
 from ..errors import checkpoint_error
 from .checksum import FileChecksums, FileRecord, array_checksum
 from .compressed_tensors import pack, packed_width
@@ -257,6 +258,8 @@ class Converter:
             widened = self._buffer("fp32", values.size, np.float32).reshape(values.shape)
             np.copyto(widened, values)
             values = widened
+        if block.task.rewrite.rotation is not None:
+            values = rotated(values, block.task.rewrite.rotation)
         kept = self._extract_outliers(block.task, values)
         row_max = row_maxima(values)
         finite = np.isfinite(row_max) & np.isfinite(kept).all(axis=1)

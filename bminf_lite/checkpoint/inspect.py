@@ -53,7 +53,8 @@ def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
         {"targets": list(group.targets), "packed": group.packed, "activations": "int8" if group.dynamic else "float"}
         for group in found.groups
     ]
-    return {"groups": groups, "ignore": list(found.ignore)}
+    transforms = [{"targets": list(t.targets), "ignore": list(t.ignore), "block": t.block} for t in found.transforms]
+    return {"groups": groups, "ignore": list(found.ignore), "input_rotations": transforms}
 
 
 def _describe(checkpoint: Checkpoint, name: str) -> dict[str, Any]:

@@ -95,20 +95,23 @@ def migrate(
                 raise CheckpointError(f"{target}: holds the source, {checkpoint.path}; name another folder")
             check_target(target, force)
         calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
-        schemes = SchemeChoice.of(model.spec, chosen, calibrated.rewrites, portable)
-        tasks = _make_tasks(checkpoint, schemes, calibrated.rewrites)
+        rewrites = calibrated.rewrites if chosen.calibration else _rotations(model.spec, chosen)
+        schemes = SchemeChoice.of(model.spec, chosen, rewrites, portable)
+        tasks = _make_tasks(checkpoint, schemes, rewrites)
         estimated = tuple(map(_estimate_report, tasks))
         files = tuple(FileRecord(file.name, file.stat().st_size, "") for file in checkpoint.files())
         copied, skipped = _files_to_copy(checkpoint.path)
+        late_rotations = {name: rewrites[name].rotation or 1 for name in schemes.late if name in rewrites}
         report = MigrationReport(
             chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late, conv1d=schemes.conv1d,
             skipped=tuple(skipped), left_out=tuple(model.left_out()),
+            late_rotations={name: block for name, block in late_rotations.items() if block > 1},
         )  # fmt: skip
         if dry_run:
             return report
         needed = sum(task.nbytes for task in tasks) + sum(file.stat().st_size for file in copied) + (1 << 20)
         with output_folder(target, force, needed) as folder:
-            quantization = _quantization(schemes, calibrated.rewrites)
+            quantization = _quantization(schemes, rewrites)
             write_json(folder / "config.json", dict(model.description.config_json) | quantization)
             _copy_files(checkpoint.path, copied, folder)
             for name, text in checkpoint.text_files().items():
@@ -119,6 +122,12 @@ def migrate(
                 report = replace(report, cost=verify(folder))
                 write_json(folder / MANIFEST_FILE, report.manifest())
         return report
+
+
+def _rotations(spec: Spec, recipe: Recipe) -> dict[str, WeightRewrite]:
+    """The rotations of a recipe without a calibration, by tensor name."""
+    blocks = {name: recipe.rotation_of(spec, name) for name in spec.rotatable}
+    return {name: WeightRewrite(rotation=block) for name, block in blocks.items() if block > 1}
 
 
 @dataclass(frozen=True)
@@ -211,7 +220,12 @@ def _quantization(schemes: SchemeChoice, rewrites: Mapping[str, WeightRewrite]) 
         return {}
     kept = {name.removesuffix(".weight"): len(t.outliers) for name, t in rewrites.items() if t.outliers is not None}
     conv1d = {name.removesuffix(".weight") for name in schemes.conv1d}
-    return {"quantization_config": quantization_config(stored, kept, conv1d)}
+    rotations = {
+        name.removesuffix(".weight"): rewrite.rotation
+        for name, rewrite in rewrites.items()
+        if rewrite.rotation is not None and schemes.stored[name] is not Scheme.FLOAT
+    }
+    return {"quantization_config": quantization_config(stored, kept, conv1d, rotations)}
 
 
 def _convert(

@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import models
 from ..backend.quantization import HostWeight, quantize_weight
+from ..backend.rotation import is_rotation, rotated
 from ..errors import CheckpointError, checkpoint_error
 from ..models import Architecture, ModelConfig
 from ..models.spec import Parameter, Role, Spec
@@ -190,6 +191,7 @@ class CheckpointWeights:
         self.tied_scheme = self._scheme("tied_head", checkpoint.manifest.get("tied_head"))
         late = checkpoint.manifest.get("quantized_when_loaded") or {}
         self.late = {name: self._scheme(f"quantized_when_loaded[{name!r}]", scheme) for name, scheme in late.items()}
+        self.late_rotations = self._rotations(checkpoint.manifest.get("rotated_when_loaded") or {})
 
     def weight(self, name: str) -> HostWeight:
         """The matrix ``name`` ``[out, in]``, float or int8."""
@@ -199,8 +201,10 @@ class CheckpointWeights:
             weight = np.ascontiguousarray(self.vector(name).T)
         else:
             return self.checkpoint.weight(name)
-        scheme = self.scheme_of(name)
-        return weight if scheme is Scheme.FLOAT else quantize_weight(weight, dynamic=scheme is Scheme.W8A8)
+        scheme, block = self.scheme_of(name), self.late_rotations.get(name, 1)
+        if scheme is Scheme.FLOAT:
+            return weight
+        return replace(quantize_weight(rotated(weight, block), dynamic=scheme is Scheme.W8A8), rotation=block)
 
     def vector(self, name: str) -> np.ndarray:
         """The float tensor ``name``."""
@@ -223,6 +227,14 @@ class CheckpointWeights:
     def _is_int8(self, name: str) -> bool:
         """Whether the file holds codes ``[out, in]`` of a matrix that unquantized checkpoints store ``[in, out]``."""
         return self.checkpoint.tensors[name].dtype == "I8"
+
+    def _rotations(self, blocks: Mapping[str, Any]) -> dict[str, int]:
+        """The blocks in which matrices that are stored ``[in, out]`` rotate their input, by name."""
+        for name, block in blocks.items():
+            if not is_rotation(block) or name not in self.late or self.spec.parameters[name].shape[0] % block:
+                problem = f"rotated_when_loaded[{name!r}] is {block!r}, which is no block of such a matrix's inputs"
+                raise CheckpointError(f"{self.checkpoint.path / MANIFEST_FILE}: {problem}")
+        return dict(blocks)
 
     def _scheme(self, key: str, value: object) -> Scheme:
         """A scheme in the manifest; None means float."""
@@ -256,6 +268,8 @@ def _spec_problems(spec: Spec, tensors: Mapping[str, TensorInfo], quantization: 
     problems: list[str] = []
     known: set[str] = set()
     for name, parameter in spec.parameters.items():
+        if quantization and parameter.role in (Role.LINEAR, Role.HEAD):
+            problems += _transform_problems(name, parameter, name in spec.tied, quantization)
         if name in spec.tied:
             known |= {name, *(name.removesuffix(".weight") + companion for companion in QUANTIZATION_SUFFIXES)}
             continue
@@ -297,9 +311,32 @@ def _expected_tensors(
     per_row = ((rows, 1), (rows,), (1,))
     yield _ExpectedTensor(f"{module}.weight_scale", FLOAT_DTYPES, per_row)
     yield _ExpectedTensor(f"{module}.weight_zero_point", ("I8", "I32", "I64"), per_row, required=False)
+    for transform in quantization.transforms_of(module) if quantization else ():
+        shape = transform.block, transform.block  # the matrix itself, which some writers store
+        yield _ExpectedTensor(f"{module}.{transform.name}_input.weight", FLOAT_DTYPES, (shape,), required=False)
     if quantization and (count := quantization.outliers.get(module)):
         yield _ExpectedTensor(f"{module}.outlier_columns", ("I32",), ((count,),))
         yield _ExpectedTensor(f"{module}.outlier_weight", ("F16",), ((rows, count),))
+
+
+def _transform_problems(
+    name: str, parameter: Parameter, is_tied: bool, quantization: QuantizationConfig
+) -> Iterator[str]:
+    """The reasons why the transforms of a matrix's input cannot be run."""
+    module = name.removesuffix(".weight")
+    transforms = quantization.transforms_of(module)
+    if not transforms:
+        return
+    names = ", ".join(transform.name for transform in transforms)
+    if len(transforms) > 1:
+        yield f"{module}: several groups of transform_config ({names}) transform its input; one can be run"
+    if is_tied or parameter.transposed or quantization.group_of(module) is None:
+        yield f"{module}: stays float, and transform_config ({names}) transforms its input; int8 layers can be run so"
+    if module in quantization.outliers:
+        yield f"{module}: has outlier columns, and transform_config ({names}) transforms its input; one can be run"
+    if parameter.shape[-1] % transforms[0].block:
+        problem = f"has {parameter.shape[-1]} inputs, which are no whole blocks of {transforms[0].block}"
+        yield f"{module}: {problem} (transform_config, {names})"
 
 
 def _tied_problems(checkpoint: Checkpoint, spec: Spec) -> list[str]:

@@ -147,7 +147,13 @@ class Checkpoint:
         if group is None:
             raise CheckpointError(f"{self.path}: {module} holds int8 codes, but quantization_config does not cover it")
         codes = self.stored(name) if packed is None else self._unpacked(module, packed)
-        return Int8Weight(codes, self._scale(module, codes.shape[0]), group.dynamic, self._outliers(module, codes))
+        return Int8Weight(
+            codes,
+            self._scale(module, codes.shape[0]),
+            group.dynamic,
+            self._outliers(module, codes),
+            self.quantization.rotation_of(module) if self.quantization else 1,
+        )
 
     def _unpacked(self, module: str, packed: TensorInfo) -> np.ndarray:
         """The codes int8 ``[out, in]`` of a layer in the packed format."""

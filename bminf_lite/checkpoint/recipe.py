@@ -10,6 +10,10 @@ Each decision is one of
 
 A tied head has no tensor of its own; it is quantized with ``head``'s scheme when the checkpoint is loaded.
 
+``rotation = N``, a power of two up to 256, makes the second matrices of feed-forward layers rotate their input in
+blocks of up to N elements where they are w8a8 (see :mod:`bminf_lite.backend.rotation`). Other readers must apply the
+result's ``transform_config``.
+
 A recipe with a table ``[calibration]`` needs a text to calibrate on; the keys of the table are the fields of
 :class:`CalibrationSettings`.
 """
@@ -25,8 +29,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..backend.rotation import MAX_ROTATION, is_rotation, rotation_of
 from ..errors import UsageError
 from ..files import expand
+from ..models.spec import Role, Spec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,6 +42,7 @@ else:
 
 OPTIONAL_KEYS: dict[str, tuple[type, str]] = {
     "name": (str, "text"), "description": (str, "text"), "rules": (dict, "a table"), "calibration": (dict, "a table"),
+    "rotation": (int, "a whole number"),
 }  # fmt: skip
 """The keys of a recipe beside ``linear`` and ``head``, and the types of their values."""
 
@@ -69,7 +76,8 @@ class CalibrationSettings:
 class Recipe:
     """Decisions for every weight matrix. ``rules`` maps patterns of tensor names to schemes, first match first.
 
-    ``calibration`` is None for a recipe that needs no text.
+    ``calibration`` is None for a recipe that needs no text. ``rotation`` is the largest block in which inputs are
+    rotated; 1 is none.
     """
 
     name: str
@@ -78,11 +86,22 @@ class Recipe:
     rules: Mapping[str, Scheme] = field(default_factory=dict)
     description: str = ""
     calibration: CalibrationSettings | None = None
+    rotation: int = 1
 
     def scheme_of(self, tensor: str, is_head: bool = False) -> Scheme:
         """The decision for a tensor, by its full name (``model.layers.0.mlp.up_proj.weight``)."""
         default = self.head if is_head else self.linear
         return next((scheme for pattern, scheme in self.rules.items() if fnmatch.fnmatchcase(tensor, pattern)), default)
+
+    def rotation_of(self, spec: Spec, tensor: str) -> int:
+        """The block in which a matrix of ``spec`` rotates its input: the largest allowed one that divides its width.
+
+        1, no rotation, for a matrix that is not w8a8 or not in ``spec.rotatable``.
+        """
+        parameter = spec.parameters[tensor]
+        if tensor not in spec.rotatable or self.scheme_of(tensor, parameter.role is Role.HEAD) is not Scheme.W8A8:
+            return 1
+        return rotation_of(parameter.shape[0 if parameter.transposed else 1], self.rotation)
 
     def check_patterns(self, tensors: Iterable[str]) -> None:
         """Raise :class:`UsageError` for every pattern that matches none of ``tensors``."""
@@ -95,7 +114,13 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """The recipe with the keys of its file."""
         rules = {pattern: scheme.value for pattern, scheme in self.rules.items()}
-        result = {"name": self.name, "linear": self.linear.value, "head": self.head.value, "rules": rules}
+        result: dict[str, Any] = {
+            "name": self.name,
+            "linear": self.linear.value,
+            "head": self.head.value,
+            "rules": rules,
+        }
+        result |= {"rotation": self.rotation} if self.rotation > 1 else {}
         return result | ({"calibration": asdict(self.calibration)} if self.calibration else {})
 
 
@@ -144,6 +169,8 @@ def parse_recipe(text: str, source: str) -> Recipe:
     for key, (fits, what) in _CALIBRATION_VALUES.items():
         if key in calibration and not fits(calibration[key]):
             problems.append(f"calibration.{key} is {calibration[key]!r}, not {what}")
+    if not is_rotation(raw.get("rotation", 1)):
+        problems.append(f"rotation is {raw['rotation']!r}, not a power of two from 1 to {MAX_ROTATION}")
     if calibration.get("outlier_columns") and not calibration.get("max_error"):
         problems.append("calibration.outlier_columns needs calibration.max_error, above which products get them")
     if problems:
@@ -155,6 +182,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
         {pattern: Scheme(scheme) for pattern, scheme in rules.items()},
         raw.get("description", ""),
         CalibrationSettings(**calibration) if "calibration" in raw else None,
+        raw.get("rotation", 1),
     )
 
 

@@ -18,7 +18,8 @@ class WeightRewrite:
     ``scheme`` replaces the recipe's. The tensor's rows are multiplied by ``row_factors`` and its columns by
     ``column_factors``, both fp32 powers of two, before anything else happens to it; a vector is one row. The columns
     ``outliers`` (int32 ``[n]``, ascending) of an int8 tensor stay fp16. ``codes`` int8 ``[out, in]`` and ``scale``
-    ``[out]`` are stored instead of rounding; row factors apply to that scale.
+    ``[out]`` are stored instead of rounding; row factors apply to that scale. Rows of an int8 tensor are transformed
+    in blocks of ``rotation`` elements after the factors, and its inputs at run time; ``codes`` are those of that.
     """
 
     scheme: Scheme | None = None
@@ -27,6 +28,7 @@ class WeightRewrite:
     outliers: np.ndarray | None = None
     codes: np.ndarray | None = None
     scale: np.ndarray | None = None
+    rotation: int | None = None
 
     def merged(self, other: WeightRewrite) -> WeightRewrite:
         """This rewrite, with every property that ``other`` sets."""

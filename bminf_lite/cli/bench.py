@@ -35,6 +35,9 @@ def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[C
 @click.option(
     "--shape", metavar="NAME", help='Random int8 weights of a packaged shape (listed by "bench") or a config.json.'
 )
+@click.option(
+    "--recipe", default="w8a8", show_default=True, metavar="NAME", help="How the matrices of a --shape are quantized."
+)
 @numbers_option("-p", "prompts", "512", "Lengths of prompts, or of an encoder's sources; 0 for none.")
 @numbers_option("-n", "generated", "128", "Numbers of tokens to decode; 0 for none.")
 @numbers_option("-b", "batches", "1", "Sequences at once.")
@@ -65,6 +68,7 @@ def numbers_option(flag: str, name: str, default: str, text: str) -> Callable[[C
 def bench(
     model: Path | None,
     shape: str | None,
+    recipe: str,
     prompts: tuple[int, ...],
     generated: tuple[int, ...],
     batches: tuple[int, ...],
@@ -99,6 +103,7 @@ def bench(
     Example:
       bminf-lite bench MODEL
       bminf-lite bench --shape llama-3-8b -p 512,2048 -d 0,512
+      bminf-lite bench --shape llama-3-8b --recipe w8a8-rotate
       bminf-lite bench --shape cpm-2 -p 256 -n 255 -d 256
       bminf-lite bench --shape llama-3-70b -p 0 -n 16 -r 3 --memory-limit 24GiB
       bminf-lite bench --shape llama-3-8b -p 0 -d 128,1024,8192,32768 --plot context.png
@@ -131,7 +136,7 @@ def bench(
             raise click.UsageError(f"--online {online:g}: the rate must be more than 0 requests per second.")
         count = offline or requests or max(1, round(20 * (online or 0)))
         load = Load(count, input_tokens, output_tokens, online)
-        _run_load(load, model, shape, device, memory_limit, kv_cache, max_batch, output, plot)
+        _run_load(load, model, shape, device, memory_limit, kv_cache, max_batch, recipe, output, plot)
         return
     config = None if shape is None else read_shape(shape)
     with closing(backend.create(device, memory_limit)) as ops:
@@ -139,7 +144,7 @@ def bench(
         report = Report(ops.describe(), profiler.versions())
         if config is not None:
             name = Path(str(shape)).name.removesuffix(".json")
-            report.bench_model = random_model(name, config, ops, kv_cache)
+            report.bench_model = random_model(name, config, ops, kv_cache, recipe=recipe)
         elif model is not None:
             report.bench_model = checkpoint_model(model, ops, kv_cache)
         if report.bench_model is not None and trace:
@@ -157,7 +162,7 @@ def bench(
 
 def _run_load(
     load: Load, path: Path | None, shape: str | None, device: str, memory_limit: int | None, kv_cache: str,
-    max_batch: int | None, output: str, plot: Path | None,
+    max_batch: int | None, recipe: str, output: str, plot: Path | None,
 ) -> None:  # fmt: skip
     """Time a load on a checkpoint or a shape, and print the result."""
     from .. import backend
@@ -171,7 +176,7 @@ def _run_load(
         if path is not None:
             bench_model = checkpoint_model(path, ops, kv_cache, max_batch)
         else:
-            bench_model = random_model(str(shape), read_shape(str(shape)), ops, kv_cache, max_batch)
+            bench_model = random_model(str(shape), read_shape(str(shape)), ops, kv_cache, max_batch, recipe)
     except BaseException:
         ops.close()
         raise

@@ -57,6 +57,10 @@ def quantization_text(quantization: dict[str, Any] | None) -> str:
         f"{', '.join(group['targets'])}: int8 weights, {group['activations']} activations"
         for group in quantization["groups"]
     ]
+    groups += [
+        f"{', '.join(rotation['targets'])}: input rotated in blocks of {rotation['block']}"
+        for rotation in quantization["input_rotations"]
+    ]
     ignored = [f"float: {', '.join(quantization['ignore'])}"] if quantization["ignore"] else []
     return "; ".join([*groups, *ignored])
 

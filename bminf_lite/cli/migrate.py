@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("source", metavar="SOURCE", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|w8a8-smooth|auto|FILE",
-              help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 with outliers moved into the "
+@click.option("--recipe", default="w8a8", show_default=True, metavar="w8a8|w8a16|w8a8-rotate|w8a8-smooth|auto|FILE",
+              help="int8 weights with int8 (w8a8) or float (w8a16) activations; w8a8 that rotates the input of down "
+                   "projections, which other readers must support (w8a8-rotate); w8a8 with outliers moved into the "
                    "weights (w8a8-smooth); that, with float activations where int8 is too coarse (auto); or a TOML "
                    "file.")  # fmt: skip
 @click.option("--calibrate", type=PATH, metavar="FILE",
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 @click.option("--max-divergence", type=float, metavar="NATS",
               help="Fail, and write nothing, if the mean divergence of predictions on a held-out part of that text is "
               "larger.")  # fmt: skip
+@click.option("--target-divergence", type=float, metavar="NATS",
+              help="With --recipe auto: try quantizations from the fastest to the most exact, and keep the first whose "
+              "mean divergence is at most this.")  # fmt: skip
+@click.option("--offline-only", is_flag=True,
+              help="Of these, try only those whose result other readers open: none rotates its input.")  # fmt: skip
 @device_option
 @click.option("--dry-run", is_flag=True, help="Check the source, and list how each tensor would be stored.")
 @click.option("--portable", is_flag=True, help="Keep matrices that other readers open only as float (GPT-2's) float in "
@@ -42,6 +48,8 @@ def migrate(
     calibrate: Path | None,
     samples: int,
     max_divergence: float | None,
+    target_divergence: float | None,
+    offline_only: bool,
     device: str,
     dry_run: bool,
     portable: bool,
@@ -57,7 +65,9 @@ def migrate(
     Example:
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe w8a16 --dry-run
+      bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe w8a8-rotate
       bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe auto --calibrate text.jsonl
+      bminf-lite migrate Llama-3.2-1B Llama-3.2-1B-int8 --recipe auto --calibrate text.jsonl --target-divergence 1e-3
     """
     from tqdm import tqdm
 
@@ -69,9 +79,9 @@ def migrate(
         tqdm(unit=" layers", desc="measuring", disable=None if calibrate else True, leave=False, delay=0.1) as cost,
     ):
         report = run(
-            source, out, recipe, calibrate=calibrate, samples=samples, max_divergence=max_divergence, device=device,
-            force=force, dry_run=dry_run, portable=portable,
-            progress=progress_callback(migration),
+            source, out, recipe, calibrate=calibrate, samples=samples, max_divergence=max_divergence,
+            target_divergence=target_divergence, offline_only=offline_only, device=device, force=force,
+            dry_run=dry_run, portable=portable, progress=progress_callback(migration),
             calibration_progress=progress_callback(calibration), cost_progress=progress_callback(cost),
         )  # fmt: skip
     if dry_run:
@@ -80,7 +90,7 @@ def migrate(
         click.echo("\n".join(product_lines(report.calibration["products"])))
     click.echo(f"{'would write' if dry_run else 'wrote'} {out}, {report}")
     if report.cost:
-        click.echo(cost_line(report.cost))
+        click.echo("\n".join([*tried_lines(report.cost, report.recipe.name), cost_line(report.cost)]))
 
 
 def product_lines(products: Sequence[dict[str, Any]]) -> list[str]:
@@ -90,6 +100,7 @@ def product_lines(products: Sequence[dict[str, Any]]) -> list[str]:
     return [
         f"{name:{width}}  {p['scheme']:5}  smoothing {'none' if p['exponent'] is None else p['exponent']!s:4}  "
         f"{p['rounding']:7}  {decibel_text(p['error_before']):>8} -> {decibel_text(p['error']):>8}"
+        + (f"  rotated by {p['rotation']}" if p["rotation"] > 1 else "")
         + (f"  inputs in fp16: {', '.join(map(str, p['outlier_columns']))}" if p["outlier_columns"] else "")
         for name, p in zip(names, products, strict=True)
     ]
@@ -98,6 +109,16 @@ def product_lines(products: Sequence[dict[str, Any]]) -> list[str]:
 def decibel_text(error: float) -> str:
     """A relative squared error as a signal-to-noise ratio."""
     return f"{-10 * math.log10(error):.1f} dB" if error > 0 else "exact"
+
+
+def tried_lines(cost: Mapping[str, Any], kept: str) -> list[str]:
+    """The quantizations that a target was compared with, the fastest first, and the one that was kept."""
+    if "tried" not in cost:
+        return []
+    attempts = [*((attempt["recipe"], attempt["kl"]) for attempt in cost["tried"]), (kept, cost["kl"])]
+    width = max(len(name) for name, _ in attempts)
+    rows = [f"  {name:{width}}  {divergence:.6f}" for name, divergence in attempts]
+    return [f"divergence of what was tried; the first of at most {cost['target']:g} was kept", *rows]
 
 
 def cost_line(cost: Mapping[str, Any]) -> str:

@@ -127,10 +127,12 @@ class LayerwiseCheckpoint:
 
 
 def scheme_of(weight: HostWeight) -> str:
-    """``float``, ``w8a16``, ``w8a8``, or ``w8a8+4`` where four columns stay fp16."""
+    """``float``, ``w8a16``, ``w8a8``, ``w8a8+4`` where four columns stay fp16, ``w8a8 H64`` if its input is rotated."""
     if not isinstance(weight, Int8Weight):
         return Scheme.FLOAT.value
-    scheme = (Scheme.W8A8 if weight.dynamic else Scheme.W8A16).value
+    scheme = (Scheme.W8A8 if weight.dynamic else Scheme.W8A16).value + (
+        f" H{weight.rotation}" if weight.rotation > 1 else ""
+    )
     return scheme if weight.outliers is None else f"{scheme}+{len(weight.outliers.index)}"
 
 

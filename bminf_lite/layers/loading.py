@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -47,7 +47,7 @@ class RowTransform:
         outliers = weight.outliers
         if outliers is not None:
             outliers = OutlierColumns(outliers.index, self.apply(outliers.values).astype(np.float16))
-        return Int8Weight(codes, self.apply(weight.scale), weight.dynamic, outliers)
+        return replace(weight, codes=codes, scale=self.apply(weight.scale), outliers=outliers)
 
 
 class TransformedWeights:

@@ -17,6 +17,14 @@ MAX_HELD_OUT = 8
 """The number of sequences that are held out; of a short text, an eighth."""
 
 
+class DivergenceExceeded(CheckpointError):
+    """The model's mean divergence from its source, in nats per token, is more than the limit, or NaN."""
+
+    def __init__(self, message: str, divergence: float):
+        super().__init__(message)
+        self.divergence = divergence
+
+
 @dataclass(frozen=True)
 class CalibrationSplit:
     """Sequences of a text, int32 token ids ``[n]`` each: ``samples`` to calibrate on, ``held_out`` to measure on."""
@@ -48,14 +56,14 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
     return [int(i) for i in np.linspace(0, count - 1, wanted).round()]
 
 
-def check_max_divergence(max_divergence: float | None, has_text: bool) -> None:
-    """Raise ``UsageError`` for a limit that is not positive, or that has no text to be measured on."""
-    if max_divergence is None:
+def check_divergence(name: str, limit: float | None, has_text: bool) -> None:
+    """Raise ``UsageError`` for a ``limit``, called ``name``, that is not positive or has no text to be measured on."""
+    if limit is None:
         return
-    if not max_divergence > 0:
-        raise UsageError(f"max_divergence is {max_divergence}; it must be more than 0")
+    if not limit > 0:
+        raise UsageError(f"{name} is {limit}; it must be more than 0")
     if not has_text:
-        raise UsageError("max_divergence needs a text to measure on (--calibrate FILE, calibrate=...)")
+        raise UsageError(f"{name} needs a text to measure on (--calibrate FILE, calibrate=...)")
 
 
 def measure_cost(
@@ -68,14 +76,15 @@ def measure_cost(
 ) -> dict[str, Any]:
     """The divergence of the checkpoint in ``model`` from ``source`` on ``sequences``; see :class:`.Divergence`.
 
-    Raises ``CheckpointError`` if the mean divergence is more than ``max_divergence``, or NaN.
+    Raises :class:`DivergenceExceeded` if the mean divergence is more than ``max_divergence``, or NaN.
     """
     windows = fit_windows([Window(sequence, len(sequence) - 1) for sequence in sequences], parse_config(source))
     found = compare(model, source, windows, device, layers=False, progress=progress).divergence
     if max_divergence is not None and not found.kl <= max_divergence:
-        raise CheckpointError(
+        raise DivergenceExceeded(
             f"the int8 model diverges by {found.kl:.6g} nats per token from its source on {found.tokens:,} held-out "
             f"tokens, and {max_divergence:g} are allowed: it was not written. Choose a more exact recipe (auto, "
-            "w8a8-smooth, w8a16), or allow more"
+            "w8a8-rotate, w8a8-smooth, w8a16), or allow more",
+            found.kl,
         )
     return found.to_dict()

@@ -23,14 +23,15 @@ from ..checkpoint.opened_model import OpenedModel
 from ..checkpoint.recipe import Recipe, load_recipe
 from ..checkpoint.weight_rewrite import CalibrationResult
 from ..checkpoint.writer import SHARD_BYTES
-from ..errors import OutOfMemory, UsageError
+from ..errors import CheckpointError, OutOfMemory, UsageError
 from ..evaluation.corpus import encode_texts, parse_config, read_texts, sliding_windows
 from ..files import expand
 from ..quantize import calibration
 from ..quantize.decisions import QuantizationSearch
 from ..text.checkpoint_files import load_tokenizer
 from ..text.prompts import validate_token_ids
-from .held_out import CalibrationSplit, check_max_divergence, measure_cost, split_samples
+from .budget import budget_steps
+from .held_out import CalibrationSplit, DivergenceExceeded, check_divergence, measure_cost, split_samples
 
 SAMPLE_TOKENS = 512
 MIN_TOKENS = 512
@@ -49,6 +50,8 @@ def migrate(
     samples: int = 128,
     device: str = "auto",
     max_divergence: float | None = None,
+    target_divergence: float | None = None,
+    offline_only: bool = False,
     force: bool = False,
     dry_run: bool = False,
     portable: bool = False,
@@ -65,6 +68,10 @@ def migrate(
     a calibration, and the report's ``cost`` is measured on them; the migration fails if the mean divergence exceeds
     ``max_divergence`` nats per token.
 
+    With ``target_divergence``, which needs the recipe ``auto`` and a text, several quantizations are tried instead, the
+    fastest first (see :mod:`.budget`), and the first whose divergence is at most the target is kept; the report's
+    ``cost`` lists those that were ``tried`` before. ``offline_only`` leaves out those that other readers may not open.
+
     ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
     tensor would become. ``portable`` keeps matrices that other readers of the format open only as float, which are
     GPT-2's, float in the file; they are quantized when it is loaded. The result is split into files of at most
@@ -80,12 +87,19 @@ def migrate(
         calibrate = expand(calibrate, "calibrate")
     recipe = load_recipe(recipe)
     backend.check_device(device)
-    check_max_divergence(max_divergence, calibrate is not None)
+    check_divergence("max_divergence", max_divergence, calibrate is not None)
+    check_divergence("target_divergence", target_divergence, calibrate is not None)
+    if target_divergence is not None and (recipe.name != "auto" or max_divergence is not None or dry_run):
+        raise UsageError(
+            "target_divergence chooses a recipe by what it measures: it needs the recipe auto (--recipe auto), and "
+            "neither max_divergence nor dry_run"
+        )
+    if offline_only and target_divergence is None:
+        raise UsageError("offline_only says what a target may choose: it needs target_divergence")
     write = partial(
         migrate_folder,
         source,
         out,
-        recipe,
         force=force,
         dry_run=dry_run,
         portable=portable,
@@ -93,7 +107,7 @@ def migrate(
         shard_bytes=shard_bytes,
     )
     if calibrate is None:
-        return write()
+        return write(recipe)
     tokens = load_calibration_split(source, calibrate, samples)
 
     def decide(model: OpenedModel, recipe: Recipe) -> CalibrationResult:
@@ -108,10 +122,26 @@ def migrate(
                 ) from error
             return search.result()
 
-    def verify(folder: Path) -> dict[str, Any]:
-        return measure_cost(folder, Path(source), tokens.held_out, device, max_divergence, cost_progress)
+    def measure(limit: float | None, folder: Path) -> dict[str, Any]:
+        return measure_cost(folder, Path(source), tokens.held_out, device, limit, cost_progress)
 
-    return write(calibrate=decide, verify=verify)
+    if target_divergence is None:
+        return write(recipe, calibrate=decide, verify=partial(measure, max_divergence))
+    tried: list[dict[str, Any]] = []
+
+    def verify(folder: Path) -> dict[str, Any]:
+        return measure(target_divergence, folder) | {"target": target_divergence, "tried": tried}
+
+    for step in budget_steps(offline_only):
+        try:
+            return write(step, calibrate=decide, verify=verify)
+        except DivergenceExceeded as error:  # noqa: PERF203, a step takes minutes
+            tried.append({"recipe": step.name, "kl": error.divergence})
+    found = "; ".join(f"{attempt['recipe']}: {attempt['kl']:.6g}" for attempt in tried)
+    raise CheckpointError(
+        f"no quantization diverges by at most {target_divergence:g} nats per token from its source on held-out text, "
+        f"and none was written ({found}). Allow more, or write a recipe that leaves some matrices float"
+    )
 
 
 def load_calibration_split(source: str | Path, text: CalibrationSource, samples: int) -> CalibrationSplit:

@@ -147,6 +147,7 @@ def spec(config: Config) -> Spec:
     names, hidden, table = config.names, config.hidden_size, (config.vocab_size, config.hidden_size)
     tensors = embedding(names.embedding, table) | head(names.head, table)
     folds: list[Fold] = []
+    rotatable: list[str] = []
     source_readers: list[str] = []
     for stack, layers in ((names.encoder, config.encoder_layers), (names.decoder, config.layers)):
         for layer in range(layers):
@@ -156,6 +157,7 @@ def spec(config: Config) -> Spec:
                 bias = Parameter((config.buckets, config.heads), Role.EMBEDDING)
                 tensors[f"{block}.{stack.bias}.weight"] = bias
             folds += _block_folds(config, stack, block)
+            rotatable += weights_of(f"{block}.{stack.mlp}.wo")
             if stack.cross:
                 source_readers += [f"{block}.{name}" for name in stack.cross.kv]
         tensors |= norm(stack.final_norm, hidden)
@@ -165,7 +167,10 @@ def spec(config: Config) -> Spec:
     tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
     tied_if_absent = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.head_may_be_absent else {}
     copies = {f"{names.embedding}.weight": names.embedding_copies}
-    return Spec(tensors, tied, names.ignored, tuple(folds), copies=copies, tied_if_absent=tied_if_absent)
+    return Spec(
+        tensors, tied, names.ignored, tuple(folds), copies=copies, tied_if_absent=tied_if_absent,
+        rotatable=tuple(rotatable),
+    )  # fmt: skip
 
 
 def _block_tensors(config: Config, stack: StackTensorNames, block: str) -> Tensors:

@@ -121,7 +121,8 @@ def spec(config: Config) -> Spec:
     if config.is_projected:
         tensors |= linear(names.project_in, (hidden, config.embedding_size))
         tensors |= linear(names.project_out, (config.embedding_size, hidden))
-    folds = []
+    folds: list[Fold] = []
+    rotatable: list[str] = []
     for layer in range(config.layers):
         block = f"{names.layers}.{layer}"
         attention_out, up, down = (f"{block}.{name}" for name in (names.attention_out, names.up, names.down))
@@ -144,13 +145,14 @@ def spec(config: Config) -> Spec:
             folds.append(Fold(tuple(qkv_tensors[2]), weights_of(attention_out)))
         if config.activation == "relu":
             folds.append(Fold(tuple(up_tensors), weights_of(down)))
+        rotatable += weights_of(down)
     if config.final_norm:
         final_norm = norm_tensors(names.final_norm, config)
         tensors |= final_norm
         if config.affine_norms and (config.is_projected or not config.tied_head):
             folds.append(Fold(tuple(final_norm), weights_of(names.project_out if config.is_projected else names.head)))
     tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
-    return Spec(tensors, tied, names.ignored, tuple(folds), names.aliases)
+    return Spec(tensors, tied, names.ignored, tuple(folds), names.aliases, rotatable=tuple(rotatable))
 
 
 def norm_tensors(name: str, config: Config) -> Tensors:

@@ -170,7 +170,8 @@ def spec(config: Config) -> Spec:
     tensors |= head(names.head, (table, hidden))
     if config.head_bias:
         tensors |= bias(names.head, table)
-    folds = []
+    folds: list[Fold] = []
+    rotatable: list[str] = []
     for layer in range(config.layers):
         block = f"{names.layers}.{layer}"
         qkv, mlp_in = ([f"{block}.{name}" for name in part] for part in (names.qkv, names.mlp_in))
@@ -193,10 +194,11 @@ def spec(config: Config) -> Spec:
             folds.append(Fold(tuple(qkv_tensors[2]), weights_of(attention_out), block=config.head_dim, repeat=group))
         if len(mlp_in) == (2 if config.gated else 1) and (config.gated or config.activation == "relu"):
             folds.append(Fold(tuple(in_tensors[-1]), weights_of(mlp_out)))
+        rotatable += weights_of(mlp_out)
     if not config.tied_head and not config.norm_offset:
         folds.append(Fold(tuple(norm_tensors(names.final_norm, config)), weights_of(names.head)))
     tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
-    return Spec(tensors, tied, names.ignored, tuple(folds), names.aliases)
+    return Spec(tensors, tied, names.ignored, tuple(folds), names.aliases, rotatable=tuple(rotatable))
 
 
 def norm_folds(config: Config, block: str, qkv: list[str], mlp_in: list[str]) -> list[Fold]:

@@ -63,6 +63,7 @@ class Spec:
     ``copies`` lists, for the name of a tensor, other names under which a file may hold the same values; a file that
     lacks the tensor may hold it under one of them alone. A tied tensor is always a copy. ``tied_if_absent`` is like
     ``tied``, but for tensors that a file may also hold with values of their own.
+    ``rotatable`` are the matrices whose input a recipe may rotate: the second of each feed-forward layer.
     """
 
     parameters: Mapping[str, Parameter]
@@ -72,6 +73,7 @@ class Spec:
     aliases: tuple[tuple[str, str], ...] = ()
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tied_if_absent: Mapping[str, str] = field(default_factory=dict)
+    rotatable: tuple[str, ...] = ()
 
 
 Tensors = dict[str, Parameter]

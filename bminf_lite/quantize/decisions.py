@@ -30,7 +30,7 @@ from ..models.spec import Fold, Role
 from .calibration import Observation, sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
 from .gptq import GPTQInputs, gptq_quantize
-from .smoothing import Smoothing, expand_channels, fold_factors, search_smoothing
+from .smoothing import Smoothing, expand_channels, fold_factors, limit_range, search_smoothing
 
 SEARCH_TOKENS = 512
 """The number of tokens on which the search for a smoothing compares its settings."""
@@ -46,7 +46,7 @@ class Decision:
     """The decision for a product, its error with the recipe alone (``error_before``), and with the decision.
 
     ``exponent`` is that of the smoothing, None without one; ``outlier_columns`` are the inputs kept in fp16;
-    ``rounding`` is ``nearest`` or ``gptq``.
+    ``rounding`` is ``nearest`` or ``gptq``; ``rotation`` is the block in which inputs are rotated, 1 for none.
     """
 
     tensors: tuple[str, ...]
@@ -56,6 +56,7 @@ class Decision:
     rounding: str
     error_before: float
     error: float
+    rotation: int = 1
 
 
 class QuantizationSearch:
@@ -91,22 +92,25 @@ class QuantizationSearch:
             self._matrices.clear()
 
     def _decide(self, names: tuple[str, ...], inputs: InputStatistics) -> None:
-        scheme, rows, input_max = self._scheme(names[0]), inputs.rows(), inputs.magnitudes()
+        rows, input_max = inputs.rows(), inputs.magnitudes()
+        plain = QuantizationCandidate(self._scheme(names[0]), rotation=self.recipe.rotation_of(self.spec, names[0]))
         if not np.isfinite(input_max).all():
             raise CheckpointError(
                 f"{self.path}: the input of {names[0]} holds a NaN or an infinity on this text, with activations in "
                 f"{self.ops.activation_dtype}: calibrate on the CPU (--device cpu), or export the checkpoint again"
             )
         smoothing, factors = Smoothing(), None
-        if self.settings.smoothing and (fold := self._fold_of.get(names[0])):
-            smoothing = self._smoothing(fold, rows, input_max, scheme)
+        if fold := self._fold_of.get(names[0]):
+            smoothing = self._smoothing(fold, rows, input_max, plain)
             factors = None if smoothing.factors is None else expand_channels(smoothing.factors, fold)
         evaluator = ErrorEvaluator(self.ops, rows, [self._matrix(name) for name in names])
-        before = max(evaluator.errors(QuantizationCandidate(scheme)))
-        limits = self.settings if self._are_stored(names) else replace(self.settings, outlier_columns=0)
-        candidate, error = select_precision(evaluator, QuantizationCandidate(scheme, factors), limits, input_max)
+        before = max(evaluator.errors(plain))
+        may_keep_columns = self._are_stored(names) and plain.rotation == 1
+        limits = self.settings if may_keep_columns else replace(self.settings, outlier_columns=0)
+        candidate, error = select_precision(evaluator, replace(plain, factors=factors), limits, input_max)
+        block = candidate.rotation if candidate.rotation > 1 else None
         for name in names:
-            self._rewrite(name, WeightRewrite(candidate.scheme, outliers=candidate.outliers))
+            self._rewrite(name, WeightRewrite(candidate.scheme, outliers=candidate.outliers, rotation=block))
         rounding = "nearest"
         if inputs.gptq_inputs and candidate.outliers is None and self._are_stored(names):
             weights = [np.asarray(self.weights.weight(name)).astype(np.float32) for name in names]
@@ -117,7 +121,11 @@ class QuantizationSearch:
                 for name, weight in zip(names, better, strict=True):
                     self._rewrite(name, WeightRewrite(codes=self._spill_to_disk(weight.codes), scale=weight.scale))
         kept = () if candidate.outliers is None else tuple(candidate.outliers.tolist())
-        self.decisions.append(Decision(names, candidate.scheme, smoothing.exponent, kept, rounding, before, error))
+        self.decisions.append(
+            Decision(
+                names, candidate.scheme, smoothing.exponent, kept, rounding, before, error, candidate.rotation
+            )
+        )  # fmt: skip
 
     def result(self) -> CalibrationResult:
         """All rewrites, and the decisions for the manifest."""
@@ -138,12 +146,13 @@ class QuantizationSearch:
         mapped[...] = codes
         return mapped
 
-    def _smoothing(self, fold: Fold, rows: Array, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
-        """The smoothing of a fold, searched when the first of its consumers is decided."""
+    def _smoothing(self, fold: Fold, rows: Array, input_max: np.ndarray, plain: QuantizationCandidate) -> Smoothing:
+        """The factors of a fold, found when the first of its consumers is decided."""
         if fold not in self._smoothed:
             some = self.ops.calibration_ops().rows(rows, sample_rows(rows.shape[0], SEARCH_TOKENS))
             evaluator = ErrorEvaluator(self.ops, some, [self._matrix(name) for name in fold.consumers])
-            found = self._smoothed[fold] = search_smoothing(evaluator, fold, input_max, scheme)
+            found = search_smoothing(evaluator, fold, input_max, plain) if self.settings.smoothing else Smoothing()
+            found = self._smoothed[fold] = limit_range(found, fold, input_max)
             moved = {} if found.factors is None else fold_factors(self.spec, fold, found.factors)
             for name, rewrite in moved.items():
                 self._rewrite(name, rewrite)
@@ -206,7 +215,7 @@ def select_precision(
         return candidate, error
     index = largest_inputs(evaluator, candidate, input_max, settings.outlier_columns)
     alternatives = [replace(candidate, outliers=index)] if len(index) else []
-    for alternative in [*alternatives, replace(candidate, scheme=Scheme.W8A16)]:
+    for alternative in [*alternatives, replace(candidate, scheme=Scheme.W8A16, rotation=1)]:
         error = max(evaluator.errors(alternative))
         if error <= settings.max_error:
             break

@@ -22,12 +22,14 @@ from ..checkpoint.recipe import Scheme
 class QuantizationCandidate:
     """A way to quantize a product, after dividing its inputs and multiplying its weights by ``factors`` ``[in]``.
 
-    The input columns ``outliers`` (int32 ``[n]``) stay fp16.
+    The input columns ``outliers`` (int32 ``[n]``) stay fp16. Then inputs and weights are rotated in blocks of
+    ``rotation`` elements.
     """
 
     scheme: Scheme
     factors: np.ndarray | None = None
     outliers: np.ndarray | None = None
+    rotation: int = 1
 
 
 class ErrorEvaluator:
@@ -47,8 +49,9 @@ class ErrorEvaluator:
     def errors(self, candidate: QuantizationCandidate) -> list[float]:
         """Each product's error in ``candidate``."""
         inputs, dynamic = self.calibration_ops.divided(self.rows, candidate.factors), candidate.scheme is Scheme.W8A8
+        given = candidate.factors, candidate.outliers, candidate.rotation
         return [
-            self._error(i, self.calibration_ops.weight(matrix, dynamic, candidate.factors, candidate.outliers), inputs)
+            self._error(i, self.calibration_ops.weight(matrix, dynamic, *given), inputs)
             for i, matrix in enumerate(self.matrices)
         ]
 

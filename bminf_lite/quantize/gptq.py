@@ -17,6 +17,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.quantization import CODE_MAX, Int8Weight, quantize_weight
+from ..backend.rotation import rotated
 from ..checkpoint.recipe import Scheme
 from .calibration import sample_rows
 from .errors import ErrorEvaluator, QuantizationCandidate
@@ -53,10 +54,14 @@ class GPTQInputs:
         """Inputs that are not in the Hessian, fp32 ``[n, in]``."""
         return np.concatenate(self._held_out)
 
-    def hessian(self, factors: np.ndarray | None) -> np.ndarray:
-        """``X^T X`` of the inputs divided by ``factors``, powers of two fp32 ``[in]``: fp64 ``[in, in]``."""
+    def hessian(self, factors: np.ndarray | None, rotation: int = 1) -> np.ndarray:
+        """``X^T X`` of the inputs divided by ``factors``, powers of two fp32 ``[in]``, and rotated: fp64 ``[in, in]``.
+
+        ``rotation`` is the size of blocks. A rotated Hessian is rounded to fp32, far below the damping.
+        """
         assert self._hessian is not None
-        return self._hessian if factors is None else self._hessian / np.outer(factors, factors).astype(np.float64)
+        total = self._hessian if factors is None else self._hessian / np.outer(factors, factors).astype(np.float64)
+        return total if rotation == 1 else rotated(rotated(total, rotation).T, rotation).astype(np.float64)
 
 
 def gptq_quantize(
@@ -66,11 +71,12 @@ def gptq_quantize(
 
     ``candidate`` is int8 without outlier columns.
     """
-    root = inverse_hessian_cholesky(inputs.hessian(candidate.factors))
+    root = inverse_hessian_cholesky(inputs.hessian(candidate.factors, candidate.rotation))
     plain, better = [], []
     for weight in weights:
         scaled = weight if candidate.factors is None else weight * candidate.factors
-        rounded = quantize_weight(scaled, candidate.scheme is Scheme.W8A8)
+        scaled = rotated(scaled, candidate.rotation)
+        rounded = replace(quantize_weight(scaled, candidate.scheme is Scheme.W8A8), rotation=candidate.rotation)
         plain.append(rounded)
         better.append(replace(rounded, codes=gptq_codes(scaled, rounded.scale, root)))
     calibration_ops = ops.calibration_ops()

@@ -12,11 +12,11 @@ Factors are powers of two, so multiplying by them is exact and the float model k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..checkpoint.recipe import Scheme
 from ..checkpoint.weight_rewrite import WeightRewrite
 from ..models.spec import Fold, Parameter, Spec
 from .errors import ErrorEvaluator, QuantizationCandidate
@@ -31,28 +31,48 @@ MAX_SHIFT = 12
 """Factors lie between ``2**-MAX_SHIFT`` and ``2**MAX_SHIFT``: enough for any outlier, and far from fp16's limits."""
 
 
+LARGEST_INPUT = 2.0**13
+"""Activations up to this size leave fp16 room for tokens that a calibration has not seen."""
+
+
 @dataclass(frozen=True)
 class Smoothing:
-    """``factors`` per channel of the producer, fp32 powers of two, and their ``exponent``; None without smoothing."""
+    """``factors`` per channel of the producer, fp32 powers of two, None for ones, and their ``exponent``, if any."""
 
     exponent: float | None = None
     factors: np.ndarray | None = None
 
 
-def search_smoothing(evaluator: ErrorEvaluator, fold: Fold, input_max: np.ndarray, scheme: Scheme) -> Smoothing:
+def search_smoothing(
+    evaluator: ErrorEvaluator, fold: Fold, input_max: np.ndarray, plain: QuantizationCandidate
+) -> Smoothing:
     """The smoothing with the smallest mean error of the products, or none if that gains less than :data:`GAIN`.
 
-    ``input_max`` is ``max|x|`` per input ``[in]``.
+    ``input_max`` is ``max|x|`` per input ``[in]``; ``plain`` says how the products are quantized beside that.
     """
     absmax = evaluator.calibration_ops.relative_column_absmax
     weight_max = np.max([evaluator.ops.host(absmax(matrix)) for matrix in evaluator.matrices], axis=0)
-    best, least = Smoothing(), (1 - GAIN) * np.mean(evaluator.errors(QuantizationCandidate(scheme)))
+    best, least = Smoothing(), (1 - GAIN) * np.mean(evaluator.errors(plain))
     for exponent in EXPONENTS:
         factors = channel_factors(input_max, weight_max, exponent, fold)
-        error = np.mean(evaluator.errors(QuantizationCandidate(scheme, expand_channels(factors, fold))))
+        error = np.mean(evaluator.errors(replace(plain, factors=expand_channels(factors, fold))))
         if error < least:
             best, least = Smoothing(exponent, factors), error
     return best
+
+
+def limit_range(found: Smoothing, fold: Fold, input_max: np.ndarray) -> Smoothing:
+    """``found``, all factors times the power of two that keeps activations within :data:`LARGEST_INPUT`.
+
+    A GPU stores activations in fp16, which ends at 65,504. The same factor for all channels changes scales alone, not
+    codes. ``input_max`` is ``max|x|`` per input ``[in]``.
+    """
+    channels = reduce_channels(input_max, fold)
+    factors = np.ones(len(channels), np.float32) if found.factors is None else found.factors
+    largest = float((channels / factors).max())
+    if not largest > LARGEST_INPUT:
+        return found
+    return replace(found, factors=factors * np.float32(2.0 ** math.ceil(math.log2(largest / LARGEST_INPUT))))
 
 
 def channel_factors(input_max: np.ndarray, weight_max: np.ndarray, exponent: float, fold: Fold) -> np.ndarray:

@@ -93,8 +93,11 @@ def rows_near_ties(rng: np.random.Generator, rows: int, width: int, center: bool
             big, half = 1 + 2 * rng.integers(0, 2**21) * 2.0**-23, 2.0**-24
             row[places] = [big, *tiny]
         else:
-            big, half = 1 + rng.integers(0, 800) * 2.0**-11, 2.0**-12  # the square of `big` is a number of fp32
+            big, half = 1 + rng.integers(0, 800) * 2.0**-11, 2.0**-12
+            beside = rng.integers(1, 800, 16) * 2.0**-14
+            is_even = np.float32(big**2 + beside**2).view(np.int32) % 2 == 0  # a tie rounds down
             row[places] = [big, *np.sqrt(tiny)]
+            row[places[0] + 1] = beside[is_even.argmax()]
         other = int(rng.choice(np.setdiff1d(np.arange(vectors), places // 8)))
         row[8 * other] = half
     return x * np.where(rng.random((rows, 1)) < 0.5, np.float32(1), np.float32(-1))

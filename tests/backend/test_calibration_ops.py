@@ -44,6 +44,20 @@ def test_a_weight_is_the_one_that_quantizing_gives(
     np.testing.assert_array_equal(*found)
 
 
+@given(SEEDS, OUTPUTS, st.sampled_from([(64, 8), (48, 16), (130, 2), (640, 64), (2560, 256)]), TYPES, st.booleans())
+def test_a_rotated_weight_is_the_one_that_quantizing_gives(
+    backend: Backend, seed: int, outputs: int, shape: tuple[int, int], dtype: type, scaled: bool
+):
+    (width, block), rng = shape, np.random.default_rng(seed)
+    values, factors = random_matrix(rng, outputs, width, dtype), powers_of_two(rng, width) if scaled else None
+    x, found = random_rows(rng, 3, width, backend.activation_dtype.type), []
+    for ops in (backend, Backend(backend.activation_dtype.type)):
+        calibration_ops = ops.calibration_ops()
+        weight = calibration_ops.weight(calibration_ops.matrix(values), True, factors, None, block)
+        found.append(np.asarray(ops.host(ops.linear(ops.array(x), weight, fp32=True))))
+    np.testing.assert_array_equal(*found)
+
+
 @given(SEEDS, OUTPUTS, WIDTHS, TYPES)
 def test_magnitudes_of_a_matrix(backend: Backend, seed: int, outputs: int, width: int, dtype: type):
     values = random_matrix(np.random.default_rng(seed), outputs, width, dtype)

@@ -32,8 +32,21 @@ PUBLISHED: dict[str, Any] = {
     "kv_cache_scheme": None,
     "quant_method": "compressed-tensors",
     "quantization_status": "frozen",
+    "transform_config": {
+        "config_groups": {
+            "R1": {"type": "random-hadamard", "apply": [{"targets": ["x"], "location": "weight_output"}]},
+            "R4": {
+                "type": "hadamard", "head_dim": 64, "precision": "torch.float32", "randomize": False,
+                "apply": [
+                    {"targets": ["re:.*down_proj$"], "location": "input", "ignore": "re:model.layers.3.*"},
+                    {"targets": ["re:.*down_proj$"], "location": "weight_input", "inverse": True},
+                ],
+            },
+        }
+    },
 }  # fmt: skip
-"""As the common tools write it for W8A8."""
+"""As the common tools write it for W8A8, with a rotation that is part of the weights and one that is not."""
+R4 = ("transform_config", "config_groups", "R4")
 
 
 def test_a_published_configuration() -> None:
@@ -43,6 +56,17 @@ def test_a_published_configuration() -> None:
         assert parsed.group_of("lm_head") is None
         assert parsed.group_of("model.layers.0.mlp.up_proj") is parsed.groups[0]
     assert parse_quantization({}, "config.json") is None
+
+
+def test_transforms_of_inputs_are_read_and_those_of_weights_are_in_the_weights() -> None:
+    parsed = parse_quantization({"quantization_config": PUBLISHED}, "config.json")
+    assert parsed is not None and len(parsed.transforms) == 1
+    assert parsed.rotation_of("model.layers.0.mlp.down_proj") == 64
+    assert parsed.rotation_of("model.layers.3.mlp.down_proj") == parsed.rotation_of("x") == 1
+    by_class = copy.deepcopy(PUBLISHED)
+    by_class["transform_config"]["config_groups"]["R4"]["apply"][0]["targets"] = "Linear"
+    parsed = parse_quantization({"quantization_config": by_class}, "config.json")
+    assert parsed is not None and parsed.rotation_of("x") == 64
 
 
 def test_targets_by_name_go_before_targets_by_class() -> None:
@@ -87,7 +111,14 @@ def test_targets_by_name_go_before_targets_by_class() -> None:
         (["config_groups", "group_0", "input_activations", "symmetric"], False, "input_activations.symmetric"),
         (["config_groups", "group_0", "output_activations"], {"num_bits": 8}, "output_activations is set"),
         (["kv_cache_scheme"], {"num_bits": 8}, "kv_cache_scheme is"),
-        (["transform_config"], {"config_groups": {}}, "transform_config is"),
+        (["transform_config"], [1], "transform_config must hold an object config_groups"),
+        ([*R4], {"type": "hadamard"}, "R4 must be an object with a list apply"),
+        ([*R4, "type"], "random-hadamard", "R4 has type 'random-hadamard'"),
+        ([*R4, "randomize"], True, "R4 has type 'hadamard' with randomize"),
+        ([*R4, "head_dim"], None, "R4.head_dim is None"),
+        ([*R4, "head_dim"], 1024, "R4.head_dim is 1024; this version runs powers of two up to 256"),
+        ([*R4, "apply", 0, "location"], "output", "R4 has location 'output'"),
+        ([*R4, "apply", 0, "targets"], ["re:("], "R4.apply.targets: 're:(' is not a regular expression"),
         (["sparsity_config"], {"format": "sparse-24-bitmask"}, "sparsity_config.format is 'sparse-24-bitmask'"),
         (["ignore"], "lm_head", "ignore must be a list"),
     ],
@@ -101,6 +132,14 @@ def test_what_cannot_be_run_is_refused(path: list[str], value: Any, expected: st
     with pytest.raises(CheckpointError) as caught:
         parse_quantization({"quantization_config": config}, "folder/config.json")
     assert str(caught.value).startswith("folder/config.json") and expected in str(caught.value)
+
+
+def test_rotations_that_are_written_read_back() -> None:
+    schemes = {"a": Scheme.W8A8, "b": Scheme.W8A8, "c": Scheme.W8A8}
+    config = quantization_config(schemes, rotations={"a": 64, "c": 4})
+    assert "transform_config" in config["quantization_status"]
+    parsed = parse_quantization({"quantization_config": config}, "x")
+    assert parsed is not None and [parsed.rotation_of(name) for name in "abc"] == [64, 1, 4]
 
 
 def test_all_refusals_are_listed() -> None:

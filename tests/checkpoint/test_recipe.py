@@ -50,6 +50,9 @@ def test_patterns_that_match_nothing() -> None:
         ('linear = "w8a8"\nhead = "w8a8"\nrules = "x"', ["rules must be a table"]),
         ('linear = "w8a8"\nhead = "w8a8"\nname = 1', ["name must be text, not 1"]),
         ('linear = "w8a8"\nhead = "w8a8"\n[rules]\n"a*" = "no"\nb.c = 1', ["rules.a* is 'no'", "rules.b is {'c': 1}"]),
+        ('linear = "w8a8"\nhead = "w8a8"\nrotation = 48', ["rotation is 48, not a power of two from 1 to 256"]),
+        ('linear = "w8a8"\nhead = "w8a8"\nrotation = true', ["rotation is True, not a power of two"]),
+        ('linear = "w8a8"\nhead = "w8a8"\nrotation = "64"', ["rotation must be a whole number, not '64'"]),
         (CALIBRATED + "outlier_columns = 4", ["needs calibration.max_error"]),
         (CALIBRATED + "outlier_columns = -1", ["not a whole number from 0 to 256"]),
         (
@@ -68,7 +71,9 @@ def test_mistakes_are_all_told(tmp_path: Path, text: str, expected: list[str]) -
 
 
 def test_unknown_and_unreadable_recipes(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'int4' is neither built in \(auto, w8a16, w8a8, w8a8-smooth\) nor a file"):
+    with pytest.raises(
+        UsageError, match=r"'int4' is neither built in \(auto, w8a16, w8a8, w8a8-rotate, w8a8-smooth\) nor a file"
+    ):
         load_recipe("int4")
     (tmp_path / "x.toml").write_bytes(b"\xff")
     with pytest.raises(UsageError, match="cannot be read"):

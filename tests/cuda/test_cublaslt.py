@@ -11,6 +11,8 @@ import pytest
 from bminf_lite.cuda.runtime import cublaslt, libraries
 from bminf_lite.cuda.runtime.bindings import LibraryError
 from bminf_lite.cuda.runtime.cublaslt import (
+    NO_SPLIT_K,
+    REDUCE_IN_COMPUTE_TYPE,
     ComputeType,
     CublasLt,
     DataType,
@@ -87,6 +89,8 @@ def test_every_attribute_is_read_back_as_it_was_set(lt):
     preference = Preference(lt, 3 << 32, 16)
     assert preference[PreferenceAttribute.MAX_WORKSPACE_BYTES] == 3 << 32
     assert preference[PreferenceAttribute.MIN_ALIGNMENT_D_BYTES] == 16
+    assert preference[PreferenceAttribute.REDUCTION_SCHEME_MASK] == REDUCE_IN_COMPUTE_TYPE
+    assert Preference(lt, 1, 16, split_k=False)[PreferenceAttribute.REDUCTION_SCHEME_MASK] == NO_SPLIT_K
 
     transform = TransformDesc(lt, DataType.R_32F)
     for attribute in TransformAttribute:

@@ -11,12 +11,18 @@ from tiny_models import EVERY, Golden, RandomWeights, goldens, random_tokens
 from tiny_models import one_of_each_architecture as each
 
 import bminf_lite
+from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.models.spec import Fold, Role
 from bminf_lite.quantize.smoothing import expand_channels, fold_factors, reduce_channels
 
 ALL = [golden for family in EVERY for golden in goldens(family)]
 ALL += [golden for golden in each() if golden.weights == ""]
+SECOND = (
+    "mlp.down_proj.weight", "mlp.c_proj.weight", "fc2.weight", "dense_4h_to_h.weight", "DenseReluDense.wo.weight",
+    "ff.dense_relu_dense.wo.weight",
+)  # fmt: skip
+"""The names of these matrices in all architectures."""
 
 
 def matrices(golden: Golden) -> set[str]:
@@ -85,6 +91,34 @@ def test_calibrated_recipes(golden: Golden, recipe: str, tmp_path: Path) -> None
     assert len(decided) == len(set(decided)) and set(decided) == matrices(golden)
     assert 0 < report.cost["kl"] < 0.01
     assert migrated_error(golden, tmp_path / "out") < min(0.5 * migrated_error(golden, tmp_path / "plain"), 0.05)
+
+
+@pytest.mark.parametrize("golden", ALL, ids=str)
+def test_inputs_of_the_second_matrix_of_a_feed_forward_layer_are_rotated(golden: Golden, tmp_path: Path) -> None:
+    """In the file, or when a matrix that is stored ``[in, out]`` is loaded."""
+    spec, source = golden.spec, golden.save(tmp_path / "source", RandomWeights(golden.config, golden.seed).tensors)
+    assert len(spec.rotatable) == sum(name.endswith(SECOND) for name in spec.parameters)
+    report = bminf_lite.migrate(source, tmp_path / "out", "w8a8-rotate")
+    with open_model(tmp_path / "out") as model:
+        weights = model.weights()
+        found = {
+            name: weight.rotation for name in matrices(golden) if isinstance(weight := weights.weight(name), Int8Weight)
+        }
+    assert {name for name, block in found.items() if block > 1} == set(spec.rotatable)
+    assert set(report.late_rotations) == set(report.late) & set(spec.rotatable)
+    assert migrated_error(golden, tmp_path / "out") < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("golden", each(), ids=lambda golden: golden.config["model_type"])
+def test_a_gpu_runs_rotated_models(golden: Golden, tmp_path: Path) -> None:
+    source = golden.save(tmp_path / "source", RandomWeights(golden.config, golden.seed).tensors)
+    ids = random_tokens(7, 600, golden.config["vocab_size"])
+    costs = [
+        bminf_lite.migrate(source, tmp_path / device, "w8a8-rotate", calibrate=ids, device=device).cost
+        for device in ("cpu", "cuda")
+    ]
+    assert costs[1]["kl"] == pytest.approx(costs[0]["kl"], rel=0.3)
 
 
 @pytest.mark.gpu

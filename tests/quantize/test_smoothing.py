@@ -52,7 +52,7 @@ def test_an_outlier_is_smoothed_away() -> None:
     x[:, 5] *= 64
     weight[:, 5] /= 64
     evaluator = ErrorEvaluator(ops, x, [weight])
-    found = search_smoothing(evaluator, PLAIN, np.abs(x).max(axis=0), Scheme.W8A8)
+    found = search_smoothing(evaluator, PLAIN, np.abs(x).max(axis=0), QuantizationCandidate(Scheme.W8A8))
     assert found.factors is not None and found.factors[5] > 8 * np.median(found.factors)
     plain = evaluator.errors(QuantizationCandidate(Scheme.W8A8))[0]
     assert evaluator.errors(QuantizationCandidate(Scheme.W8A8, found.factors))[0] < 2 * reached < 0.05 * plain

@@ -345,6 +345,8 @@ class CudaBackend(Backend):
             return False
         if weight.pitch > gemv.MAX_WIDTH or not weight.is_row_major or weight.outliers is not None:
             return False
+        if weight.rotation > 1 and (weight.plan is None or isinstance(x, DeferredNorm)):
+            return False
         if isinstance(x, DeferredNorm):
             if weight.pitch > gemv.MAX_FUSED_NORM_WIDTH:
                 return False
@@ -356,18 +358,21 @@ class CudaBackend(Backend):
         if isinstance(x, DeferredNorm):
             assert not x.stale, STALE
             x.used, norm, x = True, x.norm, x.residual.values
-        kernel = self.kernels.gemv if weight.plan is not None else self.kernels.gemv_float
-        kernel.launch(self.kernels.step, self.arrays.padded(x), norm, weight, out, epilogue, activation)
+        arguments = self.kernels.step, self.arrays.padded(x), norm, weight, out, epilogue, activation
+        if weight.plan is None:
+            self.kernels.gemv_float.launch(*arguments)
+        else:
+            self.kernels.gemv.launch(*arguments, weight.rotation)
 
     def _codes(self, x: Array, weight: Weight) -> QuantizedActivations:
-        """``x`` quantized, as the weight's plan lays activations out."""
+        """``x`` quantized, as the weight's plan lays activations out, after the weight's rotation."""
         assert weight.plan is not None
         layout = weight.plan.activation(x.shape[0])
-        norm = x if isinstance(x, DeferredNorm) and x.used else None
+        norm = x if isinstance(x, DeferredNorm) and x.used and weight.rotation == 1 else None
         if norm is not None and norm.codes is not None and norm.codes.layout == layout:
             return norm.codes
         codes = self._allocate_codes(layout)
-        self.materializer.transform(x, codes)
+        self.materializer.transform(x, codes, weight.rotation)
         if norm is not None:
             norm.codes = codes
         return codes
@@ -398,7 +403,7 @@ class CudaBackend(Backend):
         """
         rows, (n, k) = x.shape[0], weight.matrix.shape
         logits = weight.is_half and out.dtype == np.float32
-        values = self.materializer.to_half(x)
+        values = self.materializer.to_half(x, weight.rotation)
         data = weight.matrix
         if data.dtype == np.int8:
             data = self.arrays.empty((n, k), np.float16)

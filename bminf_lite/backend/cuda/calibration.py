@@ -79,6 +79,7 @@ class CudaCalibrationOps(CalibrationOps):
         dynamic: bool | None,
         factors: np.ndarray | None = None,
         outliers: np.ndarray | None = None,
+        rotation: int = 1,
     ) -> Weight:
         n, k = matrix.shape
         if dynamic is None:
@@ -92,6 +93,10 @@ class CudaCalibrationOps(CalibrationOps):
             self.kernels.take_columns(matrix, self._factors(factors), kept.index, kept.values)
             factors = np.ones(k, np.float32) if factors is None else np.array(factors)
             factors[outliers] = 0
+        if rotation > 1:
+            turned = FloatMatrix(self.arrays.empty((n, k), np.float32), KINDS[np.dtype(np.float32)])
+            self.kernels.rotate_rows(matrix, self._factors(factors), turned.values, rotation)
+            matrix, factors = turned, None
         plan = self.int8_gemm.plan(n, k) if dynamic else None
         rows, pitch = (round_up(n, PAD), round_up(k, PAD)) if plan is None else plan.layouts.padded
         codes = self._empty_or_zeros(rows, pitch, n, k, np.int8)
@@ -99,7 +104,7 @@ class CudaCalibrationOps(CalibrationOps):
         if plan is not None and not plan.layouts.is_row_major:
             with self.arrays.current():
                 codes = plan.pack_weight(codes[:n, :k])
-        return Weight(codes, scale, None, n, k, pitch, plan, kept)
+        return Weight(codes, scale, None, n, k, pitch, plan, kept, rotation)
 
     def squares(self, got: Array, expected: Array) -> tuple[np.ndarray, np.ndarray]:
         got, expected = (self.arrays.padded(self.materialize(x)) for x in (got, expected))

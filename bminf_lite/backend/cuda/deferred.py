@@ -52,7 +52,7 @@ class Weight:
 
     ``matrix`` holds int8 codes as ``plan`` lays them out, or rows of ``pitch`` int8 or fp16 numbers. ``scale`` fp32
     ``[out]`` is None for fp16. With a ``plan``, activations are quantized per token. ``outliers`` are columns beside
-    an int8 weight.
+    an int8 weight. ``rotation`` is the block of its inputs' transform, see :mod:`bminf_lite.backend.rotation`.
     """
 
     matrix: cp.ndarray
@@ -63,6 +63,7 @@ class Weight:
     pitch: int
     plan: GemmPlan | None = None
     outliers: Outliers | None = None
+    rotation: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:

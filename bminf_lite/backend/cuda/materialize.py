@@ -39,8 +39,13 @@ class Materializer:
         self.kernels = kernels
         self._residuals: weakref.WeakValueDictionary[int, ResidualStream] = weakref.WeakValueDictionary()
 
-    def transform(self, x: Array, out: cp.ndarray | QuantizedActivations) -> None:
-        """Write ``x``, deferred or not, as codes or as values."""
+    def transform(self, x: Array, out: cp.ndarray | QuantizedActivations, rotation: int = 1) -> None:
+        """Write ``x``, deferred or not, as codes or as fp16 or fp32 values.
+
+        Codes and fp16 values may be those of ``x`` transformed in blocks of ``rotation`` elements.
+        """
+        if isinstance(x, DeferredNorm) and rotation > 1:
+            x = self.materialize(x)
         if isinstance(x, DeferredNorm) and x.values is None:
             assert not x.stale, STALE
             residual = x.residual
@@ -62,13 +67,13 @@ class Materializer:
         if isinstance(x, ResidualStream):
             self.flush_residual(x)
             x = x.values
-        self.write_rows(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out)
+        self.write_rows(self.arrays.padded(x) if isinstance(x, cp.ndarray) else x, out, rotation=rotation)
 
     def write_rows(
         self, source: cp.ndarray | DeferredMatmul | DeferredGate | None, out: cp.ndarray | QuantizedActivations,
-        residual: cp.ndarray | None = None, norm: Norm | None = None,
+        residual: cp.ndarray | None = None, norm: Norm | None = None, rotation: int = 1,
     ) -> None:  # fmt: skip
-        """Read rows, add them to the residual stream, normalise or gate them, and write codes or values."""
+        """Read rows, add them to the residual stream, normalise, gate or rotate them, and write codes or values."""
         rows, k = (residual if residual is not None else source).shape  # type: ignore[union-attr]
         moved = 0
         if self.kernels.device.observer is not None:
@@ -77,7 +82,7 @@ class Materializer:
         if isinstance(source, DeferredGate):
             activation, values = ACTIVATIONS[source.activation], source.source
         self.kernels.rows.transform(
-            self.kernels.step, row_source(values), row_target(out), rows, k, residual, norm, activation, moved
+            self.kernels.step, row_source(values), row_target(out), rows, k, residual, norm, activation, moved, rotation
         )
 
     def as_residual(self, x: Array) -> ResidualStream:
@@ -104,14 +109,14 @@ class Materializer:
             weight.bias, out, add,
         )  # fmt: skip
 
-    def to_half(self, x: Array) -> cp.ndarray:
-        """``x`` as padded fp16 rows."""
-        if isinstance(x, cp.ndarray) and x.dtype == HALF:
+    def to_half(self, x: Array, rotation: int = 1) -> cp.ndarray:
+        """``x`` as padded fp16 rows, transformed in blocks of ``rotation`` elements."""
+        if isinstance(x, cp.ndarray) and x.dtype == HALF and rotation == 1:
             return self.arrays.padded(x)
-        if isinstance(x, DeferredMatmul):
+        if isinstance(x, DeferredMatmul) and rotation == 1:
             return self.dequantize(x, np.float16)
         out = self.arrays.rows(x.shape[0], x.shape[1], np.float16)
-        self.transform(x, out)
+        self.transform(x, out, rotation)
         return out
 
     def materialize(self, x: Array) -> cp.ndarray:

@@ -92,7 +92,7 @@ class Loader:
                     with self.arrays.within(self._matrices):
                         data = self.arrays.empty(packed.shape, np.int8)
                     data[...] = packed
-            return Weight(data, scale, bias, n, k, padded[1], plan, outliers)
+            return Weight(data, scale, bias, n, k, padded[1], plan, outliers, quantized[0].rotation)
 
     def _outliers(self, parts: Sequence[Int8Weight]) -> Outliers | None:
         stacked = stack_outliers(parts)

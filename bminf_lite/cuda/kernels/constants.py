@@ -45,12 +45,16 @@ class Epilogue(IntEnum):
 
 
 class GemvInput(IntEnum):
-    """The input of a matrix-vector kernel: an fp16 row, a norm of an fp32 row, or a bf16 row of another library."""
+    """The input of a matrix-vector kernel.
+
+    An fp16 row, a norm of an fp32 row, a rotated fp16 row, or a bf16 row of another library.
+    """
 
     HALF = 0
     RMS_NORM = 1
     LAYER_NORM = 2
-    BFLOAT16 = 3
+    ROTATED = 3
+    BFLOAT16 = 4
 
 
 class Source(IntEnum):

@@ -9,8 +9,9 @@ from bminf_lite.backend.functions import ACTIVATIONS, normalise
 from bminf_lite.backend.functions import softmax as softmax_of
 from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.random_matrix import RandomMatrix
+from bminf_lite.backend.rotation import rotated
 from bminf_lite.backend.values import Norm
-from bminf_lite.cuda.kernels.constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, Source
+from bminf_lite.cuda.kernels.constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput, Source
 from bminf_lite.cuda.kernels.gemm.layouts import Layout
 from bminf_lite.cuda.runtime.cublaslt import Order
 
@@ -48,10 +49,13 @@ def offsets(order: int, rows: int, columns: int, ld: int) -> np.ndarray:
 
 
 def input_rows(call: Call, rows: int, pitch: int) -> np.ndarray:
-    """The activations of ``gemv`` and ``gemv_float``, normalised, fp32 ``[rows, k]``."""
+    """The activations of ``gemv`` and ``gemv_float``, normalised or rotated, fp32 ``[rows, k]``."""
     kind = call.number("INPUT")
     call.require(call.number("VECTORS") * THREADS * 8 >= call.pitch, "the threads do not cover a row")
-    x = call.rows("x", rows, pitch, call.pitch, F32 if kind else F16)[:, : call.k].astype(F32)
+    dtype = F16 if kind in (GemvInput.HALF, GemvInput.ROTATED) else F32
+    x = call.rows("x", rows, pitch, call.pitch, dtype)[:, : call.k].astype(F32)
+    if kind == GemvInput.ROTATED:
+        return rotated(x, call.rotation)
     return normalise(x, norm_of(call, kind, call.k, call.pitch)) if kind else x
 
 
@@ -208,6 +212,9 @@ def transform(call: Call) -> None:
         values = normalise(residual[:, :k], norm_of(call, prepare, k, padded))
     elif gated:
         values = rounded(FUNCTIONS[prepare - 3](values[:, :k]) * values[:, k:])
+    if call.number("ROTATED"):
+        call.require(call.rotation <= 8 * min(threads, 32), "a block lies in more than a warp of neighbouring threads")
+        values = rotated(values, call.rotation)
     write_rows(call, values, padded, target)
 
 

@@ -1,7 +1,7 @@
 // int8 matrix-vector product (decoding at batch 1), memory-bound: reading the weight takes all of the time.
 //
 //     out = epilogue(x_scale * w_scale[n] * (sum over k of codes[k] * weight[n, k]) + bias[n])
-//     codes, x_scale = quantize(norm(x))
+//     codes, x_scale = quantize(norm(x)), or quantize(rotate(x))
 //
 // x: fp16, bf16 or fp32 [k]; weight: int8 [n, pitch]; w_scale, bias: fp32 [n]; out: fp16, bf16 or fp32 [n], or fp16 [n
 // / 2] of a gated layer.
@@ -16,6 +16,7 @@
 #include "common/block_range.cuh"
 #include "common/common.cuh"
 #include "common/epilogue.cuh"
+#include "common/rotation.cuh"
 #include "constants/gemv.cuh"
 
 using namespace bminf;
@@ -52,9 +53,17 @@ __device__ __forceinline__ int warp_sum(int x) {
 #endif
 }
 
+// The first column of a thread's vector i. The vectors of a rotated row are neighbours, so that a transform needs fewer
+// exchanges between threads; otherwise neighbouring threads read neighbouring vectors.
+template <int INPUT, int VECTORS>
+__device__ __forceinline__ int column_of(int i) {
+    const int thread = threadIdx.x;
+    return (INPUT == ROTATED ? thread * VECTORS + i : i * THREADS + thread) * 8;
+}
+
 // The input row in registers. All loads are unconditional, so that they are in flight together; threads beyond the end
 // of the row load its last elements, and zero_tail clears them.
-template <class Source, int VECTORS>
+template <int INPUT, class Source, int VECTORS>
 __device__ __forceinline__ void load_input(const Source* x, int k, int pitch, float (&v)[VECTORS][8]) {
     constexpr int PARTS = sizeof(Source) / 2;
     uint4 raw[VECTORS][PARTS];
@@ -62,32 +71,35 @@ __device__ __forceinline__ void load_input(const Source* x, int k, int pitch, fl
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
         for (int j = 0; j < PARTS; ++j)
-            raw[i][j] =
-                ld_global_v4(x + min((i * THREADS + static_cast<int>(threadIdx.x)) * 8, pitch - 8) + j * (8 / PARTS));
+            raw[i][j] = ld_global_v4(x + min(column_of<INPUT, VECTORS>(i), pitch - 8) + j * (8 / PARTS));
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         load8(reinterpret_cast<const Source*>(raw[i]), v[i]);
-        zero_tail(v[i], (i * THREADS + threadIdx.x) * 8, k);
+        zero_tail(v[i], column_of<INPUT, VECTORS>(i), k);
     }
 }
 
-// Writes the codes of the normed input row to shared memory, with zeros up to `width`; returns the scale.
+// Writes the codes of the normed or rotated input row to shared memory, with zeros up to `width`; returns the scale.
 template <int INPUT, int VECTORS>
 __device__ __forceinline__ float quantize_input(
-    const void* x, const float* norm_weight, const float* norm_bias, float eps, int k, int pitch, int width,
-    int8* codes) {
+    const void* x, const float* norm_weight, const float* norm_bias, float eps, int rotation, float rotation_scale,
+    int k, int pitch, int width, int8* codes) {
+    constexpr bool NORM = INPUT == RMS_NORM || INPUT == LAYER_NORM;
     using Source = typename Conditional<
-        INPUT == HALF, __half, typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, float>::type>::type;
+        NORM, float, typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, __half>::type>::type;
     __shared__ RowScratch<THREADS, VECTORS> scratch;
     float v[VECTORS][8];
-    load_input(static_cast<const Source*>(x), k, pitch, v);
-    const float top = INPUT == HALF || INPUT == BFLOAT16 ? row_max<THREADS>(v, scratch)
-                                                         : normalise_row<THREADS, INPUT == LAYER_NORM, true>(
-                                                               v, norm_weight, norm_bias, eps, k, pitch, scratch);
+    load_input<INPUT>(static_cast<const Source*>(x), k, pitch, v);
+    if constexpr (INPUT == ROTATED) rotate_row<true>(v, rotation, rotation_scale);
+    float top;
+    if constexpr (NORM)
+        top = normalise_row<THREADS, INPUT == LAYER_NORM, true>(v, norm_weight, norm_bias, eps, k, pitch, scratch);
+    else
+        top = row_max<THREADS>(v, scratch);
     const RowScale s = row_scale(top);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        const int column = (i * THREADS + threadIdx.x) * 8;
+        const int column = column_of<INPUT, VECTORS>(i);
         if (column < width) *reinterpret_cast<uint2*>(codes + column) = quantize8(v[i], s.ratio);
     }
     return s.scale;
@@ -242,13 +254,15 @@ struct WeightStream {
     }
 };
 
-// INPUT: what is quantized, x or a norm of it. VECTORS: vectors of eight elements of x per thread. F: the function of
-// GATED and ACTIVATED. U: chunks of a unit. Dynamic shared memory: from 9.0 on the pipelines (WARPS * PIPELINE_BYTES);
-// the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the block has.
+// INPUT: what is quantized, x, a norm of it, or a rotation in blocks of `rotation` elements (see rotate_row). VECTORS:
+// vectors of eight elements of x per thread. F: the function of GATED and ACTIVATED. U: chunks of a unit. Dynamic
+// shared memory: from 9.0 on the pipelines (WARPS * PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole
+// units); an int32 sum for each row of the weight that the block has.
 template <int INPUT, int VECTORS, int EPILOGUE, int F, int U>
 __global__ void __launch_bounds__(THREADS) gemv(
-    const void* x, const float* norm_weight, const float* norm_bias, float eps, const int8* __restrict__ weight,
-    const float* __restrict__ w_scale, const float* __restrict__ bias, void* out, int n, int k, int pitch) {
+    const void* x, const float* norm_weight, const float* norm_bias, float eps, int rotation, float rotation_scale,
+    const int8* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias, void* out,
+    int n, int k, int pitch) {
     extern __shared__ __align__(128) char shared[];
     launch_dependent_grids();
     const BlockRange<EPILOGUE, 1> block(n);
@@ -264,7 +278,8 @@ __global__ void __launch_bounds__(THREADS) gemv(
     Stream stream(weight, block, pitch, shared, barriers);
     for (int i = threadIdx.x; i < block.groups(); i += THREADS) sums[i] = 0;
     wait_on_dependent_grids();
-    const float x_scale = quantize_input<INPUT, VECTORS>(x, norm_weight, norm_bias, eps, k, pitch, width, codes);
+    const float x_scale = quantize_input<INPUT, VECTORS>(
+        x, norm_weight, norm_bias, eps, rotation, rotation_scale, k, pitch, width, codes);
     const EpilogueOperands operands = prefetch_epilogue<EPILOGUE>(block, w_scale, bias, out);
     sync_threads<THREADS>();
     for (WarpUnits unit(threadIdx.x / WARP, block.groups(), (pitch + U * CHUNK - 1) / (U * CHUNK)); unit.remaining > 0;

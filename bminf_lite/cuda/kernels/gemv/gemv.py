@@ -29,7 +29,7 @@ CODE_ROWS = (1, 2, 3, 4)
 """Rows of a product by ``gemv_codes``."""
 UNITS = (4, 2, 1)
 """Chunks in a unit of ``gemv``."""
-ENGINE_INPUTS = (GemvInput.HALF, GemvInput.RMS_NORM, GemvInput.LAYER_NORM)
+ENGINE_INPUTS = (GemvInput.HALF, GemvInput.RMS_NORM, GemvInput.LAYER_NORM, GemvInput.ROTATED)
 TENSOR_EPILOGUES = {GemvInput.HALF: Epilogue.TO_HALF, GemvInput.BFLOAT16: Epilogue.TO_BFLOAT16}
 """The input and the epilogue of rows of other libraries' tensors, whose results have the type of the input."""
 EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.ADD, Epilogue.GATED, Epilogue.ACTIVATED)
@@ -41,7 +41,7 @@ def pipeline_chunks(shared: int) -> int:
 
 
 class Gemv:
-    """One row, fp16 or normalised fp32, times an int8 weight of plain rows with dynamic activations."""
+    """One row, fp16, normalised fp32 or rotated fp16, times an int8 weight of plain rows with dynamic activations."""
 
     source = "gemv/gemv.cu"
 
@@ -62,22 +62,25 @@ class Gemv:
 
     def launch(
         self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
-        epilogue: int, activation: int = 0,
+        epilogue: int, activation: int = 0, rotation: int = 1,
     ) -> None:  # fmt: skip
         """``out`` from one row ``x``; ``activation`` for a gated or activated epilogue.
+
+        With a ``rotation`` there is no norm, and the row is transformed in blocks of so many elements.
 
         There is one block per SM. Behind a kernel with another number of blocks, two of these blocks could land on one
         SM and leave another idle. In that case a block requests more than half of an SM's shared memory, so that two do
         not fit.
         """
         launcher, (n, pitch) = self._launcher, (weight.out_features, weight.pitch)
-        kernel, grid, shared = self._plan(input_of(norm), n, pitch, epilogue, activation)
+        kind = ROTATED if rotation > 1 else input_of(norm)
+        kernel, grid, shared = self._plan(kind, n, pitch, epilogue, activation)
         norm_weight, norm_bias, eps = norm_arguments(norm)
         if not step.one_block_per_sm and launcher.has_clusters:
             shared = max(shared, launcher.half_shared)
         args = (
-            x.data.ptr, norm_weight, norm_bias, eps, weight.matrix.data.ptr, address(weight.scale),
-            address(weight.bias), out.data.ptr, n, weight.in_features, pitch,
+            x.data.ptr, norm_weight, norm_bias, eps, rotation, rotation**-0.5, weight.matrix.data.ptr,
+            address(weight.scale), address(weight.bias), out.data.ptr, n, weight.in_features, pitch,
         )  # fmt: skip
         bytes_moved = weight.nbytes + nbytes_of(x, out)
         kernel(grid, GEMV_THREADS, args, shared, launcher.stream, True, None, bytes_moved)
@@ -91,7 +94,7 @@ class Gemv:
         ``k`` is a multiple of 16, at most :data:`MAX_WIDTH`. Arguments are addresses, aligned to 16 bytes.
         """
         kernel, grid, shared = self._plan(source, n, k, TENSOR_EPILOGUES[source], 0)
-        kernel(grid, GEMV_THREADS, (x, 0, 0, 0.0, weight, scale, bias, out, n, k, k), shared, stream)
+        kernel(grid, GEMV_THREADS, (x, 0, 0, 0.0, 1, 1.0, weight, scale, bias, out, n, k, k), shared, stream)
 
     def _find_plan(self, source: int, n: int, pitch: int, epilogue: int, activation: int) -> tuple[Kernel, int, int]:
         """The kernel, its number of blocks, and the bytes of shared memory that it needs."""
@@ -115,7 +118,7 @@ class GemvFloat:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        values = (INPUTS, VECTORS, ("bminf::int8", "__half"), NUMBERS, ACTIVATION_NUMBERS)
+        values = (FLOAT_INPUTS, VECTORS, ("bminf::int8", "__half"), NUMBERS, ACTIVATION_NUMBERS)
         yield KernelFamily(cls.source, "gemv_float", values, _possible_float)
 
     def launch(
@@ -178,14 +181,15 @@ def best_unit(rows: int, pitch: int) -> int:
     return min(UNITS, key=cost)
 
 
-HALF, RMS_NORM, LAYER_NORM = map(int, ENGINE_INPUTS)
+HALF, RMS_NORM, LAYER_NORM, ROTATED = map(int, ENGINE_INPUTS)
 INPUTS, NUMBERS, ACTIVATION_NUMBERS = numbers(ENGINE_INPUTS), numbers(EPILOGUES), numbers(Activation)
+FLOAT_INPUTS = (HALF, RMS_NORM, LAYER_NORM)
 
 
 def _possible(source: int, vectors: int, epilogue: int, activation: int, unit: int) -> bool:
     has_activation = epilogue in (Epilogue.GATED, Epilogue.ACTIVATED)
     return (has_activation or activation == 0) and (
-        source == GemvInput.HALF or vectors * 8 * GEMV_THREADS <= MAX_FUSED_NORM_WIDTH
+        source in (HALF, ROTATED) or vectors * 8 * GEMV_THREADS <= MAX_FUSED_NORM_WIDTH
     )
 
 

@@ -2,6 +2,7 @@
 // Matrices are as their file has them: dense, fp16, bf16 or fp32. Unless stated otherwise, a block handles one row, and
 // its threads handle neighbouring columns.
 #include "common/common.cuh"
+#include "common/rotation.cuh"
 #include "constants/calibration.cuh"
 
 using namespace bminf;
@@ -96,6 +97,27 @@ __global__ void __launch_bounds__(THREADS) to_half(const T* w, __half* out, long
     wait_on_dependent_grids();
     const size_t index = blockIdx.x;
     for (int c = threadIdx.x; c < k; c += THREADS) out[index * pitch + c] = __float2half_rn(to_float(w[index * k + c]));
+}
+
+// out[row] = w[row] * factors, rotated as rotate_row says; both dense, [n, k]. All lanes of a warp take part in each
+// exchange, those beyond the end of a row with zeros.
+template <class T>
+__global__ void __launch_bounds__(THREADS)
+    rotate_rows(const T* w, const float* __restrict__ factors, float* out, int k, int rotation, float rotation_scale) {
+    wait_on_dependent_grids();
+    const T* row = w + static_cast<size_t>(blockIdx.x) * k;
+    out += static_cast<size_t>(blockIdx.x) * k;
+    for (int first = 0; first < k; first += 8 * THREADS) {
+        const int column = first + 8 * static_cast<int>(threadIdx.x);
+        float v[1][8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            v[0][j] = column + j < k ? __fmul_rn(to_float(row[column + j]), factor_of(factors, column + j)) : 0.0f;
+        rotate_row<false>(v, rotation, rotation_scale);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            if (column + j < k) out[column + j] = v[0][j];
+    }
 }
 
 // out[i] = x[index[i]] in fp32, whole rows.

@@ -48,7 +48,7 @@ class CalibrationKernels:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        for name in ("row_absmax", "row_codes", "column_absmax", "take_columns", "to_half"):
+        for name in ("row_absmax", "row_codes", "column_absmax", "take_columns", "to_half", "rotate_rows"):
             yield KernelFamily(cls.source, name, (("__half", BF16, "float"),))
         yield KernelFamily(cls.source, "take_rows", (("__half", "float"),))
         yield from (KernelFamily(cls.source, name) for name in ("divide_rows", "row_squares"))
@@ -94,6 +94,12 @@ class CalibrationKernels:
             "take_columns", matrix.kind, (ceil_div(n, THREADS), len(index)),
             (matrix.values.data.ptr, address(factors), index.data.ptr, out.data.ptr, pitch_of(out), n, k), out,
         )  # fmt: skip
+
+    def rotate_rows(self, matrix: FloatMatrix, factors: cp.ndarray | None, out: cp.ndarray, rotation: int) -> None:
+        """The matrix times ``factors`` in fp32, dense, its rows transformed in blocks of ``rotation`` elements."""
+        n, k = matrix.shape
+        arguments = (matrix.values.data.ptr, address(factors), out.data.ptr, k, rotation, rotation**-0.5)
+        self._over("rotate_rows", matrix.kind, n, arguments, matrix.values, out)
 
     def to_half(self, matrix: FloatMatrix, out: cp.ndarray) -> None:
         """All of a matrix in padded rows, fp16."""

@@ -6,11 +6,13 @@
 //     out = quantize(f(gate) * up)                     (gates: x = [gate, up])
 //     out = quantize(x)                                (identity)
 //
-// or writes fp16 or fp32 instead of codes. A row is held in registers by THREADS threads, VECTORS vectors of eight
-// elements each, so that it is read and written once. Rows of few threads share a block. The other kernels here are the
-// embedding, the last row of each sequence, and conversions.
+// or writes fp16 or fp32 instead of codes. Gates and the identity may rotate the values before they are quantized. A
+// row is held in registers by THREADS threads, VECTORS vectors of eight elements each, so that it is read and written
+// once. Rows of few threads share a block. The other kernels here are the embedding, the last row of each sequence, and
+// conversions.
 #include "common/common.cuh"
 #include "common/layout.cuh"
+#include "common/rotation.cuh"
 #include "common/values.cuh"
 #include "constants/rows.cuh"
 
@@ -81,13 +83,14 @@ constexpr int blocks_of(int source, int prepare, int threads, int vectors) {
 // data: x [rows, k], or [rows, 2 * k] for a gate, see Values, laid out by IN. residual: fp32 [rows, residual_pitch],
 // read by norms, and written if there is an x. out: int8 codes laid out by OUT with leading dimension out_ld, and their
 // scales, fp32 [rows]; or fp16 or fp32 with rows of out_ld elements, which may be the residual stream or, without a
-// gate, x itself. A block has max(THREADS, 128) threads.
-template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT>
+// gate, x itself. rotation, rotation_scale: those of rotate_row, if ROTATED; at most 8 * min(THREADS, 32) elements. A
+// block has max(THREADS, 128) threads.
+template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT, bool ROTATED>
 __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURCE, PREPARE, THREADS, VECTORS))
     transform(
         const void* data, const float* x_scale, const float* w_scale, const float* bias, long long pitch,
         float* residual, long long residual_pitch, const float* norm_weight, const float* norm_bias, float eps,
-        void* out, float* scales, long long out_ld, int rows, int k) {
+        void* out, float* scales, long long out_ld, int rows, int k, int rotation, float rotation_scale) {
     constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM, GATE = PREPARE >= GATE_SILU;
     constexpr Order ORDER = static_cast<Order>(IN);
     __shared__ RowScratch<THREADS, NORM ? VECTORS : 1> scratch;
@@ -148,6 +151,7 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
     if constexpr (NORM && SOURCE != NONE)
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) store_vector(residual + row * residual_pitch, column_of(i), written, v[i]);
+    if constexpr (ROTATED) rotate_row<false>(v, rotation, rotation_scale);
     float top = 0;
     if constexpr (NORM) {
         top = normalise_row<THREADS, PREPARE == LAYER_NORM, TARGET == CODES>(

@@ -81,7 +81,7 @@ class RowKernels:
         yield KernelFamily(
             cls.source,
             "transform",
-            (numbers(Source), numbers(RowOp), numbers(Target), row_sizes, orders, orders),
+            (numbers(Source), numbers(RowOp), numbers(Target), row_sizes, orders, orders, BOOLEANS),
             _possible_transform,
         )
         yield KernelFamily(cls.source, "dequantize", (("int", "float"), orders, BOOLEANS, kinds), _possible_dequantize)
@@ -92,12 +92,13 @@ class RowKernels:
     def transform(
         self, step: StepContext | None, source: RowSource, target: RowTarget, rows: int, k: int,
         residual: cp.ndarray | None = None, norm: Norm | None = None, activation: int | None = None,
-        bytes_moved: int = 0,
+        bytes_moved: int = 0, rotation: int = 1,
     ) -> None:  # fmt: skip
         """Read ``rows`` of ``k`` elements, add them to ``residual``, normalise or gate them, and write codes or values.
 
         With ``norm``, ``residual`` fp32 is normalised after ``source`` was added to it, unless that is ``NO_ROWS``.
-        With ``activation``, the rows of ``source`` have ``2 k`` elements: gate and up.
+        With ``activation``, the rows of ``source`` have ``2 k`` elements: gate and up. Without a norm, the values may
+        be rotated in blocks of ``rotation`` elements, at most ``MAX_ROTATION``, before they are quantized or rounded.
         """
         read, source_kind, order = source
         written, target_kind, out_order = target
@@ -111,23 +112,28 @@ class RowKernels:
                 return
         else:
             row_op = RMS_NORM
-        kernel, grid, block = self._transform_kernel(rows, k, source_kind, row_op, target_kind, order, out_order)
+        assert norm is None or rotation == 1
+        kernel, grid, block = self._transform_kernel(
+            rows, k, source_kind, row_op, target_kind, order, out_order, rotation
+        )
         kernel(
-            grid, block, (*read, *pointer_and_pitch(residual), *norm_arguments(norm), *written, rows, k),
+            grid, block,
+            (*read, *pointer_and_pitch(residual), *norm_arguments(norm), *written, rows, k, rotation, rotation**-0.5),
             0, self._launcher.stream, True, None, bytes_moved,
         )  # fmt: skip
         if step is not None:
             step.one_block_per_sm = False
 
     def _find_transform(
-        self, rows: int, k: int, source: int, row_op: int, target: int, order: int, out_order: int
+        self, rows: int, k: int, source: int, row_op: int, target: int, order: int, out_order: int, rotation: int
     ) -> tuple[Kernel, int, int]:
         """The kernel for :meth:`transform`, its number of blocks, and the threads per block."""
         if k > MAX_ROW_WIDTH:
             raise DeviceError(f"rows of {k:,} elements; the kernels support at most {MAX_ROW_WIDTH:,}")
         fills_gpu = rows > self._launcher.num_sms
-        threads, vectors = row_shape(k, max_vectors(source) if fills_gpu else 1)
-        expression = f"transform<{source}, {row_op}, {target}, {threads}, {vectors}, {order}, {out_order}>"
+        threads, vectors = row_shape(k, max_vectors(source) if fills_gpu else 1, rotation)
+        rotated = BOOLEANS[rotation > 1]
+        expression = f"transform<{source}, {row_op}, {target}, {threads}, {vectors}, {order}, {out_order}, {rotated}>"
         kernel = self._launcher.kernel(self.source, expression, fills_gpu)
         return kernel, ceil_div(rows * threads, max(threads, 128)), max(threads, 128)
 
@@ -224,13 +230,14 @@ def vectors_for(columns: int, threads: int) -> int:
     return 1 << (needed - 1).bit_length()
 
 
-def row_shape(columns: int, vectors: int) -> tuple[int, int]:
+def row_shape(columns: int, vectors: int, rotation: int = 1) -> tuple[int, int]:
     """Threads per row, and vectors per thread: at most ``vectors``, unless the largest number of threads needs more.
 
-    With many rows, more vectors put more loads in flight. With few rows, fewer vectors give a lower latency.
+    With many rows, more vectors put more loads in flight. With few rows, fewer vectors give a lower latency. A block of
+    ``rotation`` elements must lie in one vector of neighbouring threads.
     """
     for threads in ROW_THREADS if vectors == 2 else ROW_THREADS[:-1]:
-        if vectors_for(columns, threads) <= vectors:
+        if vectors_for(columns, threads) <= vectors and rotation <= 8 * threads:
             return threads, vectors_for(columns, threads)
     return 512, vectors_for(columns, 512)
 
@@ -260,7 +267,7 @@ def in_vectors(*arrays: cp.ndarray) -> bool:
 
 
 def _possible_transform(
-    source: int, row_op: int, target: int, size: tuple[int, int], in_order: int, out_order: int
+    source: int, row_op: int, target: int, size: tuple[int, int], in_order: int, out_order: int, rotated: str
 ) -> bool:
     is_norm = row_op in (RMS_NORM, LAYER_NORM)
     if is_norm:
@@ -274,6 +281,7 @@ def _possible_transform(
         and not (is_norm and threads * vectors * 8 > MAX_NORM_WIDTH)
         and (in_order == ROW or source == FROM_INT32)
         and (out_order == ROW or target == CODES)
+        and (rotated == "false" or not (is_norm or target == TO_FLOAT))
     )
 
 

@@ -1,0 +1,169 @@
+"""Products that rotate their input: the transform is Sylvester's, and codes are equal wherever they are computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_values import SEEDS, norm_on, random_int8, random_norm, random_rows
+
+from bminf_lite.backend.base import Backend
+from bminf_lite.backend.quantization import Int8Weight, OutlierColumns, int8_parts
+from bminf_lite.backend.rotation import MAX_ROTATION, is_rotation, rotated, rotation_of
+
+BLOCKS = [2, 4, 8, 16, 32, 64, 128, 256]
+
+
+def hadamard(block: int) -> np.ndarray:
+    """Sylvester's matrix ``[block, block]`` of ones and minus ones, fp64."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.kron([[1, 1], [1, -1]], matrix)
+    return matrix
+
+
+def rotated_weight(rng: np.random.Generator, rows: int, width: int, block: int, dynamic: bool = True) -> Int8Weight:
+    return replace(random_int8(rng, rows, width, dynamic), rotation=block)
+
+
+@given(SEEDS, st.sampled_from([1, *BLOCKS]), st.integers(1, 5))
+def test_the_transform_is_a_hadamard_matrix_in_blocks_and_its_own_inverse(seed: int, block: int, count: int) -> None:
+    x = np.random.default_rng(seed).standard_normal((3, count * block)).astype(np.float32)
+    expected = x.astype(np.float64).reshape(3, count, block) @ hadamard(block) / np.sqrt(block)
+    np.testing.assert_allclose(rotated(x, block), expected.reshape(x.shape), rtol=0, atol=2e-6 * np.sqrt(block))
+    np.testing.assert_allclose(rotated(rotated(x, block), block), x, rtol=0, atol=1e-5)
+
+
+@given(SEEDS, st.sampled_from(BLOCKS))
+def test_sums_are_rounded_in_the_stated_order(seed: int, block: int) -> None:
+    """One element at a time, as the docstring has it."""
+    x = np.random.default_rng(seed).standard_normal(block).astype(np.float32)
+    y, h = list(x), 1
+    while h < block:
+        for i in range(block):
+            if not i & h:
+                y[i], y[i + h] = y[i] + y[i + h], y[i] - y[i + h]
+        h *= 2
+    np.testing.assert_array_equal(rotated(x, block), np.array(y) * np.float32(block**-0.5))
+
+
+def test_blocks() -> None:
+    assert all(map(is_rotation, [1, *BLOCKS])) and BLOCKS[-1] == MAX_ROTATION
+    assert not any(map(is_rotation, [0, -2, 3, 512, 2.0, True, None, "4"]))
+    assert [rotation_of(n, 64) for n in (14336, 8192, 640, 11008, 172, 7)] == [64, 64, 64, 64, 4, 1]
+    with pytest.raises(ValueError, match="power of two"):
+        rotated(np.zeros((1, 24), np.float32), 16)
+    with pytest.raises(ValueError, match="power of two"):
+        rotated(np.zeros((1, 24), np.float32), 3)
+
+
+def test_stacked_weights_rotate_alike_and_keep_no_columns() -> None:
+    rng = np.random.default_rng(0)
+    one, other = rotated_weight(rng, 4, 64, 16), rotated_weight(rng, 4, 64, 64)
+    with pytest.raises(ValueError, match="rotate their input alike"):
+        int8_parts([one, other])
+    columns = OutlierColumns(np.array([0], np.int32), np.zeros((4, 1), np.float16))
+    with pytest.raises(ValueError, match="keeps no columns"):
+        int8_parts([replace(one, outliers=columns)])
+
+
+SHAPES = st.tuples(st.sampled_from(BLOCKS), st.integers(1, 5), st.sampled_from([1, 2, 5, 17, 33, 70]))
+
+
+@given(SEEDS, SHAPES)
+def test_an_int8_product_is_equal_everywhere(backend: Backend, seed: int, shape: tuple[int, int, int]) -> None:
+    block, count, rows = shape
+    check_product(backend, np.random.default_rng(seed), rows, block * count, block)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("width", "block"), [(640, 64), (1032, 8), (4096, 256), (14336, 64), (14336, 2), (20480, 128), (40960, 64)]
+)
+def test_wide_products_are_equal_everywhere(backend: Backend, rows: int, width: int, block: int) -> None:
+    check_product(backend, np.random.default_rng(width), rows, width, block)
+
+
+def check_product(backend: Backend, rng: np.random.Generator, rows: int, width: int, block: int) -> None:
+    """fp32 results, sums added to the residual stream, and a bias."""
+    reference, weight = Backend(backend.activation_dtype.type), rotated_weight(rng, 24, width, block)
+    bias = rng.standard_normal(24).astype(np.float32)
+    x = random_rows(rng, rows, width, backend.activation_dtype.type)
+    residual = rng.standard_normal((rows, 24)).astype(np.float32)
+    expected = reference.linear(x, reference.weight([weight], [bias]), fp32=True)
+    on_device = backend.weight([weight], [bias])
+    got = backend.host(backend.linear(backend.array(x), on_device, fp32=True))
+    np.testing.assert_array_equal(got, expected)
+    added = backend.host(backend.linear_add(backend.array(x), on_device, backend.array(residual)))
+    np.testing.assert_array_equal(added, residual + expected.astype(backend.activation_dtype))
+
+
+@given(SEEDS, SHAPES, st.sampled_from(["gated", "activated", "gated, float", "gated, outliers"]))
+def test_a_feed_forward_layer(backend: Backend, seed: int, shape: tuple[int, int, int], kind: str) -> None:
+    """The input may still be int32 sums, or gate and up, when it is rotated. ReLU is exact on every device."""
+    (block, count, rows), rng, features = shape, np.random.default_rng(seed), 48
+    inner = block * count
+    x = random_rows(rng, rows, features, backend.activation_dtype.type)
+    first = random_int8(rng, inner if kind == "activated" else 2 * inner, features, kind != "gated, float")
+    if kind == "gated, outliers":
+        values = np.zeros((2 * inner, 1), np.float16)
+        first = replace(first, outliers=OutlierColumns(np.array([5], np.int32), values))
+        first.codes[:, 5] = 0
+    second = rotated_weight(rng, 40, inner, block)
+    residual = rng.standard_normal((rows, 40)).astype(np.float32)
+
+    def layer(ops: Backend) -> np.ndarray:
+        weight = ops.weight([first])
+        run = ops.activated_linear if kind == "activated" else ops.gated_linear
+        return np.array(
+            ops.host(ops.linear_add(run(ops.array(x), weight, "relu"), ops.weight([second]), ops.array(residual)))
+        )
+
+    got, expected = layer(backend), layer(Backend(backend.activation_dtype.type))
+    if kind == "gated, float":  # float sums have no one order
+        np.testing.assert_allclose(got, expected, rtol=0.02, atol=0.05 * np.abs(expected).max())
+    else:
+        np.testing.assert_array_equal(got, expected)
+
+
+@given(SEEDS, SHAPES, st.booleans())
+def test_behind_a_norm_and_with_float_activations(
+    backend: Backend, seed: int, shape: tuple[int, int, int], dynamic: bool
+) -> None:
+    (block, count, rows), rng = shape, np.random.default_rng(seed)
+    width = block * count
+    residual, norm = random_rows(rng, rows, width, np.float32), random_norm(rng, width, False)
+    x = random_rows(rng, rows, width, backend.activation_dtype.type)
+    weight = rotated_weight(rng, 24, width, block, dynamic)
+
+    def products(ops: Backend) -> list[np.ndarray]:
+        on_device = ops.weight([weight])
+        inputs = ops.norm(ops.array(residual), norm_on(ops, norm)), ops.array(x)
+        return [np.array(ops.host(ops.linear(y, on_device, fp32=True))) for y in inputs]
+
+    for got, expected in zip(products(backend), products(Backend(backend.activation_dtype.type)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=0.02 * max(np.abs(expected).max(), 1e-6))
+
+
+def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
+    rng = np.random.default_rng(0)
+    weight = backend.weight([rotated_weight(rng, 64, 1024, 64)])
+    x = random_rows(rng, 130, 1024, backend.activation_dtype.type)
+    everything = backend.host(backend.linear(backend.array(x), weight, fp32=True))
+    for rows in (1, 2, 16, 33):
+        part = backend.host(backend.linear(backend.array(x[:rows]), weight, fp32=True))
+        np.testing.assert_array_equal(part, everything[:rows])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_an_input_that_is_not_finite_shows(backend: Backend, bad: float, rows: int) -> None:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((rows, 128)).astype(backend.activation_dtype)
+    x[0, 77] = bad
+    got = backend.host(backend.linear(backend.array(x), backend.weight([rotated_weight(rng, 8, 128, 64)])))
+    assert np.isnan(got[0]).all() and np.isfinite(got[1:]).all()

@@ -1,0 +1,112 @@
+"""Checkpoints whose layers rotate their input: what is written, what is read back, and what cannot be run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_checkpoint import tensors as random_tensors
+from tiny_checkpoints import CONFIG, MakeCheckpoint
+
+from bminf_lite.backend.quantization import Int8Weight, quantize_weight
+from bminf_lite.backend.rotation import rotated
+from bminf_lite.checkpoint.inspect import inspect
+from bminf_lite.checkpoint.migrate import migrate
+from bminf_lite.checkpoint.opened_model import open_model
+from bminf_lite.checkpoint.recipe import Recipe, Scheme, load_recipe
+from bminf_lite.errors import CheckpointError
+
+WIDE = {"intermediate_size": 192}
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def edit(folder: Path, **settings: Any) -> None:
+    """Change a ``quantization_config``."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def transform(block: int = 64, **settings: Any) -> dict[str, Any]:
+    """A ``transform_config`` of one group."""
+    applied = [{"targets": ["re:.*down_proj$"], "location": "input"} | settings]
+    return {"config_groups": {"R4": {"type": "hadamard", "head_dim": block, "apply": applied}}}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_weights_are_transformed_before_they_are_rounded(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, dtype: Any
+) -> None:
+    source = make_checkpoint(tensors=random_tensors(CONFIG | WIDE, dtype=dtype), **WIDE)
+    migrate(source, tmp_path / "out", "w8a8-rotate")
+    migrate(source, tmp_path / "plain", "w8a8")
+    with open_model(source) as before, open_model(tmp_path / "out") as after, open_model(tmp_path / "plain") as plain:
+        for name in before.spec.parameters:
+            if not name.endswith("_proj.weight"):
+                continue
+            got, weight = after.weights().weight(name), np.asarray(before.weights().weight(name)).astype(np.float32)
+            assert isinstance(got, Int8Weight) and got.rotation == (64 if "down" in name else 1)
+            expected = plain.weights().weight(name)
+            if got.rotation > 1:
+                expected = quantize_weight(rotated(weight, 64))
+            np.testing.assert_array_equal(got.codes, expected.codes)
+            np.testing.assert_array_equal(got.scale, expected.scale)
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["transform_config"]
+    assert groups["config_groups"]["R4_64"]["apply"][0]["targets"] == [
+        f"model.layers.{i}.mlp.down_proj" for i in (0, 1)
+    ]
+    assert inspect(tmp_path / "out")["quantization"]["input_rotations"][0]["block"] == 64
+
+
+def test_a_block_divides_the_width_and_rules_go_first(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    recipe = Recipe("mine", Scheme.W8A8, Scheme.W8A8, {"*.1.mlp.down_proj.weight": Scheme.W8A16}, rotation=64)
+    assert recipe.to_dict()["rotation"] == 64 and "rotation" not in load_recipe("w8a8").to_dict()
+    migrate(make_checkpoint(), tmp_path / "out", recipe)  # 24 inputs
+    with open_model(tmp_path / "out") as model:
+        found = [model.weights().weight(f"model.layers.{i}.mlp.down_proj.weight") for i in (0, 1)]
+    assert [(w.rotation, w.dynamic) for w in found if isinstance(w, Int8Weight)] == [(8, True), (1, False)]
+
+
+def test_checkpoints_of_others_are_read(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Names may be patterns or a class, and the matrix of the transform may lie beside the weight."""
+    out = tmp_path / "out"
+    migrate(make_checkpoint(**WIDE), out, "w8a8-rotate")
+    tensors = load_file(out / "model.safetensors")
+    save_file(tensors | {f"{DOWN}.R4_input.weight": np.ones((64, 64), np.float16)}, out / "model.safetensors")
+    edit(out, transform_config=transform(), quantization_status="compressed")
+    with open_model(out) as model:
+        weight = model.weights().weight(f"{DOWN}.weight")
+        assert isinstance(weight, Int8Weight) and weight.rotation == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"transform_config": transform(256)}, "192 inputs, which are no whole blocks of 256"),
+        ({"transform_config": transform(), "ignore": [DOWN]}, "down_proj: stays float, and transform_config"),
+        (
+            {"transform_config": {"config_groups": dict.fromkeys("ab", transform()["config_groups"]["R4"])}},
+            r"several groups of transform_config \(a, b\)",
+        ),
+        ({"transform_config": transform(), "outlier_columns": {DOWN: 2}}, "has outlier columns, and transform_config"),
+    ],
+)
+def test_transforms_that_cannot_be_run(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    migrate(make_checkpoint(**WIDE), tmp_path / "out", "w8a8-rotate")
+    edit(tmp_path / "out", **settings)
+    with pytest.raises(CheckpointError, match=message):
+        open_model(tmp_path / "out")
+
+
+def test_a_tied_head_whose_input_is_transformed(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    migrate(make_checkpoint(tie_word_embeddings=True, **WIDE), tmp_path / "out", "w8a8-rotate")
+    edit(tmp_path / "out", transform_config=transform(8, targets=["lm_head"]))
+    with pytest.raises(CheckpointError, match="lm_head: stays float"):
+        open_model(tmp_path / "out")
