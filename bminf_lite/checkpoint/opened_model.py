@@ -330,12 +330,13 @@ def _transform_problems(
     names = ", ".join(transform.name for transform in transforms)
     if len(transforms) > 1:
         yield f"{module}: several groups of transform_config ({names}) transform its input; one can be run"
-    if is_tied or parameter.transposed or quantization.group_of(module) is None:
+    group, inputs = quantization.group_of(module), parameter.shape[0 if parameter.transposed else -1]
+    if is_tied or group is None or group.conv1d != parameter.transposed:
         yield f"{module}: stays float, and transform_config ({names}) transforms its input; int8 layers can be run so"
     if module in quantization.outliers:
         yield f"{module}: has outlier columns, and transform_config ({names}) transforms its input; one can be run"
-    if parameter.shape[-1] % transforms[0].block:
-        problem = f"has {parameter.shape[-1]} inputs, which are no whole blocks of {transforms[0].block}"
+    if inputs % transforms[0].block:
+        problem = f"has {inputs} inputs, which are no whole blocks of {transforms[0].block}"
         yield f"{module}: {problem} (transform_config, {names})"
 
 

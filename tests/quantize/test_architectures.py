@@ -20,6 +20,7 @@ ALL = [golden for family in EVERY for golden in goldens(family)]
 ALL += [golden for golden in each() if golden.weights == ""]
 SECOND = (
     "mlp.down_proj.weight", "mlp.c_proj.weight", "fc2.weight", "dense_4h_to_h.weight", "DenseReluDense.wo.weight",
+    "mlp.fc_out.weight",
     "ff.dense_relu_dense.wo.weight",
 )  # fmt: skip
 """The names of these matrices in all architectures."""
