@@ -17,10 +17,12 @@ from bminf_lite.backend.functions import normalise, softmax
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.values import Norm
 from bminf_lite.bench import cases as plain
-from bminf_lite.bench.model import BenchModel, random_model, read_shape, shape_names
+from bminf_lite.bench.model import BenchModel, RandomWeights, random_model, read_shape, shape_names
 from bminf_lite.bench.profiler import Profiler
 from bminf_lite.bench.runner import Workload, run_tests, time_kernels, trace_step, workloads
 from bminf_lite.bench.session import UNWRITTEN, Session, check_results, chunks
+from bminf_lite.checkpoint.opened_model import describe_model
+from bminf_lite.checkpoint.recipe import Recipe, Scheme, load_recipe
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import BminfError, CheckpointError, UsageError
@@ -240,3 +242,17 @@ def test_the_plain_formulas_are_what_the_backend_computes():
     weight = Int8Weight(random.integers(-127, 128, (7, 64), np.int8), np.full(7, 0.01, np.float32))
     exact = x[:1].astype(np.float16).astype(np.float64) @ weight.dequantize().T.astype(np.float64)
     np.testing.assert_allclose(plain.gemv(np, x[:1].astype(np.float16), weight.codes, weight.scale), exact, atol=2e-2)
+
+
+def test_random_weights_are_those_of_a_recipe() -> None:
+    """Rotated where the recipe says so, with a name that says which; a float matrix is refused."""
+    spec = describe_model(SHAPE).spec
+    down, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "up"))
+    weights = RandomWeights(spec, load_recipe("w8a8-rotate"))
+    found = [weights.weight(name) for name in (down, up)]
+    assert [w.rotation for w in found if isinstance(w, Int8Weight)] == [32, 1]
+    weight = RandomWeights(spec, load_recipe("w8a16")).weight(down)
+    assert isinstance(weight, Int8Weight) and not weight.dynamic
+    assert random_model("small", SHAPE, CpuBackend(), recipe="w8a8-rotate").name == "small, w8a8-rotate"
+    with pytest.raises(UsageError, match=r"leaves lm_head.weight float; random weights are int8"):
+        random_model("small", SHAPE, CpuBackend(), recipe=Recipe("mine", Scheme.W8A8, Scheme.FLOAT))

@@ -19,6 +19,7 @@ from bminf_lite.checkpoint.inspect import inspect
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.recipe import Recipe, Scheme, load_recipe
+from bminf_lite.cli.inspect import quantization_text
 from bminf_lite.errors import CheckpointError
 
 WIDE = {"intermediate_size": 192}
@@ -60,7 +61,9 @@ def test_weights_are_transformed_before_they_are_rounded(
     assert groups["config_groups"]["R4_64"]["apply"][0]["targets"] == [
         f"model.layers.{i}.mlp.down_proj" for i in (0, 1)
     ]
-    assert inspect(tmp_path / "out")["quantization"]["input_rotations"][0]["block"] == 64
+    found = inspect(tmp_path / "out")["quantization"]
+    assert found["input_rotations"][0]["block"] == 64
+    assert f"{DOWN}, model.layers.1.mlp.down_proj: input rotated in blocks of 64" in quantization_text(found)
 
 
 def test_a_block_divides_the_width_and_rules_go_first(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

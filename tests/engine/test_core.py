@@ -254,17 +254,19 @@ def test_a_device_that_cannot_start_is_an_error_of_the_call():
     engine.close()
 
 
-def test_ctrl_c_ends_the_call_and_its_requests(engine):
+def test_ctrl_c_ends_the_call_and_its_requests(engine, request):
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     engine.before_launch = lambda: time.sleep(0.005)
-    request = make_request([1, 2], 29)
+    sent = make_request([1, 2], 29)
     timer = threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        tokens_of(engine, request)
+        tokens_of(engine, sent)
         timer.join()
         time.sleep(1)  # the interrupt is raised here at the latest
     engine.wait_until_idle()
-    assert request.finish_reason == "cancelled"
+    assert sent.finish_reason == "cancelled"
     assert tokens_of(engine, make_request([1, 2], 3))
 
 

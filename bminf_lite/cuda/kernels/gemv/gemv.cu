@@ -85,8 +85,8 @@ __device__ __forceinline__ float quantize_input(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, int rotation, float rotation_scale,
     int k, int pitch, int width, int8* codes) {
     constexpr bool NORM = INPUT == RMS_NORM || INPUT == LAYER_NORM;
-    using Source = typename Conditional<
-        NORM, float, typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, __half>::type>::type;
+    using Source =
+        typename Conditional<NORM, float, typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, __half>::type>::type;
     __shared__ RowScratch<THREADS, VECTORS> scratch;
     float v[VECTORS][8];
     load_input<INPUT>(static_cast<const Source*>(x), k, pitch, v);
