@@ -81,6 +81,7 @@ def test_checkpoints_of_others_are_read(make_checkpoint: MakeCheckpoint, tmp_pat
     migrate(make_checkpoint(**WIDE), out, "w8a8-rotate")
     tensors = load_file(out / "model.safetensors")
     save_file(tensors | {f"{DOWN}.R4_input.weight": np.ones((64, 64), np.float16)}, out / "model.safetensors")
+    (out / "bminf_lite.json").unlink()
     edit(out, transform_config=transform(), quantization_status="compressed")
     with open_model(out) as model:
         weight = model.weights().weight(f"{DOWN}.weight")

@@ -47,8 +47,10 @@ def logits(folder: Path, ids: np.ndarray, dtype: type) -> np.ndarray:
     ops = Backend(dtype)
     with open_model(folder) as model, np.errstate(all="ignore"):
         network = model.architecture.Model(model.config, model.weights(), ops)
-        cache = KVCache(ops, model.config.cache_shape, 1, len(ids), 1024)
-        return np.array(network(ForwardBatch.packed(ops.array, [ids]), cache, all_logits=True))
+        shape = model.config.cache_shape
+        cache = KVCache.for_sequences(ops, shape, 1, len(ids))
+        batch = ForwardBatch.packed(ops.array, [ids], block_tables=cache.tables(1, len(ids)))
+        return np.array(network(batch, cache, all_logits=True))
 
 
 @pytest.mark.parametrize("recipe", ["auto", "w8a8-smooth"])
