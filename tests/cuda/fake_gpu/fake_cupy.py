@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,24 +71,31 @@ class Memory:
 
 
 def alloc(nbytes: int) -> MemoryPointer:
-    return _allocators[-1](nbytes)
+    return _current.allocators[-1](nbytes)
 
 
 def _alloc_owned(nbytes: int) -> MemoryPointer:
     return MemoryPointer(Memory(nbytes), 0)
 
 
-_allocators: list[Callable[[int], MemoryPointer]] = [_alloc_owned]
-_streams: list[Stream] = []
+class _Current(threading.local):
+    """What a thread has entered: every thread has an allocator and a stream of its own."""
+
+    def __init__(self) -> None:
+        self.allocators: list[Callable[[int], MemoryPointer]] = [_alloc_owned]
+        self.streams: list[Stream] = []
+
+
+_current = _Current()
 
 
 @contextmanager
 def using_allocator(allocator: Callable[[int], MemoryPointer]) -> Iterator[None]:
-    _allocators.append(allocator)
+    _current.allocators.append(allocator)
     try:
         yield
     finally:
-        _allocators.pop()
+        _current.allocators.pop()
 
 
 class PinnedMemory:
@@ -119,11 +127,11 @@ class Stream:
         self.ptr = 0 if null else Machine.current.new_stream().ptr
 
     def __enter__(self) -> Stream:
-        _streams.append(self)
+        _current.streams.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert _streams.pop() is self
+        assert _current.streams.pop() is self
 
     use = __enter__
 
@@ -141,7 +149,7 @@ class Stream:
 
 
 def current_stream() -> Stream:
-    return _streams[-1] if _streams else Stream.null
+    return _current.streams[-1] if _current.streams else Stream.null
 
 
 class Event:

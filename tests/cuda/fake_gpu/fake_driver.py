@@ -231,7 +231,7 @@ class FakeDriver:
     def cuStreamBeginCapture_v2(self, stream: int | None, mode: int) -> None:
         target = self.machine.stream(stream or 0)
         assert stream and target.recording is None
-        target.recording = []
+        target.record()
 
     def cuStreamEndCapture(self, stream: int | None, graph: Any) -> int:
         target = self.machine.stream(stream or 0)

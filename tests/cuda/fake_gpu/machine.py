@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -35,10 +36,15 @@ Work = Callable[[], None]
 
 @dataclass(eq=False)
 class FakeStream:
-    """A stream: its handle, and the recording under way."""
+    """A stream: its handle, the recording under way, and the thread that records."""
 
     ptr: int
     recording: list[Work] | None = None
+    recorder: int = 0
+
+    def record(self) -> None:
+        """Begin a recording by this thread."""
+        self.recording, self.recorder = [], threading.get_ident()
 
 
 @dataclass
@@ -75,7 +81,7 @@ class Launch:
 
 @dataclass
 class Machine:
-    """Work runs when it is put on a stream, unless the stream is being recorded."""
+    """Work runs when it is put on a stream, unless the stream is being recorded. Threads take turns."""
 
     current: ClassVar[Machine]
     """The one that is installed."""
@@ -88,6 +94,7 @@ class Machine:
     modules: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     requested: dict[tuple[str, str, tuple[str, ...]], Requested] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(0x1000, 16))
+    turn: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
         self.streams[0] = FakeStream(0)
@@ -104,7 +111,9 @@ class Machine:
 
     @property
     def recording(self) -> bool:
-        return any(stream.recording is not None for stream in self.streams.values())
+        """Whether this thread records a stream: what other threads do is no part of it."""
+        this = threading.get_ident()
+        return any(s.recording is not None and s.recorder == this for s in list(self.streams.values()))
 
     def put(self, stream: int, work: Work) -> None:
         """Put work on a stream."""
@@ -114,7 +123,8 @@ class Machine:
         elif stream == 0 and self.recording:
             raise FakeGpuError("work on the default stream while another stream is being recorded")
         else:
-            work()
+            with self.turn:
+                work()
 
     def refuse_in_recording(self, what: str) -> None:
         """Raises if a stream is being recorded: then nothing may wait or allocate."""

@@ -7,10 +7,14 @@ live piece: a block of an arena as large as it was asked for, an allocation of t
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
+import threading
 import weakref
 from bisect import bisect_right, insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -37,18 +41,42 @@ class Piece:
         return self.address <= address and address + nbytes <= self.address + self.nbytes
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def locked(method: Method) -> Method:
+    """A method of :class:`Memory` that one thread runs at a time."""
+
+    @functools.wraps(method)
+    def run(self: Memory, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return cast(Method, run)
+
+
 class Memory:
     """All memory that kernels may touch."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.taken = 0
-        self.replaying = False
+        self._lock = threading.RLock()
+        self._thread = threading.local()
         self.ranges: dict[int, mmap.mmap] = {}
         self._kept: list[mmap.mmap] = []
         self._starts: list[int] = []
         self._pieces: dict[int, Piece] = {}
         self._of_block: dict[int, tuple[Piece, Piece | None]] = {}
+
+    @property
+    def replaying(self) -> bool:
+        """Whether this thread replays a graph."""
+        return getattr(self._thread, "replaying", False)
+
+    @replaying.setter
+    def replaying(self, value: bool) -> None:
+        self._thread.replaying = value
 
     # -- host memory behind it -----------------------------------------------------------------------------------------
 
@@ -59,6 +87,7 @@ class Memory:
         self.ranges[start] = room
         return start
 
+    @locked
     def release(self, start: int) -> None:
         """Take addresses back. They stay mapped here, so that a late access is an error of the checks and no crash."""
         room = self.ranges.pop(start)
@@ -78,6 +107,7 @@ class Memory:
 
     # -- what is in use ------------------------------------------------------------------------------------------------
 
+    @locked
     def add(self, address: int, nbytes: int) -> Piece:
         """A range that is in use from now on."""
         assert address not in self._pieces, f"{address:#x} is in use already"
@@ -85,6 +115,7 @@ class Memory:
         piece = self._pieces[address] = Piece(address, nbytes)
         return piece
 
+    @locked
     def remove(self, address: int) -> None:
         """The range at ``address`` is out of use, and forgets its contents."""
         piece = self._pieces.pop(address, None)
@@ -92,12 +123,14 @@ class Memory:
             self._starts.remove(address)
             self.poison(address, piece.nbytes)
 
+    @locked
     def piece(self, address: int) -> Piece | None:
         """The outermost piece in use that holds ``address``."""
         index = bisect_right(self._starts, address)
         piece = self._pieces[self._starts[index - 1]] if index else None
         return piece if piece is not None and piece.holds(address, 1) else None
 
+    @locked
     def check(self, address: int, nbytes: int, what: str, inside: bool = True) -> None:
         """Raises unless the range is in use; ``inside`` a scratch, unless one of its blocks is."""
         piece = self.piece(address)
@@ -153,6 +186,7 @@ class Memory:
         Block.free = Block.__del__ = watched_free  # type: ignore[method-assign, assignment]
         return before
 
+    @locked
     def _lanes_grown(self, lanes: GrowingMemory) -> None:
         """What is mapped to each lane is in use."""
         for lane, nbytes in enumerate(lanes.mapped):
@@ -162,6 +196,7 @@ class Memory:
             elif nbytes:
                 self.add(address, nbytes)
 
+    @locked
     def _block_made(self, arena: Arena, block: Block) -> None:
         key = id(block)
         size = max(block.nbytes, 1)
@@ -178,6 +213,7 @@ class Memory:
     def _is_simulated(self, address: int) -> bool:
         return not any(start <= address < start + len(room) for start, room in self.ranges.items())
 
+    @locked
     def _block_freed(self, block: Block) -> None:
         outer, inner = self._of_block.pop(id(block), (None, None))
         if outer is None:
