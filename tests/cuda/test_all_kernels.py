@@ -42,6 +42,8 @@ nothing is said.
 TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/decode.cu")
 """Each tiling is a family of its own, of which an architecture compiles its share too."""
 NEVER_SPILL = ("sampling/sample.cu", "gemm/dp4a.cu")
+DECODE_SPILL = 160
+"""Bytes that decode attention may spill where two blocks share an SM, all of them outside the loops over the cache."""
 PREFILL_SPILL = {"attention/prefill.cu": 96, "attention/prefill_hopper.cu": 136}
 """Bytes that prefill attention may spill: the accumulators of heads of 128 and 256 leave few registers for the rest."""
 
@@ -54,7 +56,9 @@ def allowed_spill(family: KernelFamily, arguments: tuple[object, ...], usage: Us
         return PREFILL_SPILL[family.source]
     if family.name == "transform" and arguments[3][1] == 16:  # type: ignore[index]
         return float("inf")
-    return OCCUPANCY_SPILL if usage.registers < MAY_USE.get(kernel_name(family.name), 128) else 0
+    if usage.registers >= MAY_USE.get(kernel_name(family.name), 128):
+        return 0
+    return DECODE_SPILL if family.source == "attention/decode.cu" else OCCUPANCY_SPILL
 
 
 def selection(arch: str) -> list[Instance]:
