@@ -78,7 +78,7 @@ def parse_t5(read: ConfigReader, tied_head: bool) -> encoder_decoder.Config:
     last_id = read.fields["vocab_size"] - 1
     padding = read.value(integer("pad_token_id", 0, low=0, required=False))
     start = read.value(integer("decoder_start_token_id", padding, low=0, high=last_id, required=False))
-    may_be_absent = not tied_head and read.value(flag("tie_word_embeddings", False))
+    may_be_absent = not tied_head and read.value(flag("tie_word_embeddings", True))
     fields = read.checked_fields() | {"context_length": MAX_TOKENS, "tied_head": tied_head}
     fields |= {"head_may_be_absent": may_be_absent}
     return encoder_decoder.Config(**fields, decoder_start_token_id=start, names=NAMES)
