@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -32,6 +33,7 @@ myst_fence_as_directive = ["mermaid"]
 nb_execution_mode = "force"
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
+nb_execution_excludepatterns = [] if find_spec("torch") and find_spec("peft") else ["*lora_on_int8*"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 suppress_warnings = [
