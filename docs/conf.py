@@ -34,6 +34,7 @@ nb_execution_mode = "force"
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_execution_excludepatterns = [] if find_spec("torch") and find_spec("peft") else ["*lora_on_int8*"]
+autodoc_mock_imports = [] if find_spec("torch") else ["torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 suppress_warnings = [
