@@ -72,7 +72,7 @@ def test_what_is_free_in_a_scratch_is_not_in_use(machine: Machine):
 def test_recorded_work_runs_when_it_is_replayed(machine: Machine):
     done: list[int] = []
     stream = machine.new_stream()
-    stream.recording = []
+    stream.record()
     machine.put(stream.ptr, lambda: done.append(1))
     with pytest.raises(FakeGpuError, match="being recorded"):
         machine.refuse_in_recording("waiting")
