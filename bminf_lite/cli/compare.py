@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import UsageError
 from ._options import (
     OUTPUT,
     PATH,
@@ -66,20 +65,16 @@ def compare(
     """
     from tqdm import tqdm
 
-    from ..evaluation.compare import check_pair
-    from ..evaluation.compare import compare as run
-    from ..evaluation.corpus import read_texts, truncate_windows, windows_for
-    from ..evaluation.report import write_report
+    from ..evaluation import measure
+    from ..evaluation.report import check_report_path, write_report
 
-    if report is not None and not report.resolve().parent.is_dir():
-        raise UsageError(f"{report}: the folder {report.resolve().parent} does not exist; make it first")
-    texts = read_texts(text)
-    windows = windows_for(model, texts, window, stride)
-    check_pair(model, reference, texts)
-    if tokens is not None:
-        windows = truncate_windows(windows, tokens)
+    if report is not None:
+        check_report_path(report)
     with tqdm(unit="part", desc="comparing", disable=None, leave=False) as bar:
-        result = run(model, reference, windows, device, memory_limit, progress=progress_callback(bar))
+        result = measure.compare(
+            model, reference, text, window=window, stride=stride, tokens=tokens, device=device,
+            memory_limit=memory_limit, progress=progress_callback(bar),
+        )  # fmt: skip
     click.echo(json.dumps(result.to_dict()) if as_json else lines(result))
     if report is not None:  # last, so that a full disk does not lose the results above
         write_report(report, result, model, reference, text)

@@ -15,7 +15,7 @@ from .compare import Comparison, check_pair
 from .compare import compare as compare_windows
 from .corpus import read_texts, truncate_windows, windows_for
 from .perplexity import Perplexity, window_losses
-from .report import write_report
+from .report import check_report_path, write_report
 
 Text = str | Path | Sequence[str]
 """A file, UTF-8 text or JSONL with a ``text`` per line, by its path; or a list of documents."""
@@ -78,8 +78,8 @@ def compare(
     """
     model, reference = expand(model, "model"), expand(reference, "reference")
     target = None if report is None else expand(report, "report")
-    if target is not None and not target.resolve().parent.is_dir():
-        raise UsageError(f"{target}: the folder {target.resolve().parent} does not exist; make it first")
+    if target is not None:
+        check_report_path(target)
     texts = _texts(text)
     windows = windows_for(model, texts, window, stride)
     check_pair(model, reference, texts)

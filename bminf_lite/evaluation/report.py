@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from ..errors import BminfError
+from ..errors import BminfError, UsageError
 from ..version import __version__
 from .compare import Comparison, LinearReport
 
@@ -48,6 +48,12 @@ class Row:
     def strength(self) -> float:
         """The opacity of its cell, 0.05 to 1."""
         return strength(self.percent)
+
+
+def check_report_path(path: Path) -> None:
+    """Raise ``UsageError``, before a comparison takes its time, if the folder of a report does not exist."""
+    if not path.resolve().parent.is_dir():
+        raise UsageError(f"{path}: the folder {path.resolve().parent} does not exist; make it first")
 
 
 def write_report(path: Path, comparison: Comparison, model: Path, reference: Path, text: Path) -> None:
