@@ -143,7 +143,7 @@ class Arena:
             return Block(self, start, size, nbytes, None if self._meter is None else self._meter.allocate(nbytes))
 
     def charge(self, nbytes: int) -> None:
-        """Count ``nbytes`` of device memory that belong to somebody else towards the limit; negative to count less.
+        """Count ``nbytes`` of device memory that another allocator holds towards the limit; negative to count less.
 
         Free pages are given back if there is no room. Raises ``OutOfMemory``, with nothing counted, if that is not
         enough.

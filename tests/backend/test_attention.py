@@ -74,7 +74,7 @@ class Case:
         return int(self.table.shape[1]) * BLOCK_SIZE
 
     def grow(self, tokens: int) -> None:
-        """The new blocks are like the cache at first: nobody may read them."""
+        """Add blocks for so many tokens, filled as the cache was at first."""
         before = self.cache.num_blocks
         added = scattered_table(len(self.table), tokens - self.capacity, before)
         self.table = np.concatenate([self.table, added], axis=1)

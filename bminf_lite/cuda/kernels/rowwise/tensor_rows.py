@@ -2,7 +2,7 @@
 
 These are the launchers of ``norm.cu``, ``softmax_backward.cu`` and ``quantize.cu``. The engine's own row kernels
 (:mod:`.rows`) need padded rows and fuse what its layers do between products. Arguments are addresses and numbers, so
-that no array library is needed. Launches are not dependent: the kernel before them may be anybody's.
+that no array library is needed. Launches are not dependent: the kernel before one may be PyTorch's.
 """
 
 from __future__ import annotations
