@@ -74,7 +74,7 @@ class Case:
         return int(self.table.shape[1]) * BLOCK_SIZE
 
     def grow(self, tokens: int) -> None:
-        """Add blocks for so many tokens, filled as the cache was at first."""
+        """Make room for ``tokens`` per slot. Reading a new block before it is written gives NaN."""
         before = self.cache.num_blocks
         added = scattered_table(len(self.table), tokens - self.capacity, before)
         self.table = np.concatenate([self.table, added], axis=1)
