@@ -26,7 +26,7 @@ PROFILES = {
     "sm_86": Profile("fake RTX A2000", (8, 6), 26, 99 << 10),
     "sm_120": Profile("fake RTX 5090", (12, 0), 170, 99 << 10),
 }
-TOTAL_MEMORY = 6 << 30
+TOTAL_MEMORY = 12 << 30
 MAX_THREADS, MAX_GRID_YZ, MAX_CLUSTER = 1024, 65535, 8
 TENSOR_MAP = "QQQQII"
 """What this driver's ``CUtensorMap`` says: address, columns, rows, bytes from row to row, element, rows of a box."""

@@ -75,7 +75,7 @@ def run(name: str, config: dict[str, Any]) -> None:
     from bminf_lite.backend.cuda.backend import CudaBackend
     from bminf_lite.bench.model import random_model
 
-    ops = CudaBackend(0, "5GiB")
+    ops = CudaBackend(0, "10GiB")
     bench_model = random_model(name, config, ops)
     limits, network = bench_model.engine_config, bench_model.network
     context = min(2048, limits.context_length)
