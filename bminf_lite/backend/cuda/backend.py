@@ -494,12 +494,15 @@ class CudaBackend(Backend):
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
-        table = batch.block_tables[cache.group]
-        if batch.is_decode:
-            self._attention_decode(self.materializer.to_half(qkv), spec, cache, batch, table, out)
-            return out
-        q = self._prepared_heads(qkv, spec, cache, batch, table)
-        self._attention_prefill(q, spec, cache, batch, table, batch.max_context_len, out)
+        decodes, prompts = batch.parts
+        if decodes is not None:
+            qkv, count = self.materializer.to_half(qkv), decodes.batch_size
+            table = decodes.block_tables[cache.group]
+            self._attention_decode(qkv[:count], spec, cache, decodes, table, out[:count])
+        if prompts is not None:
+            table = prompts.block_tables[cache.group]
+            q = self._prepared_heads(qkv, spec, cache, prompts, table)
+            self._attention_prefill(q, spec, cache, prompts, table, prompts.max_context_len, out)
         return out
 
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
@@ -535,13 +538,13 @@ class CudaBackend(Backend):
         max_context_len: int, out: cp.ndarray, mask: AttentionMask = AttentionMask.CAUSAL,
         lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Attention of a step's tokens; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch.
+        """Attention of the tokens of ``batch``; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch.
 
         ``cache`` is paged by ``table``, or without one has keys ``[kv_heads, T, head_dim]`` of the step itself.
         """
         prefill, (bias, max_distance) = self.kernels.attention_prefill, bias_arguments(spec)
         kind = {
-            "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "tokens": q.shape[0],
+            "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "tokens": len(batch.tokens),
             "batch_size": batch.batch_size, "max_context_len": max_context_len, "mask": mask,
         }  # fmt: skip
         int8 = cache.key_scales is not None
@@ -575,12 +578,15 @@ class CudaBackend(Backend):
     def _prepared_heads(
         self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None
     ) -> cp.ndarray:
-        """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache."""
+        """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache.
+
+        ``T`` are all tokens of the step, of which only those of ``batch`` are prepared.
+        """
         heads = qkv if isinstance(qkv, DeferredMatmul) else self.materializer.to_half(qkv)
         q = self.arrays.empty((qkv.shape[0], spec.heads, round_up(spec.head_dim, HEAD_PAD)), np.float16)
         self.kernels.prepare_heads.launch(
-            self.kernels.step, row_source(heads), spec, cache, batch.cu_seqlens, batch.context_lens, table, q, len(q),
-            self._nbytes_moved(heads, q),
+            self.kernels.step, row_source(heads), spec, cache, batch.cu_seqlens, batch.context_lens, table, q,
+            len(batch.tokens), self._nbytes_moved(heads, q),
         )  # fmt: skip
         return q
 
