@@ -78,6 +78,10 @@ class Backend:
     """How many decode steps the host may launch before it reads the result of the first."""
     decode_sizes: tuple[int, ...] = ()
     """Numbers of sequences, ascending, to which decode steps are padded so that few are captured; none: no padding."""
+    mixed_decode_sizes: tuple[int, ...] = ()
+    """The same for the decoding sequences of steps that hold prompts too."""
+    prompt_sizes: tuple[int, ...] = ()
+    """Numbers of prompt tokens, ascending, to which such steps are padded. Steps with more are not captured."""
 
     def __init__(self, activation_dtype: type = np.float32):
         self.activation_dtype = np.dtype(activation_dtype)

@@ -57,8 +57,14 @@ from .materialize import STALE, Materializer
 from .weight_loader import Loader
 
 T = TypeVar("T")
-DECODE_SIZES = (*(1, 2, 4, 8, 12), *range(16, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
+DECODE_SIZES = (
+    *(1, 2, 4, 8, 12), *range(16, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 512, 64),
+    *range(512, 1025, 128),
+)  # fmt: skip
 """Numbers of sequences of captured decode steps: a step is padded by a quarter at most, except for the smallest."""
+MIXED_DECODE_SIZES = (8, 32, 64, 128, 256, 512)
+PROMPT_SIZES = (16, 64, 128, 256, 512)
+"""Prompt tokens of captured steps. To launch larger steps one by one takes the host less time than the device."""
 GEMV_FLOAT_MAX_ROWS = 4
 """Up to this many rows, float weights use gemv, which is faster than a product on the tensor cores."""
 
@@ -67,6 +73,8 @@ class CudaBackend(Backend):
     """The operations on GPU ``device`` in ``memory_limit`` of it: bytes, ``"6GiB"``, or None for what is free."""
 
     decode_sizes = DECODE_SIZES
+    mixed_decode_sizes = MIXED_DECODE_SIZES
+    prompt_sizes = PROMPT_SIZES
     max_steps_in_flight = 1
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
