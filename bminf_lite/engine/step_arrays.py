@@ -80,8 +80,8 @@ def _up_to(sizes: Sequence[int], count: int) -> list[int]:
 class StepInputs:
     """The integers of a step on the host, int32, all zero at first. ``size`` has ``B`` sequences of ``T`` tokens.
 
-    - ``tokens`` ``[T]``, ``cu_seqlens`` ``[B + 1]``, ``context_lens`` ``[B]`` and ``tables`` ``[B, W]`` for each group of
-      layers, of ``widths``, are those of a :class:`ForwardBatch`, as are ``logit_rows``.
+    - ``tokens`` ``[T]``, ``cu_seqlens`` ``[B + 1]``, ``context_lens`` ``[B]``, ``logit_rows`` and ``tables``, of
+      ``widths``, are those of a :class:`ForwardBatch`.
     - ``rows`` ``[B]`` are the rows of the sampler, 0 for a sequence that does not sample.
     - ``targets`` are the tokens whose log-probabilities are wanted, for the last of ``logit_rows``.
     - With a ``source_width``, ``source_lens`` ``[B]`` and ``source_table`` ``[B, source_width]``.
