@@ -248,7 +248,7 @@ class Model:
 
         Closing the stream ends generation; the memory of its requests is free at the next step.
         """
-        return self._pieces(self._completions(prompt, params, options))
+        return self._pieces(self._completions(prompt, params, options, is_streamed=True))
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
@@ -273,7 +273,7 @@ class Model:
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Piece, None]:
         """:meth:`stream` for asyncio: ``async for piece in model.astream(prompt)``."""
-        return self._apieces(self._completions(prompt, params, options))
+        return self._apieces(self._completions(prompt, params, options, is_streamed=True))
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
         """The tokens of a prompt, checked: at least one, and few enough to leave room for a new token.
@@ -325,7 +325,9 @@ class Model:
             async for piece in pieces:
                 yield piece
 
-    def _completions(self, prompt: Any, params: SamplingParams | None, options: RequestOptions) -> list[Completion]:
+    def _completions(
+        self, prompt: Any, params: SamplingParams | None, options: RequestOptions, is_streamed: bool = False
+    ) -> list[Completion]:
         """The requests of a call with the texts that they will have. All arguments are checked."""
         self._require_open()
         given = cast(dict[str, Any], dict(options))
@@ -336,6 +338,7 @@ class Model:
                 served[name] = given.pop(name)
         deadline = given.pop("deadline", None)
         _check_served(served, deadline, self.engine_config.is_encoder_decoder)
+        served["is_streamed"] = is_streamed
         if params is None:
             params = SamplingParams.from_checkpoint(self.generation_config, **given)
         else:

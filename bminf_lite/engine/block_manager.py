@@ -72,6 +72,15 @@ class BlockPool:
             else:
                 self._free.append(block)
 
+    def discard(self, key: bytes) -> None:
+        """Remove the block with this key from the index, so that its contents are not reused; free it if it is idle."""
+        block = self.index.find(key)
+        if block is not None:
+            self.index.forget(block)
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
+
     def check(self, held: Iterable[int]) -> None:
         """Assert that the accounts are exact; ``held`` has each block once for each of its holders."""
         counts = Counter(held)
@@ -253,6 +262,15 @@ class BlockManager:
                 self.source_pool.give_back(block)
             sequence.source_table = []
         sequence.num_indexed = 0
+
+    def discard(self, sequence: SequenceBlocks) -> None:
+        """Let no other sequence find the blocks of this one from now on, those that it shares included."""
+        for pool in self.pools:
+            for key in sequence.keys:
+                pool.discard(key)
+        if self.source_pool:
+            for key in self._source_keys(sequence):
+                self.source_pool.discard(key)
 
     def cached_prefix(self, sequence: SequenceBlocks, num_tokens: int) -> int:
         """The most leading blocks that can be reused: every group has those that the token behind them sees."""

@@ -26,6 +26,7 @@ class Request:
     - ``take_logits``: called by the engine's thread with a position and the logits of the prompt from there on, fp32
       ``[n, vocab]`` of the backend, instead of generating. The pieces come in order, and begin anew if the request is
       preempted. ``whole_prompt`` makes one piece of them.
+    - ``is_streamed``: its tokens are read as they come, so the time between them matters.
     - ``on_update``: called by the engine's thread after each new token and when the request ends. An exception in it
       ends the request.
 
@@ -50,6 +51,7 @@ class Request:
     prompt_logprobs: bool = False
     take_logits: Callable[[int, Array], None] | None = None
     whole_prompt: bool = False
+    is_streamed: bool = False
     on_update: Callable[[Request], None] = lambda request: None
 
     output_token_ids: list[int] = field(default_factory=list)

@@ -158,8 +158,10 @@ class Scheduler:
             if request.num_uncomputed_tokens == 1 and request.row > 0:
                 self._plan(request, 1, plan)
         config = self.config
-        total = config.max_num_mixed_tokens if plan else config.max_num_batched_tokens
-        budget = Budget(max(min(total, config.max_num_batched_tokens) - len(plan), 1), config.max_logit_rows)
+        left = config.max_num_batched_tokens - len(plan)
+        if any(request.is_streamed for request in plan):
+            left = min(left, config.max_num_mixed_tokens)
+        budget = Budget(max(left, 1), config.max_logit_rows)
         for request in list(self.running):
             if request.num_uncomputed_tokens > 1 and request.row > 0 and (count := budget.piece(request)) > 0:
                 self._plan(request, count, plan)
@@ -286,6 +288,8 @@ class Scheduler:
                 continue
             if part.samples and token < 0:
                 self.end(request, "error", _no_token(request))
+                assert request.blocks is not None
+                self.blocks.discard(request.blocks)  # its keys and values may hold a NaN
             elif part.samples:
                 top = choice.most_likely(place, request.params.logprobs) if request.params.logprobs else ()
                 request.append_token(token, logprob, top)
