@@ -108,6 +108,7 @@ class ModelRunner:
         lengths = [*(n for n in CAPTURED_LENGTHS if n < config.context_length), config.context_length]
         self._sizes = captured_sizes(self.ops, lengths, config.max_num_seqs, config.max_num_batched_tokens)
         self._captured: dict[StepSize, CapturedStep] = {}
+        self._packed = self.ops.array(np.zeros(0, np.int32))  # the integers of a step that is not captured
         with _memory_for_the_cache():
             self.cache = self._pools(config.num_blocks)
             if config.num_source_blocks:
@@ -163,7 +164,11 @@ class ModelRunner:
                 captured.arrays.write(inputs)
                 return self._run(parts, inputs, captured.arrays, captured.forward)
         inputs = self._inputs(parts, exact)
-        arrays = StepArrays(self.ops, inputs, max(p.num_tokens for p in parts))
+        count = len(inputs.packed)
+        if len(self._packed) < count:
+            self._packed = self.ops.array(np.zeros(1 << (count - 1).bit_length(), np.int32))
+        arrays = StepArrays(self.ops, self._packed[:count], inputs, max(p.num_tokens for p in parts))
+        arrays.write(inputs)
         return self._run(parts, inputs, arrays, lambda: self.network(arrays.batch, self.cache))
 
     def _run(
