@@ -180,6 +180,19 @@ def test_a_prefix_is_computed_once_and_the_results_say_so():
         assert [r.token_ids for r in many] == expected
 
 
+@pytest.mark.parametrize("chunk", [7, 300])
+@pytest.mark.parametrize("device", [False, True])
+def test_logits_of_a_few_tokens_compute_only_what_is_not_in_the_cache(chunk, device):
+    prompt, drafted = prompt_of(150), [5, 17, 3, 60]
+    expected = ALONE["full", False].logits(prompt + drafted)[149:]
+    with tiny(chunk=chunk) as model:
+        model.generate(prompt, max_new_tokens=1)
+        np.testing.assert_allclose(model.logits(prompt + drafted, device, start=149), expected, atol=1e-5)
+        assert model.stats().cached_tokens == 128
+        with pytest.raises(UsageError, match="start is 4, but must be the position of one of the 4 tokens"):
+            model.logits(drafted, start=4)
+
+
 def test_greedy_takes_the_largest_logit_each_time():
     for length in (1, 9, 40):
         prompt = prompt_of(length)
@@ -262,6 +275,8 @@ def test_logits_while_others_generate():
         for prompt, logits in zip(prompts, expected, strict=True):
             np.testing.assert_allclose(model.logits(prompt), logits, atol=1e-5)
             np.testing.assert_allclose(model.logits(prompt, device=True), logits, atol=1e-5)
+            start = len(prompt) * 2 // 3
+            np.testing.assert_allclose(model.logits(prompt, start=start), logits[start:], atol=1e-5)
         assert all(len(p.token_ids) == 1 for p in stream)
 
 
