@@ -103,6 +103,11 @@ class Request:
         return self.num_tokens - 1 if self.take_logits is None else self.logits_start
 
     @property
+    def may_end_early(self) -> bool:
+        """Whether a token may end the completion before ``max_length``."""
+        return bool(self.params.stop) or bool(self.eos_ids and not self.params.ignore_eos)
+
+    @property
     def ended_by_eos(self) -> bool:
         """Whether the last token is an end-of-sequence token that ends the completion."""
         return bool(self.output_token_ids) and self.output_token_ids[-1] in self.eos_ids and not self.params.ignore_eos

@@ -214,10 +214,12 @@ class Scheduler:
     def _admit(self, plan: dict[Request, int], budget: Budget) -> list[Request]:
         """Start waiting requests in order while rows, blocks and the budget last; returns those to encode.
 
+        A request whose length is known starts if it, and those that run, can go on to their ends; see :class:`Growth`.
         The first request that does not fit stops this, so that others do not pass it for ever. A request is passed only
         while a running one computes the block that it needs next: then it waits to share that block.
         """
         sources: list[Request] = []
+        growth = Growth(self.blocks.block_size, self.running)
         position = 0
         while position < min(len(self.waiting), MAX_PASSED) and budget.tokens > 0:
             request = self.waiting[position]
@@ -238,8 +240,11 @@ class Scheduler:
             if request.prompt_logprobs and budget.logit_rows == 0:
                 break
             piece = num_tokens if request.whole_prompt else budget.tokens
-            spare, reuse = len(self.running), request.max_cached_tokens
-            admission = self.blocks.admit(blocks, num_tokens, piece, spare=spare, max_cached_tokens=reuse)
+            growth.add(request)
+            admission = self.blocks.admit(
+                blocks, num_tokens, piece,
+                spare=len(self.running), growth=growth.blocks(), max_cached_tokens=request.max_cached_tokens,
+            )  # fmt: skip
             if admission is None:
                 break
             del self.waiting[position]
@@ -360,6 +365,32 @@ class Budget:
         self.tokens -= count
         if request.prompt_logprobs:
             self.logit_rows -= count
+
+
+class Growth:
+    """How many more blocks the requests whose length is known will hold at most at a time, as others of them end."""
+
+    def __init__(self, block_size: int, requests: Sequence[Request]):
+        self._block_size = block_size
+        self._remaining: list[tuple[int, int]] = []  # tokens to come, and tokens whose blocks are free then
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """Count a request."""
+        if not request.may_end_early:
+            self._remaining.append((request.max_length - request.num_tokens, request.num_tokens))
+
+    def blocks(self) -> int:
+        """The blocks: just before a request ends, those with more to come have grown as much, the others are gone."""
+        if not self._remaining:
+            return 0
+        self._remaining.sort(reverse=True)
+        remaining, held = np.array(self._remaining, np.int64).T
+        grown = remaining * np.arange(1, len(held) + 1)
+        gone = held.sum() - held.cumsum()
+        partly_filled = len(held) > 1
+        return max(int((grown - gone).max()) // self._block_size + partly_filled, 0)
 
 
 def _no_token(request: Request) -> BminfError:
