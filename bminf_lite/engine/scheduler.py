@@ -54,6 +54,12 @@ class ScheduledTokens(NamedTuple):
         return max(min(self.stop, len(self.request.prompt_token_ids) - 1) - self.start, 0)
 
     @property
+    def needs_more_logits(self) -> bool:
+        """Whether logits beside those to sample from are needed."""
+        request = self.request
+        return (request.prompt_logprobs or request.take_logits is not None) and self.num_scored + self.num_taken > 0
+
+    @property
     def num_taken(self) -> int:
         """The last tokens, whose logits the request takes."""
         if self.request.take_logits is None:
@@ -161,19 +167,23 @@ class Scheduler:
         self._enter_launched()
         preemptions = self.num_preemptions
         plan: dict[Request, int] = {}
+        prompts = []
         for request in list(self.running):
-            if request.num_uncomputed_tokens == 1 and request.row > 0:
+            count = request.num_uncomputed_tokens
+            if count == 1 and request.row > 0:
                 self._plan(request, 1, plan)
+            elif count > 1:
+                prompts.append(request)
         config = self.config
         left = config.max_num_batched_tokens - len(plan)
         if any(request.is_streamed for request in plan):
             left = min(left, config.max_num_mixed_tokens)
         budget = Budget(max(left, 1), config.max_logit_rows)
-        for request in list(self.running):
-            if request.num_uncomputed_tokens > 1 and request.row > 0 and (count := budget.piece(request)) > 0:
+        for request in prompts:
+            if request.row > 0 and (count := budget.piece(request)) > 0:
                 self._plan(request, count, plan)
                 budget.spend(request, plan.get(request, 0))
-        sources = self._admit(plan, budget) if self.num_preemptions == preemptions else []
+        sources = self._admit(plan, budget) if self.waiting and self.num_preemptions == preemptions else []
         if not plan:
             return None
         parts = sorted((self._part(r, n) for r, n in plan.items()), key=lambda p: (p.num_tokens > 1, not p.samples))
@@ -291,8 +301,9 @@ class Scheduler:
         scores = iter(result.prompt_logprobs.tolist())
         for part in step.parts:
             request = part.request
-            for position in range(part.start + 1, part.start + 1 + part.num_scored):
-                request.prompt_token_logprobs[position] = next(scores)
+            if request.prompt_logprobs:
+                for position in range(part.start + 1, part.start + 1 + part.num_scored):
+                    request.prompt_token_logprobs[position] = next(scores)
             if part.samples:
                 place, (token, logprob) = next(chosen)
                 request.num_pending_tokens -= 1
