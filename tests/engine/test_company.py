@@ -36,7 +36,8 @@ class Task:
     params: SamplingParams
 
     def request(self) -> Request:
-        return Request(self.index, self.prompt, self.params)
+        """Its end-of-sequence token never comes, but the engine cannot know that: so it may preempt."""
+        return Request(self.index, self.prompt, self.params, frozenset([CONFIG["vocab_size"]]))
 
 
 class Arena:
@@ -50,7 +51,7 @@ class Arena:
         self.tasks = [
             Task(
                 i, tuple(families[i % 4][: rng.integers(1, 200)].tolist()),
-                SamplingParams(max_new_tokens=int(rng.integers(1, 100)), seed=i, ignore_eos=True, **SAMPLERS[i % 4]),
+                SamplingParams(max_new_tokens=int(rng.integers(1, 100)), seed=i, **SAMPLERS[i % 4]),
             )
             for i in range(count)
         ]  # fmt: skip
