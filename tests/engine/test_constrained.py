@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_kit import WatchedBackend, make_model, prompt_of, run
 
+from bminf_lite.api import Model
 from bminf_lite.engine.model_runner import LaunchedStep, ModelRunner
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
@@ -200,3 +201,34 @@ def run_all(
     for _ in requests:
         ended.get(timeout=60)
     return requests
+
+
+@pytest.mark.gpu
+def test_captured_and_eager_steps_give_the_same_bits(cuda_backend, monkeypatch):
+    """On a GPU the model of a decode step is captured, and the sampler starts when the masks are there."""
+    requests = [(NUMBER, {}), (None, {}), (Grammar.json_object(), {"temperature": 1.5}), (NUMBER, {"temperature": 1})]
+
+    def serve(model: Any) -> list[tuple[list[int], bytes]]:
+        made = [make_request(g, i, max_new_tokens=25, **options) for i, (g, options) in enumerate(requests)]
+        found = run(model, made)
+        for request in found:
+            if request.matcher is not None and request.finish_reason == "stop":
+                text = text_of(request.output_token_ids)
+                assert (text[0] == "{" and json.loads(text) is not None) or re.fullmatch(NUMBER.text, text)
+        return [(r.output_token_ids, np.array(r.logprobs, np.float32).tobytes()) for r in found]
+
+    model = make_model(cuda_backend, quantized=True, vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=1)
+    captured = [serve(model) for _ in range(2)]
+    sizes = model._engine._runner._captured
+    assert any(step.forward.graph is not None for step in sizes.values())
+    monkeypatch.setattr(cuda_backend, "decode_sizes", ())
+    monkeypatch.setattr(cuda_backend, "prompt_sizes", ())
+    model = Model(model.network, model.engine_config)
+    eager = serve(model)
+    assert not model._engine._runner._captured
+    alone = [
+        run(model, [make_request(g, i, max_new_tokens=25, **options)])[0].output_token_ids
+        for i, (g, options) in enumerate(requests)
+    ]
+    assert captured[0] == captured[1] == eager
+    assert [tokens for tokens, _ in eager] == alone
