@@ -113,6 +113,10 @@ class JsonTokenizer(Tokenizer):
     def id_to_piece(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id)
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a ``tokenizer.json``."""
+        return self._backend.to_str()
+
     def encode_spans(self, parts: Sequence[str]) -> list[int]:
         spans = [self.id_to_piece(i) or "" for i in self.sentinels[: len(parts) - 1]]
         return self.encode("".join(text for pair in zip(parts, [*spans, ""], strict=True) for text in pair))
