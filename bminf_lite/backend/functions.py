@@ -63,7 +63,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope | None) -> np.ndarra
 @silently
 def soft_capped(x: np.ndarray, cap: float) -> np.ndarray:
     """``cap * tanh(x / cap)`` in fp32: nearly ``x`` where that is small, and always within the cap."""
-    y: np.ndarray = np.tanh(x * np.float32(1 / cap)) * np.float32(cap)
+    y: np.ndarray = np.tanh(x / np.float32(cap)) * np.float32(cap)
     return y
 
 

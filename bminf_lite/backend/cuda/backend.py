@@ -472,6 +472,11 @@ class CudaBackend(Backend):
                 out[:, begin:end] = values
         return out
 
+    def soft_cap(self, x: Array, cap: float) -> Array:
+        values = self.materializer.materialize(x)
+        self.kernels.pointwise.soft_cap(self.kernels.step, values, cap)
+        return values
+
     def softmax(self, x: Array, scale: float = 1.0, bias: Array = None, mask: Array = None, out: Array = None) -> Array:
         values = self.materializer.materialize(x)
         if out is None:
