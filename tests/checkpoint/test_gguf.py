@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import Golden, RandomWeights, case_without_golden, goldens, random_tokens
+from tiny_models import OFFSET_NORMS, Golden, RandomWeights, case_without_golden, goldens, random_tokens
 from tolerances import assert_close
 
 import bminf_lite
@@ -25,7 +25,7 @@ gguf = pytest.importorskip("gguf", reason="GGUF needs the package gguf")
 import gguf_kit  # noqa: E402
 
 WHOLE = ("llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "stablelm", "starcoder2", "phi", "cohere", "cohere2",
-         "smollm3", "nemotron", "falcon", "gpt_neox", "gpt2")  # fmt: skip
+         "smollm3", "nemotron", "falcon", "gpt_neox", "gpt2", "gemma2", "gemma3_text", "bloom")  # fmt: skip
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"]
 FURTHER: dict[str, dict[str, Any]] = {
     "granite": {
@@ -34,8 +34,14 @@ FURTHER: dict[str, dict[str, Any]] = {
     "smollm3": {"rope.freq_base": 2000000.0},
     "cohere": {"logit_scale": 0.0625, "rope.freq_base": 500000.0},
     "cohere2": {"logit_scale": 0.0625, "attention.sliding_window": 4096},
+    "gemma2": {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "attention.sliding_window": 6},
+    "gemma3_text": {
+        "final_logit_softcapping": 2.0, "attention.sliding_window": 6, "attention.sliding_window_pattern": 3,
+        "rope.freq_base": 1000000.0,
+    },
 }  # fmt: skip
-CASE = {"granite": "multipliers", "qwen2": "tied head", "falcon": "grouped, two norms"}
+CASE = {"granite": "multipliers", "qwen2": "tied head", "falcon": "grouped, two norms",
+        "gemma3_text": "pattern of three, soft-cap"}  # fmt: skip
 
 
 def golden_of(family: str) -> Golden:
@@ -62,7 +68,7 @@ def test_tensors_and_logits_are_those_of_the_folder(family: str, tmp_path: Path)
         assert model.checkpoint.tensors.keys() == expected.keys()
         for name, values in expected.items():
             error = np.abs(model.checkpoint.read(name) - values).max()
-            assert error <= (6e-8 if family == "nemotron" and name.endswith("norm.weight") else 0), name
+            assert error <= (6e-8 if family in OFFSET_NORMS and name.endswith("norm.weight") else 0), name
     with bminf_lite.load(path, device="cpu") as loaded:
         assert_close(loaded.logits(golden.tokens), golden.logits, "logits", np.float32, np.abs(golden.logits).max())
 
