@@ -406,16 +406,21 @@ CASES |= {
     },
     "gemma3_text": {
         "layer types": THREE_LAYERS,
-        "two rotary bases": THREE_LAYERS
-        | {"rope_theta": 5000.0, "rope_local_base_freq": 100.0, "rope_scaling": LINEAR, "query_pre_attn_scalar": 5},
+        "two rotary bases, untied": THREE_LAYERS
+        | {
+            "rope_theta": 5000.0,
+            "rope_local_base_freq": 100.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "query_pre_attn_scalar": 5,
+            "tie_word_embeddings": False,
+        },
         "pattern of three, soft-cap": {
             "num_hidden_layers": 3,
             "sliding_window_pattern": 3,
             "final_logit_softcapping": 2.0,
         },
-        "biases, untied, no window": {
+        "biases, no window": {
             "attention_bias": True,
-            "tie_word_embeddings": False,
             "layer_types": ["full_attention", "full_attention"],
             "num_key_value_heads": 4,
         },

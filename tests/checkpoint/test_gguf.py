@@ -254,6 +254,14 @@ def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) ->
         open_model(tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize(("kind", "large"), [("gemma2", 46), ("gemma3_text", 62)])
+def test_the_largest_gemmas_scale_queries_by_another_size(kind: str, large: int, tmp_path: Path) -> None:
+    for layers, size in ((1, 32), (large, 16)):
+        golden = wide(kind, num_hidden_layers=layers, head_dim=32, hidden_size=64, vocab_size=11, intermediate_size=16)
+        with open_model(gguf_kit.write(tmp_path / f"{layers}.gguf", golden)) as model:
+            assert model.config.score_scale == size**-0.5
+
+
 def test_olmo_3_is_not_mistaken_for_olmo_2(tmp_path: Path) -> None:
     path = gguf_kit.write(tmp_path / "model.gguf", wide("olmo2"), **{"attention.sliding_window": 16})
     with pytest.raises(CheckpointError, match="windows, as OLMo 3 has"):
