@@ -10,8 +10,10 @@ import pytest
 
 from bminf_lite.backend.attention import biases
 from bminf_lite.backend.values import AttentionSpec, LayerCache, LinearBias, Norm, RelativeBias, Rope
+from bminf_lite.cuda.kernels.arrays import address
 from bminf_lite.cuda.kernels.attention.decode import AttentionDecode, decode_config, record_size
-from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, MAX_HEAD_DIM
+from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, MAX_HEAD_DIM, scores_of
+from bminf_lite.cuda.kernels.attention.prefill import COUNTERS, PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
 from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, SEGMENT, AttentionMask, DecodeMask, ScoreKind, attention_tile
 from bminf_lite.cuda.kernels.launcher import Launcher, StepContext
@@ -162,7 +164,7 @@ class Problem:
             StepContext(in_step=False), self.qkv, spec, self.cache, context_lens, cp.asarray(self.tables), scratch,
             arrival_counts, out, longest, context_lens if self.shape.cross else None,
         )  # fmt: skip
-        assert not arrival_counts.any()
+        assert not arrival_counts.get().any()
         return out.get().view(np.uint16)  # type: ignore[no-any-return]
 
     def expected(self) -> np.ndarray:
@@ -238,6 +240,35 @@ def test_bits_depend_on_the_sequence_alone(device: Device, shape: Shape) -> None
     assert (problem.of(some).copied().run(device) == bits[some]).all()
     for b in range(0, len(bits), 5):
         assert (problem.of(slice(b, b + 1)).copied().run(device) == bits[b]).all(), problem.context_lens[b]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.cross], ids=str)
+def test_bits_are_those_of_the_kernels_for_many_tokens(device: Device, shape: Shape) -> None:
+    import cupy as cp
+
+    problem = Problem.random(shape, CONTEXT_LENS, seed=5)
+    expected = problem.run(device)  # which also writes the new tokens into the cache
+    spec, cache, count = problem.spec, problem.cache, len(problem.context_lens)
+    pitch, longest = cache.keys.shape[-1], problem.tables.shape[1] * BLOCK_SIZE
+    q = cp.zeros((count, spec.heads, pitch), cp.float16)
+    q[..., : spec.head_dim] = problem.qkv[:, : spec.heads * spec.head_dim].reshape(count, spec.heads, spec.head_dim)
+    out = cp.zeros((count, -(-spec.heads * spec.head_dim // 8) * 8), cp.float16)
+    prefill, scores = PrefillAttention(device), scores_of(spec)
+    sizes: dict[str, Any] = {"heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim}
+    sizes |= {"tokens": count, "batch_size": count, "max_context_len": longest}
+    scratch = cp.zeros(prefill.scratch_bytes(**sizes, scores=scores.kind, int8=shape.int8), cp.uint8)
+    cu_seqlens, context_lens = cp.arange(count + 1, dtype=cp.int32), cp.asarray(problem.context_lens)
+    counters, tables = cp.zeros(COUNTERS, cp.int32), cp.asarray(problem.tables)
+    prefill.launch(
+        q.data.ptr, spec.heads * pitch, cache.keys.data.ptr, cache.values.data.ptr, out.data.ptr, out.shape[1],
+        cu_seqlens.data.ptr, context_lens.data.ptr, tables.data.ptr,
+        **sizes, table_pitch=tables.shape[1], num_blocks=len(cache.keys), scores=scores, window=spec.window,
+        counters=counters.data.ptr, scratch=scratch.data.ptr, scratch_bytes=scratch.nbytes,
+        key_scales=address(cache.key_scales), value_scales=address(cache.value_scales),
+    )  # fmt: skip
+    found = cp.asnumpy(out)[:, : spec.heads * spec.head_dim].view(np.uint16)
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.gpu
