@@ -47,8 +47,9 @@ def write(
         add(writer, f"{architecture}.{key}", value)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.layers)
+    tied = golden.spec.tied
     for name, values in tensors.items():
-        if name in golden.spec.tied:
+        if name in tied:
             continue
         module, _, part = name.rpartition(".")
         converted = convert(model_type, name, values, config)
