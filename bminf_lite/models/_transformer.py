@@ -362,5 +362,5 @@ class ModelBuilder:
     def output(self) -> Output:
         config, names = self.config, self.config.names
         final_norm = make_norm(config, self.weights, self.ops, names.final_norm, config.logits_multiplier)
-        head = Linear(self.ops, self.weights, [names.head], config.head_bias)
-        return Output(final_norm, None, head, config.logits_softcap)
+        lm_head = Linear(self.ops, self.weights, [names.head], config.head_bias)
+        return Output(final_norm, None, lm_head, config.logits_softcap)

@@ -36,13 +36,13 @@ struct PrefillParams {
     const int* block_tables;  // [sequences, table_pitch]
     int table_pitch;
     int capacity;
-    float scale;  // of the scores, times log2(e), because exponentials are to the base 2; positive. CAPPED: see softcap
+    float scale;  // of the scores, times log2(e), because exponentials are to the base 2; positive; see softcap
     int window;   // how many keys a query sees, its own included; 0 for all up to its own
     int heads, kv_heads, head_dim, sequences;
-    const float*
-        bias;          // [heads, 2 * max_distance + 1] by the distance key - query, clipped to max_distance; ALIBI: the
-    int max_distance;  // slopes [heads]
-    float softcap;     // CAPPED: it and scale are the cap and the factor of capped_score
+    // [heads, 2 * max_distance + 1] by the distance key - query, clipped to max_distance; for ALIBI the slopes [heads]
+    const float* bias;
+    int max_distance;
+    float softcap;             // for CAPPED, where it and scale are the cap and the factor of capped_score
     const int* source_lens;    // [sequences], only for CROSS
     const __half* key_scales;  // of codes: [blocks, kv_heads, BLOCK_SIZE]
     const __half* value_scales;
