@@ -244,6 +244,9 @@ BASES |= {
     "phi": BASE | {"hidden_size": 64},
     "nemotron": BASE | {"hidden_size": 64},
     "helium": BASE | {"head_dim": 12},
+    "gemma2": BASE | {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 6},
+    "gemma3_text": BASE | {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 6},
+    "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 4, "vocab_size": 97},
     "gptj": GPTJ,
     "codegen": GPTJ,
     "falcon": FALCON,
@@ -365,6 +368,19 @@ CASES |= {
         "grouped, two norms": {"new_decoder_architecture": True, "num_kv_heads": 2},
         "grouped, one norm": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
         "untied": {"tie_word_embeddings": False, "ffn_hidden_size": 80},
+        "alibi": {"alibi": True},
+        "alibi, multi-head, sequential, biases": {
+            "alibi": True,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+        },
+        "alibi, grouped, six heads": {
+            "alibi": True,
+            "new_decoder_architecture": True,
+            "num_attention_heads": 6,
+            "num_kv_heads": 2,
+        },
     },
     "helium": PLAIN
     | {"biases": {"attention_bias": True, "mlp_bias": True}, "linear rope": {"rope_parameters": LINEAR}},
@@ -372,6 +388,47 @@ CASES |= {
     | {
         "biases, whole heads": {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 1.0},
         "own head size, relu": {"head_dim": 20, "hidden_act": "relu"},
+    },
+    "gemma2": {
+        "soft-caps": {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+        "no soft-caps, no window": {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+        "query scale, biases, untied": {
+            "query_pre_attn_scalar": 5,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "attn_logit_softcapping": 3.0,
+        },
+        "layer types, relu": THREE_LAYERS | {"hidden_activation": "relu", "num_key_value_heads": 4},
+    },
+    "gemma3_text": {
+        "layer types": THREE_LAYERS,
+        "two rotary bases, untied": THREE_LAYERS
+        | {
+            "rope_theta": 5000.0,
+            "rope_local_base_freq": 100.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "query_pre_attn_scalar": 5,
+            "tie_word_embeddings": False,
+        },
+        "pattern of three, soft-cap": {
+            "num_hidden_layers": 3,
+            "sliding_window_pattern": 3,
+            "final_logit_softcapping": 2.0,
+        },
+        "biases, no window": {
+            "attention_bias": True,
+            "layer_types": ["full_attention", "full_attention"],
+            "num_key_value_heads": 4,
+        },
+    },
+    "bloom": {
+        "four heads": {},
+        "six heads, untied": {"n_head": 6, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+        "one head": {"n_head": 1, "n_layer": 1},
     },
     "starcoder2": PLAIN | {"window, no biases": {"sliding_window": 7, "use_bias": False}},
     "gpt_bigcode": {
@@ -391,12 +448,14 @@ def config_of(family: str, case: Case) -> Case:
 
 
 def build(config: Case, seed: int) -> PreTrainedModel:
-    """transformers' model of a configuration with the weights of a seed, fp32, eager attention."""
+    """transformers' model of a configuration with the weights of a seed, in fp32."""
     keys = {key: value for key, value in config.items() if key != "model_type"}
     hf_config = AutoConfig.for_model(config["model_type"], **json.loads(json.dumps(keys)))
     seq2seq = config["model_type"] in ENCODER_DECODERS
     auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
-    model = auto.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
+    # Falcon's eager attention adds ALiBi twice in transformers 5.23: it is in the mask already.
+    attention = "sdpa" if config.get("alibi") else "eager"
+    model = auto.from_config(hf_config, attn_implementation=attention, dtype=torch.float32).eval()
     if seq2seq and not parsed(config).tied_head:  # transformers 5 ties such a head until a checkpoint says otherwise
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     parameters = parameters_of(model)

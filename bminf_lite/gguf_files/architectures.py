@@ -27,6 +27,7 @@ RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 EPSILON = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 HEAD_SIZE = {"attention.key_length": "head_dim"}
 WINDOW = {"attention.sliding_window": "sliding_window"}
+CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 GPT_NAMES = {
     "embedding_length": "n_embd",
     "block_count": "n_layer",
@@ -114,7 +115,7 @@ def tensor_names(header: GgufHeader, names: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in names:
         module, dot, part = name.rpartition(".")
-        known = mapping.get_name(module)
+        known = mapping.get_name(module) or mapping.get_name(module.removeprefix("transformer."))
         if known is not None:
             found[name] = known + dot + part
     return found
@@ -244,6 +245,25 @@ def _falcon(header: GgufHeader, config: dict[str, Any]) -> None:
         raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
 
 
+def _gemma(header: GgufHeader, config: dict[str, Any], large: int) -> None:
+    """Queries are scaled by the size of a head, or in the model with ``large`` layers by the embedding's for each head.
+
+    The numbers are those of llama.cpp, as files do not tell.
+    """
+    heads, is_large = config["num_attention_heads"], config["num_hidden_layers"] == large
+    config["query_pre_attn_scalar"] = config["hidden_size"] / heads if is_large else config["head_dim"]
+
+
+def _gemma2(header: GgufHeader, config: dict[str, Any]) -> None:
+    _gemma(header, config, large=46)
+
+
+def _gemma3(header: GgufHeader, config: dict[str, Any]) -> None:
+    _gemma(header, config, large=62)
+    if config.get("sliding_window") is None:
+        config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+
+
 def _gpt_neox(header: GgufHeader, config: dict[str, Any]) -> None:
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     config["rotary_pct"] = header.of_model("rope.dimension_count", head_dim) / head_dim
@@ -303,6 +323,31 @@ TABLE: dict[str, Converted] = {
         {"alibi": False},
         grouped_qkv=True,
         further=_falcon,
+    ),
+    "gemma2": Converted("gemma2", COMMON | RMS | HEAD_SIZE | WINDOW | CAPS, {}, norm_offset=True, further=_gemma2),
+    "gemma3": Converted(
+        "gemma3_text",
+        COMMON
+        | RMS
+        | HEAD_SIZE
+        | WINDOW
+        | CAPS
+        | {"rope.freq_base_swa": "rope_local_base_freq", "attention.sliding_window_pattern": "sliding_window_pattern"},
+        {},
+        norm_offset=True,
+        further=_gemma3,
+    ),
+    "bloom": Converted(
+        "bloom",
+        {
+            "embedding_length": "hidden_size",
+            "block_count": "n_layer",
+            "attention.head_count": "n_head",
+            "context_length": "seq_length",
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        },
+        {},
+        grouped_qkv=True,
     ),
     "gptneox": Converted(
         "gpt_neox",

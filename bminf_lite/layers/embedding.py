@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..backend.base import Backend
 from ..backend.values import Array, ForwardBatch
 from .loading import Weights
+from .norm import NormLayer
 
 
 class Embedding:
@@ -17,6 +20,18 @@ class Embedding:
     def __call__(self, batch: ForwardBatch) -> Array:
         """A step's tokens to the residual stream, fp32 ``[T, features]``."""
         return self.ops.embed(batch.tokens, self.table)
+
+
+@dataclass(frozen=True)
+class NormedEmbedding:
+    """Rows of a table, normalised before the first layer."""
+
+    embedding: Embedding
+    norm: NormLayer
+
+    def __call__(self, batch: ForwardBatch) -> Array:
+        """A step's tokens to the residual stream, fp32 ``[T, features]``."""
+        return self.norm(self.embedding(batch))
 
 
 class PositionEmbedding:

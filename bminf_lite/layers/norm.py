@@ -23,11 +23,14 @@ class NormLayer:
         return self.ops.norm(residual, self.norm)
 
 
-def rms_norm(ops: Backend, weights: Weights, name: str, eps: float, scale: float = 1.0) -> NormLayer:
-    """``x / sqrt(mean(x^2) + eps) * weight * scale``, with the weight ``{name}.weight`` ``[features]``."""
+def rms_norm(
+    ops: Backend, weights: Weights, name: str, eps: float, scale: float = 1.0, offset: float = 0.0
+) -> NormLayer:
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset) * scale``, with the weight ``{name}.weight`` ``[features]``."""
     weight = weights.vector(f"{name}.weight")
-    scaled = weight if scale == 1 else weight.astype(np.float32) * np.float32(scale)
-    return NormLayer(ops, Norm(ops.vector(scaled), eps))
+    if offset != 0 or scale != 1:
+        weight = (weight.astype(np.float32) + np.float32(offset)) * np.float32(scale)
+    return NormLayer(ops, Norm(ops.vector(weight), eps))
 
 
 def layer_norm(

@@ -34,15 +34,17 @@ class DecoderBuilder(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """The residual stream to logits: ``head(project(norm(r)))``, fp32 ``[T, vocab]``."""
+    """The residual stream to logits: ``head(project(norm(r)))``, fp32 ``[T, vocab]``, within the ``softcap`` if any."""
 
     norm: NormLayer | None
     project: Linear | None
     head: Linear
+    softcap: float | None = None
 
     def __call__(self, residual: Array) -> Array:
         x = self.norm(residual) if self.norm else residual
-        return self.head.fp32(self.project(x) if self.project else x)
+        logits = self.head.fp32(self.project(x) if self.project else x)
+        return logits if self.softcap is None else self.head.ops.soft_cap(logits, self.softcap)
 
 
 class Decoder:

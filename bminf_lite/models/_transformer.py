@@ -15,10 +15,10 @@ from enum import Enum
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, Rope
+from ..backend.values import Array, AttentionSpec, ForwardBatch, LayerCache, LinearBias, Rope
 from ..layers.attention import Attention
 from ..layers.cache import CacheShape
-from ..layers.embedding import Embedding
+from ..layers.embedding import Embedding, NormedEmbedding
 from ..layers.linear import Linear
 from ..layers.loading import RowTransform, TransformedWeights, Weights
 from ..layers.mlp import MLP, GatedMLP
@@ -41,6 +41,7 @@ class TensorNames:
     """
 
     embedding: str = "model.embed_tokens"
+    embedding_norm: str | None = None
     layers: str = "model.layers"
     final_norm: str = "model.norm"
     head: str = "lm_head"
@@ -86,9 +87,11 @@ class Config(ModelConfig):
 
     ``rotary`` and ``windows`` have an entry for each layer: the rotation of queries and keys and the attention window,
     or None. ``gated``: the feed-forward layer has a gate. ``parallel``: attention and feed-forward layer read the same
-    residual stream. ``norm_offset`` is added to the weights of LayerNorms. ``score_scale`` multiplies attention scores;
-    None means one over the root of the head's size. ``embedding_multiplier``, ``residual_multiplier`` and
+    residual stream. ``norm_offset`` is added to the weights of norms. ``score_scale`` multiplies attention scores; None
+    means one over the root of the head's size. ``embedding_multiplier``, ``residual_multiplier`` and
     ``logits_multiplier`` multiply the embedding, what each layer adds to the residual stream, and the logits.
+    ``attention_softcap`` and ``logits_softcap`` limit attention scores and logits. ``alibi_slopes`` has the slope of
+    each head in a model with ALiBi (see :class:`~bminf_lite.backend.values.LinearBias`), else it is empty.
     ``fused_rows`` gives the rows of a fused query, key and value matrix, as stored, in the order queries, keys, values;
     None if they are in that order.
     """
@@ -111,6 +114,9 @@ class Config(ModelConfig):
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    alibi_slopes: tuple[float, ...] = ()
     fused_rows: Callable[[Config], np.ndarray] | None = None
 
     @property
@@ -168,6 +174,8 @@ def spec(config: Config) -> Spec:
     names, hidden, inner, table = config.names, config.hidden_size, config.intermediate_size, config.vocab_size
     tensors = embedding(names.embedding, (table, hidden)) | norm_tensors(names.final_norm, config)
     tensors |= head(names.head, (table, hidden))
+    if names.embedding_norm is not None:
+        tensors |= norm_tensors(names.embedding_norm, config)
     if config.head_bias:
         tensors |= bias(names.head, table)
     folds: list[Fold] = []
@@ -255,7 +263,9 @@ def row_transforms(config: Config, layer: int) -> dict[str, RowTransform]:
 class Block:
     """``r = r + attention(norm(r))``, ``r = r + mlp(norm(r))``; see :class:`TensorNames` and :class:`Config`."""
 
-    def __init__(self, config: Config, weights: Weights, ops: Backend, layer: int, rope: Rope | None):
+    def __init__(
+        self, config: Config, weights: Weights, ops: Backend, layer: int, rope: Rope | None, alibi: LinearBias | None
+    ):
         names, block = config.names, f"{config.names.layers}.{layer}"
         self.ops = ops
         self.parallel = config.parallel
@@ -265,7 +275,9 @@ class Block:
         )
         changed = TransformedWeights(weights, row_transforms(config, layer))
         q_norm, k_norm = (
-            None if config.qk_norm is QueryKeyNorm.NONE else rms_norm(ops, changed, f"{block}.{n}", config.norm_eps)
+            None
+            if config.qk_norm is QueryKeyNorm.NONE
+            else rms_norm(ops, changed, f"{block}.{n}", config.norm_eps, offset=config.norm_offset)
             for n in (names.q_norm, names.k_norm)
         )
         of_head = config.qk_norm is QueryKeyNorm.HEAD
@@ -279,6 +291,8 @@ class Block:
             rope=rope,
             q_norm=q_norm.norm if q_norm and of_head else None,
             k_norm=k_norm.norm if k_norm and of_head else None,
+            bias=alibi,
+            softcap=config.attention_softcap,
         )
         o = Linear(ops, changed, [f"{block}.{names.attention_out}"], config.o_bias)
         qkv = [f"{block}.{name}" for name in names.qkv]
@@ -317,7 +331,7 @@ class Block:
 def make_norm(config: Config, weights: Weights, ops: Backend, name: str, scale: float = 1.0) -> NormLayer:
     """The norm ``name``, its result multiplied by ``scale``."""
     if config.norm_kind is NormKind.RMS:
-        return rms_norm(ops, weights, name, config.norm_eps, scale)
+        return rms_norm(ops, weights, name, config.norm_eps, scale, config.norm_offset)
     has_bias = config.norm_kind is NormKind.LAYER
     return layer_norm(ops, weights, name, config.norm_eps, scale, config.norm_offset, has_bias)
 
@@ -330,18 +344,23 @@ class ModelBuilder:
         self.weights = weights
         self.ops = ops
         self.ropes = {rotary: rotary.rope(ops, config.head_dim) for rotary in dict.fromkeys(config.rotary) if rotary}
+        self.alibi = LinearBias(ops.vector(np.array(config.alibi_slopes))) if config.alibi_slopes else None
 
-    def embed(self) -> Embedding:
-        name, multiplier = self.config.names.embedding, self.config.embedding_multiplier
-        if multiplier == 1:
-            return Embedding(self.ops, self.weights, name)
-        return Embedding(self.ops, TransformedWeights(self.weights, {name: RowTransform(factors=multiplier)}), name)
+    def embed(self) -> Embedding | NormedEmbedding:
+        names, multiplier, weights = self.config.names, self.config.embedding_multiplier, self.weights
+        if multiplier != 1:
+            weights = TransformedWeights(weights, {names.embedding: RowTransform(factors=multiplier)})
+        embedding = Embedding(self.ops, weights, names.embedding)
+        if names.embedding_norm is None:
+            return embedding
+        return NormedEmbedding(embedding, make_norm(self.config, self.weights, self.ops, names.embedding_norm))
 
     def block(self, layer: int) -> Block:
         rotary = self.config.rotary[layer]
-        return Block(self.config, self.weights, self.ops, layer, self.ropes[rotary] if rotary else None)
+        return Block(self.config, self.weights, self.ops, layer, self.ropes[rotary] if rotary else None, self.alibi)
 
     def output(self) -> Output:
         config, names = self.config, self.config.names
         final_norm = make_norm(config, self.weights, self.ops, names.final_norm, config.logits_multiplier)
-        return Output(final_norm, None, Linear(self.ops, self.weights, [names.head], config.head_bias))
+        lm_head = Linear(self.ops, self.weights, [names.head], config.head_bias)
+        return Output(final_norm, None, lm_head, config.logits_softcap)

@@ -1,7 +1,8 @@
 """Falcon (https://arxiv.org/abs/2311.16867): few key-value heads, in one matrix with the queries.
 
-Attention and feed-forward layer of a block read the same residual stream, in some models the same norm of it. Models
-with ALiBi instead of a rotation are refused.
+Attention and feed-forward layer of a block read the same residual stream, in some models the same norm of it. Some
+models have ALiBi instead of a rotation. transformers rounds its biases to bf16, which makes them steps beyond 256
+tokens; here only the slopes are rounded.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
+
+from ..layers.alibi import alibi_slopes
 from . import llama
 from ._config import ACTIVATIONS, MAX_LAYERS, ConfigReader, choice, flag, integer, number
 from ._rotary import parse_rotary
@@ -45,8 +49,6 @@ def parse(config: Mapping[str, Any]) -> Config:
         config = {**config, "hidden_size": config["n_embed"]}
     read = ConfigReader(config, KEYS)
     fields = read.fields
-    if read.value(flag("alibi", False)):
-        read.problem("alibi", "alibi is true; attention biases by distance (ALiBi) are not supported for Falcon")
     new, has_bias = read.value(flag("new_decoder_architecture", False)), read.value(flag("bias", False))
     norms = read.value(integer("num_ln_in_parallel_attn", 2 if new else 1, low=1, high=2, required=False)) or 1
     if config.get("num_ln_in_parallel_attn") is None:
@@ -64,8 +66,13 @@ def parse(config: Mapping[str, Any]) -> Config:
         names = replace(NAMES, attention_norm="ln_attn", mlp_norm="ln_mlp")
     elif not fields["parallel"]:
         names = replace(NAMES, mlp_norm="post_attention_layernorm")
+    slopes: tuple[float, ...] = ()
+    if has_alibi := read.value(flag("alibi", False)):
+        rounded = alibi_slopes(fields["heads"]).astype(ml_dtypes.bfloat16)
+        slopes = tuple(float(slope) * fields["head_dim"] ** -0.5 for slope in rounded)  # they are scaled like scores
     return replace(
-        llama.family_config(read, parse_rotary(read)),
+        llama.family_config(read, None if has_alibi else parse_rotary(read)),
+        alibi_slopes=slopes,
         names=names,
         qkv_bias=has_bias,
         o_bias=has_bias,

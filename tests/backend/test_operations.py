@@ -324,6 +324,13 @@ def test_add_positions(backend, seed, sequences, width):
     np.testing.assert_array_equal(y, residual + table[positions].astype(np.float32))
 
 
+@given(SEEDS, st.integers(1, 5), WIDTHS)
+def test_soft_cap(backend, seed, rows, width):
+    x = (np.random.default_rng(seed).standard_normal((rows, width)) * 50).astype(np.float32)
+    y = backend.host(backend.soft_cap(backend.array(x), 30.0))
+    assert_close(y, 30 * np.tanh(x.astype(np.float64) / 30), "soft-cap", backend.activation_dtype)
+
+
 def test_a_norm_can_be_the_residual_stream(backend):
     """Where norms come after layers, what they give is read by a layer and added to by it."""
     rng = np.random.default_rng(3)

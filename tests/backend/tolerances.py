@@ -59,6 +59,8 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
         16 * FP32, 4 * FP32, "a mean of positive squares is well conditioned; rsqrt within two units; three products"
     ),
     ("norm", np.float16): Tolerance(16 * FP32, 4 * FP32, "norms stay in fp32 whatever the activation type is"),
+    ("soft-cap", np.float32): Tolerance(0.0, 8 * FP32, "a quotient, tanh within two units, a product"),
+    ("soft-cap", np.float16): Tolerance(0.0, 8 * FP32, "logits stay in fp32 whatever the activation type is"),
     ("softmax", np.float32): Tolerance(
         4 * FP32, 32 * FP32,
         "a score's rounding is a relative error in its weight: terms are the weight times the magnitudes in its score; "

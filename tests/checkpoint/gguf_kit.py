@@ -7,11 +7,12 @@ from typing import Any
 
 import gguf
 import numpy as np
-from tiny_models import Golden, RandomWeights
+from tiny_models import OFFSET_NORMS, Golden, RandomWeights
 
 from bminf_lite import models
+from bminf_lite.models._rotary import Rotary
 
-ARCHITECTURES = {"phi": "phi2", "cohere": "command-r", "gpt_neox": "gptneox"}
+ARCHITECTURES = {"phi": "phi2", "cohere": "command-r", "gpt_neox": "gptneox", "gemma3_text": "gemma3"}
 """Names in GGUF that are not the ``model_type``."""
 PERMUTED = ("llama", "granite", "smollm3")
 
@@ -46,12 +47,14 @@ def write(
         add(writer, f"{architecture}.{key}", value)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.layers)
+    tied = golden.spec.tied
     for name, values in tensors.items():
-        if name in golden.spec.tied:
+        if name in tied:
             continue
         module, _, part = name.rpartition(".")
         converted = convert(model_type, name, values, config)
-        add_tensor(writer, f"{names.get_name(module)}.{part}", converted, kind)
+        known = names.get_name(module) or names.get_name(module.removeprefix("transformer."))
+        add_tensor(writer, f"{known}.{part}", converted, kind)
     if text is None:
         writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     else:
@@ -76,7 +79,7 @@ def common_metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     rotary = getattr(config, "rotary", None)
     if isinstance(rotary, tuple) and rotary[0]:
         found |= {"rope.dimension_count": rotary[0].size, "attention.key_length": config.head_dim}
-    elif rotary:
+    elif isinstance(rotary, Rotary):
         found["rope.dimension_count"] = rotary.size
         found["rope.freq_base"] = float(given.get("rotary_emb_base", 10000.0))
         found["use_parallel_residual"] = config.parallel
@@ -89,14 +92,14 @@ def convert(model_type: str, name: str, values: np.ndarray, config: Any) -> np.n
         return permuted(values, config.heads)
     if model_type in PERMUTED and name.rpartition(".")[0].endswith("k_proj"):
         return permuted(values, config.kv_heads)
-    if model_type == "gpt_neox" and "query_key_value" in name:
+    if model_type in ("gpt_neox", "bloom") and "query_key_value" in name:
         parts = values.reshape(config.heads, 3, config.head_dim, *values.shape[1:]).swapaxes(0, 1)
         return parts.reshape(values.shape)
     if model_type == "falcon" and "query_key_value" in name:
         grouped = values.reshape(config.kv_heads, -1, config.head_dim, *values.shape[1:])
         parts = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
         return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
-    if model_type == "nemotron" and name.endswith("norm.weight"):
+    if model_type in OFFSET_NORMS and name.endswith("norm.weight"):
         return values + 1
     if model_type == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return values.T

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import Golden, RandomWeights, case_without_golden, goldens, random_tokens
+from tiny_models import OFFSET_NORMS, Golden, RandomWeights, case_without_golden, goldens, random_tokens
 from tolerances import assert_close
 
 import bminf_lite
@@ -20,12 +20,14 @@ from bminf_lite.checkpoint.inspect import inspect
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.errors import CheckpointError
+from bminf_lite.gguf_files.architectures import config_json
+from bminf_lite.gguf_files.header import read_header
 
 gguf = pytest.importorskip("gguf", reason="GGUF needs the package gguf")
 import gguf_kit  # noqa: E402
 
 WHOLE = ("llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "stablelm", "starcoder2", "phi", "cohere", "cohere2",
-         "smollm3", "nemotron", "falcon", "gpt_neox", "gpt2")  # fmt: skip
+         "smollm3", "nemotron", "falcon", "gpt_neox", "gpt2", "gemma2", "gemma3_text", "bloom")  # fmt: skip
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"]
 FURTHER: dict[str, dict[str, Any]] = {
     "granite": {
@@ -34,8 +36,14 @@ FURTHER: dict[str, dict[str, Any]] = {
     "smollm3": {"rope.freq_base": 2000000.0},
     "cohere": {"logit_scale": 0.0625, "rope.freq_base": 500000.0},
     "cohere2": {"logit_scale": 0.0625, "attention.sliding_window": 4096},
+    "gemma2": {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "attention.sliding_window": 6},
+    "gemma3_text": {
+        "final_logit_softcapping": 2.0, "attention.sliding_window": 6, "attention.sliding_window_pattern": 3,
+        "rope.freq_base": 1000000.0,
+    },
 }  # fmt: skip
-CASE = {"granite": "multipliers", "qwen2": "tied head", "falcon": "grouped, two norms"}
+CASE = {"granite": "multipliers", "qwen2": "tied head", "falcon": "grouped, two norms",
+        "gemma3_text": "pattern of three, soft-cap"}  # fmt: skip
 
 
 def golden_of(family: str) -> Golden:
@@ -62,7 +70,7 @@ def test_tensors_and_logits_are_those_of_the_folder(family: str, tmp_path: Path)
         assert model.checkpoint.tensors.keys() == expected.keys()
         for name, values in expected.items():
             error = np.abs(model.checkpoint.read(name) - values).max()
-            assert error <= (6e-8 if family == "nemotron" and name.endswith("norm.weight") else 0), name
+            assert error <= (6e-8 if family in OFFSET_NORMS and name.endswith("norm.weight") else 0), name
     with bminf_lite.load(path, device="cpu") as loaded:
         assert_close(loaded.logits(golden.tokens), golden.logits, "logits", np.float32, np.abs(golden.logits).max())
 
@@ -246,6 +254,13 @@ def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) ->
     writer.close()
     with pytest.raises(CheckpointError, match=r"'mamba' is not one of .*llama"):
         open_model(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(("kind", "large"), [("gemma2", 46), ("gemma3_text", 62)])
+def test_the_largest_gemmas_scale_queries_by_another_size(kind: str, large: int, tmp_path: Path) -> None:
+    for layers, size in ((large - 1, 32), (large, 16)):
+        path = gguf_kit.write(tmp_path / f"{layers}.gguf", wide(kind, head_dim=32, hidden_size=64), block_count=layers)
+        assert config_json(read_header(path))["query_pre_attn_scalar"] == size
 
 
 def test_olmo_3_is_not_mistaken_for_olmo_2(tmp_path: Path) -> None:

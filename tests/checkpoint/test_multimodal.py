@@ -38,7 +38,7 @@ def rename(name: str, prefix: str) -> str:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
-@pytest.mark.parametrize("family", ["mistral", "ministral3", "llama"])
+@pytest.mark.parametrize("family", ["mistral", "ministral3", "llama", "gemma3_text"])
 def test_the_text_model_runs_and_migrates(family: str, prefix: str, tmp_path: Path) -> None:
     golden = next(goldens(family))
     source = write(tmp_path / "source", golden, prefix)
@@ -65,8 +65,8 @@ def test_an_unknown_part_is_an_unexpected_tensor(tmp_path: Path) -> None:
 
 
 def test_a_text_model_that_is_not_known_is_refused_by_the_outer_name() -> None:
-    config = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
-    with pytest.raises(CheckpointError, match="'gemma3' is not supported"):
+    config = {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}
+    with pytest.raises(CheckpointError, match="'gemma3n' is not supported"):
         models.find(models.text_config(config))
 
 

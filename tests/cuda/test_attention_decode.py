@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bminf_lite.backend.values import AttentionSpec, LayerCache, Norm, RelativeBias, Rope
+from bminf_lite.backend.attention import biases
+from bminf_lite.backend.values import AttentionSpec, LayerCache, LinearBias, Norm, RelativeBias, Rope
+from bminf_lite.cuda.kernels.arrays import address
 from bminf_lite.cuda.kernels.attention.decode import AttentionDecode, decode_config, record_size
-from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, MAX_HEAD_DIM
+from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, MAX_HEAD_DIM, scores_of
+from bminf_lite.cuda.kernels.attention.prefill import COUNTERS, PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
-from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, SEGMENT, AttentionMask, DecodeMask, attention_tile
+from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, SEGMENT, AttentionMask, DecodeMask, ScoreKind, attention_tile
 from bminf_lite.cuda.kernels.launcher import Launcher, StepContext
 from bminf_lite.cuda.kernels.rowwise.rows import array_source
 from bminf_lite.cuda.runtime.driver import Device
@@ -60,7 +63,7 @@ class Shape:
     head_dim: int = 128
     int8: bool = False
     window: int | None = None
-    biased: bool = False
+    scores: ScoreKind = ScoreKind.PLAIN
     rotated: bool = False
     cross: bool = False
 
@@ -112,9 +115,11 @@ class Problem:
         spec = AttentionSpec(
             heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, scale=shape.head_dim**-0.5,
             window=shape.window,
-            bias=RelativeBias(cp.asarray(rng.standard_normal((shape.heads, 81)), cp.float32), 40)
-            if shape.biased
-            else None,
+            bias={
+                ScoreKind.BIASED: RelativeBias(cp.asarray(rng.standard_normal((shape.heads, 81)), cp.float32), 40),
+                ScoreKind.ALIBI: LinearBias(cp.asarray(0.3 ** np.arange(1, shape.heads + 1), cp.float32)),
+            }.get(shape.scores),
+            softcap=1.5 if shape.scores is ScoreKind.CAPPED else None,
             rope=Rope(cp.asarray(frequencies, cp.float32)) if shape.rotated else None,
             q_norm=Norm(cp.asarray(weight[0]), 1e-6) if shape.rotated else None,
             k_norm=Norm(cp.asarray(weight[1]), 1e-6) if shape.rotated else None,
@@ -159,7 +164,7 @@ class Problem:
             StepContext(in_step=False), self.qkv, spec, self.cache, context_lens, cp.asarray(self.tables), scratch,
             arrival_counts, out, longest, context_lens if self.shape.cross else None,
         )  # fmt: skip
-        assert not arrival_counts.any()
+        assert not arrival_counts.get().any()
         return out.get().view(np.uint16)  # type: ignore[no-any-return]
 
     def expected(self) -> np.ndarray:
@@ -183,8 +188,11 @@ class Problem:
             heads = q.reshape(shape.kv_heads, group, shape.head_dim)
             scores = np.einsum("kgd,kld->kgl", heads, keys.astype(np.float64)) * self.spec.scale
             if self.spec.bias is not None:
-                distances = np.clip(np.arange(length) - (length - 1), -40, 0) + 40
-                scores += self.spec.bias.values.get().reshape(shape.kv_heads, group, -1)[:, :, distances]
+                values = {name: x.get() if hasattr(x, "get") else x for name, x in vars(self.spec.bias).items()}
+                bias = biases(type(self.spec.bias)(**values), np.arange(length)[None] - (length - 1))
+                scores += bias.reshape(shape.kv_heads, group, -1)
+            if self.spec.softcap is not None:
+                scores = self.spec.softcap * np.tanh(scores / self.spec.softcap)
             if shape.window is not None:
                 scores[:, :, : max(0, length - shape.window)] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e30))
@@ -204,7 +212,11 @@ SHAPES = (
     Shape(heads=24, kv_heads=2),
     Shape(kv_heads=4, head_dim=256),
     Shape(kv_heads=4, head_dim=256, int8=True),
-    Shape(kv_heads=8, head_dim=64, biased=True),
+    Shape(kv_heads=8, head_dim=64, scores=ScoreKind.BIASED),
+    Shape(kv_heads=4, head_dim=256, window=1000, scores=ScoreKind.CAPPED),
+    Shape(scores=ScoreKind.CAPPED, int8=True),
+    Shape(kv_heads=8, scores=ScoreKind.ALIBI),
+    Shape(heads=12, kv_heads=1, head_dim=80, scores=ScoreKind.ALIBI, int8=True),
     Shape(kv_heads=8, head_dim=64, cross=True),
 )
 
@@ -228,6 +240,35 @@ def test_bits_depend_on_the_sequence_alone(device: Device, shape: Shape) -> None
     assert (problem.of(some).copied().run(device) == bits[some]).all()
     for b in range(0, len(bits), 5):
         assert (problem.of(slice(b, b + 1)).copied().run(device) == bits[b]).all(), problem.context_lens[b]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.cross], ids=str)
+def test_bits_are_those_of_the_kernels_for_many_tokens(device: Device, shape: Shape) -> None:
+    import cupy as cp
+
+    problem = Problem.random(shape, CONTEXT_LENS, seed=5)
+    expected = problem.run(device)  # which also writes the new tokens into the cache
+    spec, cache, count = problem.spec, problem.cache, len(problem.context_lens)
+    pitch, longest = cache.keys.shape[-1], problem.tables.shape[1] * BLOCK_SIZE
+    q = cp.zeros((count, spec.heads, pitch), cp.float16)
+    q[..., : spec.head_dim] = problem.qkv[:, : spec.heads * spec.head_dim].reshape(count, spec.heads, spec.head_dim)
+    out = cp.zeros((count, -(-spec.heads * spec.head_dim // 8) * 8), cp.float16)
+    prefill, scores = PrefillAttention(device), scores_of(spec)
+    sizes: dict[str, Any] = {"heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim}
+    sizes |= {"tokens": count, "batch_size": count, "max_context_len": longest}
+    scratch = cp.zeros(prefill.scratch_bytes(**sizes, scores=scores.kind, int8=shape.int8), cp.uint8)
+    cu_seqlens, context_lens = cp.arange(count + 1, dtype=cp.int32), cp.asarray(problem.context_lens)
+    counters, tables = cp.zeros(COUNTERS, cp.int32), cp.asarray(problem.tables)
+    prefill.launch(
+        q.data.ptr, spec.heads * pitch, cache.keys.data.ptr, cache.values.data.ptr, out.data.ptr, out.shape[1],
+        cu_seqlens.data.ptr, context_lens.data.ptr, tables.data.ptr,
+        **sizes, table_pitch=tables.shape[1], num_blocks=len(cache.keys), scores=scores, window=spec.window,
+        counters=counters.data.ptr, scratch=scratch.data.ptr, scratch_bytes=scratch.nbytes,
+        key_scales=address(cache.key_scales), value_scales=address(cache.value_scales),
+    )  # fmt: skip
+    found = cp.asnumpy(out)[:, : spec.heads * spec.head_dim].view(np.uint16)
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from bminf_lite.backend.base import Backend
 from bminf_lite.backend.functions import rotate
 from bminf_lite.backend.quantization import Int8Weight, OutlierColumns, quantize_weight
 from bminf_lite.errors import CheckpointError
+from bminf_lite.layers.alibi import alibi_slopes
 from bminf_lite.layers.linear import Linear
 from bminf_lite.layers.loading import RowTransform, TransformedWeights
 from bminf_lite.models._rotary import Rotary
@@ -80,3 +81,17 @@ def test_matrices_quantized_differently_do_not_stack():
     weights = SimpleNamespace(weight={"a.weight": matrix, "b.weight": quantize_weight(matrix)}.get)
     with pytest.raises(CheckpointError, match=r"a, b: .*quantized alike"):
         Linear(Backend(), weights, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("heads", "exponents"),
+    [
+        (1, [8]),
+        (2, [4, 8]),
+        (6, [2, 4, 6, 8, 1, 3]),
+        (8, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (12, [*range(1, 9), 0.5, 1.5, 2.5, 3.5]),
+    ],
+)
+def test_alibi_slopes_are_those_of_the_paper(heads, exponents):
+    np.testing.assert_allclose(alibi_slopes(heads), np.exp2(-np.array(exponents)), rtol=1e-7)

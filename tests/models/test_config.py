@@ -109,6 +109,15 @@ WINDOW = {"use_sliding_window": True}
         ("t5", {"relative_attention_num_buckets": 6}, "(6) is not a multiple of 4"),
         ("mt5", {"relative_attention_max_distance": 16}, "(16) is not larger than half of"),
         ("umt5", {"decoder_start_token_id": 250112}, "decoder_start_token_id is 250112"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0, not a number from 0.001"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1, not a number from 1e-06"),
+        ("gemma2", {"use_bidirectional_attention": True}, "only causal models are run"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; Gemma 3 has none"),
+        ("gemma3_text", {"rope_scaling": 8.0}, "rope_scaling is 8.0, not a mapping"),
+        ("gemma3_text", {"rope_parameters": {FULL: [1]}}, "rope_parameters is [1], not a mapping"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "a residual stream of norms is not supported"),
+        ("bloom", {"n_head": 5}, "hidden_size (64) is not a multiple of n_head (5)"),
+        ("falcon", {"alibi": "yes"}, "alibi is 'yes', not true or false"),
         ("cpm1", {"n_embd": 2560}, "n_embd is not a key of this model_type"),
         ("cpm2", {"d_fff": 10240}, "d_fff is not a key of this model_type; the nearest is d_ff"),
         ("cpm2", {"attn_scale": True}, "attn_scale is not a key of this model_type"),
@@ -172,6 +181,25 @@ def test_what_every_checkpoint_may_say_is_no_unknown_key():
 )
 def test_windows_of_qwen(family, changes, windows):
     assert parse(family, **changes).windows == windows
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("changes", "multiplier"),
+    [({}, 2304**0.5), ({"dtype": "float32"}, 2304**0.5), ({"dtype": "bfloat16", "hidden_size": 3584}, 59.75)],
+)
+def test_the_factor_of_gemma_s_embedding_has_the_model_s_type(model_type, changes, multiplier):
+    assert parse(model_type, **changes).embedding_multiplier == multiplier
+    old = {"torch_dtype" if key == "dtype" else key: value for key, value in changes.items()}
+    assert parse(model_type, **old).embedding_multiplier == multiplier
+
+
+def test_windows_and_rotary_bases_of_gemma():
+    assert parse("gemma2", num_hidden_layers=4).windows == (4096, None, 4096, None)
+    parsed = parse("gemma3_text", num_hidden_layers=7, sliding_window=8)
+    assert parsed.windows == (8, 8, 8, 8, 8, None, 8)
+    found = [rotary.frequencies[1] for rotary in parsed.rotary[4:6]]
+    assert found == pytest.approx([10000.0 ** (-1 / 128), 1000000.0 ** (-1 / 128)])
 
 
 @pytest.mark.parametrize(

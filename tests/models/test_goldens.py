@@ -36,6 +36,8 @@ NAMES = (
     "tied",
     "untied, gated",
     "few buckets",
+    "soft-caps",
+    "four heads",
 )
 
 

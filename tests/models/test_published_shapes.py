@@ -42,6 +42,10 @@ PARAMETERS = {
     "exaone-4.0-32b": 32.00e9,
     "gpt-j-6b": 6.051e9,
     "falcon-7b": 6.922e9,
+    "falcon-rw-1b": 1.3116e9,
+    "gemma-2-9b": 9.2417e9,
+    "gemma-3-27b": 27.009e9,
+    "bloom-7b1": 7.0690e9,
     "starcoder2-15b": 15.96e9,
     "starcoder": 15.52e9,
 }

@@ -31,6 +31,7 @@ ENCODER_DECODERS = ("t5", "mt5", "umt5")
 DECODERS = (
     "phi3", "olmo2", "olmo3", "granite", "smollm3", "ministral3", "seed_oss", "stablelm", "cohere", "cohere2", "glm",
     "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode", "nemotron", "helium",
+    "gemma2", "gemma3_text", "bloom",
 )  # fmt: skip
 """The families that share ``models/_transformer.py`` with LLaMA's, and GPT-2's relative."""
 EVERY = (*FAMILIES, *GPTS, *ENCODER_DECODERS, *DECODERS)
@@ -39,7 +40,7 @@ EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "shar
               "position_embeddings", "relative_attention_bias")  # fmt: skip
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """GPT-2's matrices, which are stored ``[in, out]``."""
-OFFSET_NORMS = ("nemotron",)
+OFFSET_NORMS = ("nemotron", "gemma2", "gemma3_text")
 """Families whose norms add 1 to their weights."""
 UNSCALED = ("Attention.q.weight", "Attention.k.weight", "project_q.weight")
 """T5's, whose scores nothing divides."""

@@ -19,6 +19,9 @@ def reopened(folder: Path) -> Any:
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    scale = getattr(model.get_input_embeddings(), "embed_scale", None)
+    if scale is not None:  # transformers rounds it to the type that it computes in, else that of the folder
+        scale.copy_(scale.to(transformers.AutoConfig.from_pretrained(folder).dtype))
     return model.eval()
 
 

@@ -158,7 +158,28 @@ def falcon(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     own |= {"num_kv_heads": config["num_key_value_heads"] if new else None}
     own |= {"new_decoder_architecture": new, "num_ln_in_parallel_attn": draw.one_of(1, 2) if new else None}
     own |= {"multi_query": draw.flag(), "parallel_attn": new or draw.flag(), "bias": draw.flag()}
+    own |= {"alibi": draw.flag()}
     return own | {"activation": draw.one_of("gelu", "relu"), "ffn_hidden_size": draw.one_of(None, 40)}
+
+
+def gemma2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    own = {"head_dim": 2 * draw.up_to(20), "hidden_activation": draw.one_of("gelu_pytorch_tanh", "silu")}
+    own |= {"attn_logit_softcapping": draw.one_of(0.7, 4.0, 50.0), "final_logit_softcapping": draw.one_of(1.5, 30.0)}
+    own |= {"query_pre_attn_scalar": draw.one_of(3, 24), "attention_bias": draw.flag(), "pad_token_id": 0}
+    own |= {"layer_types": draw.one_of(None, draw.layer_types(config["num_hidden_layers"]))}
+    return own | {"sliding_window": draw.up_to(41), "rms_norm_eps": draw.one_of(1e-6, 1e-3)}
+
+
+def gemma3_text(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    rope = {FULL: draw.one_of(*ropes[:2]), SLIDING: config["rope_parameters"]}
+    own = gemma2(draw, config, ropes) | {"rope_parameters": draw.one_of(None, rope), "attn_logit_softcapping": None}
+    return own | {"layer_types": draw.layer_types(config["num_hidden_layers"])}
+
+
+def bloom(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    absent = ("num_key_value_heads", "intermediate_size", "max_position_embeddings", "rope_parameters")
+    own = {"n_layer": config["num_hidden_layers"], "n_head": config["num_attention_heads"]}
+    return dict.fromkeys((*absent, "num_hidden_layers", "num_attention_heads")) | own
 
 
 def starcoder2(draw: Draw, config: Config, ropes: list[Config]) -> Config:
@@ -186,5 +207,6 @@ OWN = {
     "seed_oss": seed_oss, "stablelm": stablelm, "cohere": cohere, "cohere2": cohere2, "glm": glm, "glm4": glm,
     "exaone4": exaone4, "phi": phi, "gptj": gptj, "codegen": codegen, "falcon": falcon, "starcoder2": starcoder2,
     "gpt_bigcode": gpt_bigcode, "nemotron": nemotron, "helium": helium,
+    "gemma2": gemma2, "gemma3_text": gemma3_text, "bloom": bloom,
 }  # fmt: skip
 """What each family adds to the common keys."""

@@ -26,18 +26,21 @@ from tolerances import assert_close
 import bminf_lite
 from bminf_lite import models
 from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.layers.alibi import alibi_slopes
 from bminf_lite.layers.relative_bias import relative_position_bucket
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers")
 import make_goldens  # noqa: E402  (needs torch)
+from transformers.models.bloom.modeling_bloom import _get_alibi_slopes  # noqa: E402
 from transformers.models.t5.modeling_t5 import T5Attention  # noqa: E402
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 CASES = {family: list(goldens(family)) for family in EVERY}
 SAVED = ("plain", "untied", "norm after, projections", "parallel", "tied", "untied, gated", "gated", "few buckets",
-         "multi-head, tied", "multipliers", "layer types", "longrope", "half of heads", "multi-query")  # fmt: skip
+         "multi-head, tied", "multipliers", "layer types", "longrope", "half of heads", "multi-query", "soft-caps",
+         "four heads", "alibi, multi-head, sequential, biases")  # fmt: skip
 
 
 def cases(*families: str, every: int = 1) -> list[Golden]:
@@ -185,8 +188,8 @@ def test_absent_keys_mean_the_defaults_of_the_class(family: str) -> None:
         "vocab_size": "vocab_size", "hidden_size": "hidden_size", "layers": "num_hidden_layers",
         "heads": "num_attention_heads", "context_length": "max_position_embeddings", "tied_head": "tie_word_embeddings",
     }  # fmt: skip
-    if family == "ministral3":
-        del names["context_length"]  # it ends where the queries would grow
+    if family in ("ministral3", "bloom"):
+        del names["context_length"]  # Ministral 3's ends where the queries would grow; BLOOM's class has none
     if family in FAMILIES:
         names |= {
             "intermediate_size": "intermediate_size",
@@ -251,6 +254,11 @@ def test_every_distance_has_the_bucket_of_transformers(buckets: int, longest: in
     for given in (distances, clipped):
         found = relative_position_bucket(given, bidirectional, buckets, longest)
         np.testing.assert_array_equal(found, expected.numpy())
+
+
+@pytest.mark.parametrize("heads", [1, 5, 16, 32, 71, 112])
+def test_alibi_slopes_are_those_of_transformers(heads: int) -> None:
+    np.testing.assert_allclose(alibi_slopes(heads), _get_alibi_slopes(heads, torch.device("cpu")).numpy(), rtol=2e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))

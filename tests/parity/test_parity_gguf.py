@@ -25,14 +25,22 @@ def golden_of(model_type: str) -> Golden:
     config = make_goldens.BASE | {"model_type": model_type, "hidden_size": 64, "rms_norm_eps": 1e-5}
     if model_type == "qwen3":
         config["head_dim"] = 128  # transformers takes its own default
+    if model_type.startswith("gemma"):
+        config |= {"head_dim": 256, "rms_norm_eps": 1e-6}  # the queries' scale is not in a file
     return Golden("gguf", config, 6, "", random_tokens(6, 33, 97), case_without_golden("cpm1").logits)
 
 
+FURTHER = {
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "attention.sliding_window": 8},
+    "gemma3_text": {"attention.sliding_window": 8, "rope.freq_base": 1000000.0},
+}
+
+
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text"])
 def test_transformers_makes_the_same_of_a_file(model_type: str, kind: str, tmp_path: Path) -> None:
     golden = golden_of(model_type)
-    path = gguf_kit.write(tmp_path / "model.gguf", golden, kind, vocab_size=97)
+    path = gguf_kit.write(tmp_path / "model.gguf", golden, kind, vocab_size=97, **FURTHER.get(model_type, {}))
     hf = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -43,4 +51,4 @@ def test_transformers_makes_the_same_of_a_file(model_type: str, kind: str, tmp_p
     with bminf_lite.load(tmp_path / "out", device="cpu") as model:
         ours = model.logits(golden.tokens)
     theirs = make_goldens.logits_of(reopened(tmp_path / "out"), golden.tokens)
-    assert relative_error(ours, theirs) < 1e-4
+    assert relative_error(ours, theirs) < (0.01 if golden.spec.tied else 1e-4)  # a tied head is float there

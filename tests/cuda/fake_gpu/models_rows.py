@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from bminf_lite.backend.functions import ACTIVATIONS, normalise
+from bminf_lite.backend.functions import ACTIVATIONS, normalise, soft_capped
 from bminf_lite.backend.functions import softmax as softmax_of
 from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.random_matrix import RandomMatrix
@@ -305,6 +305,14 @@ def activate_rows(call: Call) -> None:
     else:
         x = call.rows("data", rows, call.pitch, n, F16, align=0).astype(F32)
     call.rows("out", rows, call.out_pitch, n, F16, align=0)[...] = FUNCTIONS[call.number("F")](x)
+
+
+@model
+def soft_cap(call: Call) -> None:
+    rows, n = call.arguments["rows"], call.n
+    call.require(call.threads >= rows * n, "blocks are missing")
+    x = call.rows("x", rows, call.pitch, n, F32, align=0)
+    x[...] = soft_capped(x, call.cap)
 
 
 @model

@@ -1,5 +1,5 @@
-// Two elementwise kernels of the GPT architectures: the activation of a feed-forward layer without a gate, and learned
-// position embeddings.
+// Elementwise kernels of some architectures: the activation of a feed-forward layer without a gate, learned position
+// embeddings, and the soft-cap of logits.
 #include "common/values.cuh"
 
 using namespace bminf;
@@ -18,6 +18,17 @@ __global__ void __launch_bounds__(256) activate_rows(
     if (row >= rows) return;
     const float x = source.at<FROM_INT32, static_cast<Order>(IN)>(row, column);
     out[row * out_pitch + column] = __float2half_rn(activate<F>(x));
+}
+
+// x = cap * tanh(x / cap) for rows of n columns of fp32. A thread computes one element.
+__global__ void __launch_bounds__(256) soft_cap(float* x, long long pitch, int rows, int n, float cap) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int row = static_cast<int>(index / n), column = static_cast<int>(index % n);
+    if (row >= rows) return;
+    float& value = x[row * pitch + column];
+    value = __fmul_rn(cap, tanhf(__fdiv_rn(value, cap)));
 }
 
 // residual[token] += table[position of the token]; table: fp16 [positions, pitch]; residual: fp32 [T, residual_pitch].

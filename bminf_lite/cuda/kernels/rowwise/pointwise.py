@@ -1,4 +1,4 @@
-"""Kernels over rows that some architectures need: activations, learned positions, outlier columns, random matrices.
+"""Kernels over rows that some architectures need: activations, positions, soft-caps, outlier columns, random matrices.
 
 These are the launchers of ``pointwise.cu``, ``outliers.cu`` and ``random.cu``.
 """
@@ -33,6 +33,7 @@ class PointwiseKernels:
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         yield KernelFamily(cls.source, "activate_rows", (BOOLEANS, orders_for(capability), numbers(Activation)))
         yield KernelFamily(cls.source, "add_positions")
+        yield KernelFamily(cls.source, "soft_cap")
         yield from (
             KernelFamily(cls.outliers_source, n, (("__half", "float"),)) for n in ("split_columns", "add_columns")
         )
@@ -57,6 +58,14 @@ class PointwiseKernels:
             (address(batch.cu_seqlens), address(batch.context_lens), batch.batch_size, table.data.ptr, pitch_of(table),
              residual.data.ptr, pitch_of(residual), residual.shape[1]),
             bytes_moved=2 * nbytes_of(residual),
+        )  # fmt: skip
+
+    def soft_cap(self, step: StepContext, x: cp.ndarray, cap: float) -> None:
+        """``cap * tanh(x / cap)`` in place, fp32 ``[rows, n]``."""
+        rows, n = x.shape
+        self._launcher.launch(
+            step, self.source, "soft_cap", ceil_div(rows * n, 256), 256, (x.data.ptr, pitch_of(x), rows, n, cap),
+            bytes_moved=2 * nbytes_of(x),
         )  # fmt: skip
 
     def split_columns(
