@@ -21,7 +21,7 @@ MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10
 """KiB of shared memory a block, from the CUDA programming guide's table of compute capabilities."""
 STATIC = 10 << 10
 """More than the kernel's static shared memory."""
-SMALL_STATIC = 6 << 10
+SMALL_STATIC = 7 << 10
 """The same for heads of up to 128 elements."""
 CONTEXT_LENS = sorted(
     {max(0, edge + d) for edge in (0, 16, 64, 128, 256, 512, 1024, 1152, 2048, 3072, 4999) for d in (-2, -1, 0, 1)}

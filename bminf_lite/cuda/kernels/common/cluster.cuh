@@ -90,6 +90,18 @@ __device__ __forceinline__ void st_async(unsigned remote, const int (&x)[4], uns
         "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier)
         : "memory");
 }
+
+__device__ __forceinline__ void st_async(unsigned remote, const float (&x)[4], unsigned barrier) {
+    const int bits[4] = {__float_as_int(x[0]), __float_as_int(x[1]), __float_as_int(x[2]), __float_as_int(x[3])};
+    st_async(remote, bits, barrier);
+}
+
+// The same of 8 bytes.
+__device__ __forceinline__ void st_async(unsigned remote, float x, float y, unsigned barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(remote),
+                 "f"(x), "f"(y), "r"(barrier)
+                 : "memory");
+}
 #endif
 
 // Reads block `rank`'s counterpart of the shared variable `own`.
