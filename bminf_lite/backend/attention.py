@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .values import BLOCK_SIZE, SEGMENT, LayerCache, RelativeBias
+from .functions import soft_capped
+from .values import BLOCK_SIZE, SEGMENT, LayerCache, LinearBias, RelativeBias
 
 TILE = 128
 """Keys of a tile. Kernels for large heads have shorter tiles."""
@@ -60,8 +61,9 @@ def attend(
     scale: float,
     context_len: int = 0,
     window: int | None = None,
-    bias: RelativeBias | None = None,
+    bias: RelativeBias | LinearBias | None = None,
     causal: bool = True,
+    softcap: float | None = None,
     tile: int = TILE,
     segment: int = SEGMENT,
     weight_dtype: np.typing.DTypeLike = np.float32,
@@ -70,8 +72,10 @@ def attend(
 
     ``q`` is ``[n, heads, head_dim]`` at positions ``context_len..context_len+n``; ``keys`` and ``values`` are
     ``[kv_heads, total, head_dim]``. A query sees all of them, or with ``causal`` those up to its own position and
-    within the window. ``segment`` is a multiple of ``tile``. Returns fp32 ``[n, heads, head_dim]``.
+    within the window. ``bias`` and ``softcap``: see :class:`.values.AttentionSpec`. ``segment`` is a multiple of
+    ``tile``. Returns fp32 ``[n, heads, head_dim]``.
     """
+    assert causal or (softcap is None and not isinstance(bias, LinearBias))
     n, heads, head_dim = q.shape
     kv_heads, total, _ = keys.shape
     group = heads // kv_heads
@@ -82,11 +86,13 @@ def attend(
     def scores_of(first: int, last: int) -> np.ndarray:
         """Scores to the base 2 of a range of keys, ``[kv_heads, rows, keys]``; -inf where a query does not see one."""
         found: np.ndarray = rows @ keys[:, first:last].astype(np.float32).swapaxes(1, 2)
-        found = found * np.float32(np.float32(scale) * LOG2_E)
+        if softcap is None:
+            found = found * np.float32(np.float32(scale) * LOG2_E)
+        else:
+            found = soft_capped(found * np.float32(scale), softcap) * LOG2_E
         key = np.arange(first, last)
         if bias is not None:
-            distance = np.clip(key - query, -bias.max_distance, bias.max_distance)
-            found = found + bias.values[:, distance + bias.max_distance].reshape(found.shape) * LOG2_E
+            found = found + biases(bias, key - query).reshape(found.shape) * LOG2_E
         if causal:
             seen = key <= query if window is None else (key <= query) & (key > query - window)
             found = np.where(np.tile(seen, (group, 1)), found, -np.inf)
@@ -103,6 +109,14 @@ def attend(
     return out.reshape(kv_heads, group, n, head_dim).transpose(2, 0, 1, 3).reshape(n, heads, head_dim)
 
 
+def biases(bias: RelativeBias | LinearBias, distance: np.ndarray) -> np.ndarray:
+    """The bias of each head for distances ``key - query`` ``[n, keys]``: fp32 ``[heads, n, keys]``."""
+    if isinstance(bias, LinearBias):
+        return np.asarray(bias.slopes)[:, None, None] * distance.astype(np.float32)
+    clipped = np.clip(distance, -bias.max_distance, bias.max_distance)
+    return np.asarray(bias.values)[:, clipped + bias.max_distance]
+
+
 def segment_result(
     scores: np.ndarray, values: np.ndarray, tile: int, weight_dtype: np.typing.DTypeLike
 ) -> PartialResult:
@@ -117,7 +131,8 @@ def segment_result(
         factor = rescale_factor(top, new_top)
         weights = np.exp2(part - np.where(np.isneginf(new_top), np.float32(0), new_top)[..., None])
         padded = np.pad(weights, ((0, 0), (0, 0), (0, -weights.shape[-1] % LANES)))
-        lanes = lanes * factor[..., None] + padded.reshape(kv_heads, rows, -1, LANES).sum(axis=2)
+        parts = padded.reshape(kv_heads, rows, padded.shape[-1] // LANES, LANES)
+        lanes = lanes * factor[..., None] + parts.sum(axis=2)
         rounded = weights.astype(weight_dtype).astype(np.float32)
         out = out * factor[..., None] + rounded @ values[:, first : first + tile].astype(np.float32)
         top = new_top

@@ -22,7 +22,7 @@ import numpy as np
 from .attention import attend, cached
 from .blas_threads import blas_threads
 from .calibration import CalibrationOps
-from .functions import ACTIVATIONS, normalise, rotate, silently, softmax, stored
+from .functions import ACTIVATIONS, normalise, rotate, silently, soft_capped, softmax, stored
 from .quantization import (
     HostWeight,
     OutlierColumns,
@@ -296,6 +296,10 @@ class Backend:
         """Columns side by side in the activation type: ``[T, n]`` each -> ``[T, sum(n)]``."""
         return np.concatenate([self._round(part) for part in parts], axis=1)
 
+    def soft_cap(self, x: Array, cap: float) -> Array:
+        """``cap * tanh(x / cap)`` of fp32 ``[T, features]``, which may be overwritten with the result."""
+        return soft_capped(x, cap)
+
     @silently
     def softmax(self, x: Array, scale: float = 1.0, bias: Array = None, mask: Array = None, out: Array = None) -> Array:
         """Softmax of ``scale * x + bias`` over each row, in fp32: ``[T, features]`` fp32 or fp16 -> the same.
@@ -435,8 +439,9 @@ class Backend:
     ) -> np.ndarray:
         """:func:`.attention.attend` with weights in the activation type."""
         return attend(
-            q, keys, values, spec.scale, context_len, window, spec.bias, causal, weight_dtype=self.activation_dtype
-        )
+            q, keys, values, spec.scale, context_len, window, spec.bias, causal, spec.softcap,
+            weight_dtype=self.activation_dtype,
+        )  # fmt: skip
 
     @silently
     def _matmul(self, x: Array, weight: Weight) -> Array:

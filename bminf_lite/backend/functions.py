@@ -60,6 +60,13 @@ def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope | None) -> np.ndarra
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+@silently
+def soft_capped(x: np.ndarray, cap: float) -> np.ndarray:
+    """``cap * tanh(x / cap)`` in fp32: nearly ``x`` where that is small, and always within the cap."""
+    y: np.ndarray = np.tanh(x * np.float32(1 / cap)) * np.float32(cap)
+    return y
+
+
 def stored(result: np.ndarray, out: np.ndarray | None) -> np.ndarray:
     """``result``, copied into ``out`` if given."""
     if out is None:

@@ -153,12 +153,24 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
+class LinearBias:
+    """ALiBi (https://arxiv.org/abs/2108.12409): the bias ``slope * (key - query)`` that attention adds to a score.
+
+    ``slopes`` is fp32 ``[heads]``.
+    """
+
+    slopes: Array
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Attention with grouped key-value heads (https://arxiv.org/abs/2305.13245).
 
     Query head ``h`` reads key-value head ``h // (heads // kv_heads)``. ``scale`` multiplies the scores, to which
-    ``bias`` is then added. In causal self-attention a query at position ``p`` sees keys ``p - window < j <= p`` (all
-    ``j <= p`` without a window). ``q_norm`` and ``k_norm`` normalise each head before the rotation.
+    ``bias`` is then added. ``softcap``, which excludes a bias, limits a score ``s`` to ``softcap * tanh(s / softcap)``.
+    In causal self-attention a query at position ``p`` sees keys ``p - window < j <= p`` (all ``j <= p`` without a
+    window). ``q_norm`` and ``k_norm`` normalise each head before the rotation. A ``softcap`` and a ``LinearBias`` are
+    for causal self-attention only.
     """
 
     heads: int
@@ -169,7 +181,11 @@ class AttentionSpec:
     rope: Rope | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    bias: RelativeBias | None = None
+    bias: RelativeBias | LinearBias | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        assert self.bias is None or self.softcap is None
 
     @property
     def qkv_features(self) -> int:

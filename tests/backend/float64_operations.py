@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bminf_lite.backend.values import AttentionSpec, Norm
+from bminf_lite.backend.values import AttentionSpec, LinearBias, Norm
 
 
 def rounded(x: np.ndarray, activation: np.dtype | type) -> np.ndarray:
@@ -113,9 +113,13 @@ def attended(
     for h in range(spec.heads):
         group = h // (spec.heads // spec.kv_heads)
         scores = q[:, h] @ k[:, group].T * spec.scale
-        if spec.bias is not None:
+        distances = np.arange(len(k)) - position - np.arange(len(q))[:, None]
+        if spec.softcap is not None:
+            scores = spec.softcap * np.tanh(scores / spec.softcap)
+        if isinstance(spec.bias, LinearBias):
+            scores = scores + float(spec.bias.slopes[h]) * distances
+        elif spec.bias is not None:
             most = spec.bias.max_distance
-            distances = np.arange(len(k)) - position - np.arange(len(q))[:, None]
             scores = scores + np.asarray(spec.bias.values, np.float64)[h, np.clip(distances, -most, most) + most]
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)

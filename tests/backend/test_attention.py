@@ -16,7 +16,7 @@ from tolerances import assert_close
 
 from bminf_lite.backend.attention import cached
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import BLOCK_SIZE, AttentionSpec, LayerCache, RelativeBias, Rope
+from bminf_lite.backend.values import BLOCK_SIZE, AttentionSpec, LayerCache, LinearBias, RelativeBias, Rope
 
 SPECS = {
     "multi-head": AttentionSpec(4, 4, 8, 0.35),
@@ -29,6 +29,10 @@ SPECS = {
     "unscaled": AttentionSpec(2, 2, 10, 1.0),
     "relative bias": AttentionSpec(4, 2, 8, 0.35, bias=RelativeBias(None, 7)),
     "relative bias, head of 64": AttentionSpec(3, 3, 64, 0.1, bias=RelativeBias(None, 40)),
+    "soft-cap": AttentionSpec(4, 2, 8, 0.5, softcap=1.5, rope=Rope(None)),
+    "soft-cap, head of 256": AttentionSpec(4, 2, 256, 0.06, window=6, softcap=5.0, rope=Rope(None)),
+    "linear bias": AttentionSpec(6, 6, 8, 0.35, bias=LinearBias(None)),
+    "linear bias, head of 128": AttentionSpec(4, 1, 128, 0.09, bias=LinearBias(None)),
     "head of 64": AttentionSpec(8, 2, 64, 0.125, rope=Rope(None)),
     "head of 80": AttentionSpec(2, 2, 80, 0.11, rope=Rope(None)),
     "head of 128": AttentionSpec(4, 1, 128, 0.09, window=7, rope=Rope(None)),
@@ -55,7 +59,11 @@ class Case:
             self.spec = dataclasses.replace(spec, q_norm=norms[0], k_norm=norms[1])
             q_norm, k_norm = (norm_on(backend, n) for n in norms)
             device_spec = dataclasses.replace(device_spec, q_norm=q_norm, k_norm=k_norm)
-        if spec.bias is not None:
+        if isinstance(spec.bias, LinearBias):
+            slopes = (0.3 ** np.arange(1, spec.heads + 1)).astype(np.float32)
+            self.spec = dataclasses.replace(self.spec, bias=LinearBias(slopes))
+            device_spec = dataclasses.replace(device_spec, bias=LinearBias(backend.vector(slopes)))
+        elif spec.bias is not None:
             values = rng.standard_normal((spec.heads, 2 * spec.bias.max_distance + 1)).astype(np.float32)
             self.spec = dataclasses.replace(self.spec, bias=RelativeBias(values, spec.bias.max_distance))
             device_spec = dataclasses.replace(
@@ -159,7 +167,9 @@ def test_histories_of_ragged_steps(backend, name, int8, seed, data):
 
 @INT8
 @pytest.mark.parametrize("tokens", [31, 65, pytest.param(257, marks=pytest.mark.gpu), *repeats(32, 33, 63, 127, 129)])
-@pytest.mark.parametrize("name", ["grouped", "window", "head of 64", "relative bias, head of 64"])
+@pytest.mark.parametrize(
+    "name", ["grouped", "window", "head of 64", "relative bias, head of 64", *repeats("soft-cap", "linear bias")]
+)
 def test_prefill_then_decode_around_tile_sizes(backend, name, tokens, int8):
     case = Case(backend, SPECS[name], np.random.default_rng(tokens), 1, tokens + 2, int8)
     case.check([tokens], [0])

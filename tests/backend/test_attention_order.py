@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from float64_operations import attended
 from hypothesis import given
@@ -10,7 +12,7 @@ from random_values import SEEDS
 from tolerances import assert_close
 
 from bminf_lite.backend.attention import PartialResult, attend, merge, segment_result
-from bminf_lite.backend.values import AttentionSpec
+from bminf_lite.backend.values import AttentionSpec, LinearBias, RelativeBias
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 8
 
@@ -38,14 +40,41 @@ def test_queries_in_one_piece_and_in_several(seed: int, keys: int, queries: int,
     """In fp32 the sums of a matrix product depend on its shape, so this holds within the tolerance."""
     queries = min(queries, keys)
     q, k, v = random_heads(np.random.default_rng(seed), queries, keys)
+    slopes = LinearBias(np.linspace(0.1, 1, KV_HEADS * GROUP, dtype=np.float32))
     window = data.draw(st.sampled_from([None, 3, 17]))
-    whole = attend(q, k, v, 0.4, keys - queries, window, tile=8, segment=16)
+    options: dict[str, Any] = data.draw(st.sampled_from([{}, {"softcap": 2.0}, {"bias": slopes}]))
+    options |= {"window": window, "tile": 8, "segment": 16}
+    whole = attend(q, k, v, 0.4, keys - queries, **options)
     cut = data.draw(st.integers(0, queries - 1))
     seen = keys - queries + cut
-    parts = [attend(q[cut:], k, v, 0.4, seen, window, tile=8, segment=16)]
+    parts = [attend(q[cut:], k, v, 0.4, seen, **options)]
     if cut:
-        parts.insert(0, attend(q[:cut], k[:, :seen], v[:, :seen], 0.4, keys - queries, window, tile=8, segment=16))
+        parts.insert(0, attend(q[:cut], k[:, :seen], v[:, :seen], 0.4, keys - queries, **options))
     assert_close(np.concatenate(parts), whole, "attention", np.float32, np.abs(v).max())
+
+
+@given(SEEDS, st.integers(1, 40), st.integers(0, 60))
+def test_a_linear_bias_is_a_table_of_its_values(seed: int, queries: int, context_len: int) -> None:
+    rng, keys = np.random.default_rng(seed), context_len + queries
+    q, k, v = random_heads(rng, queries, keys)
+    slopes = rng.uniform(0, 1, KV_HEADS * GROUP).astype(np.float32)
+    table = RelativeBias(slopes[:, None] * np.arange(-keys, keys + 1, dtype=np.float32), keys)
+    found, expected = (attend(q, k, v, 0.4, context_len, bias=bias) for bias in (LinearBias(slopes), table))
+    np.testing.assert_array_equal(found, expected)
+
+
+@given(SEEDS, st.integers(1, 40))
+def test_a_soft_cap_far_above_the_scores_changes_nothing(seed: int, keys: int) -> None:
+    q, k, v = random_heads(np.random.default_rng(seed), 3, keys)
+    found, expected = (attend(q, k, v, 0.4, causal=True, softcap=cap) for cap in (1e5, None))
+    assert_close(found, expected, "attention", np.float32, np.abs(v).max() * (1 + np.abs(q).max() * np.abs(k).max()))
+
+
+def test_a_soft_cap_bounds_the_ratio_of_weights() -> None:
+    """Scores of plus and minus infinity are the cap and minus the cap."""
+    q, k = np.full((1, 1, 2), 1e6, np.float32), np.array([[[1.0, 1.0], [-1.0, -1.0]]], np.float32)
+    found = attend(q, k, np.array([[[1.0, 0.0], [0.0, 1.0]]], np.float32), 1.0, context_len=1, softcap=2.0)
+    np.testing.assert_allclose(found.ravel(), np.array([1, np.exp(-4)]) / (1 + np.exp(-4)), rtol=1e-6)
 
 
 @given(SEEDS, st.integers(1, 30))

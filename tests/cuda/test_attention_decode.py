@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bminf_lite.backend.values import AttentionSpec, LayerCache, Norm, RelativeBias, Rope
+from bminf_lite.backend.attention import biases
+from bminf_lite.backend.values import AttentionSpec, LayerCache, LinearBias, Norm, RelativeBias, Rope
 from bminf_lite.cuda.kernels.attention.decode import AttentionDecode, decode_config, record_size
 from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, MAX_HEAD_DIM
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
-from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, SEGMENT, AttentionMask, DecodeMask, attention_tile
+from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, SEGMENT, AttentionMask, DecodeMask, ScoreKind, attention_tile
 from bminf_lite.cuda.kernels.launcher import Launcher, StepContext
 from bminf_lite.cuda.kernels.rowwise.rows import array_source
 from bminf_lite.cuda.runtime.driver import Device
@@ -60,7 +61,7 @@ class Shape:
     head_dim: int = 128
     int8: bool = False
     window: int | None = None
-    biased: bool = False
+    scores: ScoreKind = ScoreKind.PLAIN
     rotated: bool = False
     cross: bool = False
 
@@ -112,9 +113,11 @@ class Problem:
         spec = AttentionSpec(
             heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, scale=shape.head_dim**-0.5,
             window=shape.window,
-            bias=RelativeBias(cp.asarray(rng.standard_normal((shape.heads, 81)), cp.float32), 40)
-            if shape.biased
-            else None,
+            bias={
+                ScoreKind.BIASED: RelativeBias(cp.asarray(rng.standard_normal((shape.heads, 81)), cp.float32), 40),
+                ScoreKind.ALIBI: LinearBias(cp.asarray(0.3 ** np.arange(1, shape.heads + 1), cp.float32)),
+            }.get(shape.scores),
+            softcap=1.5 if shape.scores is ScoreKind.CAPPED else None,
             rope=Rope(cp.asarray(frequencies, cp.float32)) if shape.rotated else None,
             q_norm=Norm(cp.asarray(weight[0]), 1e-6) if shape.rotated else None,
             k_norm=Norm(cp.asarray(weight[1]), 1e-6) if shape.rotated else None,
@@ -183,8 +186,11 @@ class Problem:
             heads = q.reshape(shape.kv_heads, group, shape.head_dim)
             scores = np.einsum("kgd,kld->kgl", heads, keys.astype(np.float64)) * self.spec.scale
             if self.spec.bias is not None:
-                distances = np.clip(np.arange(length) - (length - 1), -40, 0) + 40
-                scores += self.spec.bias.values.get().reshape(shape.kv_heads, group, -1)[:, :, distances]
+                values = {name: x.get() if hasattr(x, "get") else x for name, x in vars(self.spec.bias).items()}
+                bias = biases(type(self.spec.bias)(**values), np.arange(length)[None] - (length - 1))
+                scores += bias.reshape(shape.kv_heads, group, -1)
+            if self.spec.softcap is not None:
+                scores = self.spec.softcap * np.tanh(scores / self.spec.softcap)
             if shape.window is not None:
                 scores[:, :, : max(0, length - shape.window)] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e30))
@@ -204,7 +210,11 @@ SHAPES = (
     Shape(heads=24, kv_heads=2),
     Shape(kv_heads=4, head_dim=256),
     Shape(kv_heads=4, head_dim=256, int8=True),
-    Shape(kv_heads=8, head_dim=64, biased=True),
+    Shape(kv_heads=8, head_dim=64, scores=ScoreKind.BIASED),
+    Shape(kv_heads=4, head_dim=256, window=1000, scores=ScoreKind.CAPPED),
+    Shape(scores=ScoreKind.CAPPED, int8=True),
+    Shape(kv_heads=8, scores=ScoreKind.ALIBI),
+    Shape(heads=12, kv_heads=1, head_dim=80, scores=ScoreKind.ALIBI, int8=True),
     Shape(kv_heads=8, head_dim=64, cross=True),
 )
 

@@ -13,8 +13,9 @@ import pytest
 from checked import repeats
 
 from bminf_lite.backend.base import attend
+from bminf_lite.backend.values import AttentionSpec, LinearBias
 from bminf_lite.cuda.kernels.attention import prefill as attention
-from bminf_lite.cuda.kernels.attention.heads import MAX_HEAD_DIM
+from bminf_lite.cuda.kernels.attention.heads import MAX_HEAD_DIM, scores_of
 from bminf_lite.cuda.kernels.attention.prefill import (
     COUNTERS,
     AttentionMask,
@@ -23,7 +24,7 @@ from bminf_lite.cuda.kernels.attention.prefill import (
     synchronous,
     tile_config_for,
 )
-from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, SEGMENT, attention_tile
+from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, SEGMENT, ScoreKind, attention_tile
 from bminf_lite.cuda.runtime.driver import Device
 
 MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
@@ -33,13 +34,15 @@ MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10
 def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[AttentionTileConfig]:
     """Of plain causal attention over heads of ``depths``, and of other kinds over heads of 64 and 128."""
     others = [
-        (64, True, AttentionMask.CAUSAL, True),
+        (64, True, AttentionMask.CAUSAL, ScoreKind.BIASED),
         (64, False, AttentionMask.CROSS),
-        (64, True, AttentionMask.BIDIRECTIONAL, True),
-        (128, True, AttentionMask.BIDIRECTIONAL, True),
+        (64, True, AttentionMask.BIDIRECTIONAL, ScoreKind.BIASED),
+        (128, True, AttentionMask.BIDIRECTIONAL, ScoreKind.BIASED),
+        (256, True, AttentionMask.CAUSAL, ScoreKind.CAPPED),
+        (128, False, AttentionMask.CAUSAL, ScoreKind.ALIBI),
     ]
     chosen = [
-        (depth, small, AttentionMask.CAUSAL, False, int8)
+        (depth, small, AttentionMask.CAUSAL, ScoreKind.PLAIN, int8)
         for depth in depths
         for small in (False, True)
         for int8 in (False, True)
@@ -73,6 +76,7 @@ class Case:
     head_dim: int = 64
     window: int | None = None
     sharpness: float = 1.0
+    scores: ScoreKind = ScoreKind.PLAIN
 
     @property
     def depth(self) -> int:
@@ -128,6 +132,10 @@ class Problem:
                 pool[self.tables[b, : counts[b]]] = self.in_blocks(tokens)
         self.keys[0] = self.values[0] = 1
         self.scale = float(np.float32(dim**-0.5))
+        self.softcap = 1.5 if case.scores is ScoreKind.CAPPED else None
+        self.bias = None
+        if case.scores is ScoreKind.ALIBI:
+            self.bias = LinearBias(np.float32(0.3) ** np.arange(1, case.heads + 1, dtype=np.float32))
         self.codes: tuple[np.ndarray, ...] | None = None
 
     @staticmethod
@@ -156,7 +164,7 @@ class Problem:
         for b, total in enumerate(case.totals):
             q = self.q[b][case.context_lens[b] :]
             keys, values = (self.tokens_of(pool, b).astype(np.float32) for pool in (self.keys, self.values))
-            rest = (self.scale, case.context_lens[b], case.window)
+            rest = (self.scale, case.context_lens[b], case.window, self.bias, True, self.softcap)
             outputs.append(attend(q, keys, values, *rest)[..., : case.head_dim])
             # A weight, at most 1, is rounded to fp16: by 2^-11 of itself, or by 2^-25 where it is subnormal, for each
             # of the keys. Their sum is at least 1. Rounding the output adds 2^-11 of it, and it is at most the average
@@ -196,13 +204,16 @@ class Problem:
         prefill = division.attention(device)
         shape = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim, "tokens": tokens}
         longest = {"batch_size": len(pieces), "max_context_len": max(p + n for _, p, n in pieces)}
-        scratch = cp.full(prefill.scratch_bytes(**shape, **longest, int8=bool(scales)), 0xFF, cp.uint8)
+        kind = {"scores": case.scores, "int8": bool(scales)}
+        scratch = cp.full(prefill.scratch_bytes(**shape, **longest, **kind), 0xFF, cp.uint8)
+        bias = None if self.bias is None else LinearBias(cp.asarray(self.bias.slopes))
+        spec = AttentionSpec(case.heads, case.kv_heads, case.head_dim, self.scale, bias=bias, softcap=self.softcap)
         counters = cp.zeros(COUNTERS, cp.int32)
         prefill.launch(
             q.data.ptr, q_width + 16, keys.data.ptr, values.data.ptr, out.data.ptr, pitch,
             cu_seqlens.data.ptr, context_lens.data.ptr, block_tables.data.ptr,
             **shape, **longest, table_pitch=tables.shape[1], num_blocks=self.num_blocks,
-            scale=self.scale, window=case.window, counters=counters.data.ptr,
+            scores=scores_of(spec), window=case.window, counters=counters.data.ptr,
             scratch=scratch.data.ptr, scratch_bytes=scratch.nbytes,
             key_scales=key_scales, value_scales=value_scales,
         )  # fmt: skip
@@ -221,12 +232,12 @@ def check(case: Case, device: Device, division: Division, seed: int = 0) -> None
     assert (excess <= 0).all(), f"{case}: {(~(excess <= 0)).mean():.2%} of the output is wrong, by {np.nanmax(excess)}"
 
 
-def divisions(device: Device, depth: int, int8: bool = False) -> list[Division]:
+def divisions(device: Device, depth: int, int8: bool = False, scores: ScoreKind = ScoreKind.PLAIN) -> list[Division]:
     """Every way to compute causal attention whose keys per tile are those of this GPU."""
     capability = device.compute_capability
     keys = attention_tile(capability, depth, AttentionMask.CAUSAL, False)
-    kernels = [tile_config_for(capability, depth, small, int8=int8) for small in (False, True)]
-    kernels.append(synchronous(depth, 64, keys, 1, AttentionMask.CAUSAL, False))
+    kernels = [tile_config_for(capability, depth, small, scores=scores, int8=int8) for small in (False, True)]
+    kernels.append(synchronous(depth, 64, keys, 1, AttentionMask.CAUSAL, scores))
     return [Division(kernel, split) for kernel in kernels for split in (False, True)]
 
 
@@ -236,7 +247,9 @@ def division(request: pytest.FixtureRequest, cuda_device: Device, monkeypatch: p
     if "rows" in request.param:
         capability, small = min((8, 0), cuda_device.compute_capability), request.param == "64 rows"
         monkeypatch.setattr(
-            attention, "tile_config_for", lambda _, depth, *__: tile_config_for(capability, depth, small)
+            attention,
+            "tile_config_for",
+            lambda _, depth, __, mask, scores, int8: tile_config_for(capability, depth, small, mask, scores, int8),
         )
     return Division(split=True) if request.param == "split" else Division()
 
@@ -248,6 +261,14 @@ RAGGED = {"new": (1, 70, 300, 0, 2, 64, 129), "context_lens": (40, 0, 17, 9, 255
 @pytest.mark.parametrize("head_dim", [8, 12, 16, 24, 31, 48, 64, 80, 96, 128, 160, 192, 256])
 def test_head_dims(head_dim: int, cuda_device: Device, division: Division) -> None:
     check(Case(**RAGGED, head_dim=head_dim), cuda_device, division)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scores", [ScoreKind.CAPPED, ScoreKind.ALIBI])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, *repeats(24, 80)])
+def test_soft_caps_and_alibi(head_dim: int, scores: ScoreKind, cuda_device: Device, division: Division) -> None:
+    check(Case(**RAGGED, head_dim=head_dim, scores=scores), cuda_device, division)
+    check(Case(**RAGGED, heads=6, head_dim=head_dim, window=70, scores=scores), cuda_device, division)
 
 
 @pytest.mark.gpu
@@ -314,21 +335,38 @@ EDGES = (1, 63, 64, 65, 127, 129, 1023, 1025, 1100, 2049, 2300)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("head_dim", "int8", "window"),
-    [(128, False, None), (64, True, 65), *repeats((128, True, None), (256, False, None), (80, True, 700))],
+    ("head_dim", "int8", "window", "scores"),
+    [
+        (128, False, None, ScoreKind.PLAIN),
+        (64, True, 65, ScoreKind.PLAIN),
+        (256, False, 700, ScoreKind.CAPPED),
+        (128, True, None, ScoreKind.ALIBI),
+        *repeats(
+            (128, True, None, ScoreKind.PLAIN),
+            (256, False, None, ScoreKind.PLAIN),
+            (80, True, 700, ScoreKind.PLAIN),
+            (128, False, None, ScoreKind.CAPPED),
+            (64, False, None, ScoreKind.ALIBI),
+        ),
+    ],
 )
 def test_bits_do_not_depend_on_how_the_work_is_divided(
-    head_dim: int, int8: bool, window: int | None, cuda_device: Device, request: pytest.FixtureRequest
+    head_dim: int,
+    int8: bool,
+    window: int | None,
+    scores: ScoreKind,
+    cuda_device: Device,
+    request: pytest.FixtureRequest,
 ) -> None:
     if request.config.getoption("--fake-gpu"):
         pytest.skip("NumPy's order of sums depends on shapes")
-    case = Case(EDGES, (0,) * len(EDGES), head_dim=head_dim, window=window)
+    case = Case(EDGES, (0,) * len(EDGES), head_dim=head_dim, window=window, scores=scores)
     problem, rng = Problem(case, 0), np.random.default_rng(1)
     if int8:
         problem.quantize(rng)
     whole = problem.compute(cuda_device)
     starts = np.cumsum([0, *EDGES])
-    for division in [Division(), *divisions(cuda_device, case.depth, int8)]:
+    for division in [Division(), *divisions(cuda_device, case.depth, int8, scores)]:
 
         def check_pieces(pieces: Sequence[tuple[int, int, int]], division: Division = division) -> None:
             want = np.concatenate([whole[starts[b] + p : starts[b] + p + n] for b, p, n in pieces])

@@ -18,7 +18,7 @@ import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.arrays import HEAD_PAD, PAD, address, is_padded, pitch_of, round_up
-from ...cuda.kernels.attention.heads import MAX_HEAD_DIM, bias_arguments, head_pitch_of
+from ...cuda.kernels.attention.heads import MAX_HEAD_DIM, head_pitch_of, scores_of
 from ...cuda.kernels.attention.prefill import COUNTERS
 from ...cuda.kernels.constants import ACTIVATIONS, AttentionMask, Epilogue
 from ...cuda.kernels.gemm.cublaslt_matmul import MatmulContext
@@ -539,22 +539,22 @@ class CudaBackend(Backend):
 
         ``cache`` is paged by ``table``, or without one has keys ``[kv_heads, T, head_dim]`` of the step itself.
         """
-        prefill, (bias, max_distance) = self.kernels.attention_prefill, bias_arguments(spec)
+        prefill, scores = self.kernels.attention_prefill, scores_of(spec)
         kind = {
             "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "tokens": q.shape[0],
             "batch_size": batch.batch_size, "max_context_len": max_context_len, "mask": mask,
         }  # fmt: skip
         int8 = cache.key_scales is not None
-        scratch_bytes = prefill.scratch_bytes(**kind, biased=bias != 0, int8=int8)
+        scratch_bytes = prefill.scratch_bytes(**kind, scores=scores.kind, int8=int8)
         scratch = self.arrays.empty((scratch_bytes,), np.uint8)
         prefill.launch(
             q.data.ptr, pitch_of(q), cache.keys.data.ptr, cache.values.data.ptr, out.data.ptr, pitch_of(out),
             batch.cu_seqlens.data.ptr, batch.context_lens.data.ptr, address(table), **kind,
             table_pitch=0 if table is None else table.shape[1],
             num_blocks=cache.keys.shape[1] if table is None else reserved_blocks(cache),
-            scale=spec.scale, window=spec.window, scratch=scratch.data.ptr, scratch_bytes=scratch_bytes,
+            scores=scores, window=spec.window, scratch=scratch.data.ptr, scratch_bytes=scratch_bytes,
             counters=self._zeros("attention counters", COUNTERS, np.int32).data.ptr,
-            bias=bias, max_distance=max_distance, source_lens=address(lengths),
+            source_lens=address(lengths),
             key_scales=address(cache.key_scales), value_scales=address(cache.value_scales),
             stream=self.stream.ptr, dependent=True,
         )  # fmt: skip

@@ -88,15 +88,30 @@ class Target(IntEnum):
 
 
 class DecodeMask(IntEnum):
-    """The keys that a new token attends to in decode attention.
+    """The keys that a new token attends to in decode attention, and their scores.
 
-    ``CAUSAL``: all tokens up to itself. ``BIASED``: the same, with a bias by distance. ``CROSS``: the whole source in
-    its slot, which is not written.
+    ``CAUSAL``: all tokens up to itself. ``BIASED``, ``CAPPED``, ``ALIBI``: the same, with scores of that
+    :class:`ScoreKind`. ``CROSS``: the whole source in its slot, which is not written.
     """
 
     CAUSAL = 0
     BIASED = 1
     CROSS = 2
+    CAPPED = 3
+    ALIBI = 4
+
+
+class ScoreKind(IntEnum):
+    """The scores of prefill attention.
+
+    ``PLAIN``: scaled dot products. ``BIASED``: with a bias from a table by distance. ``CAPPED``: with a soft-cap.
+    ``ALIBI``: with a bias that is linear in the distance.
+    """
+
+    PLAIN = 0
+    BIASED = 1
+    CAPPED = 2
+    ALIBI = 3
 
 
 class AttentionMask(IntEnum):
@@ -193,7 +208,7 @@ HEADERS = {
     "constants/decode.cuh": render_header(
         DecodeMask, HEADS=DECODE_HEADS, THREADS=DECODE_THREADS, GROUP=DECODE_GROUP, MAX_UNIT=DECODE_MAX_UNIT
     ),
-    "constants/prefill.cuh": render_header(AttentionMask),
+    "constants/prefill.cuh": render_header(AttentionMask, ScoreKind),
     "constants/skinny_gemm.cuh": render_header(ROWS=SKINNY_ROWS, STEP=SKINNY_STEP),
     "constants/skinny_gemm_hopper.cuh": render_header(
         THREADS=SKINNY_HOPPER_THREADS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import numpy as np
 
@@ -10,8 +10,9 @@ from bminf_lite.backend.attention import attend as attend_rows
 from bminf_lite.backend.attention import cached
 from bminf_lite.backend.functions import normalise, rotate
 from bminf_lite.backend.quantization import quantize_heads
-from bminf_lite.backend.values import BLOCK_SIZE, LayerCache, Norm, RelativeBias, Rope
-from bminf_lite.cuda.kernels.constants import DECODE_HEADS, SEGMENT
+from bminf_lite.backend.values import BLOCK_SIZE, LayerCache, LinearBias, Norm, RelativeBias, Rope
+from bminf_lite.cuda.kernels.attention.heads import LOG2_E
+from bminf_lite.cuda.kernels.constants import DECODE_HEADS, SEGMENT, DecodeMask, ScoreKind
 
 from .launching import Call, model
 from .models_rows import product_values, rounded
@@ -96,7 +97,9 @@ def prepare_heads(call: Call) -> None:
 
 @model
 def attention_decode(call: Call) -> None:
-    from_source, biased = call.number("KIND") == 2, call.number("KIND") == 1
+    kind = DecodeMask(call.number("KIND"))
+    from_source = kind is DecodeMask.CROSS
+    scores = ScoreKind[kind.name] if kind.name in ScoreKind.__members__ else ScoreKind.PLAIN
     depth, int8 = call.number("D"), call.template["CACHE"] == "bminf::int8"
     keys = call.number("CHUNK") // (depth * (1 if int8 else 2))
     stage = call.number("CHUNK") + (keys * 8 * 2 if int8 else 0)
@@ -115,37 +118,45 @@ def attention_decode(call: Call) -> None:
     out = call.rows("out", count, call.out_pitch, call.heads * call.head_dim, F16, align=0)
     tables = tables_of(call, positions + 1)
     cache = cache_of(call, tables, call.head_pitch)
-    bias = bias_of(call) if biased else None
-    scale = call.scale / math.log2(math.e)
+    score_options = score_options_of(call, scores)
     for b, position in enumerate(positions):
         if not from_source:
             store(cache, tables[b], int(position), k[b : b + 1], v[b : b + 1])
-        out[b] = over_cache(call, q[b : b + 1], cache, tables[b], int(position), scale, bias)
+        out[b] = over_cache(call, q[b : b + 1], cache, tables[b], int(position), score_options)
 
 
-def bias_of(call: Call) -> RelativeBias:
-    values = call.vector("bias", call.heads * (2 * call.max_distance + 1), F32).reshape(call.heads, -1)
-    return RelativeBias(values, call.max_distance)
+def score_options_of(call: Call, scores: ScoreKind) -> dict[str, Any]:
+    """The scale, and the bias or the soft-cap, as arguments of the reference."""
+    if scores is ScoreKind.CAPPED:
+        cap = call.softcap / LOG2_E
+        return {"scale": call.scale * cap / (2 * LOG2_E), "softcap": cap}
+    options: dict[str, Any] = {"scale": call.scale / LOG2_E}
+    if scores is ScoreKind.ALIBI:
+        options["bias"] = LinearBias(call.vector("bias", call.heads, F32))
+    if scores is ScoreKind.BIASED:
+        values = call.vector("bias", call.heads * (2 * call.max_distance + 1), F32).reshape(call.heads, -1)
+        options["bias"] = RelativeBias(values, call.max_distance)
+    return options
 
 
 def over_cache(
-    call: Call, q: np.ndarray, cache: LayerCache, table: np.ndarray, context_len: int, scale: float,
-    bias: RelativeBias | None,
-) -> np.ndarray:  # fmt: skip
+    call: Call, q: np.ndarray, cache: LayerCache, table: np.ndarray, context_len: int, score_options: dict[str, Any]
+) -> np.ndarray:
     keys, values = cached(cache, table, context_len + len(q), F16)
     keys, values = keys[..., : call.head_dim], values[..., : call.head_dim]
-    out = attend_rows(q, keys, values, scale, context_len, call.window or None, bias, weight_dtype=F16)
+    window = call.window or None
+    out = attend_rows(q, keys, values, context_len=context_len, window=window, weight_dtype=F16, **score_options)
     return out.reshape(len(q), call.heads * call.head_dim)
 
 
 @model
 def attention_prefill(call: Call) -> None:
-    prefill(call, call.number("MASK"), bool(call.number("BIASED")))
+    prefill(call, call.number("MASK"))
 
 
 @model
 def attention_prefill_hopper(call: Call) -> None:
-    prefill(call, 0, False)
+    prefill(call, 0)
 
 
 @model
@@ -153,18 +164,21 @@ def attention_prefill_merge(call: Call) -> None:
     """Nothing: the model of the kernel before it computes whole results."""
 
 
-def prefill(call: Call, mask: int, biased: bool) -> None:
+def prefill(call: Call, mask: int) -> None:
     _, source, within = (mask == kind for kind in range(3))
     depth, count = -(-call.head_dim // 16) * 16, call.sequences
     cu_seqlens = call.vector("cu_seqlens", count + 1, np.int32)
     context_lens = call.vector("context_lens", count, np.int32)
     tokens = int(cu_seqlens[-1])
     call.require(call.number("D") == depth and call.q_pitch >= call.heads * depth, "the head's size")
-    call.require(biased == bool(call.bias) and source == bool(call.source_lens), "the instantiation")
+    scores = ScoreKind(call.number("SCORES"))
+    has_bias = scores in (ScoreKind.BIASED, ScoreKind.ALIBI)
+    call.require(has_bias == bool(call.bias) and source == bool(call.source_lens), "the instantiation")
+    call.require((scores is ScoreKind.CAPPED) == bool(call.softcap), "the instantiation")
     call.require(not call.vector("counters", 2, np.int32).any(), "the counters are not zero")
     q = call.rows("q", tokens, call.q_pitch, call.heads * depth, F16, align=0).reshape(-1, call.heads, depth)
     out = call.rows("out", tokens, call.out_pitch, call.heads * call.head_dim, F16, align=16)
-    bias, scale = bias_of(call) if biased else None, call.scale / math.log2(math.e)
+    score_options = score_options_of(call, scores)
     if within:
         call.require(call.capacity >= tokens, "keys are missing")
         shape = call.kv_heads, call.capacity, depth
@@ -177,9 +191,9 @@ def prefill(call: Call, mask: int, biased: bool) -> None:
         own = slice(cu_seqlens[b], cu_seqlens[b + 1])
         mine = q[own, :, : call.head_dim]
         if mask == 0:
-            out[own] = over_cache(call, mine, cache, tables[b], int(context_lens[b]), scale, bias)
+            out[own] = over_cache(call, mine, cache, tables[b], int(context_lens[b]), score_options)
             continue
         k, v = (x[:, own] for x in (keys, values)) if within else cached(cache, tables[b], int(lengths[b]), F16)
         k, v = k[..., : call.head_dim], v[..., : call.head_dim]
-        attended = attend_rows(mine, k, v, scale, bias=bias, causal=False, weight_dtype=F16)
+        attended = attend_rows(mine, k, v, causal=False, weight_dtype=F16, **score_options)
         out[own] = attended.reshape(len(mine), -1)

@@ -23,6 +23,7 @@
 // Where no context has more than one segment, and there are blocks enough, a cluster computes one pair (UNIT): nothing
 // has to be found, handed over or merged, which is most of the time of a short context.
 #include "attention/decode.cuh"
+#include "attention/scores.cuh"
 #include "attention/stages.cuh"
 #include "attention/tiles.cuh"
 #include "common/values.cuh"
@@ -173,13 +174,13 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 
 // D: head_dim rounded up to a power of two. CHUNK: bytes of a chunk; STAGES: chunks in shared memory. context_lens:
 // int32 [B], the new tokens' positions. lengths: int32 [B], the lengths of the sources, for CROSS. bias: fp32 [heads, 2
-// * max_distance + 1] by the distance key - query, for BIASED. window: the number of tokens that are seen, 0 for all.
-// scale: of the scores, times log2(e). records: fp32 [record_capacity, Records<D>::FLOATS]; record_capacity is at least
-// the number of blocks. arrival_counts: int32, for each pair or each block, whichever are more, zero before and after.
-// max_unit: blocks of a cluster. UNIT: 0, or the blocks of a cluster that computes one pair; then no context has more
-// than one segment, and there is a cluster for each pair, in order. Dynamic shared memory: STAGES chunks with their
-// scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be read together with
-// what follows.
+// * max_distance + 1] by the distance key - query, for BIASED; fp32 [heads], the slopes, for ALIBI. window: the number
+// of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for CAPPED it and softcap are the factor and
+// the cap of capped_score. records: fp32 [record_capacity, Records<D>::FLOATS]; record_capacity is at least the number
+// of blocks. arrival_counts: int32, for each pair or each block, whichever are more, zero before and after. max_unit:
+// blocks of a cluster. UNIT: 0, or the blocks of a cluster that computes one pair; then no context has more than one
+// segment, and there is a cluster for each pair, in order. Dynamic shared memory: STAGES chunks with their scales, and
+// 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be read together with what follows.
 template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int KIND, class CACHE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
@@ -187,7 +188,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     int table_pitch, int sequences, CACHE* keys, CACHE* values, __half* key_scales, __half* value_scales,
     float* records, int record_capacity, int* arrival_counts, __half* out, long long out_pitch, int heads, int kv_heads,
     int head_dim, int head_pitch, int window, float scale, const float* bias, int max_distance, const int* lengths,
-    int max_unit) {
+    int max_unit, float softcap) {
+    constexpr bool HOLDS_SCORES = KIND == BIASED || KIND == CAPPED || KIND == ALIBI;  // else scaled dot products
     constexpr int ROW = D * sizeof(CACHE), EACH = 16 / sizeof(CACHE);  // bytes of a head, elements of a piece
     constexpr int PIECES = ROW / 16;                                   // of a head
     constexpr int KEYS = CHUNK / ROW;                                  // of a chunk of keys
@@ -202,7 +204,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     __shared__ struct {
-        float group_tops[GROUPS][HEADS];  // the largest score of each group; without a bias, dot product
+        float group_tops[GROUPS][HEADS];  // the largest score of each group, or dot product: see HOLDS_SCORES
         float factors[TILES][HEADS];      // that rescale what was summed before a tile
         float top[HEADS], sum[HEADS];     // of the segment: the largest score, the sum of weights
         unsigned long long stage_barriers[2 * STAGES], published[TASKS], exchanged;
@@ -349,6 +351,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 
     const HeadParams params = {q_norm_weight, k_norm_weight, frequencies, eps, rope_scale};
     QueryFragments<D, CACHE> query;
+    [[maybe_unused]] float slopes[2];               // of the thread's two heads, for ALIBI
     float all_o[PARTS][4], all_top[2], all_sum[2];  // of the segments before
 #pragma unroll 1
     for (int number = 0;; ++number) {
@@ -382,6 +385,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 writes ? values + token * head_pitch : nullptr, key_scales + token, value_scales + token);
             computing_sync();
             query.load(own.new_token.query);
+            if constexpr (KIND == ALIBI) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    slopes[h] = head + h < task.heads.count ? __ldg(bias + task.heads.first + head + h) : 0.0f;
+            }
         }
         const int first = task.first, end = task.end;
         const int new_key = task.present < task.stop ? task.present : SEGMENT;
@@ -426,6 +434,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                                         [(task.heads.first + head + m % 2) * (2ll * max_distance + 1) + max_distance +
                                          max(-max_distance, min(0, distance))]);
                         }
+                    }
+                    if constexpr (KIND == CAPPED) {
+#pragma unroll
+                        for (int m = 0; m < 4; ++m) s[m] = capped_score(s[m], scale, softcap);
+                    }
+                    if constexpr (KIND == ALIBI) {
+                        const int distance = task.segment * SEGMENT + key + row - task.position;
+#pragma unroll
+                        for (int m = 0; m < 4; ++m)
+                            s[m] = alibi_score(s[m], scale, slopes[m % 2], static_cast<float>(distance + m / 2 * 8));
                     }
                     if (key < begin || key + GROUP > stop) {
 #pragma unroll
@@ -517,7 +535,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                     running = fmaxf(running, __shfl_xor_sync(FULL, running, d));
                     tile_top = fmaxf(tile_top, __shfl_xor_sync(FULL, tile_top, d));
                 }
-                const auto to_score = [&](float x) { return KIND == BIASED ? x : __fmul_rn(x, scale); };
+                const auto to_score = [&](float x) { return HOLDS_SCORES ? x : __fmul_rn(x, scale); };
                 const float before = to_score(running);
                 running = fmaxf(running, tile_top), seen = to;
                 const float new_top = to_score(running), shift = softmax_shift(new_top);
@@ -527,7 +545,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 }
 #pragma unroll
                 for (int i = 0; i < TILE / 8; ++i) {
-                    const float w = KIND == BIASED ? softmax_weight(s[i], shift) : softmax_weight(s[i], scale, shift);
+                    const float w = HOLDS_SCORES ? softmax_weight(s[i], shift) : softmax_weight(s[i], scale, shift);
                     sum = __fadd_rn(sum, w);
                     st_shared_half(mine + i * 8 * 32 + residue / 4 * 16 + own_head * 2, __float2half_rn(w));
                 }

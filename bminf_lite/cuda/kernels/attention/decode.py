@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,11 +18,12 @@ from ..constants import (
     SEGMENT,
     AttentionMask,
     DecodeMask,
+    ScoreKind,
     attention_tile,
 )
 from ..instantiations import Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
-from .heads import ELEMENTS, INT8, bias_arguments, element_of, head_arguments, head_pitch_of
+from .heads import ELEMENTS, INT8, element_of, head_arguments, head_pitch_of, scores_of
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -33,14 +33,13 @@ DEPTHS = (64, 128, 256)
 TWO_BLOCKS = (8, 0), (9, 0)
 """Compute capabilities on which two blocks share an SM, which limits the registers of a thread to 96."""
 HUGE_SHARED_MEMORY = 227 << 10
-LOG2_E = math.log2(math.e)
 MAX_RECORDS = 8192
 """Records that are kept at most. With more segments than this in a step, no context is split over blocks."""
 UNITS = (8, 4, 2, 1)
 """Blocks that may compute one pair alone."""
 COMPUTES_PAIRS_ALONE = False
 """Whether a cluster computes one pair alone where every context is one segment. It is to be measured."""
-CAUSAL, BIASED, CROSS = map(int, DecodeMask)
+CAUSAL, BIASED, CROSS = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS))
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,9 @@ class AttentionDecode:
         :meth:`arrival_elements`. No other kernel may use them at the same time. ``max_context_len`` is a
         bound of the tokens of a sequence after the step; see :meth:`grid`.
         """
-        kind = CROSS if lengths is not None else BIASED if spec.bias is not None else CAUSAL
+        scores = scores_of(spec)
+        assert lengths is None or scores.kind is ScoreKind.PLAIN
+        kind = int(scores.decode_mask) if lengths is None else CROSS
         batch_size, element = qkv.shape[0], element_of(cache)
         config = self._config(spec, kind)
         unit = self.unit(spec, batch_size, max_context_len)
@@ -172,12 +173,14 @@ class AttentionDecode:
             (batch_size * pair_groups(spec) * unit, unit) if unit else self.grid(spec, batch_size, max_context_len)
         )
         self._launcher.launch(
-            step, self.source, f"attention_decode<{config.template()}, {unit}, {kind}, {element}>", blocks, DECODE_THREADS,
+            step, self.source, f"attention_decode<{config.template()}, {unit}, {kind}, {element}>", blocks,
+            DECODE_THREADS,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(context_lens), block_table.data.ptr,
              pitch_of(block_table), batch_size, cache.keys.data.ptr, cache.values.data.ptr, address(cache.key_scales),
              address(cache.value_scales), records.data.ptr, records.size // record_size(spec), arrival_counts.data.ptr,
              out.data.ptr, pitch_of(out), spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache),
-             spec.window or 0, spec.scale * LOG2_E, *bias_arguments(spec), address(lengths), cluster),
+             spec.window or 0, scores.scale, scores.bias, scores.max_distance, address(lengths), cluster,
+             scores.softcap),
             shared=config.shared(element),
             cluster=cluster if cluster > 1 else None,
             dependent=step.is_unwritten(cache.keys.data.ptr, writes=kind != CROSS),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from ....backend.values import AttentionSpec, LayerCache
+import math
+from dataclasses import dataclass
+
+from ....backend.values import AttentionSpec, LayerCache, LinearBias
 from ..arrays import address
+from ..constants import DecodeMask, ScoreKind
 
 MAX_HEAD_DIM = 256
+LOG2_E = math.log2(math.e)
 ELEMENTS = HALF, INT8 = "__half", "bminf::int8"
 """Element types of a cache, as the kernels name them."""
 
@@ -21,9 +26,44 @@ def element_of(cache: LayerCache) -> str:
     return HALF if cache.key_scales is None else INT8
 
 
-def bias_arguments(spec: AttentionSpec) -> tuple[int, int]:
-    """The address of the score biases, and the largest distance that they cover."""
-    return (0, 0) if spec.bias is None else (address(spec.bias.values), spec.bias.max_distance)
+@dataclass(frozen=True)
+class Scores:
+    """The kernels' arguments for scores of a ``kind``.
+
+    ``scale`` is the factor on dot products. ``bias`` is the address of the biases or slopes, and ``max_distance`` the
+    largest distance of the biases. ``softcap`` is the cap, times log2(e).
+    """
+
+    kind: ScoreKind
+    scale: float
+    bias: int = 0
+    max_distance: int = 0
+    softcap: float = 0.0
+
+    @property
+    def decode_mask(self) -> DecodeMask:
+        """That of decode attention over a sequence's own cache."""
+        return DECODE_MASKS[self.kind]
+
+
+DECODE_MASKS = {
+    ScoreKind.PLAIN: DecodeMask.CAUSAL,
+    ScoreKind.BIASED: DecodeMask.BIASED,
+    ScoreKind.CAPPED: DecodeMask.CAPPED,
+    ScoreKind.ALIBI: DecodeMask.ALIBI,
+}
+
+
+def scores_of(spec: AttentionSpec) -> Scores:
+    """The arguments for the scores of ``spec``; the kernels' exponentials are to the base 2."""
+    scale, bias = spec.scale * LOG2_E, spec.bias
+    if spec.softcap is not None:
+        return Scores(ScoreKind.CAPPED, 2 * scale / spec.softcap, softcap=spec.softcap * LOG2_E)
+    if isinstance(bias, LinearBias):
+        return Scores(ScoreKind.ALIBI, scale, address(bias.slopes))
+    if bias is not None:
+        return Scores(ScoreKind.BIASED, scale, address(bias.values), bias.max_distance)
+    return Scores(ScoreKind.PLAIN, scale)
 
 
 def head_arguments(spec: AttentionSpec) -> tuple[int, int, int, float, float]:

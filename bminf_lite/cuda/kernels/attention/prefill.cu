@@ -129,9 +129,9 @@ __device__ __forceinline__ bool find_next(const PrefillParams& p, int index, int
 }
 
 // BM: a multiple of 16 * WARPS; BN: a power of two, at least 16 and at most 128. BLOCKS: blocks per SM that must be
-// able to run. MASK: what a query sees. BIASED: scores get a bias. CACHE: __half or int8. Dynamic shared memory: BM + 2
+// able to run. MASK: what a query sees. SCORES: a ScoreKind. CACHE: __half or int8. Dynamic shared memory: BM + 2
 // * BN rows of D + 8 fp16. The running result is in p.running.
-template <int D, int BM, int BN, int WARPS, int BLOCKS, int MASK, bool BIASED, class CACHE>
+template <int D, int BM, int BN, int WARPS, int BLOCKS, int MASK, int SCORES, class CACHE>
 __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const __grid_constant__ PrefillParams p) {
     constexpr int THREADS = WARPS * WARP, PITCH = D + 8, CHUNKS = D / 8, MT = BM / (16 * WARPS);
     extern __shared__ __align__(16) __half shared[];
@@ -188,9 +188,10 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
             cp_async_wait_all();
             __syncthreads();
             if (key + BN < work.end) load_keys(key + BN);
-            if constexpr (BIASED) {
+            if constexpr (SCORES != PLAIN) {
 #pragma unroll
-                for (int m = 0; m < MT; ++m) add_bias(s[m], work, p, position[m], work.first + warp_row + m * 16, key);
+                for (int m = 0; m < MT; ++m)
+                    change_scores<SCORES>(s[m], work, p, position[m], work.first + warp_row + m * 16, key);
             }
             if (MASK == CAUSAL ? needs_mask(work, key, BN) : key + BN > work.end) {
 #pragma unroll
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) attention_prefill(const _
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 float rescale[2];
-                online_softmax(state[m], s[m], rescale, BIASED ? 1.0f : p.scale);
+                online_softmax(state[m], s[m], rescale, SCORES == PLAIN ? p.scale : 1.0f);
                 multiply_rows(o[m], rescale);
             }
             gemm_pv<MT, D>(o, s, v_rows);

@@ -14,7 +14,7 @@
 // eight columns n the elements j = {(r, q), (r, q + 1), (r + 8, q), (r + 8, q + 1)}, with r = t / 4 and q = t % 4 * 2.
 #pragma once
 #include "attention/int8_cache.cuh"
-#include "attention/softmax.cuh"
+#include "attention/scores.cuh"
 #include "common/async.cuh"
 #include "common/tensor_cores.cuh"
 #include "constants/prefill.cuh"
@@ -36,11 +36,13 @@ struct PrefillParams {
     const int* block_tables;  // [sequences, table_pitch]
     int table_pitch;
     int capacity;
-    float scale;  // of the scores, times log2(e), because exponentials are to the base 2; positive
+    float scale;  // of the scores, times log2(e), because exponentials are to the base 2; positive. CAPPED: see softcap
     int window;   // how many keys a query sees, its own included; 0 for all up to its own
     int heads, kv_heads, head_dim, sequences;
-    const float* bias;  // [heads, 2 * max_distance + 1] by the distance key - query, clipped to max_distance
-    int max_distance;
+    const float*
+        bias;          // [heads, 2 * max_distance + 1] by the distance key - query, clipped to max_distance; ALIBI: the
+    int max_distance;  // slopes [heads]
+    float softcap;     // CAPPED: it and scale are the cap and the factor of capped_score
     const int* source_lens;    // [sequences], only for CROSS
     const __half* key_scales;  // of codes: [blocks, kv_heads, BLOCK_SIZE]
     const __half* value_scales;
@@ -304,6 +306,33 @@ __device__ __forceinline__ void add_bias(
                 const float value = __ldg(bias + max(-p.max_distance, min(p.max_distance, distance + n * 8 + j)));
                 s[n][2 * h + j] = biased_score(s[n][2 * h + j], p.scale, value);
             }
+    }
+}
+
+// Turns dot products into scores, of any kind but PLAIN. The arguments are those of add_bias.
+template <int SCORES, int N>
+__device__ __forceinline__ void change_scores(
+    float (&s)[N][4], const WorkTile& work, const PrefillParams& p, const int (&position)[2], int first, int key) {
+    if constexpr (SCORES == BIASED) add_bias(s, work, p, position, first, key);
+    if constexpr (SCORES == CAPPED) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) s[n][j] = capped_score(s[n][j], p.scale, p.softcap);
+    }
+    if constexpr (SCORES == ALIBI) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = first + static_cast<int>(threadIdx.x) % WARP / 4 + h * 8;
+            const float slope = __ldg(p.bias + work.head * work.group + row % work.group);
+            const float distance = static_cast<float>(key + static_cast<int>(threadIdx.x) % 4 * 2 - position[h]);
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    s[n][2 * h + j] = alibi_score(
+                        s[n][2 * h + j], p.scale, slope, __fadd_rn(distance, static_cast<float>(n * 8 + j)));
+        }
     }
 }
 

@@ -1,9 +1,10 @@
 """Attention for steps with several new tokens per sequence: over the paged cache, a source, or each other.
 
 The kernels multiply tile by tile on the tensor cores and never write scores to memory: ``attention/prefill.cu`` for
-every GPU and ``attention/prefill_hopper.cu`` for compute capability 9.0, which supports causal attention without a bias
-only. They are templates over the head size and the tile sizes, compiled at their first launch. The order of all sums is
-that of ``attention/softmax.cuh``, so a query's output has the same bits however the work is divided.
+every GPU and ``attention/prefill_hopper.cu`` for compute capability 9.0, which supports causal attention without a
+table of biases only. They are templates over the head size and the tile sizes, compiled at their first launch. The
+order of all sums is that of ``attention/softmax.cuh``, so a query's output has the same bits however the work is
+divided.
 
 Few queries that see many keys are split: several blocks share a tile of queries, each with some segments of the keys.
 They hand over a record per segment in scratch memory, and ``attention/prefill_merge.cu`` merges these. The kernels
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,10 +24,10 @@ from ...runtime.kernel import Kernel
 from ...runtime.tensor_maps import NBYTES as TENSOR_MAP_BYTES
 from ...runtime.tensor_maps import TensorMapDataType, tensor_map_2d
 from ..arrays import ceil_div
-from ..constants import BLOCK_SIZE, LARGE_SHARED_MEMORY, SEGMENT, AttentionMask, attention_tile
+from ..constants import BLOCK_SIZE, LARGE_SHARED_MEMORY, SEGMENT, AttentionMask, ScoreKind, attention_tile
 from ..instantiations import Capability, KernelFamily
 from ..sources import load
-from .heads import ELEMENTS, HALF, INT8
+from .heads import ELEMENTS, HALF, INT8, Scores
 
 WARP = 32
 HOPPER_SHARED = (227 << 10) - 512
@@ -42,13 +42,14 @@ COUNTERS = 2
 """Elements of ``counters`` in :meth:`PrefillAttention.launch`."""
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are remembered."""
-LOG2_E = math.log2(math.e)
 COMMON_DEPTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
 MASKS = (
-    (AttentionMask.CAUSAL, False), (AttentionMask.CAUSAL, True), (AttentionMask.CROSS, False),
-    (AttentionMask.BIDIRECTIONAL, False), (AttentionMask.BIDIRECTIONAL, True),
-)  # fmt: skip
-"""Masks, and whether scores have a bias."""
+    *((AttentionMask.CAUSAL, scores) for scores in ScoreKind),
+    (AttentionMask.CROSS, ScoreKind.PLAIN),
+    (AttentionMask.BIDIRECTIONAL, ScoreKind.PLAIN),
+    (AttentionMask.BIDIRECTIONAL, ScoreKind.BIASED),
+)
+"""Masks, and the scores that they are used with."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,10 @@ class AttentionTileConfig:
 
 
 def synchronous(
-    depth: int, rows: int, keys: int, blocks: int, mask: AttentionMask, biased: bool
+    depth: int, rows: int, keys: int, blocks: int, mask: AttentionMask, scores: ScoreKind
 ) -> AttentionTileConfig:
     """For any GPU: four warps per block, registers for ``blocks`` blocks per SM, ``keys`` keys per tile."""
-    kind = f"{int(mask)}, {'true' if biased else 'false'}"
+    kind = f"{int(mask)}, {int(scores)}"
     return AttentionTileConfig(
         source="attention/prefill.cu",
         kernel=f"bminf::attention_prefill<{depth}, {rows}, {keys}, 4, {blocks}, {kind}",
@@ -109,14 +110,14 @@ def synchronous(
     )
 
 
-def hopper(depth: int, rows: int, keys: int, stages: int) -> AttentionTileConfig:
+def hopper(depth: int, rows: int, keys: int, stages: int, scores: ScoreKind) -> AttentionTileConfig:
     """For compute capability 9.0: four warps per 64 rows and four producer warps, ``keys`` keys per stage."""
     shared = (rows + 2 * stages * keys) * depth * 2 + 1024
     running = rows * depth * 4
     external = shared + running > HOPPER_SHARED
     return AttentionTileConfig(
         source="attention/prefill_hopper.cu",
-        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}",
+        kernel=f"bminf::attention_prefill_hopper<{depth}, {rows}, {keys}, {stages}, {int(scores)}",
         depth=depth,
         rows=rows,
         threads=(rows // 64 + 1) * 4 * WARP,
@@ -132,19 +133,20 @@ def tile_config_for(
     depth: int,
     small: bool,
     mask: AttentionMask = AttentionMask.CAUSAL,
-    biased: bool = False,
+    scores: ScoreKind = ScoreKind.PLAIN,
     int8: bool = False,
 ) -> AttentionTileConfig:
     """The tiling for heads padded to ``depth`` columns; ``small`` if tiles of 128 rows would be half empty.
 
     The keys of a tile depend on neither ``small`` nor ``int8``: they are part of the order of sums.
     """
+    biased = scores is ScoreKind.BIASED
     keys = attention_tile(compute_capability, depth, mask, biased)
     if compute_capability == (9, 0) and depth in (64, 128, 256) and mask is AttentionMask.CAUSAL and not biased:
         if small and not int8:  # the deeper pipeline is for reading many keys
-            return hopper(depth, 64, keys, stages=3)
-        return hopper(depth, 128, keys, stages=2)
-    tile = functools.partial(synchronous, depth, keys=keys, mask=mask, biased=biased)
+            return hopper(depth, 64, keys, stages=3, scores=scores)
+        return hopper(depth, 128, keys, stages=2, scores=scores)
+    tile = functools.partial(synchronous, depth, keys=keys, mask=mask, scores=scores)
     if depth > 128:  # the output accumulator takes half of a thread's registers
         return tile(rows=64, blocks=1)
     little = shared_memory_per_block(compute_capability) < LARGE_SHARED_MEMORY
@@ -165,23 +167,23 @@ class PrefillAttention:
     @staticmethod
     def instantiations(capability: Capability) -> Iterator[KernelFamily]:
         """For common head sizes; other multiples of 16 are compiled when needed."""
-        for depth, small, (mask, biased), element in itertools.product(COMMON_DEPTHS, (False, True), MASKS, ELEMENTS):
+        for depth, small, (mask, scores), element in itertools.product(COMMON_DEPTHS, (False, True), MASKS, ELEMENTS):
             if mask is AttentionMask.BIDIRECTIONAL and element == INT8:
                 continue
-            tile_config = tile_config_for(capability, depth, small, mask, biased, element == INT8)
+            tile_config = tile_config_for(capability, depth, small, mask, scores, element == INT8)
             yield KernelFamily(tile_config.source, tile_config.expression(element))
             yield KernelFamily("attention/prefill_merge.cu", tile_config.merge)
 
     def scratch_bytes(
         self, *, heads: int, kv_heads: int, head_dim: int, tokens: int, batch_size: int, max_context_len: int,
-        mask: AttentionMask = AttentionMask.CAUSAL, biased: bool = False, int8: bool = False,
+        mask: AttentionMask = AttentionMask.CAUSAL, scores: ScoreKind = ScoreKind.PLAIN, int8: bool = False,
         max_record_bytes: int = MAX_RECORD_BYTES,
     ) -> int:  # fmt: skip
         """Bytes of scratch memory that a launch can use; with less, it splits fewer sequences.
 
         It needs at least as many as with ``max_record_bytes = 0``. The arguments are those of :meth:`launch`.
         """
-        tile_config = self._config(tokens, batch_size, heads // kv_heads, head_dim, mask, biased, int8)
+        tile_config = self._config(tokens, batch_size, heads // kv_heads, head_dim, mask, scores, int8)
         running = self._running_bytes(tile_config, max_context_len)
         if not self._may_split(mask, max_context_len):
             return running
@@ -208,7 +210,7 @@ class PrefillAttention:
         head_dim: int,
         table_pitch: int,
         num_blocks: int,
-        scale: float,
+        scores: Scores,
         window: int | None,
         tokens: int,
         batch_size: int,
@@ -217,8 +219,6 @@ class PrefillAttention:
         scratch: int,
         scratch_bytes: int,
         mask: AttentionMask = AttentionMask.CAUSAL,
-        bias: int = 0,
-        max_distance: int = 0,
         source_lens: int = 0,
         key_scales: int = 0,
         value_scales: int = 0,
@@ -231,21 +231,21 @@ class PrefillAttention:
         - ``keys``, ``values`` fp16 ``[num_blocks, kv_heads, BLOCK_SIZE, D]``, with the new tokens' in place, zero in
           padding; or int8 codes with ``key_scales``, ``value_scales`` fp16 ``[num_blocks, kv_heads, BLOCK_SIZE]``;
         - ``out`` fp16 ``[T, heads * head_dim]`` with ``out_pitch`` elements from token to token;
-        - ``bias`` fp32 ``[heads, 2 * max_distance + 1]``, by distance; 0 for none;
         - ``source_lens`` int32 ``[batch_size]``, for ``AttentionMask.CROSS``;
         - ``cu_seqlens`` int32 ``[batch_size + 1]``, ``context_lens`` int32 ``[batch_size]`` and ``block_tables`` int32
           ``[batch_size, table_pitch]``, as in ``backend.values.ForwardBatch``;
         - ``counters`` int32 ``[COUNTERS]``, zero before and after;
         - ``scratch``, ``scratch_bytes``: see :meth:`scratch_bytes`.
 
-        Addresses are multiples of 16 bytes, pitches of 8 elements. ``tokens`` is ``T``, ``scale`` is positive,
+        Addresses are multiples of 16 bytes, pitches of 8 elements. ``tokens`` is ``T``, ``scores.scale`` is positive,
         ``heads`` a multiple of ``kv_heads``, ``window`` at least 1 or None, and ``head_dim`` at most ``MAX_HEAD_DIM``.
         No sequence has more than ``max_context_len`` keys. For ``AttentionMask.BIDIRECTIONAL``, ``keys`` and ``values``
         are fp16 ``[kv_heads, num_blocks, D]`` with all tokens of the step in order, and ``block_tables`` is not read.
         ``dependent`` as in :class:`Kernel`.
         """
+        assert (mask, scores.kind) in MASKS
         group = heads // kv_heads
-        kernel, merge, tile_config = self._find(tokens, batch_size, group, head_dim, mask, bias != 0, key_scales != 0)
+        kernel, merge, tile_config = self._find(tokens, batch_size, group, head_dim, mask, scores.kind, key_scales != 0)
         pieces = tiles = self._tiles(tile_config, tokens, batch_size, group)
         split_tiles = min(tiles, self._split_tiles(tile_config, kv_heads))
         running_bytes = self._running_bytes(tile_config, max_context_len)
@@ -256,8 +256,8 @@ class PrefillAttention:
         residents = self._residents(tile_config)
         args = (
             q, q_pitch, keys, values, out, out_pitch, cu_seqlens, context_lens, block_tables,
-            table_pitch, num_blocks, scale * LOG2_E, window or 0, heads, kv_heads, head_dim, batch_size,
-            bias, max_distance, source_lens, key_scales, value_scales,
+            table_pitch, num_blocks, scores.scale, window or 0, heads, kv_heads, head_dim, batch_size,
+            scores.bias, scores.max_distance, scores.softcap, source_lens, key_scales, value_scales,
             scratch + running_bytes if max_records else 0, max_records, self._parts(tile_config),
             scratch if running_bytes else 0, counters,
         )  # fmt: skip
@@ -299,15 +299,29 @@ class PrefillAttention:
         return self._residents(tile_config) * tile_config.running_bytes if max_context_len > SEGMENT else 0
 
     def _config(
-        self, tokens: int, batch_size: int, group: int, head_dim: int, mask: AttentionMask, biased: bool, int8: bool
+        self,
+        tokens: int,
+        batch_size: int,
+        group: int,
+        head_dim: int,
+        mask: AttentionMask,
+        scores: ScoreKind,
+        int8: bool,
     ) -> AttentionTileConfig:
         small = tokens * group <= 64 * batch_size
-        return tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, mask, biased, int8)
+        return tile_config_for(self._device.compute_capability, -(-head_dim // 16) * 16, small, mask, scores, int8)
 
     def _find_uncached(
-        self, tokens: int, batch_size: int, group: int, head_dim: int, mask: AttentionMask, biased: bool, int8: bool
+        self,
+        tokens: int,
+        batch_size: int,
+        group: int,
+        head_dim: int,
+        mask: AttentionMask,
+        scores: ScoreKind,
+        int8: bool,
     ) -> tuple[Kernel, Kernel, AttentionTileConfig]:
-        tile_config = self._config(tokens, batch_size, group, head_dim, mask, biased, int8)
+        tile_config = self._config(tokens, batch_size, group, head_dim, mask, scores, int8)
         return *self._kernel(tile_config, INT8 if int8 else HALF), tile_config
 
     def _load(self, tile_config: AttentionTileConfig, element: str) -> tuple[Kernel, Kernel]:

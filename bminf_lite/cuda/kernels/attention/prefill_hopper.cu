@@ -1,6 +1,6 @@
 // Prefill attention (FlashAttention-3, https://arxiv.org/abs/2407.08608) by wgmma, on compute capability 9.0:
 //
-//     out = softmax(scale * q @ keys.T) @ values, with a causal mask
+//     out = softmax(scores(scale * q @ keys.T)) @ values, with a causal mask
 //
 // for ragged sequences over a paged cache; see PrefillParams for shapes. Scores stay in registers, with an online
 // softmax.
@@ -280,7 +280,7 @@ __device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w
 
 // A consumer warpgroup computes 64 rows of a piece of work, from `row` of the tile on. `count` tiles were consumed
 // before.
-template <int D, int BM, int BN, int STAGES, class CACHE>
+template <int D, int BM, int BN, int STAGES, int SCORES, class CACHE>
 __device__ __forceinline__ void consume(
     const KVPipeline<D, BN, STAGES>& pipeline, const WorkTile& work, const PrefillParams& p, __half* q_tile, int row,
     int count, RunningResult<D / 8> running) {
@@ -306,8 +306,9 @@ __device__ __forceinline__ void consume(
     float o[D / 8][4] = {}, s[BN / 8][4], rescale[2];
     unsigned w[BN / 16][4];
     auto softmax = [&](int key) {
+        if constexpr (SCORES != PLAIN) change_scores<SCORES>(s, work, p, position, work.first + warp_row, key);
         if (needs_mask(work, key, BN)) apply_causal_mask(s, position, key, work.window);
-        online_softmax(state, s, rescale, p.scale);
+        online_softmax(state, s, rescale, SCORES == PLAIN ? p.scale : 1.0f);
     };
     auto round_weights = [&]() {
 #pragma unroll
@@ -373,10 +374,10 @@ __device__ __forceinline__ void consume(
             q_tile + swizzled_offset<BM>(warp_row + i / CHUNKS, i % CHUNKS));
 }
 
-// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. CACHE: __half or int8. key_map, value_map: tensor maps of the pools
-// for fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared memory: BM + 2 * STAGES * BN rows
-// of D fp16, 1024 bytes to align them, and BM rows of D fp32 if p.running is null.
-template <int D, int BM, int BN, int STAGES, class CACHE>
+// D: 64, 128 or 256. BM: 64 or 128. BN: 64 or 128. SCORES: a ScoreKind but BIASED. CACHE: __half or int8. key_map,
+// value_map: tensor maps of the pools for fp16, [blocks * kv_heads * BLOCK_SIZE, D] in boxes of a block. Dynamic shared
+// memory: BM + 2 * STAGES * BN rows of D fp16, 1024 bytes to align them, and BM rows of D fp32 if p.running is null.
+template <int D, int BM, int BN, int STAGES, int SCORES, class CACHE>
 __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_prefill_hopper(
     const __grid_constant__ PrefillParams p, const __grid_constant__ TensorMap key_map,
     const __grid_constant__ TensorMap value_map) {
@@ -417,7 +418,7 @@ __global__ void __launch_bounds__(BM / 64 * WARPGROUP + WARPGROUP, 1) attention_
         for (int k = 0;; ++k) {
             const WorkTile& work = queue.get(k);
             if (work.group == 0) break;
-            consume<D, BM, BN, STAGES, CACHE>(
+            consume<D, BM, BN, STAGES, SCORES, CACHE>(
                 pipeline, work, p, q_tile, row, count, {running + threadIdx.x, CONSUMERS});
             count += ceil_div(work.end - work.begin, BN);
             __syncwarp();

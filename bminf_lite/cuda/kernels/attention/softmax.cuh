@@ -5,7 +5,8 @@
 // scale of the scores times log2(e), rounded to fp32 once.
 //
 // 1. A dot product d = q . k is one chain of k16 tensor-core steps over the head's elements in natural order, from
-//    zero. A score is s = fl(c * d), with a bias s = fma(d, c, fl(bias * log2(e))). A masked score is -inf.
+//    zero. A score is s = fl(c * d), with a bias s = fma(d, c, fl(bias * log2(e))), else as in scores.cuh. A masked
+//    score is -inf.
 // 2. A segment starts with m = -inf, l[r] = 0 for r = 0..7, o = 0. For each tile in order:
 //        m' = max(m, scores of the tile), f = factor(m, m'), w = weight(s, m')
 //        l[r] = fl(l[r] * f) + t[r], where t[r] is the fp32 sum of w over the keys j with j % 8 == r, in order of j

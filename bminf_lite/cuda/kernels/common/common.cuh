@@ -138,6 +138,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+// 1 / x, within one unit in the last place; 0 for an infinity.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // x rounded to fp16.
 __device__ __forceinline__ float rounded(float x) { return __half2float(__float2half_rn(x)); }
 
