@@ -20,8 +20,8 @@
 // ahead across phases and items. A block that computes all segments of a pair merges them as it goes; else each segment
 // hands over a record.
 //
-// Where no context has more than one segment, and there are blocks enough, a cluster computes one pair (UNIT): nothing
-// has to be found, handed over or merged, which is most of the time of a short context.
+// Where contexts are short and there are blocks enough, a cluster computes one pair (UNIT), segment by segment: no work
+// has to be found and no record handed over, which would take most of the time.
 #include "attention/decode.cuh"
 #include "attention/scores.cuh"
 #include "attention/stages.cuh"
@@ -178,10 +178,11 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for CAPPED it and softcap are the factor and
 // the cap of capped_score. records: fp32 [record_capacity, Records<D>::FLOATS]; record_capacity is at least the number
 // of blocks. arrival_counts: int32, for each pair or each block, whichever are more, zero before and after. max_unit:
-// blocks of a cluster. UNIT: 0, or the blocks of a cluster that computes one pair; then no context has more than one
-// segment, and there is a cluster for each pair, in order. Dynamic shared memory: STAGES chunks with their scales, and
-// 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be read together with what follows.
-template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int KIND, class CACHE>
+// blocks of a cluster. UNIT: 0, or the blocks of a cluster that computes one pair; then there is a cluster for each
+// pair, in order. ONE_SEGMENT: no context has more than one segment; only with UNIT. Dynamic shared memory: STAGES
+// chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be
+// read together with what follows.
+template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, bool ONE_SEGMENT, int KIND, class CACHE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
     const float* frequencies, float eps, float rope_scale, const int* context_lens, const int* block_tables,
@@ -200,14 +201,14 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     // Tasks at a time. Before the loading warp replaces a task, the chunk STAGES before the new task's first one has
     // been read. Each task has two chunks or more, so that chunk belongs to a later task than the replaced one.
     constexpr int TASKS = STAGES;
-    constexpr bool ALONE = UNIT > 0;  // the pair is the only one of its cluster, and has one segment
+    constexpr bool ALONE = UNIT > 0;  // the cluster computes one pair
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     __shared__ struct {
         float group_tops[GROUPS][HEADS];  // the largest score of each group, or dot product: see HOLDS_SCORES
         float factors[TILES][HEADS];      // that rescale what was summed before a tile
         float top[HEADS], sum[HEADS];     // of the segment: the largest score, the sum of weights
-        unsigned long long stage_barriers[2 * STAGES], published[TASKS], exchanged;
+        unsigned long long stage_barriers[2 * STAGES], published[TASKS], exchanged, ready;
         NewToken<D, CACHE> new_token;
         Task tasks[TASKS];
     } own;
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const unsigned small = opaque(cast_smem_ptr_to_uint(&own));
     const unsigned group_tops = small, factors = group_tops + GROUPS * HEADS * 4, top = factors + TILES * HEADS * 4;
     const unsigned total = top + HEADS * 4, barriers = total + HEADS * 4, published = barriers + 16 * STAGES;
-    const unsigned exchanged = published + 8 * TASKS;
+    const unsigned exchanged = published + 8 * TASKS, ready = exchanged + 8;
     const auto tile_sum = [&](int tile, int residue, int head) {
         return scores + (tile * TILE + head / 4 * 8 + residue) * 32 + (1 - residue / 4) * 16 + head % 4 * 4;
     };
@@ -229,7 +230,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 #pragma unroll
         for (int i = 0; i < TASKS; ++i) barrier_init(published + 8 * i, 1);
 #if __CUDA_ARCH__ >= 900
-        barrier_init(exchanged, 1), fence_mbarrier_init();
+        barrier_init(exchanged, 1);
+        if (ALONE) barrier_init(ready, UNIT);
+        fence_mbarrier_init();
 #endif
     }
     __syncthreads();
@@ -238,13 +241,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS);
     const Contexts contexts = {
         KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
-    Task only;  // if ALONE
-    if constexpr (ALONE) {
-        const int pair = blockIdx.x / UNIT, sequence = pair / groups, group = pair % groups;
-        only = segment_task<KIND, SUB>(
-            sequence, group, 0, UNIT, HeadRange::of(group, heads, kv_heads), contexts.range<KIND>(sequence), true);
-        only.is_new = only.folds = only.is_left = only.is_right = true;
-    }
+    // If ALONE, the pair, its keys, and the task of one of its segments.
+    const int pair = ALONE ? blockIdx.x / max(1, UNIT) : 0, own_sequence = pair / groups, own_group = pair % groups;
+    const KeyRange own_range = ALONE ? contexts.range<KIND>(own_sequence) : KeyRange(0, 0);
+    const HeadRange own_heads = HeadRange::of(own_group, heads, kv_heads);
+    const auto own_task = [&](int segment) {
+        Task task = segment_task<KIND, SUB>(own_sequence, own_group, segment, UNIT, own_heads, own_range, true);
+        task.folds = true, task.is_left = ONE_SEGMENT || task.is_left, task.is_new = task.is_left;
+        task.is_right = ONE_SEGMENT || segment == own_range.last;
+        return task;
+    };
     // The bytes that a block receives of the scores of a task: for each group of keys, those of HEADS heads, or of half
     // as many, and the largest one of each head.
     const auto exchanged_bytes = [&](const Task& task) {
@@ -294,11 +300,19 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 stages.fill();
             }
         };
-        if constexpr (ALONE) {
-#if __CUDA_ARCH__ >= 900
-            if (UNIT > 1 && lane == 0) mbarrier_arrive_expect_tx(exchanged, exchanged_bytes(only));
-#endif
-            load(only, table_of(only.sequence, 0));
+        if constexpr (ONE_SEGMENT) {
+            load(own_task(0), table_of(own_sequence, 0));
+            cluster_wait<UNIT>();
+            cp_async_wait_all();
+            return;
+        } else if constexpr (ALONE) {
+            int table = table_of(own_sequence, own_range.first);
+#pragma unroll 1
+            for (int segment = own_range.first; segment <= own_range.last; ++segment) {
+                const int next = table_of(own_sequence, segment + 1);
+                load(own_task(segment), table);
+                table = next;
+            }
             cluster_wait<UNIT>();
             cp_async_wait_all();
             return;
@@ -354,14 +368,21 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     [[maybe_unused]] float slopes[2];               // of the thread's two heads, for ALIBI
     float all_o[PARTS][4], all_top[2], all_sum[2];  // of the segments before
 #pragma unroll 1
-    for (int number = 0;; ++number) {
-        if constexpr (!ALONE) barrier_wait(published + number % TASKS * 8, number / TASKS, 1);
+    for (int number = 0;; ++number) {  // once if ONE_SEGMENT
+        Task only;
+        if constexpr (ALONE) {
+            if (ONE_SEGMENT ? number : own_range.first + number > own_range.last) break;
+            only = own_task(ONE_SEGMENT ? 0 : own_range.first + number);
+        } else {
+            barrier_wait(published + number % TASKS * 8, number / TASKS, 1);
+        }
         const Task& task = ALONE ? only : own.tasks[number % TASKS];
         if (!ALONE && task.sequence < 0) break;
         const int unit = ALONE ? UNIT : task.unit, log2_unit = 31 - __clz(unit), rank = blockIdx.x & (unit - 1);
         const int elements = D / GROUP >> log2_unit;  // times 16 elements of the values of this block
         const ChunkLayout value_layout = {log2_of(PIECES) - log2_unit};
 #if __CUDA_ARCH__ >= 900
+        if (UNIT > 1 && threadIdx.x == 0) mbarrier_arrive_expect_tx(exchanged, exchanged_bytes(task));
         if (!ALONE && unit > 1) cluster_arrive_relaxed<MAX_UNIT>();
 #endif
         if (task.is_new) {
@@ -398,7 +419,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         const auto compute_scores = [&](auto alone) {
             const int begin = task.begin, stop = task.stop;
 #if __CUDA_ARCH__ >= 900
-            if (!alone.value) cluster_wait<MAX_UNIT>();
+            if (!alone.value && number == 0) cluster_wait<MAX_UNIT>();  // all blocks have started
+            if (UNIT > 1 && !ONE_SEGMENT && number > 0) mbarrier_wait(ready, number - 1 & 1);
             const unsigned peers = alone.value ? 0 : block_rank_in_cluster() & -unit;
 #endif
             int turn = 0;  // if a chunk has fewer groups than there are warps, the next one goes to other warps
@@ -490,9 +512,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             }
             if constexpr (alone.value) {
                 computing_sync();
-            } else {  // a unit has one item only
+            } else {  // unless it is ALONE, a unit has one item only
 #if __CUDA_ARCH__ >= 900
-                mbarrier_wait_acquire_cluster(exchanged, 0);
+                mbarrier_wait_acquire_cluster(exchanged, number & 1);
 #endif
             }
         };
@@ -558,14 +580,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         if (warp == WARPS - 1) {
             const int sub = lane / HEADS, sub_head = lane % HEADS;
             float low = 0, high = 0;  // the sums of the keys j with j % 8 == sub and sub + 4
+            const unsigned low_sums = opaque(tile_sum(first_tile, sub, sub_head));
+            const unsigned high_sums = low_sums + tile_sum(0, 4, 0) - tile_sum(0, 0, 0);
+            const unsigned all_factors = opaque(factors + (first_tile * HEADS + sub_head) * 4);
             constexpr int UNROLL = TILES <= 8 ? TILES : 2;
 #pragma unroll UNROLL
             for (int i = 0; i < TILES; ++i) {
-                const int tile = first_tile + i;
-                if (tile > last_tile) break;
-                const float f = ld_shared_float(factors + (tile * HEADS + sub_head) * 4);
-                low = add_tile_sum(low, f, ld_shared_float(tile_sum(tile, sub, sub_head)));
-                high = add_tile_sum(high, f, ld_shared_float(tile_sum(tile, sub + 4, sub_head)));
+                if (first_tile + i > last_tile) break;
+                const float f = ld_shared_float(all_factors + i * HEADS * 4);
+                low = add_tile_sum(low, f, ld_shared_float(low_sums + i * TILE * 32));
+                high = add_tile_sum(high, f, ld_shared_float(high_sums + i * TILE * 32));
             }
 #pragma unroll
             for (int d = HEADS; d < WARP; d *= 2) {
@@ -659,6 +683,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 
         // The record of the segment. After this barrier no warp reads scores, weights or the new token any more.
         computing_sync();
+#if __CUDA_ARCH__ >= 900
+        if (UNIT > 1 && !ONE_SEGMENT && threadIdx.x < UNIT &&
+            !task.is_right)  // all blocks may send the next scores to this one
+            mbarrier_arrive_remote(ready, (block_rank_in_cluster() & -UNIT) + threadIdx.x);
+#endif
         const float2 tops = ld_shared_float2(top + head * 4), sums = ld_shared_float2(total + head * 4);
         const float record_top[2] = {tops.x, tops.y}, record_sum[2] = {sums.x, sums.y};
         const Records<D> place = {records, elements * GROUP, rank};
@@ -700,11 +729,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             }
         }
         if (is_right && !folds) {
-            const int pair = task.sequence * kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS) + task.group;
             merge_records<COMPUTING, D>(
                 computing_sync, place, task.first_record, task.written, task.segments,
-                arrival_counts + pair * unit + rank, target, task.heads.count, head_dim);
+                arrival_counts + (task.sequence * groups + task.group) * unit + rank, target, task.heads.count,
+                head_dim);
         }
-        if constexpr (ALONE) break;
+        if constexpr (ONE_SEGMENT) break;
     }
 }

@@ -21,7 +21,7 @@ from ..constants import (
     ScoreKind,
     attention_tile,
 )
-from ..instantiations import Capability, KernelFamily, Together, numbers
+from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
 from .heads import ELEMENTS, INT8, element_of, head_arguments, head_pitch_of, scores_of
 
@@ -37,8 +37,10 @@ MAX_RECORDS = 8192
 """Records that are kept at most. With more segments than this in a step, no context is split over blocks."""
 UNITS = (8, 4, 2, 1)
 """Blocks that may compute one pair alone."""
-COMPUTES_PAIRS_ALONE = False
-"""Whether a cluster computes one pair alone where every context is one segment. It is to be measured."""
+WORK = (Together((0, "false")), *(Together((unit, one)) for unit in UNITS for one in BOOLEANS))
+"""The template arguments ``UNIT`` and ``ONE_SEGMENT``."""
+LONGEST_ALONE = 0
+"""The longest contexts of pairs that a cluster computes alone. To be measured: ``4 * SEGMENT`` should be best."""
 CAUSAL, BIASED, CROSS = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS))
 
 
@@ -106,8 +108,8 @@ class AttentionDecode:
             sizes = range(HEAD_PAD, DEPTHS[-1] + 1, HEAD_PAD)
             templates = dict.fromkeys(decode_config(capability, size, kind).template() for size in sizes)
             yield KernelFamily(
-                cls.source, "attention_decode", (tuple(templates), (0, *UNITS), (kind,), ELEMENTS),
-                lambda template, unit, *_: unit <= max_unit(capability, template[0]),
+                cls.source, "attention_decode", (tuple(templates), WORK, (kind,), ELEMENTS),
+                lambda template, work, *_: work[0] <= max_unit(capability, template[0]),
             )  # fmt: skip
 
     def grid(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> tuple[int, int]:
@@ -128,9 +130,9 @@ class AttentionDecode:
         return (blocks // 16 * 16, 2) if config.max_unit > 1 and pairs * 2 <= blocks else (blocks, 1)
 
     def unit(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> int:
-        """Blocks of a cluster that computes one pair alone; 0 if contexts have several segments, or pairs are many."""
+        """Blocks of a cluster that computes one pair alone; 0 if contexts are long, or pairs are many."""
         config, num_sms = self._config(spec, CAUSAL), self._launcher.num_sms
-        if not COMPUTES_PAIRS_ALONE or max_context_len > SEGMENT:
+        if max_context_len > LONGEST_ALONE:
             return 0
         pairs = batch_size * pair_groups(spec)
         # Large clusters are counted with one block per SM: see grid.
@@ -169,11 +171,12 @@ class AttentionDecode:
         batch_size, element = qkv.shape[0], element_of(cache)
         config = self._config(spec, kind)
         unit = self.unit(spec, batch_size, max_context_len)
+        work = Together((unit, BOOLEANS[0 < unit and max_context_len <= SEGMENT]))
         blocks, cluster = (
             (batch_size * pair_groups(spec) * unit, unit) if unit else self.grid(spec, batch_size, max_context_len)
         )
         self._launcher.launch(
-            step, self.source, f"attention_decode<{config.template()}, {unit}, {kind}, {element}>", blocks,
+            step, self.source, f"attention_decode<{config.template()}, {work}, {kind}, {element}>", blocks,
             DECODE_THREADS,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(context_lens), block_table.data.ptr,
              pitch_of(block_table), batch_size, cache.keys.data.ptr, cache.values.data.ptr, address(cache.key_scales),

@@ -77,8 +77,8 @@ __device__ __forceinline__ void attention_outputs(const float (&o)[4], const flo
         float inverse[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse[h]) : "f"(sum[h]));
-            inverse[h] = __fmaf_rn(inverse[h], __fmaf_rn(-sum[h], inverse[h], 1.0f), inverse[h]);
+            const float x = reciprocal_fast(sum[h]);
+            inverse[h] = __fmaf_rn(x, __fmaf_rn(-sum[h], x, 1.0f), x);
         }
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
