@@ -202,6 +202,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     // been read. Each task has two chunks or more, so that chunk belongs to a later task than the replaced one.
     constexpr int TASKS = STAGES;
     constexpr bool ALONE = UNIT > 0;  // the cluster computes one pair
+    static_assert(sizeof(MergeScratch) <= SEGMENT * 32, "it takes the place of scores");
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     __shared__ struct {
@@ -732,7 +733,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             merge_records<COMPUTING, D>(
                 computing_sync, place, task.first_record, task.written, task.segments,
                 arrival_counts + (task.sequence * groups + task.group) * unit + rank, target, task.heads.count,
-                head_dim);
+                head_dim, *reinterpret_cast<MergeScratch*>(shared + STAGES * STAGE));
         }
         if constexpr (ONE_SEGMENT) break;
     }

@@ -171,7 +171,7 @@ class AttentionDecode:
         batch_size, element = qkv.shape[0], element_of(cache)
         config = self._config(spec, kind)
         unit = self.unit(spec, batch_size, max_context_len)
-        work = Together((unit, BOOLEANS[0 < unit and max_context_len <= SEGMENT]))
+        work = Together((unit, BOOLEANS[unit > 0 and max_context_len <= SEGMENT]))
         blocks, cluster = (
             (batch_size * pair_groups(spec) * unit, unit) if unit else self.grid(spec, batch_size, max_context_len)
         )
