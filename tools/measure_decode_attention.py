@@ -40,6 +40,8 @@ MAX_LAYERS = 32
 LEAST_BYTES = 256 << 20
 """Bytes of all caches that the launches of a graph read, which exceed the GPU's cache."""
 REPLAYS = 9
+TIME_LIMIT = 200
+"""Seconds of one process: a kernel that never ends must not take the rest of the time."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,13 @@ class Variant:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")]),
         }
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=self.folder)
-        if done.returncode:
-            print(f"{self.name}: {' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}", flush=True)
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, cwd=self.folder, timeout=TIME_LIMIT
+            )
+            done.check_returncode()
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            print(f"{self.name}: {error}\n{str(error.stdout)[-2000:]}{str(error.stderr)[-4000:]}", flush=True)
             return None
         return json.loads(done.stdout[done.stdout.index("{") :])
 
