@@ -208,7 +208,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     __shared__ struct {
         float group_tops[GROUPS][HEADS];  // the largest score of each group, or dot product: see HOLDS_SCORES
         float factors[TILES][HEADS];      // that rescale what was summed before a tile
-        float top[HEADS], sum[HEADS];     // of the segment: the largest score, the sum of weights
+        float tops[2][HEADS];             // the largest score of a segment, and of the next one
+        float sum[HEADS];                 // of the segment's weights
         unsigned long long stage_barriers[2 * STAGES], published[TASKS], exchanged, ready;
         NewToken<D, CACHE> new_token;
         Task tasks[TASKS];
@@ -217,8 +218,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     // half of the 32 bytes, and partial sums of weights (see tile_sum) the other.
     const unsigned scores = opaque(cast_smem_ptr_to_uint(shared)) + STAGES * STAGE;
     const unsigned small = opaque(cast_smem_ptr_to_uint(&own));
-    const unsigned group_tops = small, factors = group_tops + GROUPS * HEADS * 4, top = factors + TILES * HEADS * 4;
-    const unsigned total = top + HEADS * 4, barriers = total + HEADS * 4, published = barriers + 16 * STAGES;
+    const unsigned group_tops = small, factors = group_tops + GROUPS * HEADS * 4, tops = factors + TILES * HEADS * 4;
+    const unsigned total = tops + 2 * HEADS * 4, barriers = total + HEADS * 4, published = barriers + 16 * STAGES;
     const unsigned exchanged = published + 8 * TASKS, ready = exchanged + 8;
     const auto tile_sum = [&](int tile, int residue, int head) {
         return scores + (tile * TILE + head / 4 * 8 + residue) * 32 + (1 - residue / 4) * 16 + head % 4 * 4;
@@ -444,7 +445,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                             st_shared_half(chunk + CHUNK + at * 2, own.new_token.scales[0]);
                         __syncwarp();
                     }
-                    float s[4], tops[2] = {-INF_F, -INF_F};
+                    float s[4], largest[2] = {-INF_F, -INF_F};
                     mma_qk<D, CACHE>(s, chunk, i * GROUP, query, chunk + CHUNK + i * GROUP * 2);
                     if constexpr (KIND == BIASED) {
 #pragma unroll
@@ -474,16 +475,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                             if (key + row + m / 2 * 8 < begin || key + row + m / 2 * 8 >= stop) s[m] = -INF_F;
                     }
                     // fmaxf drops a NaN, but it reaches the sums.
-                    tops[0] = fmaxf(s[0], s[2]), tops[1] = fmaxf(s[1], s[3]);
+                    largest[0] = fmaxf(s[0], s[2]), largest[1] = fmaxf(s[1], s[3]);
 #pragma unroll
                     for (int d = 4; d < WARP; d *= 2)
 #pragma unroll
-                        for (int h = 0; h < 2; ++h) tops[h] = fmaxf(tops[h], __shfl_xor_sync(FULL, tops[h], d));
+                        for (int h = 0; h < 2; ++h)
+                            largest[h] = fmaxf(largest[h], __shfl_xor_sync(FULL, largest[h], d));
                     const unsigned top_target = group_tops + key / GROUP * HEADS * 4 + head * 4;
                     if constexpr (alone.value) {
                         const unsigned target = scores + (key + row) * 32 + head * 4;
                         st_shared_v2(target, s[0], s[1]), st_shared_v2(target + 8 * 32, s[2], s[3]);
-                        if (row == 0) st_shared_v2(top_target, tops[0], tops[1]);
+                        if (row == 0) st_shared_v2(top_target, largest[0], largest[1]);
                     } else {
 #if __CUDA_ARCH__ >= 900
                         // Neighbouring lanes exchange halves, so that each has four heads of one key.
@@ -502,7 +504,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                             // All rows have the largest scores: each sends them to another block.
                             if (row < unit)
                                 st_async(
-                                    map_shared_rank(top_target, peers + row), tops[0], tops[1],
+                                    map_shared_rank(top_target, peers + row), largest[0], largest[1],
                                     map_shared_rank(exchanged, peers + row));
                         }
 #endif
@@ -523,6 +525,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             compute_scores(Constant<1>());
         else if (__CUDA_ARCH__ >= 900)
             compute_scores(Constant<0>());
+
+        // A warp may still read the tops of the segment before when another one has the scores of this one.
+        const unsigned top = tops + (number & 1) * HEADS * 4;
 
         // 2. Weights. A lane has one head of a tile and the keys j with the same j % 8. So up to four heads take one
         // warp for a tile, and more heads two, of which one has the keys with j % 8 < 4.
@@ -689,8 +694,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             !task.is_right)  // all blocks may send the next scores to this one
             mbarrier_arrive_remote(ready, (block_rank_in_cluster() & -UNIT) + threadIdx.x);
 #endif
-        const float2 tops = ld_shared_float2(top + head * 4), sums = ld_shared_float2(total + head * 4);
-        const float record_top[2] = {tops.x, tops.y}, record_sum[2] = {sums.x, sums.y};
+        const float2 all_tops = ld_shared_float2(top + head * 4), sums = ld_shared_float2(total + head * 4);
+        const float record_top[2] = {all_tops.x, all_tops.y}, record_sum[2] = {sums.x, sums.y};
         const Records<D> place = {records, elements * GROUP, rank};
         const bool folds = task.folds, is_right = task.is_right;
         __half* const target = out + task.sequence * out_pitch + static_cast<long long>(task.heads.first) * head_dim;

@@ -288,6 +288,7 @@ __device__ __forceinline__ void merge_records(
             if (element < head_dim) out[head * head_dim + element] = attention_output(values[j], scratch.sums[head]);
         }
     }
+    sync();
 }
 
 }  // namespace bminf
