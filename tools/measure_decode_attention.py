@@ -1,10 +1,9 @@
 """Compare variants of decode attention: bits of outputs, time of a launch, and tokens per second of a model.
 
-    python tools/measure_decode_attention.py before=../before after=.:4096 --rounds 2
+    python tools/measure_decode_attention.py before=../before "after=.:LONGEST_ALONE=4096;UNITS=(4,2,1)" --rounds 2
 
 A variant is NAME=FOLDER or NAME=FOLDER:SETTINGS. FOLDER holds a source tree of this package, and SETTINGS are the names
-and values of constants of ``cuda/kernels/attention/decode.py``, such as ``LONGEST_ALONE=4096,CLUSTER=8``; a number by
-itself is ``LONGEST_ALONE``. Each variant runs in processes of its own. First each is compared with the definition over
+and values of constants of ``cuda/kernels/attention/decode.py``. Each variant runs in processes of its own. First each is compared with the definition over
 NumPy, and with the bits of the first variant. Then each round times every variant, so that a GPU that becomes slower
 affects all: launches back to back in a graph, each on a cache of its own, at the shape of LLaMA 3 8B, and decode steps
 of the whole model. Prints the medians of all rounds.
@@ -13,6 +12,7 @@ of the whole model. Prints the medians of all rounds.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -50,7 +50,7 @@ class Variant:
 
     name: str
     folder: Path
-    settings: dict[str, int]
+    settings: dict[str, Any]
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -59,8 +59,8 @@ class Variant:
         if not separator:
             sys.exit(f"error: {text!r} is not of the form NAME=FOLDER:SETTINGS")
         folder, _, settings = place.partition(":")
-        parts = [part if "=" in part else f"LONGEST_ALONE={part}" for part in settings.split(",") if part]
-        return cls(name, Path(folder).resolve(), {k: int(v) for k, v in (part.split("=") for part in parts)})
+        pairs = (part.split("=") for part in settings.split(";") if part)
+        return cls(name, Path(folder).resolve(), {key: ast.literal_eval(value) for key, value in pairs})
 
     def run(self, *arguments: str) -> Any:
         """What this script prints as JSON with ``arguments`` in a process that imports the variant."""
@@ -219,7 +219,7 @@ def model_speeds() -> dict[str, float]:
 WORKS: dict[str, Callable[[], Any]] = {"check": check, "launches": launch_times, "model": model_speeds}
 
 
-def work(name: str, settings: dict[str, int]) -> None:
+def work(name: str, settings: dict[str, Any]) -> None:
     """Print the result of one of ``WORKS`` with the launcher's constants set."""
     from bminf_lite.cuda.kernels.attention import decode
 
