@@ -3,10 +3,10 @@
     python tools/measure_decode_attention.py before=../before "after=.:LONGEST_ALONE=4096;UNITS=(4,2,1)" --rounds 2
 
 A variant is NAME=FOLDER or NAME=FOLDER:SETTINGS. FOLDER holds a source tree of this package, and SETTINGS are the names
-and values of constants of ``cuda/kernels/attention/decode.py``. Each variant runs in processes of its own. First each is compared with the definition over
-NumPy, and with the bits of the first variant. Then each round times every variant, so that a GPU that becomes slower
-affects all: launches back to back in a graph, each on a cache of its own, at the shape of LLaMA 3 8B, and decode steps
-of the whole model. Prints the medians of all rounds.
+and values of constants of ``cuda/kernels/attention/decode.py``. Each variant runs in processes of its own. First each
+is compared with the definition over NumPy, and with the bits of the first variant. Then each round times every variant,
+so that a GPU that becomes slower affects all: launches back to back in a graph, each on a cache of its own, at the
+shape of LLaMA 3 8B, and decode steps of the whole model. Prints the medians of all rounds.
 """
 
 from __future__ import annotations
