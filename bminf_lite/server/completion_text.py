@@ -13,6 +13,7 @@ from ..errors import BminfError
 from ..text.text_stream import Detokenizer, StopMatcher
 from ..text.tokenizer import Tokenizer
 from .client import Output
+from .protocol import PromptScore
 
 KNOWN_TEXTS = 65536
 
@@ -165,17 +166,14 @@ class CompletionText:
 
 
 def score_prompt(
-    tokenizer: Tokenizer,
-    texts: TokenTexts,
-    token_ids: Sequence[int],
-    logprobs: Sequence[float | None],
-    most_likely: Sequence[tuple[int, float] | None],
+    tokenizer: Tokenizer, texts: TokenTexts, token_ids: Sequence[int], scores: Sequence[PromptScore | None]
 ) -> list[ScoredToken]:
     """The tokens of a prompt with their log-probabilities, and the most likely token at the place of each."""
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.push(token_id) for token_id in token_ids]
     pieces[-1] += detokenizer.flush()
-    best = [[] if pair is None else [pair] for pair in most_likely]
-    return [
-        _Waiting(*of, is_end=False).scored(texts) for of in zip(token_ids, pieces, logprobs, best, strict=True)
-    ]  # fmt: skip
+    scored = []
+    for token_id, text, score in zip(token_ids, pieces, scores, strict=True):
+        top = [] if score is None else [(text if score[1] == token_id else texts.text(score[1]), score[2])]
+        scored.append(ScoredToken(text, None if score is None else score[0], top))
+    return scored

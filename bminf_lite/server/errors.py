@@ -7,7 +7,7 @@ from collections.abc import Container
 import msgspec
 from starlette.responses import Response
 
-from ..errors import CheckpointError, QueueFull, UsageError
+from ..errors import BminfError, QueueFull, UsageError
 from .client import EngineFailure
 
 _TYPES = {
@@ -91,6 +91,6 @@ def api_error(error: Exception, fields: Container[str] = ()) -> ApiError:
         return bad_request(str(error), first if first in fields else None)
     if isinstance(error, EngineFailure):
         return ApiError(503, str(error), code="engine_failed")
-    if isinstance(error, CheckpointError):
-        return ApiError(500, str(error), code="checkpoint_error")
+    if isinstance(error, BminfError):
+        return ApiError(500, str(error), code="internal_error")
     return ApiError(500, "the server made an error, which its log describes", code="internal_error")

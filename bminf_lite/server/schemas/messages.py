@@ -23,7 +23,9 @@ class ContentPart(Body):
     @model_validator(mode="after")
     def _is_text(self) -> ContentPart:
         if self.type not in TEXT_PARTS:
-            raise invalid(f"parts of the type {self.type[:40]!r} are not supported: this server's models read text only")
+            raise invalid(
+                f"parts of the type {self.type[:40]!r} are not supported: this server's models read text only"
+            )
         if self.value is None:
             raise invalid(f"a part of the type {self.type!r} needs a text")
         return self

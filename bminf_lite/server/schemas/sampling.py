@@ -40,7 +40,9 @@ def _stops(value: Any) -> Any:
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
         raise invalid("must be a text or a list of texts, none of them empty")
     if len(stops) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in stops):
-        raise invalid(f"may have {MAX_STOPS} texts of {MAX_STOP_LENGTH:,} characters at most: give fewer or shorter ones")
+        raise invalid(
+            f"may have {MAX_STOPS} texts of {MAX_STOP_LENGTH:,} characters at most: give fewer or shorter ones"
+        )
     return stops
 
 
