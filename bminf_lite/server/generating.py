@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..engine.sampling_params import SamplingParams
 from ..errors import BminfError, CheckpointError, UsageError
 from ..grammar import Grammar, validate
+from ..text.chat_template import Message, template_messages
 from ..text.prompts import EncodedPrompt, Prompt
+from ..text.tool_calls import Tool
 from .client import Generation, GenerationRequest, Output
 from .completion_text import CompletionText, NewText
 from .errors import ApiError, api_error, bad_request
@@ -51,10 +53,13 @@ async def encode(server: ServerState, prompt: Prompt, field: str, add_special_to
         raise bad_request(str(error), field, code) from None
 
 
-async def render(server: ServerState, messages: Sequence[dict[str, Any]], field: str, **variables: object) -> str:
+async def render(
+    server: ServerState, messages: Sequence[Message], tools: Sequence[Tool], field: str, **variables: object
+) -> str:
     """A conversation as the text of a prompt, by the checkpoint's chat template in its process."""
     try:
-        return await asyncio.to_thread(server.prompts.render, messages, **variables)
+        messages = template_messages(messages)
+        return await asyncio.to_thread(server.prompts.render, messages, tools=tools or None, **variables)
     except (UsageError, CheckpointError) as error:
         raise bad_request(str(error), field) from None
 
@@ -78,30 +83,35 @@ def sampling_params(
         )
         params.check_model(info.vocab_size, info.eos_ids)
     except UsageError as error:
-        raise bad_request(str(error), str(error).split(" ", 1)[0]) from None
+        message = str(error).replace("max_new_tokens", field)
+        raise bad_request(message, message.split(" ", 1)[0]) from None
     return params if most is None else replace(params, max_new_tokens=min(params.max_new_tokens, most))
 
 
+_GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
+    "json_object": lambda _: Grammar.json_object(),
+    "json_schema": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "lark": Grammar.lark,
+}
+
+
 async def grammar_of(structures: Sequence[Structure]) -> Grammar | None:
-    """The grammar of a request that asks for a structure. A thread checks it, which may take a second."""
+    """The grammar of a request that asks for a structure."""
     if not structures:
         return None
     if len(structures) > 1:
-        raise bad_request(
-            f"{' and '.join(s.field for s in structures)} exclude each other: give one", structures[1].field
-        )
-    (field, kind, value), make = (
-        structures[0],
-        {
-            "json_object": lambda _: Grammar.json_object(),
-            "json_schema": Grammar.json_schema,
-            "regex": Grammar.regex,
-            "choice": Grammar.choice,
-            "lark": Grammar.lark,
-        },
-    )
+        names = " and ".join(structure.field for structure in structures)
+        raise bad_request(f"{names} exclude each other: give one", structures[1].field)
+    structure = structures[0]
+    return await checked_grammar(lambda: _GRAMMARS[structure.kind](structure.value), structure.field)
+
+
+async def checked_grammar(make: Callable[[], Grammar], field: str) -> Grammar:
+    """A grammar that was validated, in a thread because that may take a second. Errors name the ``field``."""
     try:
-        grammar = make[kind](value)
+        grammar = make()
         await asyncio.to_thread(validate, grammar)
     except UsageError as error:
         raise bad_request(f"{field}: {error}", field) from None
@@ -113,6 +123,7 @@ def generation_request(
     prompt_logprobs: bool = False, grammar: Grammar | None = None,
 ) -> GenerationRequest:  # fmt: skip
     """The engine's request for ``n`` completions of a prompt."""
+    structure: dict[str, Any] = {} if grammar is None else {"grammar": grammar}
     return GenerationRequest(
         list(prompt.token_ids),
         params.with_seed(),
@@ -122,6 +133,7 @@ def generation_request(
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt or "",
         prompt_logprobs=prompt_logprobs,
+        **structure,
     )
 
 

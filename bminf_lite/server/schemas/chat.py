@@ -63,7 +63,12 @@ def check_template_variables(variables: dict[str, Any] | None) -> None:
 
 
 class ChatBody(SamplingFields, StructureFields):
-    """See https://platform.openai.com/docs/api-reference/chat/create."""
+    """See https://platform.openai.com/docs/api-reference/chat/create.
+
+    Of vLLM and SGLang: ``chat_template_kwargs`` are variables of the chat template, ``continue_final_message`` continues
+    the last message, ``separate_reasoning`` (true by default) takes reasoning out of the content, and without
+    ``include_reasoning`` (true by default) the response has none. ``reasoning_effort`` is a variable of the template.
+    """
 
     model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -79,9 +84,9 @@ class ChatBody(SamplingFields, StructureFields):
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    separate_reasoning: bool | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: Annotated[Any, refused(TEMPLATE_REFUSED)] = None
     functions: Annotated[Any, refused("functions is not supported: use tools")] = None
@@ -93,14 +98,17 @@ class ChatBody(SamplingFields, StructureFields):
             raise invalid("top_logprobs needs logprobs to be true")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream to be true")
-        if self.continue_final_message:
-            if self.add_generation_prompt:
-                raise invalid("continue_final_message needs add_generation_prompt to be false")
-            if self.messages[-1].role != "assistant":
-                raise invalid("continue_final_message needs a last message of the assistant")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise invalid("continue_final_message needs a last message of the assistant")
         check_template_variables(self.chat_template_kwargs)
         check_tool_choice(self.choice, [tool.function for tool in self.tools or []])
         return self
+
+    @property
+    def template_variables(self) -> dict[str, object]:
+        """The variables of the chat template that the request sets."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     @property
     def choice(self) -> ToolChoice:

@@ -1,20 +1,18 @@
-"""The messages of conversations, as OpenAI's clients write them and as chat templates read them."""
+"""Messages and tools of conversations, as OpenAI's clients write them."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import Discriminator, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Tag, model_validator
 
 from .base import Body, invalid, is_text, one_of
-from .sampling import is_schema
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 class ContentPart(Body):
-    """A part of a message's content: text under one of OpenAI's names."""
+    """A part of a message's content: text, under one of OpenAI's names."""
 
     type: str
     text: str | None = None
@@ -23,9 +21,7 @@ class ContentPart(Body):
     @model_validator(mode="after")
     def _is_text(self) -> ContentPart:
         if self.type not in TEXT_PARTS:
-            raise invalid(
-                f"parts of the type {self.type[:40]!r} are not supported: this server's models read text only"
-            )
+            raise invalid(f"a part of the type {self.type[:40]!r} is not supported: the model reads text only")
         if self.value is None:
             raise invalid(f"a part of the type {self.type!r} needs a text")
         return self
@@ -36,19 +32,18 @@ class ContentPart(Body):
         return self.refusal if self.type == "refusal" else self.text
 
 
-def _form(value: Any) -> str:
-    return "text" if isinstance(value, str) else "parts"
-
-
-Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[ContentPart], Tag("parts")], Discriminator(_form)]
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Tag("parts")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "parts"),
+]
 """A text, or a list of parts."""
 
 
-def text_of(content: str | list[ContentPart] | None) -> str:
-    """The text of a message; parts are on lines of their own."""
+def plain_content(content: str | list[ContentPart] | None) -> Any:
+    """A content as templates get it."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.value or "" for part in content)
+    return [{"type": "text", "text": part.value or ""} for part in content]
 
 
 class CalledFunction(Body):
@@ -64,21 +59,6 @@ class MessageToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    def for_template(self) -> dict[str, Any]:
-        """As templates read it: with the arguments as an object."""
-        function = {"name": self.function.name, "arguments": decoded_arguments(self.function.arguments)}
-        return {"id": self.id, "type": self.type, "function": function}
-
-
-def decoded_arguments(arguments: Any) -> Any:
-    """The arguments of a call as a JSON value, which templates write themselves; the text where it is not JSON."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return msgspec.json.decode(arguments or "{}")
-    except (msgspec.MsgspecError, RecursionError):
-        return arguments  # a model wrote it
 
 
 class ChatMessage(Body):
@@ -97,42 +77,37 @@ class ChatMessage(Body):
             raise invalid(f"a message of the role {self.role} needs a content")
         return self
 
-    def for_template(self) -> dict[str, Any]:
-        """As templates read it: ``developer`` is ``system``, and the content is a text."""
+    def plain(self) -> dict[str, Any]:
+        """The message without what it does not have; ``developer`` is ``system``, which templates know."""
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": text_of(self.content)}
+        message: dict[str, Any] = {"role": role, "content": plain_content(self.content)}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
         if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
         return message
+
+
+def _name(name: str) -> str:
+    if not 0 < len(name) <= 128 or not all(c.isascii() and (c.isalnum() or c in "_-.") for c in name):
+        raise invalid(f"the name {name[:40]!r} must be 1 to 128 letters, digits, dots, underscores or dashes")
+    return name
+
+
+FunctionName = Annotated[str, AfterValidator(_name)]
+Parameters = Annotated[
+    Any, one_of(lambda value: isinstance(value, dict), wanted="the JSON schema of an object, which is an object")
+]
 
 
 class FunctionDefinition(Body):
     """A function that the model may call; ``parameters`` is the JSON schema of its arguments."""
 
-    name: str
+    name: FunctionName
     description: str | None = None
-    parameters: Annotated[Any, one_of(is_schema, wanted="a JSON schema, which is an object")] = None
+    parameters: Parameters = None
     strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _has_name(self) -> FunctionDefinition:
-        check_name(self.name)
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """OpenAI's form, which templates read."""
-        function: dict[str, Any] = {"name": self.name, "description": self.description or ""}
-        function["parameters"] = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
-        return {"type": "function", "function": function}
-
-
-def check_name(name: str) -> None:
-    """Raise for a name that OpenAI refuses too: it may have letters, digits, underscores, dashes and dots."""
-    if not 0 < len(name) <= 128 or not all(c.isascii() and (c.isalnum() or c in "_-.") for c in name):
-        raise invalid(f"the name {name[:40]!r} must have 1 to 128 letters, digits, dots, underscores or dashes")
 
 
 class Tool(Body):
@@ -140,3 +115,8 @@ class Tool(Body):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+
+def plain_tool(function: FunctionDefinition) -> dict[str, Any]:
+    """A tool in OpenAI's form, which templates read."""
+    return {"type": "function", "function": function.model_dump(exclude_none=True)}
