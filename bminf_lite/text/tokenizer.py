@@ -89,6 +89,7 @@ class Tokenizer(ABC):
     def showing(self, tokens: Collection[str]) -> Tokenizer:
         """This tokenizer, but those of its special tokens that are spelled as in ``tokens`` are part of its texts."""
         shown = copy(self)
+        shown._token_texts = {}
         shown.special_ids = frozenset(i for i in self.special_ids if self.id_to_piece(i) not in tokens)
         return shown
 
