@@ -57,13 +57,11 @@ class LaunchedStep:
     choice: Callable[[], np.ndarray] | None
     sampled: np.ndarray
     scores: Callable[[], np.ndarray] | None = None
-    best: Callable[[], np.ndarray] | None = None
 
     def fetch(self) -> StepResult:
         """What the step chose and scored, without padding."""
         chosen = self.choice()[:, self.sampled] if self.choice else np.zeros((2, 0), np.int32)
-        best = self.best() if self.best else np.zeros((2, 0), np.int32)
-        return StepResult(chosen, self.scores() if self.scores else np.zeros(0, np.float32), best)
+        return StepResult(chosen, self.scores() if self.scores else np.zeros((3, 0), np.int32))
 
 
 class HostTables:
@@ -178,20 +176,18 @@ class ModelRunner:
         if (inputs.tokens[:decodes] == NO_TOKEN).any():
             self.ops.insert_last_tokens(arrays.batch.tokens[:decodes], sampler)
         logits = forward()
-        choice = scores = best = None
+        choice = scores = None
         end = size.sequences if sampled else 0
         if sampled:
             choice = self.ops.fetch(self.ops.sample(logits[:end], sampler))
         if len(inputs.targets):
             first, end = end, end + len(inputs.targets)
             scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], arrays.targets))
-            no_sequence = self.table.state(self.ops.array(np.zeros(end - first, np.int32)), SamplerVariant.GREEDY)
-            best = self.ops.fetch(self.ops.sample(logits[first:end], no_sequence))
         for part in parts:
             if part.request.take_logits is not None:
                 first, end = end, end + part.num_tokens
                 part.request.take_logits(part.start, logits[first:end])
-        return LaunchedStep(choice, np.flatnonzero(inputs.rows), scores, best)
+        return LaunchedStep(choice, np.flatnonzero(inputs.rows), scores)
 
     def _captured_step(self, inputs: StepInputs) -> CapturedStep:
         """The captured step of the inputs' size, which is made when it is first needed."""

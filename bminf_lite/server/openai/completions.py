@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from ...text.prompts import EncodedPrompt
 from ..client import Generation, Output
-from ..completion_text import CompletionText, NewText, ScoredToken, TokenTexts, score_prompt
+from ..completion_text import CompletionText, NewText, ScoredToken, score_prompt
 from ..errors import bad_request
 from ..event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
 from ..generating import check_count, check_model, encode, generation_request, grammar_of, read, sampling_params, told
@@ -90,8 +90,10 @@ class _Choice:
     def read(self, generation: Generation, output: Output) -> NewText:
         """What an output adds, with the prompt before the first of it."""
         if self.is_empty:  # the engine generates a token at least
-            output = output._replace(token_ids=[], logprobs=None, top_logprobs=None)
-            output = output._replace(finish_reason="length" if output.finish_reason == "stop" else output.finish_reason)
+            reason = "length" if output.finish_reason == "stop" else output.finish_reason
+            output = msgspec.structs.replace(
+                output, token_ids=[], logprobs=None, top_logprobs=None, finish_reason=reason
+            )
         new = read(generation, self.completion, output)
         self.finish_reason, self.num_cached = new.finish_reason, output.cached_tokens
         if self._has_begun:
