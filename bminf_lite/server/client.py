@@ -25,6 +25,7 @@ from .protocol import (
     FromEngine,
     GenerationRequest,
     ModelInfo,
+    PromptScore,
     Ready,
     Refused,
     ShutDown,
@@ -62,7 +63,7 @@ class Output(NamedTuple):
     - ``logprobs``, ``top_logprobs``: as long as ``token_ids`` if the parameters ask for them, else None.
     - ``finish_reason``: None while it runs; ``stop`` (the last token is an end-of-sequence token), ``length``,
       ``deadline``, ``cancelled``, or ``error`` with the message in ``error``.
-    - ``prompt_logprobs``: with the first output, if asked for.
+    - ``prompt_logprobs``: with the first output, if asked for; None for the first token.
     - ``cached_tokens``: tokens of the prompt that came from the cache; in every output.
     """
 
@@ -71,7 +72,7 @@ class Output(NamedTuple):
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: str | None = None
-    prompt_logprobs: list[float | None] | None = None
+    prompt_logprobs: list[PromptScore | None] | None = None
     cached_tokens: int = 0
     error: str | None = None
 
@@ -93,7 +94,7 @@ class _Completion:
         self.logprobs: list[float] | None = None
         self.top_logprobs: list[list[tuple[int, float]]] | None = None
         self.finish_reason: str | None = None
-        self.prompt_logprobs: list[float | None] | None = None
+        self.prompt_logprobs: list[PromptScore | None] | None = None
         self.cached_tokens = 0
         self.error: str | None = None
 

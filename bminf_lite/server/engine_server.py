@@ -31,6 +31,7 @@ from .protocol import (
     FromEngine,
     GenerationRequest,
     ModelInfo,
+    PromptScore,
     Ready,
     Refused,
     ShutDown,
@@ -96,10 +97,15 @@ class _Completion:
             output.top_logprobs = request.top_logprobs[new]
         if not self.told_prompt:
             output.cached_tokens = request.num_cached_tokens
-            output.prompt_logprobs = list(request.prompt_token_logprobs) if request.prompt_logprobs else None
+            output.prompt_logprobs = _prompt_scores(request) if request.prompt_logprobs else None
         if self.finish_reason == "error":
             output.error = str(request.error) or type(request.error).__name__
         return output
+
+
+def _prompt_scores(request: Request) -> list[PromptScore | None]:
+    scores = zip(request.prompt_token_logprobs, request.prompt_most_likely, strict=True)
+    return [None if value is None or best is None else (value, *best) for value, best in scores]
 
 
 class _Connection:

@@ -29,7 +29,7 @@ class GenerationRequest:
     - ``stop_token_ids``: tokens that end a completion, in addition to the model's end-of-sequence tokens.
     - ``priority``: requests with a higher one go first. ``deadline``: seconds after which the completions end.
     - ``cache_salt``: only requests with equal ones share cached blocks.
-    - ``prompt_logprobs``: report the log-probability of each prompt token but the first.
+    - ``prompt_logprobs``: report the log-probability of each prompt token but the first, and the most likely token.
     """
 
     prompt_token_ids: list[int]
@@ -117,6 +117,10 @@ class Refused(msgspec.Struct, array_like=True, tag="refused"):
     queue_full: bool
 
 
+PromptScore = tuple[float, int, float]
+"""A prompt token's log-probability, the most likely token at its place, and the log-probability of that."""
+
+
 class CompletionOutput(msgspec.Struct, array_like=True):
     """What is new of a completion, where it is more than one token: log-probabilities, an end, or several tokens.
 
@@ -129,7 +133,7 @@ class CompletionOutput(msgspec.Struct, array_like=True):
     finish_reason: str | None = None
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    prompt_logprobs: list[float | None] | None = None
+    prompt_logprobs: list[PromptScore | None] | None = None
     cached_tokens: int = 0
     error: str | None = None
 

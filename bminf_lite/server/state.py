@@ -12,6 +12,7 @@ import numpy as np
 from ..errors import UsageError
 from ..text.prompts import PromptEncoder
 from .client import EngineClient
+from .completion_text import TokenTexts
 from .settings import ServerSettings
 
 
@@ -35,6 +36,11 @@ class ServerState:
             max_source_length=info.max_source_length,
             decoder_start_length=len(info.decoder_start_token_ids),
         )
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The texts of single tokens, for log-probabilities."""
+        return TokenTexts(self.prompts.tokenizer)
 
     @property
     def model_name(self) -> str:

@@ -48,6 +48,11 @@ class Detokenizer:
             return ""
         return self._emit(text)
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether text of tokens so far is held back."""
+        return bool(self._pending)
+
     def flush(self) -> str:
         """The rest of the text after the last token. Unfinished characters are U+FFFD."""
         return self._emit(self._tokenizer.decode(self._emitted + self._pending)) if self._pending else ""
@@ -83,7 +88,12 @@ class StopMatcher:
     def __init__(self, stop_strings: Sequence[str] = ()):
         self._stops = stop_strings
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete; ``found`` is that string."""
+        return self.found is not None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take more text; returns the text to emit, and whether a stop string is complete. Drops text after that."""
@@ -92,11 +102,11 @@ class StopMatcher:
         if self.stopped:
             return "", True
         held = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := held.find(stop)) >= 0]
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := held.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return held[: min(found)[1]], True
-        undecided = max((_overlap(held, stop) for stop in self._stops), default=0)
+            (_, start, self.found), self._held = min(found), ""
+            return held[:start], True
+        undecided = max((overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - undecided :]
         return held[: len(held) - undecided], False
 
@@ -106,7 +116,7 @@ class StopMatcher:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of ``text`` with which ``stop`` begins, but does not end."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
