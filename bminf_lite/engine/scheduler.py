@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..backend.sampling import Choice, TokenScores
-from ..errors import BminfError
+from ..errors import BminfError, UsageError
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .request import Request
@@ -290,7 +290,10 @@ class Scheduler:
                 self.end(request, "error", _no_token(request))
             elif part.samples:
                 top = choice.most_likely(place, request.params.logprobs) if request.params.logprobs else ()
-                request.append_token(token, logprob, top)
+                try:
+                    request.append_token(token, logprob, top)
+                except UsageError as error:  # of the request's grammar
+                    self.end(request, "error", error)
             elif part.stop >= request.max_length:
                 request.finish_reason = "length"
             else:

@@ -132,6 +132,10 @@ class StubRunner:
 @dataclass
 class StubHandle:
     result: StepResult
+    waits_for_tokens = False
+
+    def sample(self) -> None:
+        pass
 
     def fetch(self) -> StepResult:
         return self.result
