@@ -17,12 +17,12 @@ PACKAGE = Path(bminf_lite.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 
 MAY_IMPORT = {
-    "": {"api", "migration", "evaluation", "placement", "engine", "checkpoint", "memory", "errors"},
+    "": {"api", "server", "migration", "evaluation", "placement", "engine", "checkpoint", "memory", "errors"},
     "cli": {
-        "", "api", "bench", "converters", "migration", "evaluation", "placement", "engine", "text", "models", "backend",
+        "", "api", "server", "bench", "converters", "migration", "evaluation", "placement", "engine", "text", "models", "backend",
         "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
     },
-    "server": {"api", "completions", "engine", "text", "grammar", "errors", "files"},
+    "server": {"api", "completions", "engine", "text", "errors", "files"},
     "torch": {"backend", "checkpoint", "models", "cuda", "errors"},
     "bench": {"api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "api": {

@@ -58,11 +58,13 @@ class LaunchedStep:
     choice: Callable[[], np.ndarray] | None
     num_sampled: int
     scores: Callable[[], np.ndarray] | None = None
+    best: Callable[[], np.ndarray] | None = None
 
     def fetch(self) -> StepResult:
         """What the step chose and scored, without padding."""
         chosen = self.choice()[:, : self.num_sampled] if self.choice else np.zeros((2, 0), np.int32)
-        return StepResult(chosen, self.scores() if self.scores else np.zeros(0, np.float32))
+        best = self.best() if self.best else np.zeros((2, 0), np.int32)
+        return StepResult(chosen, self.scores() if self.scores else np.zeros(0, np.float32), best)
 
 
 class HostTables:
@@ -169,7 +171,7 @@ class ModelRunner:
         if (inputs.tokens == NO_TOKEN).any():
             self.ops.insert_last_tokens(batch.tokens, sampler)
         logits = self.network(batch, self.cache)
-        choice = scores = None
+        choice = scores = best = None
         if sampled:
             choice = self.ops.fetch(self.ops.sample(logits[: len(sampled)], sampler))
         end = len(sampled)
@@ -178,11 +180,13 @@ class ModelRunner:
             targets = [p.request.prompt_token_ids[p.start + 1 : p.start + 1 + p.num_scored] for p, _ in scored]
             ids = self.ops.array(np.concatenate(targets).astype(np.int32))
             scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], ids))
+            no_sequence = self.table.state(self.ops.array(np.zeros(end - first, np.int32)), SamplerVariant.GREEDY)
+            best = self.ops.fetch(self.ops.sample(logits[first:end], no_sequence))
         for part, part_rows in taken:
             first, end = end, end + len(part_rows)
             assert part.request.take_logits is not None
             part.request.take_logits(part.start, logits[first:end])
-        return LaunchedStep(choice, len(sampled), scores)
+        return LaunchedStep(choice, len(sampled), scores, best)
 
     def _make_batch(self, step: Step, inputs: StepInputs, starts: np.ndarray, logit_rows: list[int]) -> ForwardBatch:
         """The arguments of the model for a step whose parts begin at the tokens ``starts``."""

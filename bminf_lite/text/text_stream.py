@@ -48,6 +48,11 @@ class Detokenizer:
             return ""
         return self._emit(text)
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether text of tokens so far is held back."""
+        return bool(self._pending)
+
     def flush(self) -> str:
         """The rest of the text after the last token. Unfinished characters are U+FFFD."""
         return self._emit(self._tokenizer.decode(self._emitted + self._pending)) if self._pending else ""
@@ -77,17 +82,22 @@ class StopMatcher:
     def __init__(self, stop_strings: Sequence[str] = ()):
         self._stops = stop_strings
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete; ``found`` is that string."""
+        return self.found is not None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take more text; returns the text to emit, and whether a stop string is complete. Drops text after that."""
         if self.stopped:
             return "", True
         held = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := held.find(stop)) >= 0]
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := held.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return held[: min(found)[1]], True
+            (_, start, self.found), self._held = min(found), ""
+            return held[:start], True
         undecided = max((_overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - undecided :]
         return held[: len(held) - undecided], False
