@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ..errors import BminfError, OutOfMemory, QueueFull, UsageError
+from ..errors import BminfError, QueueFull, UsageError
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .request import Request
@@ -250,7 +250,7 @@ class Engine:
                     work()
                 except BaseException as error:  # noqa: PERF203, the thread must live on
                     self._fail(error)
-                    self.failure = self.failure if isinstance(error, OutOfMemory) else error
+                    self.failure = self.failure if isinstance(error, MemoryError) else error
             self._end_step()
             if closing:
                 break

@@ -11,6 +11,12 @@ from starlette.types import Receive, Scope, Send
 
 from .client import Generation
 
+RAW_SEND = "bminf_lite.send"
+"""The key of a scope under which the outermost application leaves the server's own ``send``.
+
+Chunks go there directly. The layers between only have to see that a response starts and ends.
+"""
+
 
 class EventStream:
     """What a streaming response writes to. ``has_ended`` when the client has gone or all was written."""
@@ -44,7 +50,7 @@ class EventStreamResponse(Response):
         """Send the headers and the events."""
         async with self._generation, cancelled_on_disconnect(receive, self._generation):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._write_events(EventStream(send))
+            await self._write_events(EventStream(scope.get(RAW_SEND, send)))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

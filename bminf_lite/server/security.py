@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .event_stream import RAW_SEND
 from .limits import Limits
 
 
@@ -24,4 +25,5 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request, and pass it on."""
+        scope[RAW_SEND] = send
         await self._app(scope, receive, send)

@@ -44,6 +44,7 @@ class JsonTokenizer(Tokenizer):
         add_bos_token: bool = False,
         chat_template: str | None = None,
     ):
+        super().__init__()
         # The settings of training, which a tokenizer.json may carry, would silently cut or pad prompts.
         backend.no_truncation()
         backend.no_padding()
@@ -125,8 +126,11 @@ class JsonTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         # The library's own skipping leaves out added tokens that are normalized, from version 0.23.1 on.
         visible = [i for i in ids if i not in self.special_ids]
-        with _library_errors("tokenizer.json cannot turn these tokens into text"):
+        try:  # entering a context manager takes as long as decoding a token
             return self._backend.decode(visible, skip_special_tokens=True)
+        except BaseException:
+            with _library_errors("tokenizer.json cannot turn these tokens into text"):
+                raise
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
