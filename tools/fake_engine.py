@@ -144,6 +144,6 @@ class FakeEngine:
 def fake_info(folder: str | None, vocab_size: int, context_length: int = 1 << 20) -> ModelInfo:
     """What a fake engine says of its model; ``folder`` holds a tokenizer."""
     return ModelInfo(
-        __version__, folder, "fake", "cpu", "no device", vocab_size, context_length, False, 0, [], [], {}, 256, 1024,
+        __version__, folder, "cpu", "no device", vocab_size, context_length, False, 0, [], [], {}, 256, 1024,
         16, False,
     )  # fmt: skip

@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ..errors import QueueFull, UsageError
-from . import health
+from . import anthropic, fill_blank, health, tokens
 from .client import EngineClient, EngineFailure
 from .errors import ApiError
-from .openai import chat, completions
+from .openai import chat, completions, responses
 from .security import Guard
 from .settings import ServerSettings
 from .state import ServerState
@@ -23,7 +23,7 @@ from .state import ServerState
 def create_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
     """The application of one HTTP process. Each module of routes has a function ``routes(server)``."""
     server = ServerState(client, settings)
-    modules = (health, completions, chat)
+    modules = (health, completions, chat, responses, anthropic, tokens, fill_blank)
     routes = [route for module in modules for route in module.routes(server)]
     app = Starlette(routes=routes, exception_handlers=_HANDLERS)
     return Guard(app, settings.security, settings.limits)

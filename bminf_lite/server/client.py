@@ -324,7 +324,7 @@ class EngineClient:
             elif isinstance(message, Ready):
                 self.is_ready = True
             elif isinstance(message, Failed):
-                self._fail(message.message)
+                self.end_all(message.message)
             elif isinstance(message, ShutDown):
                 self.on_shutdown(message.seconds)
 
@@ -353,8 +353,8 @@ class EngineClient:
         else:
             waiting.set_exception(error)
 
-    def _fail(self, why: str) -> None:
-        """End everything that runs or waits with an error."""
+    def end_all(self, why: str) -> None:
+        """End everything that runs or waits with an error, in the engine too; nothing new is taken."""
         if self.failure is not None:
             return
         self.failure, self.is_ready = why, False
@@ -362,8 +362,10 @@ class EngineClient:
         for future in futures:
             if not future.done():
                 future.set_exception(EngineFailure(why))
-        running, self._running = list(self._running.values()), {}
-        for completion in running:
+        running, self._running = self._running, {}
+        if running:
+            self.send(Cancel(list(running)))
+        for completion in running.values():
             completion.add(CompletionOutput(completion.id, [], finish_reason="error", error=why))
             completion.generation._list(completion)
 
@@ -382,11 +384,11 @@ class _Reader(asyncio.Protocol):
         try:
             messages = self._frames.feed(data)
         except msgspec.MsgspecError as error:
-            self._client._fail(f"the engine's process sent a message that cannot be read: {error}")
+            self._client.end_all(f"the engine's process sent a message that cannot be read: {error}")
             self._client.close()
             return
         self._client._receive(messages)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._client._fail("the engine's process has ended")
+        self._client.end_all("the engine's process has ended")
         self._client.on_disconnect()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..engine.sampling_params import SamplingParams
 from ..errors import BminfError, CheckpointError, UsageError
@@ -19,6 +19,8 @@ from .completion_text import CompletionText, NewText
 from .errors import ApiError, api_error, bad_request
 from .schemas.sampling import SamplingFields, Structure
 from .state import ServerState
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +43,16 @@ def check_count(server: ServerState, field: str, count: int) -> None:
         raise bad_request(f"{field} is {count:,}, but may be {most:,} at most", field)
 
 
+async def run_briefly(work: Callable[[], T], length: int) -> T:
+    """Run what takes time for a text of ``length`` characters: in a thread unless the text is short."""
+    return work() if length <= SHORT_TEXT else await asyncio.to_thread(work)
+
+
 async def encode(server: ServerState, prompt: Prompt, field: str, add_special_tokens: bool = True) -> EncodedPrompt:
-    """The tokens of a prompt, which stands in ``field``. A long text is tokenized in a thread."""
-    is_long = isinstance(prompt, str) and len(prompt) > SHORT_TEXT
+    """The tokens of a prompt, which stands in ``field``."""
+    length = len(prompt) if isinstance(prompt, str) else 0
     try:
-        if is_long:
-            return await asyncio.to_thread(server.prompts.encode, prompt, add_special_tokens)
-        return server.prompts.encode(prompt, add_special_tokens)
+        return await run_briefly(lambda: server.prompts.encode(prompt, add_special_tokens), length)
     except UsageError as error:
         code = "context_length_exceeded" if "tokens, but" in str(error) else None
         raise bad_request(str(error), field, code) from None

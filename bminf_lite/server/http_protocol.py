@@ -115,8 +115,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _too_slow(self, what: str, seconds: float) -> None:
         self._request_timer = None
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.close()  # an answer has begun, and a second one would be read as part of it
+        if not self._is_reading_headers and self.cycle.response_started:
+            self.transport.close()  # the answer has begun, and a second one would be read as part of it
         else:
             self._refuse(ApiError(408, f"{what} took longer than {seconds:g} seconds", code="timeout"))
 
@@ -134,5 +134,3 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 def bounded_protocol(limits: Limits) -> type[BoundedHttpProtocol]:
     """The protocol with these limits, as uvicorn takes it: a class."""
     return type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"limits": limits})
-
-

@@ -29,3 +29,6 @@ class Limits:
     body_seconds: float = 60.0
     idle_seconds: float = 75.0
     stalled_seconds: float = 60.0
+
+
+DEFAULT_LIMITS = Limits()

@@ -84,7 +84,6 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True, tag="model"):
 
     version: str
     folder: str | None
-    model_type: str
     device: str
     device_description: str
     vocab_size: int

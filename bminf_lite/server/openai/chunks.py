@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from ..completion_text import ScoredToken
 from ..errors import ApiError
 
@@ -21,6 +23,7 @@ class Usage:
     prompt: int
     generated: int
     cached: int = 0
+    reasoning: int = 0
 
     def openai(self) -> dict[str, Any]:
         """As completions report them."""
@@ -30,6 +33,21 @@ class Usage:
             "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+
+    def responses(self) -> dict[str, Any]:
+        """As ``/v1/responses`` reports them."""
+        return {
+            "input_tokens": self.prompt,
+            "input_tokens_details": {"cached_tokens": self.cached},
+            "output_tokens": self.generated,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
+            "total_tokens": self.prompt + self.generated,
+        }
+
+
+def sse(name: str, value: Any) -> bytes:
+    """A named event."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:

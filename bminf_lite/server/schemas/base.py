@@ -69,6 +69,8 @@ def _first_word(text: str, value: Any) -> str:
 
 def _text_of(problem: ErrorDetails) -> str:
     """Pydantic's words, with the value where that is short."""
+    if problem["type"] == "model_type":
+        return "must be a JSON object"
     given = problem["input"]
     is_short = isinstance(given, (str, int, float)) and len(str(given)) <= MAX_SHOWN
     return f"{problem['msg']}, but is {given!r}" if is_short and problem["type"] != "value_error" else problem["msg"]

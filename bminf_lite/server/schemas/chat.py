@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from .base import Body, invalid, option, refused
-from .messages import ChatMessage, FunctionDefinition, Tool
+from .messages import ChatMessage, Tool
 from .sampling import SamplingFields, Stops, StreamOptions, StructureFields
 
 TEMPLATE_REFUSED = "templates in requests are not accepted, because they are programs: the checkpoint's is used"
@@ -44,12 +44,11 @@ class ToolChoice(Body):
     name: str | None = None
 
 
-def check_tool_choice(choice: ToolChoice, tools: list[FunctionDefinition]) -> None:
-    """Raise for a choice that the tools do not allow."""
-    names = [tool.name for tool in tools]
+def check_tool_choice(choice: ToolChoice, names: list[str]) -> None:
+    """Raise for a choice that tools of these names do not allow."""
     if len(set(names)) < len(names):
         raise invalid(f"tools has the name {max(names, key=names.count)!r} twice")
-    if choice.mode in ("required", "function") and not tools:
+    if choice.mode in ("required", "function") and not names:
         raise invalid("tool_choice needs tools")
     if choice.mode == "function" and choice.name not in names:
         raise invalid(f"tool_choice names {choice.name!r}, but the tools are {', '.join(names)}")
@@ -101,7 +100,7 @@ class ChatBody(SamplingFields, StructureFields):
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise invalid("continue_final_message needs a last message of the assistant")
         check_template_variables(self.chat_template_kwargs)
-        check_tool_choice(self.choice, [tool.function for tool in self.tools or []])
+        check_tool_choice(self.choice, [tool.function.name for tool in self.tools or []])
         return self
 
     @property
