@@ -171,11 +171,6 @@ class Observations:
             yield histogram.family(values, labels)
 
 
-def add_observations(totals: list[float], values: Sequence[float]) -> None:
-    """Add ``values`` to ``totals`` in place, which may be empty yet."""
-    totals[:] = [t + v for t, v in zip(totals, values, strict=True)] if totals else values
-
-
 def render(model_name: str, stats: EngineStats, observations: Observations, values: Sequence[float]) -> bytes:
     """The answer to a scrape, in Prometheus's text format.
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from bminf_lite.server.page import ROUTE
+from bminf_lite.server import page
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Stub:
 
     def application(self) -> Starlette:
         routes = [
-            ROUTE,
+            *page.routes(None),
             Route("/v1/models", self.models),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),

@@ -14,7 +14,8 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from bminf_lite.engine.core import EngineStats
-from bminf_lite.server.metrics import FINISHED_REASONS, Observations, add_observations, render, token_bounds
+from bminf_lite.server.engine_server import add_observations
+from bminf_lite.server.metrics import FINISHED_REASONS, Observations, render, token_bounds
 from bminf_lite.server.request_record import Observer
 
 STATS = EngineStats(
@@ -85,7 +86,7 @@ def test_processes_add_up(processes: list[list[float]]) -> None:
         for latency in latencies:
             own.e2e_latency.observe(own.values, latency)
             alone.e2e_latency.observe(alone.values, latency)
-        add_observations(totals, own.take())
+        totals = add_observations(totals, own.take())
     samples = scraped(alone, totals)
     assert samples == pytest.approx(scraped(alone, alone.values))
     everything = [value for latencies in processes for value in latencies]

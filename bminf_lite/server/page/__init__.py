@@ -60,5 +60,6 @@ async def page(request: Request) -> Response:
     return Response(body, headers=headers, media_type="text/html")
 
 
-ROUTE = Route("/", page, methods=["GET"])
-"""What the application mounts. It needs no key, because the page holds nothing but itself."""
+def routes(server: object) -> list[Route]:
+    """The route. It needs no key, because the page holds nothing but itself."""
+    return [Route("/", page)]
