@@ -133,8 +133,8 @@ class PromptEncoder:
     ) -> str:
         """A conversation as text; see :meth:`.ChatTemplate.render`. ``UsageError`` if there is no chat template.
 
-        If :attr:`tool_format` is generic, the template gets messages that describe ``tools``, calls and their results in
-        words; see :func:`.generic_messages`.
+        If :attr:`tool_format` is generic, the template gets messages that describe ``tools``, calls and their results
+        in words; see :func:`.generic_messages`.
         """
         check_messages(messages)
         template = self._template(with_tools=bool(tools))

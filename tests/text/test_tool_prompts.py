@@ -141,7 +141,7 @@ def test_the_form_can_be_chosen():
     assert generic_instructions(TOOLS) in text and "<tools>" not in text
     prompts = encoder(tool_templates.NO_TOOLS, tool_format_name="hermes")
     assert prompts.tool_format is HERMES and "weather" not in prompts.render(CONVERSATION[5:], tools=TOOLS)
-    with pytest.raises(UsageError, match="'xml'.* one of hermes, llama3_json"):
+    with pytest.raises(UsageError, match=r"'xml'.* one of hermes, llama3_json"):
         encoder(tool_templates.QWEN, tool_format_name="xml").render(CONVERSATION[5:], tools=TOOLS)
 
 
