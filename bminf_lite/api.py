@@ -156,6 +156,11 @@ class Model:
         return self.ops.name
 
     @property
+    def engine(self) -> Engine:
+        """The loop that runs the requests, for a server."""
+        return self._engine
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; ``CheckpointError`` if its files are missing or malformed."""
         return self._prompts.tokenizer

@@ -17,25 +17,27 @@ PACKAGE = Path(bminf_lite.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 
 MAY_IMPORT = {
-    "": {"api", "migration", "evaluation", "placement", "engine", "checkpoint", "memory", "errors"},
+    "": {"api", "server", "migration", "evaluation", "placement", "engine", "checkpoint", "memory", "errors"},
     "cli": {
-        "", "api", "bench", "converters", "migration", "evaluation", "placement", "engine", "text", "models", "backend",
+        "", "api", "server", "bench", "converters", "migration", "evaluation", "placement", "engine", "text", "models", "backend",
         "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
     },
+    "server": {"api", "completions", "engine", "text", "errors", "files"},
     "torch": {"backend", "checkpoint", "models", "cuda", "errors"},
     "bench": {"api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "api": {
-        "completions", "placement", "engine", "text", "models", "layers", "backend", "checkpoint", "memory", "errors",
-        "files",
+        "completions", "placement", "engine", "grammar", "text", "models", "layers", "backend", "checkpoint", "memory",
+        "errors", "files",
     },
     "converters": {"checkpoint", "errors", "files"},
     "migration": {"evaluation", "quantize", "text", "backend", "checkpoint", "errors", "files"},
     "evaluation": {"api", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint", "errors", "files"},
     "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files"},
     "completions": {"engine", "text"},
-    "text": {"gguf_files", "errors", "files"},
+    "grammar": {"text", "worker_process", "errors"},
+    "text": {"gguf_files", "worker_process", "errors", "files"},
     "gguf_files": {"errors"},
-    "engine": {"layers", "backend", "errors"},
+    "engine": {"grammar", "layers", "backend", "errors"},
     "quantize": {"models", "layers", "backend", "checkpoint", "errors"},
     "checkpoint": {"models", "gguf_files", "backend", "errors", "files"},
     "models": {"layers", "backend", "errors"},
@@ -45,6 +47,7 @@ MAY_IMPORT = {
     "cuda": {"errors"},
     "demo_model": set(),
     "__main__": {"cli"},
+    "worker_process": {"errors"},
     "files": {"errors"},
     "errors": set(),
 }  # fmt: skip

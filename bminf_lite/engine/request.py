@@ -22,7 +22,8 @@ class Request:
     - ``priority``: requests with a higher one go first. ``deadline``: the request ends when ``time.perf_counter()``
       reaches it.
     - ``cache_salt``: requests with different salts share no cached blocks.
-    - ``prompt_logprobs``: compute the log-probability of each prompt token but the first.
+    - ``prompt_logprobs``: compute the log-probability of each prompt token but the first, and at its place the most
+      likely token with its log-probability.
     - ``take_logits``: called by the engine's thread with a position and the logits of the prompt from there on, fp32
       ``[n, vocab]`` of the backend, instead of generating. The pieces come in order, and begin anew if the request is
       preempted. ``whole_prompt`` makes one piece of them.
@@ -56,6 +57,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_token_logprobs: list[float | None] = field(default_factory=list)
+    prompt_most_likely: list[tuple[int, float] | None] = field(default_factory=list)
     finish_reason: str | None = None
     error: BaseException | None = None
     blocks: SequenceBlocks | None = None
@@ -76,6 +78,7 @@ class Request:
         self.num_known_tokens = len(self.prompt_token_ids)
         if self.prompt_logprobs:
             self.prompt_token_logprobs = [None] * len(self.prompt_token_ids)
+            self.prompt_most_likely = [None] * len(self.prompt_token_ids)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -70,11 +70,13 @@ class StepResult(NamedTuple):
     """What a step chose and scored.
 
     ``chosen`` is int32 as ``Backend.sample`` returns it, for the parts that sample. ``prompt_logprobs`` is fp32
-    ``[n]``, for the prompt tokens that the parts score.
+    ``[n]``, for the prompt tokens that the parts score, and ``prompt_best`` int32 the most likely tokens at their
+    places, as ``Backend.sample`` returns them.
     """
 
     chosen: np.ndarray
     prompt_logprobs: np.ndarray
+    prompt_best: np.ndarray
 
 
 class Rows(Protocol):
@@ -274,11 +276,13 @@ class Scheduler:
         updated = []
         choice = Choice.unpack(result.chosen)
         chosen = enumerate(zip(choice.tokens.tolist(), choice.logprobs.tolist(), strict=True))
-        scores = iter(result.prompt_logprobs.tolist())
+        best = Choice.unpack(result.prompt_best)
+        scores = zip(result.prompt_logprobs.tolist(), best.tokens.tolist(), best.logprobs.tolist(), strict=True)
         for part in step.parts:
             request = part.request
             for position in range(part.start + 1, part.start + 1 + part.num_scored):
-                request.prompt_token_logprobs[position] = next(scores)
+                request.prompt_token_logprobs[position], *likeliest = next(scores)
+                request.prompt_most_likely[position] = (likeliest[0], likeliest[1])
             if part.samples:
                 place, (token, logprob) = next(chosen)
                 request.num_pending_tokens -= 1

@@ -10,25 +10,20 @@ processes render several conversations at a time.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import LifoQueue
 from typing import Any
 
-from ..errors import BminfError, CheckpointError, UsageError
+from ..errors import CheckpointError, UsageError
+from ..worker_process import WorkerProcess
 
 Message = dict[str, Any]
 """A ``role``, usually a ``content``, and any other keys that the chat template reads."""
 
 WORKER = Path(__file__).with_name("chat_template_worker.py")
-START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class ChatTemplate:
         self._source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._limits = limits
-        self._free: LifoQueue[_Worker | None] = LifoQueue()
+        self._free: LifoQueue[WorkerProcess | None] = LifoQueue()
         for _ in range(processes):
             self._free.put(None)  # a process that has not started
 
@@ -91,7 +86,7 @@ class ChatTemplate:
         worker = self._free.get()
         try:
             if worker is None or not worker.alive:
-                worker = _Worker(self._source, self._limits)
+                worker = self._start()
             reply = worker.ask(request, self._limits.seconds)
         finally:
             self._free.put(worker)
@@ -101,66 +96,9 @@ class ChatTemplate:
             raise UsageError(f"the chat template refuses these messages: {reply['refused']}")
         raise CheckpointError(f"the chat template {reply['failed']}; give a plain prompt, or correct the template")
 
-
-class _Worker:
-    """The process that renders one template. Requests and replies are lines of JSON."""
-
-    def __init__(self, source: str, limits: ChatLimits):
-        # -I and -S: the worker imports from this process's sys.path, whatever the environment says.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="ascii",
-        )
-        self._end = weakref.finalize(self, _end, self._process)
-        setup = {"path": [str(p) for p in sys.path], "source": source, "output": limits.output, "memory": limits.memory}
-        if self.ask(json.dumps(setup), START_SECONDS) != {}:
-            raise BminfError(f"the process that renders chat templates does not start: {sys.executable} {WORKER}")
-
-    @property
-    def alive(self) -> bool:
-        return self._end.alive and self._process.poll() is None
-
-    def ask(self, request: str, seconds: float) -> dict[str, str]:
-        """The reply to one request. The process ends if it does not reply in time, or the wait is interrupted."""
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        late = threading.Event()
-
-        def expire() -> None:  # does not use self, because the timer's thread would keep it alive
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(seconds, expire)
-        timer.start()
-        reply = ""
-        try:
-            process.stdin.write(request + "\n")
-            process.stdin.flush()
-            reply = process.stdout.readline()
-        except OSError:
-            pass  # the process has ended: the reply is empty
-        finally:
-            timer.cancel()
-            if late.is_set() or not reply.endswith("\n"):
-                self._end()
-        if late.is_set():
-            return {"failed": f"takes longer than {seconds:g} s"}
-        if not reply.endswith("\n"):
-            return {"failed": "ends the process that renders it"}
-        answer: dict[str, str] = json.loads(reply)
-        return answer
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    assert process.stdin is not None and process.stdout is not None
-    process.stdout.close()
-    with contextlib.suppress(OSError):  # closing flushes into a pipe that has no reader
-        process.stdin.close()
+    def _start(self) -> WorkerProcess:
+        limits = self._limits
+        return WorkerProcess(WORKER, {"source": self._source, "output": limits.output, "memory": limits.memory})
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -55,6 +55,7 @@ class CpmTokenizer(Tokenizer):
     END: ClassVar[str]
 
     def __init__(self, pieces: Sequence[str]):
+        super().__init__()
         self.pieces = list(pieces)
         self.ids = {piece: i for i, piece in enumerate(pieces)}
         missing = [token for token in ("<unk>", self.END) if token not in self.ids]

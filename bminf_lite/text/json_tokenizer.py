@@ -49,6 +49,7 @@ class JsonTokenizer(Tokenizer):
         add_bos_token: bool = False,
         chat_templates: Mapping[str, str] = NO_TEMPLATES,
     ):
+        super().__init__()
         # The settings of training, which a tokenizer.json may carry, would silently cut or pad prompts.
         backend.no_truncation()
         backend.no_padding()
@@ -134,8 +135,11 @@ class JsonTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         # Not the library's own skipping: from version 0.23.1 on it leaves out added tokens that are normalized.
         visible = [i for i in ids if i not in self.special_ids]
-        with _library_errors("tokenizer.json cannot turn these tokens into text"):
+        try:  # entering a context manager takes as long as decoding a token
             return self._backend.decode(visible, skip_special_tokens=False)
+        except BaseException:
+            with _library_errors("tokenizer.json cannot turn these tokens into text"):
+                raise
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:

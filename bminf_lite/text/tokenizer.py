@@ -8,6 +8,9 @@ from copy import copy
 
 from ..errors import UsageError
 
+_MAX_TOKEN_TEXTS = 1 << 18
+"""Tokens whose texts are remembered."""
+
 
 class Tokenizer(ABC):
     """A checkpoint's tokenizer. Attributes that a vocabulary does not have are ``None`` or empty.
@@ -31,6 +34,9 @@ class Tokenizer(ABC):
     byte_fallback: bool = False
     sentinels: Sequence[int] = ()
     target_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._token_texts: dict[int, str] = {}
 
     @abstractmethod
     def __len__(self) -> int:
@@ -58,10 +64,19 @@ class Tokenizer(ABC):
         Bytes that are not UTF-8 become U+FFFD. Raises ``UsageError`` for ids that do not fit 32 bits.
         """
         ids = [int(i) for i in ids]
-        wrong = [i for i in ids if not 0 <= i < 2**32]
-        if wrong:
-            raise UsageError(f"token ids must be from 0 to {2**32 - 1}, but one is {wrong[0]}")
+        if ids and not 0 <= min(ids) <= max(ids) < 2**32:
+            wrong = next(i for i in ids if not 0 <= i < 2**32)
+            raise UsageError(f"token ids must be from 0 to {2**32 - 1}, but one is {wrong}")
         return self._decode(ids)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, as :meth:`decode` gives it; remembered, because streams ask for each again."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.decode([token_id])
+            if len(self._token_texts) < _MAX_TOKEN_TEXTS:
+                self._token_texts[token_id] = text
+        return text
 
     @abstractmethod
     def id_to_piece(self, token_id: int) -> str | None:
@@ -74,6 +89,7 @@ class Tokenizer(ABC):
     def showing(self, tokens: Collection[str]) -> Tokenizer:
         """This tokenizer, but those of its special tokens that are spelled as in ``tokens`` are part of its texts."""
         shown = copy(self)
+        shown._token_texts = {}
         shown.special_ids = frozenset(i for i in self.special_ids if self.id_to_piece(i) not in tokens)
         return shown
 

@@ -89,7 +89,9 @@ class StubRunner:
                 part.request.take_logits(part.start, np.zeros((part.num_tokens, 1)))
         assert step.num_decodes == sum(p.num_tokens == 1 for p in step.parts[: step.num_decodes])
         bits = np.zeros(len(chosen), np.float32).view(np.int32)
-        return StubHandle(StepResult(np.stack([np.array(chosen, np.int32), bits]), np.array(scores, np.float32)))
+        best = np.stack([np.zeros(len(scores), np.int32), np.array(scores, np.float32).view(np.int32)])
+        chosen_and_bits = np.stack([np.array(chosen, np.int32), bits])
+        return StubHandle(StepResult(chosen_and_bits, np.array(scores, np.float32), best))
 
     def has_room(self, request: Request) -> bool:
         return bool(self.free_rows)

@@ -1,0 +1,70 @@
+"""The HTTP application: routes over an engine's client, behind the checks of :mod:`.security`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ..errors import QueueFull, UsageError
+from . import anthropic, fill_blank, health, tokens
+from .client import EngineClient, EngineFailure
+from .errors import ApiError
+from .openai import chat, completions, responses
+from .security import Guard
+from .settings import ServerSettings
+from .state import ServerState
+
+
+def create_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
+    """The application of one HTTP process. Each module of routes has a function ``routes(server)``."""
+    server = ServerState(client, settings)
+    modules = (health, completions, chat, responses, anthropic, tokens, fill_blank)
+    routes = [route for module in modules for route in module.routes(server)]
+    app = Starlette(routes=routes, exception_handlers=_HANDLERS)
+    return Guard(app, settings.security, settings.limits)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _queue_full(request: Request, error: Exception) -> Response:
+    return ApiError(429, str(error), code="queue_full", retry_after=1).response()
+
+
+async def _usage_error(request: Request, error: Exception) -> Response:
+    return ApiError(400, str(error)).response()
+
+
+async def _engine_failure(request: Request, error: Exception) -> Response:
+    return ApiError(503, str(error), code="engine_failed").response()
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return ApiError(404, f"there is no {request.method} {request.url.path}", code="unknown_url").response()
+    response = ApiError(error.status_code, error.detail).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return ApiError(500, "the server made an error, which its log describes", code="internal_error").response()
+
+
+_HANDLERS: Any = {
+    ApiError: _api_error,
+    QueueFull: _queue_full,
+    UsageError: _usage_error,
+    EngineFailure: _engine_failure,
+    HTTPException: _http_exception,
+    Exception: _internal_error,
+}
+"""Starlette takes the handler of an exception's nearest base class."""

@@ -1,0 +1,20 @@
+"""The settings of a server: plain values that its processes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .limits import Limits
+from .security import Security
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How the server presents the model and whom it serves.
+
+    ``served_model_names`` are the names under which requests may ask for the model; the first one is reported.
+    """
+
+    served_model_names: tuple[str, ...]
+    security: Security = field(default_factory=Security)
+    limits: Limits = field(default_factory=Limits)

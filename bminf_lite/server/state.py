@@ -1,0 +1,52 @@
+"""What the routes of one HTTP process share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import UsageError
+from ..text.prompts import PromptEncoder
+from .client import EngineClient
+from .completion_text import TokenTexts
+from .settings import ServerSettings
+
+
+@dataclass(eq=False)
+class ServerState:
+    """The engine's client, the settings, and the model's tokenizer and chat template."""
+
+    client: EngineClient
+    settings: ServerSettings
+
+    @cached_property
+    def prompts(self) -> PromptEncoder:
+        """Turns texts, token ids and conversations into checked tokens; blocks while a template renders."""
+        info = self.client.info
+        return PromptEncoder(
+            None if info.folder is None else Path(info.folder),
+            _no_device,
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+            is_encoder_decoder=info.is_encoder_decoder,
+            max_source_length=info.max_source_length,
+            decoder_start_length=len(info.decoder_start_token_ids),
+        )
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The texts of single tokens, for log-probabilities."""
+        return TokenTexts(self.prompts.tokenizer)
+
+    @property
+    def model_name(self) -> str:
+        """The name that responses report."""
+        return self.settings.served_model_names[0]
+
+
+def _no_device(array: Any) -> np.ndarray:
+    raise UsageError("a prompt over HTTP is text, token ids or messages")
