@@ -78,6 +78,10 @@ class Backend:
     """How many decode steps the host may launch before it reads the result of the first."""
     decode_sizes: tuple[int, ...] = ()
     """Numbers of sequences, ascending, to which decode steps are padded so that few are captured; none: no padding."""
+    mixed_decode_sizes: tuple[int, ...] = ()
+    """The same for the decoding sequences of steps that hold prompts too."""
+    prompt_sizes: tuple[int, ...] = ()
+    """Numbers of prompt tokens, ascending, to which such steps are padded. Steps with more are not captured."""
 
     def __init__(self, activation_dtype: type = np.float32):
         self.activation_dtype = np.dtype(activation_dtype)
@@ -327,9 +331,9 @@ class Backend:
         positions = positions_of(batch)
         q = self._round(rotate(normalise(q, spec.q_norm) if spec.q_norm else q, positions, spec.rope))
         k = self._round(rotate(normalise(k, spec.k_norm) if spec.k_norm else k, positions, spec.rope))
-        out = np.empty((tokens, spec.heads, spec.head_dim), np.float32)
+        out = np.zeros((tokens, spec.heads, spec.head_dim), np.float32)
         table = batch.block_tables[cache.group]
-        for b, rows in enumerate(sequences(batch)):
+        for b, rows in sequences(batch):
             context_len = int(batch.context_lens[b])
             self._store(cache, table[b], context_len, k[rows], v[rows])
             keys, values = cached(cache, table[b], context_len + rows.stop - rows.start, self.activation_dtype)
@@ -345,7 +349,7 @@ class Backend:
         """
         q, k, v = (self._round(x) for x in split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads))
         out = np.empty((qkv.shape[0], spec.heads, spec.head_dim), np.float32)
-        for rows in sequences(batch):
+        for _, rows in sequences(batch):
             keys, values = k[rows].swapaxes(0, 1), v[rows].swapaxes(0, 1)
             out[rows] = self._attend(q[rows], keys, values, spec, causal=False)
         return self._round(out.reshape(qkv.shape[0], -1))
@@ -356,7 +360,7 @@ class Backend:
         ``kv`` is ``[T, 2 * kv_heads * head_dim]``: key and value heads side by side.
         """
         k, v = split_heads(kv, spec, spec.kv_heads, spec.kv_heads)
-        for b, rows in enumerate(sequences(batch)):
+        for b, rows in sequences(batch):
             self._store(source, batch.source_tables[b], 0, k[rows], v[rows])
 
     def cross_attention(self, q: Array, spec: AttentionSpec, source: LayerCache, batch: ForwardBatch) -> Array:
@@ -367,8 +371,8 @@ class Backend:
         ``[T, heads * head_dim]``.
         """
         (heads,) = split_heads(q, spec, spec.heads)
-        out = np.empty(heads.shape, np.float32)
-        for b, rows in enumerate(sequences(batch)):
+        out = np.zeros(heads.shape, np.float32)
+        for b, rows in sequences(batch):
             keys, values = cached(source, batch.source_tables[b], int(batch.source_lens[b]), self.activation_dtype)
             out[rows] = self._attend(self._round(heads[rows]), keys, values, replace(spec, bias=None), causal=False)
         return self._round(out.reshape(q.shape))
@@ -474,17 +478,20 @@ def exact_int_matmul(x: Array, w: Array) -> Array:
     return acc
 
 
-def sequences(batch: ForwardBatch) -> Iterator[slice]:
-    """The rows of each sequence among the step's tokens."""
+def sequences(batch: ForwardBatch) -> Iterator[tuple[int, slice]]:
+    """The number of each sequence that has tokens, and its rows among the step's tokens."""
     ends = batch.cu_seqlens
     for b in range(batch.batch_size):
-        yield slice(int(ends[b]), int(ends[b + 1]))
+        if ends[b] < ends[b + 1]:
+            yield b, slice(int(ends[b]), int(ends[b + 1]))
 
 
 def positions_of(batch: ForwardBatch) -> Array:
-    """Each token's position in its sequence, ``[T]``."""
+    """Each token's position in its sequence, ``[T]``; 0 for the padding of a step."""
     ends = batch.cu_seqlens
-    return np.arange(int(ends[-1])) - np.repeat(ends[:-1] - batch.context_lens, np.diff(ends))
+    positions = np.zeros(len(batch.tokens), np.int64)
+    positions[: ends[-1]] = np.arange(int(ends[-1])) - np.repeat(ends[:-1] - batch.context_lens, np.diff(ends))
+    return positions
 
 
 def split_heads(x: np.ndarray, spec: AttentionSpec, *counts: int) -> list[np.ndarray]:

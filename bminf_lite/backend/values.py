@@ -10,7 +10,8 @@ ragged prompts and decoding one token of each sequence are therefore the same op
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,9 @@ class ForwardBatch:
     ``max_context_len`` and ``max_source_len`` are upper bounds of the tokens of a sequence after the step and of a
     source. ``logit_rows`` int32 ``[L]`` are the tokens whose logits are wanted; None stands for the last token of each
     sequence.
+
+    A step may be padded: with sequences without tokens, and with tokens behind those of the last sequence. What is
+    computed of such tokens changes nothing else.
     """
 
     tokens: Array
@@ -91,6 +95,32 @@ class ForwardBatch:
     def is_decode(self) -> bool:
         """Whether every sequence has exactly one new token."""
         return self.num_decodes == self.batch_size
+
+    @cached_property
+    def parts(self) -> tuple[ForwardBatch | None, ForwardBatch | None]:
+        """The first ``num_decodes`` sequences and the others, each as a batch, or None if there is no such sequence.
+
+        ``cu_seqlens`` of the second still counts from the first token of the whole step.
+        """
+        count = self.num_decodes
+        if count in (0, self.batch_size):
+            return (self, None) if count else (None, self)
+        return self._part(slice(0, count), 1), self._part(slice(count, self.batch_size), self.max_query_len)
+
+    def _part(self, rows: slice, max_query_len: int) -> ForwardBatch:
+        return replace(
+            self,
+            tokens=self.tokens[rows.start : None if rows.start else rows.stop],
+            cu_seqlens=self.cu_seqlens[rows.start : rows.stop + 1],
+            context_lens=self.context_lens[rows],
+            block_tables=tuple(table[rows] for table in self.block_tables),
+            batch_size=rows.stop - rows.start,
+            max_query_len=max_query_len,
+            num_decodes=0 if rows.start else rows.stop,
+            logit_rows=None,
+            source_tables=None if self.source_tables is None else self.source_tables[rows],
+            source_lens=None if self.source_lens is None else self.source_lens[rows],
+        )
 
 
 def sequential_tables(sequences: int, tokens: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,22 +10,22 @@ from typing import Protocol, cast
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.sampling import SamplerState, SamplerVariant, SequenceSampling
+from ..backend.sampling import SamplerVariant, SequenceSampling
 from ..backend.values import NULL_BLOCK, Array, ForwardBatch
 from ..errors import OutOfMemory
 from ..layers.cache import KVCache, blocks_for
 from .block_manager import BlockManager, BlockPool, SequenceBlocks
 from .config import EngineConfig
-from .decode_step import DecodeStep, StepInputs, StepSize
 from .request import Request
 from .sampler_table import SamplerTable
 from .sampling_params import sequence_sampling
-from .scheduler import Step, StepResult
+from .scheduler import ScheduledTokens, Step, StepResult
+from .step_arrays import CapturedStep, StepArrays, StepInputs, StepSize, captured_sizes
 
 FIRST_BLOCKS = 64
 """Blocks that a pool has at first, if it may have so many."""
 CAPTURED_LENGTHS = (1024, 4096, 16384)
-"""Bounds of the lengths of sequences for which decode steps are captured, beside the model's context; in tokens."""
+"""Bounds of the lengths of sequences for which steps are captured, beside the model's context; in tokens."""
 RUNS_TO_CAPTURE = 3
 """Runs after which a backend with graphs has captured a step: it runs a step twice before it captures it."""
 NO_TOKEN = -1
@@ -53,16 +52,16 @@ class EncoderDecoder(Network, Protocol):
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that the device computes. :meth:`fetch` waits for it."""
+    """A step that the device computes. :meth:`fetch` waits for it. Sequences ``sampled`` of the step are sampled."""
 
     choice: Callable[[], np.ndarray] | None
-    num_sampled: int
+    sampled: np.ndarray
     scores: Callable[[], np.ndarray] | None = None
     best: Callable[[], np.ndarray] | None = None
 
     def fetch(self) -> StepResult:
         """What the step chose and scored, without padding."""
-        chosen = self.choice()[:, : self.num_sampled] if self.choice else np.zeros((2, 0), np.int32)
+        chosen = self.choice()[:, self.sampled] if self.choice else np.zeros((2, 0), np.int32)
         best = self.best() if self.best else np.zeros((2, 0), np.int32)
         return StepResult(chosen, self.scores() if self.scores else np.zeros(0, np.float32), best)
 
@@ -108,8 +107,9 @@ class ModelRunner:
         width, rows = blocks_for(config.context_length), config.max_num_seqs + 1
         self._tables = [HostTables(rows, width) for _ in config.num_blocks]
         self._source_tables = HostTables(rows, blocks_for(config.max_source_length))
-        self._lengths = [*(n for n in CAPTURED_LENGTHS if n < config.context_length), config.context_length]
-        self._decode_steps: dict[StepSize, DecodeStep] = {}
+        lengths = [*(n for n in CAPTURED_LENGTHS if n < config.context_length), config.context_length]
+        self._sizes = captured_sizes(self.ops, lengths, config.max_num_seqs, config.max_num_batched_tokens)
+        self._captured: dict[StepSize, CapturedStep] = {}
         with _memory_for_the_cache():
             self.cache = self._pools(config.num_blocks)
             if config.num_source_blocks:
@@ -121,7 +121,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the memory of the cache and of captured steps back; nothing can be run afterwards."""
-        self._decode_steps.clear()
+        self._captured.clear()
         self.cache.close()
 
     # -- rows of the sampler ------------------------------------------------------------------------------------------
@@ -150,110 +150,123 @@ class ModelRunner:
         self._grow()
         if step.sources:
             self._encode(step.sources)
-        inputs, sampled = self._inputs(step), [p.request.row for p in step.parts if p.samples]
-        variant = self.table.variant(sampled)
-        if len(sampled) == step.num_decodes == len(step.parts) and not any(p.num_scored for p in step.parts):
-            longest = max(p.stop for p in step.parts)
-            size = StepSize.of(len(sampled), longest, variant, self.ops.decode_sizes, self._lengths)
+        parts = step.parts
+        exact = StepSize(
+            step.num_decodes,
+            len(parts) - step.num_decodes,
+            sum(p.num_tokens for p in parts[step.num_decodes :]),
+            max(p.stop for p in parts),
+        )
+        if not any(p.num_scored or p.request.take_logits for p in parts):
+            size = next((size for size in self._sizes if exact.fits(size)), None)
             if size is not None:
-                return LaunchedStep(self.ops.fetch(self._decode_step(size).launch(inputs)), len(sampled))
-        return self._launch_eagerly(step, inputs, self.table.state(self.ops.array(inputs.rows), variant))
+                inputs = self._captured_inputs(parts, size)
+                captured = self._captured_step(inputs)
+                captured.arrays.write(inputs)
+                return self._run(parts, inputs, captured.arrays, captured.forward)
+        inputs = self._inputs(parts, exact)
+        arrays = StepArrays(self.ops, inputs, max(p.num_tokens for p in parts))
+        return self._run(parts, inputs, arrays, lambda: self.network(arrays.batch, self.cache))
 
-    def _launch_eagerly(self, step: Step, inputs: StepInputs, sampler: SamplerState) -> LaunchedStep:
-        """A step of any parts. The rows of the logits are: those to sample from, those to score, those taken."""
-        parts, starts = step.parts, np.cumsum([0, *(p.num_tokens for p in step.parts)])
-        pairs = list(zip(parts, starts.tolist(), strict=False))
-        sampled = [start + p.num_tokens - 1 for p, start in pairs if p.samples]
-        scored = [(p, range(start, start + p.num_scored)) for p, start in pairs if p.num_scored]
-        taken = [(p, range(start, start + p.num_tokens)) for p, start in pairs if p.request.take_logits]
-        rows = sampled + [row for _, part_rows in (*scored, *taken) for row in part_rows]
-        batch = self._make_batch(step, inputs, starts, rows or [len(inputs.tokens) - 1])
-        if (inputs.tokens == NO_TOKEN).any():
-            self.ops.insert_last_tokens(batch.tokens, sampler)
-        logits = self.network(batch, self.cache)
+    def _run(
+        self, parts: Sequence[ScheduledTokens], inputs: StepInputs, arrays: StepArrays, forward: Callable[[], Array]
+    ) -> LaunchedStep:
+        """Run the model, sample, and start to fetch what a step chooses and scores."""
+        size, decodes = inputs.size, inputs.size.decodes
+        sampled = [p.request.row for p in parts if p.samples]
+        sampler = self.table.state(arrays.rows, self.table.variant(sampled))
+        if (inputs.tokens[:decodes] == NO_TOKEN).any():
+            self.ops.insert_last_tokens(arrays.batch.tokens[:decodes], sampler)
+        logits = forward()
         choice = scores = best = None
+        end = size.sequences if sampled else 0
         if sampled:
-            choice = self.ops.fetch(self.ops.sample(logits[: len(sampled)], sampler))
-        end = len(sampled)
-        if scored:
-            first, end = end, end + sum(len(part_rows) for _, part_rows in scored)
-            targets = [p.request.prompt_token_ids[p.start + 1 : p.start + 1 + p.num_scored] for p, _ in scored]
-            ids = self.ops.array(np.concatenate(targets).astype(np.int32))
-            scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], ids))
+            choice = self.ops.fetch(self.ops.sample(logits[:end], sampler))
+        if len(inputs.targets):
+            first, end = end, end + len(inputs.targets)
+            scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], arrays.targets))
             no_sequence = self.table.state(self.ops.array(np.zeros(end - first, np.int32)), SamplerVariant.GREEDY)
             best = self.ops.fetch(self.ops.sample(logits[first:end], no_sequence))
-        for part, part_rows in taken:
-            first, end = end, end + len(part_rows)
-            assert part.request.take_logits is not None
-            part.request.take_logits(part.start, logits[first:end])
-        return LaunchedStep(choice, len(sampled), scores, best)
+        for part in parts:
+            if part.request.take_logits is not None:
+                first, end = end, end + part.num_tokens
+                part.request.take_logits(part.start, logits[first:end])
+        return LaunchedStep(choice, np.flatnonzero(inputs.rows), scores, best)
 
-    def _make_batch(self, step: Step, inputs: StepInputs, starts: np.ndarray, logit_rows: list[int]) -> ForwardBatch:
-        """The arguments of the model for a step whose parts begin at the tokens ``starts``."""
-        array = self.ops.array
-        return ForwardBatch(
-            tokens=array(inputs.tokens),
-            cu_seqlens=array(starts.astype(np.int32)),
-            context_lens=array(inputs.context_lens),
-            block_tables=tuple(array(table) for table in inputs.tables),
-            batch_size=len(step.parts),
-            max_query_len=max(p.num_tokens for p in step.parts),
-            max_context_len=max(p.stop for p in step.parts),
-            num_decodes=step.num_decodes,
-            logit_rows=array(np.array(logit_rows, np.int32)),
-            source_tables=None if inputs.source_table is None else array(inputs.source_table),
-            source_lens=None if inputs.source_lens is None else array(inputs.source_lens),
-            max_source_len=0 if inputs.source_lens is None else int(inputs.source_lens.max()),
-        )
+    def _captured_step(self, inputs: StepInputs) -> CapturedStep:
+        """The captured step of the inputs' size, which is made when it is first needed."""
+        found = self._captured.get(inputs.size)
+        if found is None:
+            found = CapturedStep(self.ops, inputs, lambda batch: self.network(batch, self.cache))
+            self._captured[inputs.size] = found
+        return found
 
-    def _decode_step(self, size: StepSize) -> DecodeStep:
-        """The captured step of a size, which is made when it is first needed."""
-        if size not in self._decode_steps:
-            widths = [blocks_for(size.max_context_len)] * len(self._tables)
-            has_source = self.cache.source is not None
-            if has_source:
-                widths.append(blocks_for(self.config.max_source_length))
-            self._decode_steps[size] = DecodeStep(
-                self.ops, size, widths, has_source, lambda rows: self.table.state(rows, size.variant), self._decode
-            )
-        return self._decode_steps[size]
+    def _captured_inputs(self, parts: Sequence[ScheduledTokens], size: StepSize) -> StepInputs:
+        """The integers of a step that is padded to ``size``; tables are as wide as its longest sequences need."""
+        widths = [blocks_for(size.max_context_len)] * len(self._tables)
+        source_width = blocks_for(self.config.max_source_length) if self.cache.source is not None else 0
+        inputs = StepInputs(size, widths, source_width, num_logits=size.sequences if size.prompts else 0)
+        self._fill(inputs, parts)
+        return inputs
 
-    def _decode(self, batch: ForwardBatch, sampler: SamplerState) -> Array:
-        """One step of one token per sequence: what is captured."""
-        self.ops.insert_last_tokens(batch.tokens, sampler)
-        return self.ops.sample(self.network(batch, self.cache), sampler)
+    def _inputs(self, parts: Sequence[ScheduledTokens], size: StepSize) -> StepInputs:
+        """The integers of a step of exactly ``size``. Its logits are those to sample from, to score, and to hand out.
 
-    def _inputs(self, step: Step) -> StepInputs:
-        """A step's integers. Its tokens lie one after another; its rows are those of the parts that sample."""
-        parts = step.parts
+        To sample, each sequence has a row of logits; a step of decoding sequences alone has no others.
+        """
+        requests, samples = [p.request for p in parts], any(p.samples for p in parts)
+        widths = [max(len(_blocks(r).tables[group]) for r in requests) for group in range(len(self._tables))]
+        source_width = blocks_for(max(len(r.source_token_ids) for r in requests))
+        starts = np.cumsum([0, *(p.num_tokens for p in parts)]).tolist()
+        scored = [range(start, start + p.num_scored) for p, start in zip(parts, starts, strict=False)]
+        taken = [
+            range(start, start + p.num_tokens)
+            for p, start in zip(parts, starts, strict=False)
+            if p.request.take_logits is not None
+        ]
+        more = [row for rows in (*scored, *taken) for row in rows]
+        own = size.sequences if samples else 0
+        num_logits = 0 if samples and not size.prompts and not more else own + len(more) or 1
+        inputs = StepInputs(size, widths, source_width, num_logits, sum(map(len, scored)))
+        self._fill(inputs, parts)
+        if more:
+            inputs.logit_rows[own:] = more
+        if len(inputs.targets):
+            targets = [p.request.prompt_token_ids[p.start + 1 : p.start + 1 + p.num_scored] for p in parts]
+            inputs.targets[:] = np.concatenate(targets)
+        return inputs
+
+    def _fill(self, inputs: StepInputs, parts: Sequence[ScheduledTokens]) -> None:
+        """Write the integers of the parts. Prompts lie behind the padding of the decoding sequences."""
+        size = inputs.size
+        num_decodes = next((i for i, p in enumerate(parts) if p.num_tokens > 1), len(parts))
+        places = np.arange(len(parts))
+        places[num_decodes:] += size.decodes - num_decodes
         tokens: list[int] = []
         for part in parts:
             known = part.start < part.request.num_known_tokens
             tokens += part.request.token_ids(part.start, part.stop) if known else (NO_TOKEN,)
+        inputs.tokens[:num_decodes] = tokens[:num_decodes]
+        inputs.tokens[size.decodes : size.decodes + len(tokens) - num_decodes] = tokens[num_decodes:]
+        inputs.cu_seqlens[: size.decodes + 1] = np.arange(size.decodes + 1)
+        ends = size.decodes + np.cumsum([p.num_tokens for p in parts[num_decodes:]], dtype=np.int32)
+        inputs.cu_seqlens[size.decodes + 1 :] = ends[-1] if len(ends) else size.decodes
+        inputs.cu_seqlens[size.decodes + 1 : size.decodes + 1 + len(ends)] = ends
+        if len(inputs.logit_rows) >= size.sequences:
+            inputs.logit_rows[: size.sequences] = np.maximum(inputs.cu_seqlens[1:] - 1, 0)
+        inputs.context_lens[places] = [p.start for p in parts]
+        inputs.rows[places] = [p.request.row if p.samples else 0 for p in parts]
         requests = [p.request for p in parts]
-        rows, tables = [r.row for r in requests], []
-        for group, host in enumerate(self._tables):
-            width = 0
+        rows = [r.row for r in requests]
+        for group, (host, table) in enumerate(zip(self._tables, inputs.tables, strict=True)):
             for request in requests:
-                table = _blocks(request).tables[group]
-                width = max(width, len(table))
-                host.update(request, table)
-            tables.append(host.array[rows, :width])
-        source_table = source_lens = None
-        if self.cache.source is not None:
+                host.update(request, _blocks(request).tables[group])
+            table[places] = host.array[rows, : table.shape[1]]
+        if len(inputs.source_lens):
             for request in requests:
                 self._source_tables.update(request, _blocks(request).source_table)
-            source_lens = np.array([len(r.source_token_ids) for r in requests], np.int32)
-            source_table = self._source_tables.array[rows, : blocks_for(int(source_lens.max()))]
-        context_lens, sampled = [p.start for p in parts], [p.request.row for p in parts if p.samples]
-        return StepInputs(
-            np.array(tokens, np.int32),
-            np.array(context_lens, np.int32),
-            np.array(sampled, np.int32),
-            tables,
-            source_table,
-            source_lens,
-        )
+            inputs.source_lens[places] = [len(r.source_token_ids) for r in requests]
+            inputs.source_table[places] = self._source_tables.array[rows, : inputs.source_table.shape[1]]
 
     def _encode(self, requests: Sequence[Request]) -> None:
         """Encode the sources of requests, all at once."""
@@ -266,22 +279,21 @@ class ModelRunner:
         cast(EncoderDecoder, self.network).encode_to_cache(batch, self.cache.source)
 
     def warm_up(self) -> None:
-        """Take all memory of the cache, and capture the decode steps of every size."""
+        """Take all memory of the cache, and capture the steps of every size."""
         with _memory_for_the_cache():
             for cache, max_blocks in self._caches_and_limits():
                 for group, count in enumerate(max_blocks):
                     if cache.num_blocks[group] < count:
                         cache.grow(group, count)
-        if self.ops.decode_sizes:
+        if self._sizes:
             self.table.allocate()
-        nothing = StepInputs.of_no_sequence(len(self._tables), self.cache.source is not None)
-        sizes = self.ops.decode_sizes[: bisect_left(self.ops.decode_sizes, self.config.max_num_seqs) + 1]
-        for variant in SamplerVariant:
-            for length in reversed(self._lengths):
-                for count in reversed(sizes):  # the largest first: all share the memory of the largest
-                    step = self._decode_step(StepSize(count, length, variant))
-                    for _ in range(RUNS_TO_CAPTURE):
-                        self.ops.fetch(step.launch(nothing))()
+        for size in sorted(self._sizes, key=lambda s: -s.tokens):  # the largest first: all share its memory
+            inputs = self._captured_inputs([], size)
+            captured = self._captured_step(inputs)
+            for _ in range(RUNS_TO_CAPTURE):
+                logits = captured.forward()
+        for variant in SamplerVariant if self._sizes else ():
+            self.ops.fetch(self.ops.sample(logits, self.table.state(captured.arrays.rows, variant)))()
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -109,6 +109,9 @@ class CpmTokenizer(Tokenizer):
     def id_to_piece(self, token_id: int) -> str | None:
         return self.pieces[token_id] if 0 <= token_id < len(self.pieces) else None
 
+    def piece_to_id(self, piece: str) -> int | None:
+        return self.ids.get(piece)
+
     def normalize(self, text: str) -> str:
         """The text in the characters of the vocabulary."""
         return text

@@ -106,7 +106,7 @@ class StopMatcher:
         if found:
             (_, start, self.found), self._held = min(found), ""
             return held[:start], True
-        undecided = max((_overlap(held, stop) for stop in self._stops), default=0)
+        undecided = max((overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - undecided :]
         return held[: len(held) - undecided], False
 
@@ -116,7 +116,7 @@ class StopMatcher:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of ``text`` with which ``stop`` begins, but does not end."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 

@@ -35,9 +35,12 @@ CONFIG = {
 class WatchedBackend(Backend):
     """A backend that may run ahead, counts its steps, and knows whether its caches live."""
 
-    def __init__(self, max_steps_in_flight: int = 0, decode_sizes: tuple[int, ...] = ()):
+    def __init__(
+        self, max_steps_in_flight: int = 0, decode_sizes: tuple[int, ...] = (), prompt_sizes: tuple[int, ...] = ()
+    ):
         super().__init__()
-        self.decode_sizes = decode_sizes
+        self.decode_sizes = self.mixed_decode_sizes = decode_sizes
+        self.prompt_sizes = prompt_sizes
         self.max_steps_in_flight = max_steps_in_flight
         self.arrays: list[weakref.ref[np.ndarray]] = []
         self.samples = 0

@@ -88,14 +88,14 @@ def check_equal(found: Request, expected: Request, atol: float = 1e-5) -> None:
 @given(
     drawn=REQUESTS, max_batch=st.integers(1, 5), ahead=st.integers(0, 3), chunk=st.sampled_from([7, 64, 300]),
     mixed=st.sampled_from([1, 9, 300]), blocks=st.sampled_from([6, 7, 20]), prefix_cache=st.booleans(),
-    decode_sizes=st.sampled_from([(), (2,), (1, 4, 8)]),
+    sizes=st.sampled_from([((), ()), ((2,), ()), ((1, 4, 8), (5, 40)), ((3,), (100,))]),
 )  # fmt: skip
 def test_together_or_alone_is_the_same(
-    kind, int8, drawn, max_batch, ahead, chunk, mixed, blocks, prefix_cache, decode_sizes
+    kind, int8, drawn, max_batch, ahead, chunk, mixed, blocks, prefix_cache, sizes
 ):
     """In pieces, beside others, padded, behind cached prefixes (also in a second round), and preempted."""
     limits = {"max_num_mixed_tokens": mixed, "prefix_cache": prefix_cache}
-    ops = WatchedBackend(ahead, decode_sizes)
+    ops = WatchedBackend(ahead, *sizes)
     model = tiny(kind, ops, int8, max_batch=max_batch, chunk=chunk, num_blocks=blocks, limits=limits)
     expected = run(ALONE[kind, int8], make_requests(drawn))
     for _ in range(2):
@@ -117,16 +117,16 @@ def test_preempted_requests_continue_as_if_nothing_had_happened(kind):
 
 
 def test_captured_steps_serve_any_sequences(monkeypatch):
-    """Two sizes, three lengths, two variants of the sampler: no more captures than that, whoever comes and goes."""
+    """Two sizes and three lengths, and half of a dozen with prompts: no more captures, whoever comes and goes."""
     monkeypatch.setattr("bminf_lite.engine.model_runner.CAPTURED_LENGTHS", (64, 96))
-    ops, captures = WatchedBackend(1, (2, 6)), []
+    ops, captures = WatchedBackend(1, (2, 6), (16, 150)), []
     drawn = [(1 + 17 * i % 90, i % 3, 3 + 11 * i % 60, {"temperature": 0.8 * (i % 2)}, True) for i in range(24)]
     with tiny(ops=ops, max_batch=5) as model:
         for _ in range(2):
             requests = make_requests(drawn)
             run(model, requests)
             captures.append(ops.captures)
-    assert 3 <= captures[0] <= captures[1] <= 2 * 3 * 2 and ops.samples > 20 * captures[1]
+    assert 6 <= captures[0] <= captures[1] <= 2 * 3 + 2 * 3 * 2 and ops.samples > 8 * captures[1], (captures, ops.samples)
     for found, alone in zip(requests, run(ALONE["full", False], make_requests(drawn)), strict=True):
         check_equal(found, alone)
 
@@ -138,11 +138,11 @@ T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "vocab_size": 61
 def test_after_a_warm_up_nothing_is_captured_or_allocated(config, monkeypatch):
     monkeypatch.setattr("bminf_lite.engine.model_runner.CAPTURED_LENGTHS", (4, 24))
     monkeypatch.setattr("bminf_lite.engine.model_runner.FIRST_BLOCKS", 2)
-    ops = WatchedBackend(1, (2, 6))
+    ops = WatchedBackend(1, (2, 6), (5,))
     model = make_model(ops, max_batch=6, chunk=9, **config)
     model.warm_up()
     captures, arrays = ops.captures, len(ops.arrays)
-    assert captures == 2 * 3 * 3
+    assert captures == 2 * 3 + 2 * 2, "for each length; 6 and 5 tokens exceed a step, and the shortest has no prompts"
     options = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0.7, "seed": 1, "repetition_penalty": 1.2}
     found = model.generate([prompt_of(3 + 5 * i) for i in range(9)], **options)
     assert (ops.captures, len(ops.arrays)) == (captures, arrays)

@@ -57,8 +57,14 @@ from .materialize import STALE, Materializer
 from .weight_loader import Loader
 
 T = TypeVar("T")
-DECODE_SIZES = (*(1, 2, 4, 8, 12), *range(16, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
+DECODE_SIZES = (
+    *(1, 2, 4, 8, 12), *range(16, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 512, 64),
+    *range(512, 1025, 128),
+)  # fmt: skip
 """Numbers of sequences of captured decode steps: a step is padded by a quarter at most, except for the smallest."""
+MIXED_DECODE_SIZES = (8, 32, 64, 128, 256, 512)
+PROMPT_SIZES = (16, 64, 128, 256, 512)
+"""Prompt tokens of captured steps. To launch larger steps one by one takes the host less time than the device."""
 GEMV_FLOAT_MAX_ROWS = 4
 """Up to this many rows, float weights use gemv, which is faster than a product on the tensor cores."""
 
@@ -67,6 +73,8 @@ class CudaBackend(Backend):
     """The operations on GPU ``device`` in ``memory_limit`` of it: bytes, ``"6GiB"``, or None for what is free."""
 
     decode_sizes = DECODE_SIZES
+    mixed_decode_sizes = MIXED_DECODE_SIZES
+    prompt_sizes = PROMPT_SIZES
     max_steps_in_flight = 1
 
     def __init__(self, device: int = 0, memory_limit: int | str | None = None):
@@ -494,12 +502,15 @@ class CudaBackend(Backend):
 
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
-        table = batch.block_tables[cache.group]
-        if batch.is_decode:
-            self._attention_decode(self.materializer.to_half(qkv), spec, cache, batch, table, out)
-            return out
-        q = self._prepared_heads(qkv, spec, cache, batch, table)
-        self._attention_prefill(q, spec, cache, batch, table, batch.max_context_len, out)
+        decodes, prompts = batch.parts
+        if decodes is not None:
+            qkv, count = self.materializer.to_half(qkv), decodes.batch_size
+            table = decodes.block_tables[cache.group]
+            self._attention_decode(qkv[:count], spec, cache, decodes, table, out[:count])
+        if prompts is not None:
+            table = prompts.block_tables[cache.group]
+            q = self._prepared_heads(qkv, spec, cache, prompts, table)
+            self._attention_prefill(q, spec, cache, prompts, table, prompts.max_context_len, out)
         return out
 
     def encoder_attention(self, qkv: Array, spec: AttentionSpec, batch: ForwardBatch) -> Array:
@@ -535,13 +546,13 @@ class CudaBackend(Backend):
         max_context_len: int, out: cp.ndarray, mask: AttentionMask = AttentionMask.CAUSAL,
         lengths: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Attention of a step's tokens; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch.
+        """Attention of the tokens of ``batch``; ``q`` is fp16 ``[T, heads, head_pitch]``, tokens at any pitch.
 
         ``cache`` is paged by ``table``, or without one has keys ``[kv_heads, T, head_dim]`` of the step itself.
         """
         prefill, (bias, max_distance) = self.kernels.attention_prefill, bias_arguments(spec)
         kind = {
-            "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "tokens": q.shape[0],
+            "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "tokens": len(batch.tokens),
             "batch_size": batch.batch_size, "max_context_len": max_context_len, "mask": mask,
         }  # fmt: skip
         int8 = cache.key_scales is not None
@@ -575,12 +586,15 @@ class CudaBackend(Backend):
     def _prepared_heads(
         self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray | None
     ) -> cp.ndarray:
-        """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache."""
+        """The query heads ``[T, heads, head_pitch]``, normalised and rotated; keys and values go into the cache.
+
+        ``T`` are all tokens of the step, of which only those of ``batch`` are prepared.
+        """
         heads = qkv if isinstance(qkv, DeferredMatmul) else self.materializer.to_half(qkv)
         q = self.arrays.empty((qkv.shape[0], spec.heads, round_up(spec.head_dim, HEAD_PAD)), np.float16)
         self.kernels.prepare_heads.launch(
-            self.kernels.step, row_source(heads), spec, cache, batch.cu_seqlens, batch.context_lens, table, q, len(q),
-            self._nbytes_moved(heads, q),
+            self.kernels.step, row_source(heads), spec, cache, batch.cu_seqlens, batch.context_lens, table, q,
+            len(batch.tokens), self._nbytes_moved(heads, q),
         )  # fmt: skip
         return q
 

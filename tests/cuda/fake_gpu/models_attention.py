@@ -89,7 +89,7 @@ def prepare_heads(call: Call) -> None:
         return
     tables = tables_of(call, context_lens + np.diff(cu_seqlens))
     cache = cache_of(call, tables, call.head_pitch)
-    for b in range(call.sequences):
+    for b in np.flatnonzero(np.diff(cu_seqlens)):
         rows = slice(cu_seqlens[b] - first, cu_seqlens[b + 1] - first)
         store(cache, tables[b], int(context_lens[b]), k[rows], v[rows])
 
@@ -173,7 +173,7 @@ def prefill(call: Call, mask: int, biased: bool) -> None:
         lengths = call.vector("source_lens", count, np.int32) if source else context_lens + np.diff(cu_seqlens)
         tables = tables_of(call, lengths)
         cache = cache_of(call, tables, depth)
-    for b in range(count):
+    for b in np.flatnonzero(np.diff(cu_seqlens)):
         own = slice(cu_seqlens[b], cu_seqlens[b + 1])
         mine = q[own, :, : call.head_dim]
         if mask == 0:

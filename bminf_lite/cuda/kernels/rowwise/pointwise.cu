@@ -21,12 +21,13 @@ __global__ void __launch_bounds__(256) activate_rows(
 }
 
 // residual[token] += table[position of the token]; table: fp16 [positions, pitch]; residual: fp32 [T, residual_pitch].
-// A block handles one token.
+// A block handles one token. Tokens behind the last sequence pad the step and are left out.
 __global__ void __launch_bounds__(256) add_positions(
     const int* cu_seqlens, const int* context_lens, int sequences, const __half* table, long long pitch,
     float* residual, long long residual_pitch, int k) {
     wait_on_dependent_grids();
     const int token = blockIdx.x;
+    if (token >= cu_seqlens[sequences]) return;
     int sequence = 0, last = sequences;  // the sequence of the token, by bisection
     while (last - sequence > 1) {
         const int middle = (sequence + last) / 2;

@@ -1,0 +1,156 @@
+"""The integers of a step, and steps of a fixed size, which a backend with graphs captures once and replays.
+
+All integers of a step lie in one array, so that one copy brings them to the device: tokens, lengths, rows of the
+sampler, block tables. A captured step has arrays of fixed shape and address, and is padded with sequences and tokens
+that belong to no request. A padding sequence that decodes has a table of null blocks, and the null row of the sampler;
+a padding prompt has no tokens; tokens behind the last prompt belong to no sequence. So padding changes nothing that
+anything reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ..backend.base import Backend
+from ..backend.values import BLOCK_SIZE, Array, ForwardBatch
+
+ALIGNMENT = 32
+"""Arrays of a step's integers begin at multiples of this many."""
+TOKENS_PER_PROMPT = 16
+"""A captured step has room for one prompt for each of so many prompt tokens."""
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What a captured step depends on.
+
+    ``decodes`` sequences have one new token each, the ``prompts`` sequences behind them ``prompt_tokens`` in all. No
+    sequence has more than ``max_context_len`` tokens after the step.
+    """
+
+    decodes: int
+    prompts: int
+    prompt_tokens: int
+    max_context_len: int
+
+    @property
+    def sequences(self) -> int:
+        """All sequences."""
+        return self.decodes + self.prompts
+
+    @property
+    def tokens(self) -> int:
+        """All tokens."""
+        return self.decodes + self.prompt_tokens
+
+    def fits(self, other: StepSize) -> bool:
+        """Whether a step of this size can be padded to the other size."""
+        return (
+            self.decodes <= other.decodes
+            and self.prompts <= other.prompts
+            and self.prompt_tokens <= other.prompt_tokens
+            and self.max_context_len <= other.max_context_len
+        )
+
+
+def captured_sizes(ops: Backend, lengths: Sequence[int], max_num_seqs: int, max_num_tokens: int) -> list[StepSize]:
+    """The sizes of captured steps, ascending: a step is padded to the first that it fits.
+
+    ``lengths`` are the bounds of lengths. Steps with prompts have at most ``max_num_tokens`` tokens, and do without the
+    shortest bound if there are others.
+    """
+    sizes = [StepSize(n, 0, 0, length) for n in _up_to(ops.decode_sizes, max_num_seqs) for length in lengths]
+    for tokens in ops.prompt_sizes:
+        prompts = max(tokens // TOKENS_PER_PROMPT, 1)
+        for decodes in (0, *_up_to(ops.mixed_decode_sizes, max_num_seqs)):
+            if decodes + tokens <= max_num_tokens:
+                sizes += [StepSize(decodes, prompts, tokens, length) for length in lengths[1:] or lengths]
+    return sizes
+
+
+def _up_to(sizes: Sequence[int], count: int) -> list[int]:
+    """The ascending ``sizes`` up to the first that is ``count`` or more."""
+    return [n for i, n in enumerate(sizes) if i == 0 or sizes[i - 1] < count]
+
+
+class StepInputs:
+    """The integers of a step on the host, int32, all zero at first. ``size`` has ``B`` sequences of ``T`` tokens.
+
+    - ``tokens`` ``[T]``, ``cu_seqlens`` ``[B + 1]``, ``context_lens`` ``[B]`` and ``tables`` ``[B, W]`` for each group of
+      layers, of ``widths``, are those of a :class:`ForwardBatch`, as are ``logit_rows``.
+    - ``rows`` ``[B]`` are the rows of the sampler, 0 for a sequence that does not sample.
+    - ``targets`` are the tokens whose log-probabilities are wanted, for the last of ``logit_rows``.
+    - With a ``source_width``, ``source_lens`` ``[B]`` and ``source_table`` ``[B, source_width]``.
+
+    ``packed`` is one array that holds them all.
+    """
+
+    def __init__(
+        self, size: StepSize, widths: Sequence[int], source_width: int = 0, num_logits: int = 0, num_targets: int = 0
+    ):
+        count, has_source = size.sequences, source_width > 0
+        self.size = size
+        self.num_groups = len(widths)
+        vectors = (size.tokens, count + 1, count, count, num_logits, num_targets, count * has_source)
+        self.shapes = [*((n,) for n in vectors), *((count, w) for w in widths), (count * has_source, source_width)]
+        self.packed = np.zeros(sum(_pitch(shape) for shape in self.shapes), np.int32)
+        arrays = split(self.packed, self.shapes)
+        self.tokens, self.cu_seqlens, self.context_lens, self.rows, self.logit_rows, self.targets = arrays[:6]
+        self.source_lens, *self.tables, self.source_table = arrays[6:]
+
+
+def _pitch(shape: Sequence[int]) -> int:
+    return -(-prod(shape) // ALIGNMENT) * ALIGNMENT
+
+
+def split(packed: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """The arrays of ``shapes`` in a packed one, as views."""
+    arrays, start = [], 0
+    for shape in shapes:
+        arrays.append(packed[start : start + prod(shape)].reshape(shape))
+        start += _pitch(shape)
+    return arrays
+
+
+class StepArrays:
+    """The integers of ``inputs`` on the device, as the ``batch`` that a model runs, ``rows`` and ``targets``.
+
+    ``max_query_len`` is a bound of the new tokens of a sequence.
+    """
+
+    def __init__(self, ops: Backend, inputs: StepInputs, max_query_len: int):
+        self._ops = ops
+        self._packed = ops.array(inputs.packed)
+        arrays, size = split(self._packed, inputs.shapes), inputs.size
+        tokens, cu_seqlens, context_lens, self.rows, logit_rows, self.targets, source_lens, *tables = arrays
+        has_source = len(source_lens) > 0
+        self.batch = ForwardBatch(
+            tokens=tokens,
+            cu_seqlens=cu_seqlens,
+            context_lens=context_lens,
+            block_tables=tuple(tables[: inputs.num_groups]),
+            batch_size=size.sequences,
+            max_query_len=max_query_len,
+            max_context_len=size.max_context_len,
+            num_decodes=size.decodes,
+            logit_rows=logit_rows if len(logit_rows) else None,
+            source_tables=tables[-1] if has_source else None,
+            source_lens=source_lens if has_source else None,
+            max_source_len=tables[-1].shape[1] * BLOCK_SIZE if has_source else 0,
+        )
+
+    def write(self, inputs: StepInputs) -> None:
+        """Replace the integers for the work that is started from now on."""
+        self._ops.write(self._packed, inputs.packed)
+
+
+class CapturedStep:
+    """A step of a fixed size: ``forward`` computes the logits of a batch, and is captured."""
+
+    def __init__(self, ops: Backend, inputs: StepInputs, forward: Callable[[ForwardBatch], Array]):
+        self.arrays = StepArrays(ops, inputs, max(inputs.size.prompt_tokens, 1))
+        self.forward = ops.capture(lambda: forward(self.arrays.batch))
