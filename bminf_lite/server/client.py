@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -57,7 +57,7 @@ class EngineFailure(BminfError):
     """The engine has failed or its process has ended: HTTP's 503."""
 
 
-class Output(msgspec.Struct, frozen=True):
+class Output(NamedTuple):
     """What arrived for one completion since the last look at it; several steps may be joined.
 
     - ``index``: which of the ``n`` completions. ``token_ids`` may be empty in the last output.
@@ -68,7 +68,7 @@ class Output(msgspec.Struct, frozen=True):
     - ``cached_tokens``: tokens of the prompt that came from the cache; in every output.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # and not the tuple's method of that name
     token_ids: list[int]
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
