@@ -13,8 +13,23 @@ from typing import Any
 
 import msgspec
 
+from ..errors import UsageError
+from ..files import expand
+
 MAX_PENDING_LINES = 10_000
 """Lines that may wait for a slow disk or terminal. More are dropped and counted."""
+
+
+def checked_path(path: str | None) -> str | None:
+    """The path of a log. Raises ``UsageError`` for a file that cannot be written."""
+    if path is None or path == "-":
+        return path
+    file = expand(path, "the request log")
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise UsageError(f"the request log {path} cannot be written: {error.strerror or error}") from None
+    return str(file.absolute())
 
 
 class RequestLog:

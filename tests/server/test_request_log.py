@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from bminf_lite.server.request_log import MAX_PENDING_LINES, RequestLog
+from bminf_lite.errors import UsageError
+from bminf_lite.server.request_log import MAX_PENDING_LINES, RequestLog, checked_path
 from bminf_lite.server.request_record import Observer
 
 
@@ -57,6 +58,14 @@ def test_a_stuck_sink_costs_lines_and_bounded_memory(tmp_path: Path) -> None:
     assert log.num_dropped == 5
     log._listener.start()
     log.close()
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_runs(tmp_path: Path) -> None:
+    assert checked_path(None) is None and checked_path("-") == "-"
+    assert checked_path(str(tmp_path / "log")) == str(tmp_path / "log")
+    for path in (tmp_path, tmp_path / "none" / "log"):
+        with pytest.raises(UsageError, match=f"the request log {path} cannot be written: "):
+            checked_path(str(path))
 
 
 def append(path: str, name: int) -> None:
