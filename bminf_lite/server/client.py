@@ -24,6 +24,7 @@ from .protocol import (
     FromEngine,
     GenerationRequest,
     ModelInfo,
+    Observed,
     PromptScore,
     Ready,
     Refused,
@@ -315,6 +316,10 @@ class EngineClient:
             return await answer
         finally:
             self._stats.pop(number, None)
+
+    def observe(self, values: list[float]) -> None:
+        """Let the engine's process add up what was counted here; see :class:`.Observations`."""
+        self.send(Observed(values))
 
     def send(self, message: ToEngine) -> None:
         """Send a message, unless the engine has gone."""

@@ -13,7 +13,6 @@ from ..errors import UsageError
 from ..text.prompts import PromptEncoder
 from .client import EngineClient
 from .completion_text import TokenTexts
-from .protocol import Observed
 from .request_log import RequestLog
 from .request_record import Observer
 from .settings import ServerSettings
@@ -31,7 +30,7 @@ class ServerState:
         """What counts and logs requests. Its counts go to the engine's process, which adds up those of all."""
         path = self.settings.request_log
         log = None if path is None else RequestLog(path)
-        observer = Observer(self.client.info.context_length, lambda values: self.client.send(Observed(values)), log)
+        observer = Observer(self.client.info.context_length, self.client.observe, log)
         self.client.on_close = observer.close
         return observer
 

@@ -31,6 +31,7 @@ class LiveServer:
     """The application in a thread. ``http`` sends requests to it."""
 
     def __init__(self, engine: ServedEngine, info: ModelInfo, settings: ServerSettings | None = None):
+        self.engine = engine
         self._engine_server = EngineServer(engine, info)
         self._settings = settings or ServerSettings((NAME,))
         self._socket = socket.create_server(("127.0.0.1", 0))

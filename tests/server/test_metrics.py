@@ -6,7 +6,7 @@ import asyncio
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("prometheus_client")
@@ -76,6 +76,7 @@ def test_a_request_is_counted_once_with_each_of_its_times() -> None:
     assert samples["vllm:request_params_n_bucket{le=2.0}"] == 1 and samples["vllm:request_params_n_bucket{le=1.0}"] == 0
 
 
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.floats(0, 10_000), max_size=8), max_size=4))
 def test_processes_add_up(processes: list[list[float]]) -> None:
     """Totals are those of one process that has seen everything, and a bucket holds the values up to its bound."""
