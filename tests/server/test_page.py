@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 pytest.importorskip("uvicorn")
 
+import api_kit  # noqa: E402
 from page_stub import Stub, StubServer  # noqa: E402
 from playwright.sync_api import Browser, Locator, Page, expect  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
@@ -198,6 +200,32 @@ def test_a_server_that_goes_away(page: Page, problems: list[str]) -> None:
     answer = ask(page, "Hi")
     expect(answer.locator(".error")).to_have_text("The connection to the server broke.")
     problems.clear()
+
+
+def test_a_message_before_the_models_are_known(page: Page, stub: Stub, problems: list[str]) -> None:
+    page.route("**/v1/models", lambda route: route.abort())
+    page.reload()
+    expect(page.locator("#state")).to_have_text("The server does not answer.")
+    expect(ask(page, "Hi").locator(".answer-text")).to_have_text("Hello, world.")
+    assert "model" not in stub.asked[0]
+    problems.clear()
+
+
+def test_the_real_application(browser: Browser, tmp_path: Path) -> None:
+    server = api_kit.fake_server(api_kit.folder_with_template(tmp_path / "model"), seconds_per_step=0.002)
+    page = browser.new_page()
+    page.goto(server.url)
+    page.get_by_label("Max tokens").first.fill("30")
+    stats = ask(page, "Hi").locator(".stats")
+    expect(stats).to_have_text(re.compile(r"^30 tokens · .* · length$"))
+    page.get_by_label("Mode", exact=False).and_(page.locator("#mode")).select_option("completion")
+    page.get_by_label("Two answers side by side").check()
+    page.get_by_label("Text to continue").fill("Once")
+    page.keyboard.press("Enter")
+    for i in range(2):
+        expect(page.locator(".two .stats").nth(i)).to_have_text(re.compile(r"tokens · .* · length$"), timeout=20000)
+    page.close()
+    server.close()
 
 
 def test_a_phone(page: Page, stub: Stub) -> None:
