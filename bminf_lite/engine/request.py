@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..backend.values import Array
+from ..grammar.matcher import Matcher
 from .block_manager import SequenceBlocks
 from .sampling_params import SamplingParams
 
@@ -22,6 +23,9 @@ class Request:
     - ``priority``: requests with a higher one go first. ``deadline``: the request ends when ``time.perf_counter()``
       reaches it.
     - ``cache_salt``: requests with different salts share no cached blocks.
+    - ``matcher``: the grammar that the completion must match, at its start. It belongs to this request alone. The end
+      of the sequence then ends the request even with ``ignore_eos``, which holds it back only while the grammar allows
+      something else, as ``min_tokens`` does.
     - ``prompt_logprobs``: compute the log-probability of each prompt token but the first, and at its place the most
       likely token with its log-probability.
     - ``take_logits``: called by the engine's thread with a position and the logits of the prompt from there on, fp32
@@ -49,6 +53,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    matcher: Matcher | None = None
     prompt_logprobs: bool = False
     take_logits: Callable[[int, Array], None] | None = None
     whole_prompt: bool = False
@@ -104,7 +109,13 @@ class Request:
     @property
     def ended_by_eos(self) -> bool:
         """Whether the last token is an end-of-sequence token that ends the completion."""
-        return bool(self.output_token_ids) and self.output_token_ids[-1] in self.eos_ids and not self.params.ignore_eos
+        ignored = self.params.ignore_eos and self.matcher is None
+        return bool(self.output_token_ids) and self.output_token_ids[-1] in self.eos_ids and not ignored
+
+    @property
+    def holds_back_end(self) -> bool:
+        """Whether an end-of-sequence token may come next only if the grammar allows nothing else."""
+        return self.params.ignore_eos or len(self.output_token_ids) < self.params.min_tokens
 
     def token_ids(self, start: int, stop: int) -> Sequence[int]:
         """The known tokens at positions ``start`` to ``stop``."""
@@ -122,7 +133,12 @@ class Request:
         return self.max_length
 
     def append_token(self, token: int, logprob: float, top_logprobs: Sequence[tuple[int, float]] = ()) -> None:
-        """Record a generated token; sets ``finish_reason`` if it is the last."""
+        """Record a generated token; sets ``finish_reason`` if it is the last.
+
+        Raises ``UsageError`` if the grammar takes no more tokens, and records nothing.
+        """
+        if self.matcher is not None:
+            self.matcher.accept(token)
         self.last_token_time = time.perf_counter()
         self.first_token_time = self.first_token_time or self.last_token_time
         self.output_token_ids.append(token)

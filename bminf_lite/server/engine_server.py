@@ -279,6 +279,7 @@ class EngineServer:
                         self._read(connection)
         for connection in list(self._connections):
             self._drop(connection)
+            connection.socket.close()
         self._wake_reader.close()
         self._wake_writer.close()
 

@@ -35,6 +35,8 @@ from .settings import ServerSettings
 MAX_RESTARTS = 5
 RESTART_SECONDS = 60.0
 """A server whose HTTP processes end more often than that many times in so many seconds ends too."""
+SEND_BUFFER_BYTES = 128 << 10
+"""What the kernel keeps for a client that does not read. It doubles the number; by itself it would keep megabytes."""
 _KILL_SECONDS = 3.0
 """After its time for a shutdown has passed, an HTTP process has this long before it is killed."""
 
@@ -94,6 +96,7 @@ def _bound(family: int, place: tuple[object, ...], shared: bool) -> socket.socke
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
         if shared:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from ..files import expand, read_small_file
 from .errors import ApiError
 from .event_stream import RAW_SEND
 from .limits import Limits
+
+_HOST = re.compile(r"(?P<name>\[[^\[\]]+\]|[^:\[\]]+)(:\d*)?")
 
 OPEN_PATHS = ("/", "/health", "/health/live", "/health/ready")
 """Paths that need no key: the page, which asks for the key, and what supervisors ask."""
@@ -113,8 +116,8 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _is_own_host(self, host: str) -> bool:
-        name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
-        name = name.lower().rstrip(".")
+        match = _HOST.fullmatch(host)
+        name = match["name"].lower().rstrip(".") if match else ""
         return "*" in self._hosts or name in self._hosts or _is_address(name)
 
 

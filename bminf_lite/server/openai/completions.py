@@ -93,8 +93,10 @@ class _Choice:
     def read(self, generation: Generation, output: Output) -> NewText:
         """What an output adds, with the prompt before the first of it."""
         if self.is_empty:  # the engine generates a token at least
-            output = output._replace(token_ids=[], logprobs=None, top_logprobs=None)
-            output = output._replace(finish_reason="length" if output.finish_reason == "stop" else output.finish_reason)
+            reason = "length" if output.finish_reason == "stop" else output.finish_reason
+            output = msgspec.structs.replace(
+                output, token_ids=[], logprobs=None, top_logprobs=None, finish_reason=reason
+            )
         new = read(generation, self.completion, output)
         self.finish_reason, self.num_cached = new.finish_reason, output.cached_tokens
         if self._has_begun:
