@@ -21,6 +21,14 @@ import bminf_lite
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 
+
+def _is_http_process(process: psutil.Process) -> bool:
+    try:
+        return "http_process" in " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return False
+
+
 PROGRAM = """
 import dataclasses, json, signal, sys
 import bminf_lite
@@ -97,7 +105,7 @@ class ServeProcess:
 
     def http_processes(self) -> list[psutil.Process]:
         """The HTTP processes, not those that they start for chat templates."""
-        return [p for p in psutil.Process(self.process.pid).children() if "http_process" in " ".join(p.cmdline())]
+        return [p for p in psutil.Process(self.process.pid).children() if _is_http_process(p)]
 
     def complete(self, **fields: Any) -> httpx.Response:
         """A short completion."""

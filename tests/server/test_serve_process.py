@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 
 import httpx
+import psutil
 from serve_kit import DEMO, FAILING_COMMAND, ServeProcess, served, until
 
 import bminf_lite
@@ -44,15 +45,13 @@ def test_it_answers(server):
     assert server.http.get("/health").json() == {"status": "ready"}
     assert server.http.get("/version").json() == {"version": bminf_lite.__version__}
     assert [m["id"] for m in server.http.get("/v1/models").json()["data"]] == ["demo_model"]
-    answer = server.complete(max_tokens=8, temperature=0).json()
-    with bminf_lite.load(DEMO, device="cpu") as model:
-        assert answer["choices"][0]["text"] == model.generate("Once upon a time", max_new_tokens=8, temperature=0).text
+    assert server.complete(max_tokens=8, ignore_eos=True).json()["usage"]["completion_tokens"] == 8
 
 
 def test_clients_that_go_away(server):
     """In the middle of a stream, before the first token, and before the request is complete."""
     with ExitStack() as stack:
-        for _ in range(20):
+        for _ in range(8):
             response = stack.enter_context(server.stream())
             next(response.iter_bytes())
     url = httpx.URL(server.url)
@@ -65,12 +64,13 @@ def test_clients_that_go_away(server):
     until(server.is_idle, 2)
 
 
+@pytest.mark.slow
 def test_an_http_process_that_is_killed(server):
     """Its requests are lost, those of the other go on, and a new process takes its place."""
     before = {p.pid for p in server.http_processes()}
     assert len(before) == 2
     with ExitStack() as stack:
-        streams = [stack.enter_context(server.stream(400)) for _ in range(12)]
+        streams = [stack.enter_context(server.stream(150)) for _ in range(10)]
         victim = server.http_processes()[0]
         victim.kill()
         ends = []
@@ -79,7 +79,7 @@ def test_an_http_process_that_is_killed(server):
                 ends.append("[DONE]" in "".join(stream.iter_text()))
             except httpx.HTTPError:  # noqa: PERF203, each may end in its own way
                 ends.append(False)
-        assert not all(ends), "with two processes, one of twelve connections at least led to the one that was killed"
+        assert not all(ends), "with two processes, one of ten connections at least led to the one that was killed"
     until(lambda: len(server.http_processes()) == 2 and victim.pid not in {p.pid for p in server.http_processes()})
     with httpx.Client(base_url=server.url) as client:
         until(lambda: client.get("/health").status_code == 200)
@@ -167,16 +167,24 @@ def test_sigterm_ends_what_runs_too_long():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(number):
     with served(shutdown_timeout=60) as server, server.stream() as running:
-        next(running.iter_bytes())
+        pieces = running.iter_bytes()  # kept, because its end would close the connection
+        next(pieces)
         server.process.send_signal(number)
-        time.sleep(0.2)
-        assert server.process.poll() is None
+        time.sleep(0.5)
+        assert not has_ended(server)
         started = time.monotonic()
         children = server.http_processes()
         server.process.send_signal(number)
         assert server.wait() == 128 + number
         assert time.monotonic() - started < 2
-        until(lambda: not any(child.is_running() for child in children))
+        until(lambda: not any(map(is_alive, children)))
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.slow
@@ -192,6 +200,10 @@ def test_an_engine_that_fails():
         server.close()
 
 
+def has_ended(server: ServeProcess) -> bool:
+    return server.process.poll() is not None
+
+
 @pytest.mark.slow
 def test_http_processes_that_keep_ending():
     with served() as server:
@@ -199,8 +211,7 @@ def test_http_processes_that_keep_ending():
             processes = server.http_processes()
             for process in processes:
                 process.kill()
-            until(lambda old=processes: server.process.poll() is not None or server.http_processes() != old, 15)
-            until(lambda: server.process.poll() is not None or bool(server.http_processes()), 15)
+            until(lambda old=processes: has_ended(server) or set(server.http_processes()) - set(old) != set(), 15)
         assert server.wait() == 1
         assert any("have ended 6 times" in line for line in server.lines)
 
@@ -210,4 +221,4 @@ def test_a_parent_that_is_killed_leaves_no_process():
     with served(http_workers=2) as server:
         children = server.http_processes()
         server.process.kill()
-        until(lambda: not any(child.is_running() for child in children))
+        until(lambda: not any(map(is_alive, children)))
