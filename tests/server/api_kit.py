@@ -94,7 +94,7 @@ class LiveServer:
 
     def post(self, path: str, body: Any) -> httpx.Response:
         """Post a value as JSON."""
-        return self.http.post(path, json=body)
+        return self.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
 
     def json(self, path: str, body: Any) -> Any:
         """The answer to a request that must succeed."""
