@@ -34,8 +34,9 @@ class Request:
     - ``on_update``: called by the engine's thread after each new token and when the request ends. An exception in it
       ends the request.
 
-    The engine sets the rest. A request has ended when ``finish_reason`` is set: ``stop``, ``length``, ``deadline``,
-    ``cancelled`` or ``error``, and then ``error`` says which. Times are those of ``time.perf_counter``: when the
+    The engine sets the rest. A request has ended when ``finish_reason`` is set: ``stop``, ``length`` (all of
+    ``max_new_tokens``), ``context`` (the model's context is full), ``deadline``, ``cancelled`` or ``error``, and then
+    ``error`` says which. Times are those of ``time.perf_counter``: when the
     request was made, when it started to run, and of its first and last token.
 
     ``num_known_tokens`` are those of the prompt and the generated ones that the host knows; ``num_pending_tokens`` are
@@ -147,5 +148,7 @@ class Request:
             self.top_logprobs.append(list(top_logprobs))
         if self.ended_by_eos:
             self.finish_reason = "stop"
-        elif self.num_known_tokens >= self.max_length:
+        elif len(self.output_token_ids) >= self.params.max_new_tokens:
             self.finish_reason = "length"
+        elif self.num_known_tokens >= self.max_length:
+            self.finish_reason = "context"

@@ -62,7 +62,7 @@ class Answer:
             end = next((i for i, event in enumerate(events) if isinstance(event, CallEnd)), None)
             if end is not None:
                 if output.finish_reason is None:
-                    generation.cancel(output.index)
+                    generation.stop(output.index)
                 self.finish_reason = "tool_calls"
                 return NewEvents(events[: end + 1], tokens, self.finish_reason)
             if new.finish_reason is not None:

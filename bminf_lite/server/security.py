@@ -105,7 +105,7 @@ class Guard:
         """Check a request, and pass it on."""
         if scope["type"] != "http":
             return  # there is no websocket, and what a server may say at its start and end changes nothing here
-        scope[RAW_SEND] = send
+        scope.setdefault(RAW_SEND, send)
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 or not self._is_own_host(hosts[0].decode("latin-1")):
             message = (

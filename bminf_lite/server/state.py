@@ -13,6 +13,8 @@ from ..errors import UsageError
 from ..text.prompts import PromptEncoder
 from .client import EngineClient
 from .completion_text import TokenTexts
+from .request_log import RequestLog
+from .request_record import Observer
 from .settings import ServerSettings
 
 
@@ -22,6 +24,15 @@ class ServerState:
 
     client: EngineClient
     settings: ServerSettings
+
+    @cached_property
+    def observer(self) -> Observer:
+        """What counts and logs requests. Its counts go to the engine's process, which adds up those of all."""
+        path = self.settings.request_log
+        log = None if path is None else RequestLog(path)
+        observer = Observer(self.client.info.context_length, self.client.observe, log)
+        self.client.on_close = observer.close
+        return observer
 
     @cached_property
     def prompts(self) -> PromptEncoder:
@@ -41,6 +52,13 @@ class ServerState:
     def token_texts(self) -> TokenTexts:
         """The texts of single tokens, for log-probabilities."""
         return TokenTexts(self.prompts.tokenizer)
+
+    @cached_property
+    def max_characters(self) -> int:
+        """Characters of a prompt that cannot fit any more, so that it need not be tokenized, which takes seconds."""
+        tokenizer, info = self.prompts.tokenizer, self.client.info
+        longest = max(len(tokenizer.id_to_piece(i) or "") for i in range(len(tokenizer)))
+        return longest * (info.max_source_length if info.is_encoder_decoder else info.context_length)
 
     @property
     def model_name(self) -> str:

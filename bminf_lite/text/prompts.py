@@ -14,7 +14,14 @@ from ..errors import CheckpointError, UsageError, listed
 from .chat_template import ChatTemplate, Message, check_messages
 from .checkpoint_files import has_tokenizer, load_tokenizer
 from .tokenizer import Tokenizer
-from .tool_calls import Tool, ToolFormat, find_tool_format, generic_instructions, generic_messages
+from .tool_calls import (
+    TOOL_FORMATS,
+    Tool,
+    ToolFormat,
+    find_tool_format,
+    generic_instructions,
+    generic_messages,
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,8 @@ class PromptEncoder:
     ``folder`` holds the tokenizer and the chat template, which are read when they are first needed; without a folder,
     prompts are token ids. ``to_host`` copies the array of another library, which may be on a device, into a NumPy
     array. Lengths are those of the model's configuration, in tokens. ``template_processes`` is how many conversations a
-    chat template may render at a time.
+    chat template may render at a time. ``tool_format_name``, one of ``TOOL_FORMATS``, replaces what the chat template
+    and the vocabulary tell about how the model writes calls of functions.
     """
 
     folder: Path | None
@@ -54,6 +62,7 @@ class PromptEncoder:
     max_source_length: int = 0
     decoder_start_length: int = 0
     template_processes: int = 1
+    tool_format_name: str | None = None
     _templates: dict[str, ChatTemplate] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -106,7 +115,11 @@ class PromptEncoder:
 
     @cached_property
     def tool_format(self) -> ToolFormat:
-        """The form in which this model writes calls of functions."""
+        """The form in which this model writes calls of functions. Raises ``UsageError`` for an unknown name."""
+        if (name := self.tool_format_name) is not None:
+            if name not in TOOL_FORMATS:
+                raise UsageError(f"the form of tool calls is {name!r}, but must be one of {', '.join(TOOL_FORMATS)}")
+            return TOOL_FORMATS[name]
         tokenizer = self.tokenizer
         return find_tool_format(tokenizer.tool_chat_template, lambda text: tokenizer.piece_to_id(text) is not None)
 
@@ -116,19 +129,17 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         *,
         tools: Sequence[Tool] | None = None,
-        tool_format: ToolFormat | None = None,
         **variables: Any,
     ) -> str:
         """A conversation as text; see :meth:`.ChatTemplate.render`. ``UsageError`` if there is no chat template.
 
-        ``tool_format`` replaces :attr:`tool_format`. If it is generic, the template gets messages that describe
-        ``tools``, calls and their results in words; see :func:`.generic_messages`.
+        If :attr:`tool_format` is generic, the template gets messages that describe ``tools``, calls and their results
+        in words; see :func:`.generic_messages`.
         """
         check_messages(messages)
         template = self._template(with_tools=bool(tools))
-        form = tool_format or self.tool_format
         uses_tools = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
-        if not form.is_generic or not uses_tools:
+        if not uses_tools or not self.tool_format.is_generic:
             return template.render(messages, add_generation_prompt, tools=tools, **variables)
         refusal: UsageError | None = None
         try:

@@ -228,7 +228,7 @@ class Driver:
         """Each result is that of the request alone, or its beginning if the request was cancelled."""
         for request in self.requests:
             tokens, scores = alone(request, self.blocks.windows, self.config.context_length)
-            if request.finish_reason in ("stop", "length"):
+            if request.finish_reason in ("stop", "length", "context"):
                 assert request.output_token_ids == tokens
                 if request.prompt_logprobs:
                     assert request.prompt_token_logprobs == [None, *scores]

@@ -9,7 +9,6 @@ import tool_templates
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bminf_lite.text.answer import AnswerParser
 from bminf_lite.text.reasoning import REASONING_FORMATS, Content, Reasoning, ReasoningParser, find_reasoning_format
 from bminf_lite.text.text_stream import TextStream
 from bminf_lite.text.tool_calls import MISTRAL_ARGS, ArgumentsDelta, CallBegin, CallEnd, ToolCallParser
@@ -81,23 +80,11 @@ def test_marks_that_are_special_tokens_reach_the_parsers():
     ids = [*plain.encode(text), *plain.eos_ids]
     assert plain.decode(ids) == 'Ça va?Eh bien.f{"a": "é"}'
     stream = TextStream(plain.showing([*form.visible_tokens, *MISTRAL_ARGS.visible_tokens]))
-    parser = AnswerParser(ReasoningParser(form), ToolCallParser(MISTRAL_ARGS, ["f"]))
-    events = [event for i in ids for event in parser.push(stream.push([i], False)[0])]
-    events += parser.push(stream.push([], True)[0]) + parser.flush()
-    assert "".join(e.text for e in events if isinstance(e, Reasoning)) == "Ça va?"
-    assert "".join(e.text for e in events if isinstance(e, Content)) == "Eh bien."
-    assert "".join(e.text for e in events if isinstance(e, ArgumentsDelta)) == '{"a": "é"}'
-    assert CallBegin(0, "f") in events and events[-1] == CallEnd(0) and parser.call_count == 1
-
-
-def test_a_call_within_the_reasoning_is_no_call():
-    parser = AnswerParser(ReasoningParser(THINK), ToolCallParser(MISTRAL_ARGS, ["f"]))
-    assert parser.push("<think>[TOOL_CALLS]f{}</think>a") + parser.flush() == [
-        Reasoning("[TOOL_CALLS]f{}"),
-        Content("a"),
-    ]
-
-
-def test_an_answer_without_parsers_is_content():
-    parser = AnswerParser()
-    assert parser.push("<think>") + parser.push("") + parser.flush() == [Content("<think>")]
+    reasoning, calls = ReasoningParser(form), ToolCallParser(MISTRAL_ARGS, ["f"])
+    parts = [part for i in ids for part in reasoning.push(stream.push([i], False)[0])]
+    parts += reasoning.push(stream.push([], True)[0]) + reasoning.flush()
+    events = [event for part in parts if isinstance(part, Content) for event in calls.push(part.text)] + calls.flush()
+    assert "".join(part.text for part in parts if isinstance(part, Reasoning)) == "Ça va?"
+    assert "".join(event.text for event in events if isinstance(event, Content)) == "Eh bien."
+    assert "".join(event.text for event in events if isinstance(event, ArgumentsDelta)) == '{"a": "é"}'
+    assert CallBegin(0, "f") in events and events[-1] == CallEnd(0)

@@ -43,8 +43,8 @@ CONVERSATION = [
 CASES = {"with tools": (CONVERSATION, TOOLS), "without": ([*CONVERSATION[:2], *CONVERSATION[4:]], None)}
 
 
-def encoder(template):
-    prompts = PromptEncoder(None, lambda x: x, 1000, 1000)
+def encoder(template, **options):
+    prompts = PromptEncoder(None, lambda x: x, 1000, 1000, **options)
     prompts.tokenizer = tool_templates.tokenizer(template)
     return prompts
 
@@ -137,9 +137,12 @@ def test_results_beside_each_other_are_one_message():
 
 def test_the_form_can_be_chosen():
     """A template that knows tools gets them in words if the form is generic; one that reads none gets none."""
-    text = encoder(tool_templates.QWEN).render(CONVERSATION[5:], tools=TOOLS, tool_format=GENERIC)
+    text = encoder(tool_templates.QWEN, tool_format_name="generic").render(CONVERSATION[5:], tools=TOOLS)
     assert generic_instructions(TOOLS) in text and "<tools>" not in text
-    assert "weather" not in encoder(tool_templates.NO_TOOLS).render(CONVERSATION[5:], tools=TOOLS, tool_format=HERMES)
+    prompts = encoder(tool_templates.NO_TOOLS, tool_format_name="hermes")
+    assert prompts.tool_format is HERMES and "weather" not in prompts.render(CONVERSATION[5:], tools=TOOLS)
+    with pytest.raises(UsageError, match=r"'xml'.* one of hermes, llama3_json"):
+        encoder(tool_templates.QWEN, tool_format_name="xml").render(CONVERSATION[5:], tools=TOOLS)
 
 
 def test_a_checkpoint_may_have_a_template_for_tools():
