@@ -90,9 +90,7 @@ def check_equal(found: Request, expected: Request, atol: float = 1e-5) -> None:
     mixed=st.sampled_from([1, 9, 300]), blocks=st.sampled_from([6, 7, 20]), prefix_cache=st.booleans(),
     sizes=st.sampled_from([((), ()), ((2,), ()), ((1, 4, 8), (5, 40)), ((3,), (100,))]),
 )  # fmt: skip
-def test_together_or_alone_is_the_same(
-    kind, int8, drawn, max_batch, ahead, chunk, mixed, blocks, prefix_cache, sizes
-):
+def test_together_or_alone_is_the_same(kind, int8, drawn, max_batch, ahead, chunk, mixed, blocks, prefix_cache, sizes):
     """In pieces, beside others, padded, behind cached prefixes (also in a second round), and preempted."""
     limits = {"max_num_mixed_tokens": mixed, "prefix_cache": prefix_cache}
     ops = WatchedBackend(ahead, *sizes)
@@ -126,7 +124,10 @@ def test_captured_steps_serve_any_sequences(monkeypatch):
             requests = make_requests(drawn)
             run(model, requests)
             captures.append(ops.captures)
-    assert 6 <= captures[0] <= captures[1] <= 2 * 3 + 2 * 3 * 2 and ops.samples > 8 * captures[1], (captures, ops.samples)
+    assert 6 <= captures[0] <= captures[1] <= 2 * 3 + 2 * 3 * 2 and ops.samples > 8 * captures[1], (
+        captures,
+        ops.samples,
+    )
     for found, alone in zip(requests, run(ALONE["full", False], make_requests(drawn)), strict=True):
         check_equal(found, alone)
 
