@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
@@ -24,6 +24,8 @@ from .engine.outputs import Piece, Result
 from .engine.request import Request
 from .engine.sampling_params import SamplingOptions, SamplingParams
 from .errors import UsageError
+from .grammar import Grammar
+from .grammar.matcher import GrammarCompiler
 from .layers.cache import KVCache
 from .layers.finite_check import with_finite_checks
 from .placement import checkpoint_requirements, make_engine_config, plan_placement
@@ -102,6 +104,16 @@ class RequestOptions(SamplingOptions, total=False):
     - ``deadline``: seconds after which the request ends with what it has, and the finish reason ``deadline``.
     - ``cache_salt``: a text; only requests with equal ones reuse each other's keys and values.
     - ``prompt_logprobs``: report the log-probability of each token of the prompt. The prompt is then computed whole.
+
+    At most one of these says what the completion must look like (docs/structured_output.md). They need the package
+    llguidance, which the extra ``grammar`` installs.
+
+    - ``json_object``: with True, a JSON object.
+    - ``json_schema``: JSON that this schema accepts; a dict or a text. Of a pydantic model, ``model_json_schema()``.
+    - ``regex``: a text that this regular expression matches as a whole.
+    - ``choice``: one of these texts.
+    - ``grammar``: a text of this context-free grammar, in the notation of Lark or GBNF, or a
+      :class:`~bminf_lite.grammar.Grammar` of any kind.
     """
 
     add_special_tokens: bool
@@ -109,6 +121,11 @@ class RequestOptions(SamplingOptions, total=False):
     deadline: float | None
     cache_salt: str
     prompt_logprobs: bool
+    json_object: bool
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | Grammar | None
 
 
 class Model:
@@ -171,6 +188,11 @@ class Model:
         if self._configured_eos_ids is not None:
             return self._configured_eos_ids
         return self.tokenizer.eos_ids if self._prompts.has_tokenizer else frozenset()
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles grammars for this model's vocabulary; ``CheckpointError`` if the tokenizer's files are missing."""
+        return GrammarCompiler(self.tokenizer, self.engine_config.vocab_size)
 
     def describe(self) -> str:
         """The device in words."""
@@ -350,6 +372,7 @@ class Model:
             if name in given:
                 served[name] = given.pop(name)
         deadline = given.pop("deadline", None)
+        grammar = _grammar(given)
         _check_served(served, deadline, self.engine_config.is_encoder_decoder)
         if params is None:
             params = SamplingParams.from_checkpoint(self.generation_config, **given)
@@ -359,18 +382,28 @@ class Model:
         tokenizer = self.tokenizer if params.stop or self._prompts.has_tokenizer else None
         if deadline is not None:
             served["deadline"] = time.perf_counter() + deadline
+        # A grammar counts the space before the first word, which the text of an answer would leave out.
         return [
             Completion(
-                self._request(i, p, params.with_seed(), served),
-                TextStream(tokenizer, params.stop, p.token_ids if p.continues else ()),
+                self._request(i, p, params.with_seed(), grammar, served),
+                TextStream(tokenizer, params.stop, p.token_ids if p.continues or grammar else ()),
             )
             for i, p in enumerate(encoded)
         ]
 
-    def _request(self, index: int, prompt: EncodedPrompt, params: SamplingParams, served: dict[str, Any]) -> Request:
+    def _request(
+        self,
+        index: int,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        grammar: Grammar | None,
+        served: Mapping[str, Any],
+    ) -> Request:
         """The engine's form of a prompt: tokens to continue, or a source to encode and the decoder's first tokens."""
         eos_ids = self.eos_ids | prompt.stop_ids
         params.check_model(self.engine_config.vocab_size, eos_ids)
+        if grammar is not None:
+            served = {**served, "matcher": self.grammars.matcher(grammar, eos_ids)}
         if not self.engine_config.is_encoder_decoder:
             return Request(index, prompt.token_ids, params, eos_ids, **served)
         start = (*self.engine_config.decoder_start_token_ids, *prompt.target)
@@ -449,6 +482,23 @@ def _results(prompt: Any, last_pieces: Sequence[Piece]) -> Result | list[Result]
     results = {piece.index: piece.result for piece in last_pieces if piece.result is not None}
     ordered = [results[i] for i in range(len(results))]
     return ordered if is_batch(prompt) else ordered[0]
+
+
+def _grammar(options: dict[str, Any]) -> Grammar | None:
+    """Take what the completion must look like from the options of a call. Raises ``UsageError`` for two of them."""
+    kinds: dict[str, Callable[[Any], Grammar]] = {
+        "json_object": lambda _: Grammar.json_object(),
+        "json_schema": Grammar.json_schema,
+        "regex": Grammar.regex,
+        "choice": Grammar.choice,
+        "grammar": lambda value: value if isinstance(value, Grammar) else Grammar.lark(value),
+    }
+    given = {name: value for name in kinds if (value := options.pop(name, None)) is not None and value is not False}
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} are given, but a completion can follow only one of them")
+    if given.get("json_object", True) is not True:
+        raise UsageError(f"json_object is {given['json_object']!r}, but must be True or False")
+    return next((kinds[name](value) for name, value in given.items()), None)
 
 
 def _check_served(served: Mapping[str, Any], deadline: Any, is_encoder_decoder: bool) -> None:

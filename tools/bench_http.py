@@ -5,7 +5,8 @@
 Three kinds of processes run, as in a server: the engine's (a fake engine, which has no model, behind the real
 connections), HTTP processes (uvicorn, uvloop, the tokenizer of the bundled model), and a load client over raw asyncio.
 All of them are on this machine, so the CPU seconds of each kind per token are the figure to compare; the rate reached
-also depends on the number of cores. Prints a JSON object.
+also depends on the number of cores. Prints a JSON object. ``idle_request_ms_median`` is the whole time of a request
+for one token while nothing else runs, engine included.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from starlette.types import ASGIApp
 import bminf_lite
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.server import http_process
+from bminf_lite.server.app import create_app
 from bminf_lite.server.client import EngineClient, Generation, GenerationRequest
 from bminf_lite.server.engine_server import EngineServer
 from bminf_lite.server.event_stream import EventStream, EventStreamResponse
@@ -117,11 +119,30 @@ class Stream(asyncio.Protocol):
             self.done.set_exception(ConnectionError(f"the server closed the stream: {self._tail!r}"))
 
 
-async def load(port: int, streams: int, tokens: int) -> dict[str, float]:
-    """Open all connections, then send all requests at once, and read them to their ends."""
+def request_bytes(port: int, tokens: int) -> bytes:
+    """A streamed request for so many tokens."""
     body = json.dumps({"model": "demo", "prompt": "Once upon a time", "max_tokens": tokens, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-    request = head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+async def idle_seconds(port: int, count: int = 100) -> float:
+    """The median time of a request for one token, one after another over one connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    seconds = []
+    for _ in range(count):
+        started = time.perf_counter()
+        writer.write(request_bytes(port, 1))
+        await reader.readuntil(b"[DONE]\n\n")
+        seconds.append(time.perf_counter() - started)
+        await reader.readuntil(b"0\r\n\r\n")
+    writer.close()
+    return sorted(seconds)[count // 2]
+
+
+async def load(port: int, streams: int, tokens: int) -> dict[str, float]:
+    """Open all connections, then send all requests at once, and read them to their ends."""
+    request, idle = request_bytes(port, tokens), await idle_seconds(port)
     loop = asyncio.get_running_loop()
     made = [await loop.create_connection(lambda: Stream(request), "127.0.0.1", port) for _ in range(streams)]
     protocols = [protocol for _, protocol in made]
@@ -133,6 +154,7 @@ async def load(port: int, streams: int, tokens: int) -> dict[str, float]:
     firsts = sorted(p.first - p.started for p in protocols)
     return {
         "seconds": seconds,
+        "idle_request_seconds": idle,
         "events": sum(p.num_events for p in protocols),
         "bytes": sum(p.num_bytes for p in protocols),
         "first_event_seconds_median": firsts[len(firsts) // 2],
@@ -160,10 +182,12 @@ def cpu_seconds(*pids: int) -> tuple[float, float]:
 @click.option("--rate", default=30_000.0, show_default=True, help="Tokens per second of all streams; 0 is no bound.")
 @click.option("--tokens", default=400, show_default=True, help="Tokens of each stream.")
 @click.option("--http-workers", default=1, show_default=True, help="HTTP processes.")
+@click.option("--app", type=click.Choice(["server", "minimal"]), default="server", show_default=True,
+              help="The server's application, or the least that a stream needs.")  # fmt: skip
 @click.option("--profile", type=click.Path(), help="Write the HTTP process's cProfile statistics there.")
 @click.pass_context
 def main(
-    context: click.Context, streams: int, rate: float, tokens: int, http_workers: int, profile: str | None
+    context: click.Context, streams: int, rate: float, tokens: int, http_workers: int, app: str, profile: str | None
 ) -> None:
     """Measure the HTTP path with a fake engine."""
     if context.invoked_subcommand is not None:
@@ -179,7 +203,7 @@ def main(
     for _ in range(http_workers):
         end = server.connect()
         fds = end.fileno(), listener.fileno()
-        workers.append(spawn("http", *fds, *([profile] if profile else ()), fds=fds))
+        workers.append(spawn("http", *fds, app, *([profile] if profile else ()), fds=fds))
         end.close()
     port, pids = listener.getsockname()[1], [worker.pid for worker in workers]
     for _ in range(2):  # the first run fills caches
@@ -192,7 +216,7 @@ def main(
     own = sum(cpu_seconds(os.getpid())) - own
     server.close()
     click.echo(json.dumps({
-        "streams": streams, "http_workers": http_workers, "wanted_tokens_per_s": rate,
+        "app": app, "streams": streams, "http_workers": http_workers, "wanted_tokens_per_s": rate,
         "tokens_per_s": round(count / report["seconds"]),
         "http_us_per_token": round((user + system) / count * 1e6, 2),
         "http_system_us_per_token": round(system / count * 1e6, 2),
@@ -200,6 +224,7 @@ def main(
         "engine_thread_us_per_token": round((engine.busy_seconds - thread) / count * 1e6, 2),
         "client_us_per_token": round(report["client_cpu_seconds"] / count * 1e6, 2),
         "tokens_per_event": round(count / report["events"], 2),
+        "idle_request_ms_median": round(report["idle_request_seconds"] * 1e3, 2),
         "first_event_ms_median": round(report["first_event_seconds_median"] * 1e3, 2),
         "first_event_ms_last": round(report["first_event_seconds_last"] * 1e3, 2),
     }, indent=2))  # fmt: skip
@@ -208,16 +233,18 @@ def main(
 @main.command("http", hidden=True)
 @click.argument("engine_fd", type=int)
 @click.argument("listener_fd", type=int)
+@click.argument("app")
 @click.argument("profile", required=False)
-def _http(engine_fd: int, listener_fd: int, profile: str | None) -> None:
+def _http(engine_fd: int, listener_fd: int, app: str, profile: str | None) -> None:
+    make = create_app if app == "server" else minimal_app
     if profile is None:
-        http_process.run(engine_fd, listener_fd, SETTINGS, minimal_app)
+        http_process.run(engine_fd, listener_fd, SETTINGS, make)
         return
     import cProfile
 
     profiler = cProfile.Profile()
     profiler.enable()
-    http_process.run(engine_fd, listener_fd, SETTINGS, minimal_app)
+    http_process.run(engine_fd, listener_fd, SETTINGS, make)
     profiler.disable()
     profiler.dump_stats(profile)
 

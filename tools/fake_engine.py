@@ -102,7 +102,7 @@ class FakeEngine:
                 function()
             self.busy_seconds = time.thread_time()
             next_step = max(next_step + self._seconds_per_step, time.perf_counter() - 10 * self._seconds_per_step)
-            if (wait := next_step - time.perf_counter()) > 0:
+            if self._running and (wait := next_step - time.perf_counter()) > 0:
                 time.sleep(wait)
 
     def _step(self) -> None:

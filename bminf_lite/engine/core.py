@@ -29,6 +29,15 @@ T = TypeVar("T")
 class Launched(Protocol):
     """A step that the device computes."""
 
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether :meth:`sample` has to be called, when the steps before it are fetched; no other step may start."""
+        ...
+
+    def sample(self) -> None:
+        """Start to choose the step's tokens, unless that has started."""
+        ...
+
     def fetch(self) -> StepResult:
         """Its result; waits for the device."""
         ...
@@ -285,12 +294,22 @@ class Engine:
         if scheduler is None or runner is None:
             return
         self._tell(scheduler.end_overdue(time.perf_counter()))
-        while len(self._in_flight) <= runner.max_steps_in_flight and (step := scheduler.schedule()):
-            self._in_flight.append((step, runner.launch(step)))
+        in_flight = self._in_flight
+        while (
+            len(in_flight) <= runner.max_steps_in_flight
+            and not (in_flight and in_flight[-1][1].waits_for_tokens)
+            and (step := scheduler.schedule())
+        ):
+            in_flight.append((step, runner.launch(step)))
             self._num_steps += 1
-        if self._in_flight:
-            step, launched = self._in_flight.popleft()
-            self._tell(scheduler.postprocess(step, launched.fetch()))
+        if in_flight:
+            step, launched = in_flight.popleft()
+            updated = scheduler.postprocess(step, launched.fetch())
+            try:
+                if len(in_flight) == 1:
+                    in_flight[0][1].sample()
+            finally:
+                self._tell(updated)
         elif scheduler.has_requests:
             raise BminfError("the scheduler has requests and plans no step: this is a bug in bminf-lite")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import numpy as np
@@ -13,6 +13,7 @@ from ..backend.base import Backend
 from ..backend.sampling import SamplerVariant, SequenceSampling
 from ..backend.values import NULL_BLOCK, Array, ForwardBatch
 from ..errors import OutOfMemory
+from ..grammar.matcher import MaskRow, fill_masks
 from ..layers.cache import KVCache, blocks_for
 from .block_manager import BlockManager, BlockPool, SequenceBlocks
 from .config import EngineConfig
@@ -50,20 +51,32 @@ class EncoderDecoder(Network, Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaunchedStep:
-    """A step that the device computes. :meth:`fetch` waits for it. Sequences ``sampled`` of the step are sampled."""
+    """A step that the device computes. :meth:`fetch` waits for it. Sequences ``sampled`` of the step are sampled.
 
-    choice: Callable[[], np.ndarray] | None
+    ``start_sampling`` is set until the sampler is started.
+    """
+
+    start_sampling: Callable[[], Callable[[], np.ndarray]] | None
     sampled: np.ndarray
     scores: Callable[[], np.ndarray] | None = None
-    best: Callable[[], np.ndarray] | None = None
+    choice: Callable[[], np.ndarray] | None = None
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether the sampler is not started, because a mask depends on tokens of the step before."""
+        return self.start_sampling is not None
+
+    def sample(self) -> None:
+        """Start the sampler, unless that was done."""
+        if self.start_sampling is not None:
+            self.choice, self.start_sampling = self.start_sampling(), None
 
     def fetch(self) -> StepResult:
         """What the step chose and scored, without padding."""
         chosen = self.choice()[:, self.sampled] if self.choice else np.zeros((2, 0), np.int32)
-        best = self.best() if self.best else np.zeros((2, 0), np.int32)
-        return StepResult(chosen, self.scores() if self.scores else np.zeros(0, np.float32), best)
+        return StepResult(chosen, self.scores() if self.scores else np.zeros((3, 0), np.int32))
 
 
 class HostTables:
@@ -128,19 +141,22 @@ class ModelRunner:
 
     def has_room(self, request: Request) -> bool:
         """Whether the sampler has a free row, and what else the request's parameters need."""
-        return self.table.has_room(self._sampling(request))
+        return self.table.has_room(self._sampling(request), request.matcher is not None)
 
     def add(self, request: Request) -> int:
         """Give a request a row of the sampler."""
-        return self.table.add(self._sampling(request))
+        return self.table.add(self._sampling(request), request.matcher is not None)
 
     def remove(self, row: int) -> None:
         """Free a row."""
         self.table.remove(row)
 
     def _sampling(self, request: Request) -> SequenceSampling:
+        params = request.params
+        if request.matcher is not None and params.min_tokens:
+            params = replace(params, min_tokens=0)  # its mask holds the end back
         return sequence_sampling(
-            request.params, request.index, request.prompt_token_ids, request.output_token_ids, request.eos_ids
+            params, request.index, request.prompt_token_ids, request.output_token_ids, request.eos_ids
         )
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -171,27 +187,44 @@ class ModelRunner:
     def _run(
         self, parts: Sequence[ScheduledTokens], inputs: StepInputs, arrays: StepArrays, forward: Callable[[], Array]
     ) -> LaunchedStep:
-        """Run the model, sample, and start to fetch what a step chooses and scores."""
+        """Run the model, sample, and start to fetch what a step chooses and scores.
+
+        If a grammar's mask depends on a token that the host does not know yet, the caller starts the sampler.
+        """
         size, decodes = inputs.size, inputs.size.decodes
         sampled = [p.request.row for p in parts if p.samples]
         sampler = self.table.state(arrays.rows, self.table.variant(sampled))
         if (inputs.tokens[:decodes] == NO_TOKEN).any():
             self.ops.insert_last_tokens(arrays.batch.tokens[:decodes], sampler)
         logits = forward()
-        choice = scores = best = None
         end = size.sequences if sampled else 0
-        if sampled:
-            choice = self.ops.fetch(self.ops.sample(logits[:end], sampler))
+        constrained = [p.request for p in parts if p.samples and p.request.matcher is not None]
+
+        def sample() -> Callable[[], np.ndarray]:
+            self._write_masks(constrained)
+            return self.ops.fetch(self.ops.sample(logits[: size.sequences], sampler))
+
+        launched = LaunchedStep(sample if sampled else None, np.flatnonzero(inputs.rows))
+        if all(r.num_pending_tokens == 1 for r in constrained):  # this step's
+            launched.sample()
         if len(inputs.targets):
             first, end = end, end + len(inputs.targets)
-            scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], arrays.targets))
-            no_sequence = self.table.state(self.ops.array(np.zeros(end - first, np.int32)), SamplerVariant.GREEDY)
-            best = self.ops.fetch(self.ops.sample(logits[first:end], no_sequence))
+            launched.scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], arrays.targets))
         for part in parts:
             if part.request.take_logits is not None:
                 first, end = end, end + part.num_tokens
                 part.request.take_logits(part.start, logits[first:end])
-        return LaunchedStep(choice, np.flatnonzero(inputs.rows), scores, best)
+        return launched
+
+    def _write_masks(self, requests: Sequence[Request]) -> None:
+        """Write the masks of requests with grammars for the sampler, except for those that have ended meanwhile."""
+        live = [r for r in requests if r.finish_reason is None]
+
+        def fill(masks: np.ndarray, places: Sequence[int]) -> None:
+            pairs = zip(live, places, strict=True)
+            fill_masks(masks, [MaskRow(r.matcher, place, r.holds_back_end) for r, place in pairs if r.matcher])
+
+        self.table.write_masks([r.row for r in live], fill)
 
     def _captured_step(self, inputs: StepInputs) -> CapturedStep:
         """The captured step of the inputs' size, which is made when it is first needed."""

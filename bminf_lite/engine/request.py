@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..backend.values import Array
+from ..grammar.matcher import Matcher
 from .block_manager import SequenceBlocks
 from .sampling_params import SamplingParams
 
@@ -22,6 +23,9 @@ class Request:
     - ``priority``: requests with a higher one go first. ``deadline``: the request ends when ``time.perf_counter()``
       reaches it.
     - ``cache_salt``: requests with different salts share no cached blocks.
+    - ``matcher``: the grammar that the completion must match, at its start. It belongs to this request alone. The end
+      of the sequence then ends the request even with ``ignore_eos``, which holds it back only while the grammar allows
+      something else, as ``min_tokens`` does.
     - ``prompt_logprobs``: compute the log-probability of each prompt token but the first, and at its place the most
       likely token with its log-probability.
     - ``take_logits``: called by the engine's thread with a position and the logits of the prompt from there on, fp32
@@ -30,8 +34,9 @@ class Request:
     - ``on_update``: called by the engine's thread after each new token and when the request ends. An exception in it
       ends the request.
 
-    The engine sets the rest. A request has ended when ``finish_reason`` is set: ``stop``, ``length``, ``deadline``,
-    ``cancelled`` or ``error``, and then ``error`` says which. Times are those of ``time.perf_counter``: when the
+    The engine sets the rest. A request has ended when ``finish_reason`` is set: ``stop``, ``length`` (all of
+    ``max_new_tokens``), ``context`` (the model's context is full), ``deadline``, ``cancelled`` or ``error``, and then
+    ``error`` says which. Times are those of ``time.perf_counter``: when the
     request was made, when it started to run, and of its first and last token.
 
     ``num_known_tokens`` are those of the prompt and the generated ones that the host knows; ``num_pending_tokens`` are
@@ -48,6 +53,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    matcher: Matcher | None = None
     prompt_logprobs: bool = False
     take_logits: Callable[[int, Array], None] | None = None
     whole_prompt: bool = False
@@ -103,7 +109,13 @@ class Request:
     @property
     def ended_by_eos(self) -> bool:
         """Whether the last token is an end-of-sequence token that ends the completion."""
-        return bool(self.output_token_ids) and self.output_token_ids[-1] in self.eos_ids and not self.params.ignore_eos
+        ignored = self.params.ignore_eos and self.matcher is None
+        return bool(self.output_token_ids) and self.output_token_ids[-1] in self.eos_ids and not ignored
+
+    @property
+    def holds_back_end(self) -> bool:
+        """Whether an end-of-sequence token may come next only if the grammar allows nothing else."""
+        return self.params.ignore_eos or len(self.output_token_ids) < self.params.min_tokens
 
     def token_ids(self, start: int, stop: int) -> Sequence[int]:
         """The known tokens at positions ``start`` to ``stop``."""
@@ -121,7 +133,12 @@ class Request:
         return self.max_length
 
     def append_token(self, token: int, logprob: float, top_logprobs: Sequence[tuple[int, float]] = ()) -> None:
-        """Record a generated token; sets ``finish_reason`` if it is the last."""
+        """Record a generated token; sets ``finish_reason`` if it is the last.
+
+        Raises ``UsageError`` if the grammar takes no more tokens, and records nothing.
+        """
+        if self.matcher is not None:
+            self.matcher.accept(token)
         self.last_token_time = time.perf_counter()
         self.first_token_time = self.first_token_time or self.last_token_time
         self.output_token_ids.append(token)
@@ -131,5 +148,7 @@ class Request:
             self.top_logprobs.append(list(top_logprobs))
         if self.ended_by_eos:
             self.finish_reason = "stop"
-        elif self.num_known_tokens >= self.max_length:
+        elif len(self.output_token_ids) >= self.params.max_new_tokens:
             self.finish_reason = "length"
+        elif self.num_known_tokens >= self.max_length:
+            self.finish_reason = "context"

@@ -11,7 +11,7 @@ any of it, or by :meth:`SamplerTable.allocate` before a step of the variant ``FU
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,7 +91,7 @@ class SamplerTable:
     def add(self, sequence: SequenceSampling, masked: bool = False) -> int:
         """Give a sequence a row and write it; returns the row. Steps started from now on may use it.
 
-        With ``masked`` the sequence has a bit mask, which allows every token until :meth:`set_masks` replaces it. Check
+        With ``masked`` the sequence has a bit mask; :meth:`write_masks` fills it before each step that samples. Check
         :meth:`has_room` first. Raises ``MemoryError`` where :meth:`allocate` does.
         """
         assert self.has_room(sequence, masked), "the sampler's table is full"
@@ -114,8 +114,6 @@ class SamplerTable:
             self.ops.write(self._state.bias[row], sequence.packed_bias())
         if sequence.penalized:
             self.ops.write(self._state.counts[entry.count_row], sequence.counted(self.vocab_size))
-        if masked:
-            self.set_masks({row: np.full(self._state.masks.shape[1], 0xFFFFFFFF, np.uint32)})
         return row
 
     def remove(self, row: int) -> None:
@@ -127,21 +125,19 @@ class SamplerTable:
         if entry.mask_row >= 0:
             self._free_mask_rows.append(entry.mask_row)
 
-    def set_masks(self, masks: Mapping[int, np.ndarray]) -> None:
-        """Replace the bit masks of some rows for the steps that are started from now on.
+    def write_masks(self, rows: Sequence[int], fill: Callable[[np.ndarray, Sequence[int]], None]) -> None:
+        """Replace the bit masks of some rows for the work that is started from now on.
 
-        A mask is uint32 or int32 ``[words]``: token ``t`` is allowed if bit ``t % 32`` of word ``t // 32`` is set.
-        Tokens behind the last word are forbidden. All masks from the first to the last of these rows travel in one
-        copy.
+        ``fill`` gets the masks of the table, uint32 ``[M, words]`` on the host, and the places of the rows' masks,
+        which it writes: token ``t`` is allowed if bit ``t % 32`` of word ``t // 32`` is set. All masks from the first
+        to the last of them travel in one copy.
         """
-        if not masks:
+        if not rows:
             return
         assert self._masks is not None
-        places = [self._entries[row].mask_row for row in masks]
+        places = [self._entries[row].mask_row for row in rows]
         assert min(places) >= 0, "the sequence was added without a mask"
-        for place, mask in zip(places, masks.values(), strict=True):
-            self._masks[place, : len(mask)] = mask.view(np.uint32)
-            self._masks[place, len(mask) :] = 0
+        fill(self._masks, places)
         first, end = min(places), max(places) + 1
         self.ops.write(self._state.masks[first:end], self._masks[first:end])
 

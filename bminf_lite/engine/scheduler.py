@@ -22,8 +22,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..backend.sampling import Choice
-from ..errors import BminfError
+from ..backend.sampling import Choice, TokenScores
+from ..errors import BminfError, UsageError
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .request import Request
@@ -69,14 +69,12 @@ class Step:
 class StepResult(NamedTuple):
     """What a step chose and scored.
 
-    ``chosen`` is int32 as ``Backend.sample`` returns it, for the parts that sample. ``prompt_logprobs`` is fp32
-    ``[n]``, for the prompt tokens that the parts score, and ``prompt_best`` int32 the most likely tokens at their
-    places, as ``Backend.sample`` returns them.
+    ``chosen`` is int32 as ``Backend.sample`` returns it, for the parts that sample. ``prompt_scores`` is int32 as
+    ``Backend.token_logprobs`` returns it, for the prompt tokens that the parts score.
     """
 
     chosen: np.ndarray
-    prompt_logprobs: np.ndarray
-    prompt_best: np.ndarray
+    prompt_scores: np.ndarray
 
 
 class Rows(Protocol):
@@ -276,13 +274,13 @@ class Scheduler:
         updated = []
         choice = Choice.unpack(result.chosen)
         chosen = enumerate(zip(choice.tokens.tolist(), choice.logprobs.tolist(), strict=True))
-        best = Choice.unpack(result.prompt_best)
-        scores = zip(result.prompt_logprobs.tolist(), best.tokens.tolist(), best.logprobs.tolist(), strict=True)
+        scores = zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True)
         for part in step.parts:
             request = part.request
             for position in range(part.start + 1, part.start + 1 + part.num_scored):
-                request.prompt_token_logprobs[position], *likeliest = next(scores)
-                request.prompt_most_likely[position] = (likeliest[0], likeliest[1])
+                logprob, best, best_logprob = next(scores)
+                request.prompt_token_logprobs[position] = logprob
+                request.prompt_most_likely[position] = (best, best_logprob)
             if part.samples:
                 place, (token, logprob) = next(chosen)
                 request.num_pending_tokens -= 1
@@ -292,7 +290,10 @@ class Scheduler:
                 self.end(request, "error", _no_token(request))
             elif part.samples:
                 top = choice.most_likely(place, request.params.logprobs) if request.params.logprobs else ()
-                request.append_token(token, logprob, top)
+                try:
+                    request.append_token(token, logprob, top)
+                except UsageError as error:  # of the request's grammar
+                    self.end(request, "error", error)
             elif part.stop >= request.max_length:
                 request.finish_reason = "length"
             else:

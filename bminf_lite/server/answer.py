@@ -76,6 +76,6 @@ class Answer:
     ) -> NewEvents:
         end = next(i for i, event in enumerate(events) if isinstance(event, CallEnd))
         if output.finish_reason is None:
-            generation.cancel(output.index)
+            generation.stop(output.index)
         self.finish_reason = "tool_calls"
         return NewEvents(events[: end + 1], tokens, self.finish_reason)

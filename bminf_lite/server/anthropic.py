@@ -20,6 +20,7 @@ from .event_stream import EventStream, EventStreamResponse, cancelled_on_disconn
 from .generating import generation_request, sampling_params, told
 from .health import json_response
 from .openai.chunks import sse
+from .recorder import record_of
 from .schemas.anthropic import CreateMessageBody, MessagesBody
 from .schemas.base import parse
 from .state import ServerState
@@ -37,7 +38,12 @@ def routes(server: ServerState) -> list[Route]:
         params = sampling_params(server, body, body.max_tokens, "max_tokens")
         prepared = await prepare(server, _conversation(body))
         wanted = generation_request(server, prepared.prompt, params, body, grammar=prepared.grammar)
-        work = _Message(body, await server.client.generate(wanted), prepared, body.model or server.model_name)
+        work = _Message(
+            body,
+            await server.client.generate(wanted, record=record_of(request)),
+            prepared,
+            body.model or server.model_name,
+        )
         if body.stream:
             return EventStreamResponse(work.generation, work.stream)
         async with work.generation, cancelled_on_disconnect(request.receive, work.generation):

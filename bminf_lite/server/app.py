@@ -11,10 +11,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ..errors import QueueFull, UsageError
-from . import anthropic, fill_blank, health, tokens
+from . import anthropic, fill_blank, health, monitoring, page, tokens
 from .client import EngineClient, EngineFailure
 from .errors import ApiError
 from .openai import chat, completions, responses
+from .recorder import Recorder
 from .security import Guard
 from .settings import ServerSettings
 from .state import ServerState
@@ -23,10 +24,11 @@ from .state import ServerState
 def create_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
     """The application of one HTTP process. Each module of routes has a function ``routes(server)``."""
     server = ServerState(client, settings)
-    modules = (health, completions, chat, responses, anthropic, tokens, fill_blank)
+    modules = (page, health, monitoring, completions, chat, responses, anthropic, tokens, fill_blank)
     routes = [route for module in modules for route in module.routes(server)]
     app = Starlette(routes=routes, exception_handlers=_HANDLERS)
-    return Guard(app, settings.security, settings.limits)
+    guarded = Guard(app, settings.security, settings.limits)
+    return Recorder(guarded, server.observer, server.model_name, (route.path for route in routes))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

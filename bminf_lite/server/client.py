@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from ..engine.core import EngineStats
 from ..errors import BminfError, QueueFull, UsageError
 from .protocol import (
     Admitted,
@@ -25,6 +24,7 @@ from .protocol import (
     FromEngine,
     GenerationRequest,
     ModelInfo,
+    Observed,
     PromptScore,
     Ready,
     Refused,
@@ -33,8 +33,10 @@ from .protocol import (
     StatsWanted,
     StepOutputs,
     Submit,
+    ToEngine,
     frame,
 )
+from .request_record import RequestRecord
 
 __all__ = [
     "EngineClient",
@@ -56,7 +58,7 @@ class EngineFailure(BminfError):
     """The engine has failed or its process has ended: HTTP's 503."""
 
 
-class Output(msgspec.Struct, frozen=True):
+class Output(NamedTuple):
     """What arrived for one completion since the last look at it; several steps may be joined.
 
     - ``index``: which of the ``n`` completions. ``token_ids`` may be empty in the last output.
@@ -67,7 +69,7 @@ class Output(msgspec.Struct, frozen=True):
     - ``cached_tokens``: tokens of the prompt that came from the cache; in every output.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # and not the tuple's method of that name
     token_ids: list[int]
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
@@ -82,7 +84,7 @@ class _Completion:
 
     __slots__ = (
         "cached_tokens", "error", "finish_reason", "generation", "id", "index", "is_listed", "logprobs",
-        "prompt_logprobs", "token_ids", "top_logprobs",
+        "prompt_logprobs", "queue_seconds", "token_ids", "top_logprobs",
     )  # fmt: skip
 
     def __init__(self, generation: Generation, id: int, index: int):
@@ -96,6 +98,7 @@ class _Completion:
         self.finish_reason: str | None = None
         self.prompt_logprobs: list[PromptScore | None] | None = None
         self.cached_tokens = 0
+        self.queue_seconds = 0.0
         self.error: str | None = None
 
     def add(self, output: CompletionOutput) -> None:
@@ -109,6 +112,7 @@ class _Completion:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         self.cached_tokens = output.cached_tokens or self.cached_tokens
+        self.queue_seconds = output.queue_seconds or self.queue_seconds
         self.finish_reason, self.error = output.finish_reason, output.error
 
     def take(self) -> Output:
@@ -127,10 +131,12 @@ class Generation:
 
     Each completion ends with an output that has a ``finish_reason``; after the last of them the iteration ends. Use it
     as an asynchronous context manager, or call :meth:`aclose`: that cancels what still runs. For one reader at a time.
+    ``record`` is told of what is read.
     """
 
-    def __init__(self, client: EngineClient, first_id: int, n: int):
+    def __init__(self, client: EngineClient, first_id: int, n: int, record: RequestRecord | None = None):
         self._client = client
+        self._record = record
         self.completions = [_Completion(self, first_id + index, index) for index in range(n)]
         self._num_running = n
         self._readable: list[_Completion] = []
@@ -159,6 +165,8 @@ class Generation:
             completion = self._readable[self._position]
             self._position += 1
             if completion.is_listed:  # otherwise it was cancelled
+                if self._record is not None:
+                    self._tell(self._record, completion)
                 if completion.finish_reason is not None:
                     self._num_running -= 1
                 return completion.take()
@@ -170,6 +178,12 @@ class Generation:
     def has_ended(self) -> bool:
         """Whether every completion has ended and was read, or was cancelled."""
         return self._num_running == 0
+
+    def stop(self, index: int) -> None:
+        """End a completion because its text is complete, as :meth:`cancel` does."""
+        if self._record is not None:
+            self._record.finished(index, "stop")
+        self.cancel(index)
 
     def cancel(self, index: int | None = None) -> None:
         """End one completion, or all. Nothing more is read of them, and their blocks are free at the next step."""
@@ -194,6 +208,13 @@ class Generation:
 
     async def __aexit__(self, *_: object) -> None:
         self.cancel()
+
+    @staticmethod
+    def _tell(record: RequestRecord, completion: _Completion) -> None:
+        count = len(completion.token_ids)
+        record.tokens(completion.index, count, completion.cached_tokens, completion.queue_seconds)
+        if completion.finish_reason is not None:
+            record.finished(completion.index, completion.finish_reason)
 
     def _list(self, completion: _Completion) -> None:
         """Something arrived for a completion."""
@@ -223,9 +244,10 @@ class EngineClient:
         self.failure: str | None = None
         self.on_shutdown: Callable[[float], None] = lambda seconds: None
         self.on_disconnect: Callable[[], None] = lambda: None
+        self.on_close: Callable[[], None] = lambda: None
         self._running: dict[int, _Completion] = {}
         self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._stats: dict[int, asyncio.Future[EngineStats]] = {}
+        self._stats: dict[int, asyncio.Future[Stats]] = {}
         self._next_id = 0
         self._has_info: asyncio.Future[None] = loop.create_future()
         self._transport: asyncio.WriteTransport | None = None
@@ -240,7 +262,8 @@ class EngineClient:
         return client
 
     def close(self) -> None:
-        """Leave the engine, which cancels what still runs."""
+        """Leave the engine, which cancels what still runs. Calls ``on_close`` before."""
+        self.on_close()
         if self._transport is not None:
             self._transport.close()
 
@@ -249,17 +272,17 @@ class EngineClient:
         """Completions that have not ended."""
         return len(self._running)
 
-    async def generate(self, *requests: GenerationRequest) -> Generation:
+    async def generate(self, *requests: GenerationRequest, record: RequestRecord | None = None) -> Generation:
         """Submit requests, and return when the engine has taken all of them.
 
         The indices of the outputs count the completions of the first request, then those of the second, and so on. All
         of them draw differently with the same seed. Raises ``QueueFull``, ``RequestRefused`` for a request that does
-        not fit the model, and ``EngineFailure``; then none of them runs.
+        not fit the model, and ``EngineFailure``; then none of them runs. ``record`` is told of them.
         """
         self._require_engine()
         first_id, count = self._next_id, sum(request.n for request in requests)
         self._next_id += count
-        generation = Generation(self, first_id, count)
+        generation = Generation(self, first_id, count, record)
         self._running |= {completion.id: completion for completion in generation.completions}
         admissions: list[asyncio.Future[None]] = []
         next_id = first_id
@@ -276,14 +299,17 @@ class EngineClient:
         finally:
             for id in range(first_id, next_id):
                 self._waiting.pop(id, None)
+        if record is not None:
+            for request in requests:
+                record.add_prompt(len(request.prompt_token_ids), request.n, request.params.max_new_tokens)
         return generation
 
-    async def stats(self) -> EngineStats:
-        """What the engine does now. Raises ``EngineFailure``."""
+    async def stats(self) -> Stats:
+        """What the engine does now, and what all HTTP processes have counted. Raises ``EngineFailure``."""
         self._require_engine()
         number = self._next_id
         self._next_id += 1
-        answer: asyncio.Future[EngineStats] = self.loop.create_future()
+        answer: asyncio.Future[Stats] = self.loop.create_future()
         self._stats[number] = answer
         self.send(StatsWanted(number))
         try:
@@ -291,7 +317,11 @@ class EngineClient:
         finally:
             self._stats.pop(number, None)
 
-    def send(self, message: Submit | Cancel | StatsWanted) -> None:
+    def observe(self, values: list[float]) -> None:
+        """Let the engine's process add up what was counted here; see :class:`.Observations`."""
+        self.send(Observed(values))
+
+    def send(self, message: ToEngine) -> None:
         """Send a message, unless the engine has gone."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(message))
@@ -316,7 +346,7 @@ class EngineClient:
             elif isinstance(message, Stats):
                 answer = self._stats.get(message.number)
                 if answer is not None and not answer.done():
-                    answer.set_result(message.stats)
+                    answer.set_result(message)
             elif isinstance(message, ModelInfo):
                 self.info = message
                 if not self._has_info.done():

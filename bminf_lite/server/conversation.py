@@ -19,7 +19,7 @@ from .answer import Answer
 from .completion_text import CompletionText, TokenTexts
 from .errors import bad_request
 from .generating import checked_grammar, encode, grammar_of, render
-from .schemas.chat import ToolChoice
+from .schemas.chat import NO_TOOLS, ToolChoice
 from .schemas.sampling import Structure
 from .state import ServerState
 
@@ -37,7 +37,7 @@ class Conversation:
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
-    choice: ToolChoice = ToolChoice(mode="none")
+    choice: ToolChoice = NO_TOOLS
     structures: Sequence[Structure] = ()
     variables: Mapping[str, object] = dataclasses.field(default_factory=dict)
     parallel_calls: bool = True

@@ -31,6 +31,7 @@ from .protocol import (
     FromEngine,
     GenerationRequest,
     ModelInfo,
+    Observed,
     PromptScore,
     Ready,
     Refused,
@@ -97,6 +98,7 @@ class _Completion:
             output.top_logprobs = request.top_logprobs[new]
         if not self.told_prompt:
             output.cached_tokens = request.num_cached_tokens
+            output.queue_seconds = max(request.start_time - request.arrival_time, 0.0)
             output.prompt_logprobs = _prompt_scores(request) if request.prompt_logprobs else None
         if self.finish_reason == "error":
             output.error = str(request.error) or type(request.error).__name__
@@ -174,6 +176,11 @@ class _Connection:
             self._server.wake()
 
 
+def add_observations(totals: list[float], values: list[float]) -> list[float]:
+    """The sums of what HTTP processes have counted; no totals yet count as zeros."""
+    return [t + v for t, v in zip(totals, values, strict=True)] if totals else values
+
+
 class EngineServer:
     """Serves an engine to HTTP processes, or to threads of this one, over sockets.
 
@@ -193,6 +200,7 @@ class EngineServer:
         self._is_ready = False
         self._has_failed = False
         self._connections: list[_Connection] = []
+        self._observed: list[float] = []
         self._lock = threading.Lock()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -271,6 +279,7 @@ class EngineServer:
                         self._read(connection)
         for connection in list(self._connections):
             self._drop(connection)
+            connection.socket.close()
         self._wake_reader.close()
         self._wake_writer.close()
 
@@ -305,8 +314,10 @@ class EngineServer:
                 self._submit(connection, message)
             elif isinstance(message, Cancel):
                 self._cancel(connection, message.ids)
+            elif isinstance(message, Observed):
+                self._observed = add_observations(self._observed, message.values)
             else:
-                connection.send(Stats(message.number, self._engine.stats()))
+                connection.send(Stats(message.number, self._engine.stats(), self._observed))
 
     def _drop(self, connection: _Connection) -> None:
         """The client has gone: its requests are of no use to anyone."""

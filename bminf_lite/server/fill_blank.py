@@ -17,6 +17,7 @@ from .event_stream import cancelled_on_disconnect
 from .generating import check_model, encode, generation_request, sampling_params
 from .health import json_response
 from .openai.chunks import Usage
+from .recorder import record_of
 from .schemas.base import parse
 from .schemas.tokens import FillBlankBody
 from .state import ServerState
@@ -40,7 +41,9 @@ def routes(server: ServerState) -> list[Route]:
         tokens: list[int] = []
         finish_reason: str | None = None
         cached = 0
-        generation = await server.client.generate(generation_request(server, prompt, params, body))
+        generation = await server.client.generate(
+            generation_request(server, prompt, params, body), record=record_of(request)
+        )
         async with generation, cancelled_on_disconnect(request.receive, generation):
             async for output in generation:
                 if output.finish_reason == "error":

@@ -153,5 +153,5 @@ def read(generation: Generation, text: CompletionText, output: Output) -> NewTex
     """What an output adds to its text. A completion that a stop text ends is cancelled in the engine."""
     new = text.read(output)
     if new.finish_reason is not None and output.finish_reason is None:
-        generation.cancel(output.index)
+        generation.stop(output.index)
     return new

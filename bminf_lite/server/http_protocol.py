@@ -50,12 +50,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if self._is_reading_headers and self._request_timer is None:  # the first bytes after an idle time
             self._watch_request(self.limits.header_seconds, "the request's headers")
-        counted = self._is_reading_headers
-        super().data_received(data)
-        if counted and self._is_reading_headers and not self.transport.is_closing():
+        if self._is_reading_headers:
             self._header_bytes += len(data)
-            if self._header_bytes > self.limits.headers:
-                self._refuse(ApiError(431, f"the headers are longer than {self.limits.headers:,} bytes"))
+        super().data_received(data)  # sets the count to 0 if the headers end in these bytes
+        if self._header_bytes > self.limits.headers:
+            self._refuse(ApiError(431, f"the headers are longer than {self.limits.headers:,} bytes"))
 
     def on_message_begin(self) -> None:
         """A request begins."""

@@ -28,12 +28,15 @@ from .http_process import BACKLOG, LAST_WORDS_SECONDS
 from .limits import DEFAULT_LIMITS, Limits
 from .model_info import model_info
 from .protocol import ModelInfo
+from .request_log import checked_path
 from .security import OPEN_PATHS, Security, digests, is_loopback
 from .settings import ServerSettings
 
 MAX_RESTARTS = 5
 RESTART_SECONDS = 60.0
 """A server whose HTTP processes end more often than that many times in so many seconds ends too."""
+SEND_BUFFER_BYTES = 128 << 10
+"""What the kernel keeps for a client that does not read. It doubles the number; by itself it would keep megabytes."""
 _KILL_SECONDS = 3.0
 """After its time for a shutdown has passed, an HTTP process has this long before it is killed."""
 
@@ -93,6 +96,7 @@ def _bound(family: int, place: tuple[object, ...], shared: bool) -> socket.socke
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
         if shared:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
@@ -313,6 +317,7 @@ def serve(
     allowed_origins: Sequence[str] = (),
     limits: Limits = DEFAULT_LIMITS,
     http_workers: int | None = None,
+    request_log: str | None = None,
     shutdown_timeout: float = 30.0,
     log: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),
 ) -> None:
@@ -323,6 +328,7 @@ def serve(
     - ``served_model_name``: the name of the model in requests, or several; by default that of its folder.
     - ``allowed_hosts``, ``allowed_origins``: see :class:`.security.Security`. ``limits``: see :class:`.limits.Limits`.
     - ``http_workers``: processes that speak HTTP; the default follows from the machine's cores.
+    - ``request_log``: a file that gets a line of JSON for each request, ``-`` for stderr; see :mod:`.request_log`.
     - ``shutdown_timeout``: seconds in which running requests may end after a signal. A second signal ends at once.
     - ``log`` takes messages for the operator, by default to stderr.
 
@@ -330,7 +336,7 @@ def serve(
     device fails, after which the process should end.
     """
     security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
-    settings = ServerSettings(model_names(served_model_name, model.folder), security, limits)
+    settings = ServerSettings(model_names(served_model_name, model.folder), security, limits, checked_path(request_log))
     address = Address(host, port)
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, default_http_workers() if http_workers is None else http_workers)) as listener:

@@ -15,6 +15,7 @@ from .engine_server import EngineServer
 from .launcher import model_names
 from .limits import DEFAULT_LIMITS, Limits
 from .model_info import model_info
+from .request_log import checked_path
 from .security import OPEN_PATHS, Security, digests
 from .settings import ServerSettings
 
@@ -27,6 +28,7 @@ def application(
     allowed_hosts: Sequence[str] = ("*",),
     allowed_origins: Sequence[str] = (),
     limits: Limits = DEFAULT_LIMITS,
+    request_log: str | None = None,
 ) -> ASGIApp:
     """An ASGI application that serves a loaded model, to be run by any ASGI server or mounted in another application.
 
@@ -36,7 +38,9 @@ def application(
     for it.
     """
     security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
-    return _Mounted(model, ServerSettings(model_names(served_model_name, model.folder), security, limits))
+    return _Mounted(
+        model, ServerSettings(model_names(served_model_name, model.folder), security, limits, checked_path(request_log))
+    )
 
 
 class _Mounted:

@@ -69,7 +69,13 @@ class StatsWanted(msgspec.Struct, array_like=True, tag="stats?"):
     number: int
 
 
-ToEngine = Submit | Cancel | StatsWanted
+class Observed(msgspec.Struct, array_like=True, tag="observed"):
+    """What this HTTP process has newly counted of its requests: :attr:`.Observations.values`."""
+
+    values: list[float]
+
+
+ToEngine = Submit | Cancel | StatsWanted | Observed
 
 
 # -- from the engine to an HTTP process -------------------------------------------------------------------------------
@@ -125,7 +131,7 @@ class CompletionOutput(msgspec.Struct, array_like=True):
     """What is new of a completion, where it is more than one token: log-probabilities, an end, or several tokens.
 
     The lists of log-probabilities are as long as ``token_ids``. ``prompt_logprobs`` and ``cached_tokens`` come once,
-    with the first output.
+    with the first output; so does ``queue_seconds``, for which the request waited to start.
     """
 
     id: int
@@ -136,6 +142,7 @@ class CompletionOutput(msgspec.Struct, array_like=True):
     prompt_logprobs: list[PromptScore | None] | None = None
     cached_tokens: int = 0
     error: str | None = None
+    queue_seconds: float = 0.0
 
 
 class StepOutputs(msgspec.Struct, array_like=True, tag="outputs"):
@@ -150,10 +157,11 @@ class StepOutputs(msgspec.Struct, array_like=True, tag="outputs"):
 
 
 class Stats(msgspec.Struct, array_like=True, tag="stats"):
-    """The answer to :class:`StatsWanted`."""
+    """The answer to :class:`StatsWanted`. ``observed`` adds up what all HTTP processes have counted."""
 
     number: int
     stats: EngineStats
+    observed: list[float]
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from ..files import expand, read_small_file
 from .errors import ApiError
 from .event_stream import RAW_SEND
 from .limits import Limits
+
+_HOST = re.compile(r"(?P<name>\[[^\[\]]+\]|[^:\[\]]+)(:\d*)?")
 
 OPEN_PATHS = ("/", "/health", "/health/live", "/health/ready")
 """Paths that need no key: the page, which asks for the key, and what supervisors ask."""
@@ -102,7 +105,7 @@ class Guard:
         """Check a request, and pass it on."""
         if scope["type"] != "http":
             return  # there is no websocket, and what a server may say at its start and end changes nothing here
-        scope[RAW_SEND] = send
+        scope.setdefault(RAW_SEND, send)
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 or not self._is_own_host(hosts[0].decode("latin-1")):
             message = (
@@ -113,8 +116,8 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _is_own_host(self, host: str) -> bool:
-        name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
-        name = name.lower().rstrip(".")
+        match = _HOST.fullmatch(host)
+        name = match["name"].lower().rstrip(".") if match else ""
         return "*" in self._hosts or name in self._hosts or _is_address(name)
 
 

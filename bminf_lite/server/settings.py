@@ -13,8 +13,10 @@ class ServerSettings:
     """How the server presents the model and whom it serves.
 
     ``served_model_names`` are the names under which requests may ask for the model; the first one is reported.
+    ``request_log`` is the file to which a line of JSON is written for each request, ``-`` for stderr.
     """
 
     served_model_names: tuple[str, ...]
     security: Security = field(default_factory=Security)
     limits: Limits = field(default_factory=Limits)
+    request_log: str | None = None

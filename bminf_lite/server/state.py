@@ -13,6 +13,8 @@ from ..errors import UsageError
 from ..text.prompts import PromptEncoder
 from .client import EngineClient
 from .completion_text import TokenTexts
+from .request_log import RequestLog
+from .request_record import Observer
 from .settings import ServerSettings
 
 
@@ -22,6 +24,15 @@ class ServerState:
 
     client: EngineClient
     settings: ServerSettings
+
+    @cached_property
+    def observer(self) -> Observer:
+        """What counts and logs requests. Its counts go to the engine's process, which adds up those of all."""
+        path = self.settings.request_log
+        log = None if path is None else RequestLog(path)
+        observer = Observer(self.client.info.context_length, self.client.observe, log)
+        self.client.on_close = observer.close
+        return observer
 
     @cached_property
     def prompts(self) -> PromptEncoder:

@@ -123,6 +123,10 @@ class JsonTokenizer(Tokenizer):
     def piece_to_id(self, piece: str) -> int | None:
         return self._backend.token_to_id(piece)
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a ``tokenizer.json``."""
+        return self._backend.to_str()
+
     def encode_spans(self, parts: Sequence[str]) -> list[int]:
         spans = [self.id_to_piece(i) or "" for i in self.sentinels[: len(parts) - 1]]
         return self.encode("".join(text for pair in zip(parts, [*spans, ""], strict=True) for text in pair))

@@ -12,6 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
+from bminf_lite.backend.sampling import TokenScores
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.request import Request
@@ -89,9 +90,9 @@ class StubRunner:
                 part.request.take_logits(part.start, np.zeros((part.num_tokens, 1)))
         assert step.num_decodes == sum(p.num_tokens == 1 for p in step.parts[: step.num_decodes])
         bits = np.zeros(len(chosen), np.float32).view(np.int32)
-        best = np.stack([np.zeros(len(scores), np.int32), np.array(scores, np.float32).view(np.int32)])
-        chosen_and_bits = np.stack([np.array(chosen, np.int32), bits])
-        return StubHandle(StepResult(chosen_and_bits, np.array(scores, np.float32), best))
+        logprobs = np.array(scores, np.float32)
+        packed = TokenScores(logprobs, np.zeros(len(scores), np.int32), logprobs).packed()
+        return StubHandle(StepResult(np.stack([np.array(chosen, np.int32), bits]), packed))
 
     def has_room(self, request: Request) -> bool:
         return bool(self.free_rows)
@@ -131,6 +132,10 @@ class StubRunner:
 @dataclass
 class StubHandle:
     result: StepResult
+    waits_for_tokens = False
+
+    def sample(self) -> None:
+        pass
 
     def fetch(self) -> StepResult:
         return self.result
@@ -223,7 +228,7 @@ class Driver:
         """Each result is that of the request alone, or its beginning if the request was cancelled."""
         for request in self.requests:
             tokens, scores = alone(request, self.blocks.windows, self.config.context_length)
-            if request.finish_reason in ("stop", "length"):
+            if request.finish_reason in ("stop", "length", "context"):
                 assert request.output_token_ids == tokens
                 if request.prompt_logprobs:
                     assert request.prompt_token_logprobs == [None, *scores]

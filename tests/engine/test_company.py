@@ -11,20 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grammar_kit import EOS, VOCAB_SIZE, make_compiler
 from model_kit import WatchedBackend, make_model, run
 
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.grammar import Grammar
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
 SAMPLERS: list[dict[str, Any]] = [
     {}, {"temperature": 0.9}, {"temperature": 1.3, "top_k": 20, "top_p": 0.9}, {"repetition_penalty": 1.3},
 ]  # fmt: skip
+
+
+GRAMMARS = [None, None, Grammar.regex("[a-j]{5,40}(12|[0-9]{30,90})"), None, Grammar.json_object()]
+COMPILER = make_compiler()
 
 
 @dataclass(frozen=True)
@@ -34,9 +40,11 @@ class Task:
     index: int
     prompt: tuple[int, ...]
     params: SamplingParams
+    grammar: Grammar | None
 
     def request(self) -> Request:
-        return Request(self.index, self.prompt, self.params)
+        matcher = self.grammar and COMPILER.matcher(self.grammar, EOS)
+        return Request(self.index, self.prompt, self.params, EOS if matcher else frozenset(), matcher=matcher)
 
 
 class Arena:
@@ -51,6 +59,7 @@ class Arena:
             Task(
                 i, tuple(families[i % 4][: rng.integers(1, 200)].tolist()),
                 SamplingParams(max_new_tokens=int(rng.integers(1, 100)), seed=i, ignore_eos=True, **SAMPLERS[i % 4]),
+                GRAMMARS[i % 5],
             )
             for i in range(count)
         ]  # fmt: skip
@@ -110,7 +119,8 @@ def test_preempted(arena):
 def test_a_prompt_that_is_the_output_of_another_request(arena):
     """A token that was decoded is now read as part of a prompt, in part from the cache that decoding has written."""
     model = arena.with_limits()
-    greedy = [task for task in arena.tasks if task.params == replace(task.params, temperature=0, repetition_penalty=1)]
+    free = [task for task in arena.tasks if task.grammar is None]
+    greedy = [task for task in free if task.params == replace(task.params, temperature=0, repetition_penalty=1)]
     arena.serve(model, greedy)
     for task in greedy:
         whole = arena.expected[task]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cpu import CpuBackend
-from bminf_lite.backend.sampling import NULL_ROW, Choice, SamplerVariant, state_of
+from bminf_lite.backend.sampling import NULL_ROW, SamplerVariant, state_of
 from bminf_lite.engine.sampler_table import SamplerTable
 from bminf_lite.engine.sampling_params import SamplingParams, sequence_sampling
 
@@ -31,6 +31,13 @@ def logits_of(name: int, step: int) -> np.ndarray:
 def mask_of(name: int, step: int) -> np.ndarray:
     words = np.random.default_rng([name, step, 1]).integers(0, 2**32, 2, np.uint32)
     return words | np.uint32(1 << 20)
+
+
+def write_masks(table: SamplerTable, masks: dict[int, np.ndarray]) -> None:
+    def fill(target: np.ndarray, places: list[int]) -> None:
+        target[places] = list(masks.values())
+
+    table.write_masks(list(masks), fill)
 
 
 def make_sequence(name: int, generated: list[int]):
@@ -76,7 +83,7 @@ def test_sequences_that_come_and_go_choose_what_they_choose_alone(ops, data):
         order = data.draw(st.permutations([*running, *[None] * (width - len(running))]))
         index = np.array([NULL_ROW if n is None else running[n][0] for n in order], np.int32)
         ops.write(rows, index)
-        table.set_masks({row: mask_of(n, len(generated[n])) for n, (row, masked) in running.items() if masked})
+        write_masks(table, {row: mask_of(n, len(generated[n])) for n, (row, masked) in running.items() if masked})
         logits = np.stack([np.full(VOCAB, np.nan) if n is None else logits_of(n, len(generated[n])) for n in order])
         state = table.state(rows, table.variant(index.tolist()))
         packed = ops.host(ops.sample(ops.array(logits.astype(np.float32)), state))
@@ -117,14 +124,3 @@ def test_rows_counts_and_masks_are_bounded_and_given_back():
     assert not table.has_room(plain) and {row, *others} == {1, 2, 3}
     table.remove(row)
     assert table.has_room(penalized, masked=True)
-
-
-def test_a_short_mask_forbids_what_lies_behind_it():
-    """A tokenizer may have fewer tokens than the model's vocabulary."""
-    ops = CpuBackend()
-    table = SamplerTable(ops, 1, VOCAB)
-    row = table.add(make_sequence(0, [])[1], masked=True)
-    table.set_masks({row: np.array([-1], np.int32)})
-    logits = np.arange(VOCAB, dtype=np.float32)[None]
-    state = table.state(np.array([row], np.int32), SamplerVariant.FULL)
-    assert Choice.unpack(ops.sample(logits, state)).tokens.tolist() == [31]

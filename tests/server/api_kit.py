@@ -7,11 +7,13 @@ import json
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import uvicorn
 from fake_engine import FakeEngine, fake_info
 
@@ -19,18 +21,49 @@ import bminf_lite
 from bminf_lite.server.app import create_app
 from bminf_lite.server.client import EngineClient
 from bminf_lite.server.engine_server import EngineServer, ServedEngine
+from bminf_lite.server.model_info import model_info
 from bminf_lite.server.protocol import ModelInfo
 from bminf_lite.server.settings import ServerSettings
+from bminf_lite.text.checkpoint_files import load_tokenizer
 
 DEMO = Path(bminf_lite.__file__).parent / "demo_model"
 VOCAB_SIZE = 2048
+END = 0
+TOKENIZER = load_tokenizer(DEMO, VOCAB_SIZE)
 NAME = "test-model"
+
+
+class ScriptedEngine(FakeEngine):
+    """Generates the same tokens for each request, and then an end-of-sequence token.
+
+    Each token's log-probability is its id divided by -1000, and the most likely tokens are 0, 1, 2, ...
+    """
+
+    def __init__(self, script: Sequence[int] = (), **options: Any):
+        super().__init__(script, **options)
+        self.script = script
+
+    def _step(self) -> None:
+        for request in self._running:
+            request.start_time = request.start_time or time.perf_counter()
+            request.max_length = len(request.prompt_token_ids) + request.params.max_new_tokens
+            done = len(request.output_token_ids)
+            token = self.script[done] if done < len(self.script) else END
+            top = [(i, -0.5 - i) for i in range(request.params.logprobs or 0)]
+            request.append_token(token, -token / 1000, top)
+            if request.prompt_logprobs:
+                ids = request.prompt_token_ids
+                request.prompt_token_logprobs = [None, *(-i / 1000 for i in ids[1:])]
+                request.prompt_most_likely = [None, *((END, -0.25) for _ in ids[1:])]
+            request.on_update(request)
+        self._running = [r for r in self._running if r.finish_reason is None]
 
 
 class LiveServer:
     """The application in a thread. ``http`` sends requests to it."""
 
     def __init__(self, engine: ServedEngine, info: ModelInfo, settings: ServerSettings | None = None):
+        self.engine = engine
         self._engine_server = EngineServer(engine, info)
         self._settings = settings or ServerSettings((NAME,))
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -48,6 +81,12 @@ class LiveServer:
         self._started.set()
         await self._server.serve([self._socket])
         self.client.close()
+
+    def says(self, text: str) -> list[int]:
+        """Let a scripted engine write a text from now on; returns its tokens."""
+        assert isinstance(self.engine, ScriptedEngine)
+        self.engine.script = TOKENIZER.encode(text, add_special_tokens=False)
+        return list(self.engine.script)
 
     def post(self, path: str, body: Any) -> httpx.Response:
         """Post a value as JSON."""
@@ -85,13 +124,28 @@ def parse_events(text: str) -> Iterator[Any]:
                 yield data if data == "[DONE]" else json.loads(data)
 
 
+def scripted_server(folder: Path, script: str = "") -> LiveServer:
+    """A server whose engine writes a text; see :meth:`LiveServer.says`."""
+    info = msgspec.structs.replace(fake_info(str(folder), VOCAB_SIZE, context_length=1024), eos_ids=[END])
+    server = LiveServer(ScriptedEngine(), info)
+    server.says(script)
+    return server
+
+
+def model_server(model: bminf_lite.Model) -> LiveServer:
+    """A server over a model's engine."""
+    return LiveServer(model._engine, model_info(model))
+
+
 def fake_server(folder: Path = DEMO, **options: Any) -> LiveServer:
     """A server whose engine gives the tokens 1, 2, 3, ... of the demo model's vocabulary."""
     engine = FakeEngine(range(1, VOCAB_SIZE), **options)
     return LiveServer(engine, fake_info(str(folder), VOCAB_SIZE, context_length=1024))
 
 
-CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CHAT_TEMPLATE = """\
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
 
 def folder_with_template(folder: Path, template: str = CHAT_TEMPLATE) -> Path:

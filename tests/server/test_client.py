@@ -93,7 +93,7 @@ def test_cancelling_ends_the_request_in_the_engine():
     async def test(client: EngineClient, engine: FakeEngine) -> None:
         async with await client.generate(wanted(100_000, 3)) as generation:
             await anext(generation)
-            assert (await client.stats()).running == 3
+            assert (await client.stats()).stats.running == 3
             generation.cancel(1)
             await until(lambda: engine.stats().running == 2)
         await until(lambda: engine.stats().running == 0)

@@ -21,6 +21,8 @@ from ..conversation import Conversation, PreparedConversation, prepare
 from ..event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
 from ..generating import check_count, check_model, generation_request, sampling_params, told
 from ..health import json_response
+from ..recorder import record_of
+from ..request_record import RequestRecord
 from ..schemas.base import parse
 from ..schemas.chat import ChatBody
 from ..schemas.messages import plain_tool
@@ -35,7 +37,7 @@ def routes(server: ServerState) -> list[Route]:
 
     async def chat(request: Request) -> Response:
         body = parse(ChatBody, await request.body())
-        work = await _prepare(server, body)
+        work = await _prepare(server, body, record_of(request))
         if body.stream:
             return EventStreamResponse(work.generation, work.stream)
         async with work.generation, cancelled_on_disconnect(request.receive, work.generation):
@@ -44,7 +46,7 @@ def routes(server: ServerState) -> list[Route]:
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
 
 
-async def _prepare(server: ServerState, body: ChatBody) -> _Chat:
+async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -> _Chat:
     """Check a request as far as HTTP can, and submit it."""
     check_model(server, body.model)
     check_count(server, "n", body.n or 1)
@@ -63,7 +65,7 @@ async def _prepare(server: ServerState, body: ChatBody) -> _Chat:
     )
     prepared = await prepare(server, conversation)
     request = generation_request(server, prepared.prompt, params, body, body.n or 1, grammar=prepared.grammar)
-    return _Chat(server, body, await server.client.generate(request), prepared)
+    return _Chat(server, body, await server.client.generate(request, record=record), prepared)
 
 
 class _Chat:

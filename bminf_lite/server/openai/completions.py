@@ -14,11 +14,13 @@ from starlette.routing import Route
 
 from ...text.prompts import EncodedPrompt
 from ..client import Generation, Output
-from ..completion_text import CompletionText, NewText, ScoredToken, TokenTexts, score_prompt
+from ..completion_text import CompletionText, NewText, ScoredToken, score_prompt
 from ..errors import bad_request
 from ..event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
 from ..generating import check_count, check_model, encode, generation_request, grammar_of, read, sampling_params, told
 from ..health import json_response
+from ..recorder import record_of
+from ..request_record import RequestRecord
 from ..schemas.base import parse
 from ..schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from ..state import ServerState
@@ -32,7 +34,7 @@ def routes(server: ServerState) -> list[Route]:
 
     async def completions(request: Request) -> Response:
         body = parse(CompletionBody, await request.body())
-        work = await _prepare(server, body)
+        work = await _prepare(server, body, record_of(request))
         if body.stream:
             return EventStreamResponse(work.generation, work.stream)
         async with work.generation, cancelled_on_disconnect(request.receive, work.generation):
@@ -41,7 +43,7 @@ def routes(server: ServerState) -> list[Route]:
     return [Route("/v1/completions", completions, methods=["POST"])]
 
 
-async def _prepare(server: ServerState, body: CompletionBody) -> _Completions:
+async def _prepare(server: ServerState, body: CompletionBody, record: RequestRecord) -> _Completions:
     """Check a request as far as HTTP can, and submit it."""
     check_model(server, body.model)
     n, prompts, is_encoder_decoder = body.n or 1, body.prompts, server.client.info.is_encoder_decoder
@@ -64,7 +66,8 @@ async def _prepare(server: ServerState, body: CompletionBody) -> _Completions:
     encoded = [await encode(server, p, f"prompt[{i}]" if len(prompts) > 1 else "prompt", special)
                for i, p in enumerate(prompts)]  # fmt: skip
     generation = await server.client.generate(
-        *(generation_request(server, prompt, params, body, drawn, scores_prompt, grammar) for prompt in encoded)
+        *(generation_request(server, prompt, params, body, drawn, scores_prompt, grammar) for prompt in encoded),
+        record=record,
     )
     return _Completions(server, body, generation, encoded, drawn)
 
@@ -90,8 +93,10 @@ class _Choice:
     def read(self, generation: Generation, output: Output) -> NewText:
         """What an output adds, with the prompt before the first of it."""
         if self.is_empty:  # the engine generates a token at least
-            output = output._replace(token_ids=[], logprobs=None, top_logprobs=None)
-            output = output._replace(finish_reason="length" if output.finish_reason == "stop" else output.finish_reason)
+            reason = "length" if output.finish_reason == "stop" else output.finish_reason
+            output = msgspec.structs.replace(
+                output, token_ids=[], logprobs=None, top_logprobs=None, finish_reason=reason
+            )
         new = read(generation, self.completion, output)
         self.finish_reason, self.num_cached = new.finish_reason, output.cached_tokens
         if self._has_begun:

@@ -22,6 +22,8 @@ from ..conversation import Conversation, PreparedConversation, prepare
 from ..event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
 from ..generating import check_model, generation_request, sampling_params, told
 from ..health import json_response
+from ..recorder import record_of
+from ..request_record import RequestRecord
 from ..schemas.base import parse
 from ..schemas.responses import ResponsesBody
 from ..state import ServerState
@@ -35,7 +37,7 @@ def routes(server: ServerState) -> list[Route]:
 
     async def responses(request: Request) -> Response:
         body = parse(ResponsesBody, await request.body())
-        work = await _prepare(server, body)
+        work = await _prepare(server, body, record_of(request))
         if body.stream:
             return EventStreamResponse(work.generation, work.stream)
         async with work.generation, cancelled_on_disconnect(request.receive, work.generation):
@@ -44,7 +46,7 @@ def routes(server: ServerState) -> list[Route]:
     return [Route("/v1/responses", responses, methods=["POST"])]
 
 
-async def _prepare(server: ServerState, body: ResponsesBody) -> _Response:
+async def _prepare(server: ServerState, body: ResponsesBody, record: RequestRecord) -> _Response:
     """Check a request as far as HTTP can, and submit it."""
     check_model(server, body.model)
     logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
@@ -63,7 +65,7 @@ async def _prepare(server: ServerState, body: ResponsesBody) -> _Response:
     )
     prepared = await prepare(server, conversation)
     request = generation_request(server, prepared.prompt, params, body, grammar=prepared.grammar)
-    return _Response(server, body, await server.client.generate(request), prepared, params)
+    return _Response(server, body, await server.client.generate(request, record=record), prepared, params)
 
 
 class _Items:

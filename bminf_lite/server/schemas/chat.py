@@ -44,6 +44,9 @@ class ToolChoice(Body):
     name: str | None = None
 
 
+NO_TOOLS = ToolChoice(mode="none")
+
+
 def check_tool_choice(choice: ToolChoice, names: list[str]) -> None:
     """Raise for a choice that tools of these names do not allow."""
     if len(set(names)) < len(names):
@@ -64,8 +67,8 @@ def check_template_variables(variables: dict[str, Any] | None) -> None:
 class ChatBody(SamplingFields, StructureFields):
     """See https://platform.openai.com/docs/api-reference/chat/create.
 
-    Of vLLM and SGLang: ``chat_template_kwargs`` are variables of the chat template, ``continue_final_message`` continues
-    the last message, ``separate_reasoning`` (true by default) takes reasoning out of the content, and without
+    Of vLLM and SGLang: ``chat_template_kwargs`` are variables of the chat template, ``continue_final_message``
+    continues the last message, ``separate_reasoning`` (true by default) takes reasoning out of the content, and without
     ``include_reasoning`` (true by default) the response has none. ``reasoning_effort`` is a variable of the template.
     """
 

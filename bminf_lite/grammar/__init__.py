@@ -1,0 +1,5 @@
+"""Grammars: what a completion must look like, as a plain value, and the masks of tokens that follow from it."""
+
+from .value import Grammar, validate
+
+__all__ = ["Grammar", "validate"]

@@ -1,0 +1,172 @@
+"""Parses grammars that are not trusted: the program of the process that ``value.py`` starts.
+
+Each line of standard input holds the kind and the text of a grammar. The reply is ``{"specification": ...}``, the
+grammar in llguidance's form, or ``{"problem": ...}``. A grammar has been built and taken through some steps for a
+vocabulary of single bytes, in a thread with a small stack, as those that compute masks have.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from random import Random
+from typing import Any
+
+STACK_BYTES = 1 << 20
+STEPS = 64
+"""Bytes of a random text that a grammar must take."""
+MAX_MESSAGE = 2000
+SHARED = frozenset(["$defs", "definitions"])
+"""What the parts of a schema refer to."""
+MAX_LOCATED = 300
+"""Parts of a schema that are checked on their own to find the one that is wrong."""
+
+
+class GrammarProblem(ValueError):
+    """What is wrong with a grammar."""
+
+
+def main() -> None:
+    setup = json.loads(sys.stdin.readline())
+    sys.path[:] = setup["path"]
+    import llguidance
+
+    limit_memory(setup["memory"])
+    limits = llguidance.LLParserLimits(**setup["limits"])
+    checker = Checker(llguidance, limits, setup["whitespace"], setup["max_choices"])
+    threading.stack_size(STACK_BYTES)
+    print("{}", flush=True)
+    for line in sys.stdin:
+        grammar = json.loads(line)
+        replies: list[dict[str, str]] = []
+        thread = threading.Thread(target=lambda: replies.append(checker.reply(**grammar)))  # noqa: B023
+        thread.start()
+        thread.join()
+        print(json.dumps(replies[0]), flush=True)
+
+
+def limit_memory(size: int) -> None:
+    """Make allocations beyond ``size`` bytes of address space fail. Only Linux enforces it."""
+    try:
+        import resource
+    except ImportError:
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+class Checker:
+    """Turns grammars into llguidance's form, and tries them."""
+
+    def __init__(self, library: Any, limits: Any, whitespace: str, max_choices: int):
+        self._library = library
+        self._limits = limits
+        self._json_options = {"whitespace_pattern": whitespace}
+        self._max_choices = max_choices
+        self._bytes = library.LLTokenizer("byte")
+
+    def reply(self, kind: str, text: str) -> dict[str, str]:
+        """The reply to one grammar."""
+        try:
+            specification = self._specification(kind, text)
+            problem = self._problem(specification)
+        except GrammarProblem as error:
+            return {"problem": str(error)}
+        except RecursionError:
+            return {"problem": "it nests too deeply"}
+        except MemoryError:
+            return {"problem": "it needs too much memory"}
+        if problem is None:
+            return {"specification": specification}
+        if kind == "json_schema":
+            problem += self._place(json.loads(text), problem)
+        elif kind == "regex":  # the library shows it within a grammar
+            problem = problem.split(" (in regex): ")[-1].split("\n   1 | ")[0].strip()
+        return {"problem": problem if len(problem) <= MAX_MESSAGE else f"{problem[:MAX_MESSAGE]} ..."}
+
+    def _specification(self, kind: str, text: str) -> str:
+        matcher = self._library.LLMatcher
+        if kind == "json_object":
+            return self._of_schema({"type": "object"})
+        if kind == "json_schema":
+            return self._of_schema(parsed(text, dict))
+        if kind == "regex":
+            return str(matcher.grammar_from_regex(text))
+        if kind == "choice":
+            return str(matcher.grammar_from_lark(self._choice(parsed(text, list))))
+        try:
+            return str(self._library.grammar_from("grammar", text))
+        except ValueError as error:
+            raise GrammarProblem(str(error)) from None
+
+    def _of_schema(self, schema: dict[str, Any]) -> str:
+        return str(self._library.LLMatcher.grammar_from_json_schema(schema, defaults=self._json_options))
+
+    def _choice(self, options: list[Any]) -> str:
+        """The options as one terminal of Lark, which becomes one automaton."""
+        wrong = [option for option in options if not isinstance(option, str) or not option]
+        if wrong or not options:
+            what = f"it has {wrong[0]!r}" if wrong else "it is empty"
+            raise GrammarProblem(f"{what}, but must be a list of texts, none of them empty")
+        if len(options) > self._max_choices:
+            raise GrammarProblem(f"it has {len(options):,} texts, but may have {self._max_choices:,}")
+        return "start: TEXT\nTEXT: " + " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+
+    def _problem(self, specification: str) -> str | None:
+        """What keeps a grammar from being used; None if it takes a random text."""
+        matcher = self._library.LLMatcher(self._bytes, specification, log_level=0, limits=self._limits)
+        random = Random(0)
+        for _ in range(STEPS):
+            if matcher.is_error():
+                problem = str(matcher.get_error()).replace("<non-verbose/>", "").strip()
+                return "no text satisfies it" if problem == "NoExtensionBias" else problem.split("\n<")[0]
+            if matcher.is_stopped():
+                break
+            allowed = matcher.compute_logit_bias()
+            tokens = [token for token, bias in enumerate(allowed) if bias and token != self._bytes.eos_token]
+            if tokens and not matcher.is_error():
+                matcher.consume_token(random.choice(tokens))
+        return None
+
+    def _place(self, schema: dict[str, Any], problem: str) -> str:
+        """Where in a schema the problem is, as a JSON pointer: its smallest part that has the same problem alone."""
+        shared: dict[str, Any] = {name: part for name, part in schema.items() if name in SHARED}
+        found = ""
+        for pointer, part in islice(objects(schema, ""), MAX_LOCATED):
+            if pointer.startswith(f"{found}/") and self._problem(self._of_schema({**shared, **part})) == problem:
+                found = pointer
+        return f" (at {found})" if found else ""
+
+
+def parsed(text: str, kind: type) -> Any:
+    """The JSON value of a text, which must be of a kind."""
+    try:
+        value = json.loads(text, parse_constant=no_constant)
+        text.encode()
+    except ValueError as error:
+        raise GrammarProblem(f"it is not JSON: {error}") from None
+    if not isinstance(value, kind):
+        wanted = "a JSON object" if kind is dict else "a list of texts"
+        raise GrammarProblem(f"it must be {wanted}, but is {text[:50]!r}")
+    return value
+
+
+def no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def objects(value: Any, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects within a JSON value and their JSON pointers, each before those within it."""
+    if isinstance(value, dict):
+        yield pointer, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from objects(item, f"{pointer}/{str(key).replace('~', '~0').replace('/', '~1')}")
+
+
+if __name__ == "__main__":
+    main()

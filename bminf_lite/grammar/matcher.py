@@ -1,0 +1,213 @@
+"""Grammars compiled for a model's vocabulary, and the bit masks of the tokens that they allow next.
+
+A vocabulary is the text of each token. llguidance reads it from a ``tokenizer.json`` whose tokens are bytes (GPT-2's
+byte level, SentencePiece's BPE with byte tokens); of T5's kind and CPM's the texts are listed here. Special tokens have
+no text, so a grammar of text never allows them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import UsageError
+from ..text.cpm_tokenizer import CpmTokenizer
+from ..text.json_tokenizer import JsonTokenizer
+from ..text.tokenizer import Tokenizer
+from .value import LIMITS, Grammar, specification
+
+MAX_CACHED = 64
+"""Compiled grammars that are kept."""
+
+
+class Matcher:
+    """The state of one completion: what its grammar allows after the tokens so far. ``eos_ids`` end it."""
+
+    def __init__(self, grammar: Grammar, library_matcher: Any, eos_ids: Collection[int]):
+        self.grammar = grammar
+        self.library_matcher = library_matcher
+        self._end_bits: dict[int, int] = {}  # by word of the mask
+        for token in eos_ids:
+            self._end_bits[token // 32] = self._end_bits.get(token // 32, 0) | 1 << token % 32
+
+    def accept(self, token: int) -> None:
+        """Take the next token. Raises ``UsageError`` for one that is not allowed, or if a limit was reached."""
+        if not self.library_matcher.consume_token(token):
+            raise UsageError(_message(self.grammar, self.library_matcher))
+
+    def hold_back_end(self, mask: np.ndarray) -> None:
+        """Forbid the end in a mask uint32 ``[words]``, unless nothing else is allowed."""
+        before = [(word, mask[word]) for word in self._end_bits]
+        for word, bits in self._end_bits.items():
+            mask[word] &= ~np.uint32(bits)
+        if not mask.any():
+            for word, value in before:
+                mask[word] = value
+
+
+class MaskRow(NamedTuple):
+    """A matcher whose mask is wanted, and the row for it. ``holds_back_end`` as :meth:`Matcher.hold_back_end`."""
+
+    matcher: Matcher
+    row: int
+    holds_back_end: bool = False
+
+
+def fill_masks(masks: np.ndarray, wanted: Sequence[MaskRow]) -> None:
+    """Write the masks of the next tokens into rows of ``masks``, uint32 ``[M, words]``, on several threads.
+
+    Token ``t`` is allowed if bit ``t % 32`` of word ``t // 32`` is set. A matcher that has reached a limit allows the
+    end alone; it then refuses that token with the reason.
+    """
+    assert masks.flags.c_contiguous and masks.dtype == np.uint32, masks.dtype
+    address, nbytes = masks.ctypes.data, masks.strides[0]
+    if len(wanted) == 1:  # without the time that it takes to wake a thread
+        wanted[0].matcher.library_matcher.unsafe_compute_mask_ptr(address + wanted[0].row * nbytes, nbytes)
+    else:
+        rows = [(w.matcher.library_matcher, w.row) for w in wanted]
+        _executor().unsafe_compute_mask_ptr(rows, address, nbytes, len(masks))
+    for w in wanted:
+        if w.holds_back_end:
+            w.matcher.hold_back_end(masks[w.row])
+
+
+class GrammarCompiler:
+    """Compiles grammars for a tokenizer and a model with ``vocab_size`` tokens, and keeps them. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._vocabularies: dict[frozenset[int], Any] = {}
+        self._compiled: OrderedDict[tuple[Grammar, frozenset[int]], Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, grammar: Grammar, eos_ids: frozenset[int]) -> Matcher:
+        """A matcher at its start. Raises ``UsageError`` for a grammar, or a vocabulary, that cannot be used.
+
+        Takes microseconds for a grammar that is kept, else up to seconds (:data:`.value.CHECK_SECONDS`); the first call
+        also reads the vocabulary. Call it in a thread that may wait.
+        """
+        if not eos_ids:
+            raise UsageError(
+                f"a {grammar.name} for the output needs a model with an end-of-sequence token, and this one has none"
+            )
+        text = None if self._find(grammar, eos_ids) else specification(grammar)
+        with self._lock:
+            if text is not None:
+                self._compiled[grammar, eos_ids] = self._compile(grammar, text, eos_ids)
+                while len(self._compiled) > MAX_CACHED:
+                    self._compiled.popitem(last=False)
+            return Matcher(grammar, self._compiled[grammar, eos_ids].deep_copy(), eos_ids)
+
+    def _find(self, grammar: Grammar, eos_ids: frozenset[int]) -> bool:
+        with self._lock:
+            if (grammar, eos_ids) not in self._compiled:
+                return False
+            self._compiled.move_to_end((grammar, eos_ids))
+            return True
+
+    def _compile(self, grammar: Grammar, text: str, eos_ids: frozenset[int]) -> Any:
+        """An ``LLMatcher`` that has computed its first mask, so that its copies share that work."""
+        import llguidance
+
+        vocabulary = self._vocabularies.get(eos_ids)
+        if vocabulary is None:
+            vocabulary = self._vocabularies[eos_ids] = _vocabulary(self._tokenizer, self._vocab_size, eos_ids)
+        limits = llguidance.LLParserLimits(**LIMITS)
+        matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
+        if not matcher.is_error() and not _can_begin(matcher, eos_ids):
+            raise UsageError(_message(grammar, None))
+        if matcher.is_error():
+            raise UsageError(_message(grammar, matcher))
+        return matcher
+
+
+def _can_begin(matcher: Any, eos_ids: Collection[int]) -> bool:
+    """Whether a grammar allows a first token; computes its mask."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+    return matcher.is_accepting() or not set(allowed.tolist()) <= set(eos_ids)
+
+
+class _TokenTexts:
+    """A vocabulary in the form in which llguidance takes one from Python."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], eos_ids: Collection[int]):
+        self.tokens = tokens
+        self.eos_token_id = min(eos_ids)
+        self.special_token_ids = list(eos_ids)
+        self._ids = {text: token for token, text in enumerate(tokens) if text}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, prescribed: str) -> list[int]:
+        """The longest tokens from left to right, for text that a grammar prescribes.
+
+        The end of the sequence stands for a rest that the vocabulary cannot express.
+        """
+        text, tokens, start = prescribed.encode(), [], 0
+        while start < len(text):
+            ends = range(min(start + self._longest, len(text)), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is None:
+                return [*tokens, self.eos_token_id]
+            tokens.append(self._ids[text[start:end]])
+            start = end
+        return tokens
+
+
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> Any:
+    """An ``LLTokenizer`` of ``vocab_size`` tokens."""
+    import llguidance
+
+    ends = sorted(eos_ids)
+    if isinstance(tokenizer, CpmTokenizer):  # its decoder joins the texts of single tokens
+        texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    elif isinstance(tokenizer, JsonTokenizer):
+        source = tokenizer.to_json()
+        decoder = json.loads(source).get("decoder") or {}
+        if decoder.get("type") != "Metaspace":
+            try:
+                return llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=ends)
+            except ValueError as error:
+                raise UsageError(_unsupported(str(error))) from None
+        space, special = decoder.get("replacement", "▁"), tokenizer.special_ids
+        pieces = [None if token in special else tokenizer.id_to_piece(token) for token in range(len(tokenizer))]
+        texts = [(piece or "").replace(space, " ") for piece in pieces]
+    else:
+        raise UsageError(_unsupported(type(tokenizer).__name__))
+    tokens = [b"" if token in eos_ids else text.encode() for token, text in enumerate(texts)]
+    tokens += [b""] * (vocab_size - len(tokens))
+    texts_only: Any = _TokenTexts(tokens, eos_ids)
+    return llguidance.LLTokenizer(texts_only, eos_token=ends)
+
+
+def _unsupported(what: str) -> str:
+    return (
+        f"this model's tokenizer cannot be constrained by a grammar ({what}): supported are byte-level and "
+        "SentencePiece vocabularies, and those of CPM"
+    )
+
+
+def _message(grammar: Grammar, matcher: Any) -> str:
+    """Why a matcher takes no more tokens."""
+    problem = "" if matcher is None else str(matcher.get_error()).split("\n<")[0].strip()
+    if problem in ("", "NoExtensionBias"):
+        problem = "no token of the vocabulary can come next: it lacks a character that the output needs"
+    return f"the {grammar.name} cannot be followed by this model: {problem}"
+
+
+@cache
+def _executor() -> Any:
+    """The threads that compute masks."""
+    import llguidance
+
+    return llguidance.LLExecutor()

@@ -1,0 +1,161 @@
+"""What a completion must look like: a JSON object, a JSON schema, a regular expression, a grammar, one of some texts.
+
+A :class:`Grammar` is a plain value that can be compared, pickled and sent in messages. :func:`validate` checks one
+without a model. Parsing is the work of llguidance, which the extra ``grammar`` installs. The dialects are its own:
+
+- https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md
+- https://docs.rs/regex/latest/regex/#syntax, without look-around and back-references
+- https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md (Lark), or GBNF as in llama.cpp
+
+A grammar may come from a stranger. A short one can take minutes, gigabytes, or the whole stack, although llguidance
+counts its steps. Therefore a grammar is first tried in a process of its own (``check_worker.py``), which is killed
+after a time limit and, on Linux, has limited memory. It starts with the first grammar, in about a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..worker_process import WorkerProcess
+
+NAMES = {
+    "json_object": "JSON object",
+    "json_schema": "JSON schema",
+    "regex": "regex",
+    "lark": "grammar",
+    "choice": "choice",
+}
+"""The kinds of grammars, and what messages call them."""
+
+MAX_TEXT = 120_000
+"""Characters of a grammar's text: OpenAI's bound for the texts in a schema."""
+MAX_CHOICES = 5_000
+CHECK_SECONDS = 5.0
+CHECK_BYTES = 1 << 30
+LIMITS: dict[str, Any] = {"max_grammar_size": 200_000, "max_lexer_states": 50_000, "verbose_errors": False}
+"""Of llguidance's limits on time and memory, those that differ from its defaults."""
+WHITESPACE = r"\x20|\r?\n(\x20{0,24}|\t{0,8})"
+"""Between two parts of a JSON text: a space, or a line break and indentation. A model cannot write it for ever."""
+CHECK_WORKER = Path(__file__).with_name("check_worker.py")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a completion must look like: a kind, which is one of :data:`NAMES`, and a text.
+
+    The constructors :meth:`json_object`, :meth:`json_schema`, :meth:`regex`, :meth:`lark` and :meth:`choice` make the
+    text. That of ``json_schema`` is the schema, that of ``choice`` a JSON list of strings, and ``json_object`` has
+    none. Raises ``UsageError`` for an unknown kind and for a text over :data:`MAX_TEXT`; :func:`validate` checks the
+    rest.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in NAMES:
+            raise UsageError(f"the kind of grammar is {self.kind!r}, but must be one of {', '.join(NAMES)}")
+        if not isinstance(self.text, str):
+            raise UsageError(f"the {self.name} must be text, but is {type(self.text).__name__}")
+        if len(self.text) > MAX_TEXT:
+            raise UsageError(
+                f"the {self.name} has {len(self.text):,} characters, but may have {MAX_TEXT:,}: make it shorter"
+            )
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
+        """JSON that a schema accepts, the members of objects in the order of the schema's ``properties``."""
+        if isinstance(schema, str):
+            return cls("json_schema", schema)
+        if not isinstance(schema, Mapping):
+            raise UsageError(
+                f"json_schema is {schema!r}, but must be a JSON schema, as a dict or as text; of a pydantic model, "
+                "Model.model_json_schema()"
+            )
+        return cls("json_schema", _json_text(dict(schema), "json_schema"))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """A text that a regular expression matches as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """A text of a context-free grammar, in the notation of Lark or of GBNF."""
+        return cls("lark", text)
+
+    @classmethod
+    def choice(cls, options: Sequence[str]) -> Grammar:
+        """One of some texts."""
+        if isinstance(options, str) or not isinstance(options, Sequence):
+            raise UsageError(f"choice is {options!r}, but must be a list of texts")
+        return cls("choice", _json_text(list(options), "choice"))
+
+    @property
+    def name(self) -> str:
+        """The kind in the words of a message."""
+        return NAMES[self.kind]
+
+
+def validate(grammar: Grammar) -> None:
+    """Check a grammar without a model. Raises ``UsageError`` that says what is wrong and where.
+
+    Takes milliseconds, and :data:`CHECK_SECONDS` at most; the interpreter is free meanwhile. Whether a vocabulary has
+    the characters that the grammar needs is found later, when it is compiled for that vocabulary.
+    """
+    specification(grammar)
+
+
+@lru_cache(maxsize=256)
+def specification(grammar: Grammar) -> str:
+    """A grammar in llguidance's form, after the check of :func:`validate`."""
+    if find_spec("llguidance") is None:
+        raise UsageError(
+            f"a {grammar.name} for the output needs the package llguidance: pip install 'bminf-lite[grammar]'"
+        )
+    reply = _checker.ask(json.dumps({"kind": grammar.kind, "text": grammar.text}))
+    if "failed" in reply:
+        raise UsageError(f"the {grammar.name} is too complex: checking it {reply['failed']}. Simplify it")
+    if "problem" in reply:
+        raise UsageError(f"the {grammar.name} cannot be used: {reply['problem']}")
+    return reply["specification"]
+
+
+class _Checker:
+    """The process that checks grammars, one after another."""
+
+    def __init__(self) -> None:
+        self._worker: WorkerProcess | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, request: str) -> dict[str, str]:
+        with self._lock:
+            if self._worker is None or not self._worker.alive:
+                setup = {
+                    "memory": CHECK_BYTES, "limits": LIMITS, "whitespace": WHITESPACE, "max_choices": MAX_CHOICES,
+                }  # fmt: skip
+                self._worker = WorkerProcess(CHECK_WORKER, setup)
+            return self._worker.ask(request, CHECK_SECONDS)
+
+
+_checker = _Checker()
+
+
+def _json_text(value: Any, name: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"{name} cannot be written as JSON: {error}") from None
