@@ -38,22 +38,9 @@ TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<tool_call>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}
 {% endfor %}<assistant>"""
 WORDS = [
-    "the",
-    "terminal",
-    "file",
-    "system",
-    "shell",
-    "window",
-    "cat",
-    "program",
-    "user",
-    "command",
-    "text",
-    "line",
-    "memory",
-    "device",
-    "page",
-]
+    "the", "terminal", "file", "system", "shell", "window", "cat",
+    "program", "user", "command", "text", "line", "memory", "device", "page",
+]  # fmt: skip
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["a", "b"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},

@@ -260,7 +260,12 @@ def evaluate(server, monkeypatch, tmp_path):
     def run(model, path, config, **options):
         arguments = {"model": NAME, "base_url": f"{server.url}{path}", "max_length": 1024, "num_concurrent": 2}
         found = lm_eval.simple_evaluate(
-            model=model, model_args=arguments, tasks=[task(tmp_path, **config)], log_samples=True, **options
+            model=model,
+            model_args=arguments,
+            tasks=[task(tmp_path, **config)],
+            log_samples=True,
+            bootstrap_iters=0,
+            **options,
         )
         return sorted(found["samples"]["local"], key=lambda sample: sample["doc_id"])
 
