@@ -22,7 +22,7 @@ MAY_IMPORT = {
         "", "api", "server", "bench", "converters", "migration", "evaluation", "placement", "engine", "text", "models", "backend",
         "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
     },
-    "server": {"api", "completions", "engine", "text", "errors", "files"},
+    "server": {"api", "completions", "engine", "grammar", "text", "errors", "files"},
     "torch": {"backend", "checkpoint", "models", "cuda", "errors"},
     "bench": {"api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "api": {

@@ -14,6 +14,11 @@ from .generating import read
 Event = Content | Reasoning | CallBegin | ArgumentsDelta | CallEnd
 
 
+def call_number(event: CallBegin | ArgumentsDelta | CallEnd) -> int:
+    """Which of an answer's calls an event is about, from 0; the name ``index`` is also that of a tuple's method."""
+    return event[0]
+
+
 class NewEvents(NamedTuple):
     """What an output adds to an answer. At the end, the finish reason is ``stop``, ``length`` or ``tool_calls``."""
 
@@ -69,7 +74,7 @@ class Answer:
                 events += tools.push(part.text)
             else:
                 events.append(part)
-        return events + tools.flush() if ends else events
+        return [*events, *tools.flush()] if ends else events
 
     def _end_after_call(
         self, generation: Generation, output: Output, events: list[Event], tokens: list[ScoredToken]

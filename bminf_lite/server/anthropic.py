@@ -138,7 +138,7 @@ class _Blocks:
         return self.close() + self._begin({"type": kind} | ({"signature": ""} if kind == "thinking" else {}))
 
     def _begin(self, block: dict[str, Any]) -> bytes:
-        empty = {"input": {}} if block["type"] == "tool_use" else {block["type"]: ""}
+        empty: dict[str, Any] = {"input": {}} if block["type"] == "tool_use" else {block["type"]: ""}
         self.blocks.append(block)
         self._is_open = True
         start = {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": {**block, **empty}}
@@ -209,7 +209,7 @@ class _Message:
             await stream.write(b"event: error\ndata: " + told(exception).anthropic_body() + b"\n\n")
 
     def _start(self) -> bytes:
-        empty = {
+        empty: dict[str, Any] = {
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import UsageError
 from ..grammar import Grammar
+from ..grammar.value import specification
 from ..text.chat_template import Message
 from ..text.lark import TokenId, after_reasoning, no_token
 from ..text.prompts import EncodedPrompt
@@ -66,7 +67,8 @@ class PreparedConversation:
 
     def answer(self, stop: Sequence[str], texts: TokenTexts | None = None) -> Answer:
         """A new answer, which ends at one of the texts ``stop``. ``texts`` is given if log-probabilities are wanted."""
-        before = self.prompt.token_ids if self.prompt.continues else ()
+        # A grammar counts the space before the first word, which the text of an answer would leave out.
+        before = self.prompt.token_ids if self.prompt.continues or self.grammar else ()
         return Answer(
             CompletionText(self.tokenizer, stop, before, texts),
             ReasoningParser(self.reasoning, self.reasoning_is_open) if self.reasoning else None,
@@ -163,7 +165,7 @@ async def _grammar(
 
 def _nested(grammar: Grammar) -> str:
     """A grammar as the right side of a rule in Lark's notation."""
-    text = grammar.specification()
+    text = specification(grammar)
     parts = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
     schema, lark = parts.get("json_schema"), parts.get("lark_grammar")
     return f"%lark {{\n{lark}\n}}" if schema is None else f"%json {json.dumps(schema)}"

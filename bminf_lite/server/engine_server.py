@@ -14,7 +14,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cached_property
+from itertools import count
 from typing import Protocol
 
 import msgspec
@@ -22,6 +25,9 @@ import msgspec
 from ..engine.core import EngineStats
 from ..engine.request import Request
 from ..errors import BminfError, QueueFull, UsageError
+from ..grammar import Grammar
+from ..grammar.matcher import GrammarCompiler, Matcher
+from ..text.checkpoint_files import load_tokenizer
 from .protocol import (
     Admitted,
     Cancel,
@@ -117,6 +123,7 @@ class _Connection:
         self.socket = sock
         self.frames = FrameReader(ToEngine)
         self.completions: dict[int, _Completion] = {}
+        self.compiling: set[int] = set()  # the first ids of requests whose grammar is being compiled
         self.changed: dict[_Completion, None] = {}
         self.is_open = True
         self._server = server
@@ -206,6 +213,8 @@ class EngineServer:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._is_closing = False
+        self._admission = threading.Lock()  # of requests, which two threads admit and cancel
+        self._compilers = ThreadPoolExecutor(1, "bminf-lite-grammars")
         self._thread = threading.Thread(target=self._run, name="bminf-lite-connections", daemon=True)
         self._thread.start()
         engine.after_steps(self._after_step)
@@ -241,6 +250,7 @@ class EngineServer:
         self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def wake(self) -> None:
         """Let the reading thread look at its connections again."""
@@ -324,13 +334,50 @@ class EngineServer:
         connection.is_open = False
         with self._lock:
             self._connections = [c for c in self._connections if c is not connection]
-        self._cancel(connection, list(connection.completions))
+        with self._admission:
+            ids = [*connection.completions, *connection.compiling]
+        self._cancel(connection, ids)
 
     def _submit(self, connection: _Connection, submit: Submit) -> None:
+        """Submit a request; a thread of its own compiles its grammar, which may take a second."""
+        if submit.request.grammar is None:
+            with self._admission:
+                self._admit(connection, submit, [None] * submit.request.n)
+        else:
+            connection.compiling.add(submit.first_id)
+            self._compilers.submit(self._compile, connection, submit, submit.request.grammar)
+
+    def _compile(self, connection: _Connection, submit: Submit, grammar: Grammar) -> None:
+        """Admit a request with a grammar, unless it was cancelled meanwhile."""
+        eos_ids = self._eos_ids.union(submit.request.stop_token_ids)
+        error: BminfError | None = None
+        matchers: list[Matcher] = []
+        try:
+            matchers = [self._grammars.matcher(grammar, eos_ids) for _ in range(submit.request.n)]
+        except BminfError as refusal:
+            error = refusal
+        with self._admission:
+            if submit.first_id not in connection.compiling:
+                return
+            connection.compiling.remove(submit.first_id)
+            if error is None:
+                self._admit(connection, submit, matchers)
+            else:
+                connection.send(Refused(submit.first_id, str(error), False))
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        if self._info.folder is None:
+            raise UsageError("a grammar needs a tokenizer, and this model was made without one")
+        vocab_size = self._info.vocab_size
+        return GrammarCompiler(load_tokenizer(self._info.folder, vocab_size), vocab_size)
+
+    def _admit(self, connection: _Connection, submit: Submit, matchers: Sequence[Matcher | None]) -> None:
         first_id = submit.first_id
         try:
             requests = self._requests(submit.request, submit.first_index)
-            for id, request in enumerate(requests, first_id):
+            for id, request, matcher in zip(count(first_id), requests, matchers, strict=False):
+                request.matcher = matcher
                 completion = _Completion(connection, id)
                 completion.request = request
                 request.on_update = completion.on_update
@@ -370,5 +417,7 @@ class EngineServer:
         ]  # fmt: skip
 
     def _cancel(self, connection: _Connection, ids: Sequence[int]) -> None:
-        found = [connection.completions.pop(id, None) for id in ids]
+        with self._admission:
+            connection.compiling.difference_update(ids)
+            found = [connection.completions.pop(id, None) for id in ids]
         self._engine.cancel([completion.request for completion in found if completion is not None])

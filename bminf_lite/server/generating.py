@@ -59,7 +59,7 @@ async def encode(server: ServerState, prompt: Prompt, field: str, add_special_to
 
 
 async def render(
-    server: ServerState, messages: Sequence[Message], tools: Sequence[Tool], field: str, **variables: object
+    server: ServerState, messages: Sequence[Message], tools: Sequence[Tool], field: str, **variables: Any
 ) -> str:
     """A conversation as the text of a prompt, by the checkpoint's chat template in its process."""
     try:
@@ -128,7 +128,6 @@ def generation_request(
     prompt_logprobs: bool = False, grammar: Grammar | None = None,
 ) -> GenerationRequest:  # fmt: skip
     """The engine's request for ``n`` completions of a prompt."""
-    structure: dict[str, Any] = {} if grammar is None else {"grammar": grammar}
     return GenerationRequest(
         list(prompt.token_ids),
         params.with_seed(),
@@ -138,7 +137,7 @@ def generation_request(
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt or "",
         prompt_logprobs=prompt_logprobs,
-        **structure,
+        grammar=grammar,
     )
 
 

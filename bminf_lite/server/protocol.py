@@ -14,6 +14,7 @@ import msgspec
 
 from ..engine.core import EngineStats
 from ..engine.sampling_params import SamplingParams
+from ..grammar import Grammar
 
 MAX_MESSAGE_BYTES = 1 << 28
 _LENGTH_BYTES = 4
@@ -30,6 +31,7 @@ class GenerationRequest:
     - ``priority``: requests with a higher one go first. ``deadline``: seconds after which the completions end.
     - ``cache_salt``: only requests with equal ones share cached blocks.
     - ``prompt_logprobs``: report the log-probability of each prompt token but the first, and the most likely token.
+    - ``grammar``: what the completions must look like.
     """
 
     prompt_token_ids: list[int]
@@ -41,6 +43,7 @@ class GenerationRequest:
     deadline: float | None = None
     cache_salt: str = ""
     prompt_logprobs: bool = False
+    grammar: Grammar | None = None
 
 
 # -- from an HTTP process to the engine -------------------------------------------------------------------------------

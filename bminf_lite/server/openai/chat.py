@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from ...text.reasoning import Content, Reasoning
 from ...text.tool_calls import ArgumentsDelta, CallBegin, CallEnd
-from ..answer import Event
+from ..answer import Event, call_number
 from ..client import Generation, Output
 from ..completion_text import ScoredToken
 from ..conversation import Conversation, PreparedConversation, prepare
@@ -116,7 +116,7 @@ class _Chat:
             {
                 "id": self._prepared.new_call_id(),
                 "type": "function",
-                "function": {"name": begin.name, "arguments": arguments_of(events, begin.index)},
+                "function": {"name": begin.name, "arguments": arguments_of(events, call_number(begin))},
             }
             for begin in events
             if isinstance(begin, CallBegin)
@@ -183,7 +183,7 @@ class _Chat:
             return b'{"reasoning_content":' + _encode(event.text) + b"}" if self._shows_reasoning else b""
         if isinstance(event, CallEnd):
             return b""
-        call: dict[str, Any] = {"index": event.index}
+        call: dict[str, Any] = {"index": call_number(event)}
         if isinstance(event, ArgumentsDelta):
             call["function"] = {"arguments": event.text}
         else:
@@ -192,6 +192,6 @@ class _Chat:
         return _encode({"tool_calls": [call]})
 
 
-def arguments_of(events: Sequence[Event], index: int) -> str:
+def arguments_of(events: Sequence[Event], number: int) -> str:
     """The whole arguments of a call."""
-    return "".join(event.text for event in events if isinstance(event, ArgumentsDelta) and event.index == index)
+    return "".join(event.text for event in events if isinstance(event, ArgumentsDelta) and call_number(event) == number)

@@ -78,7 +78,8 @@ class _Choice:
     def __init__(self, completions: _Completions, prompt: EncodedPrompt, text: str):
         server, body = completions.server, completions.body
         tokenizer = server.prompts.tokenizer
-        continued = prompt.token_ids if prompt.continues else ()
+        # A grammar counts the space before the first word, which the text of an answer would leave out.
+        continued = prompt.token_ids if prompt.continues or body.structures else ()
         self.completion = CompletionText(tokenizer, body.stop, continued, completions.texts)
         self.is_empty = body.max_tokens == 0
         self.finish_reason: str | None = None
@@ -94,9 +95,10 @@ class _Choice:
         """What an output adds, with the prompt before the first of it."""
         if self.is_empty:  # the engine generates a token at least
             reason = "length" if output.finish_reason == "stop" else output.finish_reason
-            output = msgspec.structs.replace(
-                output, token_ids=[], logprobs=None, top_logprobs=None, finish_reason=reason
-            )
+            output = Output(
+                output.index, [], finish_reason=reason, prompt_logprobs=output.prompt_logprobs,
+                cached_tokens=output.cached_tokens, error=output.error,
+            )  # fmt: skip
         new = read(generation, self.completion, output)
         self.finish_reason, self.num_cached = new.finish_reason, output.cached_tokens
         if self._has_begun:

@@ -144,9 +144,10 @@ class _Items:
         told = self.close()
         is_message = kind == "message"
         item: dict[str, Any] = {"id": f"{'msg' if is_message else 'rs'}_{secrets.token_hex(16)}", "type": kind}
-        item |= {"role": "assistant"} if is_message else {"summary": []}
+        item["role" if is_message else "summary"] = "assistant" if is_message else []
         part: dict[str, Any] = {"type": "output_text" if is_message else "reasoning_text", "text": ""}
-        part |= {"annotations": [], "logprobs": []} if is_message else {}
+        if is_message:
+            part |= {"annotations": [], "logprobs": []}
         self.items.append(item | {"status": "in_progress", "content": []})
         told += self._added(self.items[-1])
         told += self.event("response.content_part.added", **self._place, content_index=0, part=part)
