@@ -33,7 +33,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "The 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder = demo_folder(tmp_path_factory.mktemp("clients") / "model", tool_templates.QWEN)
+    folder = demo_folder(tmp_path_factory.mktemp("clients") / "model", tool_templates.NOT_THINKING)
     process = ServerProcess(folder)
     yield process
     assert process.stop() == 0, process.log
@@ -141,13 +141,14 @@ def test_openai_structured_output(openai):
         numbers: list[Colour] = pydantic.Field(max_length=2)
         is_true: bool
 
-    options = {"model": NAME, "max_tokens": 100}
+    options = {"model": NAME, "max_tokens": 300, "seed": 1}
     parsed = openai.chat.completions.parse(messages=SAY, response_format=Answer, **options).choices[0].message.parsed
     assert isinstance(parsed, Answer)
     tools = [pytest.importorskip("openai").pydantic_function_tool(Answer)]
-    answer = openai.chat.completions.parse(messages=SAY, tools=tools, tool_choice="required", **options).choices[0]
+    options |= {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    answer = openai.chat.completions.parse(messages=SAY, **options).choices[0]
     assert isinstance(answer.message.tool_calls[0].function.parsed_arguments, Answer)
-    response = openai.responses.parse(model=NAME, input="Hi", text_format=Answer, max_output_tokens=100)
+    response = openai.responses.parse(model=NAME, input="Hi", text_format=Answer, max_output_tokens=300)
     assert isinstance(response.output_parsed, Answer)
 
 
@@ -267,6 +268,7 @@ def evaluate(server, monkeypatch, tmp_path):
             tasks=[task(tmp_path, **config)],
             log_samples=True,
             bootstrap_iters=0,
+            task_manager=tasks,
             **options,
         )
         return sorted(found["samples"]["local"], key=lambda sample: sample["doc_id"])
@@ -300,8 +302,8 @@ def test_lm_eval_scores_as_the_model_does(evaluate):
     with load(DEMO, device="cpu") as model:
         for question, sample in zip(QUESTIONS, samples, strict=True):
             for choice, (response,) in zip(question["choices"], sample["resps"], strict=True):
-                context = model.tokenizer.encode(question["question"].rstrip())
-                whole = model.tokenizer.encode(f"{question['question']} {choice}")
+                context = model.encode(question["question"].rstrip(), add_special_tokens=False).token_ids
+                whole = model.encode(f"{question['question']} {choice}", add_special_tokens=False).token_ids
                 scores = logprobs(model, whole)
                 assert float(response[0]) == pytest.approx(scores[len(context) :].sum(), abs=TOLERANCE)
 
@@ -315,7 +317,9 @@ def test_lm_eval_rolling_perplexity_is_that_of_the_model(evaluate):
     samples = evaluate("local-completions", "/v1/completions", config)
     with load(DEMO, device="cpu") as model:
         for question, sample in zip(QUESTIONS, samples, strict=True):
-            scores = logprobs(model, [model.tokenizer.bos_id, *model.tokenizer.encode(question["question"])])
+            scores = logprobs(
+                model, [model.tokenizer.bos_id, *model.encode(question["question"], add_special_tokens=False).token_ids]
+            )
             assert float(sample["resps"][0][0]) == pytest.approx(scores[1:].sum(), abs=TOLERANCE)
 
 
