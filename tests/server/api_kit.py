@@ -18,6 +18,8 @@ import uvicorn
 from fake_engine import FakeEngine, fake_info
 
 import bminf_lite
+from bminf_lite.engine.request import Request
+from bminf_lite.errors import BminfError
 from bminf_lite.server.app import create_app
 from bminf_lite.server.client import EngineClient
 from bminf_lite.server.engine_server import EngineServer, ServedEngine
@@ -33,7 +35,16 @@ TOKENIZER = load_tokenizer(DEMO, VOCAB_SIZE)
 NAME = "test-model"
 
 
-class ScriptedEngine(FakeEngine):
+class UnconstrainedEngine(FakeEngine):
+    """A fake engine that takes requests with a grammar and does not follow it."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.matcher = None
+        super().submit(requests)
+
+
+class ScriptedEngine(UnconstrainedEngine):
     """Generates the same tokens for each request, and then an end-of-sequence token.
 
     Each token's log-probability is its id divided by -1000, and the most likely tokens are 0, 1, 2, ...
@@ -42,6 +53,7 @@ class ScriptedEngine(FakeEngine):
     def __init__(self, script: Sequence[int] = (), **options: Any):
         super().__init__(script, **options)
         self.script = script
+        self.fail_at: int | None = None  # the number of the token at which a request fails
 
     def _step(self) -> None:
         for request in self._running:
@@ -55,6 +67,8 @@ class ScriptedEngine(FakeEngine):
                 ids = request.prompt_token_ids
                 request.prompt_token_logprobs = [None, *(-i / 1000 for i in ids[1:])]
                 request.prompt_most_likely = [None, *((END, -0.25) for _ in ids[1:])]
+            if done == self.fail_at:
+                request.finish_reason, request.error = "error", BminfError("the logits have a NaN")
             request.on_update(request)
         self._running = [r for r in self._running if r.finish_reason is None]
 
@@ -90,7 +104,7 @@ class LiveServer:
 
     def post(self, path: str, body: Any) -> httpx.Response:
         """Post a value as JSON."""
-        return self.http.post(path, json=body)
+        return self.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
 
     def json(self, path: str, body: Any) -> Any:
         """The answer to a request that must succeed."""
@@ -124,10 +138,14 @@ def parse_events(text: str) -> Iterator[Any]:
                 yield data if data == "[DONE]" else json.loads(data)
 
 
-def scripted_server(folder: Path, script: str = "") -> LiveServer:
+def info_of(folder: Path) -> ModelInfo:
+    """What a fake engine says of its model, whose tokenizer is in a folder."""
+    return msgspec.structs.replace(fake_info(str(folder), VOCAB_SIZE, context_length=1024), eos_ids=[END])
+
+
+def scripted_server(folder: Path, script: str = "", **options: Any) -> LiveServer:
     """A server whose engine writes a text; see :meth:`LiveServer.says`."""
-    info = msgspec.structs.replace(fake_info(str(folder), VOCAB_SIZE, context_length=1024), eos_ids=[END])
-    server = LiveServer(ScriptedEngine(), info)
+    server = LiveServer(ScriptedEngine(**options), info_of(folder))
     server.says(script)
     return server
 
@@ -139,8 +157,7 @@ def model_server(model: bminf_lite.Model) -> LiveServer:
 
 def fake_server(folder: Path = DEMO, **options: Any) -> LiveServer:
     """A server whose engine gives the tokens 1, 2, 3, ... of the demo model's vocabulary."""
-    engine = FakeEngine(range(1, VOCAB_SIZE), **options)
-    return LiveServer(engine, fake_info(str(folder), VOCAB_SIZE, context_length=1024))
+    return LiveServer(UnconstrainedEngine(range(1, VOCAB_SIZE), **options), info_of(folder))
 
 
 CHAT_TEMPLATE = """\

@@ -65,6 +65,9 @@ QWEN = """{%- if tools %}
 {%- endif %}
 """
 
+NOT_THINKING = QWEN.replace("think>", "thought>")
+"""For a model whose reasoning has no known form."""
+
 LLAMA3 = """{{- bos_token }}
 {%- if not tools is defined %}
     {%- set tools = none %}
