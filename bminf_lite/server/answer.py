@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..text.reasoning import Content, Reasoning, ReasoningParser
@@ -50,8 +50,28 @@ class Answer:
 
     def read(self, generation: Generation, output: Output) -> NewEvents:
         """What an output adds. Raises :class:`.CompletionFailed` for an error of the engine."""
+        self.num_cached = output.cached_tokens
+        if self._tools is None or self._parallel_calls:
+            return self._read(generation, output)
+        events: list[Event] = []
+        tokens: list[ScoredToken] = []
+        for one in _single_tokens(output):  # so that nothing depends on the tokens after the first call
+            new = self._read(generation, one)
+            events += new.events
+            tokens += new.tokens
+            end = next((i for i, event in enumerate(events) if isinstance(event, CallEnd)), None)
+            if end is not None:
+                if output.finish_reason is None:
+                    generation.stop(output.index)
+                self.finish_reason = "tool_calls"
+                return NewEvents(events[: end + 1], tokens, self.finish_reason)
+            if new.finish_reason is not None:
+                break
+        return NewEvents(events, tokens, self.finish_reason)
+
+    def _read(self, generation: Generation, output: Output) -> NewEvents:
         new = read(generation, self.completion, output)
-        self.num_cached, self.finish_reason = output.cached_tokens, new.finish_reason
+        self.finish_reason = new.finish_reason
         if self._reasoning is None and self._tools is None:
             return NewEvents((Content(new.text),) if new.text else (), new.tokens, new.finish_reason)
         ends = new.finish_reason is not None
@@ -63,8 +83,6 @@ class Answer:
             events = self._with_calls(self._tools, parts, ends)
             if self._tools.call_count and new.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
-            if not self._parallel_calls and any(isinstance(event, CallEnd) for event in events):
-                return self._end_after_call(generation, output, events, new.tokens)
         return NewEvents(events, new.tokens, self.finish_reason)
 
     def _with_calls(self, tools: ToolCallParser, parts: Sequence[Content | Reasoning], ends: bool) -> list[Event]:
@@ -76,11 +94,19 @@ class Answer:
                 events.append(part)
         return [*events, *tools.flush()] if ends else events
 
-    def _end_after_call(
-        self, generation: Generation, output: Output, events: list[Event], tokens: list[ScoredToken]
-    ) -> NewEvents:
-        end = next(i for i, event in enumerate(events) if isinstance(event, CallEnd))
-        if output.finish_reason is None:
-            generation.stop(output.index)
-        self.finish_reason = "tool_calls"
-        return NewEvents(events[: end + 1], tokens, self.finish_reason)
+
+def _single_tokens(output: Output) -> Iterator[Output]:
+    """The outputs of one token each that an output joins."""
+    last = len(output.token_ids) - 1
+    if last < 1:
+        yield output
+        return
+    for i, token_id in enumerate(output.token_ids):
+        yield Output(
+            output.index,
+            [token_id],
+            None if output.logprobs is None else [output.logprobs[i]],
+            None if output.top_logprobs is None else [output.top_logprobs[i]],
+            output.finish_reason if i == last else None,
+            error=output.error,
+        )

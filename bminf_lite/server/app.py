@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ..errors import QueueFull, UsageError
+from ..errors import BminfError
 from . import anthropic, fill_blank, health, monitoring, page, tokens
-from .client import EngineClient, EngineFailure
-from .errors import ApiError
+from .client import EngineClient
+from .errors import ApiError, api_error
 from .openai import chat, completions, responses
 from .recorder import Recorder
 from .security import Guard
@@ -31,21 +31,8 @@ def create_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
     return Recorder(guarded, server.observer, server.model_name, (route.path for route in routes))
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _queue_full(request: Request, error: Exception) -> Response:
-    return ApiError(429, str(error), code="queue_full", retry_after=1).response()
-
-
-async def _usage_error(request: Request, error: Exception) -> Response:
-    return ApiError(400, str(error)).response()
-
-
-async def _engine_failure(request: Request, error: Exception) -> Response:
-    return ApiError(503, str(error), code="engine_failed").response()
+async def _error(request: Request, error: Exception) -> Response:
+    return api_error(error).response()
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
@@ -57,16 +44,5 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     return response
 
 
-async def _internal_error(request: Request, error: Exception) -> Response:
-    return ApiError(500, "the server made an error, which its log describes", code="internal_error").response()
-
-
-_HANDLERS: Any = {
-    ApiError: _api_error,
-    QueueFull: _queue_full,
-    UsageError: _usage_error,
-    EngineFailure: _engine_failure,
-    HTTPException: _http_exception,
-    Exception: _internal_error,
-}
-"""Starlette takes the handler of an exception's nearest base class."""
+_HANDLERS: Any = {ApiError: _error, BminfError: _error, HTTPException: _http_exception, Exception: _error}
+"""Starlette takes the handler of an exception's nearest base class, and logs what only the last one handles."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -58,7 +58,7 @@ class EngineFailure(BminfError):
     """The engine has failed or its process has ended: HTTP's 503."""
 
 
-class Output(NamedTuple):
+class Output(msgspec.Struct, frozen=True):
     """What arrived for one completion since the last look at it; several steps may be joined.
 
     - ``index``: which of the ``n`` completions. ``token_ids`` may be empty in the last output.
@@ -69,7 +69,7 @@ class Output(NamedTuple):
     - ``cached_tokens``: tokens of the prompt that came from the cache; in every output.
     """
 
-    index: int  # type: ignore[assignment]  # and not the tuple's method of that name
+    index: int
     token_ids: list[int]
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None

@@ -51,6 +51,9 @@ async def run_briefly(work: Callable[[], T], length: int) -> T:
 async def encode(server: ServerState, prompt: Prompt, field: str, add_special_tokens: bool = True) -> EncodedPrompt:
     """The tokens of a prompt, which stands in ``field``."""
     length = len(prompt) if isinstance(prompt, str) else 0
+    if length and length > (most := server.max_characters):
+        problem = f"the prompt has {length:,} characters, but {most:,} of the longest tokens fill the model's context"
+        raise bad_request(f"{problem}: shorten it", field, "context_length_exceeded")
     try:
         return await run_briefly(lambda: server.prompts.encode(prompt, add_special_tokens), length)
     except UsageError as error:

@@ -53,6 +53,13 @@ class ServerState:
         """The texts of single tokens, for log-probabilities."""
         return TokenTexts(self.prompts.tokenizer)
 
+    @cached_property
+    def max_characters(self) -> int:
+        """Characters of a prompt that cannot fit any more, so that it need not be tokenized, which takes seconds."""
+        tokenizer, info = self.prompts.tokenizer, self.client.info
+        longest = max(len(tokenizer.id_to_piece(i) or "") for i in range(len(tokenizer)))
+        return longest * (info.max_source_length if info.is_encoder_decoder else info.context_length)
+
     @property
     def model_name(self) -> str:
         """The name that responses report."""

@@ -18,6 +18,7 @@ import uvicorn
 from fake_engine import FakeEngine, fake_info
 
 import bminf_lite
+from bminf_lite.errors import BminfError
 from bminf_lite.server.app import create_app
 from bminf_lite.server.client import EngineClient
 from bminf_lite.server.engine_server import EngineServer, ServedEngine
@@ -42,6 +43,7 @@ class ScriptedEngine(FakeEngine):
     def __init__(self, script: Sequence[int] = (), **options: Any):
         super().__init__(script, **options)
         self.script = script
+        self.fail_at: int | None = None  # the number of the token at which a request fails
 
     def _step(self) -> None:
         for request in self._running:
@@ -55,6 +57,8 @@ class ScriptedEngine(FakeEngine):
                 ids = request.prompt_token_ids
                 request.prompt_token_logprobs = [None, *(-i / 1000 for i in ids[1:])]
                 request.prompt_most_likely = [None, *((END, -0.25) for _ in ids[1:])]
+            if done == self.fail_at:
+                request.finish_reason, request.error = "error", BminfError("the logits have a NaN")
             request.on_update(request)
         self._running = [r for r in self._running if r.finish_reason is None]
 
@@ -90,7 +94,7 @@ class LiveServer:
 
     def post(self, path: str, body: Any) -> httpx.Response:
         """Post a value as JSON."""
-        return self.http.post(path, json=body)
+        return self.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
 
     def json(self, path: str, body: Any) -> Any:
         """The answer to a request that must succeed."""
@@ -124,10 +128,10 @@ def parse_events(text: str) -> Iterator[Any]:
                 yield data if data == "[DONE]" else json.loads(data)
 
 
-def scripted_server(folder: Path, script: str = "") -> LiveServer:
+def scripted_server(folder: Path, script: str = "", **options: Any) -> LiveServer:
     """A server whose engine writes a text; see :meth:`LiveServer.says`."""
     info = msgspec.structs.replace(fake_info(str(folder), VOCAB_SIZE, context_length=1024), eos_ids=[END])
-    server = LiveServer(ScriptedEngine(), info)
+    server = LiveServer(ScriptedEngine(**options), info)
     server.says(script)
     return server
 

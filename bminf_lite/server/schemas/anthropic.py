@@ -145,9 +145,10 @@ class CustomTool(Body):
 
     def plain(self) -> dict[str, Any]:
         """OpenAI's form, which templates read."""
-        function = {"name": self.name, "parameters": self.input_schema or {}}
-        function |= {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": function | ({} if self.strict is None else {"strict": self.strict})}
+        given = {
+            "name": self.name, "description": self.description, "parameters": self.input_schema, "strict": self.strict,
+        }  # fmt: skip
+        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 class SkippedTool(Body):
