@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .evaluation.compare import Comparison
     from .evaluation.measure import compare, perplexity
     from .evaluation.perplexity import Perplexity
+    from .grammar import Grammar
     from .memory.planner import MemoryPlan
     from .migration.migrate import migrate
     from .placement import plan
@@ -36,6 +37,7 @@ __all__ = [
     "Comparison",
     "DeviceError",
     "EngineStats",
+    "Grammar",
     "MemoryPlan",
     "MigrationReport",
     "Model",
@@ -59,6 +61,7 @@ _HOMES = {
     "load": "api",
     "Model": "api",
     "EngineStats": "engine.core",
+    "Grammar": "grammar",
     "Piece": "engine.outputs",
     "Result": "engine.outputs",
     "SamplingParams": "engine.sampling_params",

@@ -276,7 +276,7 @@ class Model:
 
         Closing the stream ends generation; the memory of its requests is free at the next step.
         """
-        return self._pieces(self._completions(prompt, params, options))
+        return self._pieces(self._completions(prompt, params, options, is_streamed=True))
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
@@ -301,7 +301,7 @@ class Model:
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Piece, None]:
         """:meth:`stream` for asyncio: ``async for piece in model.astream(prompt)``."""
-        return self._apieces(self._completions(prompt, params, options))
+        return self._apieces(self._completions(prompt, params, options, is_streamed=True))
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
         """The tokens of a prompt, checked: at least one, and few enough to leave room for a new token.
@@ -362,7 +362,9 @@ class Model:
             async for piece in pieces:
                 yield piece
 
-    def _completions(self, prompt: Any, params: SamplingParams | None, options: RequestOptions) -> list[Completion]:
+    def _completions(
+        self, prompt: Any, params: SamplingParams | None, options: RequestOptions, is_streamed: bool = False
+    ) -> list[Completion]:
         """The requests of a call with the texts that they will have. All arguments are checked."""
         self._require_open()
         given = cast(dict[str, Any], dict(options))
@@ -374,6 +376,7 @@ class Model:
         deadline = given.pop("deadline", None)
         grammar = _grammar(given)
         _check_served(served, deadline, self.engine_config.is_encoder_decoder)
+        served["is_streamed"] = is_streamed
         if params is None:
             params = SamplingParams.from_checkpoint(self.generation_config, **given)
         else:
@@ -420,8 +423,12 @@ class Model:
         token_ids: Sequence[int] | np.ndarray,
         device: bool = False,
         source: Sequence[int] | np.ndarray | None = None,
+        start: int = 0,
     ) -> Any:
-        """Logits after each token, fp32 ``[tokens, vocab]``.
+        """Logits after each token from the position ``start`` on, fp32 ``[tokens - start, vocab]``.
+
+        Keys and values of the tokens before ``start`` may come from the cache of earlier requests. So logits of a few
+        drafted tokens behind a long prompt cost little.
 
         The result is a NumPy array, or with ``device`` the backend's own array without a copy to the host. On a GPU
         that is a finished CuPy array, which other libraries may take through DLPack and read on any stream. Keep a
@@ -435,31 +442,33 @@ class Model:
         ids = np.array(self._prompts.validate_token_ids(token_ids), np.int32)
         if not 0 < len(ids) <= config.context_length:
             raise UsageError(f"logits takes 1 to {config.context_length:,} token ids, not {len(ids):,}")
+        if not 0 <= start < len(ids):
+            raise UsageError(f"start is {start}, but must be the position of one of the {len(ids):,} tokens, from 0 on")
         source_ids = self._prompts.validate_token_ids(() if source is None else source)
         longest = config.max_source_length
         if not (0 < len(source_ids) <= longest if config.is_encoder_decoder else source is None):
             wanted = f"a source of 1 to {longest:,} token ids" if config.is_encoder_decoder else "no source"
             raise UsageError(f"logits of this model need {wanted}, not {'none' if source is None else len(source_ids)}")
-        return self._logits(ids.tolist(), source_ids, device)
+        return self._logits(ids.tolist(), source_ids, device, start)
 
-    def _logits(self, token_ids: Sequence[int], source_ids: Sequence[int], device: bool) -> Any:
+    def _logits(self, token_ids: Sequence[int], source_ids: Sequence[int], device: bool, start: int) -> Any:
         """The logits of checked tokens. They are computed like a prompt, beside other requests."""
         ops = self.ops
         pieces: dict[int, Any] = {}
         errors: list[BaseException] = []
         ended: SimpleQueue[Request] = SimpleQueue()
 
-        def take(start: int, logits: Any) -> None:
-            if start == 0:
+        def take(position: int, logits: Any) -> None:
+            if position == start:
                 pieces.clear()
             try:
-                pieces[start] = ops.complete(logits) if device else ops.host(logits)
+                pieces[position] = ops.complete(logits) if device else ops.host(logits)
             except BaseException as error:
                 errors.append(error)
 
         request = Request(
-            0, token_ids, SamplingParams(seed=0), source_token_ids=source_ids, take_logits=take, whole_prompt=device,
-            on_update=ended.put,
+            0, token_ids, SamplingParams(seed=0), source_token_ids=source_ids, take_logits=take, logits_start=start,
+            whole_prompt=device, on_update=ended.put,
         )  # fmt: skip
         self._engine.submit([request])
         try:
@@ -469,7 +478,7 @@ class Model:
         for error in (request.error, *errors):
             if error is not None:
                 raise error
-        return pieces[0] if device else np.concatenate(list(pieces.values()))
+        return pieces[start] if device else np.concatenate(list(pieces.values()))
 
 
 def _needs_text_at_once(completions: Sequence[Completion]) -> bool:

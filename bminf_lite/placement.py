@@ -36,8 +36,10 @@ LIBRARY_BYTES = 48 << 20
 
 CAPTURE_SHARE = 16
 """A share of this part of the memory is left to captured steps and to steps of prompts."""
-LOGITS_SHARE = 8
+LOGITS_SHARE = 16
 """Logits of the sequences of a step take at most this part of the memory that a plan leaves."""
+GPU_SEQUENCES = 1024
+"""Sequences of a step on a GPU by default, if there is memory: the more, the less a token costs."""
 CPU_CACHE = 4 << 30
 """Bytes that a CPU is assumed to have free where the system does not say."""
 
@@ -147,7 +149,7 @@ def make_engine_config(
         left = plan.left
         per_sequence = plan.requirements.scratch_per_sequence
         if max_num_seqs is None:
-            max_num_seqs = min(max(left // LOGITS_SHARE // per_sequence, 1), EngineConfig.max_num_seqs)
+            max_num_seqs = min(max(left // LOGITS_SHARE // per_sequence, 1), GPU_SEQUENCES)
         spare = (max_num_seqs - 1) * per_sequence + plan.machine.memory // CAPTURE_SHARE
         room = plan.cache_bytes + max(left - spare, 0)
         context, itemsize = plan.context, 2

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import UsageError
+from ..files import read_small_file
 from ..memory.sizes import format_size
 from ._finish import finish_text, max_new_tokens
 from ._options import context_option, given_options, max_batch_option, model_options, sampling_options, stop_option
@@ -19,6 +20,7 @@ from ._prompts import Prompt, read_file, read_stdin
 if TYPE_CHECKING:
     from ..api import Model
     from ..engine.outputs import Piece, Result
+    from ..grammar import Grammar
     from ..text.prompts import EncodedPrompt
 
 
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
     "--logprobs", metavar="[K]", is_flag=False, flag_value=0, type=click.IntRange(0, 20),
     help="With --json: the log-probability of each token, and the K most likely tokens with theirs.",
 )  # fmt: skip
+@click.option("--json-schema", metavar="FILE", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="The text is JSON that this schema accepts.")  # fmt: skip
+@click.option("--regex", metavar="PATTERN", help="The text is one that this regular expression matches as a whole.")
+@click.option("--choice", multiple=True, metavar="TEXT", help="The text is one of these. Give it several times.")
 @click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
 @max_batch_option
 @context_option
@@ -54,6 +60,9 @@ def generate(
     stats: bool,
     check: bool,
     logprobs: int | None,
+    json_schema: Path | None,
+    regex: str | None,
+    choice: tuple[str, ...],
     ignore_eos: bool,
     max_batch: int,
     context: int | None,
@@ -70,6 +79,7 @@ def generate(
     Example:
       bminf-lite generate MODEL "Once upon a time" --max-new-tokens 64 --temperature 0.8
       bminf-lite generate MODEL --chat "Why is the sky blue?" --stats
+      bminf-lite generate MODEL --chat "Is the sky blue?" --choice yes --choice no
       bminf-lite generate MODEL --prompts questions.jsonl --json > answers.jsonl
     """
     from ..api import load
@@ -82,6 +92,7 @@ def generate(
         raise click.UsageError("--logprobs needs --json.")
     flags = {"logprobs": logprobs, "ignore_eos": ignore_eos or None}
     given = given_options(sampling | flags, stop)
+    grammar = grammar_of(json_schema, regex, choice)
     wanted = read_file(prompts) if prompts is not None else [read_stdin() if prompt == "-" else Prompt(str(prompt))]
     if chat:
         wanted = [p.as_chat(system) for p in wanted]
@@ -90,7 +101,7 @@ def generate(
         check=check,
     ) as loaded:  # fmt: skip
         started = time.perf_counter()
-        pieces = loaded.stream(encode(loaded, wanted), **given)
+        pieces = loaded.stream(encode(loaded, wanted), grammar=grammar, **given)
         streams = prompts is None and not as_json
         results = print_stream(pieces) if streams else print_results(pieces, wanted, as_json)
         if stats:
@@ -98,6 +109,29 @@ def generate(
             click.echo(stats_text(results, time.perf_counter() - started, *limits), err=True)
             if memory := loaded.memory():
                 click.echo(memory_text(memory), err=True)
+
+
+def grammar_of(json_schema: Path | None, regex: str | None, choice: tuple[str, ...]) -> Grammar | None:
+    """What the text must look like; ``UsageError`` for a bad grammar, before a model is loaded."""
+    from ..grammar import Grammar, validate
+
+    given: list[Callable[[], Grammar]] = []
+    if json_schema is not None:
+        given.append(lambda: Grammar.json_schema(read_small_file(json_schema).decode()))
+    if regex is not None:
+        given.append(lambda: Grammar.regex(regex))
+    if choice:
+        given.append(lambda: Grammar.choice(choice))
+    if len(given) > 1:
+        raise click.UsageError("Give only one of --json-schema, --regex and --choice.")
+    if not given:
+        return None
+    try:
+        grammar = given[0]()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{json_schema} cannot be read as text: {error}") from error
+    validate(grammar)
+    return grammar
 
 
 def encode(model: Model, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:

@@ -72,6 +72,15 @@ class BlockPool:
             else:
                 self._free.append(block)
 
+    def discard(self, key: bytes) -> None:
+        """Remove the block with this key from the index, so that its contents are not reused; free it if it is idle."""
+        block = self.index.find(key)
+        if block is not None:
+            self.index.forget(block)
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
+
     def check(self, held: Iterable[int]) -> None:
         """Assert that the accounts are exact; ``held`` has each block once for each of its holders."""
         counts = Counter(held)
@@ -177,15 +186,16 @@ class BlockManager:
             keys.append(block_key(keys[-1] if keys else sequence.root, token_ids[first : first + size]))
 
     def admit(
-        self, sequence: SequenceBlocks, num_tokens: int, budget: int, *, spare: int = 0, reuse: bool = True
-    ) -> Admission | None:
+        self, sequence: SequenceBlocks, num_tokens: int, budget: int, *, spare: int = 0,
+        max_cached_tokens: int | None = None,
+    ) -> Admission | None:  # fmt: skip
         """Give a sequence what the cache has of its prefix, and new blocks for the rest of its ``num_tokens`` tokens.
 
-        The last token is never taken from the cache. A group with a window gets blocks for the next ``budget`` tokens
-        only. Returns None and changes nothing if fewer than ``spare`` blocks of a group would be left. With
-        ``reuse=False`` the sequence begins at its first token.
+        At most ``max_cached_tokens`` come from the cache, by default all but the last. A group with a window gets
+        blocks for the next ``budget`` tokens only. Returns None and changes nothing if fewer than ``spare`` blocks of a
+        group would be left.
         """
-        hits = self.cached_prefix(sequence, num_tokens) if reuse else 0
+        hits = self.cached_prefix(sequence, num_tokens - 1 if max_cached_tokens is None else max_cached_tokens)
         found = [self._hit_blocks(sequence, group, hits) for group in range(len(self.pools))]
         ends = [num_tokens if w is None else min(num_tokens, hits * self.block_size + budget) for w in self.windows]
         for pool, blocks, end in zip(self.pools, found, ends, strict=True):
@@ -254,9 +264,21 @@ class BlockManager:
             sequence.source_table = []
         sequence.num_indexed = 0
 
+    def discard(self, sequence: SequenceBlocks) -> None:
+        """Let no other sequence find the blocks of this one from now on, those that it shares included."""
+        for pool in self.pools:
+            for key in sequence.keys:
+                pool.discard(key)
+        if self.source_pool:
+            for key in self._source_keys(sequence):
+                self.source_pool.discard(key)
+
     def cached_prefix(self, sequence: SequenceBlocks, num_tokens: int) -> int:
-        """The most leading blocks that can be reused: every group has those that the token behind them sees."""
-        keys = sequence.keys[: (num_tokens - 1) // self.block_size]
+        """The most leading blocks of ``num_tokens`` tokens that can be reused.
+
+        Every group has those blocks of them that the token behind them sees.
+        """
+        keys = sequence.keys[: num_tokens // self.block_size]
         for pool, window in zip(self.pools, self.windows, strict=True):
             if window is None:
                 missing = (i for i, key in enumerate(keys) if pool.index.find(key) is None)

@@ -15,9 +15,10 @@ class EngineConfig:
     - ``num_blocks``: blocks of the key-value cache for each group of ``cache_shape``, the null block included;
       ``num_source_blocks``: those of the sources of an encoder-decoder.
     - ``max_num_seqs``: sequences that take part in one step.
-    - ``max_num_batched_tokens``: tokens of a step that holds prompts alone; a longer prompt is cut into pieces.
-    - ``max_num_mixed_tokens``: tokens of a step that also decodes. It bounds the time between two tokens of a sequence
-      while others' prompts are processed. A step holds one prompt token at least.
+    - ``max_num_batched_tokens``: tokens of a step; a longer prompt is cut into pieces. A step has room for one prompt
+      token at least.
+    - ``max_num_mixed_tokens``: prompt tokens of a step that also decodes a sequence whose tokens are streamed. It
+      bounds the time between two tokens of a stream while others' prompts are processed.
     - ``max_logit_rows``: prompt tokens of a step whose logits are computed, for log-probabilities of prompts.
     - ``max_queue``: requests that may wait.
     - ``prefix_cache``: whether blocks of earlier prompts are reused.

@@ -123,6 +123,7 @@ class ModelRunner:
         lengths = [*(n for n in CAPTURED_LENGTHS if n < config.context_length), config.context_length]
         self._sizes = captured_sizes(self.ops, lengths, config.max_num_seqs, config.max_num_batched_tokens)
         self._captured: dict[StepSize, CapturedStep] = {}
+        self._packed = self.ops.array(np.zeros(0, np.int32))  # the integers of a step that is not captured
         with _memory_for_the_cache():
             self.cache = self._pools(config.num_blocks)
             if config.num_source_blocks:
@@ -173,7 +174,7 @@ class ModelRunner:
             sum(p.num_tokens for p in parts[step.num_decodes :]),
             max(p.stop for p in parts),
         )
-        if not any(p.num_scored or p.request.take_logits for p in parts):
+        if not any(p.num_scored or p.num_taken for p in parts):
             size = next((size for size in self._sizes if exact.fits(size)), None)
             if size is not None:
                 inputs = self._captured_inputs(parts, size)
@@ -181,7 +182,11 @@ class ModelRunner:
                 captured.arrays.write(inputs)
                 return self._run(parts, inputs, captured.arrays, captured.forward)
         inputs = self._inputs(parts, exact)
-        arrays = StepArrays(self.ops, inputs, max(p.num_tokens for p in parts))
+        count = len(inputs.packed)
+        if len(self._packed) < count:
+            self._packed = self.ops.array(np.zeros(1 << (count - 1).bit_length(), np.int32))
+        arrays = StepArrays(self.ops, self._packed[:count], inputs, max(p.num_tokens for p in parts))
+        arrays.write(inputs)
         return self._run(parts, inputs, arrays, lambda: self.network(arrays.batch, self.cache))
 
     def _run(
@@ -211,9 +216,9 @@ class ModelRunner:
             first, end = end, end + len(inputs.targets)
             launched.scores = self.ops.fetch(self.ops.token_logprobs(logits[first:end], arrays.targets))
         for part in parts:
-            if part.request.take_logits is not None:
-                first, end = end, end + part.num_tokens
-                part.request.take_logits(part.start, logits[first:end])
+            if part.num_taken and part.request.take_logits is not None:
+                first, end = end, end + part.num_taken
+                part.request.take_logits(part.stop - part.num_taken, logits[first:end])
         return launched
 
     def _write_masks(self, requests: Sequence[Request]) -> None:
@@ -250,13 +255,10 @@ class ModelRunner:
         requests, samples = [p.request for p in parts], any(p.samples for p in parts)
         widths = [max(len(_blocks(r).tables[group]) for r in requests) for group in range(len(self._tables))]
         source_width = blocks_for(max(len(r.source_token_ids) for r in requests))
-        starts = np.cumsum([0, *(p.num_tokens for p in parts)]).tolist()
-        scored = [range(start, start + p.num_scored) for p, start in zip(parts, starts, strict=False)]
-        taken = [
-            range(start, start + p.num_tokens)
-            for p, start in zip(parts, starts, strict=False)
-            if p.request.take_logits is not None
-        ]
+        ends = np.cumsum([p.num_tokens for p in parts]).tolist()
+        starts = [end - p.num_tokens for p, end in zip(parts, ends, strict=True)]
+        scored = [range(start, start + p.num_scored) for p, start in zip(parts, starts, strict=True)]
+        taken = [range(end - p.num_taken, end) for p, end in zip(parts, ends, strict=True)]
         more = [row for rows in (*scored, *taken) for row in rows]
         own = size.sequences if samples else 0
         num_logits = 0 if samples and not size.prompts and not more else own + len(more) or 1

@@ -29,8 +29,9 @@ class Request:
     - ``prompt_logprobs``: compute the log-probability of each prompt token but the first, and at its place the most
       likely token with its log-probability.
     - ``take_logits``: called by the engine's thread with a position and the logits of the prompt from there on, fp32
-      ``[n, vocab]`` of the backend, instead of generating. The pieces come in order, and begin anew if the request is
-      preempted. ``whole_prompt`` makes one piece of them.
+      ``[n, vocab]`` of the backend, instead of generating. The pieces come in order from the position ``logits_start``
+      on, and begin anew if the request is preempted. ``whole_prompt`` makes one piece of them.
+    - ``is_streamed``: its tokens are read as they come, so the time between them matters.
     - ``on_update``: called by the engine's thread after each new token and when the request ends. An exception in it
       ends the request.
 
@@ -56,7 +57,9 @@ class Request:
     matcher: Matcher | None = None
     prompt_logprobs: bool = False
     take_logits: Callable[[int, Array], None] | None = None
+    logits_start: int = 0
     whole_prompt: bool = False
+    is_streamed: bool = False
     on_update: Callable[[Request], None] = lambda request: None
 
     output_token_ids: list[int] = field(default_factory=list)
@@ -102,9 +105,11 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether the logits behind each prompt token are needed, so that no prefix may come from the cache."""
-        return self.prompt_logprobs or self.take_logits is not None
+    def max_cached_tokens(self) -> int:
+        """So many tokens may come from the cache: those before the first whose logits are needed."""
+        if self.prompt_logprobs:
+            return 0
+        return self.num_tokens - 1 if self.take_logits is None else self.logits_start
 
     @property
     def ended_by_eos(self) -> bool:

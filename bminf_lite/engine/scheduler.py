@@ -53,6 +53,13 @@ class ScheduledTokens(NamedTuple):
             return 0
         return max(min(self.stop, len(self.request.prompt_token_ids) - 1) - self.start, 0)
 
+    @property
+    def num_taken(self) -> int:
+        """The last tokens, whose logits the request takes."""
+        if self.request.take_logits is None:
+            return 0
+        return max(min(self.stop - self.request.logits_start, self.num_tokens), 0)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -158,8 +165,10 @@ class Scheduler:
             if request.num_uncomputed_tokens == 1 and request.row > 0:
                 self._plan(request, 1, plan)
         config = self.config
-        total = config.max_num_mixed_tokens if plan else config.max_num_batched_tokens
-        budget = Budget(max(min(total, config.max_num_batched_tokens) - len(plan), 1), config.max_logit_rows)
+        left = config.max_num_batched_tokens - len(plan)
+        if any(request.is_streamed for request in plan):
+            left = min(left, config.max_num_mixed_tokens)
+        budget = Budget(max(left, 1), config.max_logit_rows)
         for request in list(self.running):
             if request.num_uncomputed_tokens > 1 and request.row > 0 and (count := budget.piece(request)) > 0:
                 self._plan(request, count, plan)
@@ -229,8 +238,8 @@ class Scheduler:
             if request.prompt_logprobs and budget.logit_rows == 0:
                 break
             piece = num_tokens if request.whole_prompt else budget.tokens
-            spare, reuse = len(self.running), not request.scores_prompt
-            admission = self.blocks.admit(blocks, num_tokens, piece, spare=spare, reuse=reuse)
+            spare, reuse = len(self.running), request.max_cached_tokens
+            admission = self.blocks.admit(blocks, num_tokens, piece, spare=spare, max_cached_tokens=reuse)
             if admission is None:
                 break
             del self.waiting[position]
@@ -253,12 +262,12 @@ class Scheduler:
         """Whether a running request computes the first block that the cache lacks, or a source that is the same."""
         blocks = request.blocks
         assert blocks is not None
-        if not self.blocks.prefix_cache or request.scores_prompt:
+        if not self.blocks.prefix_cache:
             return False
         if request.source_token_ids and any(r.blocks and r.blocks.root == blocks.root for r in sources):
             return True
-        hits = self.blocks.cached_prefix(blocks, request.num_tokens)
-        if hits >= (request.num_tokens - 1) // self.blocks.block_size:
+        hits = self.blocks.cached_prefix(blocks, request.max_cached_tokens)
+        if hits >= request.max_cached_tokens // self.blocks.block_size:
             return False
         key = blocks.keys[hits]
         others = (r.blocks for r in self.running if r.blocks)
@@ -288,6 +297,8 @@ class Scheduler:
                 continue
             if part.samples and token < 0:
                 self.end(request, "error", _no_token(request))
+                assert request.blocks is not None
+                self.blocks.discard(request.blocks)  # its keys and values may hold a NaN
             elif part.samples:
                 top = choice.most_likely(place, request.params.logprobs) if request.params.logprobs else ()
                 try:

@@ -80,8 +80,8 @@ def _up_to(sizes: Sequence[int], count: int) -> list[int]:
 class StepInputs:
     """The integers of a step on the host, int32, all zero at first. ``size`` has ``B`` sequences of ``T`` tokens.
 
-    - ``tokens`` ``[T]``, ``cu_seqlens`` ``[B + 1]``, ``context_lens`` ``[B]`` and ``tables`` ``[B, W]`` for each group of
-      layers, of ``widths``, are those of a :class:`ForwardBatch`, as are ``logit_rows``.
+    - ``tokens`` ``[T]``, ``cu_seqlens`` ``[B + 1]``, ``context_lens`` ``[B]``, ``logit_rows`` and ``tables``, of
+      ``widths``, are those of a :class:`ForwardBatch`.
     - ``rows`` ``[B]`` are the rows of the sampler, 0 for a sequence that does not sample.
     - ``targets`` are the tokens whose log-probabilities are wanted, for the last of ``logit_rows``.
     - With a ``source_width``, ``source_lens`` ``[B]`` and ``source_table`` ``[B, source_width]``.
@@ -117,14 +117,15 @@ def split(packed: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
 
 class StepArrays:
-    """The integers of ``inputs`` on the device, as the ``batch`` that a model runs, ``rows`` and ``targets``.
+    """The integers of a step on the device, as the ``batch`` that a model runs, ``rows`` and ``targets``.
 
+    They lie in ``packed``, int32, as :meth:`write` copies them there; their shapes are those of ``inputs``.
     ``max_query_len`` is a bound of the new tokens of a sequence.
     """
 
-    def __init__(self, ops: Backend, inputs: StepInputs, max_query_len: int):
+    def __init__(self, ops: Backend, packed: Array, inputs: StepInputs, max_query_len: int):
         self._ops = ops
-        self._packed = ops.array(inputs.packed)
+        self._packed = packed
         arrays, size = split(self._packed, inputs.shapes), inputs.size
         tokens, cu_seqlens, context_lens, self.rows, logit_rows, self.targets, source_lens, *tables = arrays
         has_source = len(source_lens) > 0
@@ -144,7 +145,7 @@ class StepArrays:
         )
 
     def write(self, inputs: StepInputs) -> None:
-        """Replace the integers for the work that is started from now on."""
+        """Set the integers for the work that is started from now on."""
         self._ops.write(self._packed, inputs.packed)
 
 
@@ -152,5 +153,5 @@ class CapturedStep:
     """A step of a fixed size: ``forward`` computes the logits of a batch, and is captured."""
 
     def __init__(self, ops: Backend, inputs: StepInputs, forward: Callable[[ForwardBatch], Array]):
-        self.arrays = StepArrays(ops, inputs, max(inputs.size.prompt_tokens, 1))
+        self.arrays = StepArrays(ops, ops.array(inputs.packed), inputs, max(inputs.size.prompt_tokens, 1))
         self.forward = ops.capture(lambda: forward(self.arrays.batch))

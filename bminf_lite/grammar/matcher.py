@@ -153,7 +153,8 @@ class _TokenTexts:
 
         The end of the sequence stands for a rest that the vocabulary cannot express.
         """
-        text, tokens, start = prescribed.encode(), [], 0
+        text, start = prescribed.encode(), 0
+        tokens: list[int] = []
         while start < len(text):
             ends = range(min(start + self._longest, len(text)), start, -1)
             end = next((end for end in ends if text[start:end] in self._ids), None)
@@ -198,9 +199,9 @@ def _unsupported(what: str) -> str:
 
 
 def _message(grammar: Grammar, matcher: Any) -> str:
-    """Why a matcher takes no more tokens."""
+    """Why a matcher takes no more tokens. Where no token is right, the sampler has chosen the end."""
     problem = "" if matcher is None else str(matcher.get_error()).split("\n<")[0].strip()
-    if problem in ("", "NoExtensionBias"):
+    if problem in ("", "NoExtensionBias") or "doesn't satisfy the grammar" in problem:
         problem = "no token of the vocabulary can come next: it lacks a character that the output needs"
     return f"the {grammar.name} cannot be followed by this model: {problem}"
 

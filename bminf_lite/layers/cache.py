@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..backend.base import Backend
-from ..backend.values import BLOCK_SIZE, LayerCache, sequential_tables
+from ..backend.values import BLOCK_SIZE, NULL_BLOCK, LayerCache, sequential_tables
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,17 @@ class KVCache:
                 )  # fmt: skip
                 layer.group = group
                 self.layers.append(layer)
+                self._clear_null_block(layer)
         except BaseException:
             self.close()
             raise
+
+    def _clear_null_block(self, layer: LayerCache) -> None:
+        """Zeros, because kernels may read the null block where a window has passed: 0 times a NaN would be a NaN."""
+        for array in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
+            if array is not None:
+                null_block = array[NULL_BLOCK]
+                self.ops.assign(null_block, np.zeros(null_block.shape, null_block.dtype))
 
     @classmethod
     def for_sequences(cls, ops: Backend, shape: CacheShape, sequences: int, tokens: int) -> KVCache:

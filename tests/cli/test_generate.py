@@ -187,3 +187,20 @@ def test_limits_of_the_engine_reach_it(model: Path, option: str) -> None:
     assert generate(model, "x", option, "2", "--max-new-tokens", "2").exit_code == 0
     result = generate(model, "x", option, "0")
     assert result.exit_code == 2 and f"{option[2:].replace('-', '_')} is 0" in result.stderr
+
+
+def test_the_text_follows_a_grammar(model: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"type": "boolean"}, "maxItems": 3}')
+    result = generate(model, "hello", "--json-schema", str(schema), "--temperature", "2", "--seed", "1")
+    assert isinstance(json.loads(result.stdout), list), result.stderr
+    assert re.fullmatch("[a-c]{2,4}\n", generate(model, "hello", "--regex", "[a-c]{2,4}").stdout)
+    assert generate(model, "hello", "--choice", "yes", "--choice", "no").stdout in ("yes\n", "no\n")
+    schema.write_text('{"type": "arra"}')
+    for arguments, message in (
+        (["--regex", "a", "--choice", "b"], "Give only one of"),
+        (["--regex", "a("], "unclosed group"),
+        (["--json-schema", str(schema)], "Invalid type: arra"),
+    ):
+        refused = generate(tmp_path / "no model is loaded", "hello", *arguments)
+        assert refused.exit_code == 2 and message in refused.stderr

@@ -55,7 +55,7 @@ def test_a_prefix_is_reused_up_to_its_last_full_block_and_never_the_last_token()
     assert run(blocks, tokens(9)) == 8
     assert run(blocks, [*tokens(6), 99, 99, 99]) == 4
     assert run(blocks, tokens(11), salt="another tenant") == 0
-    assert run(blocks, tokens(11), reuse=False) == 0
+    assert run(blocks, tokens(11), max_cached_tokens=0) == 0
     assert run(manager(prefix_cache=False), tokens(11)) == 0
 
 
@@ -98,7 +98,7 @@ def test_admission_is_whole_or_not_at_all():
 
 def test_a_window_gives_back_what_it_has_passed():
     blocks = manager(windows=(None, 6))
-    sequence, _ = start(blocks, tokens(40), reuse=False)
+    sequence, _ = start(blocks, tokens(40), max_cached_tokens=0)
     held = []
     for computed in range(0, 40, 8):
         assert blocks.extend(sequence, computed, computed + 8)

@@ -222,12 +222,14 @@ def test_an_error_of_the_device_reaches_every_caller_and_the_engine_lives_on(eng
         except MemoryError as error:
             failures.append(error)
 
-    engine.call(lambda: None)
-    threads = [threading.Thread(target=caller, args=(i,)) for i in range(6)]
-    with engine._wake:  # so that all join before the first step
-        for thread in threads:
-            thread.start()
-        time.sleep(0.05)
+    all_wait = threading.Event()
+    threads = [threading.Thread(target=engine.call, args=(lambda: all_wait.wait(20),))]
+    threads += [threading.Thread(target=caller, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    while engine.stats().waiting < 6:  # all join before the first step
+        time.sleep(0.001)
+    all_wait.set()
     for thread in threads:
         thread.join(20)
     assert len(failures) >= 4, "four run at a time; those that came later see nothing of it"

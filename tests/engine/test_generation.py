@@ -115,7 +115,7 @@ def test_preempted_requests_continue_as_if_nothing_had_happened(kind):
 
 
 def test_captured_steps_serve_any_sequences(monkeypatch):
-    """Two sizes and three lengths, and half of a dozen with prompts: no more captures, whoever comes and goes."""
+    """Two sizes and three lengths, and a dozen with prompts: no more captures, whoever comes and goes."""
     monkeypatch.setattr("bminf_lite.engine.model_runner.CAPTURED_LENGTHS", (64, 96))
     ops, captures = WatchedBackend(1, (2, 6), (16, 150)), []
     drawn = [(1 + 17 * i % 90, i % 3, 3 + 11 * i % 60, {"temperature": 0.8 * (i % 2)}, True) for i in range(24)]
@@ -124,10 +124,7 @@ def test_captured_steps_serve_any_sequences(monkeypatch):
             requests = make_requests(drawn)
             run(model, requests)
             captures.append(ops.captures)
-    assert 6 <= captures[0] <= captures[1] <= 2 * 3 + 2 * 3 * 2 and ops.samples > 8 * captures[1], (
-        captures,
-        ops.samples,
-    )
+    assert 6 <= captures[0] <= captures[1] <= 2 * 3 + 2 * 3 * 2 and ops.samples > 8 * captures[1]
     for found, alone in zip(requests, run(ALONE["full", False], make_requests(drawn)), strict=True):
         check_equal(found, alone)
 
@@ -181,6 +178,19 @@ def test_a_prefix_is_computed_once_and_the_results_say_so():
         expected = [r.token_ids for r in ALONE["full", False].generate([prompt_of(140, 3)] * 4, max_new_tokens=4,
                                                                          temperature=1.0, seed=3)]  # fmt: skip
         assert [r.token_ids for r in many] == expected
+
+
+@pytest.mark.parametrize("chunk", [7, 300])
+@pytest.mark.parametrize("device", [False, True])
+def test_logits_of_a_few_tokens_compute_only_what_is_not_in_the_cache(chunk, device):
+    prompt, drafted = prompt_of(150), [5, 17, 3, 60]
+    expected = ALONE["full", False].logits(prompt + drafted)[149:]
+    with tiny(chunk=chunk) as model:
+        model.generate(prompt, max_new_tokens=1)
+        np.testing.assert_allclose(model.logits(prompt + drafted, device, start=149), expected, atol=1e-5)
+        assert model.stats().cached_tokens == 128
+        with pytest.raises(UsageError, match="start is 4, but must be the position of one of the 4 tokens"):
+            model.logits(drafted, start=4)
 
 
 def test_greedy_takes_the_largest_logit_each_time():
@@ -265,6 +275,8 @@ def test_logits_while_others_generate():
         for prompt, logits in zip(prompts, expected, strict=True):
             np.testing.assert_allclose(model.logits(prompt), logits, atol=1e-5)
             np.testing.assert_allclose(model.logits(prompt, device=True), logits, atol=1e-5)
+            start = len(prompt) * 2 // 3
+            np.testing.assert_allclose(model.logits(prompt, start=start), logits[start:], atol=1e-5)
         assert all(len(p.token_ids) == 1 for p in stream)
 
 

@@ -29,8 +29,18 @@ def test_a_step_holds_decoding_sequences_first_and_pieces_of_prompts_in_its_budg
     driver.step()
     driver.add(make_request(prompt(13, 20), 2))
     driver.run()
+    assert shapes(driver) == [(3,), (1, 7), (1, 6), (1, 1), (1,), (1,)]
+    assert [s.num_decodes for s in driver.runner.steps] == [0, 1, 1, 2, 1, 1]
+    driver.check_results()
+
+
+def test_beside_a_stream_a_step_has_fewer_prompt_tokens():
+    driver = Driver(make_config(40, max_num_mixed_tokens=5))
+    driver.add(make_request(prompt(3), 6, is_streamed=True))
+    driver.step()
+    driver.add(make_request(prompt(13, 20), 2))
+    driver.run()
     assert shapes(driver) == [(3,), (1, 5), (1, 5), (1, 3), (1, 1), (1,)]
-    assert [s.num_decodes for s in driver.runner.steps] == [0, 1, 1, 1, 2, 1]
     driver.check_results()
 
 
@@ -207,6 +217,36 @@ def test_logits_that_are_not_numbers_end_one_request(monkeypatch):
     assert good.finish_reason == "length"
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_what_a_request_without_a_token_has_computed_is_not_found_by_others(ahead, monkeypatch):
+    driver = Driver(make_config(30, source_blocks=8), ahead)
+    source = tuple(prompt(6, 3))
+    good = driver.add(make_request(prompt(9), 2, source_token_ids=source))
+    driver.run()
+    bad = driver.add(make_request(prompt(9), 8, source_token_ids=source))
+    follows = driver.runner._follows
+    monkeypatch.setattr(driver.runner, "_follows", lambda r, stop: -1 if r is bad and stop == 13 else follows(r, stop))
+    driver.run()
+    assert good.finish_reason == "length" and bad.finish_reason == "error" and bad.num_cached_tokens == 8
+    assert not any(len(pool.index) for pool in (*driver.blocks.pools, driver.blocks.source_pool))
+    again = driver.add(make_request(prompt(9), 2, source_token_ids=source))
+    driver.run()
+    assert again.num_cached_tokens == 0 and again.output_token_ids == good.output_token_ids
+
+
+def test_a_preempted_request_without_a_token_leaves_nothing_in_the_index(monkeypatch):
+    driver = Driver(make_config(30), 1)
+    bad = driver.add(make_request(prompt(9), 8))
+    monkeypatch.setattr(driver.runner, "_follows", lambda r, stop: -1)
+    driver.launch(), driver.launch()
+    driver.scheduler._enter_launched()
+    driver.scheduler._preempt(bad)
+    assert len(driver.blocks.pools[0].index) == 2
+    driver.fetch(), driver.fetch()
+    assert bad.finish_reason == "error" and len(driver.blocks.pools[0].index) == 0
+    driver.run()
+
+
 # -- histories --------------------------------------------------------------------------------------------------------
 
 KINDS = {
@@ -232,16 +272,16 @@ class Histories(RuleBasedStateMachine):
     @rule(
         length=st.integers(1, 20), family=st.integers(0, 2), new=st.integers(1, 14), eos=st.booleans(),
         priority=st.sampled_from([0, 0, 1]), scored=st.sampled_from([False, False, False, True]),
-        source=st.integers(1, 12), count=st.integers(1, 3),
+        source=st.integers(1, 12), count=st.integers(1, 3), streamed=st.booleans(),
     )  # fmt: skip
-    def arrive(self, length, family, new, priority, eos, scored, source, count) -> None:
+    def arrive(self, length, family, new, priority, eos, scored, source, count, streamed) -> None:
         source_ids = tuple(prompt(source, family)) if self.driver.blocks.source_pool else ()
         for _ in range(count):
             type(self).arrivals += 1
             self.driver.add(
                 make_request(
                     prompt(length, family), new, priority=priority, eos_ids=frozenset(range(9) if eos else ()),
-                    prompt_logprobs=scored, source_token_ids=source_ids,
+                    prompt_logprobs=scored, source_token_ids=source_ids, is_streamed=streamed,
                 )
             )  # fmt: skip
 

@@ -9,10 +9,8 @@ import time
 import pytest
 
 from bminf_lite.errors import UsageError
-from bminf_lite.grammar import Grammar, validate
+from bminf_lite.grammar import Grammar, validate, value
 from bminf_lite.grammar.value import CHECK_SECONDS, MAX_CHOICES, MAX_TEXT
-
-pytest.importorskip("llguidance")
 
 GOOD = [
     Grammar.json_object(),
@@ -71,6 +69,12 @@ def test_the_members_of_a_schema_keep_their_order():
 def test_bad_grammars_are_refused_with_what_is_wrong(make, message):
     with pytest.raises(UsageError, match=f"(?s){message}"):
         validate(make())
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(value, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"llguidance: pip install 'bminf-lite\[grammar\]'"):
+        validate(Grammar.regex("a missing package"))
 
 
 BOMBS = {

@@ -551,7 +551,7 @@ class CudaBackend(Backend):
         ``cache`` is paged by ``table``, or without one has keys ``[kv_heads, T, head_dim]`` of the step itself.
         """
         prefill, (bias, max_distance) = self.kernels.attention_prefill, bias_arguments(spec)
-        kind = {
+        kind: dict[str, Any] = {
             "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "tokens": len(batch.tokens),
             "batch_size": batch.batch_size, "max_context_len": max_context_len, "mask": mask,
         }  # fmt: skip

@@ -1,0 +1,49 @@
+"""Captured steps on a GPU: with prompts beside decoding, of every size, the same bits as steps launched one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from model_kit import CONFIG, make_model, prompt_of, request, run
+
+from bminf_lite.api import Model
+from bminf_lite.backend.base import Backend
+from bminf_lite.engine.request import Request
+
+LLAMA = CONFIG | {"max_position_embeddings": 320}
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 70}
+GPT = {"model_type": "gpt2", "vocab_size": 61, "n_positions": 320, "n_embd": 64, "n_layer": 1, "n_head": 4}
+
+pytestmark = pytest.mark.gpu
+
+
+def serve(model: Model) -> list[Request]:
+    """Several requests together, and then a prompt that fits into a captured step by itself."""
+    lengths = [1, 90, 2, 17, 130, 33, 64, 5, 200, 16]
+    drawn = [
+        request(i, prompt_of(n, i), max_new_tokens=12 + i, temperature=0.8 * (i % 2)) for i, n in enumerate(lengths)
+    ]
+    return run(model, drawn) + run(model, [request(0, prompt_of(50), max_new_tokens=3)])
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["fp16 cache", "int8 cache"])
+@pytest.mark.parametrize("config", [LLAMA, GPT, MISTRAL], ids=["rotary", "learned positions", "window"])
+def test_the_same_bits_as_eager_steps(cuda_backend: Backend, config, int8, monkeypatch):
+    model = make_model(cuda_backend, quantized=True, max_batch=8, num_blocks=40, chunk=100, **config)
+    limits = {"max_num_mixed_tokens": 60, "prefix_cache": False}
+    shape = replace(model.engine_config.cache_shape, int8=int8)
+    engine_config = replace(model.engine_config, cache_shape=shape, **limits)
+    with_graphs = Model(model.network, engine_config)
+    for _ in range(3):  # the third run replays what the second has captured
+        captured = serve(with_graphs)
+    sizes = with_graphs._engine._runner._captured
+    assert {(bool(s.decodes), bool(s.prompts)) for s in sizes} == {(True, False), (False, True), (True, True)}
+    assert sum(step.forward.graph is not None for step in sizes.values()) >= 4
+    monkeypatch.setattr(cuda_backend, "decode_sizes", ())
+    monkeypatch.setattr(cuda_backend, "prompt_sizes", ())
+    eager = serve(Model(model.network, engine_config))
+    for one, other in zip(captured, eager, strict=True):
+        assert one.output_token_ids == other.output_token_ids
+        assert np.array(one.logprobs).tobytes() == np.array(other.logprobs).tobytes()
