@@ -10,10 +10,13 @@ import asyncio
 import importlib
 import json
 import shutil
+import socket
 import subprocess
+import time
 from enum import Enum
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tool_templates
@@ -360,3 +363,17 @@ def test_curl(server):
     stream = post("/v1/completions", {"model": NAME, "prompt": "The", "max_tokens": 4, "stream": True})
     assert stream.startswith("data: {") and stream.rstrip().endswith("data: [DONE]")
     assert json.loads(curl("/health"))
+
+
+# -- clients that leave -----------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_within_its_request(server):
+    """No error of the server's: its log stays as it was."""
+    before = server.log
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"prompt"'.encode())
+        time.sleep(0.2)
+    time.sleep(0.3)
+    assert httpx.get(f"{server.url}/health").status_code == 200 and server.log == before
