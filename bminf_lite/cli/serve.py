@@ -37,6 +37,8 @@ ENGINE_FAILED = 70
               help="Processes that speak HTTP; by default one, or two from eight cores on.")  # fmt: skip
 @click.option("--request-log", metavar="FILE",
               help="Write a line of JSON for each request, without its texts, to this file; - is stderr.")  # fmt: skip
+@click.option("--tool-call-format", metavar="NAME",
+              help="How the model writes function calls, such as hermes; by default as its template tells.")  # fmt: skip
 @click.option("--shutdown-timeout", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
               help="How long running requests may go on after SIGTERM.")  # fmt: skip
 def serve(
@@ -57,6 +59,7 @@ def serve(
     max_queue: int,
     http_workers: int | None,
     request_log: str | None,
+    tool_call_format: str | None,
     shutdown_timeout: float,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect.
@@ -74,14 +77,27 @@ def serve(
     require_extra()
     from ..api import load
     from ..server.client import EngineFailure
-    from ..server.launcher import Address, Listener, default_http_workers, launch, model_names, require_safe
+    from ..server.launcher import (
+        Address,
+        Listener,
+        checked_format,
+        default_http_workers,
+        launch,
+        model_names,
+        require_safe,
+    )
     from ..server.request_log import checked_path
     from ..server.security import OPEN_PATHS, Security, digests, read_keys
     from ..server.settings import ServerSettings
 
     keys = read_keys(api_key_file) if api_key_file is not None else []
     security = Security(digests(keys), keyless or OPEN_PATHS, allowed_host, allowed_origin)
-    settings = ServerSettings(model_names(served_model_name, model), security, request_log=checked_path(request_log))
+    settings = ServerSettings(
+        model_names(served_model_name, model),
+        security,
+        request_log=checked_path(request_log),
+        tool_call_format=checked_format(tool_call_format),
+    )
     address = Address(host, port)
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, http_workers or default_http_workers())) as listener, load(

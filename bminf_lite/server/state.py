@@ -17,6 +17,9 @@ from .request_log import RequestLog
 from .request_record import Observer
 from .settings import ServerSettings
 
+_TEMPLATE_PROCESSES = 4
+"""Conversations that the chat template renders at a time; a process starts when it is needed."""
+
 
 @dataclass(eq=False)
 class ServerState:
@@ -46,6 +49,8 @@ class ServerState:
             is_encoder_decoder=info.is_encoder_decoder,
             max_source_length=info.max_source_length,
             decoder_start_length=len(info.decoder_start_token_ids),
+            template_processes=_TEMPLATE_PROCESSES,
+            tool_format_name=self.settings.tool_call_format,
         )
 
     @cached_property
