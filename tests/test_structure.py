@@ -17,7 +17,9 @@ PACKAGE = Path(bminf_lite.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 
 MAY_IMPORT = {
-    "": {"api", "server", "migration", "evaluation", "placement", "engine", "grammar", "checkpoint", "memory", "errors"},
+    "": {
+        "api", "server", "migration", "evaluation", "placement", "engine", "grammar", "checkpoint", "memory", "errors",
+    },
     "cli": {
         "", "api", "server", "bench", "converters", "migration", "evaluation", "placement", "engine", "grammar", "text",
         "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors", "files",

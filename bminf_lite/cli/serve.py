@@ -38,7 +38,7 @@ ENGINE_FAILED = 70
 @click.option("--request-log", metavar="FILE",
               help="Write a line of JSON for each request, without its texts, to this file; - is stderr.")  # fmt: skip
 @click.option("--tool-call-format", metavar="NAME",
-              help="How the model writes function calls, such as hermes; by default as its template tells.")  # fmt: skip
+              help="How the model writes function calls, such as hermes; by its template if not given.")  # fmt: skip
 @click.option("--shutdown-timeout", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
               help="How long running requests may go on after SIGTERM.")  # fmt: skip
 def serve(
