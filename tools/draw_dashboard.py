@@ -20,6 +20,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+plt.rcParams["svg.fonttype"] = "none"
+
 DASHBOARD = Path(__file__).parents[1] / "examples" / "serving" / "grafana.json"
 RATE_INTERVAL = "20s"
 """Four scrapes of 5 s, as Grafana chooses it."""
@@ -58,7 +60,7 @@ def draw_panel(axes: Any, panel: dict[str, Any], prometheus: str, model: str, mi
     axes.set_xlim(-minutes, 0)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="upper left", framealpha=0.6)
+    axes.legend(fontsize=7, loc="best", framealpha=0.6)
 
 
 def main() -> None:

@@ -33,6 +33,8 @@ ENGINE_FAILED = 70
 @click.option("--max-batch", type=int, metavar="N", help="The most sequences to decode together.")
 @click.option("--max-queue", type=click.IntRange(min=1), default=1024, show_default=True, metavar="N",
               help="The most requests that wait; one more is answered with 429.")  # fmt: skip
+@click.option("--limit", multiple=True, metavar="NAME=N",
+              help="Another bound: body (bytes), n, max_tokens, idle_seconds and others; docs/serving.md.")  # fmt: skip
 @click.option("--http-workers", type=click.IntRange(1, 64), metavar="N",
               help="Processes that speak HTTP; by default one, or two from eight cores on.")  # fmt: skip
 @click.option("--request-log", metavar="FILE",
@@ -57,6 +59,7 @@ def serve(
     context: int | None,
     max_batch: int | None,
     max_queue: int,
+    limit: tuple[str, ...],
     http_workers: int | None,
     request_log: str | None,
     tool_call_format: str | None,
@@ -86,18 +89,15 @@ def serve(
         model_names,
         require_safe,
     )
+    from ..server.limits import DEFAULT_LIMITS
     from ..server.request_log import checked_path
     from ..server.security import OPEN_PATHS, Security, digests, read_keys
     from ..server.settings import ServerSettings
 
     keys = read_keys(api_key_file) if api_key_file is not None else []
     security = Security(digests(keys), keyless or OPEN_PATHS, allowed_host, allowed_origin)
-    settings = ServerSettings(
-        model_names(served_model_name, model),
-        security,
-        request_log=checked_path(request_log),
-        tool_call_format=checked_format(tool_call_format),
-    )
+    names, form = model_names(served_model_name, model), checked_format(tool_call_format)
+    settings = ServerSettings(names, security, DEFAULT_LIMITS.changed(limit), checked_path(request_log), form)
     address = Address(host, port)
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, http_workers or default_http_workers())) as listener, load(

@@ -9,6 +9,7 @@ the messages of all connections and sends the rest of messages that did not fit.
 
 from __future__ import annotations
 
+import logging
 import selectors
 import socket
 import threading
@@ -51,6 +52,8 @@ from .protocol import (
 
 _READ_BYTES = 1 << 18
 
+_log = logging.getLogger(__name__)
+
 
 class ServedEngine(Protocol):
     """What is served: :class:`bminf_lite.engine.core.Engine`, or a fake one that has no model."""
@@ -90,9 +93,10 @@ class _Completion:
 
     def on_update(self, request: Request) -> None:
         """Note, in the engine's thread, what can be sent."""
-        self.num_ready = len(request.output_token_ids)
-        self.finish_reason = request.finish_reason
-        self.connection.changed[self] = None
+        with self.connection.lock:
+            self.num_ready = len(request.output_token_ids)
+            self.finish_reason = request.finish_reason
+            self.connection.changed[self] = None
 
     def output(self) -> CompletionOutput:
         """What was not sent yet."""
@@ -117,7 +121,10 @@ def _prompt_scores(request: Request) -> list[PromptScore | None]:
 
 
 class _Connection:
-    """The socket to one HTTP process. ``changed`` holds the completions of which something was not sent."""
+    """The socket to one HTTP process. ``changed`` holds the completions of which something was not sent.
+
+    ``lock`` guards both: the engine's thread notes and sends, and the reading thread sends what did not fit.
+    """
 
     def __init__(self, server: EngineServer, sock: socket.socket):
         self.socket = sock
@@ -126,9 +133,9 @@ class _Connection:
         self.compiling: set[int] = set()  # the first ids of requests whose grammar is being compiled
         self.changed: dict[_Completion, None] = {}
         self.is_open = True
+        self.lock = threading.Lock()
         self._server = server
         self._unsent = b""
-        self._lock = threading.Lock()
 
     @property
     def has_unsent(self) -> bool:
@@ -137,12 +144,12 @@ class _Connection:
 
     def send(self, message: FromEngine) -> None:
         """Send a message that is not about completions, behind what was not sent yet."""
-        with self._lock:
+        with self.lock:
             self._send(frame(message))
 
     def flush(self) -> None:
         """Send what is new of all completions, unless an earlier message still waits."""
-        with self._lock:
+        with self.lock:
             if self._unsent or not self.changed:
                 return
             changed, self.changed = self.changed, {}
@@ -162,10 +169,15 @@ class _Connection:
 
     def send_rest(self) -> None:
         """Send what did not fit before, and then what has become new since. The socket can take something."""
-        with self._lock:
+        with self.lock:
             rest, self._unsent = self._unsent, b""
             self._send(rest)
         self.flush()
+
+    def break_off(self) -> None:
+        """Let both sides find the connection closed."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def _send(self, data: bytes) -> None:
         if self._unsent:
@@ -262,7 +274,11 @@ class EngineServer:
     def _after_step(self) -> None:
         for connection in self._connections:
             if connection.changed:
-                connection.flush()
+                try:
+                    connection.flush()
+                except Exception:  # which must not end the engine's thread
+                    _log.exception("a connection to an HTTP process is closed, because of an error")
+                    connection.break_off()
         if self._engine.failure is not None and not self._has_failed:
             self._has_failed = True
             for connection in list(self._connections):
@@ -283,10 +299,14 @@ class EngineServer:
                         with suppress(BlockingIOError):
                             self._wake_reader.recv(4096)
                         continue
-                    if events & selectors.EVENT_WRITE:
-                        connection.send_rest()
-                    if events & selectors.EVENT_READ:
-                        self._read(connection)
+                    try:
+                        if events & selectors.EVENT_WRITE:
+                            connection.send_rest()
+                        if events & selectors.EVENT_READ:
+                            self._read(connection)
+                    except Exception:
+                        _log.exception("a connection to an HTTP process is closed, because of an error")
+                        self._drop(connection)
         for connection in list(self._connections):
             self._drop(connection)
             connection.socket.close()

@@ -9,11 +9,13 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 import uvicorn
@@ -23,10 +25,13 @@ from starlette.types import ASGIApp
 from .app import create_app
 from .client import EngineClient
 from .http_protocol import bounded_protocol
+from .limits import Limits
 from .settings import ServerSettings
 
 CreateApp = Callable[[EngineClient, ServerSettings], ASGIApp]
 BACKLOG = 2048
+_OTHER_FILES = 128
+"""Files that a process opens beside its connections."""
 LAST_WORDS_SECONDS = 2
 """How long streams that are ended have to say so to their clients."""
 
@@ -68,10 +73,22 @@ def run(engine_fd: int, listener_fd: int, settings: ServerSettings, create_app: 
     """The whole life of the process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    settings = replace(settings, limits=_within_open_files(settings.limits))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every client that does not speak HTTP
     engine, listener = socket.socket(fileno=engine_fd), socket.socket(fileno=listener_fd)
     uvloop.run(serve_http(engine, listener, settings, create_app))
+
+
+def _within_open_files(limits: Limits) -> Limits:
+    """The limits with as many connections as the system lets this process open; its own bound is raised if it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        limits = replace(limits, connections=min(limits.connections, max(soft - _OTHER_FILES, 1)))
+    return limits
 
 
 def main() -> None:

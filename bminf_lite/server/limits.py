@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from ..errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,28 @@ class Limits:
     body_seconds: float = 60.0
     idle_seconds: float = 75.0
     stalled_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise UsageError(f"the limit {field.name} is {value!r}, but must be more than 0")
+
+    def changed(self, settings: Iterable[str]) -> Limits:
+        """These limits with some of them set as texts such as ``body=1000000``; ``UsageError`` for others."""
+        return replace(self, **dict(map(_parsed, settings)))
+
+
+def _parsed(setting: str) -> tuple[str, float]:
+    name, _, text = setting.partition("=")
+    kinds = {field.name: float if "seconds" in field.name else int for field in fields(Limits)}
+    if name not in kinds:
+        raise UsageError(f"there is no limit {name!r}; there are {', '.join(kinds)}")
+    try:
+        return name, kinds[name](text)
+    except ValueError:
+        wanted = "a number of seconds" if kinds[name] is float else "a whole number"
+        raise UsageError(f"the limit {name} is {text!r}, but must be {wanted}") from None
 
 
 DEFAULT_LIMITS = Limits()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -16,6 +17,7 @@ from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import QueueFull
 from bminf_lite.server.client import EngineClient, EngineFailure, Generation, GenerationRequest, RequestRefused
 from bminf_lite.server.engine_server import EngineServer
+from bminf_lite.server.protocol import FrameReader, FromEngine, StepOutputs, Submit, frame
 
 VOCAB_SIZE = 2048
 
@@ -87,6 +89,33 @@ def test_tokens_behind_a_slow_reader_are_joined():
         assert [o async for o in generation] == []
 
     run(test)
+
+
+def test_an_http_process_that_is_behind_gets_joined_steps():
+    """The engine neither waits for it nor encodes a message per step, and every token arrives once."""
+    engine = FakeEngine(range(VOCAB_SIZE))
+    server = EngineServer(engine, fake_info(None, VOCAB_SIZE, context_length=1 << 20))
+    end = server.connect()
+    end.settimeout(20)
+    length, count = 40_000, 4
+    for first_id in range(count):
+        end.sendall(frame(Submit(first_id, 0, wanted(length))))
+    while engine.stats().running or engine.num_tokens < length * count:
+        time.sleep(0.01)  # nothing is read, until the engine is done
+    reader, tokens, num_messages = FrameReader(FromEngine), {i: [] for i in range(count)}, 0
+    while not all(len(got) == length for got in tokens.values()):
+        for message in reader.feed(end.recv(1 << 14)):
+            if isinstance(message, StepOutputs):
+                num_messages += 1
+                for id, token in zip(message.ids, message.token_ids, strict=True):
+                    tokens[id].append(token)
+                for output in message.outputs:
+                    tokens[output.id] += output.token_ids
+    assert all(got == [(7 + i) % VOCAB_SIZE for i in range(length)] for got in tokens.values())
+    assert num_messages < length / 2
+    end.close()
+    server.close()
+    engine.close()
 
 
 def test_cancelling_ends_the_request_in_the_engine():

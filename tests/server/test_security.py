@@ -184,6 +184,17 @@ def test_an_address_that_cannot_be_had():
     shared.close()
 
 
+def test_limits_from_the_command_line():
+    limits = DEFAULT_LIMITS.changed(["body=1000", "idle_seconds=2.5", "max_tokens=64"])
+    assert (limits.body, limits.idle_seconds, limits.max_tokens, limits.n) == (1000, 2.5, 64, DEFAULT_LIMITS.n)
+    for setting, message in (
+        ("size=1", "no limit 'size'"), ("body=16MiB", "whole number"), ("body", "whole number"), ("n=0", "more than 0"),
+        ("idle_seconds=nan", "more than 0"), ("idle_seconds=soon", "a number of seconds"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            DEFAULT_LIMITS.changed([setting])
+
+
 def test_names_of_the_model():
     assert model_names(None, Path("/models/demo")) == ("demo",)
     assert model_names(None, None) == ("model",)
