@@ -90,6 +90,9 @@ def sampling_params(
             info.generation_config, **fields.chosen, max_new_tokens=max_tokens, logprobs=logprobs
         )
         params.check_model(info.vocab_size, info.eos_ids)
+        wrong = next((i for i in fields.stop_token_ids or () if not 0 <= i < info.vocab_size), None)
+        if wrong is not None:
+            raise UsageError(f"stop_token_ids has {wrong}, but the model's tokens are 0 to {info.vocab_size - 1}")
     except UsageError as error:
         message = str(error).replace("max_new_tokens", field)
         raise bad_request(message, message.split(" ", 1)[0]) from None
@@ -136,8 +139,9 @@ def generation_request(
         params.with_seed(),
         n,
         target_token_ids=list(prompt.target),
-        stop_token_ids=sorted(prompt.stop_ids),
+        stop_token_ids=sorted(prompt.stop_ids.union(fields.stop_token_ids or ())),
         priority=fields.priority or 0,
+        deadline=fields.deadline,
         cache_salt=fields.cache_salt or "",
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,

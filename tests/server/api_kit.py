@@ -18,6 +18,7 @@ import uvicorn
 from fake_engine import FakeEngine, fake_info
 
 import bminf_lite
+from bminf_lite.engine.request import Request
 from bminf_lite.errors import BminfError
 from bminf_lite.server.app import create_app
 from bminf_lite.server.client import EngineClient
@@ -34,7 +35,16 @@ TOKENIZER = load_tokenizer(DEMO, VOCAB_SIZE)
 NAME = "test-model"
 
 
-class ScriptedEngine(FakeEngine):
+class UnconstrainedEngine(FakeEngine):
+    """A fake engine that takes requests with a grammar and does not follow it."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.matcher = None
+        super().submit(requests)
+
+
+class ScriptedEngine(UnconstrainedEngine):
     """Generates the same tokens for each request, and then an end-of-sequence token.
 
     Each token's log-probability is its id divided by -1000, and the most likely tokens are 0, 1, 2, ...
@@ -128,10 +138,14 @@ def parse_events(text: str) -> Iterator[Any]:
                 yield data if data == "[DONE]" else json.loads(data)
 
 
+def info_of(folder: Path) -> ModelInfo:
+    """What a fake engine says of its model, whose tokenizer is in a folder."""
+    return msgspec.structs.replace(fake_info(str(folder), VOCAB_SIZE, context_length=1024), eos_ids=[END])
+
+
 def scripted_server(folder: Path, script: str = "", **options: Any) -> LiveServer:
     """A server whose engine writes a text; see :meth:`LiveServer.says`."""
-    info = msgspec.structs.replace(fake_info(str(folder), VOCAB_SIZE, context_length=1024), eos_ids=[END])
-    server = LiveServer(ScriptedEngine(**options), info)
+    server = LiveServer(ScriptedEngine(**options), info_of(folder))
     server.says(script)
     return server
 
@@ -143,8 +157,7 @@ def model_server(model: bminf_lite.Model) -> LiveServer:
 
 def fake_server(folder: Path = DEMO, **options: Any) -> LiveServer:
     """A server whose engine gives the tokens 1, 2, 3, ... of the demo model's vocabulary."""
-    engine = FakeEngine(range(1, VOCAB_SIZE), **options)
-    return LiveServer(engine, fake_info(str(folder), VOCAB_SIZE, context_length=1024))
+    return LiveServer(UnconstrainedEngine(range(1, VOCAB_SIZE), **options), info_of(folder))
 
 
 CHAT_TEMPLATE = """\

@@ -287,6 +287,19 @@ def test_a_call_that_must_be(demo: LiveServer, choice: Any):
     assert answer["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("bias", [-100, 100])
+def test_a_call_or_a_structure(demo: LiveServer, bias: float):
+    """With tools and a schema an answer is one of the two."""
+    begin = api_kit.TOKENIZER.encode("<tool_call>", add_special_tokens=False)[0]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["one", "two"]}}}
+    body = LONG | {"tools": [TIME], "response_format": form, "logit_bias": {str(begin): bias}}
+    message = demo.json(PATH, body | {"parallel_tool_calls": False})["choices"][0]["message"]
+    if bias > 0:
+        assert message["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
+    else:
+        assert json.loads(message["content"]) in ("one", "two") and "tool_calls" not in message
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -154,6 +154,16 @@ def test_biases_and_minimal_lengths(demo: LiveServer):
     assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["finish_reason"] == "length"
 
 
+def test_tokens_and_times_that_end_a_completion(fake: LiveServer, demo: LiveServer):
+    text = fake.json(PATH, {"prompt": [5], "max_tokens": 6})["choices"][0]["text"]
+    answer = fake.json(PATH, {"prompt": [5], "max_tokens": 6, "stop_token_ids": [10], "logprobs": 0})
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop" and text.startswith(choice["text"]) and choice["text"] != text
+    assert choice["logprobs"]["tokens"][-1] == ""
+    answer = demo.json(PATH, {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "deadline": 0.2})
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] < 900
+
+
 def test_the_same_seed_gives_the_same_text(demo: LiveServer):
     body = {"prompt": "Return a", "max_tokens": 8, "temperature": 1.2, "seed": -5, "n": 2}
     first, again = (demo.json(PATH, body)["choices"] for _ in range(2))
@@ -189,6 +199,8 @@ def test_the_context_ends_a_completion(demo: LiveServer):
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),
         ({"logit_bias": {"2048": 1}}, "logit_bias", "0 to 2047"),
+        ({"stop_token_ids": [2048]}, "stop_token_ids", "0 to 2047"),
+        ({"deadline": 0}, "deadline", "greater than 0"),
         ({"suffix": "b"}, "suffix", "not supported"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"priority": 2**31}, "priority", "less than or equal"),

@@ -50,7 +50,10 @@ Stops = Annotated[list[str], BeforeValidator(_stops)]
 
 
 class SamplingFields(Body):
-    """The engine's sampling parameters under OpenAI's and vLLM's names; ``None`` is the checkpoint's default."""
+    """The engine's sampling parameters under OpenAI's and vLLM's names; ``None`` is the checkpoint's default.
+
+    ``deadline``: seconds after which a completion ends. ``stop_token_ids``: tokens that end it and have no text.
+    """
 
     temperature: Annotated[float | None, option("temperature")] = None
     top_p: Annotated[float | None, option("top_p")] = None
@@ -65,6 +68,8 @@ class SamplingFields(Body):
     min_tokens: Annotated[int | None, option("min_tokens")] = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    deadline: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
 
     @property
     def chosen(self) -> dict[str, Any]:
