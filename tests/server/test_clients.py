@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -363,6 +364,18 @@ def test_curl(server):
     stream = post("/v1/completions", {"model": NAME, "prompt": "The", "max_tokens": 4, "stream": True})
     assert stream.startswith("data: {") and stream.rstrip().endswith("data: [DONE]")
     assert json.loads(curl("/health"))
+
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^    (curl .*127\.0\.0\.1:8000.*(?:(?<=\\)\n.*)*)", GUIDE, re.MULTILINE)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_curl_as_in_the_guide(server, command):
+    command = command.replace("http://127.0.0.1:8000", server.url).replace("curl ", "curl --fail -sS ")
+    answer = subprocess.run(["sh", "-c", command], check=True, capture_output=True, text=True, timeout=30).stdout
+    assert answer.startswith(('{"id":', "data: {")) and "error" not in answer
 
 
 # -- clients that leave -----------------------------------------------------------------------------------------------
