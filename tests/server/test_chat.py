@@ -318,6 +318,7 @@ def test_a_call_or_a_structure(demo: LiveServer, bias: float):
         ({"chat_template": "{{ 1 }}"}, "chat_template", "programs"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "programs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "self"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "'function'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
         ({"tools": [TIME, TIME]}, "tools", "twice"),

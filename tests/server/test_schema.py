@@ -18,7 +18,7 @@ scalars = st.one_of(
     st.text(max_size=6), st.sampled_from(["auto", "text", "function", "user", "json_object", "\u2028", "\x00"]),
 )  # fmt: skip
 keys = st.one_of(
-    st.text(max_size=4), st.sampled_from(["type", "role", "content", "text", "name", "function", "schema"])
+    st.text(max_size=4), st.sampled_from(["type", "role", "content", "text", "name", "function", "schema", "self"])
 )
 junk = st.recursive(
     scalars,
