@@ -93,7 +93,7 @@ async def prepare(server: ServerState, conversation: Conversation) -> PreparedCo
     return PreparedConversation(
         prompt,
         grammar,
-        tokenizer.showing(shown) if shown else tokenizer,
+        server.tokenizer_showing(shown) if shown else tokenizer,
         form,
         function_names(tools),
         reasoning if conversation.separates_reasoning else None,

@@ -208,7 +208,7 @@ def check(server: LiveServer, path: str, body: Any) -> int:
 
 
 @given(request=requests())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_no_request_is_an_error_of_the_server(fake: LiveServer, request: tuple[str, Any]):
     check(fake, *request)
 
