@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .memory.planner import MemoryPlan
     from .migration.migrate import migrate
     from .placement import plan
+    from .server import serve
 
 __all__ = [
     "BminfError",
@@ -52,6 +53,7 @@ __all__ = [
     "migrate",
     "perplexity",
     "plan",
+    "serve",
     "verify",
 ]
 
@@ -71,6 +73,7 @@ _HOMES = {
     "Perplexity": "evaluation.perplexity",
     "Comparison": "evaluation.compare",
     "plan": "placement",
+    "serve": "server",
     "MemoryPlan": "memory.planner",
     "BminfError": "errors",
     "CheckpointError": "errors",

@@ -34,6 +34,7 @@ from .text.infilling import NO_BLANKS, FilledSpan, encode_blanks
 from .text.prompts import EncodedPrompt, Prompt, PromptEncoder, dialogue_messages, is_batch
 from .text.text_stream import TextStream
 from .text.tokenizer import Tokenizer
+from .text.tool_calls import Tool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -170,6 +171,11 @@ class Model:
     def device(self) -> str:
         """``cpu`` or ``cuda:N``."""
         return self.ops.name
+
+    @property
+    def engine(self) -> Engine:
+        """The loop that runs the requests, for a server."""
+        return self._engine
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -328,14 +334,23 @@ class Model:
         """
         return self.generate(dialogue_messages(context), **options)
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object) -> str:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Tool] | None = None,
+        **variables: Any,
+    ) -> str:
         """The text of a conversation by the checkpoint's chat template, including special tokens.
 
-        It ends where an answer begins, or with the last message if not ``add_generation_prompt``. ``variables`` are
-        passed to the template: ``tools``, ``enable_thinking``, ... Encode the text without ``add_special_tokens``.
+        It ends where an answer begins, or with the last message if not ``add_generation_prompt``. ``tools`` are
+        functions in OpenAI's form; a template that knows no tools gets a system message that describes them.
+        ``variables`` are passed to the template: ``enable_thinking``, ... Encode the text without
+        ``add_special_tokens``.
         Raises ``UsageError`` if there is no template, or for messages that it refuses.
         """
-        return self._prompts.render(messages, add_generation_prompt, **variables)
+        return self._prompts.render(messages, add_generation_prompt, tools=tools, **variables)
 
     def _pieces(self, completions: list[Completion]) -> Generator[Piece, None, None]:
         """The pieces of requests. The generator keeps the model, which would close its engine if it were dropped."""

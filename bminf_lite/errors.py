@@ -46,6 +46,10 @@ class UsageError(BminfError, ValueError):
     """An argument is out of range: a sampling parameter, a prompt, a recipe, a device name."""
 
 
+class QueueFull(UsageError):
+    """As many requests wait as may wait (``max_queue``); the same request may be taken later."""
+
+
 class DeviceError(BminfError, RuntimeError):
     """The requested device cannot be used: no driver, no GPU, a missing library, a kernel that does not compile."""
 

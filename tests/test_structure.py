@@ -17,11 +17,14 @@ PACKAGE = Path(bminf_lite.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 
 MAY_IMPORT = {
-    "": {"api", "migration", "evaluation", "placement", "engine", "grammar", "checkpoint", "memory", "errors"},
-    "cli": {
-        "", "api", "bench", "converters", "migration", "evaluation", "placement", "engine", "grammar", "text", "models",
-        "backend", "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
+    "": {
+        "api", "server", "migration", "evaluation", "placement", "engine", "grammar", "checkpoint", "memory", "errors",
     },
+    "cli": {
+        "", "api", "server", "bench", "converters", "migration", "evaluation", "placement", "engine", "grammar", "text",
+        "models", "backend", "checkpoint", "memory", "cuda", "demo_model", "errors", "files",
+    },
+    "server": {"api", "completions", "engine", "grammar", "text", "errors", "files"},
     "torch": {"backend", "checkpoint", "models", "cuda", "errors"},
     "bench": {"api", "placement", "engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors"},
     "api": {

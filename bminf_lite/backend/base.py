@@ -33,7 +33,7 @@ from .quantization import (
     stack_outliers,
 )
 from .rotation import rotated
-from .sampling import NULL_ROW, SamplerState, report
+from .sampling import NULL_ROW, SamplerState, score
 from .sampling import sample as sample_tokens
 from .values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm, Placement
 
@@ -408,11 +408,12 @@ class Backend:
         tokens[:count] = np.where(tokens[:count] < 0, newest, tokens[:count])
 
     def token_logprobs(self, logits: Array, tokens: Array) -> Array:
-        """The log-softmax of each row of ``logits`` at its token: fp32 ``[n, vocab]``, int32 ``[n]`` -> fp32 ``[n]``.
+        """The log-softmax of each row of ``logits`` at its token, and the largest: fp32 ``[n, vocab]``, int32 ``[n]``.
 
-        The sums are in the order of those that :meth:`sample` reports.
+        Returns int32 ``[3, n]``, :meth:`.TokenScores.packed`. The sums are in the order of those that :meth:`sample`
+        reports.
         """
-        return report(logits, tokens, np.zeros(len(tokens), np.int32)).logprobs
+        return score(logits, tokens).packed()
 
     # -- shared by the operations ---------------------------------------------------------------------------------
 

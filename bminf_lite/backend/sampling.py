@@ -205,6 +205,38 @@ class Choice(NamedTuple):
         return [(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True) if token >= 0]
 
 
+class TokenScores(NamedTuple):
+    """The log-probabilities ``logprobs`` fp32 ``[n]`` of given tokens, and beside them the most likely tokens.
+
+    ``best_tokens`` int32 ``[n]`` have the log-probabilities ``best_logprobs`` fp32 ``[n]``; they are -1 and NaN for a
+    row that has a NaN or whose maximum is infinite.
+    """
+
+    logprobs: np.ndarray
+    best_tokens: np.ndarray
+    best_logprobs: np.ndarray
+
+    def packed(self) -> np.ndarray:
+        """All in one array for one copy to the host: int32 ``[3, n]`` in the order of :meth:`Choice.packed`.
+
+        Rows: the most likely tokens, the bits of their log-probabilities, those of ``logprobs``.
+        """
+        return np.stack([self.best_tokens, self.best_logprobs.view(np.int32), self.logprobs.view(np.int32)])
+
+    @classmethod
+    def unpack(cls, packed: np.ndarray) -> TokenScores:
+        """The opposite of :meth:`packed`."""
+        return cls(packed[2].view(np.float32), packed[0], packed[1].view(np.float32))
+
+
+def score(logits: np.ndarray, tokens: np.ndarray) -> TokenScores:
+    """The log-probabilities of ``tokens`` int32 ``[n]``, NaN for -1, and the most likely tokens, of fp32 ``[n, V]``."""
+    none = np.zeros(len(tokens), np.int32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        best = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1).astype(np.int32)
+        return TokenScores(report(logits, tokens, none).logprobs, best, report(logits, best, none).logprobs)
+
+
 def neutral_rows(count: int) -> np.ndarray:
     """``count`` rows of :data:`ROW` that take the token of the largest logit."""
     rows = np.zeros(count, ROW)

@@ -18,9 +18,11 @@ def max_new_tokens(model: Model, options: SamplingOptions) -> int:
 
 
 def finish_text(result: Result, limit: int, context: int) -> str:
-    """``stop``, or which length ended the completion: ``limit`` new tokens, or the model's ``context``."""
-    if result.finish_reason != "length":
-        return result.finish_reason
-    if len(result.token_ids) >= limit:
-        return f"length (--max-new-tokens {limit:,})"
-    return f"length (the model's context of {context:,} tokens is full)"
+    """The reason, and the bound that was reached: ``limit`` new tokens, or the ``context`` of the model."""
+    match result.finish_reason:
+        case "length":
+            return f"length (--max-new-tokens {limit:,})"
+        case "context":
+            return f"context (the model's {context:,} tokens are full)"
+        case reason:
+            return reason

@@ -99,8 +99,7 @@ class Dialogue:
             pass
         finally:
             click.echo()
-        limit = max_new_tokens(self.model, self.options)
-        if result is not None and result.finish_reason == "length" and len(result.token_ids) < limit:
+        if result is not None and result.finish_reason == "context":
             click.echo(f"(cut: the model's context of {self._context_length:,} tokens is full)", err=True)
         return said
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ..errors import BminfError, UsageError
+from ..errors import BminfError, QueueFull, UsageError
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .request import Request
@@ -115,21 +115,24 @@ class Engine:
         self._arriving = 0
         self._closing = False
         self._has_started = False
+        self._after_steps: list[Callable[[], None]] = []
+        self.failure: BaseException | None = None
+        """The last error that ended all requests, other than a lack of memory; the device may be of no more use."""
 
     # -- called in any thread -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Let requests join at the next step, all or none.
 
-        Raises ``UsageError`` for a request that could never fit in the cache, for too many waiting requests, after
-        :meth:`close`, and in a process that was forked from the one that made the engine.
+        Raises ``UsageError`` for a request that could never fit in the cache, after :meth:`close`, and in a process
+        that was forked from the one that made the engine; ``QueueFull`` for too many waiting requests.
         """
         for request in requests:
             self._require_fit(request)
         with self._open():
             waiting = self._arriving + len(self._scheduler.waiting if self._scheduler else ())
             if waiting + len(requests) > self.config.max_queue:
-                raise UsageError(
+                raise QueueFull(
                     f"{waiting:,} requests wait, and {len(requests):,} more would exceed the bound of "
                     f"{self.config.max_queue:,} (max_queue): wait until some are done, or raise the bound"
                 )
@@ -184,6 +187,10 @@ class Engine:
             prompt_tokens=scheduler.num_prompt_tokens if scheduler else 0,
             cached_tokens=scheduler.num_cached_tokens if scheduler else 0,
         )
+
+    def after_steps(self, function: Callable[[], None]) -> None:
+        """Let the engine's thread call a function, which must be quick, when requests have been told of a step."""
+        self._after_steps.append(function)
 
     def close(self, on_close: Callable[[], None] = lambda: None) -> None:
         """End all requests with an error, give the memory back and stop the thread. May be called again.
@@ -252,10 +259,13 @@ class Engine:
                     work()
                 except BaseException as error:  # noqa: PERF203, the thread must live on
                     self._fail(error)
+                    self.failure = self.failure if isinstance(error, MemoryError) else error
+            self._end_step()
             if closing:
                 break
             del messages, work  # an idle engine keeps no request
         self._fail(closed_error())
+        self._end_step()
         try:
             if self._runner is not None:
                 self._runner.close()
@@ -329,6 +339,10 @@ class Engine:
         self._in_flight.clear()
         if self._scheduler is not None:
             self._tell(self._scheduler.reset(error))
+
+    def _end_step(self) -> None:
+        for function in self._after_steps:
+            function()
 
     def _tell(self, requests: Sequence[Request]) -> None:
         """Call the requests' ``on_update``. An error in one ends that request, and the callback hears of it once."""

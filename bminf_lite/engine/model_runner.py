@@ -76,7 +76,7 @@ class LaunchedStep:
     def fetch(self) -> StepResult:
         """What the step chose and scored, without padding."""
         chosen = self.choice()[:, self.sampled] if self.choice else np.zeros((2, 0), np.int32)
-        return StepResult(chosen, self.scores() if self.scores else np.zeros(0, np.float32))
+        return StepResult(chosen, self.scores() if self.scores else np.zeros((3, 0), np.int32))
 
 
 class HostTables:

@@ -42,9 +42,9 @@ class Timings:
 class Result:
     """A finished request. Prints as its text.
 
-    ``finish_reason`` is ``"stop"`` (an end-of-sequence token or a stop string), ``"length"`` (``max_new_tokens`` or the
-    model's context is used up), or ``"deadline"``. ``token_ids`` holds every generated token, including the
-    end-of-sequence token; ``text`` ends before a stop string.
+    ``finish_reason`` is ``"stop"`` (an end-of-sequence token or a stop string), ``"length"`` (it has ``max_new_tokens``
+    tokens), ``"context"`` (the model's context is full before that), or ``"deadline"``. ``token_ids`` holds every
+    generated token, including the end-of-sequence token; ``text`` ends before a stop string.
 
     ``logprobs`` has the log-probability of each token if the parameters say so, and ``top_logprobs`` for each token the
     most likely tokens at its place, as pairs of a token id and its log-probability, if the parameters ask for any.

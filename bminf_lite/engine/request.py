@@ -26,7 +26,8 @@ class Request:
     - ``matcher``: the grammar that the completion must match, at its start. It belongs to this request alone. The end
       of the sequence then ends the request even with ``ignore_eos``, which holds it back only while the grammar allows
       something else, as ``min_tokens`` does.
-    - ``prompt_logprobs``: compute the log-probability of each prompt token but the first.
+    - ``prompt_logprobs``: compute the log-probability of each prompt token but the first, and at its place the most
+      likely token with its log-probability.
     - ``take_logits``: called by the engine's thread with a position and the logits of the prompt from there on, fp32
       ``[n, vocab]`` of the backend, instead of generating. The pieces come in order from the position ``logits_start``
       on, and begin anew if the request is preempted. ``whole_prompt`` makes one piece of them.
@@ -34,8 +35,9 @@ class Request:
     - ``on_update``: called by the engine's thread after each new token and when the request ends. An exception in it
       ends the request.
 
-    The engine sets the rest. A request has ended when ``finish_reason`` is set: ``stop``, ``length``, ``deadline``,
-    ``cancelled`` or ``error``, and then ``error`` says which. Times are those of ``time.perf_counter``: when the
+    The engine sets the rest. A request has ended when ``finish_reason`` is set: ``stop``, ``length`` (all of
+    ``max_new_tokens``), ``context`` (the model's context is full), ``deadline``, ``cancelled`` or ``error``, and then
+    ``error`` says which. Times are those of ``time.perf_counter``: when the
     request was made, when it started to run, and of its first and last token.
 
     ``num_known_tokens`` are those of the prompt and the generated ones that the host knows; ``num_pending_tokens`` are
@@ -64,6 +66,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_token_logprobs: list[float | None] = field(default_factory=list)
+    prompt_most_likely: list[tuple[int, float] | None] = field(default_factory=list)
     finish_reason: str | None = None
     error: BaseException | None = None
     blocks: SequenceBlocks | None = None
@@ -84,6 +87,7 @@ class Request:
         self.num_known_tokens = len(self.prompt_token_ids)
         if self.prompt_logprobs:
             self.prompt_token_logprobs = [None] * len(self.prompt_token_ids)
+            self.prompt_most_likely = [None] * len(self.prompt_token_ids)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -155,5 +159,7 @@ class Request:
             self.top_logprobs.append(list(top_logprobs))
         if self.ended_by_eos:
             self.finish_reason = "stop"
-        elif self.num_known_tokens >= self.max_length:
+        elif len(self.output_token_ids) >= self.params.max_new_tokens:
             self.finish_reason = "length"
+        elif self.num_known_tokens >= self.max_length:
+            self.finish_reason = "context"

@@ -102,7 +102,7 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         elif isinstance(self.stop, Sequence):
             object.__setattr__(self, "stop", tuple(self.stop))
-        problems = [p for f in fields(self) if (p := _problem(f.name, getattr(self, f.name)))]
+        problems = [p for f in fields(self) if (p := field_problem(f.name, getattr(self, f.name)))]
         if not problems and self.min_tokens > self.max_new_tokens:
             problems.append(
                 f"min_tokens is {self.min_tokens}, but must be at most max_new_tokens ({self.max_new_tokens}): lower "
@@ -131,7 +131,7 @@ class SamplingParams:
             for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
             if generation_config.get(name) is not None and name not in given
         }
-        problems = [p for name, value in defaults.items() if (p := _problem(name, value))]
+        problems = [p for name, value in defaults.items() if (p := field_problem(name, value))]
         do_sample = generation_config.get("do_sample")
         if do_sample not in (True, False, None):
             problems.append(f"do_sample is {do_sample!r}, but must be true or false")
@@ -250,7 +250,7 @@ def _unknown_option(name: str, names: Sequence[str]) -> str:
     return f"there is no sampling option {name!r}; {_ELSEWHERE.get(name, default)}"
 
 
-def _problem(name: str, value: Any) -> str | None:
+def field_problem(name: str, value: Any) -> str | None:
     """The error message for the value of a field; None if the value is valid."""
     if name in _INTEGERS:
         low, high = _INTEGERS[name]

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..backend.sampling import Choice
+from ..backend.sampling import Choice, TokenScores
 from ..errors import BminfError, UsageError
 from .block_manager import BlockManager
 from .config import EngineConfig
@@ -82,12 +82,12 @@ class Step:
 class StepResult(NamedTuple):
     """What a step chose and scored.
 
-    ``chosen`` is int32 as ``Backend.sample`` returns it, for the parts that sample. ``prompt_logprobs`` is fp32
-    ``[n]``, for the prompt tokens that the parts score.
+    ``chosen`` is int32 as ``Backend.sample`` returns it, for the parts that sample. ``prompt_scores`` is int32 as
+    ``Backend.token_logprobs`` returns it, for the prompt tokens that the parts score.
     """
 
     chosen: np.ndarray
-    prompt_logprobs: np.ndarray
+    prompt_scores: np.ndarray
 
 
 class Rows(Protocol):
@@ -298,12 +298,14 @@ class Scheduler:
         updated = []
         choice = Choice.unpack(result.chosen)
         chosen = enumerate(zip(choice.tokens.tolist(), choice.logprobs.tolist(), strict=True))
-        scores = iter(result.prompt_logprobs.tolist())
+        scores = zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True)
         for part in step.parts:
             request = part.request
             if request.prompt_logprobs:
                 for position in range(part.start + 1, part.start + 1 + part.num_scored):
-                    request.prompt_token_logprobs[position] = next(scores)
+                    logprob, best, best_logprob = next(scores)
+                    request.prompt_token_logprobs[position] = logprob
+                    request.prompt_most_likely[position] = (best, best_logprob)
             if part.samples:
                 place, (token, logprob) = next(chosen)
                 request.num_pending_tokens -= 1

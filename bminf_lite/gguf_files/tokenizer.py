@@ -90,8 +90,10 @@ def tokenizer_files(header: GgufHeader) -> dict[str, str]:
     _frame(backend, metadata, names, adds_bos)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {"bos_token": names["bos"], "eos_token": names["eos"], "unk_token": names["unknown"]}
-    if (template := metadata.get("tokenizer.chat_template")) is not None:
-        config["chat_template"] = template
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    templates = [{"name": name, "template": metadata[key]} for name, key in keys.items() if key in metadata]
+    if templates:
+        config["chat_template"] = templates
     config = {key: value for key, value in config.items() if value is not None}
     return {"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(config, ensure_ascii=False)}
 

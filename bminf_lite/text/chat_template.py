@@ -4,16 +4,17 @@ Templates render as in Hugging Face transformers, in jinja2's immutable sandbox.
 system and the interpreter, but not endless loops or gigabytes of memory: a single multiplication, filter or string
 method can take either without returning to Python code that could check it. Therefore templates render in a separate
 process (``chat_template_worker.py``). It is killed after a time limit, and on Linux the operating system limits its
-memory. The process starts with the first conversation, in about a tenth of a second, and serves later ones.
+memory. The process starts with the first conversation, in about a tenth of a second, and serves later ones; several
+processes render several conversations at a time.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import LifoQueue
 from typing import Any
 
 from ..errors import CheckpointError, UsageError
@@ -38,37 +39,57 @@ class ChatLimits:
 class ChatTemplate:
     """A checkpoint's chat template: its ``source``, and the special tokens that it may insert, as text.
 
-    Raises ``CheckpointError`` if the source is too large; other faults are found when it renders. Thread-safe.
+    Renders as many conversations at a time as it may have ``processes``; more wait. Thread-safe. Raises
+    ``CheckpointError`` if the source is too large; other faults are found when it renders.
     """
 
     def __init__(
-        self, source: str, bos_token: str | None = None, eos_token: str | None = None, limits: ChatLimits = ChatLimits()
+        self,
+        source: str,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        limits: ChatLimits = ChatLimits(),
+        processes: int = 1,
     ):
         if len(source) > limits.source:
             raise CheckpointError(f"the chat template has {len(source):,} characters; {limits.source:,} are allowed")
         self._source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._limits = limits
-        self._worker: WorkerProcess | None = None
-        self._lock = threading.Lock()
+        self._free: LifoQueue[WorkerProcess | None] = LifoQueue()
+        for _ in range(processes):
+            self._free.put(None)  # a process that has not started
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object) -> str:
-        """The prompt for a conversation. ``variables`` are passed to the template: ``tools``, ``enable_thinking``, ...
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a conversation, as ``apply_chat_template`` of transformers gives it.
+
+        ``tools`` are in OpenAI's form, and templates expect the arguments of earlier calls as objects
+        (:func:`template_messages`). ``variables`` are passed to the template: ``enable_thinking``, ...
 
         Raises ``UsageError`` for messages that are malformed or that the template refuses, ``CheckpointError`` for a
         template that fails or exceeds a limit.
         """
         check_messages(messages)
-        variables = {"tools": None, "documents": None, **self._tokens, **variables}
-        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        variables = {"documents": None, **self._tokens, **variables, "tools": tools or None}
+        variables |= {"messages": _as_in_transformers(messages), "add_generation_prompt": add_generation_prompt}
         try:
             request = json.dumps(variables)
         except (TypeError, ValueError, RecursionError) as e:
             raise UsageError(f"messages and variables of a chat template must be JSON values: {e}") from None
-        with self._lock:
-            if self._worker is None or not self._worker.alive:
-                self._worker = self._start()
-            reply = self._worker.ask(request, self._limits.seconds)
+        worker = self._free.get()
+        try:
+            if worker is None or not worker.alive:
+                worker = self._start()
+            reply = worker.ask(request, self._limits.seconds)
+        finally:
+            self._free.put(worker)
         if "text" in reply:
             return reply["text"]
         if "refused" in reply:
@@ -87,3 +108,55 @@ def check_messages(messages: Sequence[Message]) -> None:
     wrong = [i for i, m in enumerate(messages) if not (isinstance(m, dict) and isinstance(m.get("role"), str))]
     if wrong:
         raise UsageError(f"each message must be an object whose role is text; not so: {', '.join(map(str, wrong))}")
+
+
+def template_messages(messages: Sequence[Message]) -> list[Message]:
+    """OpenAI's messages in the form that chat templates read.
+
+    A content in parts becomes their text, a line each, and the arguments of calls, which are JSON text, become
+    objects; arguments that are no JSON object remain text. Raises ``UsageError`` for a part that is no text.
+    """
+    check_messages(messages)
+    return [_template_message(message, i) for i, message in enumerate(messages)]
+
+
+def _template_message(message: Message, number: int) -> Message:
+    message = dict(message)
+    if isinstance(content := message.get("content"), (list, tuple)):
+        parts = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in content]
+        other = next((part for part in parts if not isinstance(part.get("text"), str)), None)
+        if other is not None:
+            kind = other.get("type")
+            raise UsageError(f"messages[{number}].content has a part of type {kind!r}: only text is supported")
+        message["content"] = "\n".join(part["text"] for part in parts)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_template_call(call) for call in calls]
+    return message
+
+
+def _template_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+def _as_in_transformers(messages: Sequence[Message]) -> list[Message]:
+    """What ``apply_chat_template`` does first: no keys without a value, and reasoning under all of its names."""
+    prepared = []
+    for message in messages:
+        kept = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((kept[key] for key in _REASONING_KEYS if key in kept), None)
+        if reasoning is not None:
+            kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+        prepared.append(kept)
+    return prepared

@@ -98,7 +98,7 @@ def make_environment() -> Any:
     )
     environment.filters["tojson"] = tojson
     environment.globals.update(
-        raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace, dict=new_dict
+        raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace, dict=Dict()
     )
     return environment
 
@@ -118,9 +118,14 @@ def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def new_dict(*args: Any, **items: Any) -> dict[Any, Any]:
-    """``dict`` without the attributes of the class, which the template must not reach."""
-    return dict(*args, **items)
+class Dict:
+    """``dict`` without the other attributes of the class, which the template must not reach."""
+
+    def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
+        return dict(*args, **items)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
 
 
 if __name__ == "__main__":

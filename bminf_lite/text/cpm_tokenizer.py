@@ -55,6 +55,7 @@ class CpmTokenizer(Tokenizer):
     END: ClassVar[str]
 
     def __init__(self, pieces: Sequence[str]):
+        super().__init__()
         self.pieces = list(pieces)
         self.ids = {piece: i for i, piece in enumerate(pieces)}
         missing = [token for token in ("<unk>", self.END) if token not in self.ids]
@@ -107,6 +108,9 @@ class CpmTokenizer(Tokenizer):
 
     def id_to_piece(self, token_id: int) -> str | None:
         return self.pieces[token_id] if 0 <= token_id < len(self.pieces) else None
+
+    def piece_to_id(self, piece: str) -> int | None:
+        return self.ids.get(piece)
 
     def normalize(self, text: str) -> str:
         """The text in the characters of the vocabulary."""

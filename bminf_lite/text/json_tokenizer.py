@@ -1,7 +1,8 @@
 """The tokenizer in a ``tokenizer.json``, the file of Hugging Face's ``tokenizers`` library, or in GPT-2's older files.
 
 Its post-processor says which special tokens frame a prompt. ``tokenizer_config.json`` and ``special_tokens_map.json``
-name the special tokens, and the first or ``chat_template.jinja`` holds the chat template.
+name the special tokens, and the first or ``chat_template.jinja`` holds the chat template; a checkpoint may have another
+one for conversations with tools.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import tokenizers
@@ -26,6 +28,9 @@ _BYTE_LEVEL_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _BYTE_LEVEL_MODELS = ("gpt2", "opt")
 """The models whose ``vocab.json`` and ``merges.txt`` are GPT-2's kind where no file names the tokenizer's class."""
 _END_OF_TEXT = "<|endoftext|>"
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+_TEMPLATE_FILES = {_DEFAULT: "chat_template.jinja", _TOOL_USE: "additional_chat_templates/tool_use.jinja"}
+NO_TEMPLATES: Mapping[str, str] = MappingProxyType({})
 
 
 class JsonTokenizer(Tokenizer):
@@ -42,15 +47,17 @@ class JsonTokenizer(Tokenizer):
         bos_token: str | None = None,
         eos_token: str | None = None,
         add_bos_token: bool = False,
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] = NO_TEMPLATES,
     ):
+        super().__init__()
         # The settings of training, which a tokenizer.json may carry, would silently cut or pad prompts.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.bos_token = bos_token
         self.eos_token = eos_token
-        self.chat_template = chat_template
+        self.chat_template = chat_templates.get(_DEFAULT)
+        self.tool_chat_template = chat_templates.get(_TOOL_USE, self.chat_template)
         self.bos_id = None if bos_token is None else backend.token_to_id(bos_token)
         eos_id = None if eos_token is None else backend.token_to_id(eos_token)
         self.eos_ids = frozenset() if eos_id is None else frozenset([eos_id])
@@ -70,7 +77,7 @@ class JsonTokenizer(Tokenizer):
         backend = _load_backend(folder)
         if not (folder / cls.FILE).is_file() and backend.token_to_id(_END_OF_TEXT) is not None:
             names = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, **names}  # GPT2Tokenizer's defaults
-        return cls._make(backend, names, config, _chat_template(folder, config), folder, vocab_size)
+        return cls._make(backend, names, config, _chat_templates(folder, config), folder, vocab_size)
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str], path: Path, vocab_size: int) -> JsonTokenizer:
@@ -78,7 +85,7 @@ class JsonTokenizer(Tokenizer):
         with _library_errors(f"{path}: holds a vocabulary that the tokenizers library cannot read"):
             backend = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
         config = json.loads(texts["tokenizer_config.json"])
-        return cls._make(backend, config, config, config.get("chat_template"), path, vocab_size)
+        return cls._make(backend, config, config, _named_templates(config, path), path, vocab_size)
 
     @classmethod
     def _make(
@@ -86,7 +93,7 @@ class JsonTokenizer(Tokenizer):
         backend: tokenizers.Tokenizer,
         names: Mapping[str, Any],
         config: Mapping[str, Any],
-        template: str | None,
+        templates: Mapping[str, str],
         folder: Path,
         vocab_size: int,
     ) -> JsonTokenizer:
@@ -97,7 +104,7 @@ class JsonTokenizer(Tokenizer):
             for name, text in special.items()
             if text is not None and backend.token_to_id(text) is None
         ]
-        tokenizer = cls(backend, **special, add_bos_token=config.get("add_bos_token") is True, chat_template=template)
+        tokenizer = cls(backend, **special, add_bos_token=config.get("add_bos_token") is True, chat_templates=templates)
         if len(tokenizer) > vocab_size:
             problems.append(
                 f"the tokenizer has ids up to {len(tokenizer) - 1}, but the embedding only {vocab_size} rows; "
@@ -113,6 +120,9 @@ class JsonTokenizer(Tokenizer):
     def id_to_piece(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id)
 
+    def piece_to_id(self, piece: str) -> int | None:
+        return self._backend.token_to_id(piece)
+
     def to_json(self) -> str:
         """The tokenizer as the text of a ``tokenizer.json``."""
         return self._backend.to_str()
@@ -127,10 +137,13 @@ class JsonTokenizer(Tokenizer):
         return [*self._prefix_ids, *ids] if add_special_tokens else ids
 
     def _decode(self, ids: list[int]) -> str:
-        # The library's own skipping leaves out added tokens that are normalized, from version 0.23.1 on.
+        # Not the library's own skipping: from version 0.23.1 on it leaves out added tokens that are normalized.
         visible = [i for i in ids if i not in self.special_ids]
-        with _library_errors("tokenizer.json cannot turn these tokens into text"):
-            return self._backend.decode(visible, skip_special_tokens=True)
+        try:  # entering a context manager takes as long as decoding a token
+            return self._backend.decode(visible, skip_special_tokens=False)
+        except BaseException:
+            with _library_errors("tokenizer.json cannot turn these tokens into text"):
+                raise
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
@@ -214,17 +227,32 @@ def _token_text(folder: Path, name: str, value: Any) -> str | None:
     return text
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The file ``chat_template.jinja``, else the configuration's ``chat_template``, or the default one of a list."""
-    path = folder / "chat_template.jinja"
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name: those in files of their own, else those in the configuration."""
+    files = {name: _read_text(folder / file) for name, file in _TEMPLATE_FILES.items()}
+    templates = {name: text for name, text in files.items() if text is not None}
+    return templates or _named_templates(config, folder / "tokenizer_config.json")
+
+
+def _read_text(path: Path) -> str | None:
+    """The text of a file; ``None`` if it does not exist."""
     try:
         return read_small_file(path).decode()
     except FileNotFoundError:
-        template = config.get("chat_template")
+        return None
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path} cannot be read as text: {e}") from e
-    if isinstance(template, list) and all(isinstance(t, dict) for t in template):
-        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template must be text or named texts")
-    return template
+
+
+def _named_templates(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """The configuration's ``chat_template``, which is a text or a list of named texts."""
+    value = config.get("chat_template")
+    if isinstance(value, list) and all(isinstance(t, dict) for t in value):
+        templates = {t.get("name"): t.get("template") for t in value}
+        templates = {name: templates.get(name) for name in (_DEFAULT, _TOOL_USE)}
+    else:
+        templates = {_DEFAULT: value}
+    wrong = [text for text in templates.values() if text is not None and not isinstance(text, str)]
+    if wrong:
+        raise CheckpointError(f"{path}: chat_template must be text or named texts")
+    return {name: text for name, text in templates.items() if text is not None}

@@ -14,6 +14,14 @@ from ..errors import CheckpointError, UsageError, listed
 from .chat_template import ChatTemplate, Message, check_messages
 from .checkpoint_files import has_tokenizer, load_tokenizer
 from .tokenizer import Tokenizer
+from .tool_calls import (
+    Tool,
+    ToolFormat,
+    find_tool_format,
+    generic_instructions,
+    generic_messages,
+    tool_format,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,9 @@ class PromptEncoder:
 
     ``folder`` holds the tokenizer and the chat template, which are read when they are first needed; without a folder,
     prompts are token ids. ``to_host`` copies the array of another library, which may be on a device, into a NumPy
-    array. Lengths are those of the model's configuration, in tokens.
+    array. Lengths are those of the model's configuration, in tokens. ``template_processes`` is how many conversations a
+    chat template may render at a time. ``tool_format_name``, one of ``TOOL_FORMATS``, replaces what the chat template
+    and the vocabulary tell about how the model writes calls of functions.
     """
 
     folder: Path | None
@@ -51,7 +61,9 @@ class PromptEncoder:
     is_encoder_decoder: bool = False
     max_source_length: int = 0
     decoder_start_length: int = 0
-    _template: ChatTemplate | None = field(default=None, init=False)
+    template_processes: int = 1
+    tool_format_name: str | None = None
+    _templates: dict[str, ChatTemplate] = field(default_factory=dict, init=False)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -66,8 +78,8 @@ class PromptEncoder:
         return self.folder is not None and has_tokenizer(self.folder)
 
     def close(self) -> None:
-        """End the chat template's process."""
-        self._template = None
+        """End the processes of the chat templates."""
+        self._templates.clear()
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> EncodedPrompt:
         """See :meth:`bminf_lite.Model.encode`."""
@@ -101,14 +113,53 @@ class PromptEncoder:
             raise UsageError(problems[0] if len(problems) == 1 else listed(f"{len(prompts)} prompts", problems))
         return encoded
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object) -> str:
-        """A conversation as text; see :meth:`.ChatTemplate.render`. ``UsageError`` if there is no chat template."""
-        if self._template is None:
-            tokenizer = self.tokenizer
-            if tokenizer.chat_template is None:
-                raise UsageError("this checkpoint has no chat template: give a plain prompt instead of messages")
-            self._template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-        return self._template.render(messages, add_generation_prompt, **variables)
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """The form in which this model writes calls of functions. Raises ``UsageError`` for an unknown name."""
+        if self.tool_format_name is not None:
+            return tool_format(self.tool_format_name)
+        tokenizer = self.tokenizer
+        return find_tool_format(tokenizer.tool_chat_template, lambda text: tokenizer.piece_to_id(text) is not None)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Tool] | None = None,
+        **variables: Any,
+    ) -> str:
+        """A conversation as text; see :meth:`.ChatTemplate.render`. ``UsageError`` if there is no chat template.
+
+        If :attr:`tool_format` is generic, the template gets messages that describe ``tools``, calls and their results
+        in words; see :func:`.generic_messages`.
+        """
+        check_messages(messages)
+        template = self._template(with_tools=bool(tools))
+        uses_tools = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+        if not uses_tools or not self.tool_format.is_generic:
+            return template.render(messages, add_generation_prompt, tools=tools, **variables)
+        refusal: UsageError | None = None
+        try:
+            text = template.render(generic_messages(messages, tools or ()), add_generation_prompt, **variables)
+            if not tools or generic_instructions(tools) in text:
+                return text
+        except UsageError as error:
+            refusal = error
+        if not tools or messages[0]["role"] == "system":
+            raise refusal or UsageError("the chat template drops the system message, which describes the tools")
+        instructed = generic_messages(messages, tools, has_system=False)
+        return template.render(instructed, add_generation_prompt, **variables)
+
+    def _template(self, with_tools: bool) -> ChatTemplate:
+        tokenizer = self.tokenizer
+        source = tokenizer.tool_chat_template if with_tools else tokenizer.chat_template
+        if source is None:
+            raise UsageError("this checkpoint has no chat template: give a plain prompt instead of messages")
+        if source not in self._templates:
+            names = (tokenizer.bos_token, tokenizer.eos_token)
+            self._templates[source] = ChatTemplate(source, *names, processes=self.template_processes)
+        return self._templates[source]
 
     def validate_token_ids(self, token_ids: Any) -> tuple[int, ...]:
         """See :func:`validate_token_ids`; takes arrays of other libraries and devices too."""

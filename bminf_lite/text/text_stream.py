@@ -29,7 +29,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         # A decoder looks back a few tokens at most, and a character has four bytes at most.
         self._emitted = list(islice(filter(self._has_text, reversed(prompt)), _PROMPT_TOKENS))[::-1]
-        self._emitted_text = tokenizer.decode(self._emitted)
+        self._emitted_text = self._window_text(self._emitted)
         self._pending: list[int] = []
         self._try_at = 0
 
@@ -48,6 +48,11 @@ class Detokenizer:
             return ""
         return self._emit(text)
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether text of tokens so far is held back."""
+        return bool(self._pending)
+
     def flush(self) -> str:
         """The rest of the text after the last token. Unfinished characters are U+FFFD."""
         return self._emit(self._tokenizer.decode(self._emitted + self._pending)) if self._pending else ""
@@ -55,15 +60,21 @@ class Detokenizer:
     def _emit(self, text: str) -> str:
         new = text[len(self._emitted_text) :]
         self._emitted, self._pending, self._try_at = self._pending, [], 0
-        self._emitted_text = self._tokenizer.decode(self._emitted)
+        self._emitted_text = self._window_text(self._emitted)
         return new
+
+    def _window_text(self, window: list[int]) -> str:
+        """The text of a window alone; usually it is one token, whose text the tokenizer remembers."""
+        return self._tokenizer.token_text(window[0]) if len(window) == 1 else self._tokenizer.decode(window)
 
     def _has_text(self, token_id: int) -> bool:
         return token_id not in self._tokenizer.special_ids and self._tokenizer.id_to_piece(token_id) is not None
 
     def _is_byte(self, token_id: int) -> bool:
+        if not self._tokenizer.byte_fallback:
+            return False
         piece = self._tokenizer.id_to_piece(token_id)
-        return self._tokenizer.byte_fallback and piece is not None and _BYTE_PIECE.fullmatch(piece) is not None
+        return piece is not None and _BYTE_PIECE.fullmatch(piece) is not None
 
 
 class StopMatcher:
@@ -77,18 +88,25 @@ class StopMatcher:
     def __init__(self, stop_strings: Sequence[str] = ()):
         self._stops = stop_strings
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete; ``found`` is that string."""
+        return self.found is not None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take more text; returns the text to emit, and whether a stop string is complete. Drops text after that."""
+        if not self._stops:
+            return text, False
         if self.stopped:
             return "", True
         held = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := held.find(stop)) >= 0]
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := held.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return held[: min(found)[1]], True
-        undecided = max((_overlap(held, stop) for stop in self._stops), default=0)
+            (_, start, self.found), self._held = min(found), ""
+            return held[:start], True
+        undecided = max((overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - undecided :]
         return held[: len(held) - undecided], False
 
@@ -98,7 +116,7 @@ class StopMatcher:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of ``text`` with which ``stop`` begins, but does not end."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 

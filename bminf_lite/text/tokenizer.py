@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
 
 from ..errors import UsageError
+
+_MAX_TOKEN_TEXTS = 1 << 18
+"""Tokens whose texts are remembered."""
 
 
 class Tokenizer(ABC):
@@ -13,7 +17,8 @@ class Tokenizer(ABC):
 
     - ``bos_token``, ``eos_token``: the special tokens as text; ``bos_id``, ``eos_ids``: their ids.
     - ``special_ids``: all tokens without text.
-    - ``chat_template``: the source of the checkpoint's chat template.
+    - ``chat_template``: the source of the checkpoint's chat template; ``tool_chat_template``: of that for conversations
+      with tools, which may be the same.
     - ``byte_fallback``: tokens such as ``<0xE2>`` stand for single bytes.
     - ``sentinels``: the tokens that stand for missing parts of a text, in order.
     - ``target_ids``: for an encoder-decoder, the tokens after the start token with which its decoder continues a text.
@@ -25,9 +30,13 @@ class Tokenizer(ABC):
     eos_ids: frozenset[int] = frozenset()
     special_ids: frozenset[int] = frozenset()
     chat_template: str | None = None
+    tool_chat_template: str | None = None
     byte_fallback: bool = False
     sentinels: Sequence[int] = ()
     target_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._token_texts: dict[int, str] = {}
 
     @abstractmethod
     def __len__(self) -> int:
@@ -55,14 +64,34 @@ class Tokenizer(ABC):
         Bytes that are not UTF-8 become U+FFFD. Raises ``UsageError`` for ids that do not fit 32 bits.
         """
         ids = [int(i) for i in ids]
-        wrong = [i for i in ids if not 0 <= i < 2**32]
-        if wrong:
-            raise UsageError(f"token ids must be from 0 to {2**32 - 1}, but one is {wrong[0]}")
+        if ids and not 0 <= min(ids) <= max(ids) < 2**32:
+            wrong = next(i for i in ids if not 0 <= i < 2**32)
+            raise UsageError(f"token ids must be from 0 to {2**32 - 1}, but one is {wrong}")
         return self._decode(ids)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, as :meth:`decode` gives it; remembered, because streams ask for each again."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.decode([token_id])
+            if len(self._token_texts) < _MAX_TOKEN_TEXTS:
+                self._token_texts[token_id] = text
+        return text
 
     @abstractmethod
     def id_to_piece(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; ``None`` for an id outside the vocabulary."""
+
+    @abstractmethod
+    def piece_to_id(self, piece: str) -> int | None:
+        """The id of a token as the vocabulary spells it; ``None`` if it has none."""
+
+    def showing(self, tokens: Collection[str]) -> Tokenizer:
+        """This tokenizer, but those of its special tokens that are spelled as in ``tokens`` are part of its texts."""
+        shown = copy(self)
+        shown._token_texts = {}
+        shown.special_ids = frozenset(i for i in self.special_ids if self.id_to_piece(i) not in tokens)
+        return shown
 
     @abstractmethod
     def encode_spans(self, parts: Sequence[str]) -> list[int]:

@@ -179,7 +179,7 @@ def test_the_files_of_text_are_read_once_and_when_needed(tmp_path, monkeypatch):
     reads, made = [], []
     original, template = prompts.load_tokenizer, ChatTemplate.__init__
     monkeypatch.setattr(prompts, "load_tokenizer", lambda *a: reads.append(a) or original(*a))
-    monkeypatch.setattr(ChatTemplate, "__init__", lambda self, *a: made.append(self) or template(self, *a))
+    monkeypatch.setattr(ChatTemplate, "__init__", lambda self, *a, **k: made.append(self) or template(self, *a, **k))
     with load(folder) as model:
         model.logits([1, 2])
         assert not reads

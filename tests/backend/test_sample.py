@@ -24,6 +24,7 @@ from bminf_lite.backend.sampling import (
     SamplerState,
     SamplerVariant,
     SequenceSampling,
+    TokenScores,
     state_of,
 )
 from bminf_lite.cuda.kernels import constants
@@ -146,8 +147,8 @@ def test_log_probabilities_of_given_tokens_are_the_bits_that_sampling_reports(ba
     state.variant = SamplerVariant.GREEDY
     chosen = Choice.unpack(backend.host(backend.sample(logits, state.map(np.copy).map(backend.array))))
     for _ in range(2):
-        found = backend.host(backend.token_logprobs(logits, backend.array(chosen.tokens)))
-        np.testing.assert_array_equal(found, chosen.logprobs)
+        found = TokenScores.unpack(backend.host(backend.token_logprobs(logits, backend.array(chosen.tokens))))
+        np.testing.assert_array_equal(found.logprobs, chosen.logprobs)
 
 
 @given(SEEDS, st.integers(1, 600), st.integers(1, 600))
@@ -286,11 +287,13 @@ def test_log_probabilities_of_given_tokens(backend, seed, count, vocab):
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 5, (count, vocab)).astype(np.float32)
     tokens = rng.integers(0, vocab, count).astype(np.int32)
-    found = backend.host(backend.token_logprobs(padded(backend, logits), backend.array(tokens)))
+    found = TokenScores.unpack(backend.host(backend.token_logprobs(padded(backend, logits), backend.array(tokens))))
     exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
-    assert_close(found, exact[np.arange(count), tokens], "logprob", np.float32, 1 + np.abs(logits).max(axis=1))
+    np.testing.assert_array_equal(found.best_tokens, logits.argmax(axis=1))
+    assert_close(found.logprobs, exact[np.arange(count), tokens], "logprob", np.float32, 1 + np.abs(logits).max(axis=1))
     alone = backend.token_logprobs(padded(backend, logits[-1:]), backend.array(tokens[-1:]))
-    np.testing.assert_array_equal(backend.host(alone), found[-1:])
+    for part, whole in zip(TokenScores.unpack(backend.host(alone)), found, strict=True):
+        np.testing.assert_array_equal(part, whole[-1:])
 
 
 @pytest.mark.gpu

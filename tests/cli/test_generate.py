@@ -60,7 +60,7 @@ def test_an_empty_prompt_starts_from_the_begin_of_text_token(model: Path, tmp_pa
 
 def test_the_statistics_tell_which_length_ended_a_completion(model: Path) -> None:
     ended = generate(model, "x" * 100, "--stats", "--max-new-tokens", "60").stderr
-    assert "finished by length (the model's context of 128 tokens is full)" in ended
+    assert "finished by context (the model's 128 tokens are full)" in ended
     ended = generate(model, "x", "--stats", "--max-new-tokens", "3").stderr
     assert "finished by length (--max-new-tokens 3)" in ended
 

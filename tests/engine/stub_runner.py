@@ -12,6 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
+from bminf_lite.backend.sampling import TokenScores
 from bminf_lite.engine.block_manager import BlockManager
 from bminf_lite.engine.config import EngineConfig
 from bminf_lite.engine.request import Request
@@ -89,7 +90,9 @@ class StubRunner:
                 part.request.take_logits(part.start, np.zeros((part.num_tokens, 1)))
         assert step.num_decodes == sum(p.num_tokens == 1 for p in step.parts[: step.num_decodes])
         bits = np.zeros(len(chosen), np.float32).view(np.int32)
-        return StubHandle(StepResult(np.stack([np.array(chosen, np.int32), bits]), np.array(scores, np.float32)))
+        logprobs = np.array(scores, np.float32)
+        packed = TokenScores(logprobs, np.zeros(len(scores), np.int32), logprobs).packed()
+        return StubHandle(StepResult(np.stack([np.array(chosen, np.int32), bits]), packed))
 
     def has_room(self, request: Request) -> bool:
         return bool(self.free_rows)
@@ -227,7 +230,7 @@ class Driver:
         """Each result is that of the request alone, or its beginning if the request was cancelled."""
         for request in self.requests:
             tokens, scores = alone(request, self.blocks.windows, self.config.context_length)
-            if request.finish_reason in ("stop", "length"):
+            if request.finish_reason in ("stop", "length", "context"):
                 assert request.output_token_ids == tokens
                 if request.prompt_logprobs:
                     assert request.prompt_token_logprobs == [None, *scores]

@@ -45,7 +45,7 @@ class StubEngine(Engine):
     def check(self, request: Request) -> None:
         """The result is that of the request alone."""
         tokens, _ = alone(request, self.blocks.windows, self.config.context_length)
-        assert request.output_token_ids == tokens and request.finish_reason in ("stop", "length")
+        assert request.output_token_ids == tokens and request.finish_reason in ("stop", "length", "context")
 
     def wait_until_idle(self) -> None:
         wait_until(lambda: not self._has_requests() and not self._in_flight)

@@ -86,7 +86,7 @@ def test_few_blocks_for_sources_let_requests_wait():
 
 def test_decoding_ends_with_the_context():
     result = FLOAT.generate(source_of(40), max_new_tokens=100, temperature=0)
-    assert len(result.token_ids) == 39 and result.finish_reason == "length"
+    assert len(result.token_ids) == 39 and result.finish_reason == "context"
 
 
 def test_out_of_memory_for_sources_gives_the_decoder_cache_back():

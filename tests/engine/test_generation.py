@@ -299,7 +299,9 @@ def test_what_ends_a_request():
     assert (r.output_token_ids, r.finish_reason, r.ended_by_eos) == (tokens, "length", False)
     for length in (context - 1, context - 5):
         (r,) = run(FLOAT, [request(0, prompt_of(length), max_new_tokens=1000)])
-        assert (len(r.output_token_ids), r.finish_reason) == (context - length, "length")
+        assert (len(r.output_token_ids), r.finish_reason) == (context - length, "context")
+    (r,) = run(FLOAT, [request(0, prompt_of(context - 5), max_new_tokens=5)])
+    assert (len(r.output_token_ids), r.finish_reason) == (5, "length"), "both bounds at once: what was asked for"
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [0, 1, 3])

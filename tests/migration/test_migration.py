@@ -25,6 +25,12 @@ def test_without_a_calibration_it_is_the_checkpoint_s_migration(source: Path, tm
     assert "calibration" not in json.loads((tmp_path / "a" / "bminf_lite.json").read_text())
 
 
+def test_a_report_prints_as_a_few_lines(source: Path, tmp_path: Path) -> None:
+    report = bminf_lite.migrate(source, tmp_path / "out")
+    assert len(str(report).splitlines()) <= 4 and "times smaller" in str(report)
+    assert repr(report) == f"MigrationReport({report})"
+
+
 def test_a_calibrated_checkpoint_runs_and_its_manifest_says_what_was_decided(
     source: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -89,6 +89,20 @@ def test_several_threads_share_a_template():
         assert list(pool.map(work, range(4))) == [[f"[]{n} {i}{long}" for i in range(3)] for n in range(4)]
 
 
+def test_several_processes_render_at_a_time():
+    """A slow conversation does not keep a quick one waiting."""
+    template = ChatTemplate(
+        "{% for i in range(messages[0].content) %}" + LOOP + "{% endfor %}done",
+        limits=ChatLimits(seconds=1),
+        processes=2,
+    )
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(template.render, [{"role": "user", "content": 99999}])
+        assert template.render([{"role": "user", "content": 0}]) == "done" and not slow.done()
+        with pytest.raises(CheckpointError, match="longer than 1 s"):
+            slow.result()
+
+
 # -- errors of a template and of messages -----------------------------------------------------------------------------
 
 
@@ -203,7 +217,7 @@ def test_the_process_starts_once_is_replaced_when_killed_and_ends_with_its_templ
 def test_an_interrupted_wait_leaves_no_reply_behind(monkeypatch):
     template = ChatTemplate("{{ messages[0].content }}")
     template.render(MESSAGES)
-    worker = template._worker
+    (worker,) = template._free.queue
 
     class Interrupted:
         close = worker._process.stdout.close

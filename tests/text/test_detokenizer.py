@@ -17,6 +17,7 @@ BYTE_LEVEL = JsonTokenizer(tokenizer_kit.byte_level())
 SENTENCEPIECE = JsonTokenizer(tokenizer_kit.sentencepiece_like())
 METASPACE = JsonTokenizer(tokenizer_kit.metaspace())
 ALL = {"byte-level": BYTE_LEVEL, "sentencepiece": SENTENCEPIECE, "metaspace": METASPACE}
+ALL |= {f"{name}, special tokens shown": tokenizer.showing(tokenizer_kit.SPECIAL) for name, tokenizer in ALL.items()}
 
 
 def ids_of(tokenizer, *pieces):
@@ -74,6 +75,16 @@ def test_every_character_appears_with_its_last_byte(text):
     assert stream(BYTE_LEVEL, ids) == [*expected, ""]
     unfinished = stream(BYTE_LEVEL, BYTE_LEVEL.encode(text + "𝄞")[:-1])
     assert unfinished[-1] == "\ufffd" and "".join(unfinished[:-1]) == text
+
+
+@pytest.mark.parametrize("name", ["byte-level", "sentencepiece", "metaspace"])
+def test_shown_tokens_are_part_of_the_text(name):
+    plain = ALL[name]
+    shown = plain.showing(["</s>", "<other>"])
+    ids = [i for text in ("the", "</s>", "cat") for i in plain.encode(text, add_special_tokens=False)]
+    assert "".join(stream(shown, ids)).replace(" ", "") == "the</s>cat"
+    assert "</s>" not in "".join(stream(plain, ids)), "the tokenizer itself is as before"
+    assert plain.special_ids - shown.special_ids == {plain.piece_to_id("</s>")}
 
 
 def test_a_completion_keeps_the_space_after_its_prompt():

@@ -106,7 +106,7 @@ def test_merges_of_bytes(pre: str, expression: str | None) -> None:
     end = backend.token_to_id("<|end|>")
     found = load(
         header(
-            chat_template="{{ messages }}",
+            **{"chat_template": "{{ messages }}", "chat_template.tool_use": "{{ tools }}"},
             **of(
                 "ggml", model="gpt2", pre=pre, tokens=tokens, merges=merges, token_type=types, bos_token_id=end,
                 eos_token_id=end, add_bos_token=False,
@@ -117,7 +117,8 @@ def test_merges_of_bytes(pre: str, expression: str | None) -> None:
         assert found.encode(text) == backend.encode(text).ids
         assert found.decode(found.encode(text)) == text
     assert found.encode("a<|end|>b").count(end) == 1
-    assert found.eos_ids == {end} and found.chat_template == "{{ messages }}" and end in found.special_ids
+    assert found.eos_ids == {end} and end in found.special_ids
+    assert (found.chat_template, found.tool_chat_template) == ("{{ messages }}", "{{ tools }}")
 
 
 def test_llama_3_starts_with_its_token_unless_the_file_says_otherwise() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import tiny_checkpoint
 import tokenizer_kit
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers
 
 import bminf_lite
 from bminf_lite.api import Model
 from bminf_lite.errors import UsageError
-from bminf_lite.text.infilling import SPAN, FilledSpan, fill_spans
+from bminf_lite.text.checkpoint_files import load_tokenizer
+from bminf_lite.text.infilling import SPAN, FilledSpan, encode_blanks, fill_spans
 from bminf_lite.text.prompts import EncodedPrompt
 
 CONFIG = {
@@ -51,6 +54,19 @@ def test_a_t5_fills_blanks(model: Model) -> None:
     model.fill_blank(SPAN * 3, max_new_tokens=1)
     with pytest.raises(UsageError, match="give 1 to 3"):
         model.fill_blank(SPAN * 4)
+
+
+def test_fillings_have_no_special_tokens_even_if_they_are_normalized(tmp_path: Path) -> None:
+    backend = tokenizer_kit.metaspace()
+    names = ["<extra_id_0>", "<extra_id_1>", "<END>"]
+    backend.add_special_tokens([AddedToken(name, normalized=True, special=True) for name in names])
+    backend.normalizer = normalizers.Lowercase()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path, 1000)
+    second, end = (backend.token_to_id(name) for name in names[1:])
+    tokens = [*tokenizer.encode("the cat"), end, second]
+    (filling,) = encode_blanks(tokenizer, f"see {SPAN}").fillings(tokenizer, tokens, frozenset([second]))
+    assert filling.text == tokenizer.decode(tokens[:-2])
 
 
 @given(parts=st.lists(st.text("ab<>", max_size=4), min_size=2, max_size=5))

@@ -92,7 +92,21 @@ def test_ids_and_text_are_those_of_transformers(tmp_path, kind):
 def test_the_chat_template_is_the_file_else_the_default_of_the_configuration(tmp_path, value, template):
     assert load_tokenizer(write(tmp_path, config={"chat_template": value}), 1000).chat_template == template
     (tmp_path / "chat_template.jinja").write_text("from the file é", encoding="utf-8")
-    assert load_tokenizer(tmp_path, 1000).chat_template == "from the file é"
+    found = load_tokenizer(tmp_path, 1000)
+    assert found.chat_template == found.tool_chat_template == "from the file é"
+
+
+def test_a_template_for_conversations_with_tools(tmp_path):
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    found = load_tokenizer(write(tmp_path, config={"chat_template": named}), 1000)
+    assert (found.chat_template, found.tool_chat_template) == ("a", "b")
+    (tmp_path / "chat_template.jinja").write_text("d")
+    found = load_tokenizer(tmp_path, 1000)
+    assert (found.chat_template, found.tool_chat_template) == ("d", "d")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("c")
+    found = load_tokenizer(tmp_path, 1000)
+    assert (found.chat_template, found.tool_chat_template) == ("d", "c")
 
 
 @pytest.mark.parametrize("value", [3, {"default": "a"}, ["a"], [{"name": "default", "template": 1}]])

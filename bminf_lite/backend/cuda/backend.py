@@ -631,7 +631,7 @@ class CudaBackend(Backend):
     def token_logprobs(self, logits: Array, tokens: Array) -> Array:
         logits = self.arrays.padded(logits)
         rows, vocab = logits.shape
-        result = self.arrays.empty((rows,), np.float32)
+        result = self.arrays.empty((3, rows), np.int32)
         scratch = self._sampler_scratch(rows, vocab, greedy=True)
         addresses = tokens.data.ptr, result.data.ptr, scratch.data.ptr, self.stream.ptr
         self.kernels.sampler.launch_token_logprobs(logits.data.ptr, pitch_of(logits), rows, vocab, *addresses)

@@ -14,6 +14,7 @@ from bminf_lite.backend.sampling import (
     adjust,
     report,
     sample,
+    score,
 )
 from bminf_lite.cuda.kernels.constants import SAMPLING_BUCKETS, SAMPLING_CHUNK, SAMPLING_ROW_BYTES, SAMPLING_THREADS
 from bminf_lite.cuda.kernels.sampling.sampler import PART_BYTES, ROWS_AT_ONCE
@@ -139,7 +140,7 @@ def token_logprobs(call: Call) -> None:
     call.require(not heads.any(), "the scratch is not zero")
     parts[...] = JUNK
     tokens = call.vector("tokens", batch_of(call), np.int32)
-    call.vector("result", batch_of(call), F32)[...] = report(logits, tokens, np.zeros_like(tokens)).logprobs
+    result_rows(call, 3)[...] = score(logits, tokens).packed()
 
 
 @model

@@ -15,7 +15,7 @@
 //
 // The first four have an instantiation with ADJUSTED for steps in which biases, penalties or masks change logits.
 //
-//   token_logprobs      log-probabilities of given tokens
+//   token_logprobs      log-probabilities of given tokens and of the most likely ones
 //   insert_last_tokens  the tokens that a step chose, as the input of the next
 //
 // The scratch memory must be zero before the first launch; the counters in it are zero again after each.
@@ -109,7 +109,8 @@ __global__ void __launch_bounds__(THREADS, 3) best_token(const Arguments a) {
     if (!drawing) finish_row(a, table_row, valid ? static_cast<int>(best.key) : -1, best.top, log_sum);
 }
 
-// The log-probability of each row's token, NaN for -1; uses logits, tokens, result [batch] and the scratch.
+// Each row's most likely token, its log-probability, and that of the row's given token, NaN for -1; uses logits,
+// tokens, result [3, batch] and the scratch.
 __global__ void __launch_bounds__(THREADS, 3) token_logprobs(const Arguments a) {
     wait_on_dependent_grids();
     launch_dependent_grids();
@@ -119,9 +120,12 @@ __global__ void __launch_bounds__(THREADS, 3) token_logprobs(const Arguments a) 
     const MaxLogSumExp best = merged_parts(a);
     if (threadIdx.x != 0) return;
     const int token = a.tokens[blockIdx.y];
+    const float log_sum = logf(best.sum), largest = value_of(best.key);
+    const bool valid = fabsf(largest) < INF_F;
+    write_choice(
+        a, valid ? static_cast<int>(best.key) : -1, valid ? log_probability(largest, best.top, log_sum) : NAN_F);
     const float logit = token < 0 ? NAN_F : a.logits[size_t(blockIdx.y) * a.pitch + token];
-    const float logprob = log_probability(logit, best.top, logf(best.sum));
-    a.result[blockIdx.y] = __float_as_int(logprob);
+    a.result[2 * a.result_pitch + blockIdx.y] = __float_as_int(log_probability(logit, best.top, log_sum));
 }
 
 // Replaces -1 among tokens [count] by the newest token of its sequence.

@@ -98,7 +98,7 @@ class Sampler:
     def launch_token_logprobs(
         self, logits: int, pitch: int, batch: int, vocab: int, tokens: int, result: int, scratch: int, stream: int
     ) -> None:
-        """Write fp32 ``[batch]`` log-probabilities of ``tokens`` int32 ``[batch]``, NaN for -1, to ``result``.
+        """Write what ``TokenScores.packed`` says, int32 ``[3, batch]``, of ``tokens`` int32 ``[batch]`` to ``result``.
 
         The other arguments are those of :meth:`launch` with ``greedy``.
         """

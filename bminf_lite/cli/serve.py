@@ -1,0 +1,112 @@
+"""``serve``: an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import click
+
+from ._options import context_option, model_options
+
+ENGINE_FAILED = 70
+"""The exit code after the device has failed, so that a supervisor starts the server again: EX_SOFTWARE."""
+
+
+@click.command()
+@model_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address or name to listen at.")
+@click.option("--port", default=8000, show_default=True, metavar="N", help="The port; 0 takes a free one.")
+@click.option("--api-key-file", metavar="FILE", help="A key on each line, one of which each request must send.")
+@click.option("--allow-unauthenticated", is_flag=True, help="Serve other machines without asking for a key.")
+@click.option("--keyless", multiple=True, metavar="PATH",
+              help="A path that needs no key; by default /, /health, /health/live and /health/ready.")  # fmt: skip
+@click.option("--allowed-host", multiple=True, metavar="NAME",
+              help="A host name of the server, beside localhost and IP addresses; * allows every name.")  # fmt: skip
+@click.option("--allowed-origin", multiple=True, metavar="ORIGIN",
+              help="A site whose pages may use the server, such as https://chat.example; * allows all.")  # fmt: skip
+@click.option("--served-model-name", multiple=True, metavar="NAME",
+              help="The model's name in requests, or several; by default that of its folder.")  # fmt: skip
+@context_option
+@click.option("--max-batch", type=int, metavar="N", help="The most sequences to decode together.")
+@click.option("--max-queue", type=click.IntRange(min=1), default=1024, show_default=True, metavar="N",
+              help="The most requests that wait; one more is answered with 429.")  # fmt: skip
+@click.option("--limit", multiple=True, metavar="NAME=N",
+              help="Another bound: body (bytes), n, max_tokens, idle_seconds and others; docs/serving.md.")  # fmt: skip
+@click.option("--http-workers", type=click.IntRange(1, 64), metavar="N",
+              help="Processes that speak HTTP; by default one for four cores, four at most.")  # fmt: skip
+@click.option("--request-log", metavar="FILE",
+              help="Write a line of JSON for each request, without its texts, to this file; - is stderr.")  # fmt: skip
+@click.option("--tool-call-format", metavar="NAME",
+              help="How the model writes function calls, such as hermes; by its template if not given.")  # fmt: skip
+@click.option("--shutdown-timeout", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
+              help="How long running requests may go on after SIGTERM.")  # fmt: skip
+def serve(
+    model: Path,
+    device: str,
+    memory_limit: int | None,
+    kv_cache: str,
+    host: str,
+    port: int,
+    api_key_file: str | None,
+    allow_unauthenticated: bool,
+    keyless: tuple[str, ...],
+    allowed_host: tuple[str, ...],
+    allowed_origin: tuple[str, ...],
+    served_model_name: tuple[str, ...],
+    context: int | None,
+    max_batch: int | None,
+    max_queue: int,
+    limit: tuple[str, ...],
+    http_workers: int | None,
+    request_log: str | None,
+    tool_call_format: str | None,
+    shutdown_timeout: float,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect.
+
+    Listens at localhost until SIGTERM or Ctrl-C; then it takes no more requests, and ends when those that run have
+    ended. A second signal ends it at once. The exit code is 70 after the device has failed.
+
+    \b
+    Example:
+      bminf-lite serve MODEL
+      bminf-lite serve MODEL --host 0.0.0.0 --api-key-file keys.txt --allowed-host llm.example.org
+    """
+    from ..server import require_extra
+
+    require_extra()
+    from ..api import load
+    from ..server.client import EngineFailure
+    from ..server.launcher import (
+        Address,
+        Listener,
+        checked_format,
+        default_http_workers,
+        launch,
+        model_names,
+        require_safe,
+    )
+    from ..server.limits import DEFAULT_LIMITS
+    from ..server.request_log import checked_path
+    from ..server.security import OPEN_PATHS, Security, digests, read_keys
+    from ..server.settings import ServerSettings
+
+    keys = read_keys(api_key_file) if api_key_file is not None else []
+    security = Security(digests(keys), keyless or OPEN_PATHS, allowed_host, allowed_origin)
+    names, form = model_names(served_model_name, model), checked_format(tool_call_format)
+    settings = ServerSettings(names, security, DEFAULT_LIMITS.changed(limit), checked_path(request_log), form)
+    address = Address(host, port)
+    require_safe(address, settings, allow_unauthenticated)
+    with closing(Listener(address, http_workers or default_http_workers())) as listener, load(
+        model, device=device, memory_limit=memory_limit, max_batch=max_batch, kv_cache=kv_cache, context=context,
+        max_queue=max_queue,
+    ) as loaded:  # fmt: skip
+        try:
+            launch(loaded, listener, settings, shutdown_timeout, lambda message: click.echo(message, err=True))
+        except EngineFailure as error:
+            click.echo(f"error: {error}", err=True)
+            sys.stderr.flush()
+            os._exit(ENGINE_FAILED)  # a device that has failed may not return from giving its memory back

@@ -1,0 +1,176 @@
+"""Conversations with tools, as all interfaces have them: what the model reads, and how its answer is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import UsageError
+from ..grammar import Grammar
+from ..grammar.value import specification
+from ..text.chat_template import Message
+from ..text.lark import TokenId, after_reasoning, no_token
+from ..text.prompts import EncodedPrompt
+from ..text.reasoning import ReasoningFormat, ReasoningParser, find_reasoning_format
+from ..text.tokenizer import Tokenizer
+from ..text.tool_calls import Tool, ToolCallParser, ToolFormat, function_names, tool_grammar
+from .answer import Answer
+from .completion_text import CompletionText, TokenTexts
+from .errors import bad_request
+from .generating import checked_grammar, encode, grammar_of, render
+from .schemas.chat import NO_TOOLS, ToolChoice
+from .schemas.sampling import Structure
+from .state import ServerState
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A request to continue a conversation.
+
+    - ``messages`` and ``tools`` are in OpenAI's form; ``field`` is where a request has the messages.
+    - ``variables`` are given to the chat template. ``structures`` that the answer must have: none or one.
+    - ``parallel_calls``: the answer may call several functions.
+    - ``separates_reasoning``: reasoning is no part of the answer's text.
+    - ``continues_last``: the answer continues the last message, which is the assistant's.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    choice: ToolChoice = NO_TOOLS
+    structures: Sequence[Structure] = ()
+    variables: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    parallel_calls: bool = True
+    separates_reasoning: bool = True
+    continues_last: bool = False
+    field: str = "messages"
+
+    @property
+    def callable_tools(self) -> Sequence[Tool]:
+        """The tools, unless none may be called: then the model is not told of them."""
+        return () if self.choice.mode == "none" else self.tools
+
+
+@dataclass(frozen=True)
+class PreparedConversation:
+    """A conversation in tokens, the grammar of its answer, and how the answer is read."""
+
+    prompt: EncodedPrompt
+    grammar: Grammar | None
+    tokenizer: Tokenizer
+    tools: ToolFormat | None
+    names: Sequence[str]
+    reasoning: ReasoningFormat | None
+    reasoning_is_open: bool
+    parallel_calls: bool
+
+    def answer(self, stop: Sequence[str], texts: TokenTexts | None = None) -> Answer:
+        """A new answer, which ends at one of the texts ``stop``. ``texts`` is given if log-probabilities are wanted."""
+        # A grammar counts the space before the first word, which the text of an answer would leave out.
+        before = self.prompt.token_ids if self.prompt.continues or self.grammar else ()
+        return Answer(
+            CompletionText(self.tokenizer, stop, before, texts),
+            ReasoningParser(self.reasoning, self.reasoning_is_open) if self.reasoning else None,
+            ToolCallParser(self.tools, self.names) if self.tools else None,
+            self.parallel_calls,
+        )
+
+    def new_call_id(self) -> str:
+        """A random id for a call."""
+        assert self.tools is not None
+        return self.tools.new_call_id()
+
+
+async def prepare(server: ServerState, conversation: Conversation) -> PreparedConversation:
+    """Render and tokenize a conversation, and make the grammar of the answer. Raises ``ApiError`` 400."""
+    tokenizer, tools = server.prompts.tokenizer, conversation.callable_tools
+    form = server.prompts.tool_format if tools else None
+    reasoning = find_reasoning_format(tokenizer.tool_chat_template if tools else tokenizer.chat_template)
+    prompt, is_open = await _prompt(server, conversation, reasoning)
+    grammar = await _grammar(conversation, form, tokenizer, reasoning, is_open)
+    shown = (*(form.visible_tokens if form else ()), *(reasoning.visible_tokens if reasoning else ()))
+    return PreparedConversation(
+        prompt,
+        grammar,
+        server.tokenizer_showing(shown) if shown else tokenizer,
+        form,
+        function_names(tools),
+        reasoning if conversation.separates_reasoning else None,
+        is_open,
+        conversation.parallel_calls,
+    )
+
+
+async def _prompt(
+    server: ServerState, conversation: Conversation, reasoning: ReasoningFormat | None
+) -> tuple[EncodedPrompt, bool]:
+    """The prompt, and whether the answer begins within reasoning."""
+    messages, tools, continues = conversation.messages, conversation.callable_tools, conversation.continues_last
+    if server.prompts.tokenizer.chat_template is None and not tools:  # models of dialogues have no template
+        return await encode(server, messages, conversation.field), False
+    variables = {**conversation.variables, "add_generation_prompt": not continues}
+    text = await render(server, messages, tools, conversation.field, variables)
+    if continues:
+        last = text_of(messages[-1]).strip()
+        end = text.rfind(last)
+        if not last or end < 0:
+            raise bad_request("the last message cannot be continued: the prompt has no text of it", conversation.field)
+        text = text[: end + len(last)]
+    encoded = await encode(server, text, conversation.field, add_special_tokens=False)
+    return replace(encoded, continues=continues), reasoning is not None and reasoning.is_open_after(text)
+
+
+async def _grammar(
+    conversation: Conversation,
+    form: ToolFormat | None,
+    tokenizer: Tokenizer,
+    reasoning: ReasoningFormat | None,
+    is_open: bool,
+) -> Grammar | None:
+    """The grammar of the answer: calls, or the structure that the request asks for, or either. Reasoning precedes it.
+
+    It is validated without ids of tokens, which mean nothing without the vocabulary.
+    """
+    choice, structures = conversation.choice, conversation.structures
+    structure = await grammar_of(structures)
+    if form is None and (structure is None or reasoning is None):
+        return structure
+
+    def make(token_id: TokenId) -> Grammar | None:
+        if form is None:
+            assert structure is not None
+            return Grammar.lark(after_reasoning(f"answer: {_nested(structure)}", reasoning, is_open, token_id))
+        text = tool_grammar(
+            form, conversation.callable_tools, required=choice.mode == "required" or structure is not None,
+            name=choice.name, parallel=conversation.parallel_calls, token_id=token_id, reasoning=reasoning,
+            reasoning_is_open=is_open,
+        )  # fmt: skip
+        if text is not None and structure is not None and choice.mode == "auto":
+            text = text.replace("\nanswer: ", "\nanswer: calls | structure\ncalls: ", 1)
+            text += f"\nstructure: {_nested(structure)}"
+        return None if text is None else Grammar.lark(text)
+
+    field = "tools" if form is not None else structures[0].field
+    try:
+        plain = make(no_token)
+        if plain is None:
+            return None
+        await checked_grammar(lambda: plain, field)
+        return make(tokenizer.piece_to_id)
+    except UsageError as error:
+        raise bad_request(f"{field}: {error}", field) from None
+
+
+def _nested(grammar: Grammar) -> str:
+    """A grammar as the right side of a rule in Lark's notation."""
+    text = specification(grammar)
+    parts = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+    schema, lark = parts.get("json_schema"), parts.get("lark_grammar")
+    return f"%lark {{\n{lark}\n}}" if schema is None else f"%json {json.dumps(schema)}"
+
+
+def text_of(message: Message) -> str:
+    """The text of a message's content, which is a text or a list of parts of text."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

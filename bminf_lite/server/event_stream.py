@@ -1,0 +1,70 @@
+"""Responses of server-sent events. A chunk goes to ASGI's ``send`` directly; a token needs no task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .client import Generation
+
+RAW_SEND = "bminf_lite.send"
+"""The key of a scope under which the outermost application leaves the server's own ``send``.
+
+Chunks go there directly. The layers between only have to see that a response starts and ends.
+"""
+
+
+class EventStream:
+    """What a streaming response writes to. ``has_ended`` when the client has gone or all was written."""
+
+    def __init__(self, send: Send):
+        self._send = send
+
+    async def write(self, chunk: bytes) -> None:
+        """Send bytes, which hold whole events (``data: ...`` and an empty line).
+
+        Returns when the connection can take more, so a slow client's tokens are joined while this waits.
+        """
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+class EventStreamResponse(Response):
+    """A response that ``write_events`` writes. The generation is cancelled when the client goes away."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        write_events: Callable[[EventStream], Awaitable[None]],
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(headers={"cache-control": "no-cache", **(headers or {})}, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._generation = generation
+        self._write_events = write_events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the headers and the events."""
+        async with self._generation, cancelled_on_disconnect(receive, self._generation):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._write_events(EventStream(scope.get(RAW_SEND, send)))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@asynccontextmanager
+async def cancelled_on_disconnect(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Cancel a generation, which ends its iteration, when the client goes away. The request's body must be read."""
+    watcher = asyncio.ensure_future(_watch(receive, generation))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def _watch(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.cancel()

@@ -1,0 +1,163 @@
+"""What all interfaces do to generate: check a request against the server, and make the engine's request of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ..engine.sampling_params import SamplingParams
+from ..errors import BminfError, CheckpointError, UsageError
+from ..grammar import Grammar, validate
+from ..text.chat_template import Message, template_messages
+from ..text.prompts import EncodedPrompt, Prompt
+from ..text.tool_calls import Tool
+from .client import Generation, GenerationRequest, Output
+from .completion_text import CompletionText, NewText
+from .errors import ApiError, api_error, bad_request
+from .schemas.sampling import SamplingFields, Structure
+from .state import ServerState
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+SHORT_TEXT = 4096
+"""Characters of a text that is tokenized at once; a longer one would keep other requests waiting."""
+
+
+def check_model(server: ServerState, name: str | None) -> None:
+    """Raise for another model than the server's."""
+    names = server.settings.served_model_names
+    if name is not None and name not in names:
+        message = f"the model {name[:100]!r} is not served here, but {', '.join(names)}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+
+def check_count(server: ServerState, field: str, count: int) -> None:
+    """Raise for more completions than a request may have."""
+    most = server.settings.limits.n
+    if count > most:
+        raise bad_request(f"{field} is {count:,}, but may be {most:,} at most", field)
+
+
+async def run_briefly(work: Callable[[], T], length: int) -> T:
+    """Run what takes time for a text of ``length`` characters: in a thread unless the text is short."""
+    return work() if length <= SHORT_TEXT else await asyncio.to_thread(work)
+
+
+async def encode(server: ServerState, prompt: Prompt, field: str, add_special_tokens: bool = True) -> EncodedPrompt:
+    """The tokens of a prompt, which stands in ``field``."""
+    length = len(prompt) if isinstance(prompt, str) else 0
+    if length and length > (most := server.max_characters):
+        problem = f"the prompt has {length:,} characters, but {most:,} of the longest tokens fill the model's context"
+        raise bad_request(f"{problem}: shorten it", field, "context_length_exceeded")
+    try:
+        return await run_briefly(lambda: server.prompts.encode(prompt, add_special_tokens), length)
+    except UsageError as error:
+        code = "context_length_exceeded" if "tokens, but" in str(error) else None
+        raise bad_request(str(error), field, code) from None
+
+
+async def render(
+    server: ServerState, messages: Sequence[Message], tools: Sequence[Tool], field: str, variables: Mapping[str, Any]
+) -> str:
+    """A conversation as the text of a prompt, by the checkpoint's chat template in its process."""
+    try:
+        messages = template_messages(messages)
+        return await asyncio.to_thread(server.prompts.render, messages, tools=tools or None, **variables)
+    except (UsageError, CheckpointError) as error:
+        raise bad_request(str(error), field) from None
+
+
+def sampling_params(
+    server: ServerState, fields: SamplingFields, max_tokens: int | None, field: str, logprobs: int | None = None
+) -> SamplingParams:
+    """The engine's parameters: those of the request, else the checkpoint's.
+
+    ``max_tokens`` is the value of ``field``. Without one the checkpoint's ``max_new_tokens`` is the bound, or else the
+    rest of the context.
+    """
+    info, most = server.client.info, server.settings.limits.max_tokens
+    if most is not None and max_tokens is not None and max_tokens > most:
+        raise bad_request(f"{field} is {max_tokens:,}, but this server allows {most:,}", field)
+    if max_tokens is None and info.generation_config.get("max_new_tokens") is None:
+        max_tokens = info.context_length
+    try:
+        params = SamplingParams.from_checkpoint(
+            info.generation_config, **fields.chosen, max_new_tokens=max_tokens, logprobs=logprobs
+        )
+        params.check_model(info.vocab_size, info.eos_ids)
+        wrong = next((i for i in fields.stop_token_ids or () if not 0 <= i < info.vocab_size), None)
+        if wrong is not None:
+            raise UsageError(f"stop_token_ids has {wrong}, but the model's tokens are 0 to {info.vocab_size - 1}")
+    except UsageError as error:
+        message = str(error).replace("max_new_tokens", field)
+        raise bad_request(message, message.split(" ", 1)[0]) from None
+    return params if most is None else replace(params, max_new_tokens=min(params.max_new_tokens, most))
+
+
+_GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
+    "json_object": lambda _: Grammar.json_object(),
+    "json_schema": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "lark": Grammar.lark,
+}
+
+
+async def grammar_of(structures: Sequence[Structure]) -> Grammar | None:
+    """The grammar of a request that asks for a structure."""
+    if not structures:
+        return None
+    if len(structures) > 1:
+        names = " and ".join(structure.field for structure in structures)
+        raise bad_request(f"{names} exclude each other: give one", structures[1].field)
+    structure = structures[0]
+    return await checked_grammar(lambda: _GRAMMARS[structure.kind](structure.value), structure.field)
+
+
+async def checked_grammar(make: Callable[[], Grammar], field: str) -> Grammar:
+    """A grammar that was validated, in a thread because that may take a second. Errors name the ``field``."""
+    try:
+        grammar = make()
+        await asyncio.to_thread(validate, grammar)
+    except UsageError as error:
+        raise bad_request(f"{field}: {error}", field) from None
+    return grammar
+
+
+def generation_request(
+    server: ServerState, prompt: EncodedPrompt, params: SamplingParams, fields: SamplingFields, n: int = 1,
+    prompt_logprobs: bool = False, grammar: Grammar | None = None,
+) -> GenerationRequest:  # fmt: skip
+    """The engine's request for ``n`` completions of a prompt."""
+    return GenerationRequest(
+        list(prompt.token_ids),
+        params.with_seed(),
+        n,
+        target_token_ids=list(prompt.target),
+        stop_token_ids=sorted(prompt.stop_ids.union(fields.stop_token_ids or ())),
+        priority=fields.priority or 0,
+        deadline=fields.deadline,
+        cache_salt=fields.cache_salt or "",
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+    )
+
+
+def told(error: Exception) -> ApiError:
+    """What a client is told of an error in a stream that has begun. What is a bug goes to the log."""
+    if not isinstance(error, (ApiError, BminfError)):
+        _log.error("an error in a stream", exc_info=error)
+    return api_error(error)
+
+
+def read(generation: Generation, text: CompletionText, output: Output) -> NewText:
+    """What an output adds to its text. A completion that a stop text ends is cancelled in the engine."""
+    new = text.read(output)
+    if new.finish_reason is not None and output.finish_reason is None:
+        generation.stop(output.index)
+    return new

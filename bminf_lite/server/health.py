@@ -1,0 +1,67 @@
+"""Whether the server lives, whether it is ready, what it is, and which model it serves."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..version import __version__
+from .errors import ApiError
+from .state import ServerState
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """A value as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def routes(server: ServerState) -> list[Route]:
+    """``/health``, ``/health/live``, ``/health/ready``, ``/version`` and ``/v1/models``."""
+    started = int(time.time())
+
+    async def live(request: Request) -> Response:
+        """200 unless the engine has failed."""
+        if server.client.failure is not None:
+            return ApiError(503, server.client.failure, code="engine_failed").response()
+        return json_response({"status": "live"})
+
+    async def ready(request: Request) -> Response:
+        """200 when requests are served without waiting for the engine to be prepared."""
+        if server.client.failure is not None:
+            return ApiError(503, server.client.failure, code="engine_failed").response()
+        if not server.client.is_ready:
+            return ApiError(503, "the engine prepares its memory and its steps", code="not_ready").response()
+        return json_response({"status": "ready"})
+
+    async def version(request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    def model(name: str) -> dict[str, Any]:
+        length = server.client.info.context_length
+        return {
+            "id": name, "object": "model", "created": started, "owned_by": "bminf-lite", "root": server.model_name,
+            "parent": None, "max_model_len": length,
+        }  # fmt: skip
+
+    async def models(request: Request) -> Response:
+        return json_response({"object": "list", "data": [model(n) for n in server.settings.served_model_names]})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in server.settings.served_model_names:
+            raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
+        return json_response(model(name))
+
+    return [
+        Route("/health", ready),
+        Route("/health/live", live),
+        Route("/health/ready", ready),
+        Route("/version", version),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+    ]

@@ -1,0 +1,359 @@
+"""Runs a server: binds its address, starts HTTP processes beside the engine, watches over them, and ends in order."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType
+
+import msgspec
+
+from ..api import Model
+from ..errors import BminfError, UsageError
+from ..text.tool_calls import tool_format
+from .client import EngineFailure
+from .engine_server import EngineServer, ServedEngine
+from .http_process import BACKLOG, LAST_WORDS_SECONDS
+from .limits import DEFAULT_LIMITS, Limits
+from .model_info import model_info
+from .protocol import ModelInfo
+from .request_log import checked_path
+from .security import OPEN_PATHS, Security, digests, is_loopback
+from .settings import ServerSettings
+
+MAX_RESTARTS = 5
+RESTART_SECONDS = 60.0
+"""A server whose HTTP processes end more often than that many times in so many seconds ends too."""
+SEND_BUFFER_BYTES = 128 << 10
+"""What the kernel keeps for a client that does not read. It doubles the number; by itself it would keep megabytes."""
+_KILL_SECONDS = 3.0
+"""After its time for a shutdown has passed, an HTTP process has this long before it is killed."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens: ``port`` 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+
+class Listener:
+    """The bound sockets of an address, one for each HTTP process, so that the kernel spreads connections over them.
+
+    The address is taken when this is made, and connections are accepted from :meth:`listen` on. Raises ``UsageError``
+    for an address that cannot be bound.
+    """
+
+    def __init__(self, address: Address, count: int):
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except OSError as error:
+            raise UsageError(f"the host {address.host!r} is not an address of this machine: {error.strerror}") from None
+        family, *_, place = found[0]
+        self.sockets: list[socket.socket] = []
+        try:
+            if count > 1 and address.port:
+                _bound(family, place, shared=False).close()  # finds a server that shares its port, as this one will
+            for _ in range(count):
+                self.sockets.append(_bound(family, place, shared=count > 1))
+                place = self.sockets[0].getsockname()
+        except OSError as error:
+            self.close()
+            hint = "choose another --port, or end what listens there" if error.errno == errno.EADDRINUSE else ""
+            where = f"{address.host}, port {address.port}"
+            raise UsageError(f"the server cannot listen at {where}: {error.strerror}; {hint}".rstrip("; ")) from None
+        self.host, self.port = address.host, int(place[1])
+
+    @property
+    def url(self) -> str:
+        """Where the server is reached."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    def listen(self) -> None:
+        """Accept connections."""
+        for sock in self.sockets:
+            sock.listen(BACKLOG)
+
+    def close(self) -> None:
+        """Stop listening, as far as this process is concerned."""
+        for sock in self.sockets:
+            sock.close()
+
+
+def _bound(family: int, place: tuple[object, ...], shared: bool) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(place)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def require_safe(address: Address, settings: ServerSettings, allow_unauthenticated: bool) -> None:
+    """Raise ``UsageError`` for a server that others than this machine reach and that asks for no key."""
+    if settings.security.key_digests or allow_unauthenticated or is_loopback(address.host):
+        return
+    raise UsageError(
+        f"the address {address.host} can be reached from other machines, and the server would ask for no key: give "
+        "--api-key-file, listen at 127.0.0.1 behind a proxy that checks its users, or insist with "
+        "--allow-unauthenticated"
+    )
+
+
+# -- events, which the main thread waits for ---------------------------------------------------------------------------
+
+
+class _Signalled:
+    """The operator wants an end."""
+
+
+@dataclass(frozen=True)
+class _Exited:
+    worker: _HttpProcess
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: BaseException
+
+
+class _HttpProcess:
+    """One HTTP process; ``on_exit`` is called in a thread when it has ended."""
+
+    def __init__(
+        self,
+        engine: socket.socket,
+        listener: socket.socket,
+        settings: bytes,
+        on_exit: Callable[[_HttpProcess], None],
+    ):
+        self.listener = listener
+        # -I: the process imports from this one's sys.path, whatever its environment and working directory hold.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from bminf_lite.server.http_process import main; main()"
+        fds = engine.fileno(), listener.fileno()
+        with engine:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", code, *map(str, fds)], stdin=subprocess.PIPE, pass_fds=fds
+            )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(settings)
+        self._on_exit = on_exit
+        threading.Thread(target=self._wait, name="bminf-lite-http-process", daemon=True).start()
+
+    def _wait(self) -> None:
+        self._process.wait()
+        self._on_exit(self)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, or minus the signal that ended it; None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+
+@dataclass(eq=False)
+class Launcher:
+    """The processes of one server. ``log`` is called with messages for the operator."""
+
+    engine: ServedEngine
+    info: ModelInfo
+    listener: Listener
+    settings: ServerSettings
+    shutdown_seconds: float
+    log: Callable[[str], None]
+    _events: SimpleQueue[_Signalled | _Exited | _Failed] = field(default_factory=SimpleQueue, init=False)
+    _workers: list[_HttpProcess] = field(default_factory=list, init=False)
+    _exits: deque[float] = field(default_factory=deque, init=False)
+    _ends_at_once: bool = field(default=True, init=False)
+
+    def run(self, warm_up: Callable[[], None]) -> None:
+        """Serve until SIGTERM or SIGINT, and return when what runs then has ended, or its time is over.
+
+        ``warm_up`` prepares the engine while HTTP processes start. A second signal, or one before the engine is ready,
+        raises ``SystemExit`` at once. Raises ``EngineFailure`` if the engine fails, and ``BminfError`` if HTTP
+        processes keep ending.
+        """
+        server = EngineServer(self.engine, self.info, lambda error: self._events.put(_Failed(error)))
+        self._server = server
+        with closing(server), self._signals():
+            try:
+                self.listener.listen()
+                self._workers += [self._start(sock) for sock in self.listener.sockets]
+                warm_up()
+                server.set_ready()
+                self._watch()
+            finally:
+                self.listener.close()
+                for worker in self._workers:
+                    worker.kill()
+
+    def _start(self, listener: socket.socket) -> _HttpProcess:
+        settings = msgspec.msgpack.encode(self.settings)
+        return _HttpProcess(self._server.connect(), listener, settings, lambda w: self._events.put(_Exited(w)))
+
+    def _watch(self) -> None:
+        self._ends_at_once = False
+        while True:
+            event = self._events.get()
+            if isinstance(event, _Signalled):
+                self._shut_down(self.shutdown_seconds)
+                return
+            if isinstance(event, _Failed):
+                message = f"the engine has failed: {event.error}"
+                self.log(f"{message}; the server ends")
+                self._shut_down(0)
+                raise EngineFailure(message) from event.error
+            self._restart(event.worker)
+
+    def _restart(self, worker: _HttpProcess) -> None:
+        """Replace an HTTP process that has ended; the engine has cancelled its requests."""
+        now = time.monotonic()
+        self._exits.append(now)
+        while self._exits[0] < now - RESTART_SECONDS:
+            self._exits.popleft()
+        self._workers.remove(worker)
+        self.log(f"HTTP process {worker.pid} has ended with {worker.exit_code}; its requests are lost")
+        if len(self._exits) > MAX_RESTARTS:
+            raise BminfError(
+                f"HTTP processes have ended {len(self._exits)} times within {RESTART_SECONDS:g} seconds: the messages "
+                "above say why"
+            )
+        self._workers.append(self._start(worker.listener))
+
+    def _shut_down(self, seconds: float) -> None:
+        """Let HTTP processes finish what runs."""
+        self.listener.close()
+        self._server.shut_down_clients(seconds)
+        latest = time.monotonic() + seconds + LAST_WORDS_SECONDS + _KILL_SECONDS
+        while self._workers:
+            try:
+                event = self._events.get(timeout=max(latest - time.monotonic(), 0.001))
+            except Empty:
+                self.log(f"{len(self._workers)} HTTP processes do not end, and are killed")
+                return
+            if isinstance(event, _Exited):
+                self._workers.remove(event.worker)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT become events, where Python lets a thread have signals: in the main one."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self._ends_at_once:
+                raise SystemExit(128 + number)
+            self._ends_at_once = True
+            self._events.put(_Signalled())
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def default_http_workers() -> int:
+    """HTTP processes for this machine's cores; docs/server_design.md has the measurements behind it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, cores // 4))
+
+
+def launch(
+    model: Model,
+    listener: Listener,
+    settings: ServerSettings,
+    shutdown_seconds: float,
+    log: Callable[[str], None],
+) -> None:
+    """Serve a loaded model at a bound address; see :meth:`Launcher.run`."""
+
+    def warm_up() -> None:
+        model.warm_up()
+        log(f"{', '.join(settings.served_model_names)} is served at {listener.url}")
+
+    Launcher(model.engine, model_info(model), listener, settings, shutdown_seconds, log).run(warm_up)
+
+
+def serve(
+    model: Model,
+    host: str = Address.host,
+    port: int = Address.port,
+    *,
+    served_model_name: str | Sequence[str] | None = None,
+    api_keys: Sequence[str] = (),
+    allow_unauthenticated: bool = False,
+    allowed_hosts: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
+    limits: Limits = DEFAULT_LIMITS,
+    http_workers: int | None = None,
+    request_log: str | None = None,
+    tool_call_format: str | None = None,
+    shutdown_timeout: float = 30.0,
+    log: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),
+) -> None:
+    """Serve a loaded model over HTTP, with OpenAI's interface, until SIGTERM or Ctrl-C.
+
+    - ``host``, ``port``: where to listen; port 0 takes a free one. An address that other machines reach needs
+      ``api_keys``, unless ``allow_unauthenticated`` is set.
+    - ``served_model_name``: the name of the model in requests, or several; by default that of its folder.
+    - ``allowed_hosts``, ``allowed_origins``: see :class:`.security.Security`. ``limits``: see :class:`.limits.Limits`.
+    - ``http_workers``: processes that speak HTTP; the default follows from the machine's cores.
+    - ``request_log``: a file that gets a line of JSON for each request, ``-`` for stderr; see :mod:`.request_log`.
+    - ``tool_call_format``: how the model writes calls of functions, one of
+      :data:`bminf_lite.text.tool_calls.TOOL_FORMATS`; by default what the chat template and the vocabulary tell.
+    - ``shutdown_timeout``: seconds in which running requests may end after a signal. A second signal ends at once.
+    - ``log`` takes messages for the operator, by default to stderr.
+
+    The model stays loaded. Raises ``UsageError`` for an address that cannot be used, and ``EngineFailure`` if the
+    device fails, after which the process should end.
+    """
+    security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
+    names, form = model_names(served_model_name, model.folder), checked_format(tool_call_format)
+    settings = ServerSettings(names, security, limits, checked_path(request_log), form)
+    address = Address(host, port)
+    require_safe(address, settings, allow_unauthenticated)
+    with closing(Listener(address, default_http_workers() if http_workers is None else http_workers)) as listener:
+        launch(model, listener, settings, shutdown_timeout, log)
+
+
+def checked_format(name: str | None) -> str | None:
+    """The name of a form of tool calls. Raises ``UsageError`` for an unknown one."""
+    return None if name is None else tool_format(name).name
+
+
+def model_names(names: str | Sequence[str] | None, folder: Path | None) -> tuple[str, ...]:
+    """The names of the model in requests; by default that of its folder."""
+    names = (names,) if isinstance(names, str) else tuple(names or ())
+    return names or ("model" if folder is None else folder.absolute().name,)

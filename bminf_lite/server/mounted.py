@@ -1,0 +1,76 @@
+"""The server as an ASGI application, for those who mount it in one of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..api import Model
+from .app import create_app
+from .client import EngineClient
+from .engine_server import EngineServer
+from .launcher import checked_format, model_names
+from .limits import DEFAULT_LIMITS, Limits
+from .model_info import model_info
+from .request_log import checked_path
+from .security import OPEN_PATHS, Security, digests
+from .settings import ServerSettings
+
+
+def application(
+    model: Model,
+    *,
+    served_model_name: str | Sequence[str] | None = None,
+    api_keys: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = ("*",),
+    allowed_origins: Sequence[str] = (),
+    limits: Limits = DEFAULT_LIMITS,
+    request_log: str | None = None,
+    tool_call_format: str | None = None,
+) -> ASGIApp:
+    """An ASGI application that serves a loaded model, to be run by any ASGI server or mounted in another application.
+
+    Its HTTP code runs in the process of the model, and shares the interpreter with the engine: :func:`serve` is faster
+    with many streams. The arguments are those of :func:`serve`; every name in ``Host`` is accepted by default, and
+    time-outs of connections are those of the ASGI server. Call the model's ``warm_up`` first, so that no request waits
+    for it.
+    """
+    security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
+    names, form = model_names(served_model_name, model.folder), checked_format(tool_call_format)
+    return _Mounted(model, ServerSettings(names, security, limits, checked_path(request_log), form))
+
+
+class _Mounted:
+    """The application of each event loop, made by the first request in it; a mounted one is told of no start."""
+
+    def __init__(self, model: Model, settings: ServerSettings):
+        self._model = model  # which would close its engine if it were dropped
+        self._settings = settings
+        self._server = EngineServer(model.engine, model_info(model))
+        self._server.set_ready()
+        self._apps: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[ASGIApp]]
+        self._apps = weakref.WeakKeyDictionary()
+        weakref.finalize(self, self._server.close)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        loop = asyncio.get_running_loop()
+        if loop not in self._apps:
+            self._apps[loop] = loop.create_task(self._make())
+        app = await asyncio.shield(self._apps[loop])
+        await app(scope, receive, send)
+
+    async def _make(self) -> ASGIApp:
+        return create_app(await EngineClient.connect(self._server.connect()), self._settings)
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Nothing has to be done when a server starts and ends."""
+    for event in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{event}.complete"})

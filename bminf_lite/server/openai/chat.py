@@ -1,0 +1,197 @@
+"""``/v1/chat/completions``: the next message of a conversation."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...text.reasoning import Content, Reasoning
+from ...text.tool_calls import ArgumentsDelta, CallBegin, CallEnd
+from ..answer import Event, call_number
+from ..client import Generation, Output
+from ..completion_text import ScoredToken
+from ..conversation import Conversation, PreparedConversation, prepare
+from ..event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
+from ..generating import check_count, check_model, generation_request, sampling_params, told
+from ..health import json_response
+from ..recorder import record_of
+from ..request_record import RequestRecord
+from ..schemas.base import parse
+from ..schemas.chat import ChatBody
+from ..schemas.messages import plain_tool
+from ..state import ServerState
+from .chunks import DONE, Usage, error_event, scored_token
+
+_encode = msgspec.json.encode
+
+
+def routes(server: ServerState) -> list[Route]:
+    """The route."""
+
+    async def chat(request: Request) -> Response:
+        body = parse(ChatBody, await request.body())
+        work = await _prepare(server, body, record_of(request))
+        if body.stream:
+            return EventStreamResponse(work.generation, work.stream)
+        async with work.generation, cancelled_on_disconnect(request.receive, work.generation):
+            return json_response(await work.whole())
+
+    return [Route("/v1/chat/completions", chat, methods=["POST"])]
+
+
+async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -> _Chat:
+    """Check a request as far as HTTP can, and submit it."""
+    check_model(server, body.model)
+    check_count(server, "n", body.n or 1)
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(server, body, getattr(body, field), field, logprobs)
+    conversation = Conversation(
+        [message.plain() for message in body.messages],
+        [plain_tool(tool.function) for tool in body.tools or ()],
+        body.choice,
+        body.structures,
+        body.template_variables,
+        body.parallel_tool_calls is not False,
+        body.separate_reasoning is not False,
+        bool(body.continue_final_message),
+    )
+    prepared = await prepare(server, conversation)
+    request = generation_request(server, prepared.prompt, params, body, body.n or 1, grammar=prepared.grammar)
+    return _Chat(server, body, await server.client.generate(request, record=record), prepared)
+
+
+class _Chat:
+    """A request under way."""
+
+    def __init__(self, server: ServerState, body: ChatBody, generation: Generation, prepared: PreparedConversation):
+        self.generation = generation
+        self._body = body
+        self._prepared = prepared
+        texts = server.token_texts if body.logprobs else None
+        self._answers = [prepared.answer(body.stop, texts) for _ in range(body.n or 1)]
+        self._shows_reasoning = body.include_reasoning is not False
+        self._head = {
+            "id": f"chatcmpl-{secrets.token_hex(16)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": body.model or server.model_name,
+        }
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The tokens so far."""
+        generated = sum(answer.completion.num_tokens for answer in self._answers)
+        return Usage(len(self._prepared.prompt.token_ids), generated, self._answers[0].num_cached).openai()
+
+    async def whole(self) -> dict[str, Any]:
+        """The response, when all answers have ended."""
+        events: list[list[Event]] = [[] for _ in self._answers]
+        tokens: list[list[ScoredToken]] = [[] for _ in self._answers]
+        async for output in self.generation:
+            new = self._answers[output.index].read(self.generation, output)
+            events[output.index] += new.events
+            tokens[output.index] += new.tokens
+        choices = [
+            {
+                "index": index,
+                "message": self._message(events[index]),
+                "logprobs": self._logprobs(tokens[index]),
+                "finish_reason": answer.finish_reason,
+            }
+            for index, answer in enumerate(self._answers)
+        ]
+        return {**self._head, "choices": choices, "usage": self.usage}
+
+    def _message(self, events: Sequence[Event]) -> dict[str, Any]:
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        calls = [
+            {
+                "id": self._prepared.new_call_id(),
+                "type": "function",
+                "function": {"name": begin.name, "arguments": arguments_of(events, call_number(begin))},
+            }
+            for begin in events
+            if isinstance(begin, CallBegin)
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        if reasoning and self._shows_reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        """OpenAI's form. The end-of-sequence token is no part of the content."""
+        if not self._body.logprobs:
+            return None
+        return {"content": [scored_token(token) for token in tokens if not token.is_end], "refusal": None}
+
+    async def stream(self, stream: EventStream) -> None:
+        """The response as events. A chunk of content is bytes around the text."""
+        options = self._body.stream_options
+        has_usage = options is not None and bool(options.include_usage)
+        self._head["object"] = "chat.completion.chunk"
+        head = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
+        heads = [head + b'%d,"delta":' % index for index in range(len(self._answers))]
+        usage = b',"usage":null' if has_usage else b""
+        tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        has_begun = [False] * len(self._answers)
+
+        def chunk(output: Output) -> bytes:
+            index, answer = output.index, self._answers[output.index]
+            new = answer.read(self.generation, output)
+            deltas = [delta for event in new.events if (delta := self._delta(event))]
+            begin = b"" if has_begun[index] else heads[index] + b'{"role":"assistant","content":""}' + tail
+            has_begun[index] = True
+            if self._body.logprobs and (deltas or any(not token.is_end for token in new.tokens)):
+                scores = b',"logprobs":' + _encode(self._logprobs(new.tokens))
+                first = deltas.pop(0) if deltas else b'{"content":""}'
+                begin += heads[index] + first + scores + b',"finish_reason":null}]' + usage + b"}\n\n"
+            chunks = b"".join([begin, *(heads[index] + delta + tail for delta in deltas)])
+            if new.finish_reason is None:
+                return chunks
+            reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}]" + usage + b"}\n\n"
+            return chunks + heads[index] + b'{},"logprobs":null' + reason
+
+        try:
+            async for output in self.generation:
+                chunks = chunk(output)
+                while (more := self.generation.take()) is not None:
+                    chunks += chunk(more)
+                if chunks:
+                    await stream.write(chunks)
+            if has_usage:
+                await stream.write(b"data: " + _encode({**self._head, "choices": [], "usage": self.usage}) + b"\n\n")
+            await stream.write(DONE)
+        except Exception as error:
+            await stream.write(error_event(told(error)))
+
+    def _delta(self, event: Event) -> bytes:
+        """The ``delta`` of a chunk; empty for what has no chunk."""
+        if isinstance(event, Content):
+            return b'{"content":' + _encode(event.text) + b"}"
+        if isinstance(event, Reasoning):
+            return b'{"reasoning_content":' + _encode(event.text) + b"}" if self._shows_reasoning else b""
+        if isinstance(event, CallEnd):
+            return b""
+        call: dict[str, Any] = {"index": call_number(event)}
+        if isinstance(event, ArgumentsDelta):
+            call["function"] = {"arguments": event.text}
+        else:
+            function = {"name": event.name, "arguments": ""}
+            call |= {"id": self._prepared.new_call_id(), "type": "function", "function": function}
+        return _encode({"tool_calls": [call]})
+
+
+def arguments_of(events: Sequence[Event], number: int) -> str:
+    """The whole arguments of a call."""
+    return "".join(event.text for event in events if isinstance(event, ArgumentsDelta) and call_number(event) == number)

@@ -1,0 +1,71 @@
+"""What OpenAI's interfaces have in common: usage, events of a stream, and log-probabilities as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..completion_text import ScoredToken
+from ..errors import ApiError
+
+DONE = b"data: [DONE]\n\n"
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have, as in vLLM."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens of a request. ``cached`` of those of the prompt came from the cache; ``reasoning`` were no answer."""
+
+    prompt: int
+    generated: int
+    cached: int = 0
+    reasoning: int = 0
+
+    def openai(self) -> dict[str, Any]:
+        """As completions report them."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+    def responses(self) -> dict[str, Any]:
+        """As ``/v1/responses`` reports them."""
+        return {
+            "input_tokens": self.prompt,
+            "input_tokens_details": {"cached_tokens": self.cached},
+            "output_tokens": self.generated,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
+            "total_tokens": self.prompt + self.generated,
+        }
+
+
+def sse(name: str, value: Any) -> bytes:
+    """A named event."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """An error in a stream that has begun; the stream ends after it."""
+    return b"data: " + error.body() + b"\n\n"
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+def scored_token(token: ScoredToken) -> dict[str, Any]:
+    """A token of a chat's ``logprobs``."""
+    item = _item(token.text, 0.0 if token.logprob is None else token.logprob)
+    item["top_logprobs"] = [_item(text, logprob) for text, logprob in token.top]
+    return item
+
+
+def _item(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode(errors="replace"))}

@@ -1,0 +1,236 @@
+"""``/v1/completions``: texts continued, and the log-probabilities of prompts."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...text.prompts import EncodedPrompt
+from ...text.tokenizer import Tokenizer
+from ..client import Generation, Output
+from ..completion_text import CompletionText, NewText, ScoredToken, score_prompt
+from ..errors import bad_request
+from ..event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
+from ..generating import check_count, check_model, encode, generation_request, grammar_of, read, sampling_params, told
+from ..health import json_response
+from ..recorder import record_of
+from ..request_record import RequestRecord
+from ..schemas.base import parse
+from ..schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
+from ..state import ServerState
+from .chunks import DONE, Usage, error_event, finite
+
+_encode = msgspec.json.encode
+
+
+def routes(server: ServerState) -> list[Route]:
+    """The route."""
+
+    async def completions(request: Request) -> Response:
+        body = parse(CompletionBody, await request.body())
+        work = await _prepare(server, body, record_of(request))
+        if body.stream:
+            return EventStreamResponse(work.generation, work.stream)
+        async with work.generation, cancelled_on_disconnect(request.receive, work.generation):
+            return json_response(await work.whole())
+
+    return [Route("/v1/completions", completions, methods=["POST"])]
+
+
+async def _prepare(server: ServerState, body: CompletionBody, record: RequestRecord) -> _Completions:
+    """Check a request as far as HTTP can, and submit it."""
+    check_model(server, body.model)
+    n, prompts, is_encoder_decoder = body.n or 1, body.prompts, server.client.info.is_encoder_decoder
+    drawn = max(n, body.best_of or 1)
+    check_count(server, "best_of" if drawn > n else "n", drawn)
+    if len(prompts) > (most := server.settings.limits.prompts):
+        raise bad_request(f"prompt has {len(prompts):,} prompts, but may have {most:,}", "prompt")
+    scores_prompt = bool(body.echo) and body.logprobs is not None
+    if scores_prompt and is_encoder_decoder:
+        raise bad_request(
+            "echo with logprobs needs the log-probabilities of the prompt, which this model's encoder reads and does "
+            "not predict: leave out one of them",
+            "echo",
+        )
+    tokenizer = server.prompts.tokenizer  # an error, if it has none, before anything runs
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    logprobs = 0 if drawn > n and body.logprobs is None else body.logprobs
+    params = sampling_params(server, body, max(max_tokens, 1), "max_tokens", logprobs)
+    grammar = await grammar_of(body.structures)
+    special = body.add_special_tokens is not False
+    encoded = [await encode(server, p, f"prompt[{i}]" if len(prompts) > 1 else "prompt", special)
+               for i, p in enumerate(prompts)]  # fmt: skip
+    generation = await server.client.generate(
+        *(generation_request(server, prompt, params, body, drawn, scores_prompt, grammar) for prompt in encoded),
+        record=record,
+    )
+    return _Completions(server, body, generation, tokenizer, encoded, drawn)
+
+
+class _Choice:
+    """One of a response's choices while it arrives: what is echoed, and then the completion."""
+
+    def __init__(self, completions: _Completions, prompt: EncodedPrompt, text: str):
+        body, tokenizer = completions.body, completions.tokenizer
+        # A grammar counts the space before the first word, which the text of an answer would leave out.
+        continued = prompt.token_ids if prompt.continues or body.structures else ()
+        self.completion = CompletionText(tokenizer, body.stop, continued, completions.texts)
+        self.is_empty = body.max_tokens == 0
+        self.finish_reason: str | None = None
+        self.num_cached = 0
+        self.num_characters = 0
+        self._prompt = prompt
+        self._echo = text if body.echo else ""
+        self._has_begun = False
+        self._texts = completions.texts
+        self._tokenizer = tokenizer
+
+    def read(self, generation: Generation, output: Output) -> NewText:
+        """What an output adds, with the prompt before the first of it."""
+        if self.is_empty:  # the engine generates a token at least
+            reason = "length" if output.finish_reason == "stop" else output.finish_reason
+            output = Output(
+                output.index, [], finish_reason=reason, prompt_logprobs=output.prompt_logprobs,
+                cached_tokens=output.cached_tokens, error=output.error,
+            )  # fmt: skip
+        new = read(generation, self.completion, output)
+        self.finish_reason, self.num_cached = new.finish_reason, output.cached_tokens
+        if self._has_begun:
+            return new
+        self._has_begun = True
+        if output.prompt_logprobs is None or self._texts is None:
+            return new._replace(text=self._echo + new.text)
+        scored = score_prompt(self._tokenizer, self._texts, self._prompt.token_ids, output.prompt_logprobs)
+        text = "".join(token.text for token in scored)  # without special tokens, whose places have no text
+        return NewText(text + new.text, [*scored, *new.tokens], new.finish_reason)
+
+    def logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        """OpenAI's form of log-probabilities, of the tokens that are next in the text."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self.num_characters)
+            self.num_characters += len(token.text)
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [None if token.logprob is None else finite(token.logprob) for token in tokens],
+            "top_logprobs": [_most_likely(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+def _most_likely(token: ScoredToken) -> dict[str, float] | None:
+    """The most likely tokens and the chosen one by their texts; of equal texts the likelier token counts."""
+    if token.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for text, logprob in (*token.top, (token.text, token.logprob)):
+        found[text] = max(finite(logprob), found.get(text, finite(logprob)))
+    return found
+
+
+class _Completions:
+    """A request under way: ``drawn`` completions of each prompt, of which the response has ``n``."""
+
+    def __init__(
+        self,
+        server: ServerState,
+        body: CompletionBody,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        prompts: Sequence[EncodedPrompt],
+        drawn: int,
+    ):
+        self.body = body
+        self.generation = generation
+        self._prompts = prompts
+        self._drawn = drawn
+        has_scores = body.logprobs is not None or drawn > (body.n or 1)
+        self.tokenizer = tokenizer
+        self.texts = server.token_texts if has_scores else None
+        self._choices = [
+            _Choice(self, prompt, tokenizer.decode(given) if isinstance(given, list) and body.echo else str(given))
+            for prompt, given in zip(prompts, body.prompts, strict=True)
+            for _ in range(drawn)
+        ]
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(16)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or server.model_name,
+        }
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The tokens so far."""
+        first_of_each = self._choices[:: self._drawn]
+        generated = sum(choice.completion.num_tokens for choice in self._choices)
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
+        return Usage(prompt_tokens, generated, sum(choice.num_cached for choice in first_of_each)).openai()
+
+    async def whole(self) -> dict[str, Any]:
+        """The response, when all completions have ended."""
+        texts: list[list[str]] = [[] for _ in self._choices]
+        tokens: list[list[ScoredToken]] = [[] for _ in self._choices]
+        async for output in self.generation:
+            new = self._choices[output.index].read(self.generation, output)
+            texts[output.index].append(new.text)
+            tokens[output.index] += new.tokens
+        wanted = self.body.n or 1
+        kept: list[int] = []
+        for first in range(0, len(self._choices), self._drawn):
+            drawn = range(first, first + self._drawn)
+            kept += drawn if wanted == self._drawn else sorted(drawn, key=lambda i: -_mean(tokens[i]))[:wanted]
+        choices = [
+            {
+                "index": index,
+                "text": "".join(texts[i]),
+                "logprobs": None if self.body.logprobs is None else self._choices[i].logprobs(tokens[i]),
+                "finish_reason": self._choices[i].finish_reason,
+            }
+            for index, i in enumerate(kept)
+        ]
+        return {**self._head, "choices": choices, "usage": self.usage}
+
+    async def stream(self, stream: EventStream) -> None:
+        """The response as events, one for what each output adds. A chunk is bytes around the text."""
+        options = self.body.stream_options
+        has_usage = options is not None and bool(options.include_usage)
+        head = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
+        heads = [head + b"%d" % index + b',"text":' for index in range(len(self._choices))]
+        tail = b"]" + (b',"usage":null' if has_usage else b"") + b"}\n\n"
+        plain = b',"logprobs":null,"finish_reason":null}' + tail
+
+        def chunk(output: Output) -> bytes:
+            index, choice = output.index, self._choices[output.index]
+            new = choice.read(self.generation, output)
+            if self.body.logprobs is None and new.finish_reason is None:
+                return heads[index] + _encode(new.text) + plain if new.text else b""
+            logprobs = _encode(None if self.body.logprobs is None else choice.logprobs(new.tokens))
+            reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}"
+            return heads[index] + _encode(new.text) + b',"logprobs":' + logprobs + reason + tail
+
+        try:
+            async for output in self.generation:
+                chunks = chunk(output)
+                while (more := self.generation.take()) is not None:
+                    chunks += chunk(more)
+                if chunks:
+                    await stream.write(chunks)
+            if has_usage:
+                await stream.write(b"data: " + _encode({**self._head, "choices": [], "usage": self.usage}) + b"\n\n")
+            await stream.write(DONE)
+        except Exception as error:
+            await stream.write(error_event(told(error)))
+
+
+def _mean(tokens: Sequence[ScoredToken]) -> float:
+    """The log-probability per token."""
+    generated = [token.logprob for token in tokens if token.logprob is not None]
+    return sum(generated) / len(generated) if generated else 0.0

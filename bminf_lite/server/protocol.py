@@ -1,0 +1,221 @@
+"""The messages between an HTTP process and the engine's process, and how they are framed on a stream socket.
+
+A message is a msgspec struct as MessagePack, behind its length in 4 bytes, little endian. Each completion has an
+``id``, which is unique on its connection; the ``n`` completions of a request have consecutive ids. Everything that one
+step brings for a connection travels in one :class:`StepOutputs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ..engine.core import EngineStats
+from ..engine.sampling_params import SamplingParams
+from ..grammar import Grammar
+
+MAX_MESSAGE_BYTES = 1 << 28
+_LENGTH_BYTES = 4
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A prompt in tokens, checked, and how to complete it. Plain values, which travel in a message.
+
+    - ``prompt_token_ids``: what the decoder reads, or the encoder of an encoder-decoder.
+    - ``params``: without ``stop``, because texts are matched where tokens become text. ``n`` completions are drawn.
+    - ``target_token_ids``: tokens with which the decoder of an encoder-decoder begins, after its start tokens.
+    - ``stop_token_ids``: tokens that end a completion, in addition to the model's end-of-sequence tokens.
+    - ``priority``: requests with a higher one go first. ``deadline``: seconds after which the completions end.
+    - ``cache_salt``: only requests with equal ones share cached blocks.
+    - ``prompt_logprobs``: report the log-probability of each prompt token but the first, and the most likely token.
+    - ``grammar``: what the completions must look like.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    n: int = 1
+    target_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
+    prompt_logprobs: bool = False
+    grammar: Grammar | None = None
+
+
+# -- from an HTTP process to the engine -------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, array_like=True, tag="submit"):
+    """Run a request, whose completions have the ids ``first_id`` to ``first_id + n - 1``.
+
+    They draw as the sequences ``first_index`` to ``first_index + n - 1``, so that equal seeds draw differently.
+    """
+
+    first_id: int
+    first_index: int
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
+    """End these completions. Their blocks are free at the next step; nothing more is told of them."""
+
+    ids: list[int]
+
+
+class StatsWanted(msgspec.Struct, array_like=True, tag="stats?"):
+    """Answer with :class:`Stats` of the same number."""
+
+    number: int
+
+
+class Observed(msgspec.Struct, array_like=True, tag="observed"):
+    """What this HTTP process has newly counted of its requests: :attr:`.Observations.values`."""
+
+    values: list[float]
+
+
+ToEngine = Submit | Cancel | StatsWanted | Observed
+
+
+# -- from the engine to an HTTP process -------------------------------------------------------------------------------
+
+
+class ModelInfo(msgspec.Struct, array_like=True, frozen=True, tag="model"):
+    """The first message of a connection: what HTTP code has to know of the model and the engine. Lengths in tokens.
+
+    ``folder`` holds the tokenizer's files; None if the model was made without. ``device`` is ``cpu`` or ``cuda:N``, and
+    ``device_description`` says it in words. ``max_queue`` requests may wait and ``max_num_seqs`` run.
+    """
+
+    version: str
+    folder: str | None
+    device: str
+    device_description: str
+    vocab_size: int
+    context_length: int
+    is_encoder_decoder: bool
+    max_source_length: int
+    decoder_start_token_ids: list[int]
+    eos_ids: list[int]
+    generation_config: dict[str, Any]
+    max_num_seqs: int
+    max_queue: int
+    block_size: int
+    prefix_cache: bool
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """The engine is warm, and its requests do not wait for memory or captures."""
+
+
+class Admitted(msgspec.Struct, array_like=True, tag="admitted"):
+    """The request whose first completion is ``first_id`` waits in the engine's queue or runs."""
+
+    first_id: int
+
+
+class Refused(msgspec.Struct, array_like=True, tag="refused"):
+    """The request whose first completion is ``first_id`` does not run. ``queue_full``: it may be sent again later."""
+
+    first_id: int
+    message: str
+    queue_full: bool
+
+
+PromptScore = tuple[float, int, float]
+"""A prompt token's log-probability, the most likely token at its place, and the log-probability of that."""
+
+
+class CompletionOutput(msgspec.Struct, array_like=True):
+    """What is new of a completion, where it is more than one token: log-probabilities, an end, or several tokens.
+
+    The lists of log-probabilities are as long as ``token_ids``. ``prompt_logprobs`` and ``cached_tokens`` come once,
+    with the first output; so does ``queue_seconds``, for which the request waited to start.
+    """
+
+    id: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    prompt_logprobs: list[PromptScore | None] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+    queue_seconds: float = 0.0
+
+
+class StepOutputs(msgspec.Struct, array_like=True, tag="outputs"):
+    """What a step, or several, brought for the completions of a connection.
+
+    ``token_ids[i]`` is the next token of the completion ``ids[i]``; ``outputs`` are those completions that have more.
+    """
+
+    ids: list[int]
+    token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+class Stats(msgspec.Struct, array_like=True, tag="stats"):
+    """The answer to :class:`StatsWanted`. ``observed`` adds up what all HTTP processes have counted."""
+
+    number: int
+    stats: EngineStats
+    observed: list[float]
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed"):
+    """The engine cannot go on; its process is about to exit."""
+
+    message: str
+
+
+class ShutDown(msgspec.Struct, array_like=True, tag="shutdown"):
+    """Take no more connections, let running requests finish for ``seconds``, then end the rest and the process."""
+
+    seconds: float
+
+
+FromEngine = ModelInfo | Ready | Admitted | Refused | StepOutputs | Stats | Failed | ShutDown
+
+
+# -- framing ----------------------------------------------------------------------------------------------------------
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """A message as it goes over a socket."""
+    buffer = bytearray(_LENGTH_BYTES)
+    _encoder.encode_into(message, buffer, _LENGTH_BYTES)
+    buffer[:_LENGTH_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
+    return bytes(buffer)
+
+
+class FrameReader:
+    """Cuts a stream of bytes into messages of a type. Raises ``msgspec.MsgspecError`` for what is none."""
+
+    def __init__(self, message_type: Any):
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The messages that ``data`` completes."""
+        self._buffer += data
+        messages, start = [], 0
+        with memoryview(self._buffer) as view:
+            while len(view) - start >= _LENGTH_BYTES:
+                length = int.from_bytes(view[start : start + _LENGTH_BYTES], "little")
+                if length > MAX_MESSAGE_BYTES:
+                    raise msgspec.DecodeError(f"a message of {length:,} bytes, but {MAX_MESSAGE_BYTES:,} are allowed")
+                stop = start + _LENGTH_BYTES + length
+                if len(view) < stop:
+                    break
+                messages.append(self._decoder.decode(view[start + _LENGTH_BYTES : stop]))
+                start = stop
+        if start:
+            del self._buffer[:start]
+        return messages

@@ -1,0 +1,156 @@
+"""Request bodies: JSON to checked values, with errors that name the field.
+
+Unknown fields are ignored, because clients send fields of newer versions. ``null`` is a field that was left out. Types
+are strict: a number in quotes is wrong. The bounds of sampling parameters are those of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from ...engine.sampling_params import field_problem
+from ..errors import ApiError, bad_request
+
+MAX_DEPTH = 128
+"""Arrays and objects in each other: enough for any JSON schema, and far from Python's limit of recursion."""
+
+MAX_LISTED = 8
+"""Problems that an error lists."""
+
+MAX_SHOWN = 40
+"""Characters of a wrong value that an error shows."""
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class Body(BaseModel):
+    """A request's body, or an object in it."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+def parse(body_type: type[T], body: bytes) -> T:
+    """The body as a ``body_type``. Raises ``ApiError`` 400, which names the first wrong field and lists all."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
+        raise _too_deep()
+    try:
+        return body_type.model_validate(value)
+    except ValidationError as error:
+        raise validation_error(error, value) from None
+
+
+def validation_error(error: ValidationError, value: Any) -> ApiError:
+    """OpenAI's form of pydantic's errors for the body ``value``."""
+    problems = error.errors(include_url=False, include_context=False)
+    named = [(_field_name(problem, value), _text_of(problem)) for problem in problems[:MAX_LISTED]]
+    named = [(name or _first_word(text, value), text) for name, text in named]
+    texts = [text if not name or text.startswith(name) else f"{name}: {text}" for name, text in named]
+    if len(problems) > MAX_LISTED:
+        texts.append(f"{len(problems) - MAX_LISTED:,} more")
+    return bad_request("; ".join(dict.fromkeys(texts)), named[0][0] or None)
+
+
+def _first_word(text: str, value: Any) -> str:
+    """The field with which the text of a problem of several fields begins."""
+    word = text.split(" ", 1)[0]
+    return word if isinstance(value, dict) and word in value else ""
+
+
+def _text_of(problem: ErrorDetails) -> str:
+    """Pydantic's words, with the value where that is short."""
+    if problem["type"] == "model_type":
+        return "must be a JSON object"
+    given = problem["input"]
+    is_short = isinstance(given, (str, int, float)) and len(str(given)) <= MAX_SHOWN
+    return f"{problem['msg']}, but is {given!r}" if is_short and problem["type"] != "value_error" else problem["msg"]
+
+
+def _field_name(problem: ErrorDetails, value: Any) -> str:
+    """The place of a problem as in ``messages[0].content``, without the names of alternatives that pydantic adds."""
+    name, location = "", problem["loc"]
+    for position, step in enumerate(location):
+        is_last = position == len(location) - 1
+        if isinstance(step, int) and isinstance(value, list) and step < len(value):
+            name, value = f"{name}[{step}]", value[step]
+        elif isinstance(value, dict) and (step in value or (is_last and problem["type"] == "missing")):
+            name, value = f"{name}.{step}" if name else str(step), value.get(step)
+    return name
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        children = [c for v in level for c in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ())]
+        level = [child for child in children if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def _too_deep() -> ApiError:
+    return bad_request(f"the body nests arrays and objects more than {MAX_DEPTH} deep: make it flatter")
+
+
+def invalid(message: str) -> PydanticCustomError:
+    """What a validator raises."""
+    return PydanticCustomError("value_error", "{message}", {"message": message})
+
+
+def option(name: str, field: str | None = None) -> AfterValidator:
+    """Check a value as the sampling parameter ``name`` of the engine, whose name in the body is ``field``."""
+
+    def check(value: Any) -> Any:
+        problem = None if value is None else field_problem(name, value)
+        if problem is not None:
+            raise invalid(problem.replace(name, field or name, 1))
+        return value
+
+    return AfterValidator(check)
+
+
+def refused(reason: str) -> BeforeValidator:
+    """Refuse a field, with the reason or what to do instead."""
+
+    def check(value: Any) -> Any:
+        if value is not None:
+            raise invalid(reason)
+        return value
+
+    return BeforeValidator(check)
+
+
+def one_of(*kinds: Callable[[Any], bool], wanted: str) -> BeforeValidator:
+    """Check a field that may have several forms; ``wanted`` describes them."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not any(kind(value) for kind in kinds):
+            raise invalid(f"must be {wanted}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a JSON value is a string."""
+    return isinstance(value, str)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a JSON value is an integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_list_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether a JSON value is an array, one element at least, all of a kind."""
+    return lambda value: isinstance(value, list) and bool(value) and all(map(kind, value))

@@ -1,0 +1,122 @@
+"""The body of ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from ...text.prompts import PromptEncoder
+from .base import Body, invalid, option, refused
+from .messages import ChatMessage, Tool
+from .sampling import SamplingFields, Stops, StreamOptions, StructureFields
+
+TEMPLATE_REFUSED = "templates in requests are not accepted, because they are programs: the checkpoint's is used"
+RESERVED = frozenset({
+    *inspect.signature(PromptEncoder.render).parameters, "documents", "continue_final_message", "chat_template",
+    "bos_token", "eos_token",
+})  # fmt: skip
+"""Variables of a template that a request sets otherwise, or not at all."""
+
+
+class NamedFunction(Body):
+    """The name in a tool choice."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A tool choice that names a function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoiceField = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")],
+    Discriminator(lambda value: "named" if isinstance(value, (dict, NamedTool)) else "word"),
+]
+
+
+class ToolChoice(Body):
+    """Which tools must be called: ``none``, ``auto``, ``required``, or ``function`` for the one of this ``name``."""
+
+    mode: Literal["none", "auto", "required", "function"]
+    name: str | None = None
+
+
+NO_TOOLS = ToolChoice(mode="none")
+
+
+def check_tool_choice(choice: ToolChoice, names: list[str]) -> None:
+    """Raise for a choice that tools of these names do not allow."""
+    if len(set(names)) < len(names):
+        raise invalid(f"tools has the name {max(names, key=names.count)!r} twice")
+    if choice.mode in ("required", "function") and not names:
+        raise invalid("tool_choice needs tools")
+    if choice.mode == "function" and choice.name not in names:
+        raise invalid(f"tool_choice names {choice.name!r}, but the tools are {', '.join(names)}")
+
+
+def check_template_variables(variables: dict[str, Any] | None) -> None:
+    """Raise for variables of a template that a request may not set."""
+    if reserved := RESERVED & (variables or {}).keys():
+        reason = TEMPLATE_REFUSED if "chat_template" in reserved else "use the field of the request"
+        raise invalid(f"chat_template_kwargs has {', '.join(sorted(reserved))}: {reason}")
+
+
+class ChatBody(SamplingFields, StructureFields):
+    """See https://platform.openai.com/docs/api-reference/chat/create.
+
+    Of vLLM and SGLang: ``chat_template_kwargs`` are variables of the chat template, ``continue_final_message``
+    continues the last message, ``separate_reasoning`` (true by default) takes reasoning out of the content, and without
+    ``include_reasoning`` (true by default) the response has none. ``reasoning_effort`` is a variable of the template.
+    """
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Annotated[int | None, option("max_new_tokens", "max_tokens")] = None
+    max_completion_tokens: Annotated[int | None, option("max_new_tokens", "max_completion_tokens")] = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stop: Stops = Field(default_factory=list)
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, option("logprobs", "top_logprobs")] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[Any, refused(TEMPLATE_REFUSED)] = None
+    functions: Annotated[Any, refused("functions is not supported: use tools")] = None
+    function_call: Annotated[Any, refused("function_call is not supported: use tool_choice")] = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs to be true")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options needs stream to be true")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise invalid("continue_final_message needs a last message of the assistant")
+        check_template_variables(self.chat_template_kwargs)
+        check_tool_choice(self.choice, [tool.function.name for tool in self.tools or []])
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, object]:
+        """The variables of the chat template that the request sets."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
+
+    @property
+    def choice(self) -> ToolChoice:
+        """The tool choice; ``auto`` if there are tools and the request does not say."""
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolChoice(mode="function", name=self.tool_choice.function.name)
+        return ToolChoice(mode=self.tool_choice or ("auto" if self.tools else "none"))

@@ -1,0 +1,247 @@
+"""The body of ``/v1/responses``, and its items as messages of a conversation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from .base import Body, invalid, one_of, option, refused
+from .chat import ToolChoice, check_template_variables, check_tool_choice
+from .messages import Content, FunctionName, Parameters, plain_content
+from .sampling import SamplingFields, Structure, is_schema
+
+STATELESS = "this server keeps no responses: send the whole conversation as the input"
+
+
+class InputMessage(Body):
+    """A message of the input."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class FunctionCall(Body):
+    """A call in an earlier response."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(Body):
+    """The result of a call."""
+
+    call_id: str
+    output: Content
+
+
+class ReasoningText(Body):
+    """A part of reasoning."""
+
+    text: str | None = None
+
+
+class ReasoningItem(Body):
+    """The reasoning of an earlier response."""
+
+    content: list[ReasoningText] | None = None
+
+
+class OtherItem(Body):
+    """An item of a type that is not supported."""
+
+    type: Any = None
+
+    @model_validator(mode="after")
+    def _refuse(self) -> OtherItem:
+        reason = STATELESS if self.type == "item_reference" else "give messages, function calls and their outputs"
+        raise invalid(f"items of the type {str(self.type)[:40]!r} are not supported: {reason}")
+
+
+_KINDS = ("function_call", "function_call_output", "reasoning")
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type", "message") if isinstance(value, dict) else "other"
+    return kind if isinstance(kind, str) and kind in ("message", *_KINDS) else "other"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_kind),
+]
+
+
+class ResponseTool(Body):
+    """A function. Tools of other types are skipped."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: Parameters = None
+    strict: bool | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """OpenAI's form of chat completions, which templates read."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class SkippedTool(Body):
+    """A tool that OpenAI would run itself."""
+
+    type: str
+
+
+ResponseToolField = Annotated[
+    Annotated[ResponseTool, Tag("function")] | Annotated[SkippedTool, Tag("other")],
+    Discriminator(lambda value: "function" if isinstance(value, dict) and value.get("type") == "function" else "other"),
+]
+
+
+class NamedTool(Body):
+    """A tool choice that names a function."""
+
+    type: Literal["function"]
+    name: str
+
+
+ToolChoiceField = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")],
+    Discriminator(lambda value: "named" if isinstance(value, (dict, NamedTool)) else "word"),
+]
+
+
+class TextFormat(Body):
+    """``text``, ``json_object``, or ``json_schema`` with a ``schema``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[Any, one_of(is_schema, wanted="a JSON schema, which is an object"), Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> TextFormat:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise invalid("the type json_schema needs a schema")
+        return self
+
+
+class TextConfig(Body):
+    """What form the text has."""
+
+    format: TextFormat | None = None
+
+
+class ReasoningConfig(Body):
+    """How much a model reasons: a variable of the chat template."""
+
+    effort: str | None = None
+
+
+class ResponsesBody(SamplingFields):
+    """See https://platform.openai.com/docs/api-reference/responses/create."""
+
+    model: str | None = None
+    input: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[Item], Field(min_length=1), Tag("items")],
+        Discriminator(lambda value: "text" if isinstance(value, str) else "items"),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int | None, option("max_new_tokens", "max_output_tokens")] = None
+    stream: bool | None = None
+    tools: list[ResponseToolField] | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int | None, option("logprobs", "top_logprobs")] = None
+    metadata: dict[str, str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    previous_response_id: Annotated[Any, refused(STATELESS)] = None
+    conversation: Annotated[Any, refused(STATELESS)] = None
+    prompt: Annotated[Any, refused("prompt templates are not kept here: send the text as the input")] = None
+    background: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ResponsesBody:
+        if self.background:
+            raise invalid("background is true, but this server keeps no responses: leave it out")
+        check_template_variables(self.chat_template_kwargs)
+        check_tool_choice(self.choice, [tool.name for tool in self.functions])
+        if isinstance(self.input, list) and not self.messages:
+            raise invalid("input has no messages")
+        return self
+
+    @property
+    def functions(self) -> list[ResponseTool]:
+        """The tools that can be called."""
+        return [tool for tool in self.tools or () if isinstance(tool, ResponseTool)]
+
+    @property
+    def choice(self) -> ToolChoice:
+        """The tool choice; ``auto`` if there are tools and the request does not say."""
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolChoice(mode="function", name=self.tool_choice.name)
+        return ToolChoice(mode=self.tool_choice or ("auto" if self.functions else "none"))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the text's tokens are reported with their log-probabilities."""
+        return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
+
+    @property
+    def structures(self) -> list[Structure]:
+        """The structure that the text must have: none or one."""
+        form = None if self.text is None else self.text.format
+        if form is None or form.type == "text":
+            return []
+        field = "text.format" if form.type == "json_object" else "text.format.schema"
+        return [Structure(field, form.type, form.schema_)]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as a conversation. Calls and reasoning join the message of the assistant beside them."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        assistant: dict[str, Any] | None = None
+        for item in self.input:
+            is_answer = isinstance(item, (FunctionCall, ReasoningItem)) or (
+                isinstance(item, InputMessage) and item.role == "assistant" and assistant is not None
+                and not assistant["content"] and "tool_calls" not in assistant
+            )  # fmt: skip
+            if not is_answer or assistant is None:
+                assistant = None
+            if isinstance(item, FunctionCallOutput):
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": plain_content(item.output)})
+            elif isinstance(item, InputMessage) and assistant is None:
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": plain_content(item.content)})
+                assistant = messages[-1] if role == "assistant" else None
+            else:
+                if assistant is None:
+                    assistant = {"role": "assistant", "content": ""}
+                    messages.append(assistant)
+                _join(assistant, item)
+        return [m for m in messages if m["content"] or len(m) > 2 or m["role"] != "assistant"]
+
+
+def _join(assistant: dict[str, Any], item: Any) -> None:
+    """Add a part of an answer to its message."""
+    if isinstance(item, FunctionCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        assistant.setdefault("tool_calls", []).append(call)
+    elif isinstance(item, ReasoningItem):
+        if text := "".join(part.text or "" for part in item.content or ()):
+            assistant["reasoning_content"] = assistant.get("reasoning_content", "") + text
+    else:
+        assistant["content"] = plain_content(item.content)

@@ -1,0 +1,83 @@
+"""What the routes of one HTTP process share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import UsageError
+from ..text.prompts import PromptEncoder
+from ..text.tokenizer import Tokenizer
+from .client import EngineClient
+from .completion_text import TokenTexts
+from .request_log import RequestLog
+from .request_record import Observer
+from .settings import ServerSettings
+
+_TEMPLATE_PROCESSES = 4
+"""Conversations that the chat template renders at a time; a process starts when it is needed."""
+
+
+@dataclass(eq=False)
+class ServerState:
+    """The engine's client, the settings, and the model's tokenizer and chat template."""
+
+    client: EngineClient
+    settings: ServerSettings
+    _tokenizers: dict[tuple[str, ...], Tokenizer] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def observer(self) -> Observer:
+        """What counts and logs requests. Its counts go to the engine's process, which adds up those of all."""
+        path = self.settings.request_log
+        log = None if path is None else RequestLog(path)
+        observer = Observer(self.client.info.context_length, self.client.observe, log)
+        self.client.on_close = observer.close
+        return observer
+
+    @cached_property
+    def prompts(self) -> PromptEncoder:
+        """Turns texts, token ids and conversations into checked tokens; blocks while a template renders."""
+        info = self.client.info
+        return PromptEncoder(
+            None if info.folder is None else Path(info.folder),
+            _no_device,
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+            is_encoder_decoder=info.is_encoder_decoder,
+            max_source_length=info.max_source_length,
+            decoder_start_length=len(info.decoder_start_token_ids),
+            template_processes=_TEMPLATE_PROCESSES,
+            tool_format_name=self.settings.tool_call_format,
+        )
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The texts of single tokens, for log-probabilities."""
+        return TokenTexts(self.prompts.tokenizer)
+
+    def tokenizer_showing(self, marks: tuple[str, ...]) -> Tokenizer:
+        """The tokenizer with some of its special tokens as text. It is kept, because it remembers texts of tokens."""
+        if marks not in self._tokenizers:
+            self._tokenizers[marks] = self.prompts.tokenizer.showing(marks)
+        return self._tokenizers[marks]
+
+    @cached_property
+    def max_characters(self) -> int:
+        """Characters of a prompt that cannot fit any more, so that it need not be tokenized, which takes seconds."""
+        tokenizer, info = self.prompts.tokenizer, self.client.info
+        longest = max(len(tokenizer.id_to_piece(i) or "") for i in range(len(tokenizer)))
+        return longest * (info.max_source_length if info.is_encoder_decoder else info.context_length)
+
+    @property
+    def model_name(self) -> str:
+        """The name that responses report."""
+        return self.settings.served_model_names[0]
+
+
+def _no_device(array: Any) -> np.ndarray:
+    raise UsageError("a prompt over HTTP is text, token ids or messages")

@@ -1,0 +1,63 @@
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM has them."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..errors import UsageError
+from .errors import bad_request
+from .generating import check_model, render, run_briefly
+from .health import json_response
+from .schemas.base import parse
+from .schemas.messages import plain_tool
+from .schemas.tokens import DetokenizeBody, TokenizeBody
+from .state import ServerState
+
+
+def routes(server: ServerState) -> list[Route]:
+    """The routes."""
+
+    async def tokenize(request: Request) -> Response:
+        body = parse(TokenizeBody, await request.body())
+        check_model(server, body.model)
+        text, special, field = body.prompt, body.add_special_tokens is not False, "prompt"
+        if body.messages is not None:
+            field, special = "messages", bool(body.add_special_tokens)
+            messages = [message.plain() for message in body.messages]
+            tools = [plain_tool(tool.function) for tool in body.tools or ()]
+            variables = {"add_generation_prompt": body.add_generation_prompt is not False}
+            text = await render(server, messages, tools, field, {**(body.chat_template_kwargs or {}), **variables})
+        tokenizer = server.prompts.tokenizer
+        ids = await run_briefly(lambda: tokenizer.encode(text or "", special), len(text or ""))
+        result = {"count": len(ids), "max_model_len": server.client.info.context_length, "tokens": ids}
+        if body.return_token_strs:
+            result["token_strs"] = [tokenizer.id_to_piece(i) or "" for i in ids]
+        return json_response(result)
+
+    async def detokenize(request: Request) -> Response:
+        body = parse(DetokenizeBody, await request.body())
+        check_model(server, body.model)
+        try:
+            text = await run_briefly(lambda: server.prompts.tokenizer.decode(body.tokens), len(body.tokens))
+        except UsageError as error:
+            raise bad_request(f"tokens: {error}", "tokens") from None
+        return json_response({"prompt": text})
+
+    async def info(request: Request) -> Response:
+        tokenizer = server.prompts.tokenizer
+        return json_response({
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": len(tokenizer),
+            "model_max_length": server.client.info.context_length,
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "chat_template": tokenizer.chat_template,
+        })  # fmt: skip
+
+    return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", info),
+    ]

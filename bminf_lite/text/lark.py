@@ -1,0 +1,49 @@
+"""Parts of grammars in Lark's notation, as llguidance reads it: marks, text up to a mark, an answer after reasoning.
+
+A mark may be one token of the vocabulary. llguidance keeps such tokens, if they are special or look like ``<this>``,
+apart from text: only a token id in the grammar stands for them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from .reasoning import ReasoningFormat
+
+TokenId = Callable[[str], "int | None"]
+"""The id of a text that is one token; ``None`` for others."""
+
+
+def no_token(text: str) -> int | None:
+    """For a grammar without token ids."""
+    return None
+
+
+def mark_rule(mark: str, token_id: TokenId) -> str:
+    """A mark within a rule."""
+    found = token_id(mark)
+    return json.dumps(mark) if found is None else f"<[{found}]>"
+
+
+def rule_until(name: str, mark: str, token_id: TokenId) -> str:
+    """A rule for any text up to the first ``mark``, which is part of it. Needs the terminal ``TEXT``."""
+    pattern = re.escape(mark).replace("/", r"\/")
+    rule = f"{name}: {name}_text\n{name}_text[lazy]: /(.|\\n)*{pattern}/"
+    found = token_id(mark)
+    return rule if found is None else f"{name}: {name}_text | TEXT <[{found}]>\n{rule.partition(chr(10))[2]}"
+
+
+def after_reasoning(rules: str, form: ReasoningFormat | None, is_open: bool, token_id: TokenId) -> str:
+    """A grammar of which the rule ``answer`` describes the answer, and ``form`` the reasoning that may precede it.
+
+    If the prompt ends inside the reasoning (``is_open``), it must. ``rules`` define ``answer``, and may use ``TEXT``.
+    """
+    text = "TEXT: /(.|\\n)*/"
+    if form is None:
+        return f"start: answer\n{text}\n{rules}"
+    begin = "" if is_open else mark_rule(form.begin, token_id)
+    start = "start: reasoning answer" if is_open else "start: reasoning? answer"
+    reasoning = f"reasoning: {begin} until_end /\\n{{0,2}}/\n{rule_until('until_end', form.end, token_id)}"
+    return f"{start}\n{reasoning}\n{text}\n{rules}"

@@ -1,0 +1,180 @@
+"""The seam between HTTP code and engine: requests through the real protocol to an engine without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+pytest.importorskip("msgspec", reason="the extra [serve] is not installed")
+
+from fake_engine import FakeEngine, fake_info
+
+from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.errors import QueueFull
+from bminf_lite.server.client import EngineClient, EngineFailure, Generation, GenerationRequest, RequestRefused
+from bminf_lite.server.engine_server import EngineServer
+from bminf_lite.server.protocol import FrameReader, FromEngine, StepOutputs, Submit, frame
+
+VOCAB_SIZE = 2048
+
+
+@asynccontextmanager
+async def connected(engine: FakeEngine) -> AsyncIterator[EngineClient]:
+    server = EngineServer(engine, fake_info(None, VOCAB_SIZE, context_length=512))
+    client = await EngineClient.connect(server.connect())
+    try:
+        yield client
+    finally:
+        client.close()
+        server.close()
+        engine.close()
+
+
+def run(test: Callable[[EngineClient, FakeEngine], Awaitable[None]], **options: float) -> None:
+    async def main() -> None:
+        engine = FakeEngine(range(VOCAB_SIZE), **options)
+        async with connected(engine) as client:
+            await asyncio.wait_for(test(client, engine), 20)
+
+    asyncio.run(main())
+
+
+def wanted(tokens: int, n: int = 1, prompt: tuple[int, ...] = (5, 7), **options: object) -> GenerationRequest:
+    return GenerationRequest(list(prompt), SamplingParams(max_new_tokens=tokens, **options), n)
+
+
+async def read(generation: Generation) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    async for output in generation:
+        tokens.setdefault(output.index, []).extend(output.token_ids)
+    return tokens
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def test_every_token_arrives_once_and_in_order():
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        generations = [await client.generate(wanted(50, n, prompt=(start,))) for n, start in ((1, 3), (3, 900))]
+        for generation, n, start in zip(generations, (1, 3), (3, 900), strict=True):
+            expected = list(range(start, start + 50))
+            assert await read(generation) == dict.fromkeys(range(n), expected)
+            assert generation.has_ended
+        assert client.num_running == 0
+
+    run(test)
+
+
+def test_requests_of_one_generation_are_numbered_on():
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        generation = await client.generate(wanted(2, 2, (10,)), wanted(3, 1, (20,)))
+        assert await read(generation) == {0: [10, 11], 1: [10, 11], 2: [20, 21, 22]}
+
+    run(test)
+
+
+def test_tokens_behind_a_slow_reader_are_joined():
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        generation = await client.generate(wanted(400, logprobs=1))
+        await until(lambda: client.num_running == 0)
+        output = generation.take()
+        assert output is not None and output.finish_reason == "length"
+        assert len(output.token_ids) == 400 == len(output.logprobs or ()) == len(output.top_logprobs or ())
+        assert [o async for o in generation] == []
+
+    run(test)
+
+
+def test_an_http_process_that_is_behind_gets_joined_steps():
+    """The engine neither waits for it nor encodes a message per step, and every token arrives once."""
+    engine = FakeEngine(range(VOCAB_SIZE))
+    server = EngineServer(engine, fake_info(None, VOCAB_SIZE, context_length=1 << 20))
+    end = server.connect()
+    end.settimeout(20)
+    length, count = 40_000, 4
+    for first_id in range(count):
+        end.sendall(frame(Submit(first_id, 0, wanted(length))))
+    while engine.stats().running or engine.num_tokens < length * count:
+        time.sleep(0.01)  # nothing is read, until the engine is done
+    reader, tokens, num_messages = FrameReader(FromEngine), {i: [] for i in range(count)}, 0
+    while not all(len(got) == length for got in tokens.values()):
+        for message in reader.feed(end.recv(1 << 14)):
+            if isinstance(message, StepOutputs):
+                num_messages += 1
+                for id, token in zip(message.ids, message.token_ids, strict=True):
+                    tokens[id].append(token)
+                for output in message.outputs:
+                    tokens[output.id] += output.token_ids
+    assert all(got == [(7 + i) % VOCAB_SIZE for i in range(length)] for got in tokens.values())
+    assert num_messages < length / 2
+    end.close()
+    server.close()
+    engine.close()
+
+
+def test_cancelling_ends_the_request_in_the_engine():
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        async with await client.generate(wanted(100_000, 3)) as generation:
+            await anext(generation)
+            assert (await client.stats()).stats.running == 3
+            generation.cancel(1)
+            await until(lambda: engine.stats().running == 2)
+        await until(lambda: engine.stats().running == 0)
+        assert generation.has_ended and client.num_running == 0
+
+    run(test, seconds_per_step=0.002)
+
+
+def test_a_cancelled_reader_wakes():
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        generation = await client.generate(wanted(10))
+        reading = asyncio.ensure_future(read(generation))
+        await asyncio.sleep(0.01)
+        generation.cancel()
+        assert await reading == {}
+
+    run(test, max_num_seqs=0)
+
+
+def test_refusals():
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        with pytest.raises(RequestRefused, match="vocabulary of 2,048"):
+            await client.generate(wanted(1, prompt=(VOCAB_SIZE,)))
+        with pytest.raises(RequestRefused, match="takes 1 to 511"):
+            await client.generate(wanted(1, prompt=(1,) * 512))
+        with pytest.raises(QueueFull, match="may wait"):
+            await client.generate(wanted(1), wanted(1, n=10_000))
+        await until(lambda: engine.stats().running == engine.stats().waiting == client.num_running == 0)
+
+    run(test)
+
+
+def test_a_failed_engine_ends_everything():
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        generation = await client.generate(wanted(100_000))
+        engine.fail("CUDA error: misaligned address")
+        outputs = [output async for output in generation]
+        assert outputs[-1].finish_reason == "error" and "misaligned" in str(outputs[-1].error)
+        await until(lambda: client.failure is not None)
+        with pytest.raises(EngineFailure, match="misaligned"):
+            await client.generate(wanted(1))
+        with pytest.raises(EngineFailure, match="misaligned"):
+            await client.stats()
+
+    run(test, seconds_per_step=0.002)
+
+
+def test_a_client_that_goes_away_cancels_its_requests():
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        await client.generate(wanted(100_000, 4))
+        await until(lambda: engine.stats().running == 4)
+        client.close()
+        await until(lambda: engine.stats().running == 0)
+
+    run(test, seconds_per_step=0.002)

@@ -1,0 +1,392 @@
+"""What others use as clients, against a real server process: openai, anthropic, LangChain, lm-eval, curl.
+
+The model is the bundled one, which was not trained to chat: what it says is not checked, but that every client reads it
+as the server wrote it, and that what a grammar promises holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+from enum import Enum
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tool_templates
+from server_process import DEMO, NAME, ServerProcess, demo_folder
+
+pytest.importorskip("starlette", reason="the server needs the extra serve")
+
+SAY = [{"role": "user", "content": "Say something about the terminal."}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather", "parameters": WEATHER}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = demo_folder(tmp_path_factory.mktemp("clients") / "model", tool_templates.NOT_THINKING)
+    process = ServerProcess(folder)
+    yield process
+    assert process.stop() == 0, process.log
+    assert "Traceback" not in process.log
+
+
+# -- openai -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def openai(server):
+    with pytest.importorskip("openai").OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_openai_models(openai):
+    assert [model.id for model in openai.models.list()] == [NAME]
+    assert openai.models.retrieve(NAME).object == "model"
+
+
+def test_openai_chat(openai):
+    options = {"model": NAME, "messages": SAY, "temperature": 0, "max_completion_tokens": 12}
+    whole = openai.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    (choice,) = whole.choices
+    assert choice.message.role == "assistant" and choice.finish_reason == "length"
+    assert whole.usage.completion_tokens == 12 == len(choice.logprobs.content)
+    assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
+    assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+    chunks = list(openai.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert len({chunk.id for chunk in chunks}) == 1 and chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == choice.message.content
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert chunks[-2].choices[0].finish_reason == "length"
+
+
+def test_openai_completions(openai):
+    options = {"model": NAME, "temperature": 0, "max_tokens": 6}
+    whole = openai.completions.create(prompt=["The cat", "A file"], n=2, **options)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert whole.choices[0].text == whole.choices[1].text, "greedy"
+    pieces = [chunk.choices[0].text for chunk in openai.completions.create(prompt="The cat", stream=True, **options)]
+    assert "".join(pieces) == whole.choices[0].text
+    echo = openai.completions.create(model=NAME, prompt="The cat", max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert echo.text == "The cat" == "".join(echo.logprobs.tokens) and echo.logprobs.token_logprobs[0] is None
+
+
+def test_openai_errors(openai):
+    errors = pytest.importorskip("openai")
+    with pytest.raises(errors.BadRequestError) as caught:
+        openai.chat.completions.create(model=NAME, messages=SAY, temperature=-1)
+    assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"
+    with pytest.raises(errors.NotFoundError, match="gpt-4o"):
+        openai.chat.completions.create(model="gpt-4o", messages=SAY)
+
+
+def test_openai_many_at_once_some_cancelled(server):
+    module = pytest.importorskip("openai")
+
+    async def one(client, number):
+        stream = await client.chat.completions.create(model=NAME, messages=SAY, max_tokens=20, seed=number, stream=True)
+        count = 0
+        async for _ in stream:
+            count += 1
+            if number % 2 and count == 3:
+                await stream.close()
+                break
+        return count
+
+    async def all_of_them():
+        async with module.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(12)))
+
+    counts = asyncio.run(all_of_them())
+    assert counts[1::2] == [3] * 6 and all(count > 3 for count in counts[::2])
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_openai_tools(openai, choice):
+    options = {
+        "model": NAME, "messages": SAY, "tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False,
+        "max_tokens": 80, "seed": 1,
+    }  # fmt: skip
+    (answer,) = openai.chat.completions.create(**options).choices
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    (call,) = answer.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "weather" and arguments["city"] in ("Paris", "Rome") and 1 <= arguments["days"] <= 9
+    with openai.chat.completions.stream(**options) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls" and json.loads(done[0].arguments) == arguments, "the same seed"
+    conversation = [*SAY, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    openai.chat.completions.create(**{**options, "messages": conversation, "tool_choice": "auto", "max_tokens": 3})
+
+
+def test_openai_structured_output(openai):
+    pydantic = pytest.importorskip("pydantic")
+
+    class Colour(str, Enum):
+        red = "red"
+        blue = "blue"
+
+    class Answer(pydantic.BaseModel):
+        colour: Colour
+        numbers: list[Colour] = pydantic.Field(max_length=2)
+        is_true: bool
+
+    options = {"model": NAME, "max_tokens": 300, "seed": 1}
+    parsed = openai.chat.completions.parse(messages=SAY, response_format=Answer, **options).choices[0].message.parsed
+    assert isinstance(parsed, Answer)
+    tools = [pytest.importorskip("openai").pydantic_function_tool(Answer)]
+    options |= {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    answer = openai.chat.completions.parse(messages=SAY, **options).choices[0]
+    assert isinstance(answer.message.tool_calls[0].function.parsed_arguments, Answer)
+    response = openai.responses.parse(model=NAME, input="Hi", text_format=Answer, max_output_tokens=300)
+    assert isinstance(response.output_parsed, Answer)
+
+
+def test_openai_responses(openai):
+    options = {"model": NAME, "input": "Say something.", "temperature": 0, "max_output_tokens": 8}
+    whole = openai.responses.create(**options)
+    assert whole.output_text and whole.usage.output_tokens == 8 and whole.status == "incomplete"
+    events = list(openai.responses.create(**options, stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text == events[-1].response.output_text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
+    called = openai.responses.create(
+        model=NAME, input="Hi", tools=[tool], tool_choice="required", parallel_tool_calls=False, max_output_tokens=80
+    )
+    assert json.loads(called.output[-1].arguments)["city"] in ("Paris", "Rome")
+
+
+# -- anthropic --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def anthropic(server):
+    module = pytest.importorskip("anthropic")
+    with module.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_anthropic_messages(anthropic):
+    options = {"model": "claude-any", "max_tokens": 8, "messages": SAY, "extra_body": {"temperature": 0}}
+    whole = anthropic.messages.create(**options, system="Be brief.")
+    assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 8 and whole.content[0].text
+    with anthropic.messages.stream(**options, system="Be brief.") as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+        assert stream.get_final_message().usage.output_tokens == 8
+
+
+def test_anthropic_tools(anthropic):
+    tool = {"name": "weather", "description": "The weather", "input_schema": WEATHER}
+    options = {
+        "model": "claude-any", "max_tokens": 80, "messages": SAY, "tools": [tool],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }  # fmt: skip
+    whole = anthropic.messages.create(**options)
+    assert whole.stop_reason == "tool_use" and whole.content[-1].input["city"] in ("Paris", "Rome")
+    with anthropic.messages.stream(**options) as stream:
+        assert stream.get_final_message().content[-1].input["city"] in ("Paris", "Rome")
+    result = {"type": "tool_result", "tool_use_id": whole.content[-1].id, "content": "sunny"}
+    conversation = [*SAY, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+    anthropic.messages.create(**{**options, "messages": conversation, "tool_choice": {"type": "auto"}, "max_tokens": 3})
+
+
+def test_anthropic_errors(anthropic):
+    with pytest.raises(pytest.importorskip("anthropic").BadRequestError, match="max_tokens"):
+        anthropic.messages.create(model="claude-any", max_tokens=0, messages=SAY)
+
+
+# -- LangChain --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # importing it takes seconds
+def test_langchain(server):
+    chat = pytest.importorskip("langchain_openai").ChatOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", model=NAME, temperature=0, max_tokens=60, max_retries=0
+    )
+    whole = chat.invoke("Say something.", max_tokens=8)
+    assert whole.content and whole.usage_metadata["output_tokens"] == 8
+    pieces = list(chat.stream("Say something.", max_tokens=8))
+    assert "".join(piece.content for piece in pieces) == whole.content
+    assert [answer.content for answer in chat.batch(["Say something."] * 3, max_tokens=8)] == [whole.content] * 3
+    tool = {"name": "weather", "description": "The weather", "parameters": WEATHER}
+    called = chat.bind_tools([tool], tool_choice="any", parallel_tool_calls=False).invoke("Hi")
+    assert called.tool_calls[0]["args"]["city"] in ("Paris", "Rome")
+    for method in ("function_calling", "json_schema"):
+        schema = {"title": "weather", "description": "The weather", **WEATHER}
+        assert chat.with_structured_output(schema, method=method).invoke("Hi")["days"] in range(1, 10)
+
+
+# -- lm-eval ----------------------------------------------------------------------------------------------------------
+
+QUESTIONS = [
+    {"question": "The opposite of hot is", "choices": ["cold", "a terminal", "the file system"], "answer": 0},
+    {"question": "Programs are run in a", "choices": ["river", "shell window", "cloud"], "answer": 1},
+    {"question": "é 🙂 \n", "choices": ["yes", "no é", "maybe so it is"], "answer": 2},
+]
+
+
+def task(folder: Path, **config: object) -> dict[str, object]:
+    """A task of lm-eval over questions in a local file."""
+    path = folder / "questions.jsonl"
+    path.write_text("\n".join(json.dumps(question) for question in QUESTIONS))
+    return {
+        "task": "local",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+        **config,
+    }
+
+
+@pytest.fixture
+def evaluate(server, monkeypatch, tmp_path):
+    """Run a task of lm-eval against the server, offline."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    lm_eval = pytest.importorskip("lm_eval")
+    tasks = importlib.import_module("lm_eval.tasks").TaskManager(include_defaults=False)  # its own are 14,000 files
+
+    def run(model, path, config, **options):
+        arguments = {"model": NAME, "base_url": f"{server.url}{path}", "max_length": 1024, "num_concurrent": 2}
+        found = lm_eval.simple_evaluate(
+            model=model,
+            model_args=arguments,
+            tasks=[task(tmp_path, **config)],
+            log_samples=True,
+            bootstrap_iters=0,
+            task_manager=tasks,
+            **options,
+        )
+        return sorted(found["samples"]["local"], key=lambda sample: sample["doc_id"])
+
+    return run
+
+
+TOLERANCE = 2e-3
+"""Of a sum of log-probabilities: the server computes several prompts in a step, the model here one."""
+
+
+def logprobs(model, token_ids):
+    """The log-probability of each token after those before it, float64 ``[tokens]``; that of the first is 0."""
+    logits = np.asarray(model.logits(token_ids), np.float64)
+    logits -= logits.max(1, keepdims=True)
+    scores = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    return np.concatenate([[0.0], scores[np.arange(len(token_ids) - 1), token_ids[1:]]])
+
+
+@pytest.mark.slow
+def test_lm_eval_scores_as_the_model_does(evaluate):
+    """Log-likelihoods of continuations, with the server's own tokenizer, equal those of the model in this process."""
+    from bminf_lite import load
+
+    config = {
+        "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    samples = evaluate("local-completions", "/v1/completions", config)
+    assert len(samples) == len(QUESTIONS)
+    with load(DEMO, device="cpu") as model:
+        for question, sample in zip(QUESTIONS, samples, strict=True):
+            for choice, (response,) in zip(question["choices"], sample["resps"], strict=True):
+                context = model.encode(question["question"].rstrip(), add_special_tokens=False).token_ids
+                whole = model.encode(f"{question['question']} {choice}", add_special_tokens=False).token_ids
+                scores = logprobs(model, whole)
+                assert float(response[0]) == pytest.approx(scores[len(context) :].sum(), abs=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_lm_eval_rolling_perplexity_is_that_of_the_model(evaluate):
+    from bminf_lite import load
+
+    config = {"output_type": "loglikelihood_rolling", "doc_to_target": "{{question}}", "doc_to_text": "",
+              "metric_list": [{"metric": "word_perplexity"}]}  # fmt: skip
+    samples = evaluate("local-completions", "/v1/completions", config)
+    with load(DEMO, device="cpu") as model:
+        for question, sample in zip(QUESTIONS, samples, strict=True):
+            scores = logprobs(
+                model, [model.tokenizer.bos_id, *model.encode(question["question"], add_special_tokens=False).token_ids]
+            )
+            assert float(sample["resps"][0][0]) == pytest.approx(scores[1:].sum(), abs=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "path", "options"),
+    [
+        ("local-completions", "/v1/completions", {}),
+        ("local-chat-completions", "/v1/chat/completions", {"apply_chat_template": True}),
+    ],
+)
+def test_lm_eval_generates(evaluate, model, path, options):
+    config = {
+        "output_type": "generate_until", "doc_to_target": "answer", "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": {"until": ["\n\n", " the"], "max_gen_toks": 12},
+    }  # fmt: skip
+    for sample in evaluate(model, path, config, **options):
+        assert isinstance(sample["resps"][0][0], str) and " the" not in sample["resps"][0][0]
+
+
+# -- curl -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl(server):
+    def curl(path, *arguments):
+        return subprocess.run(
+            ["curl", "--silent", "--show-error", "--fail", f"{server.url}{path}", *arguments],
+            check=True, capture_output=True, text=True, timeout=30,
+        ).stdout  # fmt: skip
+
+    def post(path, body):
+        return curl(path, "-H", "Content-Type: application/json", "-d", json.dumps(body))
+
+    assert json.loads(curl("/v1/models"))["data"][0]["id"] == NAME
+    answer = json.loads(post("/v1/chat/completions", {"model": NAME, "messages": SAY, "max_tokens": 4}))
+    assert answer["usage"]["completion_tokens"] == 4
+    stream = post("/v1/completions", {"model": NAME, "prompt": "The", "max_tokens": 4, "stream": True})
+    assert stream.startswith("data: {") and stream.rstrip().endswith("data: [DONE]")
+    assert json.loads(curl("/health"))
+
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^    (curl .*127\.0\.0\.1:8000.*(?:(?<=\\)\n.*)*)", GUIDE, re.MULTILINE)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_curl_as_in_the_guide(server, command):
+    command = command.replace("http://127.0.0.1:8000", server.url).replace("curl ", "curl --fail -sS ")
+    answer = subprocess.run(["sh", "-c", command], check=True, capture_output=True, text=True, timeout=30).stdout
+    assert answer.startswith(('{"id":', "data: {")) and "error" not in answer
+
+
+# -- clients that leave -----------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_within_its_request(server):
+    """No error of the server's: its log stays as it was."""
+    before = server.log
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"prompt"'.encode())
+        time.sleep(0.2)
+    time.sleep(0.3)
+    assert httpx.get(f"{server.url}/health").status_code == 200 and server.log == before

@@ -1,0 +1,244 @@
+"""``/v1/completions``: against an engine without a model, and with the bundled model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from api_kit import NAME, TOKENIZER, VOCAB_SIZE, LiveServer
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bminf_lite
+
+PATH = "/v1/completions"
+
+
+def joined(events: list[Any]) -> list[dict[str, Any]]:
+    """The choices that the chunks of a stream make, as a response without a stream has them."""
+    assert events[-1] == "[DONE]"
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events[:-1]:
+        for chunk in event["choices"]:
+            choice = choices.setdefault(chunk["index"], {"index": chunk["index"], "text": "", "logprobs": None})
+            assert "finish_reason" not in choice
+            choice["text"] += chunk["text"]
+            if chunk["logprobs"] is not None:
+                whole = choice["logprobs"] or {name: [] for name in chunk["logprobs"]}
+                choice["logprobs"] = {name: whole[name] + part for name, part in chunk["logprobs"].items()}
+            if chunk["finish_reason"] is not None:
+                choice["finish_reason"] = chunk["finish_reason"]
+    return [choices[index] for index in sorted(choices)]
+
+
+prompts = st.one_of(
+    st.text("ab é", min_size=1, max_size=8),
+    st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=6),
+    st.lists(st.sampled_from(["a", "Return the"]), min_size=1, max_size=3),
+    st.lists(st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=3), min_size=1, max_size=3),
+)
+options = st.fixed_dictionaries(
+    {"prompt": prompts, "max_tokens": st.integers(1, 12)},
+    optional={
+        "n": st.integers(1, 3),
+        "echo": st.booleans(),
+        "logprobs": st.integers(0, 3),
+        "stop": st.lists(st.sampled_from(["e", "th", " a", "x"]), max_size=2),
+        "stream_options": st.just({"include_usage": True}),
+    },
+)
+
+
+@given(body=options)
+def test_a_stream_is_the_response_in_pieces(fake: LiveServer, body: dict[str, Any]):
+    whole = fake.json(PATH, {k: v for k, v in body.items() if k != "stream_options"})
+    events = fake.events(PATH, body)
+    assert joined(events) == whole["choices"]
+    assert {(e["id"], e["object"], e["model"]) for e in events[:-1]} == {(events[0]["id"], "text_completion", NAME)}
+    if "stream_options" in body:
+        assert events[-2]["choices"] == [] and events[-2]["usage"] == whole["usage"]
+        assert all(event["usage"] is None for event in events[:-2])
+    for choice in whole["choices"]:
+        if choice["logprobs"] is not None:
+            scores = choice["logprobs"]
+            assert "".join(scores["tokens"]) == choice["text"]
+            assert scores["text_offset"] == [len("".join(scores["tokens"][:i])) for i in range(len(scores["tokens"]))]
+            assert len({len(part) for part in scores.values()}) == 1
+
+
+def test_prompts_of_all_kinds(fake: LiveServer):
+    ids = TOKENIZER.encode("Return the")
+    one = fake.json(PATH, {"prompt": "Return the", "max_tokens": 5})["choices"][0]
+    assert fake.json(PATH, {"prompt": ids, "max_tokens": 5})["choices"] == [one]
+    answer = fake.json(PATH, {"prompt": ["Return the", "a"], "max_tokens": 5, "n": 2})
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"][:2]] == [one["text"]] * 2
+    assert answer["usage"]["prompt_tokens"] == len(ids) + len(TOKENIZER.encode("a"))
+    assert answer["usage"]["completion_tokens"] == 20
+    assert fake.json(PATH, {"prompt": [ids, ids], "max_tokens": 5})["choices"][1]["text"] == one["text"]
+
+
+def test_the_default_is_sixteen_tokens(fake: LiveServer):
+    assert fake.json(PATH, {"prompt": "a"})["usage"]["completion_tokens"] == 16
+
+
+def test_echo_without_a_completion(scripted: LiveServer):
+    scripted.says(" never seen")
+    body = {"prompt": "Return the list", "max_tokens": 0, "echo": True, "logprobs": 1}
+    answer = scripted.json(PATH, body)
+    ids = TOKENIZER.encode("Return the list")
+    (choice,) = answer["choices"]
+    assert choice["text"] == "Return the list" and choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+    assert choice["logprobs"]["token_logprobs"] == [None, *(-i / 1000 for i in ids[1:])]
+    assert choice["logprobs"]["top_logprobs"][0] is None
+    assert all(max(top.values()) >= -0.25 for top in choice["logprobs"]["top_logprobs"][1:])
+    assert joined(scripted.events(PATH, body)) == [choice]
+
+
+def test_the_end_and_stop_texts(scripted: LiveServer):
+    ids = scripted.says(" list of items. Return")
+    (choice,) = scripted.json(PATH, {"prompt": "a", "max_tokens": 50, "logprobs": 0})["choices"]
+    assert choice["text"] == " list of items. Return" and choice["finish_reason"] == "stop"
+    assert len(choice["logprobs"]["tokens"]) == len(ids) + 1 and choice["logprobs"]["tokens"][-1] == ""
+    answer = scripted.json(PATH, {"prompt": "a", "max_tokens": 50, "stop": "items"})
+    assert answer["choices"][0]["text"] == " list of " and answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] < len(ids)
+    (choice,) = scripted.json(PATH, {"prompt": "a", "max_tokens": 2})["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+def test_the_best_of_several(demo: LiveServer):
+    body = {"prompt": "Return a", "max_tokens": 6, "temperature": 1.5, "seed": 5, "logprobs": 0}
+    drawn = demo.json(PATH, {**body, "n": 4})
+    best = demo.json(PATH, {**body, "n": 1, "best_of": 4})
+    means = [np.mean(choice["logprobs"]["token_logprobs"]) for choice in drawn["choices"]]
+    assert best["choices"][0]["text"] == drawn["choices"][int(np.argmax(means))]["text"]
+    assert best["usage"] == drawn["usage"] and len({c["text"] for c in drawn["choices"]}) > 1
+
+
+def test_the_engine_s_own_results(demo: LiveServer, demo_model: bminf_lite.Model):
+    options = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 11, "repetition_penalty": 1.1}
+    expected = demo_model.generate("This module", max_new_tokens=12, logprobs=2, **options)
+    body = {"prompt": "This module", "max_tokens": 12, "logprobs": 2, **options}
+    (choice,) = demo.json(PATH, body)["choices"]
+    assert choice["text"] == expected.text
+    np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected.logprobs, atol=1e-4)
+    assert joined(demo.events(PATH, body))[0]["text"] == expected.text
+
+
+def test_the_log_probabilities_of_a_prompt_are_the_model_s(demo: LiveServer, demo_model: bminf_lite.Model):
+    text = "Return the number of items in a list. Raise TypeError if the 𝄞 is not a number."
+    ids = TOKENIZER.encode(text)
+    body = {"prompt": text, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    scores = demo.json(PATH, body)["choices"][0]["logprobs"]
+    assert "".join(scores["tokens"][: len(ids)]) == text and len(scores["tokens"]) == len(ids) + 1
+    logits = demo_model.logits(ids).astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    expected = [logprobs[i, token] for i, token in enumerate(ids[1:])]
+    np.testing.assert_allclose(scores["token_logprobs"][1:-1], expected, atol=1e-3)
+    largest = [max(top.values()) for top in scores["top_logprobs"][1:-1]]
+    np.testing.assert_allclose(largest, logprobs[:-1].max(axis=1), atol=1e-3)
+
+
+def test_biases_and_minimal_lengths(demo: LiveServer):
+    comma = TOKENIZER.encode(",", add_special_tokens=False)[0]
+    body = {"prompt": "Return a", "max_tokens": 4, "temperature": 0, "logit_bias": {str(comma): 100}}
+    assert demo.json(PATH, body)["choices"][0]["text"] == ",,,,"
+    body = {"prompt": "Return a", "max_tokens": 8, "temperature": 0, "logit_bias": {"0": 100}, "min_tokens": 3}
+    answer = demo.json(PATH, body)
+    assert answer["usage"]["completion_tokens"] == 4 and answer["choices"][0]["finish_reason"] == "stop"
+    answer = demo.json(PATH, body | {"ignore_eos": True, "min_tokens": 0})
+    assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_tokens_and_times_that_end_a_completion(fake: LiveServer, demo: LiveServer):
+    text = fake.json(PATH, {"prompt": [5], "max_tokens": 6})["choices"][0]["text"]
+    answer = fake.json(PATH, {"prompt": [5], "max_tokens": 6, "stop_token_ids": [10], "logprobs": 0})
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop" and text.startswith(choice["text"]) and choice["text"] != text
+    assert choice["logprobs"]["tokens"][-1] == ""
+    answer = demo.json(PATH, {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "deadline": 0.2})
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] < 900
+
+
+def test_the_same_seed_gives_the_same_text(demo: LiveServer):
+    body = {"prompt": "Return a", "max_tokens": 8, "temperature": 1.2, "seed": -5, "n": 2}
+    first, again = (demo.json(PATH, body)["choices"] for _ in range(2))
+    assert first == again and first[0]["text"] != first[1]["text"]
+
+
+@pytest.mark.slow  # a prompt of the whole context
+def test_the_context_ends_a_completion(demo: LiveServer):
+    answer = demo.json(PATH, {"prompt": [5] * 1020, "max_tokens": 100, "ignore_eos": True})
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "words"),
+    [
+        ({"prompt": None}, "prompt", "prompt"),
+        ({"prompt": []}, "prompt", "no list may be empty"),
+        ({"prompt": ["a", 5]}, "prompt", "must be a text"),
+        ({"prompt": [VOCAB_SIZE]}, "prompt", "from 0 to 2047"),
+        ({"prompt": ["a", "b " * 3000]}, "prompt[1]", "the model's context is 1,024"),
+        ({"max_tokens": 0}, "max_tokens", "unless echo"),
+        ({"max_tokens": "5"}, "max_tokens", "valid integer, but is '5'"),
+        ({"temperature": -1}, "temperature", "0 or more"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "over 0"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 1000}, "n", "128"),
+        ({"n": 2, "best_of": 1}, "best_of", "at least n"),
+        ({"best_of": 2, "stream": True}, "best_of", "streamed"),
+        ({"logprobs": 21}, "logprobs", "0 to 20"),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "at most max_tokens (5)"),
+        ({"stop": ["a", ""]}, "stop", "none of them empty"),
+        ({"stop": ["a"] * 65}, "stop", "64"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),
+        ({"logit_bias": {"2048": 1}}, "logit_bias", "0 to 2047"),
+        ({"stop_token_ids": [2048]}, "stop_token_ids", "0 to 2047"),
+        ({"deadline": 0}, "deadline", "greater than 0"),
+        ({"suffix": "b"}, "suffix", "not supported"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        ({"priority": 2**31}, "priority", "less than or equal"),
+        ({"cache_salt": "x" * 300}, "cache_salt", "256"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs a json_schema"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "unclosed"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", "not supported"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "exclude each other"),
+    ],
+)
+def test_a_wrong_value_is_named(fake: LiveServer, wrong: dict[str, Any], param: str, words: str):
+    response = fake.post(PATH, {"prompt": "a", "max_tokens": 3} | wrong)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["param"] == param and words in error["message"], error
+
+
+def test_other_refusals(fake: LiveServer):
+    response = fake.post(PATH, {"prompt": "a", "model": "gpt-9"})
+    assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+    for body in (b"", b"{", b"[]", b'"a"', b"\xff", b'{"prompt": "\\ud800"}', b'{"a": NaN}', b"[" * 5000):
+        response = fake.http.post(PATH, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400 and response.json()["error"]["message"]
+    nested = b'{"prompt": "a", "x": ' + b"[" * 200 + b"]" * 200 + b"}"
+    response = fake.http.post(PATH, content=nested, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and "128 deep" in response.json()["error"]["message"]
+
+
+def test_unknown_fields_and_nulls_are_ignored(fake: LiveServer):
+    body = {"prompt": "a", "max_tokens": 3}
+    extra = {"user": "me", "unheard_of": {"a": [1]}, "stop": None, "n": None, "suffix": None, "logprobs": None}
+    assert fake.json(PATH, body | extra)["choices"] == fake.json(PATH, body)["choices"]
+
+
+def test_infinite_log_probabilities_are_numbers(fake: LiveServer):
+    from bminf_lite.server.openai.chunks import finite
+
+    assert finite(-math.inf) == -9999.0 and finite(-1.5) == -1.5

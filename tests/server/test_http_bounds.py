@@ -1,0 +1,246 @@
+"""Clients that are slow, greedy or broken: each is refused within its bound, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip("uvloop", reason="the extra [serve] is not installed")
+
+import psutil
+from http_kit import Served, post, read_all, served, status
+
+from bminf_lite.server.app import create_app
+from bminf_lite.server.limits import Limits
+
+SHORT = Limits(
+    body=4096, headers=2048, connections=64, requests=8, header_seconds=0.3, body_seconds=0.4, idle_seconds=1,
+    stalled_seconds=0.5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[Served]:
+    with served(SHORT, seconds_per_step=0.001) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _still_serves(short: Served) -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 5
+    while status(answer := short.get()) in (0, 503) and time.monotonic() < deadline:
+        time.sleep(0.02)  # connections of the test are still being closed
+    assert status(answer) == 200
+    until(lambda: is_idle(short))
+
+
+def until(condition: Callable[[], bool], seconds: float = 5) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def is_idle(server: Served) -> bool:
+    """Whether the engine holds no request."""
+    stats = server.engine.stats()
+    return stats.running == stats.waiting == stats.blocks_used == 0
+
+
+def timed(server: Served, *parts: bytes, pause: float = 0.05) -> tuple[bytes, float]:
+    """Send parts with pauses, and read to the end; returns the answer and the seconds until then."""
+    started = time.monotonic()
+    with server.connect() as connection:
+        try:
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(pause)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        return read_all(connection), time.monotonic() - started
+
+
+def test_headers_that_never_end(short):
+    drops = [b"GET / HTTP/1.1\r\n", *(b"x-%d: y\r\n" % i for i in range(40))]
+    answer, seconds = timed(short, *drops)
+    assert status(answer) == 408 and b"headers took longer than 0.3 seconds" in answer
+    assert seconds < 2.5
+
+
+def test_a_connection_without_a_request(short):
+    answer, seconds = timed(short)
+    assert status(answer) == 408 and seconds < 1.5
+
+
+def test_a_body_that_never_ends(short):
+    head = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+    answer, seconds = timed(short, head, *[b"x"] * 30)
+    assert status(answer) == 408 and b"body took longer" in answer
+    assert seconds < 2.5
+
+
+def test_an_idle_connection_is_closed(short):
+    with short.connect() as connection:
+        connection.sendall(b"GET /echo HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        started = time.monotonic()
+        assert status(read_all(connection)) == 200
+        assert 0.8 < time.monotonic() - started < 3
+
+
+def test_the_time_for_headers_begins_with_each_request(short):
+    with short.connect() as connection:
+        for _ in range(3):
+            connection.sendall(b"GET /echo HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert status(connection.recv(65536)) == 200
+            time.sleep(0.35)
+        connection.sendall(b"GET /echo HTT")
+        assert status(read_all(connection)) == 408
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 5000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 500 + b"\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 200_000,
+    ],
+    ids=["path", "one header", "many headers", "endless header"],
+)
+def test_long_headers(short, request_bytes):
+    answer, _ = timed(short, request_bytes)
+    assert status(answer) in (431, 0), "the answer may be lost with the rest of what was sent"
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / here HTTP/1.1\r\n\r\n",
+        b"G\x00T / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nhost : x\r\n\r\n",
+        b"GET / HTTP/1.1\r\n folded: x\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+        b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\nhello\r\n0\r\n\r\n",
+        b"\r\n" * 100,
+    ],
+    ids=[
+        "TLS", "version", "two targets", "zero byte", "space before colon", "folded", "negative length",
+        "two lengths", "length and chunks", "chunk size", "empty lines",
+    ],
+)  # fmt: skip
+def test_what_is_not_http(short, request_bytes):
+    answer, _ = timed(short, request_bytes)
+    assert status(answer) in (400, 408)
+    assert b"traceback" not in answer.lower()
+
+
+@pytest.mark.parametrize("host", [None, "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[::1"])
+def test_a_wrong_host(short, host):
+    line = "" if host is None else f"host: {host}\r\n"
+    assert status(short.ask(f"GET /echo HTTP/1.1\r\n{line}connection: close\r\n\r\n".encode())) == 421
+
+
+def test_two_hosts(short):
+    request = b"GET /echo HTTP/1.1\r\nhost: localhost\r\nhost: evil.example\r\nconnection: close\r\n\r\n"
+    assert status(short.ask(request)) == 421
+
+
+def test_large_bodies(short):
+    assert status(short.post("/echo", b"x" * 4096)) == 200
+    answer, _ = timed(short, b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                      b"content-length: 99999999999\r\n\r\n")  # fmt: skip
+    assert status(answer) == 413
+    assert status(short.post("/echo", b"x" * 4097)) == 413
+    chunks = b"1000\r\n" + b"x" * 4096 + b"\r\n"
+    head = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    answer, _ = timed(short, head + b"transfer-encoding: chunked\r\n\r\n" + chunks * 3)
+    assert status(answer) == 413
+
+
+def test_more_connections_than_allowed(short):
+    connections = [short.connect() for _ in range(SHORT.connections + 20)]
+    try:
+        time.sleep(0.15)
+        refused = [c for c in connections if _has_answer(c) and status(c.recv(4096)) == 503]
+        assert len(refused) >= 10
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def _has_answer(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return False
+
+
+def test_a_client_that_goes_away_frees_its_requests(short):
+    connections = []
+    for _ in range(6):
+        connection = short.connect()
+        connection.sendall(post("/stream", b"100000000"))
+        assert status(connection.recv(4096)) == 200
+        connections.append(connection)
+    until(lambda: short.engine.stats().running == 6)
+    for connection in connections:
+        connection.close()
+    until(lambda: is_idle(short))
+
+
+def test_too_many_requests(short):
+    connections = []
+    for _ in range(SHORT.requests):
+        connection = short.connect()
+        connection.sendall(post("/stream", b"100000000"))
+        assert status(connection.recv(4096)) == 200
+        connections.append(connection)
+    answer = short.post("/stream", b"5")
+    assert status(answer) == 429 and b"retry-after: 1" in answer
+    for connection in connections:
+        connection.close()
+    until(lambda: status(short.post("/stream", b"5")) == 200)
+
+
+def test_a_client_that_does_not_read(short):
+    """Its connection is cut off, what waits for it stays small, and another stream is not held up."""
+    before = psutil.Process().memory_info().rss
+    with short.connect() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.sendall(post("/wide", b"100000000"))
+        answer = short.post("/stream", b"100")
+        assert answer.count(b"data: ") == 100
+        until(lambda: is_idle(short))
+    assert psutil.Process().memory_info().rss - before < 100 << 20
+
+
+def test_pipelined_requests_are_answered_in_order(short):
+    requests = [post("/echo", b'"first"'), post("/stream", b"3"), post("/echo", b'"last"', "connection: close\r\n")]
+    answer = short.ask(b"".join(requests))
+    assert answer.index(b'"first"') < answer.index(b"data: 1") < answer.index(b'"last"')
+
+
+def test_a_full_queue():
+    """One request runs, one waits, and the next is to come again later."""
+    with served(app=create_app, max_num_seqs=1, max_queue=1, seconds_per_step=0.002) as server:
+        body = b'{"prompt": "a", "max_tokens": 100000, "stream": true}'
+        with server.connect() as running, server.connect() as waiting:
+            running.sendall(post("/v1/completions", body))
+            assert status(running.recv(4096)) == 200
+            until(lambda: server.engine.stats().running == 1)
+            waiting.sendall(post("/v1/completions", body))
+            until(lambda: server.engine.stats().waiting == 1)
+            answer = server.post("/v1/completions", body)
+            assert status(answer) == 429 and b"retry-after: 1" in answer and b"queue_full" in answer
+        until(lambda: is_idle(server))
+        assert status(server.post("/v1/completions", b'{"prompt": "a", "max_tokens": 2}')) == 200

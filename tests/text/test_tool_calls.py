@@ -1,0 +1,248 @@
+"""Calls in a model's text: what the parser makes of each form does not depend on how the text is cut."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from bminf_lite.text.reasoning import Content
+from bminf_lite.text.tool_calls import (
+    GENERIC,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    MISTRAL_ARGS,
+    TOOL_FORMATS,
+    ArgumentsDelta,
+    CallBegin,
+    CallEnd,
+    ToolCallParser,
+)
+
+NAMES = ["weather", "add"]
+FORMS = list(TOOL_FORMATS.values())
+
+
+def parse(form, pieces, names=NAMES):
+    """The contents and calls of a text, in order: a content is text, a call is a name and its arguments."""
+    parser = ToolCallParser(form, names)
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
+    found, calls, running = [], [], None
+    for event in events:
+        match event:
+            case Content(text):
+                assert text and running is None
+                if found and isinstance(found[-1], str):
+                    found[-1] += text
+                else:
+                    found.append(text)
+            case CallBegin(index, name):
+                assert index == len(calls) and running is None
+                running = index
+                calls.append((name, ""))
+                found.append(index)
+            case ArgumentsDelta(index, text):
+                assert text and index == running
+                calls[index] = (calls[index][0], calls[index][1] + text)
+            case CallEnd(index):
+                assert index == running
+                running = None
+    assert running is None and parser.call_count == len(calls)
+    return [item if isinstance(item, str) else calls[item] for item in found]
+
+
+def parse_text(form, text, names=NAMES):
+    return parse(form, [text], names)
+
+
+def cut(text, places):
+    bounds = [0, *sorted(min(place, len(text)) for place in places), len(text)]
+    return [text[a:b] for a, b in pairwise(bounds)]
+
+
+# -- what models write ------------------------------------------------------------------------------------------------
+
+ARGUMENTS = '{"city": "Paris }]\\" </tool_call>", "days": [1, {"n": null}]}'
+ADD = '{"a": 1, "b": -2.5e3}'
+BOTH = [("weather", ARGUMENTS), ("add", ADD)]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (
+            HERMES,
+            f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+            f'<tool_call>\n{{"name": "add", "arguments": {ADD}}}\n</tool_call>',
+            BOTH,
+        ),
+        (GENERIC, f'So.\n\n<tool_call>{{"name":"add","arguments":{ADD}}}</tool_call>', ["So.", BOTH[1]]),
+        (HERMES, f'<tool_call>{{"arguments": {ADD}, "name": "add"}}</tool_call> Done. ', [BOTH[1], "Done. "]),
+        (HERMES, f'<tool_call>{{"name": "add", "arguments": {json.dumps(ADD)}}}</tool_call>', [BOTH[1]]),
+        (HERMES, '<tool_call>{"name": "add"}</tool_call>', [("add", "{}")]),
+        (HERMES, '<tool_call>{"name": "add", "arguments": null, "id": 3}</tool_call>', [("add", "{}")]),
+        (HERMES, f'<tool_call>[{{"name": "add", "arguments": {ADD}}}]</tool_call>', [BOTH[1]]),
+        (HERMES, f'<tool_call>{{"name": "unknown", "arguments": {ADD}}}</tool_call>', [("unknown", ADD)]),
+        (LLAMA3_JSON, f'{{"name": "weather", "parameters": {ARGUMENTS}}}', BOTH[:1]),
+        (LLAMA3_JSON, f'\n<|python_tag|>{{"type": "function", "name": "add", "parameters": {ADD}}}', BOTH[1:]),
+        (
+            LLAMA3_JSON,
+            f'{{"name": "weather", "parameters": {ARGUMENTS}}}; {{"name": "add", "parameters": {ADD}}}',
+            BOTH,
+        ),
+        (LLAMA3_JSON, f'I call <|python_tag|>{{"name": "unknown", "arguments": {ADD}}}', ["I call", ("unknown", ADD)]),
+        (
+            MISTRAL,
+            f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}, "id": "Ab1"}}, '
+            f'{{"name": "add", "arguments": {ADD}}}]',
+            BOTH,
+        ),
+        (MISTRAL_ARGS, f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]add[CALL_ID]Ab1[ARGS]{ADD}", BOTH),
+        (MISTRAL_ARGS, f"So:[TOOL_CALLS]weather{ARGUMENTS}", ["So:", BOTH[0]]),
+        (MISTRAL_ARGS, f'[TOOL_CALLS][{{"name": "add", "arguments": {ADD}}}]', BOTH[1:]),
+    ],
+)
+def test_calls_are_found(form, text, expected):
+    assert parse_text(form, text) == expected
+    assert parse(form, text) == expected, "a character at a time"
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, "no call at all < <tool \n"),
+        (HERMES, '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "add", "arguments": "x"}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "add", "arguments": }</tool_call>'),
+        (HERMES, "  <tool_call>add(1, 2)</tool_call>  "),
+        (HERMES, '<tool_call>{"name": "ad'),
+        (HERMES, "<tool_call>{}</tool_call>"),
+        (HERMES, "say </tool_call>"),
+        (LLAMA3_JSON, '{"name": "Ada", "age": 36}'),
+        (LLAMA3_JSON, '{"name": "unknown", "parameters": {}}'),
+        (LLAMA3_JSON, 'Call {"name": "add", "parameters": {}}'),
+        (LLAMA3_JSON, '<|python_tag|>brave_search.call(query="x")'),
+        (LLAMA3_JSON, '{"name": "add"'),
+        (MISTRAL, "[TOOL_CALLS] add"),
+        (MISTRAL, "[TOOL_CALLS] [1, 2]"),
+        (MISTRAL_ARGS, "[TOOL_CALLS]add[ARGS]"),
+        (MISTRAL_ARGS, "[TOOL_CALLS]add[ARGS][1]"),
+        (MISTRAL_ARGS, "[TOOL_CALLS][TOOL_CALLS"),
+    ],
+)
+def test_text_that_is_no_call_is_content(form, text):
+    assert parse_text(form, text) == [text]
+    assert parse(form, text) == [text]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1', [("add", '{"a": 1')]),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}\n</tool_call>ok', [("add", '{"a": 1}'), "ok"]),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}}}\n</tool_call>ok', [("add", '{"a": 1}'), "ok"]),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}}', [("add", '{"a": 1}')]),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {\'a\': 1}}</tool_call>ok', [("add", "{'a': 1}}"), "ok"]),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": [1}}</tool_call>ok', [("add", '{"a": [1}}'), "ok"]),
+        (HERMES, '<tool_call>{"x" <tool_call>{"name": "add"}</tool_call>', ['<tool_call>{"x"', ("add", "{}")]),
+        (MISTRAL_ARGS, f"[TOOL_CALLS]add[ARGS]{{=}} x[TOOL_CALLS]add{ADD}", [("add", "{=} x"), ("add", ADD)]),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, {"b"', [("add", '{"a": 1}'), '{"b"']),
+    ],
+)
+def test_malformed_calls_end_gracefully(form, text, expected):
+    assert parse_text(form, text) == expected
+    assert parse(form, text) == expected
+
+
+# -- any text, cut anywhere -------------------------------------------------------------------------------------------
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", '{"name": ', '"add"', '"',
+    ', "arguments": ', ', "parameters": ', '{"a": 1}', ADD, ARGUMENTS, "{", "}", "[", "]", ",", ":", ";", "\\", " ",
+    "\n", "add", "text", "null", "<", "é🙂", '{"name": "add", "arguments": {', '{"name": "x"}',
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
+
+
+@given(st.sampled_from(FORMS), TEXTS, st.lists(st.integers(0, 200), max_size=20))
+@example(HERMES, '<tool_call>{"name": "add", "arguments": {"a": "\\"}"}}</tool_call>', list(range(80)))
+def test_how_the_text_is_cut_does_not_matter(form, text, places):
+    whole = parse_text(form, text)
+    assert parse(form, cut(text, places)) == whole
+    assert parse(form, text) == whole
+
+
+@given(st.sampled_from(FORMS), TEXTS)
+def test_text_without_a_call_comes_back_as_it_was(form, text):
+    found = parse_text(form, text)
+    if not any(isinstance(item, tuple) for item in found):
+        assert "".join(found) == text
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+CALLS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=3), VALUES, max_size=2)), min_size=1, max_size=3
+)
+
+
+def written(form, calls, ensure_ascii=True, indent=None):
+    """Calls as models of a form write them."""
+
+    def dump(value):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+    if form.arguments_mark:
+        return "".join(f"{form.begin}{name}{form.arguments_mark}{dump(arguments)}" for name, arguments in calls)
+    objects = [dump({"name": name, form.arguments_key: arguments}) for name, arguments in calls]
+    if form.is_list:
+        return f"{form.begin}[{', '.join(objects)}]"
+    if form.end:
+        return "\n".join(f"{form.begin}\n{text}\n{form.end}" for text in objects)
+    return "; ".join(objects)
+
+
+@given(st.sampled_from(FORMS), CALLS, st.booleans(), st.sampled_from([None, 2]), st.lists(st.integers(0, 400)))
+def test_calls_survive_the_round_trip(form, calls, ensure_ascii, indent, places):
+    found = parse(form, cut(written(form, calls, ensure_ascii, indent), places))
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+def test_arguments_arrive_while_they_are_written():
+    parser = ToolCallParser(HERMES, NAMES)
+    assert parser.push('Hm.\n<tool_call>{"name": "add", "arguments": ') == [Content("Hm.")]
+    assert parser.push('{"a') == [CallBegin(0, "add"), ArgumentsDelta(0, '{"a')]
+    assert parser.push('": 1}') == [ArgumentsDelta(0, '": 1}')]
+    assert parser.push("}") == [CallEnd(0)]
+    assert parser.push("</tool_call>") == parser.flush() == []
+
+
+@pytest.mark.parametrize("piece", ["word ", '<tool_call>{"name": "add", "x": "', '<tool_call>{"a":1,', "<tool_call>["])
+def test_a_long_text_costs_the_same_per_character(piece):
+    """Eight times the text takes well under sixty-four times the time."""
+
+    def seconds(count):
+        parser = ToolCallParser(HERMES, NAMES)
+        start = time.process_time()
+        for _ in range(count):
+            parser.push(piece)
+        parser.flush()
+        return time.process_time() - start
+
+    seconds(100)
+    assert seconds(8000) < 24 * max(seconds(1000), 0.002)
+
+
+def test_ids_of_calls():
+    assert HERMES.new_call_id() != HERMES.new_call_id()
+    assert MISTRAL.new_call_id().isalnum() and len(MISTRAL_ARGS.new_call_id()) == 9
