@@ -48,6 +48,10 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GREEDY_PROMPTS = 6
+WARM_UP = 0.25
+"""The part of the time after which all processes that the server needs have started."""
+MORE_FILES = 16
+"""That may be open after the warm-up: those of a worker process, or of connections that are being closed."""
 MEBIBYTE = 1 << 20
 
 
@@ -257,12 +261,16 @@ class Watch:
             await asyncio.sleep(self._interval)
 
     def sample(self) -> dict[str, int]:
-        """Bytes of memory that are not shared with files, open files, and processes."""
-        held = Counter({"processes": 0})
-        for process in [self._process, *self._process.children(recursive=True)]:
+        """Bytes of memory that no other process shares, and open files."""
+        held = Counter(bytes=0, files=0)
+        for process in self.processes():
             with suppress(psutil.NoSuchProcess):
-                held.update(bytes=process.memory_full_info().uss, files=process.num_fds(), processes=1)
+                held.update(bytes=process.memory_full_info().uss, files=process.num_fds())
         return dict(held)
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's processes."""
+        return [self._process, *self._process.children(recursive=True)]
 
     def growth(self) -> int:
         """Bytes by which the median of the last quarter exceeds that of the second."""
@@ -294,14 +302,12 @@ def idle_problems(url: str, seconds: float = 20) -> list[str]:
     return [f"{name} is {value} {seconds:g} s after the last request" for name, value in found.items() if value]
 
 
-async def soak(server: ServerProcess, clients: int, seconds: float, seed: int) -> tuple[Soak, Watch]:
+async def soak(traffic: Soak, watch: Watch, clients: int, seconds: float) -> None:
     """Run the traffic with a watch beside it."""
-    traffic = Soak(server.url, seed)
-    watch = Watch(server, max(0.5, seconds / 200))
     sampling = asyncio.create_task(watch.run())
     await traffic.run(clients, seconds)
     sampling.cancel()
-    return traffic, watch
+    await asyncio.sleep(1)  # the server closes its connections
 
 
 def run(folder: Path | None, clients: int, seconds: float, allowed_growth: int, seed: int = 0) -> dict[str, Any]:
@@ -309,15 +315,15 @@ def run(folder: Path | None, clients: int, seconds: float, allowed_growth: int, 
     with tempfile.TemporaryDirectory() as work:
         server = ServerProcess(folder or demo_folder(Path(work) / "model", TEMPLATE))
         try:
-            before = psutil.Process(server.process.pid).children(recursive=True)
-            traffic, watch = asyncio.run(soak(server, clients, seconds, seed))
+            traffic, watch = Soak(server.url, seed), Watch(server, max(0.5, seconds / 200))
+            asyncio.run(soak(traffic, watch, clients, WARM_UP * seconds))
+            before, files = watch.processes(), watch.sample()["files"]
+            asyncio.run(soak(traffic, watch, clients, (1 - WARM_UP) * seconds))
             problems = traffic.problems + idle_problems(server.url)
-            time.sleep(1)  # closed connections
-            after = watch.sample()
-            if psutil.Process(server.process.pid).children(recursive=True)[: len(before)] != before:
-                problems.append("a process of the server has ended and was started again")
-            if after["files"] > watch.samples[0]["files"] + clients:
-                problems.append(f"{after['files']} files are open, at first {watch.samples[0]['files']}")
+            if not set(before) <= set(watch.processes()):
+                problems.append("a process of the server has ended")
+            if (now := watch.sample()["files"]) > files + MORE_FILES:
+                problems.append(f"{now} files are open, after the warm-up it was {files}")
             if watch.growth() > allowed_growth:
                 grown = watch.growth() / MEBIBYTE
                 problems.append(f"memory has grown by {grown:.1f} MiB from the second quarter to the last")

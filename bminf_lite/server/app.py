@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -44,5 +44,18 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     return response
 
 
-_HANDLERS: Any = {ApiError: _error, BminfError: _error, HTTPException: _http_exception, Exception: _error}
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)  # which the log and the metrics see, and no client
+
+
+_CLIENT_CLOSED_REQUEST = 499
+"""As nginx counts a client that leaves before its answer."""
+
+_HANDLERS: Any = {
+    ApiError: _error,
+    BminfError: _error,
+    ClientDisconnect: _client_gone,
+    HTTPException: _http_exception,
+    Exception: _error,
+}
 """Starlette takes the handler of an exception's nearest base class, and logs what only the last one handles."""

@@ -22,6 +22,7 @@ import msgspec
 
 from ..api import Model
 from ..errors import BminfError, UsageError
+from ..text.tool_calls import tool_format
 from .client import EngineFailure
 from .engine_server import EngineServer, ServedEngine
 from .http_process import BACKLOG, LAST_WORDS_SECONDS
@@ -318,6 +319,7 @@ def serve(
     limits: Limits = DEFAULT_LIMITS,
     http_workers: int | None = None,
     request_log: str | None = None,
+    tool_call_format: str | None = None,
     shutdown_timeout: float = 30.0,
     log: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),
 ) -> None:
@@ -329,6 +331,8 @@ def serve(
     - ``allowed_hosts``, ``allowed_origins``: see :class:`.security.Security`. ``limits``: see :class:`.limits.Limits`.
     - ``http_workers``: processes that speak HTTP; the default follows from the machine's cores.
     - ``request_log``: a file that gets a line of JSON for each request, ``-`` for stderr; see :mod:`.request_log`.
+    - ``tool_call_format``: how the model writes calls of functions, one of
+      :data:`bminf_lite.text.tool_calls.TOOL_FORMATS`; by default what the chat template and the vocabulary tell.
     - ``shutdown_timeout``: seconds in which running requests may end after a signal. A second signal ends at once.
     - ``log`` takes messages for the operator, by default to stderr.
 
@@ -336,11 +340,17 @@ def serve(
     device fails, after which the process should end.
     """
     security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
-    settings = ServerSettings(model_names(served_model_name, model.folder), security, limits, checked_path(request_log))
+    names, form = model_names(served_model_name, model.folder), checked_format(tool_call_format)
+    settings = ServerSettings(names, security, limits, checked_path(request_log), form)
     address = Address(host, port)
     require_safe(address, settings, allow_unauthenticated)
     with closing(Listener(address, default_http_workers() if http_workers is None else http_workers)) as listener:
         launch(model, listener, settings, shutdown_timeout, log)
+
+
+def checked_format(name: str | None) -> str | None:
+    """The name of a form of tool calls. Raises ``UsageError`` for an unknown one."""
+    return None if name is None else tool_format(name).name
 
 
 def model_names(names: str | Sequence[str] | None, folder: Path | None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from ..api import Model
 from .app import create_app
 from .client import EngineClient
 from .engine_server import EngineServer
-from .launcher import model_names
+from .launcher import checked_format, model_names
 from .limits import DEFAULT_LIMITS, Limits
 from .model_info import model_info
 from .request_log import checked_path
@@ -29,6 +29,7 @@ def application(
     allowed_origins: Sequence[str] = (),
     limits: Limits = DEFAULT_LIMITS,
     request_log: str | None = None,
+    tool_call_format: str | None = None,
 ) -> ASGIApp:
     """An ASGI application that serves a loaded model, to be run by any ASGI server or mounted in another application.
 
@@ -38,9 +39,8 @@ def application(
     for it.
     """
     security = Security(digests(api_keys), OPEN_PATHS, tuple(allowed_hosts), tuple(allowed_origins))
-    return _Mounted(
-        model, ServerSettings(model_names(served_model_name, model.folder), security, limits, checked_path(request_log))
-    )
+    names, form = model_names(served_model_name, model.folder), checked_format(tool_call_format)
+    return _Mounted(model, ServerSettings(names, security, limits, checked_path(request_log), form))
 
 
 class _Mounted:

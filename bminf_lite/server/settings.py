@@ -14,9 +14,11 @@ class ServerSettings:
 
     ``served_model_names`` are the names under which requests may ask for the model; the first one is reported.
     ``request_log`` is the file to which a line of JSON is written for each request, ``-`` for stderr.
+    ``tool_call_format`` is how the model writes calls of functions, if not as its chat template tells.
     """
 
     served_model_names: tuple[str, ...]
     security: Security = field(default_factory=Security)
     limits: Limits = field(default_factory=Limits)
     request_log: str | None = None
+    tool_call_format: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,15 @@ import numpy as np
 
 from ..errors import UsageError
 from ..text.prompts import PromptEncoder
+from ..text.tokenizer import Tokenizer
 from .client import EngineClient
 from .completion_text import TokenTexts
 from .request_log import RequestLog
 from .request_record import Observer
 from .settings import ServerSettings
+
+_TEMPLATE_PROCESSES = 4
+"""Conversations that the chat template renders at a time; a process starts when it is needed."""
 
 
 @dataclass(eq=False)
@@ -24,6 +28,7 @@ class ServerState:
 
     client: EngineClient
     settings: ServerSettings
+    _tokenizers: dict[tuple[str, ...], Tokenizer] = field(default_factory=dict, init=False)
 
     @cached_property
     def observer(self) -> Observer:
@@ -46,12 +51,20 @@ class ServerState:
             is_encoder_decoder=info.is_encoder_decoder,
             max_source_length=info.max_source_length,
             decoder_start_length=len(info.decoder_start_token_ids),
+            template_processes=_TEMPLATE_PROCESSES,
+            tool_format_name=self.settings.tool_call_format,
         )
 
     @cached_property
     def token_texts(self) -> TokenTexts:
         """The texts of single tokens, for log-probabilities."""
         return TokenTexts(self.prompts.tokenizer)
+
+    def tokenizer_showing(self, marks: tuple[str, ...]) -> Tokenizer:
+        """The tokenizer with some of its special tokens as text. It is kept, because it remembers texts of tokens."""
+        if marks not in self._tokenizers:
+            self._tokenizers[marks] = self.prompts.tokenizer.showing(marks)
+        return self._tokenizers[marks]
 
     @cached_property
     def max_characters(self) -> int:

@@ -15,12 +15,12 @@ from .chat_template import ChatTemplate, Message, check_messages
 from .checkpoint_files import has_tokenizer, load_tokenizer
 from .tokenizer import Tokenizer
 from .tool_calls import (
-    TOOL_FORMATS,
     Tool,
     ToolFormat,
     find_tool_format,
     generic_instructions,
     generic_messages,
+    tool_format,
 )
 
 
@@ -116,10 +116,8 @@ class PromptEncoder:
     @cached_property
     def tool_format(self) -> ToolFormat:
         """The form in which this model writes calls of functions. Raises ``UsageError`` for an unknown name."""
-        if (name := self.tool_format_name) is not None:
-            if name not in TOOL_FORMATS:
-                raise UsageError(f"the form of tool calls is {name!r}, but must be one of {', '.join(TOOL_FORMATS)}")
-            return TOOL_FORMATS[name]
+        if self.tool_format_name is not None:
+            return tool_format(self.tool_format_name)
         tokenizer = self.tokenizer
         return find_tool_format(tokenizer.tool_chat_template, lambda text: tokenizer.piece_to_id(text) is not None)
 

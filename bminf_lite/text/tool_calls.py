@@ -114,6 +114,13 @@ def find_tool_format(template: str | None, has_token: Callable[[str], bool]) -> 
     return LLAMA3_JSON if has_token(LLAMA3_JSON.begin) else GENERIC
 
 
+def tool_format(name: str) -> ToolFormat:
+    """The form of that name. Raises ``UsageError`` if there is none."""
+    if name not in TOOL_FORMATS:
+        raise UsageError(f"the form of tool calls is {name!r}, but must be one of {', '.join(TOOL_FORMATS)}")
+    return TOOL_FORMATS[name]
+
+
 def function_names(tools: Sequence[Tool]) -> list[str]:
     """The names of the functions, in order."""
     return [tool["function"]["name"] for tool in tools]

@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import re
 import shutil
+import socket
 import subprocess
+import time
 from enum import Enum
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tool_templates
@@ -360,3 +364,29 @@ def test_curl(server):
     stream = post("/v1/completions", {"model": NAME, "prompt": "The", "max_tokens": 4, "stream": True})
     assert stream.startswith("data: {") and stream.rstrip().endswith("data: [DONE]")
     assert json.loads(curl("/health"))
+
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^    (curl .*127\.0\.0\.1:8000.*(?:(?<=\\)\n.*)*)", GUIDE, re.MULTILINE)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_curl_as_in_the_guide(server, command):
+    command = command.replace("http://127.0.0.1:8000", server.url).replace("curl ", "curl --fail -sS ")
+    answer = subprocess.run(["sh", "-c", command], check=True, capture_output=True, text=True, timeout=30).stdout
+    assert answer.startswith(('{"id":', "data: {")) and "error" not in answer
+
+
+# -- clients that leave -----------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_within_its_request(server):
+    """No error of the server's: its log stays as it was."""
+    before = server.log
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"prompt"'.encode())
+        time.sleep(0.2)
+    time.sleep(0.3)
+    assert httpx.get(f"{server.url}/health").status_code == 200 and server.log == before

@@ -18,7 +18,7 @@ scalars = st.one_of(
     st.text(max_size=6), st.sampled_from(["auto", "text", "function", "user", "json_object", "\u2028", "\x00"]),
 )  # fmt: skip
 keys = st.one_of(
-    st.text(max_size=4), st.sampled_from(["type", "role", "content", "text", "name", "function", "schema"])
+    st.text(max_size=4), st.sampled_from(["type", "role", "content", "text", "name", "function", "schema", "self"])
 )
 junk = st.recursive(
     scalars,
@@ -208,7 +208,7 @@ def check(server: LiveServer, path: str, body: Any) -> int:
 
 
 @given(request=requests())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_no_request_is_an_error_of_the_server(fake: LiveServer, request: tuple[str, Any]):
     check(fake, *request)
 

@@ -221,7 +221,10 @@ def test_http_processes_that_keep_ending():
 
 @pytest.mark.slow
 def test_a_parent_that_is_killed_leaves_no_process():
-    with served(http_workers=2) as server:
+    with served(http_workers=2) as server, server.stream() as running:
         children = server.http_processes()
+        text = running.iter_text()
+        next(text)
         server.process.kill()
+        assert "the engine's process has ended" in "".join(text)
         until(lambda: not any(map(is_alive, children)))
