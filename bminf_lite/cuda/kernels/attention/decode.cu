@@ -121,7 +121,7 @@ __device__ __forceinline__ void prepare_new_token(
 // What the loading warp tells the others of an item: the keys [begin, stop) of its segment are visible, those before
 // `present` are in the cache. Keys are loaded in granules of SUB keys; granules [first, end) are visible, at least one.
 struct Task {
-    int sequence, group, segment, unit;  // sequence < 0: no more items
+    int sequence, pair, segment, unit;  // sequence < 0: no more items
     HeadRange heads;
     int position, begin, stop, present, first, end;
     int is_new, newest;     // the first item of this pair; if the unit computes the new token's segment too
@@ -133,9 +133,9 @@ struct Task {
 // A segment of the keys in `range`. newest: if the unit computes the new token's segment too.
 template <int KIND, int SUB>
 __device__ __forceinline__ Task segment_task(
-    int sequence, int group, int segment, int unit, const HeadRange& heads, const KeyRange& range, bool newest) {
+    int sequence, int pair, int segment, int unit, const HeadRange& heads, const KeyRange& range, bool newest) {
     const int start = segment * SEGMENT;
-    Task task = {sequence, group, segment, unit, heads, range.end - 1};
+    Task task = {sequence, pair, segment, unit, heads, range.end - 1};
     task.begin = max(0, range.begin - start), task.stop = min(SEGMENT, range.end - start);
     task.present = KIND != CROSS && segment == range.last ? task.stop - 1 : task.stop;
     task.first = task.begin / SUB, task.end = max(1, (task.stop + SUB - 1) / SUB);
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const KeyRange own_range = ALONE ? contexts.range<KIND>(own_sequence) : KeyRange(0, 0);
     const HeadRange own_heads = HeadRange::of(own_group, heads, kv_heads);
     const auto own_task = [&](int segment) {
-        Task task = segment_task<KIND, SUB>(own_sequence, own_group, segment, UNIT, own_heads, own_range, true);
+        Task task = segment_task<KIND, SUB>(own_sequence, pair, segment, UNIT, own_heads, own_range, true);
         task.folds = true, task.is_left = ONE_SEGMENT || task.is_left, task.is_new = task.is_left;
         task.is_right = ONE_SEGMENT || segment == own_range.last;
         return task;
@@ -334,8 +334,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             const int table = table_of(item.sequence, item.segment);
             const bool reaches = item.reaches(item.range.last, share);
             Task task = segment_task<KIND, SUB>(
-                item.sequence, item.group, item.segment, unit, HeadRange::of(item.group, heads, kv_heads), item.range,
-                reaches);
+                item.sequence, item.sequence * groups + item.group, item.segment, unit,
+                HeadRange::of(item.group, heads, kv_heads), item.range, reaches);
             if (is_new) folds = item.segment == item.range.first && reaches;
             task.is_new = is_new, task.folds = folds;
             task.record = item.record(), task.first_record = task.record - (item.segment - item.range.first);
@@ -737,8 +737,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         if (is_right && !folds) {
             merge_records<COMPUTING, D>(
                 computing_sync, place, task.first_record, task.written, task.segments,
-                arrival_counts + (task.sequence * groups + task.group) * unit + rank, target, task.heads.count,
-                head_dim, *reinterpret_cast<MergeScratch*>(shared + STAGES * STAGE));
+                arrival_counts + task.pair * unit + rank, target, task.heads.count, head_dim,
+                *reinterpret_cast<MergeScratch*>(shared + STAGES * STAGE));
         }
         if constexpr (ONE_SEGMENT) break;
     }
