@@ -323,13 +323,13 @@ class ModelRunner:
                         cache.grow(group, count)
         if self._sizes:
             self.table.allocate()
-        for size in sorted(self._sizes, key=lambda s: -s.tokens):  # the largest first: all share its memory
-            inputs = self._captured_inputs([], size)
-            captured = self._captured_step(inputs)
+        largest_first = sorted(self._sizes, key=lambda size: -size.tokens)  # all share the memory of the largest
+        for size in largest_first:
+            captured = self._captured_step(self._captured_inputs([], size))
             for _ in range(RUNS_TO_CAPTURE):
                 logits = captured.forward()
-        for variant in SamplerVariant if self._sizes else ():
-            self.ops.fetch(self.ops.sample(logits, self.table.state(captured.arrays.rows, variant)))()
+            for variant in SamplerVariant if size is largest_first[0] else ():
+                self.ops.fetch(self.ops.sample(logits, self.table.state(captured.arrays.rows, variant)))()
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from model_kit import CONFIG, make_model, prompt_of, request, run
 
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
+from bminf_lite.cuda.runtime.graphs import CudaGraph
 from bminf_lite.engine.request import Request
 
 LLAMA = CONFIG | {"max_position_embeddings": 320}
@@ -28,19 +29,32 @@ def serve(model: Model) -> list[Request]:
     return run(model, drawn) + run(model, [request(0, prompt_of(50), max_new_tokens=3)])
 
 
+def watch_replays(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The graphs that are replayed from now on, by their ``id``."""
+    replays, replay = set(), CudaGraph.replay
+
+    def watched(graph: CudaGraph, stream: int) -> None:
+        replays.add(id(graph))
+        replay(graph, stream)
+
+    monkeypatch.setattr(CudaGraph, "replay", watched)
+    return replays
+
+
 @pytest.mark.parametrize("int8", [False, True], ids=["fp16 cache", "int8 cache"])
 @pytest.mark.parametrize("config", [LLAMA, GPT, MISTRAL], ids=["rotary", "learned positions", "window"])
 def test_the_same_bits_as_eager_steps(cuda_backend: Backend, config, int8, monkeypatch):
     model = make_model(cuda_backend, quantized=True, max_batch=8, num_blocks=40, chunk=100, **config)
-    limits = {"max_num_mixed_tokens": 60, "prefix_cache": False}
     shape = replace(model.engine_config.cache_shape, int8=int8)
-    engine_config = replace(model.engine_config, cache_shape=shape, **limits)
+    engine_config = replace(model.engine_config, cache_shape=shape, prefix_cache=False)
     with_graphs = Model(model.network, engine_config)
-    for _ in range(3):  # the third run replays what the second has captured
-        captured = serve(with_graphs)
-    sizes = with_graphs._engine._runner._captured
-    assert {(bool(s.decodes), bool(s.prompts)) for s in sizes} == {(True, False), (False, True), (True, True)}
-    assert sum(step.forward.graph is not None for step in sizes.values()) >= 4
+    with_graphs.warm_up()
+    steps = with_graphs._engine._runner._captured
+    assert {(bool(s.decodes), bool(s.prompts)) for s in steps} == {(True, False), (False, True), (True, True)}
+    graphs = [step.forward.graph for step in steps.values()]
+    replays = watch_replays(monkeypatch)
+    captured = serve(with_graphs)
+    assert None not in graphs and len(steps) == len(graphs) and len(replays) >= 6
     monkeypatch.setattr(cuda_backend, "decode_sizes", ())
     monkeypatch.setattr(cuda_backend, "prompt_sizes", ())
     eager = serve(Model(model.network, engine_config))

@@ -222,10 +222,12 @@ def test_an_error_of_the_device_reaches_every_caller_and_the_engine_lives_on(eng
         except MemoryError as error:
             failures.append(error)
 
-    all_wait = threading.Event()
-    threads = [threading.Thread(target=engine.call, args=(lambda: all_wait.wait(20),))]
+    is_held, all_wait = threading.Event(), threading.Event()
+    threads = [threading.Thread(target=engine.call, args=(lambda: is_held.set() or all_wait.wait(20),))]
+    threads[0].start()
+    assert is_held.wait(20)
     threads += [threading.Thread(target=caller, args=(i,)) for i in range(6)]
-    for thread in threads:
+    for thread in threads[1:]:
         thread.start()
     while engine.stats().waiting < 6:  # all join before the first step
         time.sleep(0.001)

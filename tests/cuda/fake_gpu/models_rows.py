@@ -325,7 +325,7 @@ def add_positions(call: Call) -> None:
     call.require(tokens >= cu_seqlens[-1], "a block for each token")
     tokens = int(cu_seqlens[-1])  # the others pad the step
     positions = np.arange(tokens) - np.repeat(cu_seqlens[:-1] - context_lens, np.diff(cu_seqlens))
-    table = call.rows("table", int(positions.max()) + 1, call.pitch, whole, F16)
+    table = call.rows("table", int(positions.max(initial=-1)) + 1, call.pitch, whole, F16)
     call.rows("residual", tokens, call.residual_pitch, whole, F32)[...] += table[positions]
 
 
