@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from measure_grammar import SCHEMA, large_vocabulary
 
 from bminf_lite import backend
 from bminf_lite.api import Model
@@ -25,6 +26,7 @@ from bminf_lite.bench.model import random_model, read_shape
 from bminf_lite.bench.serving import Load, run_load
 from bminf_lite.engine.core import Launched
 from bminf_lite.engine.scheduler import Step, StepResult
+from bminf_lite.grammar.matcher import GrammarCompiler
 
 OPTIONS: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0}
 
@@ -86,6 +88,13 @@ class LoggedStep:
     launched: Launched
     kind: str
     log: StepLog
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        return self.launched.waits_for_tokens
+
+    def sample(self) -> None:
+        self.launched.sample()
 
     def fetch(self) -> StepResult:
         result, now = self.launched.fetch(), time.perf_counter()
@@ -193,11 +202,34 @@ def second_turn(model: Model, log: StepLog) -> dict[str, Any]:
     return found
 
 
+def grammars(model: Model, log: StepLog) -> dict[str, Any]:
+    """Tokens per second of sequences that follow a JSON schema, and of free ones, all drawn at random."""
+    vocabulary = large_vocabulary(model.engine_config.vocab_size)
+    model.eos_ids = vocabulary.eos_ids
+    model.grammars = GrammarCompiler(vocabulary, model.engine_config.vocab_size)
+    schema = {"type": "array", "items": SCHEMA}  # never has to end
+    found: dict[str, Any] = {}
+    for count in (1, 32, 256):
+        rates = []
+        for kind in ({}, {"json_schema": schema}):
+            options = {**OPTIONS, "temperature": 1.0, "seed": 1, "max_new_tokens": 257, **kind}
+            prompts = random_prompts(model, [128] * count, 9)
+            model.generate(prompts, **{**options, "max_new_tokens": 3})
+            seconds = [max(r.timings.decode_seconds for r in model.generate(prompts, **options)) for _ in range(3)]
+            rates.append(count * 256 / float(np.median(seconds)))
+        free, constrained = rates
+        found[f"{count} sequences"] = {
+            "free": round(free, 1), "constrained": round(constrained, 1), "ratio": round(constrained / free, 3),
+        }  # fmt: skip
+    return found
+
+
 PARTS: dict[str, Callable[[Model, StepLog], dict[str, Any]]] = {
     "bits": same_bits,
     "decoding": decoding,
     "turn": second_turn,
     "streams": prompts_beside_streams,
+    "grammars": grammars,
     "768 of 128/128": offline(768, 128, 128),
     "4096 of 128/128": offline(4096, 128, 128),
     "512 of 2048/128": offline(512, 2048, 128),

@@ -49,15 +49,18 @@ SCHEMA = {
 }
 
 
-def large_vocabulary() -> JsonTokenizer:
+def large_vocabulary(size: int = SIZE) -> JsonTokenizer:
     """A byte-level vocabulary of words and parts of words."""
+    words_of: Counter[str] = Counter()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py")):
+        words_of.update(re.findall(r" ?\w+|\s+|[^\w\s]+", path.read_text(errors="ignore")))
     counts: Counter[str] = Counter()
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
-        for word in re.findall(r" ?\w+|\s+|[^\w\s]+", path.read_text(errors="ignore")):
-            counts.update({word[:n] for n in range(1, min(len(word), 16) + 1)})
+    for word, count in words_of.items():
+        for n in range(1, min(len(word), 16) + 1):
+            counts[word[:n]] += count
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
-    words = ("".join(part for part, _ in spell(word)) for word, _ in counts.most_common(2 * SIZE))
-    pieces = list(dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]))[: SIZE - 1]
+    words = ("".join(part for part, _ in spell(word)) for word, _ in counts.most_common(2 * size))
+    pieces = list(dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]))[: size - 1]
     backend = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+_TOO_LONG = "context_length_exceeded"
+"""OpenAI's code. LangChain recognizes a context that is full by "prompt is too long" in the message."""
 SHORT_TEXT = 4096
 """Characters of a text that is tokenized at once; a longer one would keep other requests waiting."""
 
@@ -52,12 +54,12 @@ async def encode(server: ServerState, prompt: Prompt, field: str, add_special_to
     """The tokens of a prompt, which stands in ``field``."""
     length = len(prompt) if isinstance(prompt, str) else 0
     if length and length > (most := server.max_characters):
-        problem = f"the prompt has {length:,} characters, but {most:,} of the longest tokens fill the model's context"
-        raise bad_request(f"{problem}: shorten it", field, "context_length_exceeded")
+        problem = f"it has {length:,} characters, but {most:,} of the longest tokens fill the model's context"
+        raise bad_request(f"the prompt is too long: {problem}; shorten it", field, _TOO_LONG)
     try:
         return await run_briefly(lambda: server.prompts.encode(prompt, add_special_tokens), length)
     except UsageError as error:
-        code = "context_length_exceeded" if "tokens, but" in str(error) else None
+        code = _TOO_LONG if "prompt is too long" in str(error) else None
         raise bad_request(str(error), field, code) from None
 
 

@@ -226,7 +226,9 @@ def validate_token_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
 def _check_length(token_ids: Sequence[int], limit: int, reason: str) -> None:
     if len(token_ids) > limit:
         excess = len(token_ids) - limit
-        raise UsageError(f"the prompt has {len(token_ids):,} tokens, but {reason}: shorten the prompt by {excess:,}")
+        raise UsageError(
+            f"the prompt is too long: it has {len(token_ids):,} tokens, but {reason}; shorten it by {excess:,}"
+        )
 
 
 def _is_list(value: Any) -> bool:

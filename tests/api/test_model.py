@@ -79,7 +79,7 @@ def test_invalid_prompts(model, prompt):
 
 def test_all_arguments_are_checked_before_the_first_piece(model):
     for prompt, options, words in (
-        ([1] * 140, {}, "has 140 tokens, but the model's context is 128 .* shorten the prompt by 13"),
+        ([1] * 140, {}, "too long: it has 140 tokens, but the model's context is 128 .* shorten it by 13"),
         ([5, -1], {}, "token 1 is -1, but a token id is a whole number from 0 to 259"),
         (["fine", [1] * 500, [], [999]], {}, "(?s)prompt 1: .* has 500.*prompt 2: .* empty.*prompt 3: token 0 is 999"),
         ("ok", {"temperature": -1}, "temperature"),

@@ -229,6 +229,8 @@ def test_langchain(server):
     for method in ("function_calling", "json_schema"):
         schema = {"title": "weather", "description": "The weather", **WEATHER}
         assert chat.with_structured_output(schema, method=method).invoke("Hi")["days"] in range(1, 10)
+    with pytest.raises(importlib.import_module("langchain_core.exceptions").ContextOverflowError):
+        chat.invoke("terminal " * 2000)
 
 
 # -- lm-eval ----------------------------------------------------------------------------------------------------------
@@ -236,6 +238,7 @@ def test_langchain(server):
 QUESTIONS = [
     {"question": "The opposite of hot is", "choices": ["cold", "a terminal", "the file system"], "answer": 0},
     {"question": "Programs are run in a", "choices": ["river", "shell window", "cloud"], "answer": 1},
+    {"question": "If the file is not", "choices": ["empty", "found", "a regular file"], "answer": 2},
     {"question": "é 🙂 \n", "choices": ["yes", "no é", "maybe so it is"], "answer": 2},
 ]
 
@@ -285,11 +288,15 @@ TOLERANCE = 2e-3
 
 
 def logprobs(model, token_ids):
-    """The log-probability of each token after those before it, float64 ``[tokens]``; that of the first is 0."""
+    """The log-probability of each token after those before it, float64 ``[tokens]``, and whether it is the likeliest.
+
+    For the first token they are 0 and true.
+    """
     logits = np.asarray(model.logits(token_ids), np.float64)
     logits -= logits.max(1, keepdims=True)
     scores = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    return np.concatenate([[0.0], scores[np.arange(len(token_ids) - 1), token_ids[1:]]])
+    found = scores[np.arange(len(token_ids) - 1), token_ids[1:]]
+    return np.concatenate([[0.0], found]), np.concatenate([[True], found == scores[:-1].max(1)])
 
 
 @pytest.mark.slow
@@ -308,8 +315,9 @@ def test_lm_eval_scores_as_the_model_does(evaluate):
             for choice, (response,) in zip(question["choices"], sample["resps"], strict=True):
                 context = model.encode(question["question"].rstrip(), add_special_tokens=False).token_ids
                 whole = model.encode(f"{question['question']} {choice}", add_special_tokens=False).token_ids
-                scores = logprobs(model, whole)
+                scores, is_greedy = logprobs(model, whole)
                 assert float(response[0]) == pytest.approx(scores[len(context) :].sum(), abs=TOLERANCE)
+                assert (str(response[1]) == "True") == is_greedy[len(context) :].all()
 
 
 @pytest.mark.slow
@@ -321,7 +329,7 @@ def test_lm_eval_rolling_perplexity_is_that_of_the_model(evaluate):
     samples = evaluate("local-completions", "/v1/completions", config)
     with load(DEMO, device="cpu") as model:
         for question, sample in zip(QUESTIONS, samples, strict=True):
-            scores = logprobs(
+            scores, _ = logprobs(
                 model, [model.tokenizer.bos_id, *model.encode(question["question"], add_special_tokens=False).token_ids]
             )
             assert float(sample["resps"][0][0]) == pytest.approx(scores[1:].sum(), abs=TOLERANCE)

@@ -88,6 +88,9 @@ choices = st.one_of(
     st.just({"type": "tool", "name": "weather"}),
     junk,
 )
+strict_tools = st.one_of(junk, schemas).map(
+    lambda schema: [{"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}]
+)
 flat_tools = [{"type": "function", **WEATHER["function"]}, {"type": "web_search"}]
 blocks = st.lists(
     st.one_of(
@@ -132,7 +135,7 @@ INTERFACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **sampling, **structure, **streaming, "n": st.integers(0, 3), "logprobs": st.booleans(),
             "top_logprobs": st.integers(-1, 21), "max_completion_tokens": counts, "tool_choice": choices,
             "stop": st.one_of(texts, st.lists(texts, max_size=3)), "parallel_tool_calls": st.booleans(),
-            "tools": st.one_of(st.just([WEATHER, TIME]), st.just([]), st.lists(junk, max_size=2)),
+            "tools": st.one_of(st.just([WEATHER, TIME]), st.just([]), st.lists(junk, max_size=2), strict_tools),
             "chat_template_kwargs": st.dictionaries(keys, junk, max_size=2), "continue_final_message": st.booleans(),
             "separate_reasoning": st.booleans(), "reasoning_effort": texts,
         },
