@@ -37,6 +37,6 @@ def read_small_file(path: Path) -> bytes:
 
 
 def thread_count() -> int:
-    """Threads for reading, hashing and converting files."""
+    """Threads for work that is spread over cores: reading, hashing and converting files, masks of grammars."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_THREADS)

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "evaluation": {"api", "engine", "quantize", "text", "models", "layers", "backend", "checkpoint", "errors", "files"},
     "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files"},
     "completions": {"engine", "text"},
-    "grammar": {"text", "worker_process", "errors"},
+    "grammar": {"text", "worker_process", "errors", "files"},
     "text": {"gguf_files", "worker_process", "errors", "files"},
     "gguf_files": {"errors"},
     "engine": {"grammar", "layers", "backend", "errors"},

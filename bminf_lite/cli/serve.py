@@ -36,7 +36,7 @@ ENGINE_FAILED = 70
 @click.option("--limit", multiple=True, metavar="NAME=N",
               help="Another bound: body (bytes), n, max_tokens, idle_seconds and others; docs/serving.md.")  # fmt: skip
 @click.option("--http-workers", type=click.IntRange(1, 64), metavar="N",
-              help="Processes that speak HTTP; by default one, or two from eight cores on.")  # fmt: skip
+              help="Processes that speak HTTP; by default one for four cores, four at most.")  # fmt: skip
 @click.option("--request-log", metavar="FILE",
               help="Write a line of JSON for each request, without its texts, to this file; - is stderr.")  # fmt: skip
 @click.option("--tool-call-format", metavar="NAME",

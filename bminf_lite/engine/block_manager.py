@@ -186,21 +186,22 @@ class BlockManager:
             keys.append(block_key(keys[-1] if keys else sequence.root, token_ids[first : first + size]))
 
     def admit(
-        self, sequence: SequenceBlocks, num_tokens: int, budget: int, *, spare: int = 0,
+        self, sequence: SequenceBlocks, num_tokens: int, budget: int, *, spare: int = 0, growth: int = 0,
         max_cached_tokens: int | None = None,
     ) -> Admission | None:  # fmt: skip
         """Give a sequence what the cache has of its prefix, and new blocks for the rest of its ``num_tokens`` tokens.
 
         At most ``max_cached_tokens`` come from the cache, by default all but the last. A group with a window gets
         blocks for the next ``budget`` tokens only. Returns None and changes nothing if fewer than ``spare`` blocks of a
-        group would be left.
+        group would be left, and in a group without a window ``growth`` more.
         """
         hits = self.cached_prefix(sequence, num_tokens - 1 if max_cached_tokens is None else max_cached_tokens)
         found = [self._hit_blocks(sequence, group, hits) for group in range(len(self.pools))]
         ends = [num_tokens if w is None else min(num_tokens, hits * self.block_size + budget) for w in self.windows]
-        for pool, blocks, end in zip(self.pools, found, ends, strict=True):
+        for pool, window, blocks, end in zip(self.pools, self.windows, found, ends, strict=True):
             idle = sum(pool.is_idle(b) for b in blocks)
-            if pool.num_available - idle - (self.blocks_for(end) - hits) < spare:
+            left = pool.num_available - idle - (self.blocks_for(end) - hits)
+            if left < (spare if window is not None else spare + growth):
                 return None
         source, num_source_blocks = self.cached_source(sequence), self.blocks_for(sequence.num_source_tokens)
         if self.source_pool and source is None and self.source_pool.num_available < num_source_blocks:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.sampling import SamplerVariant, SequenceSampling
-from ..backend.values import NULL_BLOCK, Array, ForwardBatch
+from ..backend.values import BLOCK_SIZE, NULL_BLOCK, Array, ForwardBatch
 from ..errors import OutOfMemory
 from ..grammar.matcher import MaskRow, fill_masks
 from ..layers.cache import KVCache, blocks_for
@@ -174,7 +174,7 @@ class ModelRunner:
             sum(p.num_tokens for p in parts[step.num_decodes :]),
             max(p.stop for p in parts),
         )
-        if not any(p.num_scored or p.num_taken for p in parts):
+        if not any(p.needs_more_logits for p in parts):
             size = next((size for size in self._sizes if exact.fits(size)), None)
             if size is not None:
                 inputs = self._captured_inputs(parts, size)
@@ -293,12 +293,13 @@ class ModelRunner:
         inputs.rows[places] = [p.request.row if p.samples else 0 for p in parts]
         requests = [p.request for p in parts]
         rows = [r.row for r in requests]
+        changed = [p.request for p in parts if p.num_tokens > 1 or p.start % BLOCK_SIZE == 0]  # what takes new blocks
         for group, (host, table) in enumerate(zip(self._tables, inputs.tables, strict=True)):
-            for request in requests:
+            for request in changed:
                 host.update(request, _blocks(request).tables[group])
             table[places] = host.array[rows, : table.shape[1]]
         if len(inputs.source_lens):
-            for request in requests:
+            for request in changed:
                 self._source_tables.update(request, _blocks(request).source_table)
             inputs.source_lens[places] = [len(r.source_token_ids) for r in requests]
             inputs.source_table[places] = self._source_tables.array[rows, : inputs.source_table.shape[1]]

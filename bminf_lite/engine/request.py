@@ -112,6 +112,12 @@ class Request:
         return self.num_tokens - 1 if self.take_logits is None else self.logits_start
 
     @property
+    def may_end_early(self) -> bool:
+        """Whether a token may end the completion before ``max_length``."""
+        may_stop = bool(self.params.stop) or self.matcher is not None
+        return may_stop or bool(self.eos_ids and not self.params.ignore_eos)
+
+    @property
     def ended_by_eos(self) -> bool:
         """Whether the last token is an end-of-sequence token that ends the completion."""
         ignored = self.params.ignore_eos and self.matcher is None

@@ -54,6 +54,12 @@ class ScheduledTokens(NamedTuple):
         return max(min(self.stop, len(self.request.prompt_token_ids) - 1) - self.start, 0)
 
     @property
+    def needs_more_logits(self) -> bool:
+        """Whether logits beside those to sample from are needed."""
+        request = self.request
+        return (request.prompt_logprobs or request.take_logits is not None) and self.num_scored + self.num_taken > 0
+
+    @property
     def num_taken(self) -> int:
         """The last tokens, whose logits the request takes."""
         if self.request.take_logits is None:
@@ -161,19 +167,23 @@ class Scheduler:
         self._enter_launched()
         preemptions = self.num_preemptions
         plan: dict[Request, int] = {}
+        prompts = []
         for request in list(self.running):
-            if request.num_uncomputed_tokens == 1 and request.row > 0:
+            count = request.num_uncomputed_tokens
+            if count == 1 and request.row > 0:
                 self._plan(request, 1, plan)
+            elif count > 1:
+                prompts.append(request)
         config = self.config
         left = config.max_num_batched_tokens - len(plan)
         if any(request.is_streamed for request in plan):
             left = min(left, config.max_num_mixed_tokens)
         budget = Budget(max(left, 1), config.max_logit_rows)
-        for request in list(self.running):
-            if request.num_uncomputed_tokens > 1 and request.row > 0 and (count := budget.piece(request)) > 0:
+        for request in prompts:
+            if request.row > 0 and (count := budget.piece(request)) > 0:
                 self._plan(request, count, plan)
                 budget.spend(request, plan.get(request, 0))
-        sources = self._admit(plan, budget) if self.num_preemptions == preemptions else []
+        sources = self._admit(plan, budget) if self.waiting and self.num_preemptions == preemptions else []
         if not plan:
             return None
         parts = sorted((self._part(r, n) for r, n in plan.items()), key=lambda p: (p.num_tokens > 1, not p.samples))
@@ -214,10 +224,12 @@ class Scheduler:
     def _admit(self, plan: dict[Request, int], budget: Budget) -> list[Request]:
         """Start waiting requests in order while rows, blocks and the budget last; returns those to encode.
 
+        A request whose length is known starts if it, and those that run, can go on to their ends; see :class:`Growth`.
         The first request that does not fit stops this, so that others do not pass it for ever. A request is passed only
         while a running one computes the block that it needs next: then it waits to share that block.
         """
         sources: list[Request] = []
+        growth = Growth(self.blocks.block_size, self.running)
         position = 0
         while position < min(len(self.waiting), MAX_PASSED) and budget.tokens > 0:
             request = self.waiting[position]
@@ -238,8 +250,11 @@ class Scheduler:
             if request.prompt_logprobs and budget.logit_rows == 0:
                 break
             piece = num_tokens if request.whole_prompt else budget.tokens
-            spare, reuse = len(self.running), request.max_cached_tokens
-            admission = self.blocks.admit(blocks, num_tokens, piece, spare=spare, max_cached_tokens=reuse)
+            growth.add(request)
+            admission = self.blocks.admit(
+                blocks, num_tokens, piece,
+                spare=len(self.running), growth=growth.blocks(), max_cached_tokens=request.max_cached_tokens,
+            )  # fmt: skip
             if admission is None:
                 break
             del self.waiting[position]
@@ -286,10 +301,11 @@ class Scheduler:
         scores = zip(*(part.tolist() for part in TokenScores.unpack(result.prompt_scores)), strict=True)
         for part in step.parts:
             request = part.request
-            for position in range(part.start + 1, part.start + 1 + part.num_scored):
-                logprob, best, best_logprob = next(scores)
-                request.prompt_token_logprobs[position] = logprob
-                request.prompt_most_likely[position] = (best, best_logprob)
+            if request.prompt_logprobs:
+                for position in range(part.start + 1, part.start + 1 + part.num_scored):
+                    logprob, best, best_logprob = next(scores)
+                    request.prompt_token_logprobs[position] = logprob
+                    request.prompt_most_likely[position] = (best, best_logprob)
             if part.samples:
                 place, (token, logprob) = next(chosen)
                 request.num_pending_tokens -= 1
@@ -365,6 +381,32 @@ class Budget:
         self.tokens -= count
         if request.prompt_logprobs:
             self.logit_rows -= count
+
+
+class Growth:
+    """How many more blocks the requests whose length is known will hold at most at a time, as others of them end."""
+
+    def __init__(self, block_size: int, requests: Sequence[Request]):
+        self._block_size = block_size
+        self._remaining: list[tuple[int, int]] = []  # tokens to come, and tokens whose blocks are free then
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """Count a request."""
+        if not request.may_end_early:
+            self._remaining.append((request.max_length - request.num_tokens, request.num_tokens))
+
+    def blocks(self) -> int:
+        """The blocks: just before a request ends, those with more to come have grown as much, the others are gone."""
+        if not self._remaining:
+            return 0
+        self._remaining.sort(reverse=True)
+        remaining, held = np.array(self._remaining, np.int64).T
+        grown = remaining * np.arange(1, len(held) + 1)
+        gone = held.sum() - held.cumsum()
+        partly_filled = len(held) > 1
+        return max(int((grown - gone).max()) // self._block_size + partly_filled, 0)
 
 
 def _no_token(request: Request) -> BminfError:

@@ -2,7 +2,8 @@
 
 Each line of standard input holds the kind and the text of a grammar. The reply is ``{"specification": ...}``, the
 grammar in llguidance's form, or ``{"problem": ...}``. A grammar has been built and taken through some steps for a
-vocabulary of single bytes, in a thread with a small stack, as those that compute masks have.
+vocabulary of single bytes, in a thread with a small stack, as those that compute masks have. If it names tokens by
+their ids, the vocabulary has more tokens, which have no text.
 """
 
 from __future__ import annotations
@@ -15,9 +16,16 @@ from itertools import islice
 from random import Random
 from typing import Any
 
+TOKEN_ID = "<["
+"""How a grammar names a token by its id: ``<[151657]>``."""
 STACK_BYTES = 1 << 20
 STEPS = 64
 """Bytes of a random text that a grammar must take."""
+END = 256
+VOCABULARY = 1 << 18
+"""Tokens of the vocabulary for grammars that name them by their ids: more than any model has."""
+ALLOWED = 200
+"""Of an allowed token in what ``compute_logit_bias`` returns."""
 MAX_MESSAGE = 2000
 SHARED = frozenset(["$defs", "definitions"])
 """What the parts of a schema refer to."""
@@ -59,6 +67,21 @@ def limit_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
+class Bytes:
+    """A vocabulary of all bytes, an end-of-sequence token, and tokens without a text, as llguidance takes one."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = END
+    special_token_ids = (END,)
+
+    def __init__(self, size: int):
+        self.tokens = [bytes([byte]) for byte in range(END)] + [b""] * (size - END)
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
 class Checker:
     """Turns grammars into llguidance's form, and tries them."""
 
@@ -67,7 +90,8 @@ class Checker:
         self._limits = limits
         self._json_options = {"whitespace_pattern": whitespace}
         self._max_choices = max_choices
-        self._bytes = library.LLTokenizer("byte")
+        self._vocabulary = library.LLTokenizer(Bytes(END + 1))
+        self._large_vocabulary: Any = None
 
     def reply(self, kind: str, text: str) -> dict[str, str]:
         """The reply to one grammar."""
@@ -118,7 +142,12 @@ class Checker:
 
     def _problem(self, specification: str) -> str | None:
         """What keeps a grammar from being used; None if it takes a random text."""
-        matcher = self._library.LLMatcher(self._bytes, specification, log_level=0, limits=self._limits)
+        vocabulary = self._vocabulary
+        if TOKEN_ID in specification:
+            if self._large_vocabulary is None:
+                self._large_vocabulary = self._library.LLTokenizer(Bytes(VOCABULARY))
+            vocabulary = self._large_vocabulary
+        matcher = self._library.LLMatcher(vocabulary, specification, log_level=0, limits=self._limits)
         random = Random(0)
         for _ in range(STEPS):
             if matcher.is_error():
@@ -127,7 +156,10 @@ class Checker:
             if matcher.is_stopped():
                 break
             allowed = matcher.compute_logit_bias()
-            tokens = [token for token, bias in enumerate(allowed) if bias and token != self._bytes.eos_token]
+            tokens = [token for token, bias in enumerate(allowed[:END]) if bias == ALLOWED]
+            with_id = allowed.find(ALLOWED, END + 1)
+            if with_id >= 0:
+                tokens.append(with_id)
             if tokens and not matcher.is_error():
                 matcher.consume_token(random.choice(tokens))
         return None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UsageError
+from ..files import thread_count
 from ..text.cpm_tokenizer import CpmTokenizer
 from ..text.json_tokenizer import JsonTokenizer
 from ..text.tokenizer import Tokenizer
@@ -27,18 +28,30 @@ MAX_CACHED = 64
 
 
 class Matcher:
-    """The state of one completion: what its grammar allows after the tokens so far. ``eos_ids`` end it."""
+    """The state of one completion: what its grammar allows after the tokens so far. ``eos_ids`` end it.
+
+    ``library_matcher`` has taken all tokens but ``newest``, which it takes when the next mask is computed.
+    """
 
     def __init__(self, grammar: Grammar, library_matcher: Any, eos_ids: Collection[int]):
         self.grammar = grammar
         self.library_matcher = library_matcher
+        self.newest: int | None = None
+        self._eos_ids = eos_ids
         self._end_bits: dict[int, int] = {}  # by word of the mask
         for token in eos_ids:
             self._end_bits[token // 32] = self._end_bits.get(token // 32, 0) | 1 << token % 32
 
     def accept(self, token: int) -> None:
-        """Take the next token. Raises ``UsageError`` for one that is not allowed, or if a limit was reached."""
-        if not self.library_matcher.consume_token(token):
+        """Take the next token, which the last mask allows.
+
+        Raises ``UsageError`` for an end that the grammar does not allow. A mask allows one where no token can come
+        next, or if a limit was reached.
+        """
+        if token not in self._eos_ids:
+            assert self.newest is None, "each token needs a mask"
+            self.newest = token
+        elif not self.library_matcher.consume_token(token):
             raise UsageError(_message(self.grammar, self.library_matcher))
 
     def hold_back_end(self, mask: np.ndarray) -> None:
@@ -62,16 +75,24 @@ class MaskRow(NamedTuple):
 def fill_masks(masks: np.ndarray, wanted: Sequence[MaskRow]) -> None:
     """Write the masks of the next tokens into rows of ``masks``, uint32 ``[M, words]``, on several threads.
 
-    Token ``t`` is allowed if bit ``t % 32`` of word ``t // 32`` is set. A matcher that has reached a limit allows the
-    end alone; it then refuses that token with the reason.
+    Token ``t`` is allowed if bit ``t % 32`` of word ``t // 32`` is set. A matcher for which no token can come next, or
+    that has reached a limit, allows the end alone, and then refuses it with the reason.
     """
     assert masks.flags.c_contiguous and masks.dtype == np.uint32, masks.dtype
     address, nbytes = masks.ctypes.data, masks.strides[0]
+    newest = [(w.matcher.library_matcher, w.matcher.newest) for w in wanted if w.matcher.newest is not None]
+    rows = [(w.matcher.library_matcher, w.row) for w in wanted]
     if len(wanted) == 1:  # without the time that it takes to wake a thread
-        wanted[0].matcher.library_matcher.unsafe_compute_mask_ptr(address + wanted[0].row * nbytes, nbytes)
+        for matcher, token in newest:
+            matcher.consume_token(token)
+        for matcher, row in rows:
+            matcher.unsafe_compute_mask_ptr(address + row * nbytes, nbytes)
     else:
-        rows = [(w.matcher.library_matcher, w.row) for w in wanted]
+        if newest:
+            _executor().consume_token_par(newest)
         _executor().unsafe_compute_mask_ptr(rows, address, nbytes, len(masks))
+    for w in wanted:
+        w.matcher.newest = None
     for w in wanted:
         if w.holds_back_end:
             w.matcher.hold_back_end(masks[w.row])
@@ -211,4 +232,4 @@ def _executor() -> Any:
     """The threads that compute masks."""
     import llguidance
 
-    return llguidance.LLExecutor()
+    return llguidance.LLExecutor(thread_count())

@@ -6,10 +6,11 @@ What a completion gives depends on its tokens alone, not on how many of them an 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..errors import BminfError
+from ..errors import BminfError, CheckpointError
 from ..text.text_stream import Detokenizer, StopMatcher
 from ..text.tokenizer import Tokenizer
 from .client import Output
@@ -49,7 +50,9 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._before: list[int] = []
+        with suppress(CheckpointError):  # a vocabulary without this letter
+            self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._offset = len(tokenizer.decode(self._before))
         self.text = lru_cache(KNOWN_TEXTS)(self._text)
 

@@ -93,7 +93,7 @@ async def prepare(server: ServerState, conversation: Conversation) -> PreparedCo
     return PreparedConversation(
         prompt,
         grammar,
-        tokenizer.showing(shown) if shown else tokenizer,
+        server.tokenizer_showing(shown) if shown else tokenizer,
         form,
         function_names(tools),
         reasoning if conversation.separates_reasoning else None,
@@ -109,9 +109,8 @@ async def _prompt(
     messages, tools, continues = conversation.messages, conversation.callable_tools, conversation.continues_last
     if server.prompts.tokenizer.chat_template is None and not tools:  # models of dialogues have no template
         return await encode(server, messages, conversation.field), False
-    text = await render(
-        server, messages, tools, conversation.field, add_generation_prompt=not continues, **conversation.variables
-    )
+    variables = {**conversation.variables, "add_generation_prompt": not continues}
+    text = await render(server, messages, tools, conversation.field, variables)
     if continues:
         last = text_of(messages[-1]).strip()
         end = text.rfind(last)

@@ -370,20 +370,22 @@ class EngineServer:
     def _compile(self, connection: _Connection, submit: Submit, grammar: Grammar) -> None:
         """Admit a request with a grammar, unless it was cancelled meanwhile."""
         eos_ids = self._eos_ids.union(submit.request.stop_token_ids)
-        error: BminfError | None = None
+        problem = ""
         matchers: list[Matcher] = []
         try:
             matchers = [self._grammars.matcher(grammar, eos_ids) for _ in range(submit.request.n)]
-        except BminfError as refusal:
-            error = refusal
+        except BminfError as error:
+            problem = str(error)
+        except Exception as error:  # of the library; the client must hear of it
+            problem = f"the {grammar.name} cannot be compiled: {type(error).__name__}: {error}"
         with self._admission:
             if submit.first_id not in connection.compiling:
                 return
             connection.compiling.remove(submit.first_id)
-            if error is None:
-                self._admit(connection, submit, matchers)
+            if problem:
+                connection.send(Refused(submit.first_id, problem, False))
             else:
-                connection.send(Refused(submit.first_id, str(error), False))
+                self._admit(connection, submit, matchers)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -64,7 +64,7 @@ async def encode(server: ServerState, prompt: Prompt, field: str, add_special_to
 
 
 async def render(
-    server: ServerState, messages: Sequence[Message], tools: Sequence[Tool], field: str, **variables: Any
+    server: ServerState, messages: Sequence[Message], tools: Sequence[Tool], field: str, variables: Mapping[str, Any]
 ) -> str:
     """A conversation as the text of a prompt, by the checkpoint's chat template in its process."""
     try:

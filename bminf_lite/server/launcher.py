@@ -287,7 +287,7 @@ class Launcher:
 def default_http_workers() -> int:
     """HTTP processes for this machine's cores; docs/server_design.md has the measurements behind it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if cores < 8 else 2
+    return max(1, min(4, cores // 4))
 
 
 def launch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from ..errors import UsageError
 
@@ -41,7 +42,8 @@ class Limits:
 
     def changed(self, settings: Iterable[str]) -> Limits:
         """These limits with some of them set as texts such as ``body=1000000``; ``UsageError`` for others."""
-        return replace(self, **dict(map(_parsed, settings)))
+        given: dict[str, Any] = dict(map(_parsed, settings))
+        return replace(self, **given)
 
 
 def _parsed(setting: str) -> tuple[str, float]:

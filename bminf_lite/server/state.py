@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..text.prompts import PromptEncoder
+from ..text.tokenizer import Tokenizer
 from .client import EngineClient
 from .completion_text import TokenTexts
 from .request_log import RequestLog
@@ -27,6 +28,7 @@ class ServerState:
 
     client: EngineClient
     settings: ServerSettings
+    _tokenizers: dict[tuple[str, ...], Tokenizer] = field(default_factory=dict, init=False)
 
     @cached_property
     def observer(self) -> Observer:
@@ -57,6 +59,12 @@ class ServerState:
     def token_texts(self) -> TokenTexts:
         """The texts of single tokens, for log-probabilities."""
         return TokenTexts(self.prompts.tokenizer)
+
+    def tokenizer_showing(self, marks: tuple[str, ...]) -> Tokenizer:
+        """The tokenizer with some of its special tokens as text. It is kept, because it remembers texts of tokens."""
+        if marks not in self._tokenizers:
+            self._tokenizers[marks] = self.prompts.tokenizer.showing(marks)
+        return self._tokenizers[marks]
 
     @cached_property
     def max_characters(self) -> int:

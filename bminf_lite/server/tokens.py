@@ -25,14 +25,10 @@ def routes(server: ServerState) -> list[Route]:
         text, special, field = body.prompt, body.add_special_tokens is not False, "prompt"
         if body.messages is not None:
             field, special = "messages", bool(body.add_special_tokens)
-            text = await render(
-                server,
-                [message.plain() for message in body.messages],
-                [plain_tool(tool.function) for tool in body.tools or ()],
-                field,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                **(body.chat_template_kwargs or {}),
-            )
+            messages = [message.plain() for message in body.messages]
+            tools = [plain_tool(tool.function) for tool in body.tools or ()]
+            variables = {"add_generation_prompt": body.add_generation_prompt is not False}
+            text = await render(server, messages, tools, field, {**(body.chat_template_kwargs or {}), **variables})
         tokenizer = server.prompts.tokenizer
         ids = await run_briefly(lambda: tokenizer.encode(text or "", special), len(text or ""))
         result = {"count": len(ids), "max_model_len": server.client.info.context_length, "tokens": ids}

@@ -159,6 +159,8 @@ def make_blocks(config: EngineConfig) -> BlockManager:
 
 
 def make_request(prompt: Sequence[int], max_new_tokens: int = 5, **fields: object) -> Request:
+    """A request that may end early, but does not, unless ``fields`` say otherwise."""
+    fields.setdefault("eos_ids", frozenset([VOCAB]))
     return Request(0, list(prompt), SamplingParams(max_new_tokens=max_new_tokens, seed=1), **fields)
 
 

@@ -43,8 +43,10 @@ class Task:
     grammar: Grammar | None
 
     def request(self) -> Request:
-        matcher = self.grammar and COMPILER.matcher(self.grammar, EOS)
-        return Request(self.index, self.prompt, self.params, EOS if matcher else frozenset(), matcher=matcher)
+        """A free one's end-of-sequence token never comes, but the engine cannot know that: so it may preempt."""
+        if self.grammar is None:
+            return Request(self.index, self.prompt, self.params, frozenset([VOCAB_SIZE]))
+        return Request(self.index, self.prompt, self.params, EOS, matcher=COMPILER.matcher(self.grammar, EOS))
 
 
 class Arena:
@@ -58,8 +60,7 @@ class Arena:
         self.tasks = [
             Task(
                 i, tuple(families[i % 4][: rng.integers(1, 200)].tolist()),
-                SamplingParams(max_new_tokens=int(rng.integers(1, 100)), seed=i, ignore_eos=True, **SAMPLERS[i % 4]),
-                GRAMMARS[i % 5],
+                SamplingParams(max_new_tokens=int(rng.integers(1, 100)), seed=i, **SAMPLERS[i % 4]), GRAMMARS[i % 5],
             )
             for i in range(count)
         ]  # fmt: skip

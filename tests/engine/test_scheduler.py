@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from stub_runner import Driver, make_config, make_request
+from stub_runner import VOCAB, Driver, make_config, make_request
 
 from bminf_lite.errors import BminfError
 
@@ -204,6 +204,17 @@ def test_a_preempted_request_finds_its_own_blocks_if_they_are_still_there():
     requests = [driver.add(make_request(prompt(9, i), 16)) for i in range(3)]
     driver.run()
     assert any(r.num_preemptions for r in requests)
+    driver.check_results()
+
+
+@pytest.mark.parametrize("eos_ids", [frozenset(), frozenset([VOCAB])], ids=["known", "unknown"])
+def test_requests_of_known_length_start_when_they_can_run_to_their_end(eos_ids):
+    driver = Driver(make_config(12, max_num_seqs=8))
+    for i in range(6):
+        driver.add(make_request(prompt(8, 9 * i), 6 + 3 * i, eos_ids=eos_ids))
+    driver.run()
+    assert (driver.scheduler.num_preemptions > 0) == bool(eos_ids)
+    assert max(len(step.parts) for step in driver.runner.steps) >= 2
     driver.check_results()
 
 

@@ -19,6 +19,7 @@ GOOD = [
     Grammar.regex(r"[a-z/]+(\d{1,3})?"),
     Grammar.lark('start: "a" | b\nb: /[0-9]+/'),
     Grammar.lark('root ::= "a" | "b"'),
+    Grammar.lark('start: <[151657]> "a" (<[7]> | <[151658]>)'),
     Grammar.choice(["yes", "no", 'with "quotes"\nand \\ lines', "\U0001f600"]),
 ]
 

@@ -108,10 +108,10 @@ def test_the_end_is_held_back_unless_it_is_all_that_is_left():
     assert set(np.flatnonzero(masks_of([matcher], 2048, held=True)[0])) == ends
 
 
-def test_a_token_that_is_not_allowed_is_refused():
+def test_an_end_that_is_not_allowed_is_refused():
     matcher = make_compiler().matcher(Grammar.regex("abc"), EOS)
     with pytest.raises(UsageError, match="the regex cannot be followed"):
-        matcher.accept(0)
+        matcher.accept(1)
 
 
 def test_threads_may_compile_the_same_and_other_grammars():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import api_kit
+import httpx
 import pytest
 from api_kit import NAME, LiveServer
 from hypothesis import given
@@ -318,6 +321,7 @@ def test_a_call_or_a_structure(demo: LiveServer, bias: float):
         ({"chat_template": "{{ 1 }}"}, "chat_template", "programs"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "programs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "self"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "'function'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
         ({"tools": [TIME, TIME]}, "tools", "twice"),
@@ -371,5 +375,28 @@ def test_an_error_within_a_stream_is_an_event(chat_folder):
         assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
         events = server.events("/v1/messages", {"messages": HI, "max_tokens": 50})
         assert events[-1]["type"] == "error" and "NaN" in events[-1]["error"]["message"]
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_request(chat_folder, stream: bool):
+    server = api_kit.fake_server(chat_folder, seconds_per_step=0.005)
+    try:
+        for path, body in (
+            (PATH, {"messages": HI}),
+            ("/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 900}),
+            ("/v1/responses", {"input": "a"}),
+            ("/v1/messages", {"messages": HI, "max_tokens": 900}),
+        ):
+            with contextlib.suppress(httpx.ReadTimeout):
+                timeout = httpx.Timeout(20, read=20 if stream else 0.05)
+                with server.http.stream("POST", path, json=body | {"stream": stream}, timeout=timeout) as response:
+                    next(response.iter_bytes())
+                    assert server.engine.stats().running > 0
+            until = time.monotonic() + 10
+            while server.engine.stats().running and time.monotonic() < until:
+                time.sleep(0.005)
+            assert server.engine.stats().running == 0
     finally:
         server.close()

@@ -170,6 +170,7 @@ def test_the_same_seed_gives_the_same_text(demo: LiveServer):
     assert first == again and first[0]["text"] != first[1]["text"]
 
 
+@pytest.mark.slow  # a prompt of the whole context
 def test_the_context_ends_a_completion(demo: LiveServer):
     answer = demo.json(PATH, {"prompt": [5] * 1020, "max_tokens": 100, "ignore_eos": True})
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 4

@@ -13,6 +13,7 @@ pytest.importorskip("uvloop", reason="the extra [serve] is not installed")
 import psutil
 from http_kit import Served, post, read_all, served, status
 
+from bminf_lite.server.app import create_app
 from bminf_lite.server.limits import Limits
 
 SHORT = Limits(
@@ -227,3 +228,19 @@ def test_pipelined_requests_are_answered_in_order(short):
     requests = [post("/echo", b'"first"'), post("/stream", b"3"), post("/echo", b'"last"', "connection: close\r\n")]
     answer = short.ask(b"".join(requests))
     assert answer.index(b'"first"') < answer.index(b"data: 1") < answer.index(b'"last"')
+
+
+def test_a_full_queue():
+    """One request runs, one waits, and the next is to come again later."""
+    with served(app=create_app, max_num_seqs=1, max_queue=1, seconds_per_step=0.002) as server:
+        body = b'{"prompt": "a", "max_tokens": 100000, "stream": true}'
+        with server.connect() as running, server.connect() as waiting:
+            running.sendall(post("/v1/completions", body))
+            assert status(running.recv(4096)) == 200
+            until(lambda: server.engine.stats().running == 1)
+            waiting.sendall(post("/v1/completions", body))
+            until(lambda: server.engine.stats().waiting == 1)
+            answer = server.post("/v1/completions", body)
+            assert status(answer) == 429 and b"retry-after: 1" in answer and b"queue_full" in answer
+        until(lambda: is_idle(server))
+        assert status(server.post("/v1/completions", b'{"prompt": "a", "max_tokens": 2}')) == 200

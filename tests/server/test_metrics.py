@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -99,3 +100,13 @@ def test_processes_add_up(processes: list[list[float]]) -> None:
 def test_token_bounds_reach_the_context() -> None:
     assert token_bounds(100) == (1, 2, 5, 10, 20, 50, 100)
     assert token_bounds(4096)[-1] == 2000 and token_bounds(1) == (1,)
+
+
+@pytest.mark.parametrize("file", ["docs/serving.md", "examples/serving/grafana.json"])
+def test_what_documents_and_the_dashboard_name_is_there(file: str) -> None:
+    text = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
+    named = set(re.findall(r"vllm:\w+", text))
+    rendered = render("m", STATS, Observations(128), []).decode()
+    found = {sample.name for family in text_string_to_metric_families(rendered) for sample in family.samples}
+    families = {name.removesuffix("_bucket") for name in found}
+    assert len(named) > 10 and named <= found | families

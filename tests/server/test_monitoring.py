@@ -127,7 +127,3 @@ def test_every_process_shows_what_all_have_counted() -> None:
         await asyncio.to_thread(server.close)
 
     asyncio.run(asyncio.wait_for(serve(), 20))
-
-
-def test_the_page_is_at_the_root(server: LiveServer) -> None:
-    assert "<title>bminf-lite</title>" in server.http.get("/").text

@@ -15,7 +15,6 @@ pytest.importorskip("uvicorn")
 import api_kit  # noqa: E402
 from page_stub import Stub, StubServer  # noqa: E402
 from playwright.sync_api import Browser, Locator, Page, expect  # noqa: E402
-from starlette.testclient import TestClient  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -302,15 +301,3 @@ def worst_contrast(page: Page) -> float:
           return Math.min(...ratios);
         }"""
     )
-
-
-def test_the_page_is_kept_by_browsers_until_it_changes() -> None:
-    client = TestClient(Stub().application())
-    first = client.get("/")
-    assert first.status_code == 200 and first.headers["content-type"] == "text/html; charset=utf-8"
-    assert first.headers["x-content-type-options"] == "nosniff"
-    policy = first.headers["content-security-policy"]
-    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
-    again = client.get("/", headers={"If-None-Match": first.headers["etag"]})
-    assert again.status_code == 304 and again.content == b""
-    assert not re.search(r'(src|href)="(?!data:)', first.text), "no external resource"

@@ -18,7 +18,7 @@ scalars = st.one_of(
     st.text(max_size=6), st.sampled_from(["auto", "text", "function", "user", "json_object", "\u2028", "\x00"]),
 )  # fmt: skip
 keys = st.one_of(
-    st.text(max_size=4), st.sampled_from(["type", "role", "content", "text", "name", "function", "schema"])
+    st.text(max_size=4), st.sampled_from(["type", "role", "content", "text", "name", "function", "schema", "self"])
 )
 junk = st.recursive(
     scalars,
@@ -88,6 +88,9 @@ choices = st.one_of(
     st.just({"type": "tool", "name": "weather"}),
     junk,
 )
+strict_tools = st.one_of(junk, schemas).map(
+    lambda schema: [{"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}]
+)
 flat_tools = [{"type": "function", **WEATHER["function"]}, {"type": "web_search"}]
 blocks = st.lists(
     st.one_of(
@@ -132,7 +135,7 @@ INTERFACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **sampling, **structure, **streaming, "n": st.integers(0, 3), "logprobs": st.booleans(),
             "top_logprobs": st.integers(-1, 21), "max_completion_tokens": counts, "tool_choice": choices,
             "stop": st.one_of(texts, st.lists(texts, max_size=3)), "parallel_tool_calls": st.booleans(),
-            "tools": st.one_of(st.just([WEATHER, TIME]), st.just([]), st.lists(junk, max_size=2)),
+            "tools": st.one_of(st.just([WEATHER, TIME]), st.just([]), st.lists(junk, max_size=2), strict_tools),
             "chat_template_kwargs": st.dictionaries(keys, junk, max_size=2), "continue_final_message": st.booleans(),
             "separate_reasoning": st.booleans(), "reasoning_effort": texts,
         },
@@ -208,7 +211,7 @@ def check(server: LiveServer, path: str, body: Any) -> int:
 
 
 @given(request=requests())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_no_request_is_an_error_of_the_server(fake: LiveServer, request: tuple[str, Any]):
     check(fake, *request)
 

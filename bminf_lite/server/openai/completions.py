@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...text.prompts import EncodedPrompt
+from ...text.tokenizer import Tokenizer
 from ..client import Generation, Output
 from ..completion_text import CompletionText, NewText, ScoredToken, score_prompt
 from ..errors import bad_request
@@ -58,6 +59,7 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
             "not predict: leave out one of them",
             "echo",
         )
+    tokenizer = server.prompts.tokenizer  # an error, if it has none, before anything runs
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     logprobs = 0 if drawn > n and body.logprobs is None else body.logprobs
     params = sampling_params(server, body, max(max_tokens, 1), "max_tokens", logprobs)
@@ -69,15 +71,14 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
         *(generation_request(server, prompt, params, body, drawn, scores_prompt, grammar) for prompt in encoded),
         record=record,
     )
-    return _Completions(server, body, generation, encoded, drawn)
+    return _Completions(server, body, generation, tokenizer, encoded, drawn)
 
 
 class _Choice:
     """One of a response's choices while it arrives: what is echoed, and then the completion."""
 
     def __init__(self, completions: _Completions, prompt: EncodedPrompt, text: str):
-        server, body = completions.server, completions.body
-        tokenizer = server.prompts.tokenizer
+        body, tokenizer = completions.body, completions.tokenizer
         # A grammar counts the space before the first word, which the text of an answer would leave out.
         continued = prompt.token_ids if prompt.continues or body.structures else ()
         self.completion = CompletionText(tokenizer, body.stop, continued, completions.texts)
@@ -142,16 +143,16 @@ class _Completions:
         server: ServerState,
         body: CompletionBody,
         generation: Generation,
+        tokenizer: Tokenizer,
         prompts: Sequence[EncodedPrompt],
         drawn: int,
     ):
-        self.server = server
         self.body = body
         self.generation = generation
         self._prompts = prompts
         self._drawn = drawn
         has_scores = body.logprobs is not None or drawn > (body.n or 1)
-        tokenizer = server.prompts.tokenizer
+        self.tokenizer = tokenizer
         self.texts = server.token_texts if has_scores else None
         self._choices = [
             _Choice(self, prompt, tokenizer.decode(given) if isinstance(given, list) and body.echo else str(given))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from ...text.prompts import PromptEncoder
 from .base import Body, invalid, option, refused
 from .messages import ChatMessage, Tool
 from .sampling import SamplingFields, Stops, StreamOptions, StructureFields
 
 TEMPLATE_REFUSED = "templates in requests are not accepted, because they are programs: the checkpoint's is used"
 RESERVED = frozenset({
-    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "bos_token",
-    "eos_token",
+    *inspect.signature(PromptEncoder.render).parameters, "documents", "continue_final_message", "chat_template",
+    "bos_token", "eos_token",
 })  # fmt: skip
 """Variables of a template that a request sets otherwise, or not at all."""
 

@@ -30,7 +30,7 @@ def prepared(call: Call, x: np.ndarray, positions: np.ndarray, norm_weight: str 
 
 def split(call: Call, qkv: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values fp16 ``[T, heads, head_dim]`` of fp32 columns side by side."""
-    heads = qkv.reshape(len(qkv), -1, call.head_dim)
+    heads = qkv.reshape(len(qkv), qkv.shape[1] // call.head_dim, call.head_dim)
     q, k, v = np.split(heads, [call.heads, call.heads + call.kv_heads], axis=1)
     return prepared(call, q, positions, "q_norm_weight"), prepared(call, k, positions, "k_norm_weight"), v.astype(F16)
 

@@ -1,0 +1,67 @@
+"""Requests with a grammar: it is compiled beside the engine while others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from api_kit import DEMO, UnconstrainedEngine, info_of
+
+from bminf_lite.engine.sampling_params import SamplingParams
+from bminf_lite.grammar import Grammar
+from bminf_lite.grammar.matcher import GrammarCompiler
+from bminf_lite.server.client import EngineClient, Generation, GenerationRequest, RequestRefused
+from bminf_lite.server.engine_server import EngineServer
+
+
+async def read(generation: Generation) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    async for output in generation:
+        tokens.setdefault(output.index, []).extend(output.token_ids)
+    return tokens
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def test_a_grammar_is_compiled_or_refused_or_forgotten(monkeypatch: pytest.MonkeyPatch):
+    entered, go_on = threading.Event(), threading.Event()
+
+    def matcher(self: GrammarCompiler, grammar: Grammar, eos_ids: frozenset[int]) -> None:
+        entered.set()
+        assert go_on.wait(10)
+        if grammar.text == "bad":
+            raise ValueError("a fault of the library")
+
+    monkeypatch.setattr(GrammarCompiler, "matcher", matcher)
+    plain = GenerationRequest([5, 7], SamplingParams(max_new_tokens=3), 2)
+    constrained = replace(plain, grammar=Grammar.regex("a"))
+
+    async def test(client: EngineClient, engine: UnconstrainedEngine) -> None:
+        abandoned = asyncio.ensure_future(client.generate(constrained))
+        await until(entered.is_set)
+        abandoned.cancel()
+        assert await read(await client.generate(plain)) == {0: [8, 9, 10], 1: [8, 9, 10]}  # it does not wait
+        go_on.set()
+        assert await read(await client.generate(constrained)) == {0: [8, 9, 10], 1: [8, 9, 10]}
+        with pytest.raises(RequestRefused, match="a fault of the library"):
+            await client.generate(replace(plain, grammar=Grammar.regex("bad")))
+        assert engine.num_tokens == 12 and client.num_running == 0
+
+    async def main() -> None:
+        engine = UnconstrainedEngine(range(1, 2048))
+        server = EngineServer(engine, info_of(DEMO))
+        client = await EngineClient.connect(server.connect())
+        try:
+            await asyncio.wait_for(test(client, engine), 20)
+        finally:
+            client.close()
+            server.close()
+            engine.close()
+
+    asyncio.run(main())

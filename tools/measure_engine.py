@@ -1,0 +1,285 @@
+"""Measure the engine under load on one model with random weights: throughput, steps, times between tokens, equal bits.
+
+    python tools/measure_engine.py [--shape llama-3-8b] [--kv-cache int8] [--context 40960] [PART ...]
+
+Parts, which run in the order given, by default all but those of full size: see :data:`PARTS`. Each prints a line of
+JSON when it is done. The model is loaded and warmed up once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from measure_grammar import SCHEMA, large_vocabulary
+
+from bminf_lite import backend
+from bminf_lite.api import Model
+from bminf_lite.bench.model import random_model, read_shape
+from bminf_lite.bench.serving import Load, run_load
+from bminf_lite.engine.core import Launched
+from bminf_lite.engine.scheduler import Step, StepResult
+from bminf_lite.grammar.matcher import GrammarCompiler
+
+OPTIONS: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0}
+
+
+@dataclass
+class StepLog:
+    """What steps of each kind took: on the host to launch, and from the end of the step before to their own."""
+
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    launch_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    last_end: float = 0.0
+    is_captured: bool = False
+
+    def watch(self, runner: Any) -> None:
+        """Record the steps of a ``ModelRunner`` from now on."""
+        launch, captured_step = runner.launch, runner._captured_step
+
+        def find(inputs: Any) -> Any:
+            self.is_captured = True
+            return captured_step(inputs)
+
+        def launch_and_log(step: Step) -> Launched:
+            self.is_captured, start = False, time.perf_counter()
+            launched = launch(step)
+            decodes, prompts = step.num_decodes > 0, step.num_decodes < len(step.parts)
+            kind = "mixed" if decodes and prompts else "prompts" if prompts else "decode"
+            kind += " captured" if self.is_captured else " eager"
+            self.counts[kind] += 1
+            self.tokens[kind] += sum(part.num_tokens for part in step.parts)
+            self.launch_seconds[kind] += time.perf_counter() - start
+            return LoggedStep(launched, kind, self)
+
+        runner.launch, runner._captured_step = launch_and_log, find
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        for values in (self.counts, self.tokens, self.launch_seconds, self.seconds):
+            values.clear()  # type: ignore[attr-defined]
+
+    def table(self) -> dict[str, Any]:
+        """For each kind: steps, mean tokens, milliseconds of the host to launch one, median milliseconds of one."""
+        return {
+            kind: {
+                "steps": count,
+                "tokens": round(self.tokens[kind] / count, 1),
+                "launch_ms": round(1e3 * self.launch_seconds[kind] / count, 3),
+                "median_ms": round(1e3 * float(np.median(self.seconds[kind])), 3) if self.seconds[kind] else None,
+            }
+            for kind, count in self.counts.items()
+        }
+
+
+@dataclass
+class LoggedStep:
+    """A launched step that tells its log when it has ended."""
+
+    launched: Launched
+    kind: str
+    log: StepLog
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        return self.launched.waits_for_tokens
+
+    def sample(self) -> None:
+        self.launched.sample()
+
+    def fetch(self) -> StepResult:
+        result, now = self.launched.fetch(), time.perf_counter()
+        self.log.seconds[self.kind].append(now - self.log.last_end)
+        self.log.last_end = now
+        return result
+
+
+def random_prompts(model: Model, lengths: list[int], seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, model.engine_config.vocab_size, n).tolist() for n in lengths]
+
+
+def offline(requests: int, input_tokens: int, output_tokens: int) -> Callable[[Model, StepLog], dict[str, Any]]:
+    """A load of requests that are all there at once."""
+
+    def run(model: Model, log: StepLog) -> dict[str, Any]:
+        before = model.stats().preemptions
+        found = run_load(model, Load(requests, input_tokens, output_tokens)).to_dict()
+        return found | {"preemptions": model.stats().preemptions - before}
+
+    return run
+
+
+def same_bits(model: Model, log: StepLog) -> dict[str, Any]:
+    """Ragged requests together, again in another order behind cached prefixes, and a few of them alone."""
+    rng = np.random.default_rng(3)
+    longest = min(1500, model.engine_config.context_length - 100)
+    prompts = random_prompts(model, rng.integers(1, longest, 64).tolist(), 4)
+    options = {**OPTIONS, "logprobs": 0, "max_new_tokens": 48}
+
+    def bits(results: list[Any]) -> list[Any]:
+        return [(r.token_ids, np.array(r.logprobs, np.float32).tobytes()) for r in results]
+
+    together = bits(model.generate(prompts, **options))
+    order = rng.permutation(len(prompts))
+    shuffled = bits(model.generate([prompts[i] for i in order], **options))
+    streamed: list[Any] = [None] * len(prompts)
+    for piece in model.stream(prompts, cache_salt="again", **options):  # prompts in smaller pieces
+        if piece.result is not None:
+            streamed[piece.index] = piece.result
+    alone = bits([model.generate(p, cache_salt=str(i), **options) for i, p in enumerate(prompts[:8])])
+    return {
+        "shuffled and cached": sum(shuffled[k] != together[i] for k, i in enumerate(order)),
+        "streamed": sum(a != b for a, b in zip(bits(streamed), together, strict=True)),
+        "alone": sum(a != b for a, b in zip(alone, together, strict=False)),
+    }
+
+
+def decoding(model: Model, log: StepLog) -> dict[str, Any]:
+    """Tokens per second of 1 and 16 sequences behind 512 tokens, after the first token."""
+    found = {}
+    for count in (1, 16):
+        prompts = random_prompts(model, [512] * count, 5 + count)
+        results = model.generate(prompts, max_new_tokens=257, **OPTIONS)
+        found[f"{count} sequences"] = round(count * 256 / max(r.timings.decode_seconds for r in results), 1)
+    return found
+
+
+def prompts_beside_streams(model: Model, log: StepLog) -> dict[str, Any]:
+    """64 streams decode, and a prompt of 4,096 tokens arrives every second: time between tokens, p99 over median."""
+    length = min(4096, model.engine_config.context_length // 2)
+    streams, ended = random_prompts(model, [100] * 64, 6), threading.Event()
+    first_token: list[float] = []
+
+    def arrive() -> None:
+        for prompt in random_prompts(model, [length] * 60, 7):
+            if ended.wait(1.0):
+                return
+            start = time.perf_counter()
+            with_first = model.stream(prompt, max_new_tokens=2, **OPTIONS)
+            next(with_first)
+            first_token.append(time.perf_counter() - start)
+            with_first.close()
+
+    times: dict[int, list[float]] = defaultdict(list)
+    pieces = model.stream(streams, max_new_tokens=1200, **OPTIONS)
+    arriving = threading.Thread(target=arrive)
+    arriving.start()
+    for piece in pieces:
+        times[piece.index].append(time.perf_counter())
+    ended.set()
+    arriving.join()
+    gaps = 1e3 * np.concatenate([np.diff(t)[64:] for t in times.values()])
+    median, p99 = np.percentile(gaps, [50, 99])
+    return {
+        "median_ms": round(median, 2), "p99_ms": round(p99, 2), "ratio": round(p99 / median, 2),
+        "first_token_ms": [round(1e3 * t, 1) for t in first_token[:5]],
+    }  # fmt: skip
+
+
+def second_turn(model: Model, log: StepLog) -> dict[str, Any]:
+    """The time to the first token of 128 and 16 new tokens behind a prompt that is cached."""
+    length = min(30_000, model.engine_config.context_length - 1024)
+    (history,) = random_prompts(model, [length], 8)
+    model.generate(history, max_new_tokens=1, **OPTIONS)
+    found: dict[str, Any] = {"cached": length}
+    for count in (128, 16):
+        seconds = []
+        for turn in range(6):
+            (new,) = random_prompts(model, [count], 10 * count + turn)
+            timings = model.generate(history + new, max_new_tokens=1, **OPTIONS).timings
+            seconds.append(timings.prompt_seconds)
+        found[f"{count} new_ms"] = round(1e3 * float(np.median(seconds[3:])), 2)
+    return found
+
+
+def grammars(model: Model, log: StepLog) -> dict[str, Any]:
+    """Tokens per second of sequences that follow a JSON schema, and of free ones, all drawn at random."""
+    vocabulary = large_vocabulary(model.engine_config.vocab_size)
+    model.eos_ids = vocabulary.eos_ids
+    model.grammars = GrammarCompiler(vocabulary, model.engine_config.vocab_size)
+    schema = {"type": "array", "items": SCHEMA}  # never has to end
+    found: dict[str, Any] = {}
+    for count in (1, 32, 256):
+        rates = []
+        for kind in ({}, {"json_schema": schema}):
+            options = {**OPTIONS, "temperature": 1.0, "seed": 1, "max_new_tokens": 257, **kind}
+            prompts = random_prompts(model, [128] * count, 9)
+            model.generate(prompts, **{**options, "max_new_tokens": 3})
+            seconds = [max(r.timings.decode_seconds for r in model.generate(prompts, **options)) for _ in range(3)]
+            rates.append(count * 256 / float(np.median(seconds)))
+        free, constrained = rates
+        found[f"{count} sequences"] = {
+            "free": round(free, 1), "constrained": round(constrained, 1), "ratio": round(constrained / free, 3),
+        }  # fmt: skip
+    return found
+
+
+PARTS: dict[str, Callable[[Model, StepLog], dict[str, Any]]] = {
+    "bits": same_bits,
+    "decoding": decoding,
+    "turn": second_turn,
+    "streams": prompts_beside_streams,
+    "grammars": grammars,
+    "768 of 128/128": offline(768, 128, 128),
+    "4096 of 128/128": offline(4096, 128, 128),
+    "512 of 2048/128": offline(512, 2048, 128),
+    "1024 of 1000/300": offline(1024, 1000, 300),
+    "1024 of 128/512": offline(1024, 128, 512),
+}
+FULL_PARTS: dict[str, Callable[[Model, StepLog], dict[str, Any]]] = {
+    "2048 of 128/2048": offline(2048, 128, 2048),
+    "2048 of 1000/1000": offline(2048, 1000, 1000),
+    "1024 of 2048/2048": offline(1024, 2048, 2048),
+    "1024 of 2048/128": offline(1024, 2048, 128),
+}
+"""The rows of TensorRT-LLM's published table, minutes each."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3-8b")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--kv-cache", default="int8", choices=("fp16", "int8"))
+    parser.add_argument("--context", type=int, default=40960, help="positions of the model (default: %(default)s)")
+    parser.add_argument("--max-batch", type=int)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {', '.join([*PARTS, *FULL_PARTS])}")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    config = read_shape(options.shape) | {"max_position_embeddings": options.context}
+    ops = backend.create(options.device)
+    found = random_model(options.shape, config, ops, options.kv_cache, options.max_batch)
+    engine_config = replace(found.engine_config, max_queue=1 << 20)
+    with Model(found.network, engine_config) as model:
+        loaded = time.perf_counter()
+        model.warm_up()
+        warm = time.perf_counter()
+        runner = model._engine._runner
+        assert runner is not None
+        captured = len(runner._captured)  # type: ignore[attr-defined]
+        log = StepLog()
+        log.watch(runner)
+        config_facts = {"max_num_seqs": engine_config.max_num_seqs, "num_blocks": engine_config.num_blocks}
+        seconds = {"load_s": round(loaded - start, 1), "warm_up_s": round(warm - loaded, 1)}
+        print(json.dumps({"device": ops.describe(), **seconds, "captured": captured, **config_facts}), flush=True)
+        for name in options.parts or PARTS:
+            log.clear()
+            begin = time.perf_counter()
+            result = (PARTS | FULL_PARTS)[name](model, log)
+            result |= {"part_s": round(time.perf_counter() - begin, 1), "steps": log.table()}
+            print(json.dumps({"part": name, **result}), flush=True)
+        added = len(runner._captured) - captured  # type: ignore[attr-defined]
+        print(json.dumps({"captured after the warm-up": added, "memory": ops.memory()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
