@@ -258,8 +258,8 @@ class Engine:
                 try:
                     work()
                 except BaseException as error:  # noqa: PERF203, the thread must live on
-                    self._fail(error)
                     self.failure = self.failure if isinstance(error, MemoryError) else error
+                    self._fail(error)
             self._end_step()
             if closing:
                 break

@@ -61,8 +61,7 @@ class Answer:
             tokens += new.tokens
             end = next((i for i, event in enumerate(events) if isinstance(event, CallEnd)), None)
             if end is not None:
-                if output.finish_reason is None:
-                    generation.stop(output.index)
+                generation.stop(output.index)
                 self.finish_reason = "tool_calls"
                 return NewEvents(events[: end + 1], tokens, self.finish_reason)
             if new.finish_reason is not None:

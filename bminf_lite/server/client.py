@@ -180,7 +180,7 @@ class Generation:
         return self._num_running == 0
 
     def stop(self, index: int) -> None:
-        """End a completion because its text is complete, as :meth:`cancel` does."""
+        """A completion's text is complete: end it as :meth:`cancel` does, unless the engine has ended it meanwhile."""
         if self._record is not None:
             self._record.finished(index, "stop")
         self.cancel(index)

@@ -160,6 +160,6 @@ def told(error: Exception) -> ApiError:
 def read(generation: Generation, text: CompletionText, output: Output) -> NewText:
     """What an output adds to its text. A completion that a stop text ends is cancelled in the engine."""
     new = text.read(output)
-    if new.finish_reason is not None and output.finish_reason is None:
+    if new.finish_reason == "stop" and output.finish_reason != "stop":
         generation.stop(output.index)
     return new

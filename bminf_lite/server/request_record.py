@@ -61,7 +61,15 @@ class Observer:
 
 
 class _Completion:
-    __slots__ = ("finish_reason", "first_token_time", "last_token_time", "num_tokens", "prompt_tokens", "queue_seconds")
+    __slots__ = (
+        "end_time",
+        "finish_reason",
+        "first_token_time",
+        "last_token_time",
+        "num_tokens",
+        "prompt_tokens",
+        "queue_seconds",
+    )
 
     def __init__(self, prompt_tokens: int):
         self.prompt_tokens = prompt_tokens
@@ -69,6 +77,7 @@ class _Completion:
         self.first_token_time = 0.0
         self.last_token_time = 0.0
         self.queue_seconds = 0.0
+        self.end_time = 0.0
         self.finish_reason: str | None = None
 
 
@@ -131,17 +140,20 @@ class RequestRecord:
     def finished(self, completion: int, reason: str) -> None:
         """A completion has ended: by the engine's finish reason, or ``stop`` where a stop text was found.
 
-        Only the first call counts.
+        Both may happen, if a stop text is in the last tokens; the last call counts.
         """
         state = self._completions[completion]
-        if state.finish_reason is not None:
-            return
+        if state.finish_reason is None:
+            state.end_time = perf_counter()
         state.finish_reason = reason
-        now = perf_counter()
+
+    def _count(self, state: _Completion) -> None:
+        """Count a completion that has ended."""
+        assert state.finish_reason is not None
         observations = self._observer.observations
         values = observations.values
-        observations.add_finished(reason)
-        observations.e2e_latency.observe(values, now - self._start)
+        observations.add_finished(state.finish_reason)
+        observations.e2e_latency.observe(values, state.end_time - self._start)
         observations.prompt_tokens.observe(values, state.prompt_tokens)
         observations.generation_tokens.observe(values, state.num_tokens)
         if state.num_tokens:
@@ -163,12 +175,13 @@ class RequestRecord:
         if self._ended:
             return
         self._ended = True
-        for i in range(len(self._completions)):
-            self.finished(i, "error" if status >= 500 else "cancelled")
         reasons: dict[str, int] = {}
-        for completion in self._completions:
-            assert completion.finish_reason is not None
-            reasons[completion.finish_reason] = reasons.get(completion.finish_reason, 0) + 1
+        for i, completion in enumerate(self._completions):
+            if completion.finish_reason is None:
+                self.finished(i, "error" if status >= 500 else "cancelled")
+            self._count(completion)
+            reason = completion.finish_reason or ""
+            reasons[reason] = reasons.get(reason, 0) + 1
         first = [c.first_token_time for c in self._completions if c.num_tokens]
         self._observer.write(
             {

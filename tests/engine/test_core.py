@@ -18,7 +18,7 @@ from stub_runner import SIZE, StubRunner, alone, make_config, make_request
 from bminf_lite.completions import Completion, arun, run
 from bminf_lite.engine.core import Engine
 from bminf_lite.engine.request import Request
-from bminf_lite.errors import UsageError
+from bminf_lite.errors import QueueFull, UsageError
 from bminf_lite.text.text_stream import TextStream
 
 
@@ -339,7 +339,7 @@ def test_the_queue_has_a_bound(engine):
     bounded.submit([make_request([1], 20)])
     wait_until(lambda: bounded.stats().running == 1)
     bounded.submit([make_request([i], 2) for i in range(3)])
-    with pytest.raises(UsageError, match=r"3 requests wait, and 1 more would exceed the bound of 3 \(max_queue\)"):
+    with pytest.raises(QueueFull, match=r"3 requests wait, and 1 more would exceed the bound of 3 \(max_queue\)"):
         bounded.submit([make_request([1])])
     assert bounded.stats().waiting == 3
     bounded.close()
@@ -459,3 +459,29 @@ def test_statistics(engine):
     assert (stats.prompt_tokens, stats.cached_tokens) == (18, 8)
     assert (stats.waiting, stats.running, stats.blocks_used, stats.blocks_cached, stats.blocks_free) == (0, 0, 0, 2, 37)
     assert stats.steps == len(engine.runner.steps) > 0
+
+
+def test_what_is_called_after_steps_finds_every_update_told(engine):
+    """Also after a step that fails, and after the last one of a closed engine."""
+    told: list[int] = []
+    seen: list[tuple[int, str | None]] = []
+    request = make_request([1], 4, on_update=lambda request: told.append(len(request.output_token_ids)))
+    engine.after_steps(lambda: seen.append((len(told), request.finish_reason)))
+    engine.submit([request])
+    wait_until(lambda: request.finish_reason is not None)
+    wait_until(lambda: seen[-1] == (len(told), request.finish_reason))
+    count = len(seen)
+    engine.close()
+    assert len(seen) > count
+
+
+@pytest.mark.parametrize(("error", "is_failure"), [(RuntimeError("illegal access"), True), (MemoryError(), False)])
+def test_a_failure_is_what_the_device_may_not_survive(engine, error, is_failure):
+    def fail() -> None:
+        engine.before_launch = lambda: None
+        raise error
+
+    engine.before_launch = fail
+    with pytest.raises(type(error)):
+        tokens_of(engine, make_request([1], 4))
+    assert engine.failure is (error if is_failure else None)

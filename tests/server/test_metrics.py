@@ -55,8 +55,8 @@ def test_a_request_is_counted_once_with_each_of_its_times() -> None:
         assert first == 0
         record.tokens(first, 1, cached_tokens=4)
         record.tokens(first, 3)
-        record.finished(first, "context")
         record.finished(first, "stop")
+        record.finished(first, "context")
         record.tokens(second, 2)
         record.end(200)
         record.end(500)

@@ -17,11 +17,15 @@ pytest.importorskip("uvicorn")
 
 from api_kit import DEMO, NAME, VOCAB_SIZE, LiveServer
 from fake_engine import FakeEngine, fake_info
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.server.client import EngineClient
 from bminf_lite.server.engine_server import EngineServer
 from bminf_lite.server.protocol import GenerationRequest
+from bminf_lite.server.recorder import Recorder
+from bminf_lite.server.request_log import RequestLog
 from bminf_lite.server.request_record import Observer
 from bminf_lite.server.settings import ServerSettings
 
@@ -127,3 +131,25 @@ def test_every_process_shows_what_all_have_counted() -> None:
         await asyncio.to_thread(server.close)
 
     asyncio.run(asyncio.wait_for(serve(), 20))
+
+
+def test_a_mounted_application_logs_its_own_paths(tmp_path: Path) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(status_code=204)(scope, receive, send)
+
+    async def serve() -> None:
+        observer = Observer(64, lambda values: None, RequestLog(str(tmp_path / "log")))
+        recorder = Recorder(app, observer, NAME, ["/v1/completions"])
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/llm/v1/completions", "root_path": "/llm", "headers": []}
+        await recorder(scope, receive=lambda: asyncio.sleep(0), send=send)
+        observer.close()
+        assert any(name == b"x-request-id" for name, _ in sent[0]["headers"])
+
+    asyncio.run(serve())
+    (line,) = log_lines(tmp_path, 1)
+    assert (line["route"], line["status"]) == ("/v1/completions", 204)
