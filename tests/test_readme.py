@@ -92,7 +92,7 @@ PAGES = [
 def test_links_and_paths_exist(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     folder = (REPOSITORY / page).parent
-    links = [folder / link for link in re.findall(r"\]\(([^):#]+)", text)]
+    links = [folder / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
     paths = [
         REPOSITORY / path
         for path in re.findall(r"`((?:bminf_lite|tests|tools|docs|benchmarks|examples)/[\w./]+)`", text)
