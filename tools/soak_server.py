@@ -48,6 +48,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GREEDY_PROMPTS = 6
+SERVER_OPTIONS = ("--max-batch", "8")
+"""A cache so small that it is soon full, and that sequences have to wait for blocks."""
 WARM_UP = 0.25
 """The part of the time after which all processes that the server needs have started."""
 MORE_FILES = 16
@@ -313,7 +315,7 @@ async def soak(traffic: Soak, watch: Watch, clients: int, seconds: float) -> Non
 def run(folder: Path | None, clients: int, seconds: float, allowed_growth: int, seed: int = 0) -> dict[str, Any]:
     """Soak a new server; the report has the counts, and ``problems``, which is empty if all checks pass."""
     with tempfile.TemporaryDirectory() as work:
-        server = ServerProcess(folder or demo_folder(Path(work) / "model", TEMPLATE))
+        server = ServerProcess(folder or demo_folder(Path(work) / "model", TEMPLATE), *SERVER_OPTIONS)
         try:
             traffic, watch = Soak(server.url, seed), Watch(server, max(0.5, seconds / 200))
             asyncio.run(soak(traffic, watch, clients, WARM_UP * seconds))

@@ -15,7 +15,7 @@ from . import anthropic, fill_blank, health, monitoring, page, tokens
 from .client import EngineClient
 from .errors import ApiError, api_error
 from .openai import chat, completions, responses
-from .recorder import Recorder
+from .recorder import CLIENT_CLOSED_REQUEST, Recorder
 from .security import Guard
 from .settings import ServerSettings
 from .state import ServerState
@@ -45,11 +45,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)  # which the log and the metrics see, and no client
+    return Response(status_code=CLIENT_CLOSED_REQUEST)  # which the log and the metrics see, and no client
 
-
-_CLIENT_CLOSED_REQUEST = 499
-"""As nginx counts a client that leaves before its answer."""
 
 _HANDLERS: Any = {
     ApiError: _error,
