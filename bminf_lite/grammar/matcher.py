@@ -107,6 +107,7 @@ class GrammarCompiler:
         self._vocabularies: dict[frozenset[int], Any] = {}
         self._compiled: OrderedDict[tuple[Grammar, frozenset[int]], Any] = OrderedDict()
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
 
     def matcher(self, grammar: Grammar, eos_ids: frozenset[int]) -> Matcher:
         """A matcher at its start. Raises ``UsageError`` for a grammar, or a vocabulary, that cannot be used.
@@ -118,28 +119,26 @@ class GrammarCompiler:
             raise UsageError(
                 f"a {grammar.name} for the output needs a model with an end-of-sequence token, and this one has none"
             )
-        text = None if self._find(grammar, eos_ids) else specification(grammar)
+        key = grammar, eos_ids
         with self._lock:
-            if text is not None:
-                self._compiled[grammar, eos_ids] = self._compile(grammar, text, eos_ids)
-                while len(self._compiled) > MAX_CACHED:
-                    self._compiled.popitem(last=False)
-            return Matcher(grammar, self._compiled[grammar, eos_ids].deep_copy(), eos_ids)
-
-    def _find(self, grammar: Grammar, eos_ids: frozenset[int]) -> bool:
+            found = self._compiled.get(key)
+        if found is None:
+            found = self._compile(grammar, specification(grammar), eos_ids)
         with self._lock:
-            if (grammar, eos_ids) not in self._compiled:
-                return False
-            self._compiled.move_to_end((grammar, eos_ids))
-            return True
+            self._compiled[key] = found
+            self._compiled.move_to_end(key)
+            if len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+            return Matcher(grammar, found.deep_copy(), eos_ids)
 
     def _compile(self, grammar: Grammar, text: str, eos_ids: frozenset[int]) -> Any:
         """An ``LLMatcher`` that has computed its first mask, so that its copies share that work."""
         import llguidance
 
-        vocabulary = self._vocabularies.get(eos_ids)
-        if vocabulary is None:
-            vocabulary = self._vocabularies[eos_ids] = _vocabulary(self._tokenizer, self._vocab_size, eos_ids)
+        with self._reading:
+            vocabulary = self._vocabularies.get(eos_ids)
+            if vocabulary is None:
+                vocabulary = self._vocabularies[eos_ids] = _vocabulary(self._tokenizer, self._vocab_size, eos_ids)
         limits = llguidance.LLParserLimits(**LIMITS)
         matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
         if not matcher.is_error() and not _can_begin(matcher, eos_ids):

@@ -9,7 +9,8 @@ without a model. Parsing is the work of llguidance, which the extra ``grammar`` 
 
 A grammar may come from a stranger. A short one can take minutes, gigabytes, or the whole stack, although llguidance
 counts its steps. Therefore a grammar is first tried in a process of its own (``check_worker.py``), which is killed
-after a time limit and, on Linux, has limited memory. It starts with the first grammar, in about a tenth of a second.
+after a time limit and, on Linux, has limited memory. It starts with the first grammar, in about a tenth of a second,
+and serves later ones.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ MAX_TEXT = 120_000
 MAX_CHOICES = 5_000
 CHECK_SECONDS = 5.0
 CHECK_BYTES = 1 << 30
+MAX_CHECKERS = 4
 LIMITS: dict[str, Any] = {"max_grammar_size": 200_000, "max_lexer_states": 50_000, "verbose_errors": False}
 """Of llguidance's limits on time and memory, those that differ from its defaults."""
 WHITESPACE = r"\x20|\r?\n(\x20{0,24}|\t{0,8})"
@@ -126,7 +128,7 @@ def specification(grammar: Grammar) -> str:
         raise UsageError(
             f"a {grammar.name} for the output needs the package llguidance: pip install 'bminf-lite[grammar]'"
         )
-    reply = _checker.ask(json.dumps({"kind": grammar.kind, "text": grammar.text}))
+    reply = _checkers.ask(json.dumps({"kind": grammar.kind, "text": grammar.text}))
     if "failed" in reply:
         raise UsageError(f"the {grammar.name} is too complex: checking it {reply['failed']}. Simplify it")
     if "problem" in reply:
@@ -134,24 +136,29 @@ def specification(grammar: Grammar) -> str:
     return reply["specification"]
 
 
-class _Checker:
-    """The process that checks grammars, one after another."""
+class _Checkers:
+    """The processes that check grammars: a few, so that one grammar that takes long does not stop the others."""
 
     def __init__(self) -> None:
-        self._worker: WorkerProcess | None = None
-        self._lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(MAX_CHECKERS)
+        self._idle: list[WorkerProcess] = []
 
     def ask(self, request: str) -> dict[str, str]:
-        with self._lock:
-            if self._worker is None or not self._worker.alive:
+        with self._free:
+            worker = self._idle.pop() if self._idle else None
+            if worker is None or not worker.alive:
                 setup = {
                     "memory": CHECK_BYTES, "limits": LIMITS, "whitespace": WHITESPACE, "max_choices": MAX_CHOICES,
                 }  # fmt: skip
-                self._worker = WorkerProcess(CHECK_WORKER, setup)
-            return self._worker.ask(request, CHECK_SECONDS)
+                worker = WorkerProcess(CHECK_WORKER, setup)
+            try:
+                return worker.ask(request, CHECK_SECONDS)
+            finally:
+                if worker.alive:
+                    self._idle.append(worker)
 
 
-_checker = _Checker()
+_checkers = _Checkers()
 
 
 def _json_text(value: Any, name: str) -> str:

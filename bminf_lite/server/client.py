@@ -160,16 +160,22 @@ class Generation:
                 self._reader = None
 
     def take(self) -> Output | None:
-        """The next output that has arrived, without waiting; None if there is none now."""
+        """The next output that has arrived, without waiting; None if there is none now.
+
+        Raises ``EngineFailure`` where the engine, not the completion, ended with an error.
+        """
         while self._position < len(self._readable):
             completion = self._readable[self._position]
             self._position += 1
             if completion.is_listed:  # otherwise it was cancelled
                 if self._record is not None:
                     self._tell(self._record, completion)
-                if completion.finish_reason is not None:
+                output = completion.take()
+                if output.finish_reason is not None:
                     self._num_running -= 1
-                return completion.take()
+                    if output.finish_reason == "error" and self._client.failure is not None:
+                        raise EngineFailure(self._client.failure)
+                return output
         self._readable.clear()
         self._position = 0
         return None

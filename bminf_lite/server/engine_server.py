@@ -272,6 +272,12 @@ class EngineServer:
     # -- in the engine's thread ---------------------------------------------------------------------------------------
 
     def _after_step(self) -> None:
+        failure = self._engine.failure
+        if failure is not None and not self._has_failed:
+            self._has_failed = True
+            for connection in self._connections:
+                connection.send(Failed(str(failure) or type(failure).__name__))
+            self._on_failure(failure)
         for connection in self._connections:
             if connection.changed:
                 try:
@@ -279,11 +285,6 @@ class EngineServer:
                 except Exception:  # which must not end the engine's thread
                     _log.exception("a connection to an HTTP process is closed, because of an error")
                     connection.break_off()
-        if self._engine.failure is not None and not self._has_failed:
-            self._has_failed = True
-            for connection in list(self._connections):
-                connection.send(Failed(str(self._engine.failure) or type(self._engine.failure).__name__))
-            self._on_failure(self._engine.failure)
 
     # -- in the thread that reads -------------------------------------------------------------------------------------
 

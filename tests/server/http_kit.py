@@ -51,8 +51,6 @@ def tiny_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
         async def write(events: EventStream) -> None:
             async for output in generation:
                 await events.write(b"".join(padding + b"data: %d\n\n" % token for token in output.token_ids))
-                if output.error:
-                    await events.write(b"data: error: %s\n\n" % output.error.encode())
 
         return EventStreamResponse(generation, write)
 

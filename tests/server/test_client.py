@@ -159,9 +159,9 @@ def test_a_failed_engine_ends_everything():
     async def test(client: EngineClient, engine: FakeEngine) -> None:
         generation = await client.generate(wanted(100_000))
         engine.fail("CUDA error: misaligned address")
-        outputs = [output async for output in generation]
-        assert outputs[-1].finish_reason == "error" and "misaligned" in str(outputs[-1].error)
-        await until(lambda: client.failure is not None)
+        with pytest.raises(EngineFailure, match="misaligned"):
+            await read(generation)
+        assert client.failure is not None and client.num_running == 0
         with pytest.raises(EngineFailure, match="misaligned"):
             await client.generate(wanted(1))
         with pytest.raises(EngineFailure, match="misaligned"):

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -195,8 +196,10 @@ def test_an_engine_that_fails():
     """Streams end with an error, and the process ends with a code after which a supervisor starts it again."""
     server = ServeProcess([sys.executable, "-c", FAILING_COMMAND, str(DEMO)])
     try:
-        with server.stream() as running:
+        with ThreadPoolExecutor() as pool, server.stream() as running:
+            whole = pool.submit(server.complete, max_tokens=1000, ignore_eos=True)
             assert "illegal memory access" in "".join(running.iter_text())
+            assert whole.result().status_code == 503
         assert server.wait() == 70
         assert any("the engine has failed" in line for line in server.lines)
     finally:
