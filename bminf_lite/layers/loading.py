@@ -37,7 +37,10 @@ class RowTransform:
         if self.factors is None:
             return ordered
         factors = np.asarray(self.factors, np.float32).reshape((-1,) + (1,) * (len(ordered.shape) - 1))
-        return np.asarray(ordered).astype(np.float32) * factors
+        values = np.asarray(ordered)
+        if factors.size == 1 and values.size and not any(values.strides):  # one number, as where a plan counts bytes
+            return np.broadcast_to(np.float32(values.flat[0]) * factors.flat[0], values.shape)
+        return values.astype(np.float32) * factors
 
     def apply_to_matrix(self, weight: HostWeight) -> HostWeight:
         """The rows of a matrix; those of an int8 matrix keep their codes, and their scales get the factors."""
