@@ -37,7 +37,9 @@ def routes(server: ServerState) -> list[Route]:
         body = parse(CreateMessageBody, await request.body())
         params = sampling_params(server, body, body.max_tokens, "max_tokens")
         prepared = await prepare(server, _conversation(body))
-        wanted = generation_request(server, prepared.prompt, params, body, grammar=prepared.grammar)
+        wanted = generation_request(
+            server, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
+        )
         work = _Message(
             body,
             await server.client.generate(wanted, record=record_of(request)),

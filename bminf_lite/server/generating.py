@@ -133,7 +133,7 @@ async def checked_grammar(make: Callable[[], Grammar], field: str) -> Grammar:
 
 def generation_request(
     server: ServerState, prompt: EncodedPrompt, params: SamplingParams, fields: SamplingFields, n: int = 1,
-    prompt_logprobs: bool = False, grammar: Grammar | None = None,
+    prompt_logprobs: bool = False, grammar: Grammar | None = None, is_streamed: bool | None = None,
 ) -> GenerationRequest:  # fmt: skip
     """The engine's request for ``n`` completions of a prompt."""
     return GenerationRequest(
@@ -147,6 +147,7 @@ def generation_request(
         cache_salt=fields.cache_salt or "",
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        is_streamed=bool(is_streamed),
     )
 
 

@@ -32,6 +32,7 @@ class GenerationRequest:
     - ``cache_salt``: only requests with equal ones share cached blocks.
     - ``prompt_logprobs``: report the log-probability of each prompt token but the first, and the most likely token.
     - ``grammar``: what the completions must look like.
+    - ``is_streamed``: the client reads the tokens as they come, so prompts must not hold them up.
     """
 
     prompt_token_ids: list[int]
@@ -44,6 +45,7 @@ class GenerationRequest:
     cache_salt: str = ""
     prompt_logprobs: bool = False
     grammar: Grammar | None = None
+    is_streamed: bool = False
 
 
 # -- from an HTTP process to the engine -------------------------------------------------------------------------------

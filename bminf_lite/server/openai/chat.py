@@ -64,7 +64,9 @@ async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -
         bool(body.continue_final_message),
     )
     prepared = await prepare(server, conversation)
-    request = generation_request(server, prepared.prompt, params, body, body.n or 1, grammar=prepared.grammar)
+    request = generation_request(
+        server, prepared.prompt, params, body, body.n or 1, grammar=prepared.grammar, is_streamed=body.stream
+    )
     return _Chat(server, body, await server.client.generate(request, record=record), prepared)
 
 

@@ -68,7 +68,10 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
     encoded = [await encode(server, p, f"prompt[{i}]" if len(prompts) > 1 else "prompt", special)
                for i, p in enumerate(prompts)]  # fmt: skip
     generation = await server.client.generate(
-        *(generation_request(server, prompt, params, body, drawn, scores_prompt, grammar) for prompt in encoded),
+        *(
+            generation_request(server, prompt, params, body, drawn, scores_prompt, grammar, body.stream)
+            for prompt in encoded
+        ),
         record=record,
     )
     return _Completions(server, body, generation, tokenizer, encoded, drawn)

@@ -64,7 +64,9 @@ async def _prepare(server: ServerState, body: ResponsesBody, record: RequestReco
         field="input",
     )
     prepared = await prepare(server, conversation)
-    request = generation_request(server, prepared.prompt, params, body, grammar=prepared.grammar)
+    request = generation_request(
+        server, prepared.prompt, params, body, grammar=prepared.grammar, is_streamed=body.stream
+    )
     return _Response(server, body, await server.client.generate(request, record=record), prepared, params)
 
 
