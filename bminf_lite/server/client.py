@@ -238,8 +238,7 @@ class EngineClient:
     """One HTTP process's way to the engine. Made by :meth:`connect`, and used in one event loop.
 
     - ``info``: facts of the model. ``is_ready``: the engine is warm. ``failure``: why it failed, else None.
-    - ``num_running``: completions that have not ended. ``on_shutdown`` is called with the seconds that are left for
-      running requests when the engine's process wants this one to end; ``on_disconnect`` when its socket closes.
+    - ``num_running``: completions that have not ended.
     """
 
     info: ModelInfo
@@ -248,8 +247,8 @@ class EngineClient:
         self.loop = loop
         self.is_ready = False
         self.failure: str | None = None
-        self.on_shutdown: Callable[[float], None] = lambda seconds: None
-        self.on_disconnect: Callable[[], None] = lambda: None
+        self._shut_down: Callable[[float], None] | None = None
+        self._seconds_left: float | None = None
         self.on_close: Callable[[], None] = lambda: None
         self._running: dict[int, _Completion] = {}
         self._waiting: dict[int, asyncio.Future[None]] = {}
@@ -272,6 +271,21 @@ class EngineClient:
         self.on_close()
         if self._transport is not None:
             self._transport.close()
+
+    def on_shutdown(self, shut_down: Callable[[float], None]) -> None:
+        """Call ``shut_down`` when this process is to end, with the seconds that are left for running requests.
+
+        The engine's process asks for it, or its socket closes; if that was before this call, at once.
+        """
+        self._shut_down = shut_down
+        if self._seconds_left is not None:
+            shut_down(self._seconds_left)
+
+    def shut_down(self, seconds: float) -> None:
+        """Tell the process that it is to end."""
+        self._seconds_left = seconds
+        if self._shut_down is not None:
+            self._shut_down(seconds)
 
     @property
     def num_running(self) -> int:
@@ -362,7 +376,7 @@ class EngineClient:
             elif isinstance(message, Failed):
                 self.end_all(message.message)
             elif isinstance(message, ShutDown):
-                self.on_shutdown(message.seconds)
+                self.shut_down(message.seconds)
 
     def _receive_outputs(self, step: StepOutputs) -> None:
         running = self._running
@@ -427,4 +441,4 @@ class _Reader(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._client.end_all("the engine's process has ended")
-        self._client.on_disconnect()
+        self._client.shut_down(0)

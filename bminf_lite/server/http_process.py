@@ -61,8 +61,7 @@ async def serve_http(
         client.loop.call_later(seconds, client.end_all, "the server is shutting down")
         server.should_exit = True
 
-    client.on_shutdown = shut_down
-    client.on_disconnect = lambda: shut_down(0)
+    client.on_shutdown(shut_down)
     gc.collect()
     gc.freeze()  # what is there now stays, so the collector need not look at it again
     await server.serve(sockets=[listener])

@@ -178,3 +178,24 @@ def test_a_client_that_goes_away_cancels_its_requests():
         await until(lambda: engine.stats().running == 0)
 
     run(test, seconds_per_step=0.002)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before it listens", "later"])
+def test_an_http_process_hears_that_it_is_to_end(before: bool):
+    async def main() -> None:
+        engine = FakeEngine(range(VOCAB_SIZE))
+        server = EngineServer(engine, fake_info("", VOCAB_SIZE))
+        client = await EngineClient.connect(server.connect())
+        heard: list[float] = []
+        if not before:
+            client.on_shutdown(heard.append)
+        server.shut_down_clients(7.5)
+        await client.stats()  # messages come in their order
+        if before:
+            client.on_shutdown(heard.append)
+        assert heard == [7.5]
+        client.close()
+        server.close()
+        engine.close()
+
+    asyncio.run(main())
