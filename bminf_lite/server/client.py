@@ -131,7 +131,7 @@ class Generation:
 
     Each completion ends with an output that has a ``finish_reason``; after the last of them the iteration ends. Use it
     as an asynchronous context manager, or call :meth:`aclose`: that cancels what still runs. For one reader at a time.
-    ``record`` is told of what is read.
+    ``record`` counts the outputs that are read.
     """
 
     def __init__(self, client: EngineClient, first_id: int, n: int, record: RequestRecord | None = None):
@@ -297,7 +297,7 @@ class EngineClient:
 
         The indices of the outputs count the completions of the first request, then those of the second, and so on. All
         of them draw differently with the same seed. Raises ``QueueFull``, ``RequestRefused`` for a request that does
-        not fit the model, and ``EngineFailure``; then none of them runs. ``record`` is told of them.
+        not fit the model, and ``EngineFailure``; then none of them runs. ``record`` counts the requests.
         """
         self._require_engine()
         first_id, count = self._next_id, sum(request.n for request in requests)

@@ -77,7 +77,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def api_error(error: Exception, fields: Container[str] = ()) -> ApiError:
-    """What a client is told of an exception.
+    """The answer to a client for an exception.
 
     Messages of ``UsageError`` begin with the name of the wrong argument, which becomes ``param`` if it is one of
     ``fields``. What is not an error of this package is a bug, and its text stays on the server.

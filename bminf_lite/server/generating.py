@@ -152,7 +152,7 @@ def generation_request(
 
 
 def told(error: Exception) -> ApiError:
-    """What a client is told of an error in a stream that has begun. What is a bug goes to the log."""
+    """The answer to a client for an error in a stream that has begun. An error that is a bug is logged."""
     if not isinstance(error, (ApiError, BminfError)):
         _log.error("an error in a stream", exc_info=error)
     return api_error(error)

@@ -44,7 +44,7 @@ def application(
 
 
 class _Mounted:
-    """The application of each event loop, made by the first request in it; a mounted one is told of no start."""
+    """An application for each event loop, made by its first request: a mounted application gets no start event."""
 
     def __init__(self, model: Model, settings: ServerSettings):
         self._model = model  # which would close its engine if it were dropped

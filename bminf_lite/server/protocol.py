@@ -63,7 +63,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
-    """End these completions. Their blocks are free at the next step; nothing more is told of them."""
+    """End these completions. Their blocks are free at the next step; no more outputs come."""
 
     ids: list[int]
 

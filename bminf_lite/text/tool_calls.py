@@ -3,7 +3,7 @@
 Models are trained to write calls in one of a few forms, each around a JSON object with the function's name and its
 arguments. :func:`find_tool_format` finds the form from the chat template and the vocabulary, :class:`ToolCallParser`
 separates the calls from the text around them, and :func:`tool_grammar` describes them for constrained decoding.
-A model whose form is not known here is told one by :func:`generic_messages`.
+For a model whose form is unknown, :func:`generic_messages` describes the generic form in the prompt.
 """
 
 from __future__ import annotations

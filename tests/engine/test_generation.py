@@ -120,7 +120,7 @@ def test_preempted_requests_continue_as_if_nothing_had_happened(kind):
 
 
 def test_captured_steps_serve_any_sequences(monkeypatch):
-    """Two sizes and three lengths, and a dozen with prompts: no more captures, whoever comes and goes."""
+    """Two sizes and three lengths, and a dozen with prompts: no more captures, whatever requests come."""
     monkeypatch.setattr("bminf_lite.engine.model_runner.CAPTURED_LENGTHS", (64, 96))
     ops, captures = WatchedBackend(1, (2, 6), (16, 150)), []
     drawn = [(1 + 17 * i % 90, i % 3, 3 + 11 * i % 60, {"temperature": 0.8 * (i % 2)}, True) for i in range(24)]
