@@ -26,7 +26,7 @@ from .algorithm_store import AlgorithmStore
 from .cublaslt_matmul import MatmulContext, NoAlgorithm, PreparedMatmul, capturing, timed
 from .layouts import Layout
 from .plans import GemmKind, GemmLayouts, MatmulProblem, bucket, kinds_for
-from .skinny_gemm import SkinnyGemm, tiles_for
+from .skinny_gemm import SkinnyGemm
 from .skinny_gemm_hopper import SkinnyGemmHopper
 from .tensor_core_plans import gemm_layouts
 
@@ -290,21 +290,28 @@ class GemmPlan:
             if capturing(stream):
                 return False
             known = self._igemm.skinny_gemm_verified and self._finds_faster(w, x, rows, stream)
-            self._skinny_gemm_faster[tiles_for(rows)] = known
+            self._skinny_gemm_faster[self._igemm.skinny_gemm.tiles(rows)] = known
         return known
 
     def skinny_gemm_choice(self, rows: int) -> bool | None:
         """The result of :meth:`uses_skinny_gemm`; None before the measurement that decides it."""
         if not self.layouts.is_row_major or not self._igemm.skinny_gemm.supports(rows):
             return False
-        return self._skinny_gemm if self._skinny_gemm is not None else self._skinny_gemm_faster.get(tiles_for(rows))
+        return (
+            self._skinny_gemm
+            if self._skinny_gemm is not None
+            else self._skinny_gemm_faster.get(self._igemm.skinny_gemm.tiles(rows))
+        )
 
     def _finds_faster(self, w: int, x: int, rows: int, stream: int) -> bool:
         """Whether the kernel for a few rows is no slower: always, by the stored choice, or by timing both."""
         if self._igemm.skinny_gemm.is_fastest:
             return True
         out, inner = self.layouts.padded
-        key, store = f"few rows {self._igemm.skinny_gemm.version} {tiles_for(rows)} {out}x{inner}", self._igemm.store
+        key, store = (
+            f"few rows {self._igemm.skinny_gemm.version} {self._igemm.skinny_gemm.tiles(rows)} {out}x{inner}",
+            self._igemm.store,
+        )
         choice = store.choice(key)
         if choice is None:
             choice = self._is_faster(w, x, rows, stream)
