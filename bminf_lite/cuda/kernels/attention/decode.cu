@@ -19,6 +19,9 @@
 // Eight warps compute, and a ninth one loads keys and values into a circular buffer of chunks in shared memory. It runs
 // ahead across phases and items. A block that computes all segments of a pair merges them as it goes; else each segment
 // hands over a record.
+//
+// Where contexts are short and there are blocks enough, a cluster computes one pair (UNIT), segment by segment: no work
+// has to be found and no record handed over, which would take most of the time.
 #include "attention/decode.cuh"
 #include "attention/scores.cuh"
 #include "attention/stages.cuh"
@@ -41,34 +44,35 @@ struct NewToken {
     __half scales[2];
 };
 
-// The heads of one pair: `count` query heads from first_head on, which share the key-value head kv.
+// The heads of one pair: `count` query heads from `first` on, which share the key-value head kv.
 struct HeadRange {
-    int first_head, count, heads, kv, kv_heads, head_dim, head_pitch;
+    int first, count, kv;
 
-    __device__ __forceinline__ HeadRange(int group, int heads, int kv_heads, int head_dim, int head_pitch)
-        : heads(heads),
-          kv_heads(kv_heads),
-          head_dim(head_dim),
-          head_pitch(head_pitch) {
-        const int shared = heads / kv_heads, groups = (shared + HEADS - 1) / HEADS;
-        kv = group / groups, first_head = kv * shared + group % groups * HEADS;
-        count = min(HEADS, (kv + 1) * shared - first_head);
+    __device__ __forceinline__ static HeadRange of(int group, int heads, int kv_heads) {
+        const int shared = heads / kv_heads, groups = (shared + HEADS - 1) / HEADS, kv = group / groups;
+        const int first = kv * shared + group % groups * HEADS;
+        return {first, min(HEADS, (kv + 1) * shared - first), kv};
     }
+};
+
+// The sizes of an attention layer.
+struct LayerShape {
+    int heads, kv_heads, head_dim, head_pitch;
 };
 
 // Fills `new_token`, one warp a head at a time. The key and the value only if `newest`; then they are written to the
 // cache too, at `key` and `value` with their scales, unless these are null.
 template <int D, class CACHE, int PAIRS>
 __device__ __forceinline__ void prepare_new_token(
-    const Values& source, int row, const HeadParams& params, const HeadRange& at, const float (&cosine)[PAIRS],
-    const float (&sine)[PAIRS], NewToken<D, CACHE>& new_token, bool newest, CACHE* key, CACHE* value, __half* key_scale,
-    __half* value_scale) {
-    const int lane = threadIdx.x % WARP, half = at.head_dim / 2, tasks = newest ? at.count + 2 : at.count;
+    const Values& source, int row, const HeadParams& params, const LayerShape& layer, const HeadRange& at,
+    const float (&cosine)[PAIRS], const float (&sine)[PAIRS], NewToken<D, CACHE>& new_token, bool newest, CACHE* key,
+    CACHE* value, __half* key_scale, __half* value_scale) {
+    const int lane = threadIdx.x % WARP, half = layer.head_dim / 2, tasks = newest ? at.count + 2 : at.count;
     const auto fetch = [&](int task, float (&low)[PAIRS], float (&high)[PAIRS]) {
-        const int head = task < at.count ? at.first_head + task : at.heads + (task - at.count) * at.kv_heads + at.kv;
+        const int head = task < at.count ? at.first + task : layer.heads + (task - at.count) * layer.kv_heads + at.kv;
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
-            const int pair = p * WARP + lane, column = head * at.head_dim + pair;
+            const int pair = p * WARP + lane, column = head * layer.head_dim + pair;
             const bool inside = task < tasks && pair < half;
             low[p] = inside ? source.at<false, Order::ROW>(row, column) : 0.0f;
             high[p] = inside ? source.at<false, Order::ROW>(row, column + half) : 0.0f;
@@ -83,11 +87,13 @@ __device__ __forceinline__ void prepare_new_token(
         CACHE* const cached = which < 0 ? nullptr : which == 0 ? key : value;
         if (which <= 0)
             norm_and_rope(
-                low, high, params, which < 0 ? params.q_norm_weight : params.k_norm_weight, at.head_dim, cosine, sine);
+                low, high, params, which < 0 ? params.q_norm_weight : params.k_norm_weight, layer.head_dim, cosine,
+                sine);
         if (IS_INT8<CACHE> && which >= 0) {
             if constexpr (IS_INT8<CACHE>) {
                 CACHE* const own = new_token.kv[which];
-                const __half scale = quantize_head(cached ? cached : own, own, low, high, at.head_dim, at.head_pitch);
+                const __half scale =
+                    quantize_head(cached ? cached : own, own, low, high, layer.head_dim, layer.head_pitch);
                 if (lane == 0) new_token.scales[which] = scale;
                 if (lane == 0 && cached) *(which == 0 ? key_scale : value_scale) = scale;
             }
@@ -102,9 +108,9 @@ __device__ __forceinline__ void prepare_new_token(
                 if (stored) stored[pair] = prepared[pair], stored[half + pair] = prepared[half + pair];
             }
 #pragma unroll 1
-            for (int d = at.head_dim + lane; d < D; d += WARP) {
+            for (int d = layer.head_dim + lane; d < D; d += WARP) {
                 prepared[d] = __float2half_rn(0.0f);
-                if (stored && d < at.head_pitch) stored[d] = prepared[d];
+                if (stored && d < layer.head_pitch) stored[d] = prepared[d];
             }
         }
 #pragma unroll
@@ -115,13 +121,28 @@ __device__ __forceinline__ void prepare_new_token(
 // What the loading warp tells the others of an item: the keys [begin, stop) of its segment are visible, those before
 // `present` are in the cache. Keys are loaded in granules of SUB keys; granules [first, end) are visible, at least one.
 struct Task {
-    int sequence, group, segment, unit;  // sequence < 0: no more items
+    int sequence, pair, segment, unit;  // sequence < 0: no more items
+    HeadRange heads;
     int position, begin, stop, present, first, end;
     int is_new, newest;     // the first item of this pair; if the unit computes the new token's segment too
     int folds;              // the unit computes all segments of the pair
     int is_left, is_right;  // the first and the last item of this pair
     int record, first_record, segments, written;  // see merge_records
 };
+
+// A segment of the keys in `range`. newest: if the unit computes the new token's segment too.
+template <int KIND, int SUB>
+__device__ __forceinline__ Task segment_task(
+    int sequence, int pair, int segment, int unit, const HeadRange& heads, const KeyRange& range, bool newest) {
+    const int start = segment * SEGMENT;
+    Task task = {sequence, pair, segment, unit, heads, range.end - 1};
+    task.begin = max(0, range.begin - start), task.stop = min(SEGMENT, range.end - start);
+    task.present = KIND != CROSS && segment == range.last ? task.stop - 1 : task.stop;
+    task.first = task.begin / SUB, task.end = max(1, (task.stop + SUB - 1) / SUB);
+    task.newest = KIND != CROSS && newest;
+    task.is_left = segment == range.first;
+    return task;
+}
 
 // The left and right operands of the products with the values of SUB keys.
 template <class CACHE, int PARTS, int SUB>
@@ -157,9 +178,11 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for CAPPED it and softcap are the factor and
 // the cap of capped_score. records: fp32 [record_capacity, Records<D>::FLOATS]; record_capacity is at least the number
 // of blocks. arrival_counts: int32, for each pair or each block, whichever are more, zero before and after. max_unit:
-// blocks of a cluster. Dynamic shared memory: STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP
-// keys, because the last GROUP of weights may be read together with what follows.
-template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int KIND, class CACHE>
+// blocks of a cluster. UNIT: 0, or the blocks of a cluster that computes one pair; then there is a cluster for each
+// pair, in order. ONE_SEGMENT: no context has more than one segment; only with UNIT. Dynamic shared memory: STAGES
+// chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be
+// read together with what follows.
+template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, bool ONE_SEGMENT, int KIND, class CACHE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
     const float* frequencies, float eps, float rope_scale, const int* context_lens, const int* block_tables,
@@ -178,13 +201,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     // Tasks at a time. Before the loading warp replaces a task, the chunk STAGES before the new task's first one has
     // been read. Each task has two chunks or more, so that chunk belongs to a later task than the replaced one.
     constexpr int TASKS = STAGES;
+    constexpr bool ALONE = UNIT > 0;  // the cluster computes one pair
+    static_assert(sizeof(MergeScratch) <= SEGMENT * 32, "it takes the place of scores");
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     __shared__ struct {
         float group_tops[GROUPS][HEADS];  // the largest score of each group, or dot product: see HOLDS_SCORES
         float factors[TILES][HEADS];      // that rescale what was summed before a tile
-        float top[HEADS];                 // of the segment
-        unsigned long long stage_barriers[2 * STAGES], published[TASKS], exchanged;
+        float tops[2][HEADS];             // the largest score of a segment, and of the next one
+        float sum[HEADS];                 // of the segment's weights
+        unsigned long long stage_barriers[2 * STAGES], published[TASKS], exchanged, ready;
         NewToken<D, CACHE> new_token;
         Task tasks[TASKS];
     } own;
@@ -192,8 +218,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     // half of the 32 bytes, and partial sums of weights (see tile_sum) the other.
     const unsigned scores = opaque(cast_smem_ptr_to_uint(shared)) + STAGES * STAGE;
     const unsigned small = opaque(cast_smem_ptr_to_uint(&own));
-    const unsigned group_tops = small, factors = group_tops + GROUPS * HEADS * 4, top = factors + TILES * HEADS * 4;
-    const unsigned barriers = top + HEADS * 4, published = barriers + 16 * STAGES, exchanged = published + 8 * TASKS;
+    const unsigned group_tops = small, factors = group_tops + GROUPS * HEADS * 4, tops = factors + TILES * HEADS * 4;
+    const unsigned total = tops + 2 * HEADS * 4, barriers = total + HEADS * 4, published = barriers + 16 * STAGES;
+    const unsigned exchanged = published + 8 * TASKS, ready = exchanged + 8;
     const auto tile_sum = [&](int tile, int residue, int head) {
         return scores + (tile * TILE + head / 4 * 8 + residue) * 32 + (1 - residue / 4) * 16 + head % 4 * 4;
     };
@@ -204,56 +231,48 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         stages.init();
 #pragma unroll
         for (int i = 0; i < TASKS; ++i) barrier_init(published + 8 * i, 1);
+#if __CUDA_ARCH__ >= 900
+        barrier_init(exchanged, 1);
+        if (ALONE) barrier_init(ready, UNIT);
+        fence_mbarrier_init();
+#endif
     }
     __syncthreads();
+    cluster_arrive_relaxed<UNIT>();
+
+    const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS);
+    const Contexts contexts = {
+        KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
+    // If ALONE, the pair, its keys, and the task of one of its segments.
+    const int pair = ALONE ? blockIdx.x / max(1, UNIT) : 0, own_sequence = pair / groups, own_group = pair % groups;
+    const KeyRange own_range = ALONE ? contexts.range<KIND>(own_sequence) : KeyRange(0, 0);
+    const HeadRange own_heads = HeadRange::of(own_group, heads, kv_heads);
+    const auto own_task = [&](int segment) {
+        Task task = segment_task<KIND, SUB>(own_sequence, pair, segment, UNIT, own_heads, own_range, true);
+        task.folds = true, task.is_left = ONE_SEGMENT || task.is_left, task.is_new = task.is_left;
+        task.is_right = ONE_SEGMENT || segment == own_range.last;
+        return task;
+    };
+    // The bytes that a block receives of the scores of a task: for each group of keys, those of HEADS heads, or of half
+    // as many, and the largest one of each head.
+    const auto exchanged_bytes = [&](const Task& task) {
+        const int heads = task.heads.count > HEADS / 2 ? HEADS : HEADS / 2;
+        return (task.end - task.first) * (SUB / GROUP) * (GROUP + 1) * heads * 4;
+    };
 
     if (warp == WARPS) {
         // The loads start before the kernel waits for the projection. That is allowed because it is launched as
         // dependent only if no earlier kernel of the step wrote to this cache.
-        const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS);
-        const Contexts contexts = {
-            KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
-        Share share;
-        Item item = find_work<KIND>(contexts, min(max_unit, unit_limit(D)), record_capacity, share);
-        const int unit = share.unit, rank = blockIdx.x & (unit - 1), log2_unit = 31 - __clz(unit);
-#if __CUDA_ARCH__ >= 900
-        if (unit > 1 && lane == 0) barrier_init(exchanged, unit * WARPS), fence_mbarrier_init();
-#endif
-        int number = 0, written = 0;
-        bool is_new = true, folds = false;
-        const auto publish = [&](const Task& task) {
-            if (lane == 0) own.tasks[number % TASKS] = task, barrier_arrive(published + number % TASKS * 8);
-            __syncwarp();
-            ++number;
+        const auto table_of = [&](int sequence, int segment) {
+            const int block = segment * BLOCKS + lane;
+            return lane < BLOCKS && block < table_pitch
+                       ? block_tables[static_cast<long long>(sequence) * table_pitch + block]
+                       : 0;
         };
-#pragma unroll 1
-        while (item.belongs_to(contexts, share)) {
-            const int start = item.segment * SEGMENT, block = item.segment * BLOCKS + lane;
-            const int table = lane < BLOCKS && block < table_pitch
-                                  ? block_tables[static_cast<long long>(item.sequence) * table_pitch + block]
-                                  : 0;
-            Task task = {item.sequence, item.group, item.segment, unit, item.range.end - 1};
-            task.begin = max(0, item.range.begin - start), task.stop = min(SEGMENT, item.range.end - start);
-            const bool reaches = item.reaches(item.range.last, share);
-            task.present = KIND != CROSS && item.segment == item.range.last ? task.stop - 1 : task.stop;
-            task.first = task.begin / SUB, task.end = max(1, (task.stop + SUB - 1) / SUB);
-            if (is_new) folds = item.segment == item.range.first && reaches;
-            task.is_new = is_new, task.newest = KIND != CROSS && reaches, task.folds = folds;
-            task.is_left = item.segment == item.range.first;
-            task.record = item.record(), task.first_record = task.record - (item.segment - item.range.first);
-            task.segments = item.range.segments(), task.written = ++written;
-            const int kv = item.group / (groups / kv_heads), last = item.range.last;
-            item.next<KIND>(contexts, share);
-            is_new = task.segment == last || !item.belongs_to(contexts, share);
-            task.is_right = is_new;
-            if (is_new) written = 0;
-
-            const ChunkSource<D, SUB, CACHE> source = {table, kv, kv_heads, head_pitch, task.present, task.end};
-            stages.wait_empty();  // so no warp reads the task that had the same place
-            publish(task);
-#if __CUDA_ARCH__ >= 900
-            if (unit > 1) cluster_arrive();
-#endif
+        const auto load = [&](const Task& task, int table) {
+            const int unit = ALONE ? UNIT : task.unit, log2_unit = 31 - __clz(unit), rank = blockIdx.x & (unit - 1);
+            const ChunkSource<D, SUB, CACHE> source = {table,      task.heads.kv, kv_heads,
+                                                       head_pitch, task.present,  task.end};
             // Granules first + rank, first + rank + unit, ... of the keys; all granules of the values.
 #pragma unroll 1
             for (int granule = task.first + rank; granule < task.end; granule += SUBS << log2_unit) {
@@ -282,6 +301,60 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                     source.load_scales(stages.address() + CHUNK, value_scales, granule, 1, SUBS << log2_unit);
                 stages.fill();
             }
+        };
+        if constexpr (ONE_SEGMENT) {
+            load(own_task(0), table_of(own_sequence, 0));
+            cluster_wait<UNIT>();
+            cp_async_wait_all();
+            return;
+        } else if constexpr (ALONE) {
+            int table = table_of(own_sequence, own_range.first);
+#pragma unroll 1
+            for (int segment = own_range.first; segment <= own_range.last; ++segment) {
+                const int next = table_of(own_sequence, segment + 1);
+                load(own_task(segment), table);
+                table = next;
+            }
+            cluster_wait<UNIT>();
+            cp_async_wait_all();
+            return;
+        }
+        Share share;
+        Item item = find_work<KIND>(contexts, min(max_unit, unit_limit(D)), record_capacity, share);
+        const int unit = share.unit;
+        int number = 0, written = 0;
+        bool is_new = true, folds = false;
+        const auto publish = [&](const Task& task) {
+            if (lane == 0) own.tasks[number % TASKS] = task, barrier_arrive(published + number % TASKS * 8);
+            __syncwarp();
+            ++number;
+        };
+#pragma unroll 1
+        while (item.belongs_to(contexts, share)) {
+            const int table = table_of(item.sequence, item.segment);
+            const bool reaches = item.reaches(item.range.last, share);
+            Task task = segment_task<KIND, SUB>(
+                item.sequence, item.sequence * groups + item.group, item.segment, unit,
+                HeadRange::of(item.group, heads, kv_heads), item.range, reaches);
+            if (is_new) folds = item.segment == item.range.first && reaches;
+            task.is_new = is_new, task.folds = folds;
+            task.record = item.record(), task.first_record = task.record - (item.segment - item.range.first);
+            task.segments = item.range.segments(), task.written = ++written;
+            const int last = item.range.last;
+            item.next<KIND>(contexts, share);
+            is_new = task.segment == last || !item.belongs_to(contexts, share);
+            task.is_right = is_new;
+            if (is_new) written = 0;
+
+            stages.wait_empty();  // so no warp reads the task that had the same place
+            publish(task);
+#if __CUDA_ARCH__ >= 900
+            if (unit > 1) {  // then it has one item only
+                if (lane == 0) mbarrier_arrive_expect_tx(exchanged, exchanged_bytes(task));
+                cluster_arrive_relaxed<MAX_UNIT>();
+            }
+#endif
+            load(task, table);
         }
         if (number) stages.wait_empty();
         publish({-1});
@@ -297,41 +370,48 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     [[maybe_unused]] float slopes[2];               // of the thread's two heads, for ALIBI
     float all_o[PARTS][4], all_top[2], all_sum[2];  // of the segments before
 #pragma unroll 1
-    for (int number = 0;; ++number) {
-        barrier_wait(published + number % TASKS * 8, number / TASKS, 1);
-        const Task& task = own.tasks[number % TASKS];
-        if (task.sequence < 0) break;
-        const int unit = task.unit, log2_unit = 31 - __clz(unit), rank = blockIdx.x & (unit - 1);
+    for (int number = 0;; ++number) {  // once if ONE_SEGMENT
+        Task only;
+        if constexpr (ALONE) {
+            if (ONE_SEGMENT ? number : own_range.first + number > own_range.last) break;
+            only = own_task(ONE_SEGMENT ? 0 : own_range.first + number);
+        } else {
+            barrier_wait(published + number % TASKS * 8, number / TASKS, 1);
+        }
+        const Task& task = ALONE ? only : own.tasks[number % TASKS];
+        if (!ALONE && task.sequence < 0) break;
+        const int unit = ALONE ? UNIT : task.unit, log2_unit = 31 - __clz(unit), rank = blockIdx.x & (unit - 1);
         const int elements = D / GROUP >> log2_unit;  // times 16 elements of the values of this block
         const ChunkLayout value_layout = {log2_of(PIECES) - log2_unit};
 #if __CUDA_ARCH__ >= 900
-        if (unit > 1) cluster_arrive();
+        if (UNIT > 1 && threadIdx.x == 0) mbarrier_arrive_expect_tx(exchanged, exchanged_bytes(task));
+        if (!ALONE && unit > 1) cluster_arrive_relaxed<MAX_UNIT>();
 #endif
         if (task.is_new) {
-            const HeadRange at(task.group, heads, kv_heads, head_dim, head_pitch);
             float cosine[D / 64], sine[D / 64];
             rope_angles(params, task.position, head_dim, cosine, sine);
-            if (number == 0) {
-                wait_on_dependent_grids();
-                launch_dependent_grids();
-            }
             const bool writes = task.newest && rank == 0;
             long long token = 0;
             if (writes) {
                 const int block =
                     block_tables[static_cast<long long>(task.sequence) * table_pitch + task.position / BLOCK_SIZE];
-                token = static_cast<long long>(block * kv_heads + at.kv) * BLOCK_SIZE + task.position % BLOCK_SIZE;
+                token =
+                    static_cast<long long>(block * kv_heads + task.heads.kv) * BLOCK_SIZE + task.position % BLOCK_SIZE;
+            }
+            if (number == 0) {
+                wait_on_dependent_grids();
+                launch_dependent_grids();
             }
             prepare_new_token<D, CACHE>(
-                {qkv, nullptr, nullptr, nullptr, pitch}, task.sequence, params, at, cosine, sine, own.new_token,
-                task.newest, writes ? keys + token * head_pitch : nullptr,
+                {qkv, nullptr, nullptr, nullptr, pitch}, task.sequence, params, {heads, kv_heads, head_dim, head_pitch},
+                task.heads, cosine, sine, own.new_token, task.newest, writes ? keys + token * head_pitch : nullptr,
                 writes ? values + token * head_pitch : nullptr, key_scales + token, value_scales + token);
             computing_sync();
             query.load(own.new_token.query);
             if constexpr (KIND == ALIBI) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    slopes[h] = head + h < at.count ? __ldg(bias + at.first_head + head + h) : 0.0f;
+                    slopes[h] = head + h < task.heads.count ? __ldg(bias + task.heads.first + head + h) : 0.0f;
             }
         }
         const int first = task.first, end = task.end;
@@ -341,7 +421,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         const auto compute_scores = [&](auto alone) {
             const int begin = task.begin, stop = task.stop;
 #if __CUDA_ARCH__ >= 900
-            if (!alone.value) cluster_wait<MAX_UNIT>();
+            if (!alone.value && number == 0) cluster_wait<MAX_UNIT>();  // all blocks have started
+            if (UNIT > 1 && !ONE_SEGMENT && number > 0) mbarrier_wait(ready, number - 1 & 1);
             const unsigned peers = alone.value ? 0 : block_rank_in_cluster() & -unit;
 #endif
             int turn = 0;  // if a chunk has fewer groups than there are warps, the next one goes to other warps
@@ -364,18 +445,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                             st_shared_half(chunk + CHUNK + at * 2, own.new_token.scales[0]);
                         __syncwarp();
                     }
-                    float s[4], tops[2] = {-INF_F, -INF_F};
+                    float s[4], largest[2] = {-INF_F, -INF_F};
                     mma_qk<D, CACHE>(s, chunk, i * GROUP, query, chunk + CHUNK + i * GROUP * 2);
                     if constexpr (KIND == BIASED) {
-                        const HeadRange at(task.group, heads, kv_heads, head_dim, head_pitch);
 #pragma unroll
                         for (int m = 0; m < 4; ++m) {
                             const int distance = task.segment * SEGMENT + key + row + m / 2 * 8 - task.position;
-                            if (head + m % 2 < at.count)
+                            if (head + m % 2 < task.heads.count)
                                 s[m] = biased_score(
                                     s[m], scale,
                                     bias
-                                        [(at.first_head + head + m % 2) * (2ll * max_distance + 1) + max_distance +
+                                        [(task.heads.first + head + m % 2) * (2ll * max_distance + 1) + max_distance +
                                          max(-max_distance, min(0, distance))]);
                         }
                     }
@@ -395,24 +475,37 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                             if (key + row + m / 2 * 8 < begin || key + row + m / 2 * 8 >= stop) s[m] = -INF_F;
                     }
                     // fmaxf drops a NaN, but it reaches the sums.
-                    tops[0] = fmaxf(s[0], s[2]), tops[1] = fmaxf(s[1], s[3]);
+                    largest[0] = fmaxf(s[0], s[2]), largest[1] = fmaxf(s[1], s[3]);
 #pragma unroll
                     for (int d = 4; d < WARP; d *= 2)
 #pragma unroll
-                        for (int h = 0; h < 2; ++h) tops[h] = fmaxf(tops[h], __shfl_xor_sync(FULL, tops[h], d));
-                    const unsigned target = scores + (key + row) * 32 + head * 4;
+                        for (int h = 0; h < 2; ++h)
+                            largest[h] = fmaxf(largest[h], __shfl_xor_sync(FULL, largest[h], d));
                     const unsigned top_target = group_tops + key / GROUP * HEADS * 4 + head * 4;
                     if constexpr (alone.value) {
+                        const unsigned target = scores + (key + row) * 32 + head * 4;
                         st_shared_v2(target, s[0], s[1]), st_shared_v2(target + 8 * 32, s[2], s[3]);
-                        if (row == 0) st_shared_v2(top_target, tops[0], tops[1]);
+                        if (row == 0) st_shared_v2(top_target, largest[0], largest[1]);
                     } else {
 #if __CUDA_ARCH__ >= 900
-#pragma unroll 1
-                        for (int to = 0; to < unit; ++to) {
-                            const unsigned remote = map_shared_rank(target, peers + to);
-                            st_shared_cluster_v2(remote, s[0], s[1]), st_shared_cluster_v2(remote + 8 * 32, s[2], s[3]);
-                            if (row == 0)
-                                st_shared_cluster_v2(map_shared_rank(top_target, peers + to), tops[0], tops[1]);
+                        // Neighbouring lanes exchange halves, so that each has four heads of one key.
+                        const bool odd = lane % 2;
+                        const float x = __shfl_xor_sync(FULL, odd ? s[0] : s[2], 1);
+                        const float y = __shfl_xor_sync(FULL, odd ? s[1] : s[3], 1);
+                        const float four[4] = {odd ? x : s[0], odd ? y : s[1], odd ? s[2] : x, odd ? s[3] : y};
+                        const unsigned target = scores + (key + row + odd * 8) * 32 + lane % 4 / 2 * 16;
+                        if (lane % 4 / 2 * 4 < task.heads.count) {
+                            constexpr int UNROLL = ALONE ? UNIT : 1;
+#pragma unroll UNROLL
+                            for (int i = 0; i < unit; ++i) {
+                                const unsigned to = peers + ((rank + i) & (unit - 1));
+                                st_async(map_shared_rank(target, to), four, map_shared_rank(exchanged, to));
+                            }
+                            // All rows have the largest scores: each sends them to another block.
+                            if (row < unit)
+                                st_async(
+                                    map_shared_rank(top_target, peers + row), largest[0], largest[1],
+                                    map_shared_rank(exchanged, peers + row));
                         }
 #endif
                     }
@@ -422,31 +515,34 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             }
             if constexpr (alone.value) {
                 computing_sync();
-            } else {  // a unit has one item only
+            } else {  // unless it is ALONE, a unit has one item only
 #if __CUDA_ARCH__ >= 900
-                __syncwarp();
-                if (lane < unit) mbarrier_arrive_release_cluster(exchanged, peers + lane);
-                mbarrier_wait_acquire_cluster(exchanged, 0);
+                mbarrier_wait_acquire_cluster(exchanged, number & 1);
 #endif
             }
         };
-        if (unit == 1)
+        if (UNIT == 1 || (UNIT == 0 && unit == 1))
             compute_scores(Constant<1>());
         else if (__CUDA_ARCH__ >= 900)
             compute_scores(Constant<0>());
 
-        // 2. Weights. Two warps share a tile: one has the keys j with j % 8 < 4, the other one the rest.
+        // A warp may still read the tops of the segment before when another one has the scores of this one.
+        const unsigned top = tops + (number & 1) * HEADS * 4;
+
+        // 2. Weights. A lane has one head of a tile and the keys j with the same j % 8. So up to four heads take one
+        // warp for a tile, and more heads two, of which one has the keys with j % 8 < 4.
         const int first_tile = first * SUB / TILE, last_tile = (end * SUB - 1) / TILE;
-        const int sub = lane / HEADS, sub_head = lane % HEADS;  // a lane has the keys j with j % 4 == sub
         {
-            const int residue = warp % 2 * 4 + sub;
+            const int log2_heads = task.heads.count > HEADS / 2 ? 3 : 2, log2_sharing = log2_heads - 2;
+            const int own_head = lane & ((1 << log2_heads) - 1), residues = WARP >> log2_heads;
+            const int residue = (warp & log2_sharing) * residues + (lane >> log2_heads);
             float running = -INF_F;  // the largest score before the tile
             int seen = first * (SUB / GROUP);
             const auto group_top = [&](int group) {
-                return ld_shared_float(group_tops + group * HEADS * 4 + sub_head * 4);
+                return ld_shared_float(group_tops + group * HEADS * 4 + own_head * 4);
             };
 #pragma unroll 1
-            for (int tile = first_tile + warp / 2; tile <= last_tile; tile += WARPS / 2) {
+            for (int tile = first_tile + (warp >> log2_sharing); tile <= last_tile; tile += WARPS >> log2_sharing) {
                 const int from = max(tile * TILE_GROUPS, first * (SUB / GROUP));
                 const int to = min((tile + 1) * TILE_GROUPS, end * (SUB / GROUP));
                 float s[TILE / 8], sum = 0, tile_top = -INF_F;
@@ -455,13 +551,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 for (int i = 0; i < TILE / 8; ++i) {
                     const int group = tile * TILE_GROUPS + i / 2;
                     s[i] = -INF_F;
-                    if (group >= from && group < to) s[i] = ld_shared_float(mine + i * 8 * 32 + sub_head * 4);
+                    if (group >= from && group < to) s[i] = ld_shared_float(mine + i * 8 * 32 + own_head * 4);
                 }
-#pragma unroll 1
-                for (int g = seen + sub; g < from; g += 4) running = fmaxf(running, group_top(g));
+#pragma unroll 4
+                for (int g = seen + lane / HEADS; g < from; g += WARP / HEADS) running = fmaxf(running, group_top(g));
 #pragma unroll
-                for (int g = 0; g < TILE_GROUPS; g += 4)
-                    if (from + g + sub < to) tile_top = fmaxf(tile_top, group_top(from + g + sub));
+                for (int g = 0; g < TILE_GROUPS; g += WARP / HEADS)
+                    if (from + g + lane / HEADS < to) tile_top = fmaxf(tile_top, group_top(from + g + lane / HEADS));
 #pragma unroll
                 for (int d = HEADS; d < WARP; d *= 2) {
                     running = fmaxf(running, __shfl_xor_sync(FULL, running, d));
@@ -472,21 +568,43 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 running = fmaxf(running, tile_top), seen = to;
                 const float new_top = to_score(running), shift = softmax_shift(new_top);
                 if (residue == 0) {
-                    st_shared_float(factors + (tile * HEADS + sub_head) * 4, rescale_factor(before, shift));
-                    if (tile == last_tile) st_shared_float(top + sub_head * 4, new_top);
+                    st_shared_float(factors + (tile * HEADS + own_head) * 4, rescale_factor(before, shift));
+                    if (tile == last_tile) st_shared_float(top + own_head * 4, new_top);
                 }
 #pragma unroll
                 for (int i = 0; i < TILE / 8; ++i) {
                     const float w = HOLDS_SCORES ? softmax_weight(s[i], shift) : softmax_weight(s[i], scale, shift);
                     sum = __fadd_rn(sum, w);
-                    st_shared_half(mine + i * 8 * 32 + residue / 4 * 16 + sub_head * 2, __float2half_rn(w));
+                    st_shared_half(mine + i * 8 * 32 + residue / 4 * 16 + own_head * 2, __float2half_rn(w));
                 }
-                st_shared_float(tile_sum(tile, residue, sub_head), sum);
+                st_shared_float(tile_sum(tile, residue, own_head), sum);
             }
         }
         computing_sync();
 
-        // 3. Outputs.
+        // 3. Outputs. One warp also makes the sums of weights.
+        if (warp == WARPS - 1) {
+            const int sub = lane / HEADS, sub_head = lane % HEADS;
+            float low = 0, high = 0;  // the sums of the keys j with j % 8 == sub and sub + 4
+            const unsigned low_sums = opaque(tile_sum(first_tile, sub, sub_head));
+            const unsigned high_sums = low_sums + tile_sum(0, 4, 0) - tile_sum(0, 0, 0);
+            const unsigned all_factors = opaque(factors + (first_tile * HEADS + sub_head) * 4);
+            constexpr int UNROLL = TILES <= 8 ? TILES : 2;
+#pragma unroll UNROLL
+            for (int i = 0; i < TILES; ++i) {
+                if (first_tile + i > last_tile) break;
+                const float f = ld_shared_float(all_factors + i * HEADS * 4);
+                low = add_tile_sum(low, f, ld_shared_float(low_sums + i * TILE * 32));
+                high = add_tile_sum(high, f, ld_shared_float(high_sums + i * TILE * 32));
+            }
+#pragma unroll
+            for (int d = HEADS; d < WARP; d *= 2) {
+                low = __fadd_rn(low, __shfl_xor_sync(FULL, low, d));
+                high = __fadd_rn(high, __shfl_xor_sync(FULL, high, d));
+            }
+            if (sub == 0) st_shared_float(total + sub_head * 4, __fadd_rn(low, high));
+        }
+        using Operands = OutputStep<CACHE, PARTS, SUB>;
         float o[PARTS][4] = {};  // of the segment
         const auto compute_outputs = [&](auto alone) {
             const ChunkLayout layout = {alone.value ? log2_of(PIECES) : value_layout.log2_pieces};
@@ -517,10 +635,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 #pragma unroll
                     for (int p = 0; p < PARTS; ++p)
                         address[p] = ValueFragments<CACHE>::address(chunk, layout, warp + p * WARPS);
-#pragma unroll 2
-                    for (int i = 0; i < count; ++i) {
-                        OutputStep<CACHE, PARTS, SUB> operands;
+                    const auto load = [&](int i, Operands& operands) {
                         operands.load(address, i * SUB, row_bytes, chunk + CHUNK, weight_rows + granule * SUB * 32);
+                    };
+                    const auto multiply = [&](int i, const Operands& operands) {
                         const int key = (granule + i) * SUB;
 #pragma unroll
                         for (int step = 0; step < SUB / GROUP; ++step) {
@@ -541,40 +659,46 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                                     operands.weights[step / 2][step % 2 * 2 + 1]);
                             }
                         }
+                    };
+                    if constexpr (alone.value) {
+#pragma unroll 2
+                        for (int i = 0; i < count; ++i) {
+                            Operands operands;
+                            load(i, operands);
+                            multiply(i, operands);
+                        }
+                    } else {  // few warps work: the next operands are loaded while these are multiplied
+                        Operands even, odd;
+                        load(0, even);
+#pragma unroll 1
+                        for (int i = 0; i < count; i += 2) {
+                            if (i + 1 < count) load(i + 1, odd);
+                            multiply(i, even);
+                            if (i + 2 < count) load(i + 2, even);
+                            if (i + 1 < count) multiply(i + 1, odd);
+                        }
                     }
                 }
                 stages.release();
             }
         };
-        if (unit == 1)
+        if (UNIT == 1 || (UNIT == 0 && unit == 1))
             compute_outputs(Constant<1>());
         else if (__CUDA_ARCH__ >= 900)
             compute_outputs(Constant<0>());
 
-        // The record of the segment.
-        float low = 0, high = 0;  // the sums of the keys j with j % 8 == sub and sub + 4
-        constexpr int UNROLL = TILES <= 8 ? TILES : 2;
-#pragma unroll UNROLL
-        for (int i = 0; i < TILES; ++i) {
-            const int tile = first_tile + i;
-            if (tile > last_tile) break;
-            const float f = ld_shared_float(factors + (tile * HEADS + sub_head) * 4);
-            low = add_tile_sum(low, f, ld_shared_float(tile_sum(tile, sub, sub_head)));
-            high = add_tile_sum(high, f, ld_shared_float(tile_sum(tile, sub + 4, sub_head)));
-        }
-#pragma unroll
-        for (int d = HEADS; d < WARP; d *= 2) {
-            low = __fadd_rn(low, __shfl_xor_sync(FULL, low, d));
-            high = __fadd_rn(high, __shfl_xor_sync(FULL, high, d));
-        }
-        const float sum = __fadd_rn(low, high);
-        const float2 tops = ld_shared_float2(top + head * 4);
-        const float record_top[2] = {tops.x, tops.y};
-        const float record_sum[2] = {__shfl_sync(FULL, sum, head), __shfl_sync(FULL, sum, head + 1)};
+        // The record of the segment. After this barrier no warp reads scores, weights or the new token any more.
+        computing_sync();
+#if __CUDA_ARCH__ >= 900
+        if (UNIT > 1 && !ONE_SEGMENT && threadIdx.x < UNIT &&
+            !task.is_right)  // all blocks may send the next scores to this one
+            mbarrier_arrive_remote(ready, (block_rank_in_cluster() & -UNIT) + threadIdx.x);
+#endif
+        const float2 all_tops = ld_shared_float2(top + head * 4), sums = ld_shared_float2(total + head * 4);
+        const float record_top[2] = {all_tops.x, all_tops.y}, record_sum[2] = {sums.x, sums.y};
         const Records<D> place = {records, elements * GROUP, rank};
         const bool folds = task.folds, is_right = task.is_right;
-        const HeadRange at(task.group, heads, kv_heads, head_dim, head_pitch);
-        __half* const target = out + task.sequence * out_pitch + static_cast<long long>(at.first_head) * head_dim;
+        __half* const target = out + task.sequence * out_pitch + static_cast<long long>(task.heads.first) * head_dim;
         if (folds) {
             const bool is_left = task.is_left;
 #pragma unroll
@@ -592,27 +716,30 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 #pragma unroll
             for (int h = 0; h < 2; ++h) *place.sums(task.record, head + h) = make_float2(record_top[h], record_sum[h]);
         }
-        if (!folds || is_right) {
+        if ((!folds || is_right) && head < task.heads.count) {
 #pragma unroll
-            for (int p = 0; p < PARTS; ++p)
+            for (int p = 0; p < PARTS; ++p) {
+                const int tile = warp + p * WARPS;
+                if (tile >= elements) continue;
+                __half y[4];
+                if (folds) attention_outputs(all_o[p], all_sum, y);
 #pragma unroll
                 for (int m = 0; m < 4; ++m) {
-                    const int tile = warp + p * WARPS, h = head + m % 2;
-                    const int element = tile * GROUP + ValueFragments<CACHE>::element(m / 2);
-                    if (tile >= elements || h >= at.count) continue;
+                    const int h = head + m % 2, element = tile * GROUP + ValueFragments<CACHE>::element(m / 2);
+                    if (h >= task.heads.count) continue;
                     if (!folds)
                         place.outputs(task.record, h)[element] = o[p][m];
                     else if (rank * elements * GROUP + element < head_dim)
-                        target[h * head_dim + rank * elements * GROUP + element] =
-                            attention_output(all_o[p][m], all_sum[m % 2]);
+                        target[h * head_dim + rank * elements * GROUP + element] = y[m];
                 }
+            }
         }
         if (is_right && !folds) {
-            const int pair = task.sequence * kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS) + task.group;
             merge_records<COMPUTING, D>(
                 computing_sync, place, task.first_record, task.written, task.segments,
-                arrival_counts + pair * unit + rank, target, at.count, head_dim);
+                arrival_counts + task.pair * unit + rank, target, task.heads.count, head_dim,
+                *reinterpret_cast<MergeScratch*>(shared + STAGES * STAGE));
         }
-        computing_sync();  // no warp reads scores, weights or the new token any more
+        if constexpr (ONE_SEGMENT) break;
     }
 }

@@ -21,7 +21,7 @@ from ..constants import (
     ScoreKind,
     attention_tile,
 )
-from ..instantiations import Capability, KernelFamily, Together, numbers
+from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
 from .heads import ELEMENTS, INT8, element_of, head_arguments, head_pitch_of, scores_of
 
@@ -35,12 +35,18 @@ TWO_BLOCKS = (8, 0), (9, 0)
 HUGE_SHARED_MEMORY = 227 << 10
 MAX_RECORDS = 8192
 """Records that are kept at most. With more segments than this in a step, no context is split over blocks."""
+UNITS = (8, 4, 2, 1)
+"""Blocks that may compute one pair alone."""
+WORK = (Together((0, "false")), *(Together((unit, one)) for unit in UNITS for one in BOOLEANS))
+"""The template arguments ``UNIT`` and ``ONE_SEGMENT``."""
+LONGEST_ALONE = 0
+"""The longest contexts of pairs that a cluster computes alone. To be measured: ``4 * SEGMENT`` should be best."""
 CAUSAL, BIASED, CROSS = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS))
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """One kernel without its last two template arguments; chunks of keys and values have ``chunk`` bytes.
+    """One kernel without its last three template arguments; chunks of keys and values have ``chunk`` bytes.
 
     ``stages`` chunks are in shared memory at a time, and ``blocks`` blocks on an SM. ``max_unit``: see
     ``unit_limit`` in ``decode.cuh``.
@@ -79,8 +85,12 @@ def decode_config(capability: Capability, head_dim: int, kind: int) -> DecodeCon
         chunk, stages = 16 << 10, 3
     else:
         chunk, stages = 8 << 10, 2
-    max_unit = min(DECODE_MAX_UNIT, depth // DECODE_GROUP) if capability >= (9, 0) else 1
-    return DecodeConfig(depth, tile, chunk, stages, blocks, max_unit)
+    return DecodeConfig(depth, tile, chunk, stages, blocks, max_unit(capability, depth))
+
+
+def max_unit(capability: Capability, depth: int) -> int:
+    """``unit_limit`` in ``decode.cuh``: each block has a group of elements of the values, or several."""
+    return min(DECODE_MAX_UNIT, depth // DECODE_GROUP) if capability >= (9, 0) else 1
 
 
 class AttentionDecode:
@@ -97,7 +107,10 @@ class AttentionDecode:
         for kind in numbers(DecodeMask):
             sizes = range(HEAD_PAD, DEPTHS[-1] + 1, HEAD_PAD)
             templates = dict.fromkeys(decode_config(capability, size, kind).template() for size in sizes)
-            yield KernelFamily(cls.source, "attention_decode", (tuple(templates), (kind,), ELEMENTS))
+            yield KernelFamily(
+                cls.source, "attention_decode", (tuple(templates), WORK, (kind,), ELEMENTS),
+                lambda template, work, *_: work[0] <= max_unit(capability, template[0]),
+            )  # fmt: skip
 
     def grid(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> tuple[int, int]:
         """Blocks, and blocks per cluster, for ``batch_size`` sequences.
@@ -115,6 +128,17 @@ class AttentionDecode:
                 return min(num_sms // cluster, segments) * cluster, cluster
         blocks = config.blocks * num_sms
         return (blocks // 16 * 16, 2) if config.max_unit > 1 and pairs * 2 <= blocks else (blocks, 1)
+
+    def unit(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> int:
+        """Blocks of a cluster that computes one pair alone; 0 if contexts are long, or pairs are many."""
+        config, num_sms = self._config(spec, CAUSAL), self._launcher.num_sms
+        if max_context_len > LONGEST_ALONE:
+            return 0
+        pairs = batch_size * pair_groups(spec)
+        # Large clusters are counted with one block per SM: see grid.
+        return next(
+            (u for u in UNITS if u <= config.max_unit and pairs * u <= num_sms * (config.blocks if u <= 2 else 1)), 0
+        )
 
     def record_elements(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> int:
         """fp32 numbers of the scratch ``records``, for contexts of at most ``max_context_len`` tokens."""
@@ -146,9 +170,14 @@ class AttentionDecode:
         kind = int(scores.decode_mask) if lengths is None else CROSS
         batch_size, element = qkv.shape[0], element_of(cache)
         config = self._config(spec, kind)
-        blocks, cluster = self.grid(spec, batch_size, max_context_len)
+        unit = self.unit(spec, batch_size, max_context_len)
+        work = Together((unit, BOOLEANS[unit > 0 and max_context_len <= SEGMENT]))
+        blocks, cluster = (
+            (batch_size * pair_groups(spec) * unit, unit) if unit else self.grid(spec, batch_size, max_context_len)
+        )
         self._launcher.launch(
-            step, self.source, f"attention_decode<{config.template()}, {kind}, {element}>", blocks, DECODE_THREADS,
+            step, self.source, f"attention_decode<{config.template()}, {work}, {kind}, {element}>", blocks,
+            DECODE_THREADS,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(context_lens), block_table.data.ptr,
              pitch_of(block_table), batch_size, cache.keys.data.ptr, cache.values.data.ptr, address(cache.key_scales),
              address(cache.value_scales), records.data.ptr, records.size // record_size(spec), arrival_counts.data.ptr,
