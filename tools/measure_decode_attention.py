@@ -28,8 +28,11 @@ from typing import Any
 import numpy as np
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-CASES = ((1, 512), (1, 2048), (1, 32768), (16, 512), (16, 2048), (64, 2048), (256, 2048))
-"""Sequences, and tokens in the cache of each."""
+CASES = (
+    (1, 512, 1024), (1, 2048, 4096), (1, 32768, 33792), (1, 32768, 131072), (16, 512, 1024), (16, 512, 4096),
+    (16, 2048, 4096), (64, 500, 1024), (64, 2048, 4096), (256, 300, 1024), (256, 2048, 4096), (1024, 200, 1024),
+)  # fmt: skip
+"""Sequences, the tokens in the cache of each, and the bound of the tokens of a sequence that the launch gets."""
 CHECKED = (
     [0], [15], [512], [1023], [1500], [2048], [4095], [9000], [70000], [0, 1, 62, 63, 64, 127, 128, 1022, 1023, 700],
     [512] * 16, [5, 3000, 1024, 40], [2047] * 16, [100 * i for i in range(40)],
@@ -86,21 +89,26 @@ class Variant:
 class Attention:
     """Decode attention of ``layers`` layers with caches of their own, filled with random numbers."""
 
-    def __init__(self, context_lens: list[int], int8: bool, layers: int) -> None:
+    def __init__(
+        self, context_lens: list[int], int8: bool, layers: int, bound: int | None = None, rotated: bool = False
+    ) -> None:
         import cupy as cp
 
-        from bminf_lite.backend.values import BLOCK_SIZE, AttentionSpec, LayerCache
+        from bminf_lite.backend.values import BLOCK_SIZE, AttentionSpec, LayerCache, Rope
         from bminf_lite.cuda.kernels.attention.decode import AttentionDecode
         from bminf_lite.cuda.kernels.launcher import Launcher
         from bminf_lite.cuda.runtime.driver import Device
 
         self.stream = cp.cuda.Stream(non_blocking=True)
         self.decode = AttentionDecode(Launcher(Device(0), self.stream.ptr))
-        self.spec = AttentionSpec(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5)
+        rope = Rope(cp.asarray(5e5 ** -np.linspace(0, 1, HEAD_DIM // 2), cp.float32)) if rotated else None
+        self.spec = AttentionSpec(
+            heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5, rope=rope
+        )
         counts = [length // BLOCK_SIZE + 1 for length in context_lens]
         rng, count = cp.random.default_rng(7), len(context_lens)
         order = np.random.default_rng(3).permutation(sum(counts)) + 1
-        self.tables = np.zeros((count, max(counts)), np.int32)
+        self.tables = np.zeros((count, bound // BLOCK_SIZE if bound else max(counts)), np.int32)
         for row, part in zip(self.tables, np.split(order, np.cumsum(counts)[:-1]), strict=True):
             row[: len(part)] = part
         size = sum(counts) + 1, KV_HEADS, BLOCK_SIZE
@@ -188,11 +196,11 @@ def launch_times() -> dict[str, float]:
     """Microseconds of a launch."""
     found = {}
     for int8 in (False, True):
-        for batch, context_len in CASES:
+        for batch, context_len, bound in CASES:
             nbytes = batch * context_len * KV_HEADS * 2 * HEAD_DIM * (1 if int8 else 2)
             layers = max(2, min(MAX_LAYERS, -(-LEAST_BYTES // nbytes)))
-            seconds = Attention([context_len] * batch, int8, layers).seconds()
-            found[f"{batch} x {context_len} {'int8' if int8 else 'fp16'}"] = seconds * 1e6
+            seconds = Attention([context_len] * batch, int8, layers, bound, rotated=True).seconds()
+            found[f"{batch} x {context_len} of {bound} {'int8' if int8 else 'fp16'}"] = seconds * 1e6
     return found
 
 

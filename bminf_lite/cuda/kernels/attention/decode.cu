@@ -8,7 +8,7 @@
 // [B, out_pitch]. The new token's key and value are prepared here and written to the cache.
 //
 // The sums have the order of softmax.cuh. An item (decode.cuh) is a segment of one sequence, for up to HEADS query
-// heads that share a key-value head. The blocks of a unit compute it together:
+// heads that share a key-value head. A unit is one block or the blocks of a cluster, which compute an item together:
 //
 //   1. Scores. Each block takes its part of the keys, in groups of 16, and sends their scores to all blocks of the unit
 //      through distributed shared memory.
@@ -17,11 +17,11 @@
 //      several times 16), so that it makes the whole chain of k16 steps by itself.
 //
 // Eight warps compute, and a ninth one loads keys and values into a circular buffer of chunks in shared memory. It runs
-// ahead across phases and items. A block that computes all segments of a pair merges them as it goes; else each segment
-// hands over a record.
+// ahead across phases and items.
 //
-// Where contexts are short and there are blocks enough, a cluster computes one pair (UNIT), segment by segment: no work
-// has to be found and no record handed over, which would take most of the time.
+// There is a unit for each pair, or for each segment of each pair, or each block computes a range of items: DecodeWork.
+// Whoever computes all segments of a pair writes its output; else each segment leaves a record, and the last unit of
+// the pair to arrive merges them.
 #include "attention/decode.cuh"
 #include "attention/scores.cuh"
 #include "attention/stages.cuh"
@@ -121,7 +121,7 @@ __device__ __forceinline__ void prepare_new_token(
 // What the loading warp tells the others of an item: the keys [begin, stop) of its segment are visible, those before
 // `present` are in the cache. Keys are loaded in granules of SUB keys; granules [first, end) are visible, at least one.
 struct Task {
-    int sequence, pair, segment, unit;  // sequence < 0: no more items
+    int sequence, pair, segment;  // sequence < 0: no more items
     HeadRange heads;
     int position, begin, stop, present, first, end;
     int is_new, newest;     // the first item of this pair; if the unit computes the new token's segment too
@@ -133,9 +133,9 @@ struct Task {
 // A segment of the keys in `range`. newest: if the unit computes the new token's segment too.
 template <int KIND, int SUB>
 __device__ __forceinline__ Task segment_task(
-    int sequence, int pair, int segment, int unit, const HeadRange& heads, const KeyRange& range, bool newest) {
+    int sequence, int pair, int segment, const HeadRange& heads, const KeyRange& range, bool newest) {
     const int start = segment * SEGMENT;
-    Task task = {sequence, pair, segment, unit, heads, range.end - 1};
+    Task task = {sequence, pair, segment, heads, range.end - 1};
     task.begin = max(0, range.begin - start), task.stop = min(SEGMENT, range.end - start);
     task.present = KIND != CROSS && segment == range.last ? task.stop - 1 : task.stop;
     task.first = task.begin / SUB, task.end = max(1, (task.stop + SUB - 1) / SUB);
@@ -164,45 +164,43 @@ struct OutputStep {
     }
 };
 
-template <int VALUE>
-struct Constant {
-    static constexpr int value = VALUE;
-};
-
 // A barrier of the warps that compute.
 __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTING) : "memory"); }
 
-// D: head_dim rounded up to a power of two. CHUNK: bytes of a chunk; STAGES: chunks in shared memory. context_lens:
-// int32 [B], the new tokens' positions. lengths: int32 [B], the lengths of the sources, for CROSS. bias: fp32 [heads, 2
-// * max_distance + 1] by the distance key - query, for BIASED; fp32 [heads], the slopes, for ALIBI. window: the number
-// of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for CAPPED it and softcap are the factor and
-// the cap of capped_score. records: fp32 [record_capacity, Records<D>::FLOATS]; record_capacity is at least the number
-// of blocks. arrival_counts: int32, for each pair or each block, whichever are more, zero before and after. max_unit:
-// blocks of a cluster. UNIT: 0, or the blocks of a cluster that computes one pair; then there is a cluster for each
-// pair, in order. ONE_SEGMENT: no context has more than one segment; only with UNIT. Dynamic shared memory: STAGES
-// chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be
-// read together with what follows.
-template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, bool ONE_SEGMENT, int KIND, class CACHE>
+// D: head_dim rounded up to a power of two. CHUNK: bytes of a chunk; STAGES: chunks in shared memory. UNIT: blocks of a
+// unit, which are a cluster; 1 for ITEMS. WORK: a DecodeWork. For ONE_PAIR there is a unit for each pair, in order, and no
+// context has more than one segment. For ONE_SEGMENT there are units for max_segments segments of each pair, which no pair
+// exceeds. context_lens: int32 [B], the new tokens' positions. lengths: int32 [B], the lengths of the sources, for
+// CROSS. bias: fp32 [heads, 2 * max_distance + 1] by the distance key - query, for BIASED; fp32 [heads], the slopes, for
+// ALIBI. window: the number of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for CAPPED it and
+// softcap are the factor and the cap of capped_score. records: fp32 [record_capacity, Records<D>::FLOATS];
+// record_capacity is at least the number of blocks for ITEMS, of units for ONE_SEGMENT. arrival_counts: int32, for each
+// pair, or for each block of a unit of each pair; zero before and after. Dynamic shared memory: STAGES chunks with their
+// scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be read together with
+// what follows.
+template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int WORK, int KIND, class CACHE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
     const float* frequencies, float eps, float rope_scale, const int* context_lens, const int* block_tables,
     int table_pitch, int sequences, CACHE* keys, CACHE* values, __half* key_scales, __half* value_scales,
     float* records, int record_capacity, int* arrival_counts, __half* out, long long out_pitch, int heads, int kv_heads,
     int head_dim, int head_pitch, int window, float scale, const float* bias, int max_distance, const int* lengths,
-    int max_unit, float softcap) {
+    int max_segments, float softcap) {
     constexpr bool HOLDS_SCORES = KIND == BIASED || KIND == CAPPED || KIND == ALIBI;  // else scaled dot products
     constexpr int ROW = D * sizeof(CACHE), EACH = 16 / sizeof(CACHE);  // bytes of a head, elements of a piece
     constexpr int PIECES = ROW / 16;                                   // of a head
     constexpr int KEYS = CHUNK / ROW;                                  // of a chunk of keys
     constexpr int SUB = KEYS < BLOCK_SIZE ? KEYS : BLOCK_SIZE, SUBS = KEYS / SUB;  // keys of a granule, granules
-    constexpr int SCALES = IS_INT8<CACHE> ? KEYS * unit_limit(D) * 2 : 0, STAGE = CHUNK + SCALES;
+    constexpr int SCALES = IS_INT8<CACHE> ? KEYS * UNIT * 2 : 0, STAGE = CHUNK + SCALES;
     constexpr int TILES = SEGMENT / TILE, TILE_GROUPS = TILE / GROUP;
-    constexpr int PARTS = D > WARPS * GROUP ? D / (WARPS * GROUP) : 1;  // times 16 elements of a warp
     // Tasks at a time. Before the loading warp replaces a task, the chunk STAGES before the new task's first one has
     // been read. Each task has two chunks or more, so that chunk belongs to a later task than the replaced one.
     constexpr int TASKS = STAGES;
-    constexpr bool ALONE = UNIT > 0;  // the cluster computes one pair
+    constexpr int RANK_ELEMENTS = D / UNIT;  // elements of the values of a block
+    constexpr int ELEMENT_TILES = RANK_ELEMENTS / GROUP, VALUE_ROW = ROW / UNIT;
+    constexpr int PARTS = ELEMENT_TILES > WARPS ? ELEMENT_TILES / WARPS : 1;  // tiles of a warp
     static_assert(sizeof(MergeScratch) <= SEGMENT * 32, "it takes the place of scores");
+    static_assert(ELEMENT_TILES > 0 && (WORK != ITEMS || UNIT == 1), "a block has elements, and items are of one block");
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     __shared__ struct {
@@ -210,9 +208,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         float factors[TILES][HEADS];      // that rescale what was summed before a tile
         float tops[2][HEADS];             // the largest score of a segment, and of the next one
         float sum[HEADS];                 // of the segment's weights
-        unsigned long long stage_barriers[2 * STAGES], published[TASKS], exchanged, ready;
+        unsigned long long stage_barriers[2 * STAGES], published[TASKS], exchanged;
         NewToken<D, CACHE> new_token;
-        Task tasks[TASKS];
+        Task tasks[WORK == ITEMS ? TASKS : 1];
     } own;
     // Scores fp32 [SEGMENT][HEADS]. In phase 2 the weights of a key, fp16 [HEADS], replace its scores: they take one
     // half of the 32 bytes, and partial sums of weights (see tile_sum) the other.
@@ -220,45 +218,46 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const unsigned small = opaque(cast_smem_ptr_to_uint(&own));
     const unsigned group_tops = small, factors = group_tops + GROUPS * HEADS * 4, tops = factors + TILES * HEADS * 4;
     const unsigned total = tops + 2 * HEADS * 4, barriers = total + HEADS * 4, published = barriers + 16 * STAGES;
-    const unsigned exchanged = published + 8 * TASKS, ready = exchanged + 8;
+    const unsigned exchanged = published + 8 * TASKS;
     const auto tile_sum = [&](int tile, int residue, int head) {
         return scores + (tile * TILE + head / 4 * 8 + residue) * 32 + (1 - residue / 4) * 16 + head % 4 * 4;
     };
 
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / 4, head = lane % 4 * 2;
+    const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS), rank = blockIdx.x % UNIT;
+    const Contexts contexts = {
+        KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
+    // The one item of this unit, unless WORK is ITEMS.
+    Task only;
+    if constexpr (WORK != ITEMS) {
+        const int unit = blockIdx.x / UNIT, pair = WORK == ONE_PAIR ? unit : unit / max_segments, sequence = pair / groups;
+        const KeyRange range = contexts.range<KIND>(sequence);
+        const int segment = WORK == ONE_PAIR ? 0 : range.first + unit - pair * max_segments;
+        if (segment > range.last) return;
+        only = segment_task<KIND, SUB>(
+            sequence, pair, segment, HeadRange::of(pair % groups, heads, kv_heads), range, segment == range.last);
+        only.is_new = only.is_right = only.written = 1;
+        only.first_record = pair * max_segments, only.record = only.first_record + segment - range.first;
+        only.segments = range.segments(), only.folds = WORK == ONE_PAIR || only.segments == 1;
+    }
     Stages<STAGES, STAGE, WARPS> stages(scores - STAGES * STAGE, barriers);
     if (threadIdx.x == 0) {
         stages.init();
+        if (WORK == ITEMS) {
 #pragma unroll
-        for (int i = 0; i < TASKS; ++i) barrier_init(published + 8 * i, 1);
+            for (int i = 0; i < TASKS; ++i) barrier_init(published + 8 * i, 1);
+        }
 #if __CUDA_ARCH__ >= 900
-        barrier_init(exchanged, 1);
-        if (ALONE) barrier_init(ready, UNIT);
-        fence_mbarrier_init();
+        if constexpr (UNIT > 1) {  // the scores of all blocks and the largest one of each group, of HEADS heads or half as many
+            const int received = only.heads.count > HEADS / 2 ? HEADS : HEADS / 2;
+            barrier_init(exchanged, 1);
+            fence_mbarrier_init();
+            mbarrier_arrive_expect_tx(exchanged, (only.end - only.first) * (SUB / GROUP) * (GROUP + 1) * received * 4);
+        }
 #endif
     }
     __syncthreads();
     cluster_arrive_relaxed<UNIT>();
-
-    const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS);
-    const Contexts contexts = {
-        KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
-    // If ALONE, the pair, its keys, and the task of one of its segments.
-    const int pair = ALONE ? blockIdx.x / max(1, UNIT) : 0, own_sequence = pair / groups, own_group = pair % groups;
-    const KeyRange own_range = ALONE ? contexts.range<KIND>(own_sequence) : KeyRange(0, 0);
-    const HeadRange own_heads = HeadRange::of(own_group, heads, kv_heads);
-    const auto own_task = [&](int segment) {
-        Task task = segment_task<KIND, SUB>(own_sequence, pair, segment, UNIT, own_heads, own_range, true);
-        task.folds = true, task.is_left = ONE_SEGMENT || task.is_left, task.is_new = task.is_left;
-        task.is_right = ONE_SEGMENT || segment == own_range.last;
-        return task;
-    };
-    // The bytes that a block receives of the scores of a task: for each group of keys, those of HEADS heads, or of half
-    // as many, and the largest one of each head.
-    const auto exchanged_bytes = [&](const Task& task) {
-        const int heads = task.heads.count > HEADS / 2 ? HEADS : HEADS / 2;
-        return (task.end - task.first) * (SUB / GROUP) * (GROUP + 1) * heads * 4;
-    };
 
     if (warp == WARPS) {
         // The loads start before the kernel waits for the projection. That is allowed because it is launched as
@@ -269,98 +268,63 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                        ? block_tables[static_cast<long long>(sequence) * table_pitch + block]
                        : 0;
         };
+        // Granules first + rank, first + rank + UNIT, ... of the keys; the block's elements of all granules of values.
         const auto load = [&](const Task& task, int table) {
-            const int unit = ALONE ? UNIT : task.unit, log2_unit = 31 - __clz(unit), rank = blockIdx.x & (unit - 1);
             const ChunkSource<D, SUB, CACHE> source = {table,      task.heads.kv, kv_heads,
                                                        head_pitch, task.present,  task.end};
-            // Granules first + rank, first + rank + unit, ... of the keys; all granules of the values.
 #pragma unroll 1
-            for (int granule = task.first + rank; granule < task.end; granule += SUBS << log2_unit) {
+            for (int granule = task.first + rank; granule < task.end; granule += SUBS * UNIT) {
                 stages.wait_empty();
-                source.template load<1>(stages.address(), keys, granule, unit, SUBS, 0);
+                source.template load<1>(stages.address(), keys, granule, UNIT, SUBS, 0);
                 if constexpr (IS_INT8<CACHE>)
-                    source.load_scales(stages.address() + CHUNK, key_scales, granule, unit, SUBS);
+                    source.load_scales(stages.address() + CHUNK, key_scales, granule, UNIT, SUBS);
                 stages.fill();
             }
 #pragma unroll 1
-            for (int granule = task.first; granule < task.end; granule += SUBS << log2_unit) {
+            for (int granule = task.first; granule < task.end; granule += SUBS * UNIT) {
                 stages.wait_empty();
-                const auto load_part = [&](auto parts) {
-                    source.template load<decltype(parts)::value>(
-                        stages.address(), values, granule, 1, SUBS * decltype(parts)::value,
-                        rank * (D / decltype(parts)::value));
-                };
-                if (unit == 1) load_part(Constant<1>());
-                if constexpr (unit_limit(D) > 1) {
-                    if (unit == 2) load_part(Constant<2>());
-                    if (unit == 4) load_part(Constant<4>());
-                    if constexpr (unit_limit(D) > 4)
-                        if (unit == 8) load_part(Constant<8>());
-                }
+                source.template load<UNIT>(stages.address(), values, granule, 1, SUBS * UNIT, rank * RANK_ELEMENTS);
                 if constexpr (IS_INT8<CACHE>)
-                    source.load_scales(stages.address() + CHUNK, value_scales, granule, 1, SUBS << log2_unit);
+                    source.load_scales(stages.address() + CHUNK, value_scales, granule, 1, SUBS * UNIT);
                 stages.fill();
             }
         };
-        if constexpr (ONE_SEGMENT) {
-            load(own_task(0), table_of(own_sequence, 0));
+        if constexpr (WORK != ITEMS) {
+            load(only, table_of(only.sequence, only.segment));
             cluster_wait<UNIT>();
-            cp_async_wait_all();
-            return;
-        } else if constexpr (ALONE) {
-            int table = table_of(own_sequence, own_range.first);
+        } else {
+            Share share;
+            Item item = find_work<KIND>(contexts, record_capacity, share);
+            int number = 0, written = 0;
+            bool is_new = true, folds = false;
+            const auto publish = [&](const Task& task) {
+                if (lane == 0) own.tasks[number % TASKS] = task, barrier_arrive(published + number % TASKS * 8);
+                __syncwarp();
+                ++number;
+            };
 #pragma unroll 1
-            for (int segment = own_range.first; segment <= own_range.last; ++segment) {
-                const int next = table_of(own_sequence, segment + 1);
-                load(own_task(segment), table);
-                table = next;
+            while (item.belongs_to(contexts, share)) {
+                const int table = table_of(item.sequence, item.segment);
+                const bool reaches = item.reaches(item.range.last, share);
+                Task task = segment_task<KIND, SUB>(
+                    item.sequence, item.sequence * groups + item.group, item.segment,
+                    HeadRange::of(item.group, heads, kv_heads), item.range, reaches);
+                if (is_new) folds = item.segment == item.range.first && reaches;
+                task.is_new = is_new, task.folds = folds;
+                task.record = item.record(), task.first_record = task.record - (item.segment - item.range.first);
+                task.segments = item.range.segments(), task.written = ++written;
+                const int last = item.range.last;
+                item.next<KIND>(contexts, share);
+                is_new = task.segment == last || !item.belongs_to(contexts, share);
+                task.is_right = is_new;
+                if (is_new) written = 0;
+                stages.wait_empty();  // so no warp reads the task that had the same place
+                publish(task);
+                load(task, table);
             }
-            cluster_wait<UNIT>();
-            cp_async_wait_all();
-            return;
+            if (number) stages.wait_empty();
+            publish({-1});
         }
-        Share share;
-        Item item = find_work<KIND>(contexts, min(max_unit, unit_limit(D)), record_capacity, share);
-        const int unit = share.unit;
-        int number = 0, written = 0;
-        bool is_new = true, folds = false;
-        const auto publish = [&](const Task& task) {
-            if (lane == 0) own.tasks[number % TASKS] = task, barrier_arrive(published + number % TASKS * 8);
-            __syncwarp();
-            ++number;
-        };
-#pragma unroll 1
-        while (item.belongs_to(contexts, share)) {
-            const int table = table_of(item.sequence, item.segment);
-            const bool reaches = item.reaches(item.range.last, share);
-            Task task = segment_task<KIND, SUB>(
-                item.sequence, item.sequence * groups + item.group, item.segment, unit,
-                HeadRange::of(item.group, heads, kv_heads), item.range, reaches);
-            if (is_new) folds = item.segment == item.range.first && reaches;
-            task.is_new = is_new, task.folds = folds;
-            task.record = item.record(), task.first_record = task.record - (item.segment - item.range.first);
-            task.segments = item.range.segments(), task.written = ++written;
-            const int last = item.range.last;
-            item.next<KIND>(contexts, share);
-            is_new = task.segment == last || !item.belongs_to(contexts, share);
-            task.is_right = is_new;
-            if (is_new) written = 0;
-
-            stages.wait_empty();  // so no warp reads the task that had the same place
-            publish(task);
-#if __CUDA_ARCH__ >= 900
-            if (unit > 1) {  // then it has one item only
-                if (lane == 0) mbarrier_arrive_expect_tx(exchanged, exchanged_bytes(task));
-                cluster_arrive_relaxed<MAX_UNIT>();
-            }
-#endif
-            load(task, table);
-        }
-        if (number) stages.wait_empty();
-        publish({-1});
-#if __CUDA_ARCH__ >= 900
-        if (unit > 1 && number > 1) cluster_wait<MAX_UNIT>();
-#endif
         cp_async_wait_all();
         return;
     }
@@ -370,23 +334,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     [[maybe_unused]] float slopes[2];               // of the thread's two heads, for ALIBI
     float all_o[PARTS][4], all_top[2], all_sum[2];  // of the segments before
 #pragma unroll 1
-    for (int number = 0;; ++number) {  // once if ONE_SEGMENT
-        Task only;
-        if constexpr (ALONE) {
-            if (ONE_SEGMENT ? number : own_range.first + number > own_range.last) break;
-            only = own_task(ONE_SEGMENT ? 0 : own_range.first + number);
-        } else {
-            barrier_wait(published + number % TASKS * 8, number / TASKS, 1);
-        }
-        const Task& task = ALONE ? only : own.tasks[number % TASKS];
-        if (!ALONE && task.sequence < 0) break;
-        const int unit = ALONE ? UNIT : task.unit, log2_unit = 31 - __clz(unit), rank = blockIdx.x & (unit - 1);
-        const int elements = D / GROUP >> log2_unit;  // times 16 elements of the values of this block
-        const ChunkLayout value_layout = {log2_of(PIECES) - log2_unit};
-#if __CUDA_ARCH__ >= 900
-        if (UNIT > 1 && threadIdx.x == 0) mbarrier_arrive_expect_tx(exchanged, exchanged_bytes(task));
-        if (!ALONE && unit > 1) cluster_arrive_relaxed<MAX_UNIT>();
-#endif
+    for (int number = 0;; ++number) {  // once unless WORK is ITEMS
+        if constexpr (WORK == ITEMS) barrier_wait(published + number % TASKS * 8, number / TASKS, 1);
+        const Task& task = WORK == ITEMS ? own.tasks[number % TASKS] : only;
+        if (WORK == ITEMS && task.sequence < 0) break;
         if (task.is_new) {
             float cosine[D / 64], sine[D / 64];
             rope_angles(params, task.position, head_dim, cosine, sine);
@@ -418,21 +369,19 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         const int new_key = task.present < task.stop ? task.present : SEGMENT;
 
         // 1. Scores.
-        const auto compute_scores = [&](auto alone) {
+        {
             const int begin = task.begin, stop = task.stop;
 #if __CUDA_ARCH__ >= 900
-            if (!alone.value && number == 0) cluster_wait<MAX_UNIT>();  // all blocks have started
-            if (UNIT > 1 && !ONE_SEGMENT && number > 0) mbarrier_wait(ready, number - 1 & 1);
-            const unsigned peers = alone.value ? 0 : block_rank_in_cluster() & -unit;
+            cluster_wait<UNIT>();  // all blocks have started
 #endif
             int turn = 0;  // if a chunk has fewer groups than there are warps, the next one goes to other warps
 #pragma unroll 1
-            for (int from = first + rank; from < end; from += SUBS << log2_unit) {
+            for (int from = first + rank; from < end; from += SUBS * UNIT) {
                 const unsigned chunk = stages.address();
                 stages.wait_full();
 #pragma unroll 1
                 for (int i = (warp - turn) & (WARPS - 1); i < KEYS / GROUP; i += WARPS) {
-                    const int granule = from + (i / (SUB / GROUP) << log2_unit);
+                    const int granule = from + i / (SUB / GROUP) * UNIT;
                     if (granule >= end) break;
                     const int key = granule * SUB + i % (SUB / GROUP) * GROUP;
                     if (new_key - key >= 0 && new_key - key < GROUP) {
@@ -482,7 +431,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                         for (int h = 0; h < 2; ++h)
                             largest[h] = fmaxf(largest[h], __shfl_xor_sync(FULL, largest[h], d));
                     const unsigned top_target = group_tops + key / GROUP * HEADS * 4 + head * 4;
-                    if constexpr (alone.value) {
+                    if constexpr (UNIT == 1) {
                         const unsigned target = scores + (key + row) * 32 + head * 4;
                         st_shared_v2(target, s[0], s[1]), st_shared_v2(target + 8 * 32, s[2], s[3]);
                         if (row == 0) st_shared_v2(top_target, largest[0], largest[1]);
@@ -495,17 +444,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                         const float four[4] = {odd ? x : s[0], odd ? y : s[1], odd ? s[2] : x, odd ? s[3] : y};
                         const unsigned target = scores + (key + row + odd * 8) * 32 + lane % 4 / 2 * 16;
                         if (lane % 4 / 2 * 4 < task.heads.count) {
-                            constexpr int UNROLL = ALONE ? UNIT : 1;
-#pragma unroll UNROLL
-                            for (int i = 0; i < unit; ++i) {
-                                const unsigned to = peers + ((rank + i) & (unit - 1));
+#pragma unroll
+                            for (int i = 0; i < UNIT; ++i) {
+                                const unsigned to = (rank + i) & (UNIT - 1);
                                 st_async(map_shared_rank(target, to), four, map_shared_rank(exchanged, to));
                             }
                             // All rows have the largest scores: each sends them to another block.
-                            if (row < unit)
+                            if (row < UNIT)
                                 st_async(
-                                    map_shared_rank(top_target, peers + row), largest[0], largest[1],
-                                    map_shared_rank(exchanged, peers + row));
+                                    map_shared_rank(top_target, row), largest[0], largest[1],
+                                    map_shared_rank(exchanged, row));
                         }
 #endif
                     }
@@ -513,18 +461,14 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 turn += KEYS / GROUP;
                 stages.release();
             }
-            if constexpr (alone.value) {
+            if constexpr (UNIT == 1) {
                 computing_sync();
-            } else {  // unless it is ALONE, a unit has one item only
+            } else {
 #if __CUDA_ARCH__ >= 900
-                mbarrier_wait_acquire_cluster(exchanged, number & 1);
+                mbarrier_wait_acquire_cluster(exchanged, 0);
 #endif
             }
-        };
-        if (UNIT == 1 || (UNIT == 0 && unit == 1))
-            compute_scores(Constant<1>());
-        else if (__CUDA_ARCH__ >= 900)
-            compute_scores(Constant<0>());
+        }
 
         // A warp may still read the tops of the segment before when another one has the scores of this one.
         const unsigned top = tops + (number & 1) * HEADS * 4;
@@ -606,26 +550,25 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         }
         using Operands = OutputStep<CACHE, PARTS, SUB>;
         float o[PARTS][4] = {};  // of the segment
-        const auto compute_outputs = [&](auto alone) {
-            const ChunkLayout layout = {alone.value ? log2_of(PIECES) : value_layout.log2_pieces};
-            const int each = alone.value ? SUBS : SUBS << log2_unit, row_bytes = layout.row_bytes();
+        {
+            constexpr ChunkLayout layout = {log2_of(VALUE_ROW / 16)};
             const unsigned weight_rows = scores + lane * 32 + lane / 4 % 2 * 16;
 #pragma unroll 1
-            for (int granule = first; granule < end; granule += each) {
+            for (int granule = first; granule < end; granule += SUBS * UNIT) {
                 const unsigned chunk = stages.address();
                 stages.wait_full();
-                if (alone.value && PARTS * WARPS * GROUP == D || warp < elements) {
-                    const int count = min(end - granule, each), new_row = new_key - granule * SUB;
+                if (ELEMENT_TILES >= WARPS || warp < ELEMENT_TILES) {
+                    const int count = min(end - granule, SUBS * UNIT), new_row = new_key - granule * SUB;
                     if (new_row >= 0 && new_row < count * SUB) {  // each warp writes what it reads
                         constexpr int TILE_PIECES = GROUP / EACH;
 #pragma unroll
                         for (int p = 0; p < PARTS; ++p) {
                             const int piece = (warp + p * WARPS) * TILE_PIECES + lane;
-                            if (warp + p * WARPS < elements && lane < TILE_PIECES)
+                            if (warp + p * WARPS < ELEMENT_TILES && lane < TILE_PIECES)
                                 st_shared_v4(
                                     chunk + layout.offset(new_row, piece),
                                     *reinterpret_cast<const uint4*>(
-                                        &own.new_token.kv[1][rank * elements * GROUP + piece * EACH]));
+                                        &own.new_token.kv[1][rank * RANK_ELEMENTS + piece * EACH]));
                         }
                         if (IS_INT8<CACHE> && lane == 0)
                             st_shared_half(chunk + CHUNK + new_row * 2, own.new_token.scales[1]);
@@ -636,7 +579,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                     for (int p = 0; p < PARTS; ++p)
                         address[p] = ValueFragments<CACHE>::address(chunk, layout, warp + p * WARPS);
                     const auto load = [&](int i, Operands& operands) {
-                        operands.load(address, i * SUB, row_bytes, chunk + CHUNK, weight_rows + granule * SUB * 32);
+                        operands.load(address, i * SUB, VALUE_ROW, chunk + CHUNK, weight_rows + granule * SUB * 32);
                     };
                     const auto multiply = [&](int i, const Operands& operands) {
                         const int key = (granule + i) * SUB;
@@ -660,7 +603,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                             }
                         }
                     };
-                    if constexpr (alone.value) {
+                    if constexpr (UNIT == 1) {
 #pragma unroll 2
                         for (int i = 0; i < count; ++i) {
                             Operands operands;
@@ -681,26 +624,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 }
                 stages.release();
             }
-        };
-        if (UNIT == 1 || (UNIT == 0 && unit == 1))
-            compute_outputs(Constant<1>());
-        else if (__CUDA_ARCH__ >= 900)
-            compute_outputs(Constant<0>());
+        }
 
         // The record of the segment. After this barrier no warp reads scores, weights or the new token any more.
         computing_sync();
-#if __CUDA_ARCH__ >= 900
-        if (UNIT > 1 && !ONE_SEGMENT && threadIdx.x < UNIT &&
-            !task.is_right)  // all blocks may send the next scores to this one
-            mbarrier_arrive_remote(ready, (block_rank_in_cluster() & -UNIT) + threadIdx.x);
-#endif
         const float2 all_tops = ld_shared_float2(top + head * 4), sums = ld_shared_float2(total + head * 4);
         const float record_top[2] = {all_tops.x, all_tops.y}, record_sum[2] = {sums.x, sums.y};
-        const Records<D> place = {records, elements * GROUP, rank};
+        const Records<D> place = {records, RANK_ELEMENTS, rank};
         const bool folds = task.folds, is_right = task.is_right;
         __half* const target = out + task.sequence * out_pitch + static_cast<long long>(task.heads.first) * head_dim;
         if (folds) {
-            const bool is_left = task.is_left;
+            const bool is_left = WORK != ITEMS || task.is_left;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const MergeFactors merging = merge_factors(all_top[h], record_top[h]);
@@ -720,7 +654,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
                 const int tile = warp + p * WARPS;
-                if (tile >= elements) continue;
+                if (tile >= ELEMENT_TILES) continue;
                 __half y[4];
                 if (folds) attention_outputs(all_o[p], all_sum, y);
 #pragma unroll
@@ -729,17 +663,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                     if (h >= task.heads.count) continue;
                     if (!folds)
                         place.outputs(task.record, h)[element] = o[p][m];
-                    else if (rank * elements * GROUP + element < head_dim)
-                        target[h * head_dim + rank * elements * GROUP + element] = y[m];
+                    else if (rank * RANK_ELEMENTS + element < head_dim)
+                        target[h * head_dim + rank * RANK_ELEMENTS + element] = y[m];
                 }
             }
         }
         if (is_right && !folds) {
             merge_records<COMPUTING, D>(
                 computing_sync, place, task.first_record, task.written, task.segments,
-                arrival_counts + task.pair * unit + rank, target, task.heads.count, head_dim,
+                arrival_counts + task.pair * UNIT + rank, target, task.heads.count, head_dim,
                 *reinterpret_cast<MergeScratch*>(shared + STAGES * STAGE));
         }
-        if constexpr (ONE_SEGMENT) break;
+        if constexpr (WORK != ITEMS) break;
     }
 }

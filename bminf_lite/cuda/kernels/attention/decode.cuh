@@ -1,9 +1,8 @@
 // The work of decode attention: which blocks compute which segments, and the merge of the segments' records.
 //
 // An item is one segment of the context of one pair (sequence, group of query heads). Items are in order of sequence,
-// group and segment. A unit is 1, 2, 4 or 8 neighbouring blocks of a cluster, which compute an item together. Every
-// block finds its items from the lengths of the contexts, so the grid does not depend on them. The distribution changes
-// no bit of a result.
+// group and segment. Either a unit (1, 2, 4 or 8 blocks of a cluster) computes one item, which its index names, or every
+// block finds a range of items from the lengths of the contexts. The distribution changes no bit of a result.
 #pragma once
 #include "attention/softmax.cuh"
 #include "common/cluster.cuh"
@@ -12,15 +11,6 @@
 namespace bminf {
 
 constexpr int COST_KEYS = 128;  // an item costs 1, and 1 for so many keys
-
-// Blocks of a unit for heads of D elements, at most: each block has 16 elements or more of the values.
-__host__ __device__ constexpr int unit_limit(int D) {
-#if __CUDA_ARCH__ >= 900
-    return D / 16 < MAX_UNIT ? D / 16 : MAX_UNIT;
-#else
-    return 1;
-#endif
-}
 
 // The keys of a sequence that its query sees, and their segments. Without any key there is one empty segment.
 struct KeyRange {
@@ -62,10 +52,9 @@ struct Contexts {
     }
 };
 
-// The part of the items that one unit computes: those whose cost_before, over all items, is in [from, to). Or, if
+// The range of items that one block computes: those whose cost_before, over all items, is in [from, to). Or, if
 // records of all items would not fit into memory (whole), all items of the pairs that begin there.
 struct Share {
-    int unit;  // blocks per unit
     bool even, whole;
     int from, to;
 };
@@ -92,7 +81,7 @@ struct Item {
         return sequence < contexts.sequences &&
                start + (share.whole ? 0 : range.cost_before(segment, share.even)) < share.to;
     }
-    // Whether the unit's items of this pair include `which`, if they include a segment before it.
+    // Whether the block's items of this pair include `which`, if they include a segment before it.
     __device__ __forceinline__ bool reaches(int which, const Share& share) const {
         return share.whole || start + range.cost_before(which, share.even) < share.to;
     }
@@ -119,30 +108,25 @@ __device__ __forceinline__ int warp_prefix_sum(int x) {
     return x;
 }
 
-// Finds the share of this block's unit, and its first item. Called by one warp. max_unit: blocks per unit, at most.
-// capacity: records that fit into memory, at least the number of blocks.
+// Finds the share of this block, and its first item. Called by one warp. capacity: records that fit into memory, at
+// least the number of blocks.
 template <int KIND>
-__device__ __forceinline__ Item find_work(const Contexts& contexts, int max_unit, int capacity, Share& share) {
-    const int lane = threadIdx.x % WARP;
+__device__ __forceinline__ Item find_work(const Contexts& contexts, int capacity, Share& share) {
+    const int lane = threadIdx.x % WARP, blocks = gridDim.x, number = blockIdx.x;
     int items = 0, cost = 0;
     for (int i = lane; i < contexts.sequences; i += WARP) {
         const KeyRange range = contexts.range<KIND>(i);
         items += range.segments(), cost += range.cost(false);
     }
     items = warp_sum(items) * contexts.groups, cost = warp_sum(cost) * contexts.groups;
-    const int blocks = gridDim.x;
-    int log2_unit = 0;
-    while (1 << log2_unit < max_unit && items << (log2_unit + 1) <= blocks) ++log2_unit;
-    share.unit = 1 << log2_unit;
-    const int units = blocks >> log2_unit, number = blockIdx.x >> log2_unit;
-    share.even = items <= units, share.whole = log2_unit == 0 && items > capacity;
+    share.even = items <= blocks, share.whole = items > capacity;
     share.from = number, share.to = number + 1;
     Item item = {contexts.sequences, 0, 0, 0, 0, KeyRange(0, 0)};
     if (share.even && number >= items) return item;
     if (!share.even) {
-        const unsigned each = static_cast<unsigned>(cost) / units, rest = cost - each * units;
-        share.from = number * each + number * rest / units;
-        share.to = (number + 1) * each + (number + 1) * rest / units;
+        const unsigned each = static_cast<unsigned>(cost) / blocks, rest = cost - each * blocks;
+        share.from = number * each + number * rest / blocks;
+        share.to = (number + 1) * each + (number + 1) * rest / blocks;
     }
     for (int i = 0, start = 0, records = 0; i < contexts.sequences; i += WARP) {
         int own_items = 0, own_cost = 0;
