@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,15 @@ import pytest
 from bminf_lite.backend.attention import biases
 from bminf_lite.backend.values import AttentionSpec, LayerCache, LinearBias, Norm, RelativeBias, Rope
 from bminf_lite.cuda.kernels.arrays import address
-from bminf_lite.cuda.kernels.attention.decode import AttentionDecode, decode_config, record_size
+from bminf_lite.cuda.kernels.attention import decode as decode_module
+from bminf_lite.cuda.kernels.attention.decode import (
+    UNITS,
+    AttentionDecode,
+    decode_config,
+    max_unit,
+    padded_head_dim,
+    record_size,
+)
 from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, MAX_HEAD_DIM, scores_of
 from bminf_lite.cuda.kernels.attention.prefill import COUNTERS, PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
@@ -24,7 +33,7 @@ MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10
 """KiB of shared memory a block, from the CUDA programming guide's table of compute capabilities."""
 STATIC = 10 << 10
 """More than the kernel's static shared memory."""
-SMALL_STATIC = 6 << 10
+SMALL_STATIC = 7 << 10
 """The same for heads of up to 128 elements."""
 CONTEXT_LENS = sorted(
     {max(0, edge + d) for edge in (0, 16, 64, 128, 256, 512, 1024, 1152, 2048, 3072, 4999) for d in (-2, -1, 0, 1)}
@@ -52,6 +61,23 @@ def test_tiles_divide_segments(capability: tuple[int, int]) -> None:
                 tile = attention_tile(capability, head_dim, mask, biased)
                 assert SEGMENT % tile == 0
                 assert tile % 16 == 0
+
+
+@pytest.mark.parametrize("capability", MOST_SHARED)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_pairs_alone_run_at_the_same_time(
+    capability: tuple[int, int], head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of all pairs fit the SMs, and long contexts are shared among all blocks."""
+    monkeypatch.setattr(decode_module, "LONGEST_ALONE", 2 * SEGMENT)
+    decode = AttentionDecode(SimpleNamespace(num_sms=132, device=SimpleNamespace(compute_capability=capability)))  # type: ignore[arg-type]
+    spec = AttentionSpec(heads=32, kv_heads=8, head_dim=head_dim, scale=1.0)
+    for batch_size in (1, 2, 3, 4, 8, 16, 17, 33, 34, 100):
+        unit = decode.unit(spec, batch_size, 2 * SEGMENT)
+        assert unit <= max_unit(capability, head_dim)
+        assert 8 * batch_size * unit <= decode_config(capability, head_dim, 0).blocks * 132
+        assert decode.unit(spec, batch_size, 2 * SEGMENT + 1) == 0
+    assert decode.unit(spec, 1, SEGMENT) == max_unit(capability, head_dim)
 
 
 @dataclass(frozen=True)
@@ -147,13 +173,21 @@ class Problem:
         cache = LayerCache(*(None if x is None else x[back] for x in arrays))
         return replace(self, cache=cache, tables=to[self.tables].astype(np.int32))
 
-    def run(self, device: Device, grid: tuple[int, int] | None = None, records: int | None = None) -> np.ndarray:
+    def short(self) -> Problem:
+        """The same of the sequences that have one segment."""
+        found = self.of(np.flatnonzero(self.context_lens < SEGMENT))
+        return replace(found, tables=found.tables[:, : SEGMENT // BLOCK_SIZE])
+
+    def run(
+        self, device: Device, grid: tuple[int, int] | None = None, records: int | None = None, unit: int = 0
+    ) -> np.ndarray:
         """The bits of the output, uint16 ``[B, heads * head_dim]``; writes the new tokens into the cache."""
         import cupy as cp
 
         decode = AttentionDecode(Launcher(device, 0))
         if grid is not None:
             decode.grid = lambda *_: grid  # type: ignore[method-assign]
+        decode.unit = lambda *_: unit  # type: ignore[method-assign]
         spec, count, longest = self.spec, len(self.context_lens), self.tables.shape[1] * BLOCK_SIZE
         elements = decode.record_elements(spec, count, longest) if records is None else records * record_size(spec)
         scratch = cp.full(elements, cp.nan, cp.float32)
@@ -235,6 +269,11 @@ def test_bits_depend_on_the_sequence_alone(device: Device, shape: Shape) -> None
     for grid in GRIDS:
         assert (problem.copied().run(device, grid) == bits).all(), grid
     assert (problem.copied().run(device, (264, 1), records=4) == bits).all()
+    short = problem.short()
+    for unit in UNITS:
+        if unit <= max_unit(device.compute_capability, padded_head_dim(problem.spec)):
+            assert (problem.copied().run(device, unit=unit) == bits).all(), unit
+            assert (short.copied().run(device, unit=unit) == bits[problem.context_lens < SEGMENT]).all(), unit
     assert (problem.moved(2).run(device) == bits).all()
     some = np.random.default_rng(3).permutation(len(bits))[: len(bits) // 2]
     assert (problem.of(some).copied().run(device) == bits[some]).all()

@@ -114,6 +114,18 @@ class ScoreKind(IntEnum):
     ALIBI = 3
 
 
+class DecodeWork(IntEnum):
+    """What a unit of blocks computes in decode attention.
+
+    ``ITEMS``: a range of segments of all sequences, which it finds from the lengths on the device. ``ONE_SEGMENT``: one
+    segment of one pair (sequence, group of query heads). ``ONE_PAIR``: one pair, whose context is one segment.
+    """
+
+    ITEMS = 0
+    ONE_SEGMENT = 1
+    ONE_PAIR = 2
+
+
 class AttentionMask(IntEnum):
     """The keys that a query attends to in prefill attention.
 
@@ -138,7 +150,7 @@ DECODE_THREADS = 288
 DECODE_GROUP = 16
 """Keys, or elements of values, that one MMA of the decode kernel takes as rows."""
 DECODE_MAX_UNIT = 8
-"""Blocks of a cluster that compute one segment together, at most."""
+"""Blocks of a cluster that compute one segment together, at most: a unit."""
 SKINNY_ROWS = 16
 """Rows of the weight in a group: the M of one MMA."""
 SKINNY_STEP = 64
@@ -206,7 +218,7 @@ HEADERS = {
     "constants/norm_unaligned.cuh": render_header(THREADS=UNALIGNED_NORM_THREADS),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
     "constants/decode.cuh": render_header(
-        DecodeMask, HEADS=DECODE_HEADS, THREADS=DECODE_THREADS, GROUP=DECODE_GROUP, MAX_UNIT=DECODE_MAX_UNIT
+        DecodeMask, DecodeWork, HEADS=DECODE_HEADS, THREADS=DECODE_THREADS, GROUP=DECODE_GROUP, MAX_UNIT=DECODE_MAX_UNIT
     ),
     "constants/prefill.cuh": render_header(AttentionMask, ScoreKind),
     "constants/skinny_gemm.cuh": render_header(ROWS=SKINNY_ROWS, STEP=SKINNY_STEP),

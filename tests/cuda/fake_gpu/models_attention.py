@@ -107,12 +107,17 @@ def attention_decode(call: Call) -> None:
     call.require(call.launch.shared >= SEGMENT * DECODE_HEADS * 4 + call.number("STAGES") * stage // (2 if int8 else 1),
                  "too little shared memory")  # fmt: skip
     call.require(call.launch.grid[0] % (call.launch.cluster or 1) == 0, "a part of a cluster")
+    unit, one_segment = call.number("UNIT"), call.template["ONE_SEGMENT"] == "true"
     count, groups = call.sequences, call.kv_heads * -(-(call.heads // call.kv_heads) // DECODE_HEADS)
+    if unit:
+        expected = count * groups * unit, unit
+        call.require((call.launch.grid[0], call.launch.cluster or 1) == expected, "not a cluster for each pair")
     call.vector("records", call.record_capacity * DECODE_HEADS * depth, F32)
     counters = call.vector("arrival_counts", max(call.launch.grid[0], count * groups), np.int32)
     call.require(not counters.any(), "the counters are not zero")
     before = call.vector("lengths" if from_source else "context_lens", count, np.int32).astype(np.int64)
     positions = before - 1 if from_source else np.minimum(before, call.table_pitch * BLOCK_SIZE - 1)
+    call.require(not one_segment or positions.max(initial=0) < SEGMENT, "a context has more than one segment")
     width = (call.heads + (0 if from_source else 2 * call.kv_heads)) * call.head_dim
     q, k, v = split(call, call.rows("qkv", count, call.pitch, width, F16, align=0).astype(F32), positions)
     out = call.rows("out", count, call.out_pitch, call.heads * call.head_dim, F16, align=0)

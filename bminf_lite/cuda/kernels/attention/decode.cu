@@ -8,7 +8,7 @@
 // [B, out_pitch]. The new token's key and value are prepared here and written to the cache.
 //
 // The sums have the order of softmax.cuh. An item (decode.cuh) is a segment of one sequence, for up to HEADS query
-// heads that share a key-value head. The blocks of a unit compute it together:
+// heads that share a key-value head. A unit is one block or the blocks of a cluster, which compute an item together:
 //
 //   1. Scores. Each block takes its part of the keys, in groups of 16, and sends their scores to all blocks of the unit
 //      through distributed shared memory.
@@ -17,8 +17,11 @@
 //      several times 16), so that it makes the whole chain of k16 steps by itself.
 //
 // Eight warps compute, and a ninth one loads keys and values into a circular buffer of chunks in shared memory. It runs
-// ahead across phases and items. A block that computes all segments of a pair merges them as it goes; else each segment
-// hands over a record.
+// ahead across phases and items.
+//
+// There is a unit for each pair, or for each segment of each pair, or each block computes a range of items: DecodeWork.
+// Whoever computes all segments of a pair writes its output; else each segment leaves a record, and the last unit of
+// the pair to arrive merges them.
 #include "attention/decode.cuh"
 #include "attention/scores.cuh"
 #include "attention/stages.cuh"
@@ -41,34 +44,35 @@ struct NewToken {
     __half scales[2];
 };
 
-// The heads of one pair: `count` query heads from first_head on, which share the key-value head kv.
+// The heads of one pair: `count` query heads from `first` on, which share the key-value head kv.
 struct HeadRange {
-    int first_head, count, heads, kv, kv_heads, head_dim, head_pitch;
+    int first, count, kv;
 
-    __device__ __forceinline__ HeadRange(int group, int heads, int kv_heads, int head_dim, int head_pitch)
-        : heads(heads),
-          kv_heads(kv_heads),
-          head_dim(head_dim),
-          head_pitch(head_pitch) {
-        const int shared = heads / kv_heads, groups = (shared + HEADS - 1) / HEADS;
-        kv = group / groups, first_head = kv * shared + group % groups * HEADS;
-        count = min(HEADS, (kv + 1) * shared - first_head);
+    __device__ __forceinline__ static HeadRange of(int group, int heads, int kv_heads) {
+        const int shared = heads / kv_heads, groups = (shared + HEADS - 1) / HEADS, kv = group / groups;
+        const int first = kv * shared + group % groups * HEADS;
+        return {first, min(HEADS, (kv + 1) * shared - first), kv};
     }
+};
+
+// The sizes of an attention layer.
+struct LayerShape {
+    int heads, kv_heads, head_dim, head_pitch;
 };
 
 // Fills `new_token`, one warp a head at a time. The key and the value only if `newest`; then they are written to the
 // cache too, at `key` and `value` with their scales, unless these are null.
 template <int D, class CACHE, int PAIRS>
 __device__ __forceinline__ void prepare_new_token(
-    const Values& source, int row, const HeadParams& params, const HeadRange& at, const float (&cosine)[PAIRS],
-    const float (&sine)[PAIRS], NewToken<D, CACHE>& new_token, bool newest, CACHE* key, CACHE* value, __half* key_scale,
-    __half* value_scale) {
-    const int lane = threadIdx.x % WARP, half = at.head_dim / 2, tasks = newest ? at.count + 2 : at.count;
+    const Values& source, int row, const HeadParams& params, const LayerShape& layer, const HeadRange& at,
+    const float (&cosine)[PAIRS], const float (&sine)[PAIRS], NewToken<D, CACHE>& new_token, bool newest, CACHE* key,
+    CACHE* value, __half* key_scale, __half* value_scale) {
+    const int lane = threadIdx.x % WARP, half = layer.head_dim / 2, tasks = newest ? at.count + 2 : at.count;
     const auto fetch = [&](int task, float (&low)[PAIRS], float (&high)[PAIRS]) {
-        const int head = task < at.count ? at.first_head + task : at.heads + (task - at.count) * at.kv_heads + at.kv;
+        const int head = task < at.count ? at.first + task : layer.heads + (task - at.count) * layer.kv_heads + at.kv;
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
-            const int pair = p * WARP + lane, column = head * at.head_dim + pair;
+            const int pair = p * WARP + lane, column = head * layer.head_dim + pair;
             const bool inside = task < tasks && pair < half;
             low[p] = inside ? source.at<false, Order::ROW>(row, column) : 0.0f;
             high[p] = inside ? source.at<false, Order::ROW>(row, column + half) : 0.0f;
@@ -83,11 +87,13 @@ __device__ __forceinline__ void prepare_new_token(
         CACHE* const cached = which < 0 ? nullptr : which == 0 ? key : value;
         if (which <= 0)
             norm_and_rope(
-                low, high, params, which < 0 ? params.q_norm_weight : params.k_norm_weight, at.head_dim, cosine, sine);
+                low, high, params, which < 0 ? params.q_norm_weight : params.k_norm_weight, layer.head_dim, cosine,
+                sine);
         if (IS_INT8<CACHE> && which >= 0) {
             if constexpr (IS_INT8<CACHE>) {
                 CACHE* const own = new_token.kv[which];
-                const __half scale = quantize_head(cached ? cached : own, own, low, high, at.head_dim, at.head_pitch);
+                const __half scale =
+                    quantize_head(cached ? cached : own, own, low, high, layer.head_dim, layer.head_pitch);
                 if (lane == 0) new_token.scales[which] = scale;
                 if (lane == 0 && cached) *(which == 0 ? key_scale : value_scale) = scale;
             }
@@ -102,9 +108,9 @@ __device__ __forceinline__ void prepare_new_token(
                 if (stored) stored[pair] = prepared[pair], stored[half + pair] = prepared[half + pair];
             }
 #pragma unroll 1
-            for (int d = at.head_dim + lane; d < D; d += WARP) {
+            for (int d = layer.head_dim + lane; d < D; d += WARP) {
                 prepared[d] = __float2half_rn(0.0f);
-                if (stored && d < at.head_pitch) stored[d] = prepared[d];
+                if (stored && d < layer.head_pitch) stored[d] = prepared[d];
             }
         }
 #pragma unroll
@@ -115,13 +121,28 @@ __device__ __forceinline__ void prepare_new_token(
 // What the loading warp tells the others of an item: the keys [begin, stop) of its segment are visible, those before
 // `present` are in the cache. Keys are loaded in granules of SUB keys; granules [first, end) are visible, at least one.
 struct Task {
-    int sequence, group, segment, unit;  // sequence < 0: no more items
+    int sequence, pair, segment;  // sequence < 0: no more items
+    HeadRange heads;
     int position, begin, stop, present, first, end;
     int is_new, newest;     // the first item of this pair; if the unit computes the new token's segment too
     int folds;              // the unit computes all segments of the pair
     int is_left, is_right;  // the first and the last item of this pair
     int record, first_record, segments, written;  // see merge_records
 };
+
+// A segment of the keys in `range`. newest: if the unit computes the new token's segment too.
+template <int KIND, int SUB>
+__device__ __forceinline__ Task segment_task(
+    int sequence, int pair, int segment, const HeadRange& heads, const KeyRange& range, bool newest) {
+    const int start = segment * SEGMENT;
+    Task task = {sequence, pair, segment, heads, range.end - 1};
+    task.begin = max(0, range.begin - start), task.stop = min(SEGMENT, range.end - start);
+    task.present = KIND != CROSS && segment == range.last ? task.stop - 1 : task.stop;
+    task.first = task.begin / SUB, task.end = max(1, (task.stop + SUB - 1) / SUB);
+    task.newest = KIND != CROSS && newest;
+    task.is_left = segment == range.first;
+    return task;
+}
 
 // The left and right operands of the products with the values of SUB keys.
 template <class CACHE, int PARTS, int SUB>
@@ -143,151 +164,167 @@ struct OutputStep {
     }
 };
 
-template <int VALUE>
-struct Constant {
-    static constexpr int value = VALUE;
-};
-
 // A barrier of the warps that compute.
 __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTING) : "memory"); }
 
-// D: head_dim rounded up to a power of two. CHUNK: bytes of a chunk; STAGES: chunks in shared memory. context_lens:
-// int32 [B], the new tokens' positions. lengths: int32 [B], the lengths of the sources, for CROSS. bias: fp32 [heads, 2
-// * max_distance + 1] by the distance key - query, for BIASED; fp32 [heads], the slopes, for ALIBI. window: the number
-// of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for CAPPED it and softcap are the factor and
-// the cap of capped_score. records: fp32 [record_capacity, Records<D>::FLOATS]; record_capacity is at least the number
-// of blocks. arrival_counts: int32, for each pair or each block, whichever are more, zero before and after. max_unit:
-// blocks of a cluster. Dynamic shared memory: STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP
-// keys, because the last GROUP of weights may be read together with what follows.
-template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int KIND, class CACHE>
+// D: head_dim rounded up to a power of two. CHUNK: bytes of a chunk; STAGES: chunks in shared memory. UNIT: blocks of a
+// unit, which are a cluster; 1 for ITEMS. WORK: a DecodeWork. For ONE_PAIR there is a unit for each pair, in order, and no
+// context has more than one segment. For ONE_SEGMENT there are units for max_segments segments of each pair, which no pair
+// exceeds. context_lens: int32 [B], the new tokens' positions. lengths: int32 [B], the lengths of the sources, for
+// CROSS. bias: fp32 [heads, 2 * max_distance + 1] by the distance key - query, for BIASED; fp32 [heads], the slopes, for
+// ALIBI. window: the number of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for CAPPED it and
+// softcap are the factor and the cap of capped_score. records: fp32 [record_capacity, Records<D>::FLOATS];
+// record_capacity is at least the number of blocks for ITEMS, of units for ONE_SEGMENT. arrival_counts: int32, for each
+// pair, or for each block of a unit of each pair; zero before and after. Dynamic shared memory: STAGES chunks with their
+// scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be read together with
+// what follows.
+template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int WORK, int KIND, class CACHE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
     const float* frequencies, float eps, float rope_scale, const int* context_lens, const int* block_tables,
     int table_pitch, int sequences, CACHE* keys, CACHE* values, __half* key_scales, __half* value_scales,
     float* records, int record_capacity, int* arrival_counts, __half* out, long long out_pitch, int heads, int kv_heads,
     int head_dim, int head_pitch, int window, float scale, const float* bias, int max_distance, const int* lengths,
-    int max_unit, float softcap) {
+    int max_segments, float softcap) {
     constexpr bool HOLDS_SCORES = KIND == BIASED || KIND == CAPPED || KIND == ALIBI;  // else scaled dot products
     constexpr int ROW = D * sizeof(CACHE), EACH = 16 / sizeof(CACHE);  // bytes of a head, elements of a piece
     constexpr int PIECES = ROW / 16;                                   // of a head
     constexpr int KEYS = CHUNK / ROW;                                  // of a chunk of keys
     constexpr int SUB = KEYS < BLOCK_SIZE ? KEYS : BLOCK_SIZE, SUBS = KEYS / SUB;  // keys of a granule, granules
-    constexpr int SCALES = IS_INT8<CACHE> ? KEYS * unit_limit(D) * 2 : 0, STAGE = CHUNK + SCALES;
+    constexpr int SCALES = IS_INT8<CACHE> ? KEYS * UNIT * 2 : 0, STAGE = CHUNK + SCALES;
     constexpr int TILES = SEGMENT / TILE, TILE_GROUPS = TILE / GROUP;
-    constexpr int PARTS = D > WARPS * GROUP ? D / (WARPS * GROUP) : 1;  // times 16 elements of a warp
     // Tasks at a time. Before the loading warp replaces a task, the chunk STAGES before the new task's first one has
     // been read. Each task has two chunks or more, so that chunk belongs to a later task than the replaced one.
     constexpr int TASKS = STAGES;
+    constexpr int RANK_ELEMENTS = D / UNIT;  // elements of the values of a block
+    constexpr int ELEMENT_TILES = RANK_ELEMENTS / GROUP, VALUE_ROW = ROW / UNIT;
+    constexpr int PARTS = ELEMENT_TILES > WARPS ? ELEMENT_TILES / WARPS : 1;  // tiles of a warp
+    static_assert(sizeof(MergeScratch) <= SEGMENT * 32, "it takes the place of scores");
+    static_assert(ELEMENT_TILES > 0 && (WORK != ITEMS || UNIT == 1), "a block has elements, and items are of one block");
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     __shared__ struct {
         float group_tops[GROUPS][HEADS];  // the largest score of each group, or dot product: see HOLDS_SCORES
         float factors[TILES][HEADS];      // that rescale what was summed before a tile
-        float top[HEADS];                 // of the segment
+        float tops[2][HEADS];             // the largest score of a segment, and of the next one
+        float sum[HEADS];                 // of the segment's weights
         unsigned long long stage_barriers[2 * STAGES], published[TASKS], exchanged;
         NewToken<D, CACHE> new_token;
-        Task tasks[TASKS];
+        Task tasks[WORK == ITEMS ? TASKS : 1];
     } own;
     // Scores fp32 [SEGMENT][HEADS]. In phase 2 the weights of a key, fp16 [HEADS], replace its scores: they take one
     // half of the 32 bytes, and partial sums of weights (see tile_sum) the other.
     const unsigned scores = opaque(cast_smem_ptr_to_uint(shared)) + STAGES * STAGE;
     const unsigned small = opaque(cast_smem_ptr_to_uint(&own));
-    const unsigned group_tops = small, factors = group_tops + GROUPS * HEADS * 4, top = factors + TILES * HEADS * 4;
-    const unsigned barriers = top + HEADS * 4, published = barriers + 16 * STAGES, exchanged = published + 8 * TASKS;
+    const unsigned group_tops = small, factors = group_tops + GROUPS * HEADS * 4, tops = factors + TILES * HEADS * 4;
+    const unsigned total = tops + 2 * HEADS * 4, barriers = total + HEADS * 4, published = barriers + 16 * STAGES;
+    const unsigned exchanged = published + 8 * TASKS;
     const auto tile_sum = [&](int tile, int residue, int head) {
         return scores + (tile * TILE + head / 4 * 8 + residue) * 32 + (1 - residue / 4) * 16 + head % 4 * 4;
     };
 
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / 4, head = lane % 4 * 2;
+    const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS), rank = blockIdx.x % UNIT;
+    const Contexts contexts = {
+        KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
+    // The one item of this unit, unless WORK is ITEMS.
+    Task only;
+    if constexpr (WORK != ITEMS) {
+        const int unit = blockIdx.x / UNIT, pair = WORK == ONE_PAIR ? unit : unit / max_segments, sequence = pair / groups;
+        const KeyRange range = contexts.range<KIND>(sequence);
+        const int segment = WORK == ONE_PAIR ? 0 : range.first + unit - pair * max_segments;
+        if (segment > range.last) return;
+        only = segment_task<KIND, SUB>(
+            sequence, pair, segment, HeadRange::of(pair % groups, heads, kv_heads), range, segment == range.last);
+        only.is_new = only.is_right = only.written = 1;
+        only.first_record = pair * max_segments, only.record = only.first_record + segment - range.first;
+        only.segments = range.segments(), only.folds = WORK == ONE_PAIR || only.segments == 1;
+    }
     Stages<STAGES, STAGE, WARPS> stages(scores - STAGES * STAGE, barriers);
     if (threadIdx.x == 0) {
         stages.init();
+        if (WORK == ITEMS) {
 #pragma unroll
-        for (int i = 0; i < TASKS; ++i) barrier_init(published + 8 * i, 1);
+            for (int i = 0; i < TASKS; ++i) barrier_init(published + 8 * i, 1);
+        }
+#if __CUDA_ARCH__ >= 900
+        if constexpr (UNIT > 1) {  // the scores of all blocks and the largest one of each group, of HEADS heads or half as many
+            const int received = only.heads.count > HEADS / 2 ? HEADS : HEADS / 2;
+            barrier_init(exchanged, 1);
+            fence_mbarrier_init();
+            mbarrier_arrive_expect_tx(exchanged, (only.end - only.first) * (SUB / GROUP) * (GROUP + 1) * received * 4);
+        }
+#endif
     }
     __syncthreads();
+    cluster_arrive_relaxed<UNIT>();
 
     if (warp == WARPS) {
         // The loads start before the kernel waits for the projection. That is allowed because it is launched as
         // dependent only if no earlier kernel of the step wrote to this cache.
-        const int groups = kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS);
-        const Contexts contexts = {
-            KIND == CROSS ? lengths : context_lens, sequences, groups, window, table_pitch * BLOCK_SIZE};
-        Share share;
-        Item item = find_work<KIND>(contexts, min(max_unit, unit_limit(D)), record_capacity, share);
-        const int unit = share.unit, rank = blockIdx.x & (unit - 1), log2_unit = 31 - __clz(unit);
-#if __CUDA_ARCH__ >= 900
-        if (unit > 1 && lane == 0) barrier_init(exchanged, unit * WARPS), fence_mbarrier_init();
-#endif
-        int number = 0, written = 0;
-        bool is_new = true, folds = false;
-        const auto publish = [&](const Task& task) {
-            if (lane == 0) own.tasks[number % TASKS] = task, barrier_arrive(published + number % TASKS * 8);
-            __syncwarp();
-            ++number;
+        const auto table_of = [&](int sequence, int segment) {
+            const int block = segment * BLOCKS + lane;
+            return lane < BLOCKS && block < table_pitch
+                       ? block_tables[static_cast<long long>(sequence) * table_pitch + block]
+                       : 0;
         };
+        // Granules first + rank, first + rank + UNIT, ... of the keys; the block's elements of all granules of values.
+        const auto load = [&](const Task& task, int table) {
+            const ChunkSource<D, SUB, CACHE> source = {table,      task.heads.kv, kv_heads,
+                                                       head_pitch, task.present,  task.end};
 #pragma unroll 1
-        while (item.belongs_to(contexts, share)) {
-            const int start = item.segment * SEGMENT, block = item.segment * BLOCKS + lane;
-            const int table = lane < BLOCKS && block < table_pitch
-                                  ? block_tables[static_cast<long long>(item.sequence) * table_pitch + block]
-                                  : 0;
-            Task task = {item.sequence, item.group, item.segment, unit, item.range.end - 1};
-            task.begin = max(0, item.range.begin - start), task.stop = min(SEGMENT, item.range.end - start);
-            const bool reaches = item.reaches(item.range.last, share);
-            task.present = KIND != CROSS && item.segment == item.range.last ? task.stop - 1 : task.stop;
-            task.first = task.begin / SUB, task.end = max(1, (task.stop + SUB - 1) / SUB);
-            if (is_new) folds = item.segment == item.range.first && reaches;
-            task.is_new = is_new, task.newest = KIND != CROSS && reaches, task.folds = folds;
-            task.is_left = item.segment == item.range.first;
-            task.record = item.record(), task.first_record = task.record - (item.segment - item.range.first);
-            task.segments = item.range.segments(), task.written = ++written;
-            const int kv = item.group / (groups / kv_heads), last = item.range.last;
-            item.next<KIND>(contexts, share);
-            is_new = task.segment == last || !item.belongs_to(contexts, share);
-            task.is_right = is_new;
-            if (is_new) written = 0;
-
-            const ChunkSource<D, SUB, CACHE> source = {table, kv, kv_heads, head_pitch, task.present, task.end};
-            stages.wait_empty();  // so no warp reads the task that had the same place
-            publish(task);
-#if __CUDA_ARCH__ >= 900
-            if (unit > 1) cluster_arrive();
-#endif
-            // Granules first + rank, first + rank + unit, ... of the keys; all granules of the values.
-#pragma unroll 1
-            for (int granule = task.first + rank; granule < task.end; granule += SUBS << log2_unit) {
+            for (int granule = task.first + rank; granule < task.end; granule += SUBS * UNIT) {
                 stages.wait_empty();
-                source.template load<1>(stages.address(), keys, granule, unit, SUBS, 0);
+                source.template load<1>(stages.address(), keys, granule, UNIT, SUBS, 0);
                 if constexpr (IS_INT8<CACHE>)
-                    source.load_scales(stages.address() + CHUNK, key_scales, granule, unit, SUBS);
+                    source.load_scales(stages.address() + CHUNK, key_scales, granule, UNIT, SUBS);
                 stages.fill();
             }
 #pragma unroll 1
-            for (int granule = task.first; granule < task.end; granule += SUBS << log2_unit) {
+            for (int granule = task.first; granule < task.end; granule += SUBS * UNIT) {
                 stages.wait_empty();
-                const auto load_part = [&](auto parts) {
-                    source.template load<decltype(parts)::value>(
-                        stages.address(), values, granule, 1, SUBS * decltype(parts)::value,
-                        rank * (D / decltype(parts)::value));
-                };
-                if (unit == 1) load_part(Constant<1>());
-                if constexpr (unit_limit(D) > 1) {
-                    if (unit == 2) load_part(Constant<2>());
-                    if (unit == 4) load_part(Constant<4>());
-                    if constexpr (unit_limit(D) > 4)
-                        if (unit == 8) load_part(Constant<8>());
-                }
+                source.template load<UNIT>(stages.address(), values, granule, 1, SUBS * UNIT, rank * RANK_ELEMENTS);
                 if constexpr (IS_INT8<CACHE>)
-                    source.load_scales(stages.address() + CHUNK, value_scales, granule, 1, SUBS << log2_unit);
+                    source.load_scales(stages.address() + CHUNK, value_scales, granule, 1, SUBS * UNIT);
                 stages.fill();
             }
+        };
+        if constexpr (WORK != ITEMS) {
+            load(only, table_of(only.sequence, only.segment));
+            cluster_wait<UNIT>();
+        } else {
+            Share share;
+            Item item = find_work<KIND>(contexts, record_capacity, share);
+            int number = 0, written = 0;
+            bool is_new = true, folds = false;
+            const auto publish = [&](const Task& task) {
+                if (lane == 0) own.tasks[number % TASKS] = task, barrier_arrive(published + number % TASKS * 8);
+                __syncwarp();
+                ++number;
+            };
+#pragma unroll 1
+            while (item.belongs_to(contexts, share)) {
+                const int table = table_of(item.sequence, item.segment);
+                const bool reaches = item.reaches(item.range.last, share);
+                Task task = segment_task<KIND, SUB>(
+                    item.sequence, item.sequence * groups + item.group, item.segment,
+                    HeadRange::of(item.group, heads, kv_heads), item.range, reaches);
+                if (is_new) folds = item.segment == item.range.first && reaches;
+                task.is_new = is_new, task.folds = folds;
+                task.record = item.record(), task.first_record = task.record - (item.segment - item.range.first);
+                task.segments = item.range.segments(), task.written = ++written;
+                const int last = item.range.last;
+                item.next<KIND>(contexts, share);
+                is_new = task.segment == last || !item.belongs_to(contexts, share);
+                task.is_right = is_new;
+                if (is_new) written = 0;
+                stages.wait_empty();  // so no warp reads the task that had the same place
+                publish(task);
+                load(task, table);
+            }
+            if (number) stages.wait_empty();
+            publish({-1});
         }
-        if (number) stages.wait_empty();
-        publish({-1});
-#if __CUDA_ARCH__ >= 900
-        if (unit > 1 && number > 1) cluster_wait<MAX_UNIT>();
-#endif
         cp_async_wait_all();
         return;
     }
@@ -297,61 +334,54 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     [[maybe_unused]] float slopes[2];               // of the thread's two heads, for ALIBI
     float all_o[PARTS][4], all_top[2], all_sum[2];  // of the segments before
 #pragma unroll 1
-    for (int number = 0;; ++number) {
-        barrier_wait(published + number % TASKS * 8, number / TASKS, 1);
-        const Task& task = own.tasks[number % TASKS];
-        if (task.sequence < 0) break;
-        const int unit = task.unit, log2_unit = 31 - __clz(unit), rank = blockIdx.x & (unit - 1);
-        const int elements = D / GROUP >> log2_unit;  // times 16 elements of the values of this block
-        const ChunkLayout value_layout = {log2_of(PIECES) - log2_unit};
-#if __CUDA_ARCH__ >= 900
-        if (unit > 1) cluster_arrive();
-#endif
+    for (int number = 0;; ++number) {  // once unless WORK is ITEMS
+        if constexpr (WORK == ITEMS) barrier_wait(published + number % TASKS * 8, number / TASKS, 1);
+        const Task& task = WORK == ITEMS ? own.tasks[number % TASKS] : only;
+        if (WORK == ITEMS && task.sequence < 0) break;
         if (task.is_new) {
-            const HeadRange at(task.group, heads, kv_heads, head_dim, head_pitch);
             float cosine[D / 64], sine[D / 64];
             rope_angles(params, task.position, head_dim, cosine, sine);
-            if (number == 0) {
-                wait_on_dependent_grids();
-                launch_dependent_grids();
-            }
             const bool writes = task.newest && rank == 0;
             long long token = 0;
             if (writes) {
                 const int block =
                     block_tables[static_cast<long long>(task.sequence) * table_pitch + task.position / BLOCK_SIZE];
-                token = static_cast<long long>(block * kv_heads + at.kv) * BLOCK_SIZE + task.position % BLOCK_SIZE;
+                token =
+                    static_cast<long long>(block * kv_heads + task.heads.kv) * BLOCK_SIZE + task.position % BLOCK_SIZE;
+            }
+            if (number == 0) {
+                wait_on_dependent_grids();
+                launch_dependent_grids();
             }
             prepare_new_token<D, CACHE>(
-                {qkv, nullptr, nullptr, nullptr, pitch}, task.sequence, params, at, cosine, sine, own.new_token,
-                task.newest, writes ? keys + token * head_pitch : nullptr,
+                {qkv, nullptr, nullptr, nullptr, pitch}, task.sequence, params, {heads, kv_heads, head_dim, head_pitch},
+                task.heads, cosine, sine, own.new_token, task.newest, writes ? keys + token * head_pitch : nullptr,
                 writes ? values + token * head_pitch : nullptr, key_scales + token, value_scales + token);
             computing_sync();
             query.load(own.new_token.query);
             if constexpr (KIND == ALIBI) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    slopes[h] = head + h < at.count ? __ldg(bias + at.first_head + head + h) : 0.0f;
+                    slopes[h] = head + h < task.heads.count ? __ldg(bias + task.heads.first + head + h) : 0.0f;
             }
         }
         const int first = task.first, end = task.end;
         const int new_key = task.present < task.stop ? task.present : SEGMENT;
 
         // 1. Scores.
-        const auto compute_scores = [&](auto alone) {
+        {
             const int begin = task.begin, stop = task.stop;
 #if __CUDA_ARCH__ >= 900
-            if (!alone.value) cluster_wait<MAX_UNIT>();
-            const unsigned peers = alone.value ? 0 : block_rank_in_cluster() & -unit;
+            cluster_wait<UNIT>();  // all blocks have started
 #endif
             int turn = 0;  // if a chunk has fewer groups than there are warps, the next one goes to other warps
 #pragma unroll 1
-            for (int from = first + rank; from < end; from += SUBS << log2_unit) {
+            for (int from = first + rank; from < end; from += SUBS * UNIT) {
                 const unsigned chunk = stages.address();
                 stages.wait_full();
 #pragma unroll 1
                 for (int i = (warp - turn) & (WARPS - 1); i < KEYS / GROUP; i += WARPS) {
-                    const int granule = from + (i / (SUB / GROUP) << log2_unit);
+                    const int granule = from + i / (SUB / GROUP) * UNIT;
                     if (granule >= end) break;
                     const int key = granule * SUB + i % (SUB / GROUP) * GROUP;
                     if (new_key - key >= 0 && new_key - key < GROUP) {
@@ -364,18 +394,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                             st_shared_half(chunk + CHUNK + at * 2, own.new_token.scales[0]);
                         __syncwarp();
                     }
-                    float s[4], tops[2] = {-INF_F, -INF_F};
+                    float s[4], largest[2] = {-INF_F, -INF_F};
                     mma_qk<D, CACHE>(s, chunk, i * GROUP, query, chunk + CHUNK + i * GROUP * 2);
                     if constexpr (KIND == BIASED) {
-                        const HeadRange at(task.group, heads, kv_heads, head_dim, head_pitch);
 #pragma unroll
                         for (int m = 0; m < 4; ++m) {
                             const int distance = task.segment * SEGMENT + key + row + m / 2 * 8 - task.position;
-                            if (head + m % 2 < at.count)
+                            if (head + m % 2 < task.heads.count)
                                 s[m] = biased_score(
                                     s[m], scale,
                                     bias
-                                        [(at.first_head + head + m % 2) * (2ll * max_distance + 1) + max_distance +
+                                        [(task.heads.first + head + m % 2) * (2ll * max_distance + 1) + max_distance +
                                          max(-max_distance, min(0, distance))]);
                         }
                     }
@@ -395,24 +424,36 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                             if (key + row + m / 2 * 8 < begin || key + row + m / 2 * 8 >= stop) s[m] = -INF_F;
                     }
                     // fmaxf drops a NaN, but it reaches the sums.
-                    tops[0] = fmaxf(s[0], s[2]), tops[1] = fmaxf(s[1], s[3]);
+                    largest[0] = fmaxf(s[0], s[2]), largest[1] = fmaxf(s[1], s[3]);
 #pragma unroll
                     for (int d = 4; d < WARP; d *= 2)
 #pragma unroll
-                        for (int h = 0; h < 2; ++h) tops[h] = fmaxf(tops[h], __shfl_xor_sync(FULL, tops[h], d));
-                    const unsigned target = scores + (key + row) * 32 + head * 4;
+                        for (int h = 0; h < 2; ++h)
+                            largest[h] = fmaxf(largest[h], __shfl_xor_sync(FULL, largest[h], d));
                     const unsigned top_target = group_tops + key / GROUP * HEADS * 4 + head * 4;
-                    if constexpr (alone.value) {
+                    if constexpr (UNIT == 1) {
+                        const unsigned target = scores + (key + row) * 32 + head * 4;
                         st_shared_v2(target, s[0], s[1]), st_shared_v2(target + 8 * 32, s[2], s[3]);
-                        if (row == 0) st_shared_v2(top_target, tops[0], tops[1]);
+                        if (row == 0) st_shared_v2(top_target, largest[0], largest[1]);
                     } else {
 #if __CUDA_ARCH__ >= 900
-#pragma unroll 1
-                        for (int to = 0; to < unit; ++to) {
-                            const unsigned remote = map_shared_rank(target, peers + to);
-                            st_shared_cluster_v2(remote, s[0], s[1]), st_shared_cluster_v2(remote + 8 * 32, s[2], s[3]);
-                            if (row == 0)
-                                st_shared_cluster_v2(map_shared_rank(top_target, peers + to), tops[0], tops[1]);
+                        // Neighbouring lanes exchange halves, so that each has four heads of one key.
+                        const bool odd = lane % 2;
+                        const float x = __shfl_xor_sync(FULL, odd ? s[0] : s[2], 1);
+                        const float y = __shfl_xor_sync(FULL, odd ? s[1] : s[3], 1);
+                        const float four[4] = {odd ? x : s[0], odd ? y : s[1], odd ? s[2] : x, odd ? s[3] : y};
+                        const unsigned target = scores + (key + row + odd * 8) * 32 + lane % 4 / 2 * 16;
+                        if (lane % 4 / 2 * 4 < task.heads.count) {
+#pragma unroll
+                            for (int i = 0; i < UNIT; ++i) {
+                                const unsigned to = (rank + i) & (UNIT - 1);
+                                st_async(map_shared_rank(target, to), four, map_shared_rank(exchanged, to));
+                            }
+                            // All rows have the largest scores: each sends them to another block.
+                            if (row < UNIT)
+                                st_async(
+                                    map_shared_rank(top_target, row), largest[0], largest[1],
+                                    map_shared_rank(exchanged, row));
                         }
 #endif
                     }
@@ -420,33 +461,32 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 turn += KEYS / GROUP;
                 stages.release();
             }
-            if constexpr (alone.value) {
+            if constexpr (UNIT == 1) {
                 computing_sync();
-            } else {  // a unit has one item only
+            } else {
 #if __CUDA_ARCH__ >= 900
-                __syncwarp();
-                if (lane < unit) mbarrier_arrive_release_cluster(exchanged, peers + lane);
                 mbarrier_wait_acquire_cluster(exchanged, 0);
 #endif
             }
-        };
-        if (unit == 1)
-            compute_scores(Constant<1>());
-        else if (__CUDA_ARCH__ >= 900)
-            compute_scores(Constant<0>());
+        }
 
-        // 2. Weights. Two warps share a tile: one has the keys j with j % 8 < 4, the other one the rest.
+        // A warp may still read the tops of the segment before when another one has the scores of this one.
+        const unsigned top = tops + (number & 1) * HEADS * 4;
+
+        // 2. Weights. A lane has one head of a tile and the keys j with the same j % 8. So up to four heads take one
+        // warp for a tile, and more heads two, of which one has the keys with j % 8 < 4.
         const int first_tile = first * SUB / TILE, last_tile = (end * SUB - 1) / TILE;
-        const int sub = lane / HEADS, sub_head = lane % HEADS;  // a lane has the keys j with j % 4 == sub
         {
-            const int residue = warp % 2 * 4 + sub;
+            const int log2_heads = task.heads.count > HEADS / 2 ? 3 : 2, log2_sharing = log2_heads - 2;
+            const int own_head = lane & ((1 << log2_heads) - 1), residues = WARP >> log2_heads;
+            const int residue = (warp & log2_sharing) * residues + (lane >> log2_heads);
             float running = -INF_F;  // the largest score before the tile
             int seen = first * (SUB / GROUP);
             const auto group_top = [&](int group) {
-                return ld_shared_float(group_tops + group * HEADS * 4 + sub_head * 4);
+                return ld_shared_float(group_tops + group * HEADS * 4 + own_head * 4);
             };
 #pragma unroll 1
-            for (int tile = first_tile + warp / 2; tile <= last_tile; tile += WARPS / 2) {
+            for (int tile = first_tile + (warp >> log2_sharing); tile <= last_tile; tile += WARPS >> log2_sharing) {
                 const int from = max(tile * TILE_GROUPS, first * (SUB / GROUP));
                 const int to = min((tile + 1) * TILE_GROUPS, end * (SUB / GROUP));
                 float s[TILE / 8], sum = 0, tile_top = -INF_F;
@@ -455,13 +495,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 for (int i = 0; i < TILE / 8; ++i) {
                     const int group = tile * TILE_GROUPS + i / 2;
                     s[i] = -INF_F;
-                    if (group >= from && group < to) s[i] = ld_shared_float(mine + i * 8 * 32 + sub_head * 4);
+                    if (group >= from && group < to) s[i] = ld_shared_float(mine + i * 8 * 32 + own_head * 4);
                 }
-#pragma unroll 1
-                for (int g = seen + sub; g < from; g += 4) running = fmaxf(running, group_top(g));
+#pragma unroll 4
+                for (int g = seen + lane / HEADS; g < from; g += WARP / HEADS) running = fmaxf(running, group_top(g));
 #pragma unroll
-                for (int g = 0; g < TILE_GROUPS; g += 4)
-                    if (from + g + sub < to) tile_top = fmaxf(tile_top, group_top(from + g + sub));
+                for (int g = 0; g < TILE_GROUPS; g += WARP / HEADS)
+                    if (from + g + lane / HEADS < to) tile_top = fmaxf(tile_top, group_top(from + g + lane / HEADS));
 #pragma unroll
                 for (int d = HEADS; d < WARP; d *= 2) {
                     running = fmaxf(running, __shfl_xor_sync(FULL, running, d));
@@ -472,42 +512,63 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 running = fmaxf(running, tile_top), seen = to;
                 const float new_top = to_score(running), shift = softmax_shift(new_top);
                 if (residue == 0) {
-                    st_shared_float(factors + (tile * HEADS + sub_head) * 4, rescale_factor(before, shift));
-                    if (tile == last_tile) st_shared_float(top + sub_head * 4, new_top);
+                    st_shared_float(factors + (tile * HEADS + own_head) * 4, rescale_factor(before, shift));
+                    if (tile == last_tile) st_shared_float(top + own_head * 4, new_top);
                 }
 #pragma unroll
                 for (int i = 0; i < TILE / 8; ++i) {
                     const float w = HOLDS_SCORES ? softmax_weight(s[i], shift) : softmax_weight(s[i], scale, shift);
                     sum = __fadd_rn(sum, w);
-                    st_shared_half(mine + i * 8 * 32 + residue / 4 * 16 + sub_head * 2, __float2half_rn(w));
+                    st_shared_half(mine + i * 8 * 32 + residue / 4 * 16 + own_head * 2, __float2half_rn(w));
                 }
-                st_shared_float(tile_sum(tile, residue, sub_head), sum);
+                st_shared_float(tile_sum(tile, residue, own_head), sum);
             }
         }
         computing_sync();
 
-        // 3. Outputs.
+        // 3. Outputs. One warp also makes the sums of weights.
+        if (warp == WARPS - 1) {
+            const int sub = lane / HEADS, sub_head = lane % HEADS;
+            float low = 0, high = 0;  // the sums of the keys j with j % 8 == sub and sub + 4
+            const unsigned low_sums = opaque(tile_sum(first_tile, sub, sub_head));
+            const unsigned high_sums = low_sums + tile_sum(0, 4, 0) - tile_sum(0, 0, 0);
+            const unsigned all_factors = opaque(factors + (first_tile * HEADS + sub_head) * 4);
+            constexpr int UNROLL = TILES <= 8 ? TILES : 2;
+#pragma unroll UNROLL
+            for (int i = 0; i < TILES; ++i) {
+                if (first_tile + i > last_tile) break;
+                const float f = ld_shared_float(all_factors + i * HEADS * 4);
+                low = add_tile_sum(low, f, ld_shared_float(low_sums + i * TILE * 32));
+                high = add_tile_sum(high, f, ld_shared_float(high_sums + i * TILE * 32));
+            }
+#pragma unroll
+            for (int d = HEADS; d < WARP; d *= 2) {
+                low = __fadd_rn(low, __shfl_xor_sync(FULL, low, d));
+                high = __fadd_rn(high, __shfl_xor_sync(FULL, high, d));
+            }
+            if (sub == 0) st_shared_float(total + sub_head * 4, __fadd_rn(low, high));
+        }
+        using Operands = OutputStep<CACHE, PARTS, SUB>;
         float o[PARTS][4] = {};  // of the segment
-        const auto compute_outputs = [&](auto alone) {
-            const ChunkLayout layout = {alone.value ? log2_of(PIECES) : value_layout.log2_pieces};
-            const int each = alone.value ? SUBS : SUBS << log2_unit, row_bytes = layout.row_bytes();
+        {
+            constexpr ChunkLayout layout = {log2_of(VALUE_ROW / 16)};
             const unsigned weight_rows = scores + lane * 32 + lane / 4 % 2 * 16;
 #pragma unroll 1
-            for (int granule = first; granule < end; granule += each) {
+            for (int granule = first; granule < end; granule += SUBS * UNIT) {
                 const unsigned chunk = stages.address();
                 stages.wait_full();
-                if (alone.value && PARTS * WARPS * GROUP == D || warp < elements) {
-                    const int count = min(end - granule, each), new_row = new_key - granule * SUB;
+                if (ELEMENT_TILES >= WARPS || warp < ELEMENT_TILES) {
+                    const int count = min(end - granule, SUBS * UNIT), new_row = new_key - granule * SUB;
                     if (new_row >= 0 && new_row < count * SUB) {  // each warp writes what it reads
                         constexpr int TILE_PIECES = GROUP / EACH;
 #pragma unroll
                         for (int p = 0; p < PARTS; ++p) {
                             const int piece = (warp + p * WARPS) * TILE_PIECES + lane;
-                            if (warp + p * WARPS < elements && lane < TILE_PIECES)
+                            if (warp + p * WARPS < ELEMENT_TILES && lane < TILE_PIECES)
                                 st_shared_v4(
                                     chunk + layout.offset(new_row, piece),
                                     *reinterpret_cast<const uint4*>(
-                                        &own.new_token.kv[1][rank * elements * GROUP + piece * EACH]));
+                                        &own.new_token.kv[1][rank * RANK_ELEMENTS + piece * EACH]));
                         }
                         if (IS_INT8<CACHE> && lane == 0)
                             st_shared_half(chunk + CHUNK + new_row * 2, own.new_token.scales[1]);
@@ -517,10 +578,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 #pragma unroll
                     for (int p = 0; p < PARTS; ++p)
                         address[p] = ValueFragments<CACHE>::address(chunk, layout, warp + p * WARPS);
-#pragma unroll 2
-                    for (int i = 0; i < count; ++i) {
-                        OutputStep<CACHE, PARTS, SUB> operands;
-                        operands.load(address, i * SUB, row_bytes, chunk + CHUNK, weight_rows + granule * SUB * 32);
+                    const auto load = [&](int i, Operands& operands) {
+                        operands.load(address, i * SUB, VALUE_ROW, chunk + CHUNK, weight_rows + granule * SUB * 32);
+                    };
+                    const auto multiply = [&](int i, const Operands& operands) {
                         const int key = (granule + i) * SUB;
 #pragma unroll
                         for (int step = 0; step < SUB / GROUP; ++step) {
@@ -541,42 +602,39 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                                     operands.weights[step / 2][step % 2 * 2 + 1]);
                             }
                         }
+                    };
+                    if constexpr (UNIT == 1) {
+#pragma unroll 2
+                        for (int i = 0; i < count; ++i) {
+                            Operands operands;
+                            load(i, operands);
+                            multiply(i, operands);
+                        }
+                    } else {  // few warps work: the next operands are loaded while these are multiplied
+                        Operands even, odd;
+                        load(0, even);
+#pragma unroll 1
+                        for (int i = 0; i < count; i += 2) {
+                            if (i + 1 < count) load(i + 1, odd);
+                            multiply(i, even);
+                            if (i + 2 < count) load(i + 2, even);
+                            if (i + 1 < count) multiply(i + 1, odd);
+                        }
                     }
                 }
                 stages.release();
             }
-        };
-        if (unit == 1)
-            compute_outputs(Constant<1>());
-        else if (__CUDA_ARCH__ >= 900)
-            compute_outputs(Constant<0>());
+        }
 
-        // The record of the segment.
-        float low = 0, high = 0;  // the sums of the keys j with j % 8 == sub and sub + 4
-        constexpr int UNROLL = TILES <= 8 ? TILES : 2;
-#pragma unroll UNROLL
-        for (int i = 0; i < TILES; ++i) {
-            const int tile = first_tile + i;
-            if (tile > last_tile) break;
-            const float f = ld_shared_float(factors + (tile * HEADS + sub_head) * 4);
-            low = add_tile_sum(low, f, ld_shared_float(tile_sum(tile, sub, sub_head)));
-            high = add_tile_sum(high, f, ld_shared_float(tile_sum(tile, sub + 4, sub_head)));
-        }
-#pragma unroll
-        for (int d = HEADS; d < WARP; d *= 2) {
-            low = __fadd_rn(low, __shfl_xor_sync(FULL, low, d));
-            high = __fadd_rn(high, __shfl_xor_sync(FULL, high, d));
-        }
-        const float sum = __fadd_rn(low, high);
-        const float2 tops = ld_shared_float2(top + head * 4);
-        const float record_top[2] = {tops.x, tops.y};
-        const float record_sum[2] = {__shfl_sync(FULL, sum, head), __shfl_sync(FULL, sum, head + 1)};
-        const Records<D> place = {records, elements * GROUP, rank};
+        // The record of the segment. After this barrier no warp reads scores, weights or the new token any more.
+        computing_sync();
+        const float2 all_tops = ld_shared_float2(top + head * 4), sums = ld_shared_float2(total + head * 4);
+        const float record_top[2] = {all_tops.x, all_tops.y}, record_sum[2] = {sums.x, sums.y};
+        const Records<D> place = {records, RANK_ELEMENTS, rank};
         const bool folds = task.folds, is_right = task.is_right;
-        const HeadRange at(task.group, heads, kv_heads, head_dim, head_pitch);
-        __half* const target = out + task.sequence * out_pitch + static_cast<long long>(at.first_head) * head_dim;
+        __half* const target = out + task.sequence * out_pitch + static_cast<long long>(task.heads.first) * head_dim;
         if (folds) {
-            const bool is_left = task.is_left;
+            const bool is_left = WORK != ITEMS || task.is_left;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const MergeFactors merging = merge_factors(all_top[h], record_top[h]);
@@ -592,27 +650,30 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
 #pragma unroll
             for (int h = 0; h < 2; ++h) *place.sums(task.record, head + h) = make_float2(record_top[h], record_sum[h]);
         }
-        if (!folds || is_right) {
+        if ((!folds || is_right) && head < task.heads.count) {
 #pragma unroll
-            for (int p = 0; p < PARTS; ++p)
+            for (int p = 0; p < PARTS; ++p) {
+                const int tile = warp + p * WARPS;
+                if (tile >= ELEMENT_TILES) continue;
+                __half y[4];
+                if (folds) attention_outputs(all_o[p], all_sum, y);
 #pragma unroll
                 for (int m = 0; m < 4; ++m) {
-                    const int tile = warp + p * WARPS, h = head + m % 2;
-                    const int element = tile * GROUP + ValueFragments<CACHE>::element(m / 2);
-                    if (tile >= elements || h >= at.count) continue;
+                    const int h = head + m % 2, element = tile * GROUP + ValueFragments<CACHE>::element(m / 2);
+                    if (h >= task.heads.count) continue;
                     if (!folds)
                         place.outputs(task.record, h)[element] = o[p][m];
-                    else if (rank * elements * GROUP + element < head_dim)
-                        target[h * head_dim + rank * elements * GROUP + element] =
-                            attention_output(all_o[p][m], all_sum[m % 2]);
+                    else if (rank * RANK_ELEMENTS + element < head_dim)
+                        target[h * head_dim + rank * RANK_ELEMENTS + element] = y[m];
                 }
+            }
         }
         if (is_right && !folds) {
-            const int pair = task.sequence * kv_heads * ((heads / kv_heads + HEADS - 1) / HEADS) + task.group;
             merge_records<COMPUTING, D>(
                 computing_sync, place, task.first_record, task.written, task.segments,
-                arrival_counts + pair * unit + rank, target, at.count, head_dim);
+                arrival_counts + task.pair * UNIT + rank, target, task.heads.count, head_dim,
+                *reinterpret_cast<MergeScratch*>(shared + STAGES * STAGE));
         }
-        computing_sync();  // no warp reads scores, weights or the new token any more
+        if constexpr (WORK != ITEMS) break;
     }
 }

@@ -1,9 +1,8 @@
 // The work of decode attention: which blocks compute which segments, and the merge of the segments' records.
 //
 // An item is one segment of the context of one pair (sequence, group of query heads). Items are in order of sequence,
-// group and segment. A unit is 1, 2, 4 or 8 neighbouring blocks of a cluster, which compute an item together. Every
-// block finds its items from the lengths of the contexts, so the grid does not depend on them. The distribution changes
-// no bit of a result.
+// group and segment. Either a unit (1, 2, 4 or 8 blocks of a cluster) computes one item, which its index names, or every
+// block finds a range of items from the lengths of the contexts. The distribution changes no bit of a result.
 #pragma once
 #include "attention/softmax.cuh"
 #include "common/cluster.cuh"
@@ -12,15 +11,6 @@
 namespace bminf {
 
 constexpr int COST_KEYS = 128;  // an item costs 1, and 1 for so many keys
-
-// Blocks of a unit for heads of D elements, at most: each block has 16 elements or more of the values.
-__host__ __device__ constexpr int unit_limit(int D) {
-#if __CUDA_ARCH__ >= 900
-    return D / 16 < MAX_UNIT ? D / 16 : MAX_UNIT;
-#else
-    return 1;
-#endif
-}
 
 // The keys of a sequence that its query sees, and their segments. Without any key there is one empty segment.
 struct KeyRange {
@@ -62,10 +52,9 @@ struct Contexts {
     }
 };
 
-// The part of the items that one unit computes: those whose cost_before, over all items, is in [from, to). Or, if
+// The range of items that one block computes: those whose cost_before, over all items, is in [from, to). Or, if
 // records of all items would not fit into memory (whole), all items of the pairs that begin there.
 struct Share {
-    int unit;  // blocks per unit
     bool even, whole;
     int from, to;
 };
@@ -92,7 +81,7 @@ struct Item {
         return sequence < contexts.sequences &&
                start + (share.whole ? 0 : range.cost_before(segment, share.even)) < share.to;
     }
-    // Whether the unit's items of this pair include `which`, if they include a segment before it.
+    // Whether the block's items of this pair include `which`, if they include a segment before it.
     __device__ __forceinline__ bool reaches(int which, const Share& share) const {
         return share.whole || start + range.cost_before(which, share.even) < share.to;
     }
@@ -119,30 +108,25 @@ __device__ __forceinline__ int warp_prefix_sum(int x) {
     return x;
 }
 
-// Finds the share of this block's unit, and its first item. Called by one warp. max_unit: blocks per unit, at most.
-// capacity: records that fit into memory, at least the number of blocks.
+// Finds the share of this block, and its first item. Called by one warp. capacity: records that fit into memory, at
+// least the number of blocks.
 template <int KIND>
-__device__ __forceinline__ Item find_work(const Contexts& contexts, int max_unit, int capacity, Share& share) {
-    const int lane = threadIdx.x % WARP;
+__device__ __forceinline__ Item find_work(const Contexts& contexts, int capacity, Share& share) {
+    const int lane = threadIdx.x % WARP, blocks = gridDim.x, number = blockIdx.x;
     int items = 0, cost = 0;
     for (int i = lane; i < contexts.sequences; i += WARP) {
         const KeyRange range = contexts.range<KIND>(i);
         items += range.segments(), cost += range.cost(false);
     }
     items = warp_sum(items) * contexts.groups, cost = warp_sum(cost) * contexts.groups;
-    const int blocks = gridDim.x;
-    int log2_unit = 0;
-    while (1 << log2_unit < max_unit && items << (log2_unit + 1) <= blocks) ++log2_unit;
-    share.unit = 1 << log2_unit;
-    const int units = blocks >> log2_unit, number = blockIdx.x >> log2_unit;
-    share.even = items <= units, share.whole = log2_unit == 0 && items > capacity;
+    share.even = items <= blocks, share.whole = items > capacity;
     share.from = number, share.to = number + 1;
     Item item = {contexts.sequences, 0, 0, 0, 0, KeyRange(0, 0)};
     if (share.even && number >= items) return item;
     if (!share.even) {
-        const unsigned each = static_cast<unsigned>(cost) / units, rest = cost - each * units;
-        share.from = number * each + number * rest / units;
-        share.to = (number + 1) * each + (number + 1) * rest / units;
+        const unsigned each = static_cast<unsigned>(cost) / blocks, rest = cost - each * blocks;
+        share.from = number * each + number * rest / blocks;
+        share.to = (number + 1) * each + (number + 1) * rest / blocks;
     }
     for (int i = 0, start = 0, records = 0; i < contexts.sequences; i += WARP) {
         int own_items = 0, own_cost = 0;
@@ -189,13 +173,56 @@ struct Records {
     }
 };
 
+constexpr int MERGED = 2 * WARP;  // records that are merged at a time
+
+// Shared memory for the merge of MERGED records: for each of them and each head the factors of what is merged already
+// and of the record; the merged sums of weights.
+struct MergeScratch {
+    float2 factors[MERGED][HEADS];
+    float sums[HEADS];
+};
+
+// The factors of n records of `head` from the record `from` on, and their merged sum of weights `sum`; `top` and `sum`
+// are those of the records before. Called by one warp. A lane has a record, because all but `sum` is a prefix maximum.
+template <int D>
+__device__ __forceinline__ void find_factors(
+    const Records<D>& records, int from, int n, int head, bool is_first, float& top, float& sum,
+    MergeScratch& scratch) {
+    const int lane = threadIdx.x % WARP;
+    float2 x[MERGED / WARP];  // the largest score and the sum of weights
+#pragma unroll
+    for (int i = 0; i < MERGED / WARP; ++i) {
+        x[i] = make_float2(-INF_F, 0.0f);
+        if (i * WARP + lane < n) x[i] = __ldcg(records.sums(from + i * WARP + lane, head));
+    }
+#pragma unroll
+    for (int i = 0; i < MERGED / WARP; ++i) {
+        if (i * WARP >= n) break;
+        float highest = fmaxf(top, x[i].x);  // up to this record
+#pragma unroll
+        for (int d = 1; d < WARP; d *= 2) highest = fmaxf(highest, __shfl_up_sync(FULL, highest, d));
+        const float before = __shfl_up_sync(FULL, highest, 1);
+        const MergeFactors factors = merge_factors(lane ? before : top, x[i].x);
+        scratch.factors[i * WARP + lane][head] = make_float2(factors.left, factors.right);
+        top = __shfl_sync(FULL, highest, WARP - 1);
+#pragma unroll 2
+        for (int j = 0; j < min(WARP, n - i * WARP); ++j) {
+            const float right = __shfl_sync(FULL, x[i].y, j);
+            const MergeFactors merging = {0, __shfl_sync(FULL, factors.left, j), __shfl_sync(FULL, factors.right, j)};
+            sum = is_first && i == 0 && j == 0 ? right : merge(merging, sum, right);
+        }
+    }
+}
+
 // Counts the `written` records of a pair that has `segments`. The last block to arrive merges all records from the left
 // and writes the outputs of `count` heads to `out`, up to element head_dim of each. Called by THREADS threads, of which
 // `sync` is the barrier. counter: 0 before and after.
 template <int THREADS, int D, class Sync>
 __device__ __forceinline__ void merge_records(
     Sync sync, const Records<D>& records, int first, int written, int segments, int* counter, __half* out, int count,
-    int head_dim) {
+    int head_dim, MergeScratch& scratch) {
+    static_assert(THREADS >= HEADS * WARP, "a warp for each head");
+    constexpr int VECTORS = HEADS * D / (2 * THREADS);  // of two elements, of a thread
     __shared__ bool is_last;
     __threadfence();
     sync();
@@ -206,27 +233,46 @@ __device__ __forceinline__ void merge_records(
     sync();
     if (!is_last) return;
     __threadfence();
+    const int warp = threadIdx.x / WARP;
+    float top = -INF_F, sum = 0;  // of the head of this warp
+    float2 o[VECTORS];
 #pragma unroll 1
-    for (int i = threadIdx.x * 4; i < count * records.width; i += THREADS * 4) {
-        const int head = i / records.width, column = i % records.width;
-        float2 total = __ldcg(records.sums(first, head));
-        float4 o = __ldcg(reinterpret_cast<const float4*>(records.outputs(first, head) + column));
-#pragma unroll 4
-        for (int s = 1; s < segments; ++s) {
-            const float2 sum = __ldcg(records.sums(first + s, head));
-            const float4 x = __ldcg(reinterpret_cast<const float4*>(records.outputs(first + s, head) + column));
-            const MergeFactors factors = merge_factors(total.x, sum.x);
-            total.x = factors.top, total.y = merge(factors, total.y, sum.y);
-            o.x = merge(factors, o.x, x.x), o.y = merge(factors, o.y, x.y);
-            o.z = merge(factors, o.z, x.z), o.w = merge(factors, o.w, x.w);
+    for (int from = 0; from < segments; from += MERGED) {
+        const int n = min(MERGED, segments - from);
+        if (from > 0) sync();
+        if (warp < count) {
+            find_factors(records, first + from, n, warp, from == 0, top, sum, scratch);
+            if (threadIdx.x % WARP == 0) scratch.sums[warp] = sum;
         }
-        const float values[4] = {o.x, o.y, o.z, o.w};
+        sync();
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int element = records.rank * records.width + column + j;
-            if (element < head_dim) out[head * head_dim + element] = attention_output(values[j], total.y);
+        for (int v = 0; v < VECTORS; ++v) {
+            const int i = (v * THREADS + threadIdx.x) * 2, head = i / records.width, column = i % records.width;
+            if (i >= count * records.width) continue;
+#pragma unroll 8
+            for (int s = 0; s < n; ++s) {
+                const float2 x =
+                    __ldcg(reinterpret_cast<const float2*>(records.outputs(first + from + s, head) + column));
+                const float2 f = scratch.factors[s][head];
+                const MergeFactors merging = {0, f.x, f.y};
+                const bool is_first = from + s == 0;
+                o[v].x = is_first ? x.x : merge(merging, o[v].x, x.x);
+                o[v].y = is_first ? x.y : merge(merging, o[v].y, x.y);
+            }
         }
     }
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        const int i = (v * THREADS + threadIdx.x) * 2, head = i / records.width, column = i % records.width;
+        if (i >= count * records.width) continue;
+        const float values[2] = {o[v].x, o[v].y};
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int element = records.rank * records.width + column + j;
+            if (element < head_dim) out[head * head_dim + element] = attention_output(values[j], scratch.sums[head]);
+        }
+    }
+    sync();
 }
 
 }  // namespace bminf

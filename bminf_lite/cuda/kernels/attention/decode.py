@@ -18,6 +18,7 @@ from ..constants import (
     SEGMENT,
     AttentionMask,
     DecodeMask,
+    DecodeWork,
     ScoreKind,
     attention_tile,
 )
@@ -35,15 +36,23 @@ TWO_BLOCKS = (8, 0), (9, 0)
 HUGE_SHARED_MEMORY = 227 << 10
 MAX_RECORDS = 8192
 """Records that are kept at most. With more segments than this in a step, no context is split over blocks."""
+UNITS = (8, 4, 2, 1)
+"""Blocks of a unit."""
+WORK = (
+    Together((1, int(DecodeWork.ITEMS))),
+    *(Together((unit, int(work))) for unit in UNITS for work in (DecodeWork.ONE_SEGMENT, DecodeWork.ONE_PAIR)),
+)
+"""The template arguments ``UNIT`` and ``WORK``."""
+PAIR_WAVES = 1
+SEGMENT_WAVES = 1
 CAUSAL, BIASED, CROSS = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS))
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """One kernel without its last two template arguments; chunks of keys and values have ``chunk`` bytes.
+    """One kernel without its last three template arguments; chunks of keys and values have ``chunk`` bytes.
 
-    ``stages`` chunks are in shared memory at a time, and ``blocks`` blocks on an SM. ``max_unit``: see
-    ``unit_limit`` in ``decode.cuh``.
+    ``stages`` chunks are in shared memory at a time, and ``blocks`` blocks on an SM.
     """
 
     depth: int
@@ -51,16 +60,15 @@ class DecodeConfig:
     chunk: int
     stages: int
     blocks: int
-    max_unit: int
 
     def template(self) -> Together:
         """The template arguments."""
         return Together((self.depth, self.tile, self.chunk, self.stages, self.blocks))
 
-    def shared(self, element: str) -> int:
+    def shared(self, element: str, unit: int) -> int:
         """Bytes of dynamic shared memory: chunks with the scales of their tokens, and scores."""
         keys = self.chunk // (self.depth * (1 if element == INT8 else 2))
-        scales = keys * self.max_unit * 2 if element == INT8 else 0
+        scales = keys * unit * 2 if element == INT8 else 0
         return self.stages * (self.chunk + scales) + (SEGMENT + DECODE_GROUP) * DECODE_HEADS * 4
 
 
@@ -79,8 +87,22 @@ def decode_config(capability: Capability, head_dim: int, kind: int) -> DecodeCon
         chunk, stages = 16 << 10, 3
     else:
         chunk, stages = 8 << 10, 2
-    max_unit = min(DECODE_MAX_UNIT, depth // DECODE_GROUP) if capability >= (9, 0) else 1
-    return DecodeConfig(depth, tile, chunk, stages, blocks, max_unit)
+    return DecodeConfig(depth, tile, chunk, stages, blocks)
+
+
+def max_unit(capability: Capability, depth: int) -> int:
+    """The blocks of a unit, at most: each has a group of elements of the values, or several."""
+    return min(DECODE_MAX_UNIT, depth // DECODE_GROUP) if capability >= (9, 0) else 1
+
+
+@dataclass(frozen=True)
+class DecodeGrid:
+    """``units`` units of ``unit`` blocks, for at most ``max_segments`` segments of each pair."""
+
+    work: DecodeWork
+    unit: int
+    units: int
+    max_segments: int
 
 
 class AttentionDecode:
@@ -97,24 +119,33 @@ class AttentionDecode:
         for kind in numbers(DecodeMask):
             sizes = range(HEAD_PAD, DEPTHS[-1] + 1, HEAD_PAD)
             templates = dict.fromkeys(decode_config(capability, size, kind).template() for size in sizes)
-            yield KernelFamily(cls.source, "attention_decode", (tuple(templates), (kind,), ELEMENTS))
+            yield KernelFamily(
+                cls.source, "attention_decode", (tuple(templates), WORK, (kind,), ELEMENTS),
+                lambda template, work, *_: work[0] <= max_unit(capability, template[0]),
+            )  # fmt: skip
 
-    def grid(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> tuple[int, int]:
-        """Blocks, and blocks per cluster, for ``batch_size`` sequences.
+    def grid(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> DecodeGrid:
+        """Which blocks compute what for ``batch_size`` sequences.
 
-        A unit of at most a cluster computes a segment, so few segments need large clusters. ``max_context_len`` is a
-        bound of the tokens of a sequence; how long the contexts are beneath it changes nothing. A captured graph keeps
-        the grid of the bound that it was captured with.
+        ``max_context_len`` is a bound of the tokens of a sequence; how long the contexts are beneath it changes
+        nothing. A captured graph keeps the grid of the bound that it was captured with.
         """
-        config = self._config(spec, CAUSAL)
-        num_sms, pairs = self._launcher.num_sms, batch_size * pair_groups(spec)
-        segments = pairs * ceil_div(min(max_context_len, spec.window or max_context_len), SEGMENT)
-        for cluster in (8, 4):  # at one block per SM: not all SMs of a GPC hold two blocks of such clusters
-            if cluster <= config.max_unit and segments * cluster <= num_sms:
-                # No more blocks than can have work: the next kernel's blocks start where there is room.
-                return min(num_sms // cluster, segments) * cluster, cluster
+        config, num_sms = self._config(spec, CAUSAL), self._launcher.num_sms
+        pairs, max_segments = batch_size * pair_groups(spec), ceil_div(max_context_len, SEGMENT)
+        if spec.window:
+            max_segments = min(max_segments, ceil_div(spec.window - 1, SEGMENT) + 1)
+        units = pairs * max_segments
+        work = DecodeWork.ONE_PAIR if max_context_len <= SEGMENT else DecodeWork.ONE_SEGMENT
+        for unit in UNITS:
+            # Not all SMs of a GPC hold two blocks of large clusters.
+            places = num_sms * (config.blocks if unit <= 2 else 1)
+            if unit <= max_unit(self._launcher.device.compute_capability, config.depth) and units * unit <= places:
+                return DecodeGrid(work, unit, units, max_segments)
         blocks = config.blocks * num_sms
-        return (blocks // 16 * 16, 2) if config.max_unit > 1 and pairs * 2 <= blocks else (blocks, 1)
+        waves = PAIR_WAVES if work is DecodeWork.ONE_PAIR else SEGMENT_WAVES
+        if units <= waves * blocks and (work is DecodeWork.ONE_PAIR or units <= MAX_RECORDS):
+            return DecodeGrid(work, 1, units, max_segments)
+        return DecodeGrid(DecodeWork.ITEMS, 1, blocks, max_segments)
 
     def record_elements(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> int:
         """fp32 numbers of the scratch ``records``, for contexts of at most ``max_context_len`` tokens."""
@@ -146,17 +177,19 @@ class AttentionDecode:
         kind = int(scores.decode_mask) if lengths is None else CROSS
         batch_size, element = qkv.shape[0], element_of(cache)
         config = self._config(spec, kind)
-        blocks, cluster = self.grid(spec, batch_size, max_context_len)
+        grid = self.grid(spec, batch_size, max_context_len)
         self._launcher.launch(
-            step, self.source, f"attention_decode<{config.template()}, {kind}, {element}>", blocks, DECODE_THREADS,
+            step, self.source,
+            f"attention_decode<{config.template()}, {grid.unit}, {int(grid.work)}, {kind}, {element}>",
+            grid.units * grid.unit, DECODE_THREADS,
             (qkv.data.ptr, pitch_of(qkv), *head_arguments(spec), address(context_lens), block_table.data.ptr,
              pitch_of(block_table), batch_size, cache.keys.data.ptr, cache.values.data.ptr, address(cache.key_scales),
              address(cache.value_scales), records.data.ptr, records.size // record_size(spec), arrival_counts.data.ptr,
              out.data.ptr, pitch_of(out), spec.heads, spec.kv_heads, spec.head_dim, head_pitch_of(cache),
-             spec.window or 0, scores.scale, scores.bias, scores.max_distance, address(lengths), cluster,
+             spec.window or 0, scores.scale, scores.bias, scores.max_distance, address(lengths), grid.max_segments,
              scores.softcap),
-            shared=config.shared(element),
-            cluster=cluster if cluster > 1 else None,
+            shared=config.shared(element, grid.unit),
+            cluster=grid.unit if grid.unit > 1 else None,
             dependent=step.is_unwritten(cache.keys.data.ptr, writes=kind != CROSS),
             bytes_moved=nbytes_of(qkv, out)
             + batch_size * min(max_context_len, spec.window or max_context_len) * spec.kv_heads * 2 * head_bytes(cache),

@@ -68,4 +68,27 @@ __device__ __forceinline__ __half attention_output(float o, float sum) {
     return __float2half_rn(sum == 0.0f ? 0.0f : __fdiv_rn(o, sum));
 }
 
+// Elements of the outputs of two heads, y[m] = attention_output(o[m], sum[m % 2]): at once, where each division by
+// itself would branch. It is the division that the compiler makes for operands whose quotients neither over- nor
+// underflow. If a quotient's last bit may differ because o[m] is tiny, it rounds to zero in fp16.
+__device__ __forceinline__ void attention_outputs(const float (&o)[4], const float (&sum)[2], __half (&y)[4]) {
+    const float largest = fmaxf(fmaxf(fabsf(o[0]), fabsf(o[1])), fmaxf(fabsf(o[2]), fabsf(o[3])));
+    if (largest < 0x1p100f && fminf(sum[0], sum[1]) >= 0x1p-20f && fmaxf(sum[0], sum[1]) <= 0x1p40f) {
+        float inverse[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float x = reciprocal_fast(sum[h]);
+            inverse[h] = __fmaf_rn(x, __fmaf_rn(-sum[h], x, 1.0f), x);
+        }
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const float quotient = __fmul_rn(inverse[m % 2], o[m]);
+            y[m] = __float2half_rn(__fmaf_rn(inverse[m % 2], __fmaf_rn(-sum[m % 2], quotient, o[m]), quotient));
+        }
+    } else {
+#pragma unroll
+        for (int m = 0; m < 4; ++m) y[m] = attention_output(o[m], sum[m % 2]);
+    }
+}
+
 }  // namespace bminf

@@ -54,12 +54,6 @@ __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigne
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_shared_rank(barrier, rank)) : "memory");
 }
 
-// The same, so that this thread's writes to the cluster are visible to threads that have waited with acquire.
-__device__ __forceinline__ void mbarrier_arrive_release_cluster(unsigned barrier, unsigned rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(map_shared_rank(barrier, rank))
-                 : "memory");
-}
-
 __device__ __forceinline__ void mbarrier_wait_acquire_cluster(unsigned barrier, unsigned phase) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
@@ -69,14 +63,7 @@ __device__ __forceinline__ void mbarrier_wait_acquire_cluster(unsigned barrier, 
         : "memory");
 }
 
-// The first half of a barrier over the cluster, which orders memory accesses; cluster_wait is the second.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
-
 // Stores to a cluster address.
-__device__ __forceinline__ void st_shared_cluster_v2(unsigned remote, float x, float y) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(x), "f"(y) : "memory");
-}
-
 __device__ __forceinline__ void st_shared_cluster_v4(unsigned remote, const int (&x)[4]) {
     asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "r"(x[0]), "r"(x[1]), "r"(x[2]),
                  "r"(x[3])
@@ -89,6 +76,18 @@ __device__ __forceinline__ void st_async(unsigned remote, const int (&x)[4], uns
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
         "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier)
         : "memory");
+}
+
+__device__ __forceinline__ void st_async(unsigned remote, const float (&x)[4], unsigned barrier) {
+    const int bits[4] = {__float_as_int(x[0]), __float_as_int(x[1]), __float_as_int(x[2]), __float_as_int(x[3])};
+    st_async(remote, bits, barrier);
+}
+
+// The same of 8 bytes.
+__device__ __forceinline__ void st_async(unsigned remote, float x, float y, unsigned barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(remote),
+                 "f"(x), "f"(y), "r"(barrier)
+                 : "memory");
 }
 #endif
 
