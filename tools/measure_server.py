@@ -102,6 +102,8 @@ CASES = {
     "32 streams of 128/256, drawn": Load(32, 128, 256, "drawn"),
     "32 streams of 128/256, schema": Load(32, 128, 256, "schema"),
     "256 streams of 128/128": Load(256, 128, 128),
+    "256 streams of 128/256, drawn": Load(256, 128, 256, "drawn"),
+    "256 streams of 128/256, schema": Load(256, 128, 256, "schema"),
     "768 streams of 128/128": Load(768, 128, 128),
     "768 whole answers of 128/128": Load(768, 128, 128, is_streamed=False),
 }
