@@ -91,7 +91,9 @@ class LiveServer:
     async def _run(self) -> None:
         self.client = await EngineClient.connect(self._engine_server.connect())
         app = create_app(self.client, self._settings)
-        self._server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))
+        # No connection may end between two tests, just when the next request is sent.
+        config = uvicorn.Config(app, lifespan="off", log_level="warning", timeout_keep_alive=3600)
+        self._server = uvicorn.Server(config)
         self._started.set()
         await self._server.serve([self._socket])
         self.client.close()
