@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import socket
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 import uvicorn
+import uvloop
 from fake_engine import FakeEngine, fake_info
 
 import bminf_lite
@@ -83,7 +83,7 @@ class LiveServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), daemon=True)
         self._thread.start()
         assert self._started.wait(20)
         self.http = httpx.Client(base_url=self.url, timeout=30)
