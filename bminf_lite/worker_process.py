@@ -1,8 +1,7 @@
 """A process for work that cannot be trusted to end: it is killed when a reply takes too long.
 
-Requests and replies are JSON, a line each, in ASCII. The program reads its first request, the setup, when it starts,
-and replies with an empty object. It imports nothing of this package, so that it starts quickly; the setup holds what it
-needs, and its ``path`` is this process's ``sys.path``.
+Requests and replies are JSON, a line each, in ASCII. The process runs ``worker_loop.py``, which says what a program is.
+The first request is the setup, whose ``path`` is this process's ``sys.path``.
 """
 
 from __future__ import annotations
@@ -19,16 +18,20 @@ from typing import Any
 
 from .errors import BminfError
 
+LOOP = Path(__file__).with_name("worker_loop.py")
 START_SECONDS = 60.0
 
 
 class WorkerProcess:
-    """A running ``program``. Not thread-safe. Raises ``BminfError`` if it does not start."""
+    """A running ``program``. Not thread-safe. Raises ``BminfError`` if it does not start.
+
+    ``setup`` has a bound on its ``memory`` in bytes, and what the program needs.
+    """
 
     def __init__(self, program: Path, setup: Mapping[str, Any]):
         # -I and -S: the program imports from this process's sys.path, whatever the environment says.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(program)],
+            [sys.executable, "-I", "-S", str(LOOP), str(program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -25,6 +25,7 @@ import msgspec
 import psutil
 import uvloop
 from fake_engine import FakeEngine, fake_info
+from http_load import completion_request, connect, run
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -84,46 +85,10 @@ async def write(stream: EventStream, generation: Generation, text: TextStream) -
 # -- the load client, in a process of its own -------------------------------------------------------------------------
 
 
-class Stream(asyncio.Protocol):
-    """One connection with one streamed request; counts events and notes when the first came."""
-
-    def __init__(self, request: bytes):
-        self.request = request
-        self.num_events = 0
-        self.num_bytes = 0
-        self.started = 0.0
-        self.first = 0.0
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tail = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
-
-    def send(self) -> None:
-        self.started = time.perf_counter()
-        self.transport.write(self.request)
-
-    def data_received(self, data: bytes) -> None:
-        self.num_bytes += len(data)
-        events = data.count(b"data: {")
-        if events and not self.first:
-            self.first = time.perf_counter()
-        self.num_events += events
-        self._tail = (self._tail + data)[-32:]
-        if b"[DONE]" in self._tail and not self.done.done():
-            self.done.set_result(None)
-            self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_exception(ConnectionError(f"the server closed the stream: {self._tail!r}"))
-
-
-def request_bytes(port: int, tokens: int) -> bytes:
+def request(port: int, tokens: int, keep_alive: bool = False) -> bytes:
     """A streamed request for so many tokens."""
-    body = json.dumps({"model": "demo", "prompt": "Once upon a time", "max_tokens": tokens, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+    body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": tokens, "stream": True}
+    return completion_request(port, body, keep_alive)
 
 
 async def idle_seconds(port: int, count: int = 100) -> float:
@@ -132,7 +97,7 @@ async def idle_seconds(port: int, count: int = 100) -> float:
     seconds = []
     for _ in range(count):
         started = time.perf_counter()
-        writer.write(request_bytes(port, 1))
+        writer.write(request(port, 1, keep_alive=True))
         await reader.readuntil(b"[DONE]\n\n")
         seconds.append(time.perf_counter() - started)
         await reader.readuntil(b"0\r\n\r\n")
@@ -142,21 +107,17 @@ async def idle_seconds(port: int, count: int = 100) -> float:
 
 async def load(port: int, streams: int, tokens: int) -> dict[str, float]:
     """Open all connections, then send all requests at once, and read them to their ends."""
-    request, idle = request_bytes(port, tokens), await idle_seconds(port)
-    loop = asyncio.get_running_loop()
-    made = [await loop.create_connection(lambda: Stream(request), "127.0.0.1", port) for _ in range(streams)]
-    protocols = [protocol for _, protocol in made]
+    idle = await idle_seconds(port)
+    exchanges = await connect(port, [request(port, tokens)] * streams)
     started = time.perf_counter()
-    for protocol in protocols:
-        protocol.send()
-    await asyncio.gather(*(protocol.done for protocol in protocols))
+    await run(exchanges)
     seconds = time.perf_counter() - started
-    firsts = sorted(p.first - p.started for p in protocols)
+    firsts = sorted(e.first - e.started for e in exchanges)
     return {
         "seconds": seconds,
         "idle_request_seconds": idle,
-        "events": sum(p.num_events for p in protocols),
-        "bytes": sum(p.num_bytes for p in protocols),
+        "events": sum(e.num_events for e in exchanges),
+        "bytes": sum(e.num_bytes for e in exchanges),
         "first_event_seconds_median": firsts[len(firsts) // 2],
         "first_event_seconds_last": firsts[-1],
     }

@@ -115,6 +115,13 @@ class Backend:
         """
         target[...] = values
 
+    def write_for_sampler(self, target: Array, values: np.ndarray) -> None:
+        """As :meth:`write`, for what :meth:`sample` alone reads: a model that was started before does not delay it.
+
+        What else was written to ``target`` must be complete.
+        """
+        self.write(target, values)
+
     def host(self, x: Array) -> np.ndarray:
         """A NumPy array of the values. Waits for the device."""
         return np.asarray(x)

@@ -88,7 +88,9 @@ class SamplerVariant(IntEnum):
     """Every temperature is 0, and nothing changes the logits."""
     DRAW = 1
     """Nothing changes the logits: no bias, penalties, masks or ``min_tokens``. No row reports most likely tokens."""
-    FULL = 2
+    ADJUST = 2
+    """Biases, penalties, masks and ``min_tokens`` too. No row reports most likely tokens."""
+    FULL = 3
     """Everything."""
 
 
@@ -148,8 +150,10 @@ class SequenceSampling:
     def variant(self) -> SamplerVariant:
         """The least variant that serves the sequence, unless it has a mask."""
         row = self.row
-        if self.bias or self.penalized or row["num_logprobs"] or row["step"] < row["min_tokens"]:
+        if row["num_logprobs"]:
             return SamplerVariant.FULL
+        if self.bias or self.penalized or row["step"] < row["min_tokens"]:
+            return SamplerVariant.ADJUST
         return SamplerVariant.DRAW if row["temperature"] > 0 else SamplerVariant.GREEDY
 
     def packed_bias(self) -> np.ndarray:

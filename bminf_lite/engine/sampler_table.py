@@ -2,11 +2,11 @@
 
 The table is allocated once and never moves, so a captured step stays valid while rows are written: the step reads the
 rows that an index array names. Writing a row copies 128 bytes, and neither waits for the device nor is seen by steps
-that were started before. Steps are captured in three variants (:class:`~bminf_lite.backend.sampling.SamplerVariant`);
-a step runs in the largest that one of its sequences needs.
+that were started before. A step runs in the largest
+variant (:class:`~bminf_lite.backend.sampling.SamplerVariant`) that one of its sequences needs.
 
 Biases, counts of tokens for penalties, and bit masks take more memory, which is allocated when the first sequence needs
-any of it, or by :meth:`SamplerTable.allocate` before a step of the variant ``FULL`` is captured.
+any of it, or by :meth:`SamplerTable.allocate` before a step of the variant ``ADJUST`` or ``FULL``.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class SamplerTable:
         self._state = SamplerState(table, ops.array(np.zeros(1, np.int32)), SamplerVariant.GREEDY)
 
     def nbytes(self, full: bool = True) -> int:
-        """Bytes on the device: of the table, and with ``full`` of what the variant ``FULL`` adds."""
+        """Bytes on the device: of the table, and with ``full`` of what the variant ``ADJUST`` adds."""
         words = (self.vocab_size + 31) // 32
         added = self._num_rows * 2 * MAX_LOGIT_BIAS + self._num_count_rows * self.vocab_size
         return 4 * (self._num_rows * ROW_WORDS + full * (added + self._num_mask_rows * words))
 
     def allocate(self) -> None:
-        """Allocate what the variant ``FULL`` needs, unless that was done. Raises ``MemoryError``."""
+        """Allocate what the variant ``ADJUST`` needs, unless that was done. Raises ``MemoryError``."""
         if self._masks is not None:
             return
         words = (self.vocab_size + 31) // 32
@@ -78,6 +78,7 @@ class SamplerTable:
             counts=ops.array(np.zeros((self._num_count_rows, self.vocab_size), np.int32)),
             masks=ops.array(masks),
         )
+        ops.complete(self._state.masks)  # so that masks are written after these zeros
         self._masks = masks
 
     def has_room(self, sequence: SequenceSampling, masked: bool = False) -> bool:
@@ -95,8 +96,8 @@ class SamplerTable:
         :meth:`has_room` first. Raises ``MemoryError`` where :meth:`allocate` does.
         """
         assert self.has_room(sequence, masked), "the sampler's table is full"
-        variant = SamplerVariant.FULL if masked else sequence.variant
-        if variant == SamplerVariant.FULL:
+        variant = max(sequence.variant, SamplerVariant.ADJUST) if masked else sequence.variant
+        if variant >= SamplerVariant.ADJUST:
             self.allocate()
         row = self._free_rows.pop()
         entry = _Entry(
@@ -139,7 +140,7 @@ class SamplerTable:
         assert min(places) >= 0, "the sequence was added without a mask"
         fill(self._masks, places)
         first, end = min(places), max(places) + 1
-        self.ops.write(self._state.masks[first:end], self._masks[first:end])
+        self.ops.write_for_sampler(self._state.masks[first:end], self._masks[first:end])
 
     def variant(self, rows: Sequence[int]) -> SamplerVariant:
         """The variant of a step of the sequences in ``rows``."""
@@ -148,7 +149,7 @@ class SamplerTable:
     def state(self, rows: Array, variant: SamplerVariant) -> SamplerState:
         """The state for a step of ``variant`` whose sequences' rows stand in ``rows``, int32 ``[B]`` on the device.
 
-        A captured step keeps the array ``rows``; its values may change between replays. Allocate first for ``FULL``.
+        A captured step keeps the array ``rows``; its values may change between replays. Allocate first for ``ADJUST``.
         """
-        assert variant != SamplerVariant.FULL or self._masks is not None, "allocate() comes first"
+        assert variant < SamplerVariant.ADJUST or self._masks is not None, "allocate() comes first"
         return replace(self._state, rows=rows, variant=variant)

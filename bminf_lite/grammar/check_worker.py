@@ -1,17 +1,17 @@
 """Parses grammars that are not trusted: the program of the process that ``value.py`` starts.
 
-Each line of standard input holds the kind and the text of a grammar. The reply is ``{"specification": ...}``, the
-grammar in llguidance's form, or ``{"problem": ...}``. A grammar has been built and taken through some steps for a
-vocabulary of single bytes, in a thread with a small stack, as those that compute masks have. If it names tokens by
-their ids, the vocabulary has more tokens, which have no text.
+A request holds the kind and the text of a grammar. The reply is ``{"specification": ...}``, the grammar in llguidance's
+form, or ``{"problem": ...}``. A grammar has been built and taken through some steps for a vocabulary of single bytes,
+in a thread with a small stack, as those that compute masks have. If it names tokens by their ids, the vocabulary has
+more tokens, which have no text. The setup holds llguidance's ``limits``, the ``whitespace`` between the parts of a JSON
+text, and ``max_choices``.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from random import Random
 from typing import Any
@@ -37,34 +37,21 @@ class GrammarProblem(ValueError):
     """What is wrong with a grammar."""
 
 
-def main() -> None:
-    setup = json.loads(sys.stdin.readline())
-    sys.path[:] = setup["path"]
+def start(setup: dict[str, Any]) -> Callable[[dict[str, str]], dict[str, str]]:
     import llguidance
 
-    limit_memory(setup["memory"])
     limits = llguidance.LLParserLimits(**setup["limits"])
     checker = Checker(llguidance, limits, setup["whitespace"], setup["max_choices"])
     threading.stack_size(STACK_BYTES)
-    print("{}", flush=True)
-    for line in sys.stdin:
-        grammar = json.loads(line)
+
+    def reply(grammar: dict[str, str]) -> dict[str, str]:
         replies: list[dict[str, str]] = []
-        thread = threading.Thread(target=lambda: replies.append(checker.reply(**grammar)))  # noqa: B023
+        thread = threading.Thread(target=lambda: replies.append(checker.reply(**grammar)))
         thread.start()
         thread.join()
-        print(json.dumps(replies[0]), flush=True)
+        return replies[0]
 
-
-def limit_memory(size: int) -> None:
-    """Make allocations beyond ``size`` bytes of address space fail. Only Linux enforces it."""
-    try:
-        import resource
-    except ImportError:
-        return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    return reply
 
 
 class Bytes:
@@ -198,7 +185,3 @@ def objects(value: Any, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         yield from objects(item, f"{pointer}/{str(key).replace('~', '~0').replace('/', '~1')}")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -24,18 +25,22 @@ from ..text.tokenizer import Tokenizer
 from .value import LIMITS, Grammar, specification
 
 MAX_CACHED = 64
-"""Compiled grammars that are kept."""
+"""Lexers of compiled grammars that are kept."""
+MATCHERS_PER_LEXER = 8
+"""A grammar gets another lexer when each of those that it has serves so many completions."""
 
 
 class Matcher:
     """The state of one completion: what its grammar allows after the tokens so far. ``eos_ids`` end it.
 
-    ``library_matcher`` has taken all tokens but ``newest``, which it takes when the next mask is computed.
+    ``library_matcher`` has taken all tokens but ``newest``, which it takes when the next mask is computed. ``lexer`` is
+    a number that it has in common with the matchers whose lexer it shares.
     """
 
-    def __init__(self, grammar: Grammar, library_matcher: Any, eos_ids: Collection[int]):
+    def __init__(self, grammar: Grammar, library_matcher: Any, eos_ids: Collection[int], lexer: int = 0):
         self.grammar = grammar
         self.library_matcher = library_matcher
+        self.lexer = lexer
         self.newest: int | None = None
         self._eos_ids = eos_ids
         self._end_bits: dict[int, int] = {}  # by word of the mask
@@ -79,6 +84,8 @@ def fill_masks(masks: np.ndarray, wanted: Sequence[MaskRow]) -> None:
     that has reached a limit, allows the end alone, and then refuses it with the reason.
     """
     assert masks.flags.c_contiguous and masks.dtype == np.uint32, masks.dtype
+    # A thread gets neighbours: matchers of one lexer, which would wait for each other in different threads.
+    wanted = sorted(wanted, key=lambda w: w.matcher.lexer)
     address, nbytes = masks.ctypes.data, masks.strides[0]
     newest = [(w.matcher.library_matcher, w.matcher.newest) for w in wanted if w.matcher.newest is not None]
     rows = [(w.matcher.library_matcher, w.row) for w in wanted]
@@ -98,16 +105,39 @@ def fill_masks(masks: np.ndarray, wanted: Sequence[MaskRow]) -> None:
             w.matcher.hold_back_end(masks[w.row])
 
 
+class _Lexer:
+    """A grammar compiled by itself: an ``LLMatcher`` at its start, of which completions get copies.
+
+    Copies share what the lexer has learned, behind a lock: their masks are computed one after another. ``matchers`` are
+    the copies in use.
+    """
+
+    def __init__(self, library_matcher: Any, number: int):
+        self._library_matcher = library_matcher
+        self._number = number
+        self.matchers: WeakSet[Matcher] = WeakSet()
+
+    def matcher(self, grammar: Grammar, eos_ids: Collection[int]) -> Matcher:
+        """A copy for a completion."""
+        found = Matcher(grammar, self._library_matcher.deep_copy(), eos_ids, self._number)
+        self.matchers.add(found)
+        return found
+
+
 class GrammarCompiler:
-    """Compiles grammars for a tokenizer and a model with ``vocab_size`` tokens, and keeps them. Thread-safe."""
+    """Compiles grammars for a tokenizer and a model with ``vocab_size`` tokens, and keeps them. Thread-safe.
+
+    A grammar that many completions follow at a time is compiled several times, so that threads can compute their masks.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._vocabularies: dict[frozenset[int], Any] = {}
-        self._compiled: OrderedDict[tuple[Grammar, frozenset[int]], Any] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Grammar, frozenset[int]], list[_Lexer]] = OrderedDict()
         self._lock = threading.Lock()
         self._reading = threading.Lock()
+        self._num_lexers = 0
 
     def matcher(self, grammar: Grammar, eos_ids: frozenset[int]) -> Matcher:
         """A matcher at its start. Raises ``UsageError`` for a grammar, or a vocabulary, that cannot be used.
@@ -121,15 +151,26 @@ class GrammarCompiler:
             )
         key = grammar, eos_ids
         with self._lock:
-            found = self._compiled.get(key)
-        if found is None:
-            found = self._compile(grammar, specification(grammar), eos_ids)
+            lexer = self._least_used(self._compiled.get(key, []))
+        library_matcher = self._compile(grammar, specification(grammar), eos_ids) if lexer is None else None
         with self._lock:
-            self._compiled[key] = found
+            lexers = self._compiled.setdefault(key, [])
+            if lexer is None:
+                self._num_lexers += 1
+                lexer = _Lexer(library_matcher, self._num_lexers)
+                lexers.append(lexer)
             self._compiled.move_to_end(key)
-            if len(self._compiled) > MAX_CACHED:
+            while len(self._compiled) > 1 and sum(map(len, self._compiled.values())) > MAX_CACHED:
                 self._compiled.popitem(last=False)
-            return Matcher(grammar, found.deep_copy(), eos_ids)
+            return lexer.matcher(grammar, eos_ids)
+
+    @staticmethod
+    def _least_used(lexers: Sequence[_Lexer]) -> _Lexer | None:
+        """The lexer for another completion; None if a new one is wanted."""
+        found = min(lexers, key=lambda lexer: len(lexer.matchers), default=None)
+        if found is not None and len(found.matchers) >= MATCHERS_PER_LEXER and len(lexers) < thread_count():
+            return None
+        return found
 
     def _compile(self, grammar: Grammar, text: str, eos_ids: frozenset[int]) -> Any:
         """An ``LLMatcher`` that has computed its first mask, so that its copies share that work."""

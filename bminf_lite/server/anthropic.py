@@ -16,7 +16,7 @@ from ..text.tool_calls import ArgumentsDelta, CallBegin
 from .answer import Event
 from .client import Generation
 from .conversation import Conversation, PreparedConversation, prepare
-from .event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
+from .event_stream import EventStream
 from .generating import generation_request, sampling_params, told
 from .health import json_response
 from .openai.chunks import sse
@@ -24,6 +24,7 @@ from .recorder import record_of
 from .schemas.anthropic import CreateMessageBody, MessagesBody
 from .schemas.base import parse
 from .state import ServerState
+from .work import respond
 
 _encode = msgspec.json.encode
 
@@ -46,10 +47,7 @@ def routes(server: ServerState) -> list[Route]:
             prepared,
             body.model or server.model_name,
         )
-        if body.stream:
-            return EventStreamResponse(work.generation, work.stream)
-        async with work.generation, cancelled_on_disconnect(request.receive, work.generation):
-            return json_response(await work.whole())
+        return await respond(work, request, body.stream)
 
     async def count_tokens(request: Request) -> Response:
         prepared = await prepare(server, _conversation(parse(MessagesBody, await request.body())))

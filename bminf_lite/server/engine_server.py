@@ -115,6 +115,10 @@ class _Completion:
         return output
 
 
+def _ignore(request: Request) -> None:
+    """Of a request that has ended nothing more is told."""
+
+
 def _prompt_scores(request: Request) -> list[PromptScore | None]:
     scores = zip(request.prompt_token_logprobs, request.prompt_most_likely, strict=True)
     return [None if value is None or best is None else (value, *best) for value, best in scores]
@@ -164,6 +168,7 @@ class _Connection:
                     completion.told_prompt = True
                     if completion.finish_reason is not None:
                         self.completions.pop(completion.id, None)
+                        request.on_update = _ignore  # the two refer to each other no more, and are freed now
                 completion.num_sent = completion.num_ready
             self._send(frame(StepOutputs(ids, token_ids, outputs)))
 

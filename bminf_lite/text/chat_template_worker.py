@@ -1,15 +1,14 @@
 """Renders a chat template that is not trusted: the program of the process that ``chat_template.py`` starts.
 
-The first line of standard input is a JSON object with the import path, the template and its limits; the reply is an
-empty object. Each later line holds the variables of one rendering; the reply is ``{"text": ...}``, ``{"refused": ...}``
-if the template called ``raise_exception``, or ``{"failed": ...}``. The program imports nothing of this package, so that
-it starts quickly.
+The setup holds the template's ``source`` and the most characters of ``output``. A request holds the variables of one
+rendering; the reply is ``{"text": ...}``, ``{"refused": ...}`` if the template called ``raise_exception``, or
+``{"failed": ...}``.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -18,37 +17,25 @@ class RenderError(Exception):
     """Raised by the template's ``raise_exception``: it does not accept these messages."""
 
 
-def main() -> None:
-    setup = json.loads(sys.stdin.readline())
-    sys.path[:] = setup["path"]
+def start(setup: dict[str, Any]) -> Callable[[Any], dict[str, str]]:
     environment = make_environment()
-    limit_memory(setup["memory"])
     template = None
-    print("{}", flush=True)
-    for line in sys.stdin:
+
+    def reply(variables: Any) -> dict[str, str]:
+        nonlocal template
         try:
             template = template or environment.from_string(setup["source"])
-            reply = {"text": render(template, json.loads(line), setup["output"])}
+            return {"text": render(template, variables, setup["output"])}
         except RenderError as e:
-            reply = {"refused": str(e)}
+            return {"refused": str(e)}
         except MemoryError:
-            reply = {"failed": f"needs more than {setup['memory'] >> 20} MiB of memory"}
+            return {"failed": f"needs more than {setup['memory'] >> 20} MiB of memory"}
         except RecursionError:
-            reply = {"failed": "nests too deeply"}
+            return {"failed": "nests too deeply"}
         except Exception as e:  # a template can raise anything that Python can
-            reply = {"failed": f"fails: {type(e).__name__}: {e}"[:2000]}
-        print(json.dumps(reply), flush=True)
+            return {"failed": f"fails: {type(e).__name__}: {e}"[:2000]}
 
-
-def limit_memory(size: int) -> None:
-    """Make allocations beyond ``size`` bytes of address space fail. Only Linux enforces it."""
-    try:
-        import resource
-    except ImportError:
-        return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    return reply
 
 
 def render(template: Any, variables: dict[str, Any], limit: int) -> str:
@@ -126,7 +113,3 @@ class Dict:
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
         return dict.fromkeys(*args)
-
-
-if __name__ == "__main__":
-    main()

@@ -109,10 +109,24 @@ def test_the_variant_of_a_step_changes_no_bit(backend, seed, count, vocab):
     logits = backend.array(rng.standard_normal((count, vocab)).astype(np.float32) * 4)
     state = random_sampler(rng, count, vocab, False)
     results = []
-    for variant in (SamplerVariant.DRAW, SamplerVariant.FULL):
+    for variant in (SamplerVariant.DRAW, SamplerVariant.ADJUST, SamplerVariant.FULL):
         own = dataclasses.replace(state, variant=variant).map(np.copy).map(backend.array)
         results.append(backend.host(backend.sample(logits, own))[:2].tolist())
-    assert results[0] == results[1]
+    assert results[0] == results[1] == results[2]
+
+
+@given(SEEDS, st.integers(1, 9), st.sampled_from([31, 256, 2500]))
+def test_changed_logits_without_most_likely_tokens(backend, seed, count, vocab):
+    """The variant ADJUST is FULL without them."""
+    rng = np.random.default_rng(seed)
+    logits, state = rng.standard_normal((count, vocab)).astype(np.float32) * 4, random_sampler(rng, count, vocab, True)
+    state.columns["num_logprobs"] = 0
+    results = []
+    for variant in (SamplerVariant.ADJUST, SamplerVariant.FULL):
+        own = dataclasses.replace(state, variant=variant).map(np.copy).map(backend.array)
+        results.append(backend.host(backend.sample(backend.array(logits), own)))
+    assert len(results[0]) == 2
+    np.testing.assert_array_equal(results[0], results[1][:2])
 
 
 @given(SEEDS, st.integers(1, 20), st.sampled_from([1000, 3001]))

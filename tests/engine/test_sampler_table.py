@@ -99,7 +99,7 @@ def test_sequences_that_come_and_go_choose_what_they_choose_alone(ops, data):
                 assert part[2:22] == expected[2:22]
 
 
-def test_what_the_full_variant_needs_is_allocated_once():
+def test_what_changes_logits_is_allocated_once():
     ops = CpuBackend()
     table = SamplerTable(ops, 3, VOCAB)
     rows = ops.array(np.zeros(2, np.int32))
@@ -108,9 +108,10 @@ def test_what_the_full_variant_needs_is_allocated_once():
     assert before.variant == SamplerVariant.GREEDY and before.counts is None
     penalized = table.add(make_sequence(2, [])[1])
     full = table.state(rows, table.variant([greedy, penalized]))
-    assert full.variant == SamplerVariant.FULL and full.table is before.table
+    assert full.variant == SamplerVariant.ADJUST and full.table is before.table
     masked = table.add(make_sequence(0, [])[1], masked=True)
     again = table.state(rows, table.variant([masked]))
+    assert again.variant == SamplerVariant.ADJUST
     assert again.counts is full.counts and again.masks is full.masks and again.bias is full.bias
     assert sum(x.nbytes for x in (full.table, full.bias, full.counts, full.masks)) == table.nbytes()
 

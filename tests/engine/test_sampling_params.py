@@ -173,11 +173,12 @@ def test_a_sequence_goes_on_after_what_it_has_generated():
         ({}, "GREEDY"),
         ({"top_k": 3, "logprobs": 0}, "GREEDY"),
         ({"temperature": 1e-9}, "DRAW"),
-        ({"presence_penalty": 0.1}, "FULL"),
-        ({"logit_bias": {1: 1}}, "FULL"),
-        ({"min_tokens": 1}, "FULL"),
+        ({"presence_penalty": 0.1}, "ADJUST"),
+        ({"logit_bias": {1: 1}}, "ADJUST"),
+        ({"min_tokens": 1}, "ADJUST"),
         ({"min_tokens": 1, "ignore_eos": True}, "GREEDY"),
         ({"logprobs": 1}, "FULL"),
+        ({"logprobs": 1, "logit_bias": {1: 1}}, "FULL"),
     ],
 )
 def test_the_variant_is_the_least_that_serves(options, variant):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from tokenizers import decoders, models
 import bminf_lite
 from bminf_lite.errors import UsageError
 from bminf_lite.grammar import Grammar
-from bminf_lite.grammar.matcher import GrammarCompiler, MaskRow, Matcher, fill_masks
+from bminf_lite.grammar import matcher as matcher_module
+from bminf_lite.grammar.matcher import MATCHERS_PER_LEXER, GrammarCompiler, MaskRow, Matcher, fill_masks
 from bminf_lite.text.checkpoint_files import load_tokenizer
 from bminf_lite.text.cpm_tokenizer import Cpm1Tokenizer, Cpm2Tokenizer, EvaTokenizer
 from bminf_lite.text.json_tokenizer import JsonTokenizer
@@ -93,6 +95,26 @@ def test_matchers_of_one_grammar_are_independent_and_filled_together():
     assert len(np.unique(together, axis=0)) > 3
     for matcher, mask in zip(matchers, together, strict=True):
         np.testing.assert_array_equal(masks_of([matcher], VOCAB_SIZE)[0], mask)
+
+
+def test_many_completions_of_a_grammar_share_a_few_lexers(monkeypatch):
+    """Those of one lexer are computed one after another, so many have several; one at a time has one."""
+    monkeypatch.setattr(matcher_module, "thread_count", lambda: 3)
+    compiler, grammar = make_compiler(), Grammar.regex("[a-c]{1,9}")
+    for _ in range(3 * MATCHERS_PER_LEXER):
+        assert compiler.matcher(grammar, EOS).lexer == 1, "a matcher that is gone takes no place"
+    several = [compiler.matcher(grammar, EOS) for _ in range(5 * MATCHERS_PER_LEXER)]
+    counts = Counter(matcher.lexer for matcher in several)
+    assert len(counts) == 3 and max(counts.values()) - min(counts.values()) <= MATCHERS_PER_LEXER
+    masks = masks_of(several[::-1], VOCAB_SIZE)
+    assert masks[0].any() and (masks == masks[0]).all()
+
+
+def test_lexers_that_were_not_used_for_long_are_forgotten(monkeypatch):
+    monkeypatch.setattr(matcher_module, "MAX_CACHED", 2)
+    compiler = make_compiler()
+    numbers = [compiler.matcher(Grammar.choice([text]), EOS).lexer for text in "abacab"]
+    assert numbers == [1, 2, 1, 3, 1, 4]
 
 
 def test_the_end_is_held_back_unless_it_is_all_that_is_left():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import socket
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 import uvicorn
+import uvloop
 from fake_engine import FakeEngine, fake_info
 
 import bminf_lite
@@ -83,7 +83,7 @@ class LiveServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), daemon=True)
         self._thread.start()
         assert self._started.wait(20)
         self.http = httpx.Client(base_url=self.url, timeout=30)
@@ -91,7 +91,9 @@ class LiveServer:
     async def _run(self) -> None:
         self.client = await EngineClient.connect(self._engine_server.connect())
         app = create_app(self.client, self._settings)
-        self._server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))
+        # No connection may end between two tests, just when the next request is sent.
+        config = uvicorn.Config(app, lifespan="off", log_level="warning", timeout_keep_alive=3600)
+        self._server = uvicorn.Server(config)
         self._started.set()
         await self._server.serve([self._socket])
         self.client.close()

@@ -4,40 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 pytest.importorskip("msgspec", reason="the extra [serve] is not installed")
 
+from client_kit import connected, read, until
 from fake_engine import FakeEngine, fake_info
 
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.errors import QueueFull
-from bminf_lite.server.client import EngineClient, EngineFailure, Generation, GenerationRequest, RequestRefused
+from bminf_lite.server.client import EngineClient, EngineFailure, GenerationRequest, RequestRefused
 from bminf_lite.server.engine_server import EngineServer
 from bminf_lite.server.protocol import FrameReader, FromEngine, StepOutputs, Submit, frame
 
 VOCAB_SIZE = 2048
 
 
-@asynccontextmanager
-async def connected(engine: FakeEngine) -> AsyncIterator[EngineClient]:
-    server = EngineServer(engine, fake_info(None, VOCAB_SIZE, context_length=512))
-    client = await EngineClient.connect(server.connect())
-    try:
-        yield client
-    finally:
-        client.close()
-        server.close()
-        engine.close()
-
-
 def run(test: Callable[[EngineClient, FakeEngine], Awaitable[None]], **options: float) -> None:
     async def main() -> None:
         engine = FakeEngine(range(VOCAB_SIZE), **options)
-        async with connected(engine) as client:
+        async with connected(engine, fake_info(None, VOCAB_SIZE, context_length=512)) as client:
             await asyncio.wait_for(test(client, engine), 20)
 
     asyncio.run(main())
@@ -45,18 +33,6 @@ def run(test: Callable[[EngineClient, FakeEngine], Awaitable[None]], **options: 
 
 def wanted(tokens: int, n: int = 1, prompt: tuple[int, ...] = (5, 7), **options: object) -> GenerationRequest:
     return GenerationRequest(list(prompt), SamplingParams(max_new_tokens=tokens, **options), n)
-
-
-async def read(generation: Generation) -> dict[int, list[int]]:
-    tokens: dict[int, list[int]] = {}
-    async for output in generation:
-        tokens.setdefault(output.index, []).extend(output.token_ids)
-    return tokens
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
 
 
 def test_every_token_arrives_once_and_in_order():

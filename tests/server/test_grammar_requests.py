@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from api_kit import DEMO, UnconstrainedEngine, info_of
+from client_kit import connected, read, until
 
 from bminf_lite.engine.sampling_params import SamplingParams
 from bminf_lite.grammar import Grammar
 from bminf_lite.grammar.matcher import GrammarCompiler
-from bminf_lite.server.client import EngineClient, Generation, GenerationRequest, RequestRefused
-from bminf_lite.server.engine_server import EngineServer
-
-
-async def read(generation: Generation) -> dict[int, list[int]]:
-    tokens: dict[int, list[int]] = {}
-    async for output in generation:
-        tokens.setdefault(output.index, []).extend(output.token_ids)
-    return tokens
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
+from bminf_lite.server.client import EngineClient, GenerationRequest, RequestRefused
 
 
 def test_a_grammar_is_compiled_or_refused_or_forgotten(monkeypatch: pytest.MonkeyPatch):
@@ -55,13 +42,7 @@ def test_a_grammar_is_compiled_or_refused_or_forgotten(monkeypatch: pytest.Monke
 
     async def main() -> None:
         engine = UnconstrainedEngine(range(1, 2048))
-        server = EngineServer(engine, info_of(DEMO))
-        client = await EngineClient.connect(server.connect())
-        try:
+        async with connected(engine, info_of(DEMO)) as client:
             await asyncio.wait_for(test(client, engine), 20)
-        finally:
-            client.close()
-            server.close()
-            engine.close()
 
     asyncio.run(main())

@@ -96,11 +96,15 @@ class Arrays:
 
         return wait
 
-    def write(self, target: cp.ndarray, values: np.ndarray) -> None:
-        """Start copying a host array to a contiguous array of its shape and dtype, by way of pinned host memory."""
+    def write(self, target: cp.ndarray, values: np.ndarray, stream: cp.cuda.Stream | None = None) -> cp.cuda.Event:
+        """Start copying a host array to a contiguous array of its shape and dtype, by way of pinned host memory.
+
+        The copy is work of ``stream``, by default that of this object. The event is recorded behind it.
+        """
         assert (target.shape, target.dtype) == (values.shape, values.dtype) and target.flags.c_contiguous, target.shape
+        stream, event = stream or self.stream, cp.cuda.Event(disable_timing=True)
         if not values.size:
-            return
+            return stream.record(event)
         while self._writes and self._writes[0][0].done:
             _, size, pinned = self._writes.popleft()
             self._pinned.append((size, pinned))
@@ -108,10 +112,10 @@ class Arrays:
         pinned = self._take_pinned(size)
         np.frombuffer(pinned, values.dtype, values.size).reshape(values.shape)[...] = values
         runtime = cp.cuda.runtime
-        runtime.memcpyAsync(target.data.ptr, pinned.ptr, values.nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
-        event = cp.cuda.Event(disable_timing=True)
-        event.record(self.stream)
+        runtime.memcpyAsync(target.data.ptr, pinned.ptr, values.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        event.record(stream)
         self._writes.append((event, size, pinned))
+        return event
 
     def _take_pinned(self, nbytes: int) -> Any:
         for index, (size, pinned) in enumerate(self._pinned):

@@ -36,7 +36,7 @@ from ...memory.device import MARGIN, GrowingMemory, device_arena
 from ..base import Backend
 from ..calibration import CalibrationOps
 from ..quantization import HostWeight
-from ..sampling import MAX_LOGPROBS, SamplerState, SamplerVariant
+from ..sampling import MAX_LOGPROBS, SamplerState
 from ..values import BLOCK_SIZE, Array, AttentionSpec, ForwardBatch, LayerCache, Norm
 from .arrays import Arrays
 from .calibration import CudaCalibrationOps
@@ -97,6 +97,8 @@ class CudaBackend(Backend):
         self.loader = Loader(self.arena, self.arrays, self.kernels, self.int8_gemm)
         self.graph_memory = GraphMemory(self.arena)
         self._zeroed: dict[tuple[str, int], cp.ndarray] = {}
+        self._copies = cp.cuda.Stream(non_blocking=True)  # for what is written beside a model
+        self._sampled = cp.cuda.Event(disable_timing=True)  # the last sampler that may have read it
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -120,6 +122,10 @@ class CudaBackend(Backend):
 
     def write(self, target: Array, values: np.ndarray) -> None:
         self.arrays.write(target, values)
+
+    def write_for_sampler(self, target: Array, values: np.ndarray) -> None:
+        self._copies.wait_event(self._sampled)
+        self.stream.wait_event(self.arrays.write(target, values, self._copies))
 
     def host(self, x: Array) -> np.ndarray:
         values = self.materializer.materialize(x)
@@ -615,15 +621,18 @@ class CudaBackend(Backend):
     def sample(self, logits: Array, sampler: SamplerState, batch: ForwardBatch | None = None) -> Array:
         logits = self.arrays.padded(logits)
         rows, vocab = logits.shape
-        greedy, full = sampler.variant == SamplerVariant.GREEDY, sampler.variant == SamplerVariant.FULL
+        variant = sampler.variant
+        greedy, adjusted, full = variant == variant.GREEDY, variant >= variant.ADJUST, variant == variant.FULL
         arrays = sampler.rows, sampler.table, sampler.bias, sampler.counts, sampler.masks
         scratch = self._sampler_scratch(rows, vocab, greedy)
         result = self.arrays.empty((2 + 2 * MAX_LOGPROBS * full, rows), np.int32)
         tokens, context_lens = (batch.tokens.data.ptr, batch.context_lens.data.ptr) if batch is not None else (0, 0)
         self.kernels.sampler.launch(
             logits.data.ptr, pitch_of(logits), rows, vocab, [address(x) for x in arrays], result.data.ptr,
-            tokens, context_lens, scratch.data.ptr, self.stream.ptr, greedy, full,
+            tokens, context_lens, scratch.data.ptr, self.stream.ptr, greedy, adjusted, full,
         )  # fmt: skip
+        if adjusted:
+            self._sampled.record(self.stream)
         self.kernels.end_step()
         return result
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,16 +16,16 @@ from ..answer import Event, call_number
 from ..client import Generation, Output
 from ..completion_text import ScoredToken
 from ..conversation import Conversation, PreparedConversation, prepare
-from ..event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
-from ..generating import check_count, check_model, generation_request, sampling_params, told
-from ..health import json_response
+from ..event_stream import EventStream
+from ..generating import check_count, check_model, generation_request, sampling_params
 from ..recorder import record_of
 from ..request_record import RequestRecord
 from ..schemas.base import parse
 from ..schemas.chat import ChatBody
 from ..schemas.messages import plain_tool
 from ..state import ServerState
-from .chunks import DONE, Usage, error_event, scored_token
+from ..work import respond
+from .chunks import Usage, head, reports_usage, scored_token, write_chunks
 
 _encode = msgspec.json.encode
 
@@ -38,10 +36,7 @@ def routes(server: ServerState) -> list[Route]:
     async def chat(request: Request) -> Response:
         body = parse(ChatBody, await request.body())
         work = await _prepare(server, body, record_of(request))
-        if body.stream:
-            return EventStreamResponse(work.generation, work.stream)
-        async with work.generation, cancelled_on_disconnect(request.receive, work.generation):
-            return json_response(await work.whole())
+        return await respond(work, request, body.stream)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
 
@@ -80,12 +75,7 @@ class _Chat:
         texts = server.token_texts if body.logprobs else None
         self._answers = [prepared.answer(body.stop, texts) for _ in range(body.n or 1)]
         self._shows_reasoning = body.include_reasoning is not False
-        self._head = {
-            "id": f"chatcmpl-{secrets.token_hex(16)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": body.model or server.model_name,
-        }
+        self._head = head("chatcmpl", "chat.completion", body.model or server.model_name)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -139,11 +129,10 @@ class _Chat:
 
     async def stream(self, stream: EventStream) -> None:
         """The response as events. A chunk of content is bytes around the text."""
-        options = self._body.stream_options
-        has_usage = options is not None and bool(options.include_usage)
+        has_usage = reports_usage(self._body.stream_options)
         self._head["object"] = "chat.completion.chunk"
-        head = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
-        heads = [head + b'%d,"delta":' % index for index in range(len(self._answers))]
+        start = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
+        heads = [start + b'%d,"delta":' % index for index in range(len(self._answers))]
         usage = b',"usage":null' if has_usage else b""
         tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
         has_begun = [False] * len(self._answers)
@@ -164,18 +153,10 @@ class _Chat:
             reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}]" + usage + b"}\n\n"
             return chunks + heads[index] + b'{},"logprobs":null' + reason
 
-        try:
-            async for output in self.generation:
-                chunks = chunk(output)
-                while (more := self.generation.take()) is not None:
-                    chunks += chunk(more)
-                if chunks:
-                    await stream.write(chunks)
-            if has_usage:
-                await stream.write(b"data: " + _encode({**self._head, "choices": [], "usage": self.usage}) + b"\n\n")
-            await stream.write(DONE)
-        except Exception as error:
-            await stream.write(error_event(told(error)))
+        def last() -> dict[str, Any]:
+            return {**self._head, "choices": [], "usage": self.usage} if has_usage else {}
+
+        await write_chunks(stream, self.generation, chunk, last)
 
     def _delta(self, event: Event) -> bytes:
         """The ``delta`` of a chunk; empty for what has no chunk."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from ..client import Generation, Output
 from ..completion_text import ScoredToken
 from ..errors import ApiError
+from ..event_stream import EventStream
+from ..generating import told
+from ..schemas.sampling import StreamOptions
 
-DONE = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]\n\n"
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have, as in vLLM."""
@@ -45,12 +52,42 @@ class Usage:
         }
 
 
+def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """What all chunks of a response begin with; ``kind`` is the type of its object."""
+    return {"id": f"{prefix}-{secrets.token_hex(16)}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def reports_usage(options: StreamOptions | None) -> bool:
+    """Whether a stream ends with a chunk that has the usage."""
+    return options is not None and bool(options.include_usage)
+
+
+async def write_chunks(
+    stream: EventStream, generation: Generation, chunk: Callable[[Output], bytes], last: Callable[[], dict[str, Any]]
+) -> None:
+    """Write a stream: ``chunk`` of each output, then the chunk ``last``, if it is not empty, and the end.
+
+    What has arrived meanwhile is written at once. An error becomes an event and ends the stream.
+    """
+    try:
+        async for output in generation:
+            chunks = chunk(output)
+            while (more := generation.take()) is not None:
+                chunks += chunk(more)
+            if chunks:
+                await stream.write(chunks)
+        end = last()
+        await stream.write((b"data: " + msgspec.json.encode(end) + b"\n\n" if end else b"") + _DONE)
+    except Exception as error:
+        await stream.write(_error_event(told(error)))
+
+
 def sse(name: str, value: Any) -> bytes:
     """A named event."""
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def error_event(error: ApiError) -> bytes:
+def _error_event(error: ApiError) -> bytes:
     """An error in a stream that has begun; the stream ends after it."""
     return b"data: " + error.body() + b"\n\n"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,15 +15,15 @@ from ...text.tokenizer import Tokenizer
 from ..client import Generation, Output
 from ..completion_text import CompletionText, NewText, ScoredToken, score_prompt
 from ..errors import bad_request
-from ..event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
-from ..generating import check_count, check_model, encode, generation_request, grammar_of, read, sampling_params, told
-from ..health import json_response
+from ..event_stream import EventStream
+from ..generating import check_count, check_model, encode, generation_request, grammar_of, read, sampling_params
 from ..recorder import record_of
 from ..request_record import RequestRecord
 from ..schemas.base import parse
 from ..schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from ..state import ServerState
-from .chunks import DONE, Usage, error_event, finite
+from ..work import respond
+from .chunks import Usage, finite, head, reports_usage, write_chunks
 
 _encode = msgspec.json.encode
 
@@ -36,10 +34,7 @@ def routes(server: ServerState) -> list[Route]:
     async def completions(request: Request) -> Response:
         body = parse(CompletionBody, await request.body())
         work = await _prepare(server, body, record_of(request))
-        if body.stream:
-            return EventStreamResponse(work.generation, work.stream)
-        async with work.generation, cancelled_on_disconnect(request.receive, work.generation):
-            return json_response(await work.whole())
+        return await respond(work, request, body.stream)
 
     return [Route("/v1/completions", completions, methods=["POST"])]
 
@@ -162,12 +157,7 @@ class _Completions:
             for prompt, given in zip(prompts, body.prompts, strict=True)
             for _ in range(drawn)
         ]
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(16)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": body.model or server.model_name,
-        }
+        self._head = head("cmpl", "text_completion", body.model or server.model_name)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -203,10 +193,9 @@ class _Completions:
 
     async def stream(self, stream: EventStream) -> None:
         """The response as events, one for what each output adds. A chunk is bytes around the text."""
-        options = self.body.stream_options
-        has_usage = options is not None and bool(options.include_usage)
-        head = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
-        heads = [head + b"%d" % index + b',"text":' for index in range(len(self._choices))]
+        has_usage = reports_usage(self.body.stream_options)
+        start = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
+        heads = [start + b"%d" % index + b',"text":' for index in range(len(self._choices))]
         tail = b"]" + (b',"usage":null' if has_usage else b"") + b"}\n\n"
         plain = b',"logprobs":null,"finish_reason":null}' + tail
 
@@ -219,18 +208,10 @@ class _Completions:
             reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}"
             return heads[index] + _encode(new.text) + b',"logprobs":' + logprobs + reason + tail
 
-        try:
-            async for output in self.generation:
-                chunks = chunk(output)
-                while (more := self.generation.take()) is not None:
-                    chunks += chunk(more)
-                if chunks:
-                    await stream.write(chunks)
-            if has_usage:
-                await stream.write(b"data: " + _encode({**self._head, "choices": [], "usage": self.usage}) + b"\n\n")
-            await stream.write(DONE)
-        except Exception as error:
-            await stream.write(error_event(told(error)))
+        def last() -> dict[str, Any]:
+            return {**self._head, "choices": [], "usage": self.usage} if has_usage else {}
+
+        await write_chunks(stream, self.generation, chunk, last)
 
 
 def _mean(tokens: Sequence[ScoredToken]) -> float:

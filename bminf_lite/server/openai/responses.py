@@ -19,14 +19,14 @@ from ..answer import Event
 from ..client import Generation
 from ..completion_text import ScoredToken
 from ..conversation import Conversation, PreparedConversation, prepare
-from ..event_stream import EventStream, EventStreamResponse, cancelled_on_disconnect
+from ..event_stream import EventStream
 from ..generating import check_model, generation_request, sampling_params, told
-from ..health import json_response
 from ..recorder import record_of
 from ..request_record import RequestRecord
 from ..schemas.base import parse
 from ..schemas.responses import ResponsesBody
 from ..state import ServerState
+from ..work import respond
 from .chunks import Usage, scored_token, sse
 
 _encode = msgspec.json.encode
@@ -38,10 +38,7 @@ def routes(server: ServerState) -> list[Route]:
     async def responses(request: Request) -> Response:
         body = parse(ResponsesBody, await request.body())
         work = await _prepare(server, body, record_of(request))
-        if body.stream:
-            return EventStreamResponse(work.generation, work.stream)
-        async with work.generation, cancelled_on_disconnect(request.receive, work.generation):
-            return json_response(await work.whole())
+        return await respond(work, request, body.stream)
 
     return [Route("/v1/responses", responses, methods=["POST"])]
 

@@ -20,8 +20,12 @@ RESERVED = frozenset({
 """Variables of a template that a request sets otherwise, or not at all."""
 
 
+Word = Literal["none", "auto", "required"]
+"""A tool choice that names no function."""
+
+
 class NamedFunction(Body):
-    """The name in a tool choice."""
+    """A tool choice that names a function: as a whole in ``/v1/responses``, and a part of it in chat completions."""
 
     name: str
 
@@ -33,9 +37,13 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+def kind_of_choice(value: Any) -> str:
+    """The tag of a tool choice."""
+    return "named" if isinstance(value, (dict, Body)) else "word"
+
+
 ToolChoiceField = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")],
-    Discriminator(lambda value: "named" if isinstance(value, (dict, NamedTool)) else "word"),
+    Annotated[Word, Tag("word")] | Annotated[NamedTool, Tag("named")], Discriminator(kind_of_choice)
 ]
 
 
@@ -44,6 +52,13 @@ class ToolChoice(Body):
 
     mode: Literal["none", "auto", "required", "function"]
     name: str | None = None
+
+    @classmethod
+    def of(cls, given: Word | NamedFunction | None, has_tools: bool) -> ToolChoice:
+        """What a request says; without a word, ``auto`` if there are tools."""
+        if isinstance(given, NamedFunction):
+            return cls(mode="function", name=given.name)
+        return cls(mode=given or ("auto" if has_tools else "none"))
 
 
 NO_TOOLS = ToolChoice(mode="none")
@@ -117,6 +132,5 @@ class ChatBody(SamplingFields, StructureFields):
     @property
     def choice(self) -> ToolChoice:
         """The tool choice; ``auto`` if there are tools and the request does not say."""
-        if isinstance(self.tool_choice, NamedTool):
-            return ToolChoice(mode="function", name=self.tool_choice.function.name)
-        return ToolChoice(mode=self.tool_choice or ("auto" if self.tools else "none"))
+        given = self.tool_choice
+        return ToolChoice.of(given.function if isinstance(given, NamedTool) else given, bool(self.tools))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from .base import Body, invalid, one_of, option, refused
-from .chat import ToolChoice, check_template_variables, check_tool_choice
+from .chat import NamedFunction, ToolChoice, Word, check_template_variables, check_tool_choice, kind_of_choice
 from .messages import Content, FunctionName, Parameters, plain_content
 from .sampling import SamplingFields, Structure, is_schema
 
@@ -103,16 +103,14 @@ ResponseToolField = Annotated[
 ]
 
 
-class NamedTool(Body):
+class ResponseToolChoice(NamedFunction):
     """A tool choice that names a function."""
 
     type: Literal["function"]
-    name: str
 
 
 ToolChoiceField = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")],
-    Discriminator(lambda value: "named" if isinstance(value, (dict, NamedTool)) else "word"),
+    Annotated[Word, Tag("word")] | Annotated[ResponseToolChoice, Tag("named")], Discriminator(kind_of_choice)
 ]
 
 
@@ -186,9 +184,7 @@ class ResponsesBody(SamplingFields):
     @property
     def choice(self) -> ToolChoice:
         """The tool choice; ``auto`` if there are tools and the request does not say."""
-        if isinstance(self.tool_choice, NamedTool):
-            return ToolChoice(mode="function", name=self.tool_choice.name)
-        return ToolChoice(mode=self.tool_choice or ("auto" if self.functions else "none"))
+        return ToolChoice.of(self.tool_choice, bool(self.functions))
 
     @property
     def wants_logprobs(self) -> bool:

@@ -225,9 +225,9 @@ __global__ void __launch_bounds__(THREADS, 3) histogram(const Arguments a) {
     __shared__ Totals totals;
     wait_on_dependent_grids();
     launch_dependent_grids();
-    const ThreadLogits own = load_logits<ADJUSTED>(a, a.table_row(), blockIdx.x * CHUNK + threadIdx.x * EACH);
     const Row row = a.row();
     if (!row.drawing || !((0 < row.top_k && row.top_k < a.vocab) || row.top_p < 1.0f)) return;
+    const ThreadLogits own = load_logits<ADJUSTED>(a, a.table_row(), blockIdx.x * CHUNK + threadIdx.x * EACH);
     bins.clear();
     __syncthreads();
 #pragma unroll
@@ -341,9 +341,9 @@ __global__ void __launch_bounds__(THREADS, 2) cut_tail(const Arguments a) {
     wait_on_dependent_grids();
     launch_dependent_grids();
     const int first = blockIdx.x * CHUNK + threadIdx.x * EACH;
-    const ThreadLogits own = load_logits<ADJUSTED>(a, a.table_row(), first);
     const Row row = a.row();
     if (!row.cutting) return;
+    const ThreadLogits own = load_logits<ADJUSTED>(a, a.table_row(), first);
     if (threadIdx.x == 0) found = 0;
     __syncthreads();
 #pragma unroll

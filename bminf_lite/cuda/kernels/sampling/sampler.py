@@ -1,7 +1,7 @@
 """Sampling on the GPU: the same tokens as :mod:`bminf_lite.backend.sampling`, without a round trip to the host.
 
-Greedy sampling takes one launch, drawing takes four, and everything takes five. A launch covers all rows, which may mix
-what they need. Launches may be captured into a graph.
+Greedy sampling takes one launch, drawing takes four, and the most likely tokens a fifth. A launch covers all rows,
+which may mix what they need. Launches may be captured into a graph.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ class Sampler:
         return tuple(self._module.kernel(f"{name}<false>") for name in DRAWING)
 
     @functools.cached_property
-    def _full(self) -> tuple[Kernel, ...]:
-        return (*(self._module.kernel(f"{name}<true>") for name in DRAWING), self._module.kernel("top_logprobs"))
+    def _adjusted(self) -> tuple[Kernel, ...]:
+        return tuple(self._module.kernel(f"{name}<true>") for name in DRAWING)
+
+    @functools.cached_property
+    def _top_logprobs(self) -> Kernel:
+        return self._module.kernel("top_logprobs")
 
     @functools.cached_property
     def _token_logprobs(self) -> Kernel:
@@ -69,7 +73,8 @@ class Sampler:
 
     def launch(
         self, logits: int, pitch: int, batch: int, vocab: int, state: Sequence[int], result: int,
-        tokens: int, context_lens: int, scratch: int, stream: int, greedy: bool, full: bool,
+        tokens: int, context_lens: int, scratch: int, stream: int, greedy: bool, adjusted: bool,
+        full: bool,
     ) -> None:  # fmt: skip
         """Choose the next token of each sequence and advance the state; every array is given by its address on the GPU.
 
@@ -79,12 +84,14 @@ class Sampler:
         ``Choice.packed`` says. Unless they are 0, ``tokens`` int32 ``[batch]`` gets the tokens too, with 0 for -1, and
         ``context_lens`` int32 ``[batch]`` grows by one, but neither for the null row.
 
-        ``greedy`` and ``full`` say which variant it is.
+        ``greedy``: every temperature is 0. ``adjusted``: something changes logits. ``full``: ``adjusted``, and rows
+        report most likely tokens.
         """
         assert len(state) == 5 and pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (len(state), pitch, vocab)
         chunks, scratch_pitch = _chunks(vocab), _scratch_pitch(vocab, greedy)
         rows, at_once = state[0], batch if greedy else ROWS_AT_ONCE
-        kernels = self._full if full else self._plain[:1] if greedy else self._plain
+        kernels = self._adjusted if adjusted else self._plain[:1] if greedy else self._plain
+        kernels = (*kernels, self._top_logprobs) if full else kernels
         for start in range(0, batch, at_once):
             count, words = min(at_once, batch - start), 4 * start
             arguments = (
