@@ -32,6 +32,7 @@ from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
+from ...memory.cache_memory import block_bytes
 from ...memory.device import MARGIN, GrowingMemory, device_arena
 from ..base import Backend
 from ..calibration import CalibrationOps
@@ -206,11 +207,8 @@ class CudaBackend(Backend):
         super().free_layer_cache(cache)
 
     def _growing_cache(self, num_blocks: int, max_blocks: int, kv_heads: int, head_dim: int, int8: bool) -> LayerCache:
-        heads = kv_heads * BLOCK_SIZE  # of a block
-        nbytes = heads * round_up(head_dim, HEAD_PAD)
-        memory = GrowingMemory(
-            self.device, self.arena, [nbytes, nbytes, 2 * heads, 2 * heads] if int8 else [2 * nbytes] * 2, max_blocks
-        )
+        item_bytes = block_bytes(kv_heads, round_up(head_dim, HEAD_PAD), int8)
+        memory = GrowingMemory(self.device, self.arena, item_bytes, max_blocks)
         try:
             memory.grow(num_blocks)
         except BaseException:
