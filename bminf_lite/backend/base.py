@@ -271,9 +271,13 @@ class Backend:
 
     # -- around the products --------------------------------------------------------------------------------------
 
-    def embed(self, tokens: Array, table: Array) -> Array:
-        """Rows of ``table`` as the start of the residual stream: int32 ``[T]`` -> fp32 ``[T, features]``."""
-        return table[tokens].astype(np.float32)
+    def embed(self, tokens: Array, table: Array, scale: float = 1.0) -> Array:
+        """Rows of ``table``, multiplied by ``scale`` in fp32, as the start of the residual stream.
+
+        int32 ``[T]`` -> fp32 ``[T, features]``.
+        """
+        rows = table[tokens].astype(np.float32)
+        return rows if scale == 1 else rows * np.float32(scale)
 
     @silently
     def add_positions(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:

@@ -347,10 +347,8 @@ class ModelBuilder:
         self.alibi = LinearBias(ops.vector(np.array(config.alibi_slopes))) if config.alibi_slopes else None
 
     def embed(self) -> Embedding | NormedEmbedding:
-        names, multiplier, weights = self.config.names, self.config.embedding_multiplier, self.weights
-        if multiplier != 1:
-            weights = TransformedWeights(weights, {names.embedding: RowTransform(factors=multiplier)})
-        embedding = Embedding(self.ops, weights, names.embedding)
+        names = self.config.names
+        embedding = Embedding(self.ops, self.weights, names.embedding, self.config.embedding_multiplier)
         if names.embedding_norm is None:
             return embedding
         return NormedEmbedding(embedding, make_norm(self.config, self.weights, self.ops, names.embedding_norm))

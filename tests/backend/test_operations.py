@@ -222,14 +222,15 @@ def test_activated_linear(backend, seed, rows, width, outputs, kind, function):
 # -- around the products ----------------------------------------------------------------------------------------------
 
 
-@given(SEEDS, ROWS, WIDTHS, st.sampled_from(FLOAT_TYPES))
-def test_embed(backend, seed, rows, width, dtype):
+@given(SEEDS, ROWS, WIDTHS, st.sampled_from(FLOAT_TYPES), st.sampled_from((1.0, 12.0, 73.5)))
+def test_embed(backend, seed, rows, width, dtype, scale):
     rng = np.random.default_rng(seed)
     table = rng.standard_normal((29, width)).astype(dtype)
     tokens = rng.integers(0, 29, rows).astype(np.int32)
-    y = backend.host(backend.embed(backend.array(tokens), backend.table(table)))
+    y = backend.host(backend.embed(backend.array(tokens), backend.table(table), scale))
     assert y.dtype == np.float32
-    np.testing.assert_array_equal(y, model.rounded(table[tokens], backend.activation_dtype))
+    stored = model.rounded(table[tokens], backend.activation_dtype)
+    np.testing.assert_array_equal(y, stored.astype(np.float32) * np.float32(scale))
 
 
 @given(SEEDS, ROWS, WIDTHS, st.booleans())

@@ -440,9 +440,9 @@ class CudaBackend(Backend):
 
     # -- around the products -------------------------------------------------------------------------------------------
 
-    def embed(self, tokens: Array, table: Array) -> Array:
+    def embed(self, tokens: Array, table: Array, scale: float = 1.0) -> Array:
         out = self.arrays.rows(len(tokens), table.shape[1], np.float32)
-        self.kernels.rows.embed(self.kernels.begin_step(), tokens, table, out)
+        self.kernels.rows.embed(self.kernels.begin_step(), tokens, table, out, scale)
         return ResidualStream(out)
 
     def add_positions(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:

@@ -335,7 +335,7 @@ def embed(call: Call) -> None:
     tokens = call.vector("tokens", rows, np.int32)
     call.require(tokens.min() >= 0, "negative tokens")
     table = call.rows("table", int(tokens.max()) + 1, call.pitch, up(k, 8), F16)
-    call.rows("out", rows, call.out_pitch, up(k, 8), F32)[...] = table[tokens]
+    call.rows("out", rows, call.out_pitch, up(k, 8), F32)[...] = table[tokens] * np.float32(call.scale)
 
 
 @model

@@ -213,17 +213,22 @@ __global__ void __launch_bounds__(256) dequantize(
     store8(target, y);
 }
 
-// out[row] = table[tokens[row]]; table: fp16 [vocab, pitch]; out: the residual stream, fp32 [rows, out_pitch]. A block
-// handles one row. It does not call launch_dependent_grids: as the first kernel of a step it guarantees that the
-// kernels after it start when all earlier steps have ended, so they may read the cache and weights before they wait.
-__global__ void __launch_bounds__(256)
-    embed(const int* tokens, const __half* table, long long pitch, float* out, long long out_pitch, int k) {
+// out[row] = table[tokens[row]], with SCALED times `scale`; table: fp16 [vocab, pitch]; out: the residual stream, fp32
+// [rows, out_pitch]. A block handles one row. It does not call launch_dependent_grids: as the first kernel of a step it
+// guarantees that the kernels after it start when all earlier steps have ended, so they may read the cache and weights
+// before they wait.
+template <bool SCALED>
+__global__ void __launch_bounds__(256) embed(
+    const int* tokens, const __half* table, long long pitch, float scale, float* out, long long out_pitch, int k) {
     wait_on_dependent_grids();
     const long long row = blockIdx.x;
     const long long token = tokens[row];
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
         float x[8];
         load8(table + token * pitch + column, x);
+        if constexpr (SCALED)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(x[j], scale);
         store8(out + row * out_pitch + column, x);
     }
 }

@@ -85,7 +85,8 @@ class RowKernels:
             _possible_transform,
         )
         yield KernelFamily(cls.source, "dequantize", (("int", "float"), orders, BOOLEANS, kinds), _possible_dequantize)
-        yield from (KernelFamily(cls.source, name) for name in ("embed", "gather_rows", "int8_to_half"))
+        yield from (KernelFamily(cls.source, name) for name in ("gather_rows", "int8_to_half"))
+        yield KernelFamily(cls.source, "embed", (BOOLEANS,))
         yield KernelFamily(cls.unaligned_source, "norm_multi_pass", (BOOLEANS[::-1],))
         yield KernelFamily(cls.persistent_source, "layer_norm_persistent", (BOOLEANS[::-1], kinds, (512, 1024)))
 
@@ -194,10 +195,13 @@ class RowKernels:
             bytes_moved=nbytes_of(sums, out, out if add else None), cache=rows > self._launcher.num_sms,
         )  # fmt: skip
 
-    def embed(self, step: StepContext, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray) -> None:
-        """Rows of an fp16 table into fp32: the first kernel of a step."""
-        arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1])
-        self._launcher.launch(step, self.source, "embed", len(out), 256, arguments, bytes_moved=2 * nbytes_of(out))
+    def embed(
+        self, step: StepContext, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray, scale: float = 1.0
+    ) -> None:
+        """Rows of an fp16 table, multiplied by ``scale``, into fp32: the first kernel of a step."""
+        arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), scale, out.data.ptr, pitch_of(out), out.shape[1])
+        expression = f"embed<{BOOLEANS[scale != 1]}>"
+        self._launcher.launch(step, self.source, expression, len(out), 256, arguments, bytes_moved=2 * nbytes_of(out))
 
     def gather_rows(self, step: StepContext, rows: cp.ndarray, x: cp.ndarray, out: cp.ndarray, before: int = 0) -> None:
         """The rows ``rows - before`` of ``x``, fp32; ``rows`` is int32."""
