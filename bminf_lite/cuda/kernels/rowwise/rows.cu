@@ -6,10 +6,10 @@
 //     out = quantize(f(gate) * up)                     (gates: x = [gate, up])
 //     out = quantize(x)                                (identity)
 //
-// or writes fp16 or fp32 instead of codes. Gates and the identity may rotate the values before they are quantized. A
-// row is held in registers by THREADS threads, VECTORS vectors of eight elements each, so that it is read and written
-// once. Rows of few threads share a block. The other kernels here are the embedding, the last row of each sequence, and
-// conversions.
+// or writes fp16 or fp32 instead of codes, or adds a norm to fp32 values. Gates and the identity may rotate the values
+// before they are quantized. A row is held in registers by THREADS threads, VECTORS vectors of eight elements each, so
+// that it is read and written once. Rows of few threads share a block. The other kernels here are the embedding, the
+// last row of each sequence, and conversions.
 #include "common/common.cuh"
 #include "common/layout.cuh"
 #include "common/rotation.cuh"
@@ -171,6 +171,15 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
         }
         if constexpr (TARGET == TO_HALF) store_vector(static_cast<__half*>(out) + row * out_ld, column, written, v[i]);
         if constexpr (TARGET == TO_FLOAT) store_vector(static_cast<float*>(out) + row * out_ld, column, written, v[i]);
+        if constexpr (TARGET == ADD_TO_FLOAT) {
+            if (column >= written) continue;
+            float* target = static_cast<float*>(out) + row * out_ld + column;
+            float r[8];
+            load8(target, r);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) r[j] = __fadd_rn(r[j], v[i][j]);
+            store8(target, r);
+        }
     }
 }
 

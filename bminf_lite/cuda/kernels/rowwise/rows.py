@@ -34,7 +34,7 @@ ROWS_EACH = 4
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are kept; beyond that, the least recently used is dropped."""
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = map(int, Source)
-CODES, TO_HALF, TO_FLOAT = map(int, Target)
+CODES, TO_HALF, TO_FLOAT, ADD_TO_FLOAT = map(int, Target)
 IDENTITY, RMS_NORM, LAYER_NORM, GATE = map(int, (RowOp.IDENTITY, RowOp.RMS_NORM, RowOp.LAYER_NORM, RowOp.GATE_SILU))
 ROW = int(Order.ROW)
 HALF_TYPE = np.dtype(np.float16)
@@ -60,6 +60,11 @@ def array_source(x: cp.ndarray) -> RowSource:
 def array_target(x: cp.ndarray) -> RowTarget:
     """Rows of fp16 or fp32 values."""
     return (x.data.ptr, 0, x.strides[0] // x.itemsize), TO_HALF if x.dtype == HALF_TYPE else TO_FLOAT, ROW
+
+
+def sum_target(x: cp.ndarray) -> RowTarget:
+    """Rows of fp32 values to which a norm is added."""
+    return (x.data.ptr, 0, x.strides[0] // x.itemsize), ADD_TO_FLOAT, ROW
 
 
 class RowKernels:
@@ -107,7 +112,7 @@ class RowKernels:
             row_op = IDENTITY if activation is None else GATE + activation
         elif norm.center:
             row_op = LAYER_NORM
-            if source_kind == NONE and target_kind != CODES and self._prefers_persistent(rows, k):
+            if source_kind == NONE and target_kind in (TO_HALF, TO_FLOAT) and self._prefers_persistent(rows, k):
                 assert residual is not None
                 self._layer_norm_persistent(step, residual, norm, target, rows, k, bytes_moved)
                 return
@@ -286,6 +291,7 @@ def _possible_transform(
         and (in_order == ROW or source == FROM_INT32)
         and (out_order == ROW or target == CODES)
         and (rotated == "false" or not (is_norm or target == TO_FLOAT))
+        and (target != ADD_TO_FLOAT or (source == NONE and is_norm))
     )
 
 
