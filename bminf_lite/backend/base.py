@@ -300,9 +300,15 @@ class Backend:
         residual += normalise(x, norm)
         return residual
 
-    def join(self, parts: Sequence[Array]) -> Array:
-        """Columns side by side in the activation type: ``[T, n]`` each -> ``[T, sum(n)]``."""
-        return np.concatenate([self._round(part) for part in parts], axis=1)
+    def norm_qk(self, qkv: Array, q_norm: Norm, k_norm: Norm) -> Array:
+        """``qkv`` with all queries of a row normalised together, and all keys; values stay as they are.
+
+        fp32 ``[T, q + k + v]`` -> ``[T, q + k + v]`` in the activation type; the norms' weights are ``[q]`` and
+        ``[k]``.
+        """
+        q, k = len(q_norm.weight), len(k_norm.weight)
+        parts = normalise(qkv[:, :q], q_norm), normalise(qkv[:, q : q + k], k_norm), qkv[:, q + k :]
+        return self._round(np.concatenate(parts, axis=1))
 
     def soft_cap(self, x: Array, cap: float) -> Array:
         """``cap * tanh(x / cap)`` of fp32 ``[T, features]``, which may be overwritten with the result."""

@@ -494,13 +494,19 @@ class CudaBackend(Backend):
         self.materializer.flush_residual(target)
         return ResidualStream(target.values, NormAddend(values, norm))
 
-    def join(self, parts: Sequence[Array]) -> Array:
-        out = self.arrays.rows(parts[0].shape[0], sum(part.shape[1] for part in parts), np.float16)
-        end = 0
-        for part in parts:
-            values, begin, end = self.materializer.materialize(part), end, end + part.shape[1]
+    def norm_qk(self, qkv: Array, q_norm: Norm, k_norm: Norm) -> Array:
+        values = self.arrays.padded(self.materializer.materialize(qkv))
+        rows, width = values.shape
+        out = self.arrays.rows(rows, width, np.float16)
+        if self.kernels.rows.supports_norm_qk(width, q_norm, k_norm):
+            self.kernels.rows.norm_qk(self.kernels.step, values, q_norm, k_norm, out)
+            return out
+        q, k = len(q_norm.weight), len(k_norm.weight)
+        for begin, end, norm in ((0, q, q_norm), (q, q + k, k_norm), (q + k, width, None)):
+            part = values[:, begin:end]
+            normed = part if norm is None else self.materializer.materialize(self.norm(part, norm))
             with self.arrays.current():
-                out[:, begin:end] = values
+                out[:, begin:end] = normed
         return out
 
     def soft_cap(self, x: Array, cap: float) -> Array:

@@ -222,13 +222,42 @@ __global__ void __launch_bounds__(256) dequantize(
     store8(target, y);
 }
 
+// Queries, keys and values side by side, the first two each with an RMSNorm over all heads. data: fp32 [rows, pitch];
+// out: fp16 [rows, out_pitch]; q, k, v: widths, multiples of 8, of at most VECTORS * 8 * blockDim.x elements. A block
+// handles one of the three parts (blockIdx.x) of one row.
+template <int VECTORS>
+__global__ void __launch_bounds__(512) norm_qk(
+    const float* data, long long pitch, const float* q_weight, float q_eps, const float* k_weight, float k_eps,
+    __half* out, long long out_pitch, int q, int k, int v) {
+    __shared__ RowScratch<512, VECTORS> scratch;
+    launch_dependent_grids();
+    const int part = blockIdx.x;
+    const int first = part == 0 ? 0 : part == 1 ? q : q + k, width = part == 0 ? q : part == 1 ? k : v;
+    const float* weight = part == 0 ? q_weight : k_weight;
+    const auto column_of = [](int i) { return (i * 512 + static_cast<int>(threadIdx.x)) * 8; };
+    if (part < 2)
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+            if (column_of(i) < width) prefetch_l2(weight + column_of(i));
+    wait_on_dependent_grids();
+    const float* from = data + blockIdx.y * pitch + first;
+    __half* to = out + blockIdx.y * out_pitch + first;
+    float x[VECTORS][8];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) load_row8(from, column_of(i), width, width, x[i]);
+    if (part < 2)
+        normalise_row<512, false, false>(x, weight, nullptr, part == 0 ? q_eps : k_eps, width, width, scratch);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) store_vector(to, column_of(i), width, x[i]);
+}
+
 // out[row] = table[tokens[row]], with SCALED times `scale`; table: fp16 [vocab, pitch]; out: the residual stream, fp32
 // [rows, out_pitch]. A block handles one row. It does not call launch_dependent_grids: as the first kernel of a step it
 // guarantees that the kernels after it start when all earlier steps have ended, so they may read the cache and weights
 // before they wait.
 template <bool SCALED>
 __global__ void __launch_bounds__(256) embed(
-    const int* tokens, const __half* table, long long pitch, float scale, float* out, long long out_pitch, int k) {
+    const int* tokens, const __half* table, long long pitch, float* out, long long out_pitch, int k, float scale) {
     wait_on_dependent_grids();
     const long long row = blockIdx.x;
     const long long token = tokens[row];

@@ -27,6 +27,8 @@ MAX_ROW_WIDTH = 65536
 ROW_THREADS = (8, 32, 128, 256, 512, 1024)
 MAX_NORM_WIDTH = 4 * 8 * 512
 """Elements of a row that one block normalises in its registers."""
+QK_THREADS = 512
+QK_VECTORS = (1, 2, 4)
 WIDE = 4096
 """Above this width, reads of weight and bias from L2 bound a LayerNorm of many rows."""
 ROWS_EACH = 4
@@ -92,6 +94,7 @@ class RowKernels:
         yield KernelFamily(cls.source, "dequantize", (("int", "float"), orders, BOOLEANS, kinds), _possible_dequantize)
         yield from (KernelFamily(cls.source, name) for name in ("gather_rows", "int8_to_half"))
         yield KernelFamily(cls.source, "embed", (BOOLEANS,))
+        yield KernelFamily(cls.source, "norm_qk", (QK_VECTORS,))
         yield KernelFamily(cls.unaligned_source, "norm_multi_pass", (BOOLEANS[::-1],))
         yield KernelFamily(cls.persistent_source, "layer_norm_persistent", (BOOLEANS[::-1], kinds, (512, 1024)))
 
@@ -204,9 +207,31 @@ class RowKernels:
         self, step: StepContext, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray, scale: float = 1.0
     ) -> None:
         """Rows of an fp16 table, multiplied by ``scale``, into fp32: the first kernel of a step."""
-        arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), scale, out.data.ptr, pitch_of(out), out.shape[1])
+        arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1], scale)
         expression = f"embed<{BOOLEANS[scale != 1]}>"
         self._launcher.launch(step, self.source, expression, len(out), 256, arguments, bytes_moved=2 * nbytes_of(out))
+
+    @staticmethod
+    def supports_norm_qk(width: int, q_norm: Norm, k_norm: Norm) -> bool:
+        """Whether :meth:`norm_qk` supports rows of ``width`` elements: RMSNorms of whole vectors."""
+        q, k = len(q_norm.weight), len(k_norm.weight)
+        parts = q, k, width - q - k
+        is_rms = not (q_norm.center or k_norm.center)
+        return is_rms and all(part % 8 == 0 for part in parts) and max(parts) <= MAX_NORM_WIDTH
+
+    def norm_qk(
+        self, step: StepContext, x: cp.ndarray, q_norm: Norm, k_norm: Norm, out: cp.ndarray
+    ) -> None:  # fmt: skip
+        """Rows fp32 of queries, keys and values, the first two normalised, as fp16; both arrays are padded."""
+        rows, width = x.shape
+        q, k = len(q_norm.weight), len(k_norm.weight)
+        vectors = vectors_for(max(q, k, width - q - k), QK_THREADS)
+        self._launcher.launch(
+            step, self.source, f"norm_qk<{vectors}>", (3, rows), QK_THREADS,
+            (x.data.ptr, pitch_of(x), address(q_norm.weight), q_norm.eps, address(k_norm.weight), k_norm.eps,
+             out.data.ptr, pitch_of(out), q, k, width - q - k),
+            bytes_moved=nbytes_of(x, out), cache=rows > self._launcher.num_sms,
+        )  # fmt: skip
 
     def gather_rows(self, step: StepContext, rows: cp.ndarray, x: cp.ndarray, out: cp.ndarray, before: int = 0) -> None:
         """The rows ``rows - before`` of ``x``, fp32; ``rows`` is int32."""
