@@ -7,7 +7,8 @@ takes milliseconds for any size and needs no formula per architecture.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,6 @@ import numpy as np
 from .backend.base import Backend
 from .backend.meta import MetaBackend
 from .backend.quantization import HostWeight, Int8Weight
-from .backend.values import BLOCK_SIZE
 from .checkpoint.opened_model import ModelDescription, OpenedModel, describe_model, open_model
 from .checkpoint.reader import read_json
 from .checkpoint.recipe import Recipe, Scheme, load_recipe
@@ -24,7 +24,8 @@ from .cuda.kernels.arrays import HEAD_PAD, round_up
 from .engine.config import EngineConfig
 from .errors import OutOfMemory
 from .files import expand
-from .layers.cache import CacheShape, blocks_for
+from .layers.cache import CacheShape
+from .memory.cache_memory import CacheGroup, block_bytes
 from .memory.machine import available_memory, machine_of
 from .memory.planner import CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
 from .memory.sizes import format_size, parse_size
@@ -144,7 +145,8 @@ def make_engine_config(
     chunk = CHUNK if plan is None else plan.chunk
     if plan is None:
         max_num_seqs = max_num_seqs or EngineConfig.max_num_seqs
-        room, context, itemsize = (available_memory() or CPU_CACHE) // 4, config.context_length, 4
+        room, context = (available_memory() or CPU_CACHE) // 4, config.context_length
+        groups = cache_groups(config, cache_shape, itemsize=4)
     else:
         left = plan.left
         per_sequence = plan.requirements.scratch_per_sequence
@@ -152,8 +154,9 @@ def make_engine_config(
             max_num_seqs = min(max(left // LOGITS_SHARE // per_sequence, 1), GPU_SEQUENCES)
         spare = (max_num_seqs - 1) * per_sequence + plan.machine.memory // CAPTURE_SHARE
         room = plan.cache_bytes + max(left - spare, 0)
-        context, itemsize = plan.context, 2
-    *num_blocks, num_source_blocks = cache_blocks(config, cache_shape, context, chunk, room, max_num_seqs, itemsize)
+        context, groups = plan.context, plan.requirements.cache
+    blocks = cache_blocks(groups, context, chunk, room, max_num_seqs)
+    num_blocks, num_source_blocks = (blocks[:-1], blocks[-1]) if config.is_encoder_decoder else (blocks, 0)
     return EngineConfig(
         config.context_length,
         config.vocab_size,
@@ -168,24 +171,37 @@ def make_engine_config(
     )
 
 
-def cache_blocks(
-    config: ModelConfig, shape: CacheShape, context: int, chunk: int, room: int, max_num_seqs: int, itemsize: int
-) -> list[int]:
-    """Blocks of each group of layers, null blocks included, that fit in ``room`` bytes; the last are the sources'.
+def cache_groups(config: ModelConfig, shape: CacheShape, itemsize: int = 2) -> tuple[CacheGroup, ...]:
+    """The memory of each group of layers, that of the sources of an encoder-decoder last.
 
-    Groups share the room so that each can serve the same number of sequences of ``context`` tokens. ``itemsize`` is
-    that of the activation type.
+    Heads are padded as on a GPU. ``itemsize`` is that of the activation type.
     """
-    needed = [blocks_for(context if w is None else min(context, w + chunk)) + (w is not None) for w in shape.groups]
-    layers = [shape.layers_of(group) for group in range(len(needed))]
+    arrays = block_bytes(shape.kv_heads, round_up(shape.head_dim, HEAD_PAD), shape.int8, itemsize)
+    groups = [CacheGroup(shape.layers_of(group), arrays, window) for group, window in enumerate(shape.groups)]
     if config.is_encoder_decoder:
-        needed.append(blocks_for(min(config.max_source_length, context)))
-        layers.append(shape.layers)
-    block_bytes = BLOCK_SIZE * shape.bytes_per_layer_token(itemsize)
-    one_sequence = sum(n * count for n, count in zip(needed, layers, strict=True)) * block_bytes
-    sequences = min(max(room / one_sequence, 1), max_num_seqs)
-    blocks = [1 + int(sequences * n) for n in needed]
-    return blocks if config.is_encoder_decoder else [*blocks, 0]
+        groups.append(CacheGroup(shape.layers, arrays, max_tokens=config.max_source_length))
+    return tuple(groups)
+
+
+def cache_blocks(
+    groups: Sequence[CacheGroup], context: int, chunk: int, room: int, max_num_seqs: int
+) -> tuple[int, ...]:
+    """Blocks of each group, null blocks included, that fit in ``room`` bytes, but those of one sequence at least.
+
+    Groups share the room so that each can serve the same number of sequences of ``context`` tokens, ``max_num_seqs`` at
+    most.
+    """
+    needed = [group.blocks(context, chunk) for group in groups]
+    most = max(needed)
+
+    def blocks(share: int) -> tuple[int, ...]:
+        """The blocks of ``share / most`` sequences."""
+        return tuple(1 + n * share // most for n in needed)
+
+    def nbytes(share: int) -> int:
+        return sum(group.nbytes(count) for group, count in zip(groups, blocks(share), strict=True))
+
+    return blocks(max(most, bisect_right(range(most * max_num_seqs + 1), room, key=nbytes) - 1))
 
 
 def _require_host_memory(spec: Spec) -> None:
@@ -207,15 +223,13 @@ def requirements(model: ModelDescription, scheme_of: SchemeOf, kv_cache: str = "
     meta = MetaBackend()
     model.architecture.Model(config, MetaWeights(model.spec, scheme_of), meta)
     *encoders, layers = meta.layer_bytes
-    head_dim = round_up(config.cache_shape.head_dim, HEAD_PAD)  # as a GPU stores it
-    cache_shape = replace(config.cache_shape, head_dim=head_dim, int8=kv_cache == "int8")
     return MemoryRequirements(
         layers=tuple(layers),
         prompt_layers=tuple(size for stack in encoders for size in stack),
         fixed=meta.non_layer_bytes + LIBRARY_BYTES,
         tables=meta.table_bytes,
         fixed_read=meta.non_layer_bytes - meta.table_bytes,
-        cache_per_token=cache_shape.bytes_per_token() * len(meta.layer_bytes),  # an encoder-decoder's source, too
+        cache=cache_groups(config, replace(config.cache_shape, int8=kv_cache == "int8")),
         scratch_per_token=meta.token_bytes,
         scratch_per_sequence=16 * config.vocab_size,
         context_length=config.context_length,

@@ -280,9 +280,13 @@ class Backend:
 
     # -- around the products --------------------------------------------------------------------------------------
 
-    def embed(self, tokens: Array, table: Array) -> Array:
-        """Rows of ``table`` as the start of the residual stream: int32 ``[T]`` -> fp32 ``[T, features]``."""
-        return table[tokens].astype(np.float32)
+    def embed(self, tokens: Array, table: Array, scale: float = 1.0) -> Array:
+        """Rows of ``table``, multiplied by ``scale`` in fp32, as the start of the residual stream.
+
+        int32 ``[T]`` -> fp32 ``[T, features]``.
+        """
+        rows = table[tokens].astype(np.float32)
+        return rows if scale == 1 else rows * np.float32(scale)
 
     @silently
     def add_positions(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:
@@ -305,9 +309,15 @@ class Backend:
         residual += normalise(x, norm)
         return residual
 
-    def join(self, parts: Sequence[Array]) -> Array:
-        """Columns side by side in the activation type: ``[T, n]`` each -> ``[T, sum(n)]``."""
-        return np.concatenate([self._round(part) for part in parts], axis=1)
+    def norm_qk(self, qkv: Array, q_norm: Norm, k_norm: Norm) -> Array:
+        """``qkv`` with all queries of a row normalised together, and all keys; values stay as they are.
+
+        fp32 ``[T, q + k + v]`` -> ``[T, q + k + v]`` in the activation type; the norms' weights are ``[q]`` and
+        ``[k]``.
+        """
+        q, k = len(q_norm.weight), len(k_norm.weight)
+        parts = normalise(qkv[:, :q], q_norm), normalise(qkv[:, q : q + k], k_norm), qkv[:, q + k :]
+        return self._round(np.concatenate(parts, axis=1))
 
     def soft_cap(self, x: Array, cap: float) -> Array:
         """``cap * tanh(x / cap)`` of fp32 ``[T, features]``, which may be overwritten with the result."""

@@ -11,15 +11,16 @@ from .norm import NormLayer
 
 
 class Embedding:
-    """Rows of the table ``{name}.weight`` ``[vocab, features]``."""
+    """Rows of the table ``{name}.weight`` ``[vocab, features]``, multiplied by ``scale``."""
 
-    def __init__(self, ops: Backend, weights: Weights, name: str):
+    def __init__(self, ops: Backend, weights: Weights, name: str, scale: float = 1.0):
         self.ops = ops
+        self.scale = scale
         self.table = ops.table(weights.vector(f"{name}.weight"))
 
     def __call__(self, batch: ForwardBatch) -> Array:
         """A step's tokens to the residual stream, fp32 ``[T, features]``."""
-        return self.ops.embed(batch.tokens, self.table)
+        return self.ops.embed(batch.tokens, self.table, self.scale)
 
 
 @dataclass(frozen=True)

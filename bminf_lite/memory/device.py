@@ -15,7 +15,8 @@ from ..cuda.runtime import driver
 from ..cuda.runtime.bindings import LibraryError
 from ..cuda.runtime.driver import AccessDescription, AllocationProperties, Device, DeviceAttribute, Location, Status
 from ..errors import OutOfMemory, UsageError
-from .arena import ALIGNMENT, Arena, Pages
+from .arena import Arena, Pages
+from .cache_memory import array_bytes, grows
 from .sizes import format_size, parse_size
 
 CHUNK_BYTES = 64 << 20
@@ -134,7 +135,8 @@ class GrowingMemory:
     """Ranges of addresses ("lanes") for arrays that grow together and stay where they are.
 
     Lane ``i`` holds up to ``most`` items of ``item_bytes[i]`` bytes. Memory is mapped to it from its start on, in whole
-    pages, and counts towards the limit of ``arena``.
+    pages, and counts towards the limit of ``arena``. A lane that a page would hold is a block of ``arena``, and so is
+    every lane on a device that cannot map memory. Raises ``OutOfMemory`` if there is no room for these.
     """
 
     def __init__(self, device: Device, arena: Arena, item_bytes: Sequence[int], most: int) -> None:
@@ -142,44 +144,52 @@ class GrowingMemory:
         self._item_bytes = tuple(item_bytes)
         self.most = most
         maps = device.attribute(DeviceAttribute.VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)
-        self._granularity = page_bytes(device) if maps else ALIGNMENT
-        sizes = [self._rounded(most * nbytes) for nbytes in self._item_bytes]
-        self._offsets = [sum(sizes[:lane]) for lane in range(len(sizes))]
-        self.mapped = [0] * len(sizes)
-        if maps:
-            self._pages: Pages = MappedPages(device, sum(sizes))
-        else:
-            arena.charge(sum(sizes))
-            try:
-                self._pages = WholePages(device, sum(sizes))
-            except BaseException:
-                arena.charge(-sum(sizes))
-                raise
-            self.mapped = sizes
-        self._finalizer = weakref.finalize(self, self._pages.close)
-        self._finalizer.atexit = False  # the end of the process frees everything
+        self._page = page_bytes(device) if maps else 0
+        sizes = [most * nbytes for nbytes in self._item_bytes]
+        mapped = [maps and grows(size, self._page) for size in sizes]
+        self._blocks = [None if own else arena.allocate(size) for size, own in zip(sizes, mapped, strict=True)]
+        reserved = [array_bytes(size, self._page) if own else 0 for size, own in zip(sizes, mapped, strict=True)]
+        self._offsets = [sum(reserved[:lane]) for lane in range(len(sizes))]
+        self._mapped = [0] * len(sizes)
+        self._pages = MappedPages(device, sum(reserved)) if any(reserved) else None
+        if self._pages is not None:
+            self._finalizer = weakref.finalize(self, self._pages.close)
+            self._finalizer.atexit = False  # the end of the process frees everything
 
     @property
     def lanes(self) -> int:
         """How many lanes there are."""
-        return len(self._offsets)
+        return len(self._item_bytes)
+
+    @property
+    def mapped(self) -> dict[int, int]:
+        """Bytes that are mapped to each lane that is not a block of the arena."""
+        return {lane: self._mapped[lane] for lane, block in enumerate(self._blocks) if block is None}
 
     def address(self, lane: int) -> int:
         """The first address of a lane."""
+        block = self._blocks[lane]
+        if block is not None:
+            return block.address
+        assert self._pages is not None
         return self._pages.base + self._offsets[lane]
 
     def grow(self, count: int) -> None:
         """Map memory for ``count`` items or more in each lane. Raises ``OutOfMemory`` with nothing changed."""
         if count > self.most:
             raise ValueError(f"{count} items, but addresses were reserved for {self.most}")
-        sizes = [max(m, self._rounded(count * n)) for m, n in zip(self.mapped, self._item_bytes, strict=True)]
-        more = sum(sizes) - sum(self.mapped)
+        if self._pages is None:
+            return
+        sizes = list(self._mapped)
+        for lane, mapped in self.mapped.items():
+            sizes[lane] = max(mapped, -(-count * self._item_bytes[lane] // self._page) * self._page)
+        more = sum(sizes) - sum(self._mapped)
         if more == 0:
             return
         self._arena.charge(more)
         done: list[tuple[int, int]] = []
         try:
-            for offset, before, size in zip(self._offsets, self.mapped, sizes, strict=True):
+            for offset, before, size in zip(self._offsets, self._mapped, sizes, strict=True):
                 if size > before:
                     self._pages.map(offset + before, size - before)
                     done.append((offset + before, size - before))
@@ -188,16 +198,16 @@ class GrowingMemory:
                 self._pages.unmap(offset, nbytes)
             self._arena.charge(-more)
             raise
-        self.mapped = sizes
+        self._mapped = sizes
 
     def free(self) -> None:
         """Give the memory back. The device must have finished with it; twice is harmless."""
-        if self._finalizer.alive:
+        for block in self._blocks:
+            if block is not None:
+                block.free()
+        if self._pages is not None and self._finalizer.alive:
             self._finalizer()
-            self._arena.charge(-sum(self.mapped))
-
-    def _rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self._granularity) * self._granularity
+            self._arena.charge(-sum(self._mapped))
 
 
 class WholePages:

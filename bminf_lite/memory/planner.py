@@ -12,11 +12,13 @@ the same slot; if the last streamed layer and the first share one, the link also
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..backend.values import BLOCK_SIZE, Placement
 from ..errors import OutOfMemory, UsageError
+from .cache_memory import CacheGroup
 from .sizes import format_size
 
 CHUNK = 2048
@@ -47,7 +49,7 @@ class MemoryRequirements:
     - ``fixed``: all other weights and what libraries allocate;
     - ``tables``: the part of ``fixed`` that is embedding tables;
     - ``fixed_read``: the part of ``fixed`` that each token reads;
-    - ``cache_per_token``: the key-value cache of a token of one sequence;
+    - ``cache``: the groups of layers of the key-value cache;
     - ``scratch_per_token``: activations of a token of a prompt's chunk;
     - ``scratch_per_sequence``: logits of a sequence of the batch.
 
@@ -58,7 +60,7 @@ class MemoryRequirements:
     fixed: int
     tables: int
     fixed_read: int
-    cache_per_token: int
+    cache: tuple[CacheGroup, ...]
     scratch_per_token: int
     scratch_per_sequence: int
     context_length: int
@@ -67,6 +69,18 @@ class MemoryRequirements:
     @property
     def weights(self) -> int:
         return self.fixed + sum(self.layers) + sum(self.prompt_layers)
+
+    @property
+    def cache_per_token(self) -> int:
+        """The key-value cache of a token that every layer sees."""
+        return sum(group.token_bytes for group in self.cache)
+
+    def cache_bytes(self, context: int, batch: int, piece: int) -> int:
+        """The key-value cache of ``batch`` sequences of ``context`` tokens, and the null block of each pool.
+
+        A step computes up to ``piece`` tokens of a sequence.
+        """
+        return sum(group.nbytes(1 + batch * group.blocks(context, piece)) for group in self.cache)
 
 
 @dataclass(frozen=True)
@@ -148,10 +162,8 @@ class MemoryPlan:
 
     @property
     def cache_bytes(self) -> int:
-        """The key-value cache of all sequences, and room for one layer's old cache while it grows."""
-        blocks = -(-self.context // BLOCK_SIZE) * BLOCK_SIZE
-        whole = blocks * self.batch * self.requirements.cache_per_token
-        return whole + whole // max(len(self.requirements.layers), 1)
+        """The key-value cache of all sequences."""
+        return self.requirements.cache_bytes(self.context, self.batch, self.chunk)
 
     @property
     def scratch_bytes(self) -> int:
@@ -170,9 +182,14 @@ class MemoryPlan:
     def sequences_of(self, tokens: int) -> int:
         """How many sequences of so many tokens fit at once."""
         needed = self.requirements
-        blocks = -(-tokens // BLOCK_SIZE) * BLOCK_SIZE * needed.cache_per_token
         room = self.left + self.cache_bytes + self.batch * needed.scratch_per_sequence
-        return room // max(blocks + needed.scratch_per_sequence, 1)
+
+        def taken(count: int) -> int:
+            return needed.cache_bytes(tokens, count, self.chunk) + count * needed.scratch_per_sequence
+
+        blocks = sum(group.token_bytes * BLOCK_SIZE * group.blocks(tokens, self.chunk) for group in needed.cache)
+        most = room // max(blocks + needed.scratch_per_sequence, 1)
+        return bisect_right(range(most + 1), room, key=taken) - 1
 
     @property
     def lengths(self) -> list[int]:
@@ -194,7 +211,8 @@ class MemoryPlan:
         if self.machine.bandwidth is None:
             return None
         needed = self.requirements
-        read = sum(needed.layers) + needed.fixed_read + self.context * self.batch * needed.cache_per_token
+        cache = sum(group.token_bytes * group.tokens_read(self.context) for group in needed.cache)
+        read = sum(needed.layers) + needed.fixed_read + self.batch * cache
         return read / (self.machine.bandwidth * EFFICIENCY) + len(needed.layers) * LAYER_SECONDS
 
     @property
@@ -267,12 +285,12 @@ def default_context(plan: MemoryPlan) -> int:
 
     Otherwise layers are streamed, and the cache gets a share of the memory: whole blocks, one at least.
     """
-    whole, per_token = plan.requirements.context_length, plan.batch * plan.requirements.cache_per_token
+    whole = plan.requirements.context_length
     beside = context_beside(replace(plan, streamed=(), streamed_prompt=(), host_tables=False))
     if beside >= min(whole, ENOUGH_CONTEXT):
         return beside
-    room = min(plan.machine.memory // CACHE_SHARE // max(per_token, 1), largest_context(plan))
-    return min(whole, max(room // BLOCK_SIZE, 1) * BLOCK_SIZE)
+    context = min(_context_in(plan, plan.machine.memory // CACHE_SHARE), largest_context(plan))
+    return min(whole, max(context, BLOCK_SIZE))
 
 
 def candidates(everything: MemoryPlan) -> Iterator[MemoryPlan]:
@@ -310,10 +328,18 @@ def largest_context(plan: MemoryPlan) -> int:
 
 def context_beside(plan: MemoryPlan) -> int:
     """The tokens per sequence that fit into the memory that the rest of ``plan`` leaves; 0 if none do."""
-    bare = replace(plan, context=0)
-    per_block = replace(plan, context=BLOCK_SIZE).cache_bytes
-    blocks = max(0, bare.machine.memory - bare.total_bytes) // max(per_block, 1)
-    return min(blocks * BLOCK_SIZE, plan.requirements.context_length)
+    return _context_in(plan, plan.machine.memory - (plan.total_bytes - plan.cache_bytes))
+
+
+def _context_in(plan: MemoryPlan, room: int) -> int:
+    """The most tokens per sequence whose cache takes at most ``room`` bytes: whole blocks, or the model's context."""
+    whole = plan.requirements.context_length
+
+    def cache_bytes(blocks: int) -> int:
+        return replace(plan, context=blocks * BLOCK_SIZE).cache_bytes
+
+    blocks = bisect_right(range(-(-whole // BLOCK_SIZE) + 1), room, key=cache_bytes) - 1
+    return min(max(blocks, 0) * BLOCK_SIZE, whole)
 
 
 def suggestions(plan: MemoryPlan) -> list[str]:

@@ -295,13 +295,12 @@ class Block:
             softcap=config.attention_softcap,
         )
         o = Linear(ops, changed, [f"{block}.{names.attention_out}"], config.o_bias)
-        qkv = [f"{block}.{name}" for name in names.qkv]
+        qkv = Linear(ops, changed, [f"{block}.{name}" for name in names.qkv], config.qkv_bias)
         self.attention: Attention | AttentionWithWholeNorms
         if config.qk_norm is QueryKeyNorm.WHOLE and q_norm and k_norm:
-            q, k, v = (Linear(ops, changed, [name], config.qkv_bias) for name in qkv)
-            self.attention = AttentionWithWholeNorms(ops, attention_spec, q, k, v, o, q_norm, k_norm)
+            self.attention = AttentionWithWholeNorms(ops, attention_spec, qkv, o, q_norm.norm, k_norm.norm)
         else:
-            self.attention = Attention(ops, attention_spec, Linear(ops, changed, qkv, config.qkv_bias), o)
+            self.attention = Attention(ops, attention_spec, qkv, o)
         mlp_in = Linear(ops, changed, [f"{block}.{name}" for name in names.mlp_in], config.mlp_bias)
         mlp_out = Linear(ops, changed, [f"{block}.{names.mlp_out}"], config.mlp_bias)
         self.mlp = (GatedMLP if config.gated else MLP)(ops, config.activation, mlp_in, mlp_out)
@@ -347,10 +346,8 @@ class ModelBuilder:
         self.alibi = LinearBias(ops.vector(np.array(config.alibi_slopes))) if config.alibi_slopes else None
 
     def embed(self) -> Embedding | NormedEmbedding:
-        names, multiplier, weights = self.config.names, self.config.embedding_multiplier, self.weights
-        if multiplier != 1:
-            weights = TransformedWeights(weights, {names.embedding: RowTransform(factors=multiplier)})
-        embedding = Embedding(self.ops, weights, names.embedding)
+        names = self.config.names
+        embedding = Embedding(self.ops, self.weights, names.embedding, self.config.embedding_multiplier)
         if names.embedding_norm is None:
             return embedding
         return NormedEmbedding(embedding, make_norm(self.config, self.weights, self.ops, names.embedding_norm))

@@ -222,14 +222,15 @@ def test_activated_linear(backend, seed, rows, width, outputs, kind, function):
 # -- around the products ----------------------------------------------------------------------------------------------
 
 
-@given(SEEDS, ROWS, WIDTHS, st.sampled_from(FLOAT_TYPES))
-def test_embed(backend, seed, rows, width, dtype):
+@given(SEEDS, ROWS, WIDTHS, st.sampled_from(FLOAT_TYPES), st.sampled_from((1.0, 12.0, 73.5)))
+def test_embed(backend, seed, rows, width, dtype, scale):
     rng = np.random.default_rng(seed)
     table = rng.standard_normal((29, width)).astype(dtype)
     tokens = rng.integers(0, 29, rows).astype(np.int32)
-    y = backend.host(backend.embed(backend.array(tokens), backend.table(table)))
+    y = backend.host(backend.embed(backend.array(tokens), backend.table(table), scale))
     assert y.dtype == np.float32
-    np.testing.assert_array_equal(y, model.rounded(table[tokens], backend.activation_dtype))
+    stored = model.rounded(table[tokens], backend.activation_dtype)
+    np.testing.assert_array_equal(y, stored.astype(np.float32) * np.float32(scale))
 
 
 @given(SEEDS, ROWS, WIDTHS, st.booleans())
@@ -256,18 +257,41 @@ def test_norm_add(backend, seed, rows, width, center):
     np.testing.assert_array_equal(backend.host(early), before)
 
 
-@given(SEEDS, ROWS, st.lists(WIDTHS, min_size=1, max_size=3), st.booleans())
-def test_join(backend, seed, rows, widths, normed):
+@given(SEEDS, ROWS, st.lists(WIDTHS, min_size=3, max_size=3), st.sampled_from((1, 8)))
+def test_norm_qk(backend, seed, rows, widths, multiple):
     rng = np.random.default_rng(seed)
-    parts = [random_rows(rng, rows, width, np.float32) for width in widths]
-    arrays = [backend.array(part) for part in parts]
-    if normed:  # a value that may not be computed yet
-        norm = norm_on(backend, random_norm(rng, widths[0], False))
-        parts[0] = np.array(backend.host(backend.norm(backend.array(parts[0]), norm)))
-        arrays[0] = backend.norm(arrays[0], norm)
-    y = backend.host(backend.join(arrays))
+    q, k, v = (multiple * width for width in widths)
+    qkv = random_rows(rng, rows, q + k + v, np.float32)
+    q_norm, k_norm = random_norm(rng, q, False), random_norm(rng, k, False)
+    y = backend.host(backend.norm_qk(backend.array(qkv), norm_on(backend, q_norm), norm_on(backend, k_norm)))
     assert y.dtype == backend.activation_dtype
-    np.testing.assert_array_equal(y, in_activation_type(backend, np.concatenate(parts, axis=1)))
+    parts = (0, q, q_norm), (q, q + k, k_norm)
+    for begin, end, norm in parts:
+        alone = backend.host(backend.norm(backend.array(qkv[:, begin:end]), norm_on(backend, norm)))
+        np.testing.assert_array_equal(y[:, begin:end], in_activation_type(backend, alone))
+    np.testing.assert_array_equal(y[:, q + k :], in_activation_type(backend, qkv[:, q + k :]))
+
+
+@given(SEEDS, WIDTHS, st.booleans(), st.booleans(), st.sampled_from(("int8", "w8a16", "float")), st.integers(1, 2))
+def test_a_pending_norm_is_added_by_the_product_that_reads_it(backend, seed, width, center, normed, kind, rows):
+    """Bit for bit as if it had been added before, for the product and for those that read the stream after it."""
+    rng = np.random.default_rng(seed)
+    x, residual = (random_rows(rng, rows, width, np.float32) for _ in range(2))
+    post, pre, last = (norm_on(backend, random_norm(rng, width, center)) for _ in range(3))
+    part = random_int8(rng, 40, width, kind == "int8")
+    weight = backend.weight([part if kind != "float" else part.dequantize().astype(np.float16)])
+
+    def results(early: bool) -> list[np.ndarray]:
+        stream = backend.norm_add(backend.array(x), post, backend.array(residual))
+        if early:
+            backend.host(stream)
+        first = backend.linear(backend.norm(stream, pre) if normed else stream, weight)
+        stream = backend.norm_add(backend.array(x), last, stream)
+        second = backend.linear(backend.norm(stream, pre), weight)
+        return [backend.host(y).copy() for y in (first, second, stream)]
+
+    for late, early in zip(results(False), results(True), strict=True):
+        np.testing.assert_array_equal(late, early)
 
 
 @given(SEEDS, ROWS, WIDTHS, WIDTHS)

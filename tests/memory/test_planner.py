@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from bminf_lite.backend.values import BLOCK_SIZE
 from bminf_lite.errors import OutOfMemory, UsageError
+from bminf_lite.memory.cache_memory import CacheGroup
 from bminf_lite.memory.planner import (
     CHUNK,
     SCRATCH_SHARE,
@@ -27,17 +29,26 @@ from bminf_lite.placement import requirements_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MIB = 1 << 20
-EIGHT_B = MemoryRequirements((208 * MIB,) * 32, 1600 * MIB, 1000 * MIB, 500 * MIB, 128 << 10, 180_000, 2_000_000, 8192)
+EIGHT_B = MemoryRequirements(
+    (208 * MIB,) * 32, 1600 * MIB, 1000 * MIB, 500 * MIB, (CacheGroup(32, (128 << 10,) * 2),), 180_000, 2_000_000, 8192
+)
 """About the shape of an 8B model in int8."""
 
 layer_counts = st.integers(1, 100)
+cache_groups = st.builds(
+    CacheGroup,
+    layers=st.integers(1, 40),
+    block_bytes=st.lists(st.integers(1, 1 << 18), min_size=2, max_size=4).map(tuple),
+    window=st.none() | st.integers(1, 8192),
+    max_tokens=st.none() | st.integers(1, 8192),
+)
 requirement_sets = st.builds(
     MemoryRequirements,
     layers=st.lists(st.integers(1, 1000).map(lambda n: n * MIB), min_size=1, max_size=40).map(tuple),
     fixed=st.integers(1000 * MIB, 2000 * MIB),
     tables=st.integers(0, 500 * MIB),
     fixed_read=st.integers(0, 500 * MIB),
-    cache_per_token=st.integers(1, 1 << 20),
+    cache=st.lists(cache_groups, min_size=1, max_size=3).map(tuple),
     scratch_per_token=st.integers(0, 1 << 19),
     scratch_per_sequence=st.integers(0, 1 << 22),
     context_length=st.integers(1, 100_000),
@@ -130,9 +141,12 @@ def test_an_encoder_is_streamed_before_a_layer_that_decodes() -> None:
 
 
 def test_less_memory_never_streams_less() -> None:
-    streamed = [plan_memory(EIGHT_B, Machine(m * MIB), 1024).streamed_bytes for m in range(2000, 10_000, 100)]
-    assert streamed == sorted(streamed, reverse=True)
-    assert streamed[0] > 0 == streamed[-1]
+    """With equal chunks, whose scratch grows with the memory."""
+    plans = [plan_memory(EIGHT_B, Machine(m * MIB), 1024) for m in range(2000, 10_000, 100)]
+    assert len({plan.chunk for plan in plans}) > 1
+    for less, more in pairwise(plans):
+        assert less.chunk < more.chunk or less.streamed_bytes >= more.streamed_bytes
+    assert plans[0].streamed_bytes > 0 == plans[-1].streamed_bytes
 
 
 def test_an_error_says_what_would_fit_and_no_more() -> None:

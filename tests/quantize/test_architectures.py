@@ -59,6 +59,11 @@ def test_most_matrices_can_be_smoothed() -> None:
     )
 
 
+KL_OF_ROUNDING = 1e-6
+"""Nats per token. A GPU rounds activations to fp16, which moves logits of about 1 by up to 5e-4: a divergence of about
+the square of that, 2.5e-7."""
+
+
 def write(folder: Path, golden: Golden) -> Path:
     """The model as a checkpoint, with two large channels in everything that smoothing can reach."""
     tensors, spec = RandomWeights(golden.config, golden.seed).tensors, golden.spec
@@ -119,7 +124,7 @@ def test_a_gpu_runs_rotated_models(golden: Golden, tmp_path: Path) -> None:
         bminf_lite.migrate(source, tmp_path / device, "w8a8-rotate", calibrate=ids, device=device).cost
         for device in ("cpu", "cuda")
     ]
-    assert costs[1]["kl"] == pytest.approx(costs[0]["kl"], rel=0.3)
+    assert costs[1]["kl"] == pytest.approx(costs[0]["kl"], rel=0.3, abs=KL_OF_ROUNDING)
 
 
 @pytest.mark.gpu
@@ -134,5 +139,5 @@ def test_a_gpu_calibrates_every_architecture(golden: Golden, tmp_path: Path) -> 
     decided = [report.calibration["products"] for report in reports]
     for one, other in zip(*decided, strict=True):
         assert one["tensors"] == other["tensors"] and one["error"] == pytest.approx(other["error"], rel=0.25)
-    assert reports[1].cost["kl"] == pytest.approx(reports[0].cost["kl"], rel=0.3)
+    assert reports[1].cost["kl"] == pytest.approx(reports[0].cost["kl"], rel=0.3, abs=KL_OF_ROUNDING)
     assert migrated_error(golden, tmp_path / "cuda") < 0.05

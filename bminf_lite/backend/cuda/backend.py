@@ -32,6 +32,7 @@ from ...cuda.kernels.sampling.sampler import Sampler
 from ...cuda.runtime.cublaslt import Order
 from ...cuda.runtime.driver import Device
 from ...errors import DeviceError
+from ...memory.cache_memory import block_bytes
 from ...memory.device import MARGIN, GrowingMemory, device_arena
 from ..base import Backend
 from ..calibration import CalibrationOps
@@ -44,6 +45,7 @@ from .deferred import (
     DeferredGate,
     DeferredMatmul,
     DeferredNorm,
+    NormAddend,
     QuantizedActivations,
     ResidualStream,
     Weight,
@@ -217,11 +219,8 @@ class CudaBackend(Backend):
         super().free_layer_cache(cache)
 
     def _growing_cache(self, num_blocks: int, max_blocks: int, kv_heads: int, head_dim: int, int8: bool) -> LayerCache:
-        heads = kv_heads * BLOCK_SIZE  # of a block
-        nbytes = heads * round_up(head_dim, HEAD_PAD)
-        memory = GrowingMemory(
-            self.device, self.arena, [nbytes, nbytes, 2 * heads, 2 * heads] if int8 else [2 * nbytes] * 2, max_blocks
-        )
+        item_bytes = block_bytes(kv_heads, round_up(head_dim, HEAD_PAD), int8)
+        memory = GrowingMemory(self.device, self.arena, item_bytes, max_blocks)
         try:
             memory.grow(num_blocks)
         except BaseException:
@@ -359,7 +358,11 @@ class CudaBackend(Backend):
         )
 
     def _uses_gemv(self, x: Array, weight: Weight) -> bool:
-        """Whether gemv kernels support ``x``: few rows, in fp16 or a norm of a stream without a pending product."""
+        """Whether gemv kernels support ``x``.
+
+        They take few rows in fp16, or a norm of a stream without a pending product. The kernel for int8 weights also
+        takes the stream itself, and adds a pending norm to it.
+        """
         if x.shape[0] > (GEMV_FLOAT_MAX_ROWS if weight.plan is None else 1):
             return False
         if weight.pitch > gemv.MAX_WIDTH or not weight.is_row_major or weight.outliers is not None:
@@ -369,19 +372,41 @@ class CudaBackend(Backend):
         if isinstance(x, DeferredNorm):
             if weight.pitch > gemv.MAX_FUSED_NORM_WIDTH:
                 return False
-            return x.values is None and x.residual.pending is None
+            return x.values is None and not isinstance(x.residual.pending, DeferredMatmul)
+        if isinstance(x, ResidualStream):
+            fits = weight.pitch <= gemv.MAX_FUSED_NORM_WIDTH and weight.rotation == 1
+            return fits and weight.plan is not None and not isinstance(x.pending, DeferredMatmul)
         return isinstance(x, cp.ndarray) and x.dtype == np.float16
 
     def _gemv(self, x: Array, weight: Weight, out: cp.ndarray, epilogue: int, activation: int = 0) -> None:
-        norm = None
+        norm, addend = None, None
         if isinstance(x, DeferredNorm):
             assert not x.stale, STALE
-            x.used, norm, x = True, x.norm, x.residual.values
+            x.used, norm, x = True, x.norm, x.residual
+        if isinstance(x, ResidualStream):
+            stream, x = x, x.values
+            addend = self._addend(stream, norm, weight)
         arguments = self.kernels.step, self.arrays.padded(x), norm, weight, out, epilogue, activation
         if weight.plan is None:
             self.kernels.gemv_float.launch(*arguments)
         else:
-            self.kernels.gemv.launch(*arguments, weight.rotation)
+            self.kernels.gemv.launch(*arguments, weight.rotation, addend)
+
+    def _addend(self, stream: ResidualStream, norm: Norm | None, weight: Weight) -> gemv.Addend | None:
+        """The pending norm of the stream if the kernel can add it, with a new array for the stream's values.
+
+        Otherwise it is added by a kernel of its own.
+        """
+        pending = stream.pending
+        if not isinstance(pending, NormAddend):
+            return None
+        centers = pending.norm.center or (norm is not None and norm.center)
+        if weight.plan is None or centers or weight.pitch > gemv.MAX_FUSED_SUM_WIDTH:
+            self.materializer.materialize(stream)
+            return None
+        stream.values = self.arrays.rows(1, pending.values.shape[1], np.float32)
+        stream.pending = None
+        return gemv.Addend(pending.values, pending.norm, stream.values)
 
     def _codes(self, x: Array, weight: Weight) -> QuantizedActivations:
         """``x`` quantized, as the weight's plan lays activations out, after the weight's rotation."""
@@ -453,9 +478,9 @@ class CudaBackend(Backend):
 
     # -- around the products -------------------------------------------------------------------------------------------
 
-    def embed(self, tokens: Array, table: Array) -> Array:
+    def embed(self, tokens: Array, table: Array, scale: float = 1.0) -> Array:
         out = self.arrays.rows(len(tokens), table.shape[1], np.float32)
-        self.kernels.rows.embed(self.kernels.begin_step(), tokens, table, out)
+        self.kernels.rows.embed(self.kernels.begin_step(), tokens, table, out, scale)
         return ResidualStream(out)
 
     def add_positions(self, residual: Array, table: Array, batch: ForwardBatch) -> Array:
@@ -476,19 +501,23 @@ class CudaBackend(Backend):
         return result
 
     def norm_add(self, x: Array, norm: Norm, residual: Array) -> Array:
-        target, values = self.materializer.as_residual(residual), self.materializer.materialize(self.norm(x, norm))
+        target, values = self.materializer.as_residual(residual), self.arrays.padded(self.materializer.materialize(x))
         self.materializer.flush_residual(target)
-        with self.arrays.current():
-            target.values += values
-        return ResidualStream(target.values)
+        return ResidualStream(target.values, NormAddend(values, norm))
 
-    def join(self, parts: Sequence[Array]) -> Array:
-        out = self.arrays.rows(parts[0].shape[0], sum(part.shape[1] for part in parts), np.float16)
-        end = 0
-        for part in parts:
-            values, begin, end = self.materializer.materialize(part), end, end + part.shape[1]
+    def norm_qk(self, qkv: Array, q_norm: Norm, k_norm: Norm) -> Array:
+        values = self.arrays.padded(self.materializer.materialize(qkv))
+        rows, width = values.shape
+        out = self.arrays.rows(rows, width, np.float16)
+        if self.kernels.rows.supports_norm_qk(width, q_norm, k_norm):
+            self.kernels.rows.norm_qk(self.kernels.step, values, q_norm, k_norm, out)
+            return out
+        q, k = len(q_norm.weight), len(k_norm.weight)
+        for begin, end, norm in ((0, q, q_norm), (q, q + k, k_norm), (q + k, width, None)):
+            part = values[:, begin:end]
+            normed = part if norm is None else self.materializer.materialize(self.norm(part, norm))
             with self.arrays.current():
-                out[:, begin:end] = values
+                out[:, begin:end] = normed
         return out
 
     def soft_cap(self, x: Array, cap: float) -> Array:

@@ -112,9 +112,17 @@ class DeferredGate:
         return self.source.shape[0], self.source.shape[1] // 2
 
 
+@dataclass(frozen=True)
+class NormAddend:
+    """``norm(values)``, which is to be added to the residual stream; ``values`` fp32 ``[T, features]``."""
+
+    values: cp.ndarray
+    norm: Norm
+
+
 @dataclass
 class ResidualStream:
-    """The residual stream fp32 ``[T, features]``, and a product that is not added to it yet.
+    """The residual stream fp32 ``[T, features]``, and a product or a norm that is not added to it yet.
 
     ``norms`` are the deferred norms of its present value, which must be computed before the value changes. The
     references are weak because a norm refers to its stream: a cycle would keep the memory of both until the garbage
@@ -122,7 +130,7 @@ class ResidualStream:
     """
 
     values: cp.ndarray
-    pending: DeferredMatmul | None = None
+    pending: DeferredMatmul | NormAddend | None = None
     norms: list[weakref.ref[DeferredNorm]] = field(default_factory=list)
 
     @property

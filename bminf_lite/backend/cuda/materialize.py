@@ -12,13 +12,14 @@ import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.constants import ACTIVATIONS
-from ...cuda.kernels.rowwise.rows import MAX_NORM_WIDTH
+from ...cuda.kernels.rowwise.rows import MAX_NORM_WIDTH, NO_ROWS, sum_target
 from ..values import Array, Norm
 from .arrays import Arrays
 from .deferred import (
     DeferredGate,
     DeferredMatmul,
     DeferredNorm,
+    NormAddend,
     QuantizedActivations,
     ResidualStream,
     nbytes_of,
@@ -50,7 +51,9 @@ class Materializer:
             assert not x.stale, STALE
             residual = x.residual
             x.used = True
+            self._add_norm(residual)
             if x.shape[1] <= MAX_NORM_WIDTH:
+                assert not isinstance(residual.pending, NormAddend)
                 self.write_rows(residual.pending, out, residual.values, x.norm)
                 residual.pending = None
                 return
@@ -124,7 +127,8 @@ class Materializer:
         if isinstance(x, cp.ndarray):
             return x
         if isinstance(x, ResidualStream):
-            if x.pending is not None:
+            self._add_norm(x)
+            if isinstance(x.pending, DeferredMatmul):
                 self.write_product(x.pending, x.values, add=True)
                 x.pending = None
             return x.values
@@ -135,6 +139,24 @@ class Materializer:
                 x.values = out
             return x.values
         return self.to_half(x)
+
+    def _add_norm(self, residual: ResidualStream) -> None:
+        """Add the norm that is pending, if one is."""
+        if not isinstance(residual.pending, NormAddend):
+            return
+        addend, residual.pending = residual.pending, None
+        rows, k = addend.values.shape
+        if k <= MAX_NORM_WIDTH:
+            moved = nbytes_of(addend.values, residual.values, residual.values) if self.kernels.device.observer else 0
+            self.kernels.rows.transform(
+                self.kernels.step, NO_ROWS, sum_target(residual.values), rows, k, addend.values, addend.norm,
+                bytes_moved=moved,
+            )  # fmt: skip
+            return
+        values = self.arrays.rows(rows, k, np.float32)
+        self.kernels.rows.norm(self.kernels.step, addend.values, addend.norm, values)
+        with self.arrays.current():
+            residual.values += values
 
     def flush_residual(self, residual: ResidualStream) -> None:
         """Compute the deferred norms of the residual stream, and add the pending product to it."""

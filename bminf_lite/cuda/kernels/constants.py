@@ -47,7 +47,8 @@ class Epilogue(IntEnum):
 class GemvInput(IntEnum):
     """The input of a matrix-vector kernel.
 
-    An fp16 row, a norm of an fp32 row, a rotated fp16 row, or a bf16 row of another library.
+    An fp16 row, a norm of an fp32 row, a rotated fp16 row, a bf16 row of another library, an fp32 row, or a ``SUM``: an
+    fp32 row plus the RMSNorm of another one. ``RMS_NORM_OF_SUM`` is the norm of a sum. The kernel also writes the sum.
     """
 
     HALF = 0
@@ -55,6 +56,9 @@ class GemvInput(IntEnum):
     LAYER_NORM = 2
     ROTATED = 3
     BFLOAT16 = 4
+    FLOAT = 5
+    SUM = 6
+    RMS_NORM_OF_SUM = 7
 
 
 class Source(IntEnum):
@@ -80,11 +84,12 @@ class RowOp(IntEnum):
 
 
 class Target(IntEnum):
-    """The output of a kernel over rows: int8 codes and a scale per row, or values."""
+    """The output of a kernel over rows: int8 codes and a scale per row, values, or fp32 values that are added to."""
 
     CODES = 0
     TO_HALF = 1
     TO_FLOAT = 2
+    ADD_TO_FLOAT = 3
 
 
 class DecodeMask(IntEnum):

@@ -11,7 +11,7 @@ from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.random_matrix import RandomMatrix
 from bminf_lite.backend.rotation import rotated
 from bminf_lite.backend.values import Norm
-from bminf_lite.cuda.kernels.constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput, Source
+from bminf_lite.cuda.kernels.constants import GEMV_CHUNK, GEMV_THREADS, Activation, Epilogue, GemvInput, Source, Target
 from bminf_lite.cuda.kernels.gemm.layouts import Layout
 from bminf_lite.cuda.runtime.cublaslt import Order
 
@@ -49,14 +49,22 @@ def offsets(order: int, rows: int, columns: int, ld: int) -> np.ndarray:
 
 
 def input_rows(call: Call, rows: int, pitch: int) -> np.ndarray:
-    """The activations of ``gemv`` and ``gemv_float``, normalised or rotated, fp32 ``[rows, k]``."""
+    """The activations of ``gemv`` and ``gemv_float``, normalised, rotated or added, fp32 ``[rows, k]``."""
     kind = call.number("INPUT")
     call.require(call.number("VECTORS") * THREADS * 8 >= call.pitch, "the threads do not cover a row")
     dtype = F16 if kind in (GemvInput.HALF, GemvInput.ROTATED) else F32
     x = call.rows("x", rows, pitch, call.pitch, dtype)[:, : call.k].astype(F32)
     if kind == GemvInput.ROTATED:
         return rotated(x, call.rotation)
-    return normalise(x, norm_of(call, kind, call.k, call.pitch)) if kind else x
+    if kind in (GemvInput.SUM, GemvInput.RMS_NORM_OF_SUM):
+        call.require(call.sum != call.x, "the sum lies where the input does")
+        addend = call.rows("addend", 1, 0, call.pitch, F32)[:, : call.k]
+        weight = call.vector("addend_weight", call.pitch, F32, 16)[: call.k]
+        x = x + normalise(addend, Norm(weight, call.addend_eps))
+        total = call.rows("sum", 1, 0, call.pitch, F32)
+        total[:, : call.k], total[:, call.k :] = x, 0
+    is_normed = kind in (GemvInput.RMS_NORM, GemvInput.LAYER_NORM, GemvInput.RMS_NORM_OF_SUM)
+    return normalise(x, norm_of(call, kind, call.k, call.pitch)) if is_normed else x
 
 
 def write_outputs(call: Call, y: np.ndarray, pitch: int) -> None:
@@ -224,7 +232,8 @@ def write_rows(call: Call, values: np.ndarray, padded: int, target: int) -> None
     full = np.zeros((rows, padded), F32)
     full[:, :k] = values
     if target:
-        call.rows("out", rows, call.out_ld, padded, F16 if target == 1 else F32)[...] = full
+        out = call.rows("out", rows, call.out_ld, padded, F16 if target == 1 else F32)
+        out[...] = out + full if target == Target.ADD_TO_FLOAT else full
         return
     codes, scale = quantize_rows(full)
     at = offsets(call.number("OUT"), rows, padded, call.out_ld)
@@ -335,7 +344,21 @@ def embed(call: Call) -> None:
     tokens = call.vector("tokens", rows, np.int32)
     call.require(tokens.min() >= 0, "negative tokens")
     table = call.rows("table", int(tokens.max()) + 1, call.pitch, up(k, 8), F16)
-    call.rows("out", rows, call.out_pitch, up(k, 8), F32)[...] = table[tokens]
+    call.rows("out", rows, call.out_pitch, up(k, 8), F32)[...] = table[tokens] * np.float32(call.scale)
+
+
+@model
+def norm_qk(call: Call) -> None:
+    parts, rows, _ = call.launch.grid
+    q, k, v = call.q, call.k, call.v
+    covered = call.number("VECTORS") * 8 * call.launch.block
+    call.require(parts == 3 and call.launch.block == 512 and max(q, k, v) <= covered, "the threads do not cover a row")
+    x = call.rows("data", rows, call.pitch, q + k + v, F32)
+    out = call.rows("out", rows, call.out_pitch, q + k + v, F16)
+    q_norm = Norm(call.vector("q_weight", q, F32, 16), call.q_eps)
+    k_norm = Norm(call.vector("k_weight", k, F32, 16), call.k_eps)
+    out[:, :q], out[:, q : q + k] = normalise(x[:, :q], q_norm), normalise(x[:, q : q + k], k_norm)
+    out[:, q + k :] = x[:, q + k :]
 
 
 @model

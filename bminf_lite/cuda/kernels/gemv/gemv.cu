@@ -1,7 +1,7 @@
 // int8 matrix-vector product (decoding at batch 1), memory-bound: reading the weight takes all of the time.
 //
 //     out = epilogue(x_scale * w_scale[n] * (sum over k of codes[k] * weight[n, k]) + bias[n])
-//     codes, x_scale = quantize(norm(x)), or quantize(rotate(x))
+//     codes, x_scale = quantize(norm(x)), or quantize(rotate(x)), or quantize(norm(sum)) with sum = x + norm(addend)
 //
 // x: fp16, bf16 or fp32 [k]; weight: int8 [n, pitch]; w_scale, bias: fp32 [n]; out: fp16, bf16 or fp32 [n], or fp16 [n
 // / 2] of a gated layer.
@@ -22,6 +22,9 @@
 using namespace bminf;
 
 constexpr int WARPS = THREADS / WARP;
+
+constexpr bool is_sum(int input) { return input == SUM || input == RMS_NORM_OF_SUM; }
+constexpr bool is_normed(int input) { return input == RMS_NORM || input == LAYER_NORM || input == RMS_NORM_OF_SUM; }
 constexpr int PIPELINE_BYTES = PIPELINE_CHUNKS * CHUNK;  // of a warp; a whole number of units for every U
 
 __device__ __forceinline__ int dot16(const int4& a, const int4& b, int acc) {
@@ -61,17 +64,22 @@ __device__ __forceinline__ int column_of(int i) {
     return (INPUT == ROTATED ? thread * VECTORS + i : i * THREADS + thread) * 8;
 }
 
-// The input row in registers. All loads are unconditional, so that they are in flight together; threads beyond the end
-// of the row load its last elements, and zero_tail clears them.
-template <int INPUT, class Source, int VECTORS>
-__device__ __forceinline__ void load_input(const Source* x, int k, int pitch, float (&v)[VECTORS][8]) {
-    constexpr int PARTS = sizeof(Source) / 2;
-    uint4 raw[VECTORS][PARTS];
+// The raw vectors of the input row. All loads are unconditional, so that they are in flight together; threads beyond
+// the end of the row load its last elements, and zero_tail clears them.
+template <int INPUT, class Source, int VECTORS, int PARTS>
+__device__ __forceinline__ void load_raw(const Source* x, int pitch, uint4 (&raw)[VECTORS][PARTS]) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
         for (int j = 0; j < PARTS; ++j)
             raw[i][j] = ld_global_v4(x + min(column_of<INPUT, VECTORS>(i), pitch - 8) + j * (8 / PARTS));
+}
+
+// The input row in registers.
+template <int INPUT, class Source, int VECTORS>
+__device__ __forceinline__ void load_input(const Source* x, int k, int pitch, float (&v)[VECTORS][8]) {
+    uint4 raw[VECTORS][sizeof(Source) / 2];
+    load_raw<INPUT>(x, pitch, raw);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         load8(reinterpret_cast<const Source*>(raw[i]), v[i]);
@@ -79,18 +87,78 @@ __device__ __forceinline__ void load_input(const Source* x, int k, int pitch, fl
     }
 }
 
+// A row whose RMSNorm is added to the input row, and where the sum is written: fp32 [pitch].
+struct Addend {
+    const float *x, *norm_weight;
+    float eps;
+    float* sum;
+};
+
+// v += norm(addend). The first block writes the sum. The other blocks still read the input row, so the sum must lie
+// elsewhere.
+template <int INPUT, int VECTORS>
+__device__ __forceinline__ void add_normed(
+    float (&v)[VECTORS][8], const Addend& addend, int k, int pitch, RowScratch<THREADS, VECTORS>& scratch) {
+    float y[VECTORS][8];
+    load_input<INPUT>(addend.x, k, pitch, y);
+    normalise_row<THREADS, false, false>(y, addend.norm_weight, nullptr, addend.eps, k, pitch, scratch);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[i][j] = __fadd_rn(v[i][j], y[i][j]);
+        const int column = column_of<INPUT, VECTORS>(i);
+        if (blockIdx.x == 0 && column < pitch) store8(addend.sum + column, v[i]);
+    }
+    sync_threads<THREADS>();  // the next reduction uses the same scratch
+}
+
+// quantize_input of 16-bit values that a thread keeps as they are. In fp32 they would need so many registers that two
+// blocks do not fit an SM, and the next kernel could not fetch weights before this one ends.
+template <int INPUT, class Source, int VECTORS>
+__device__ __forceinline__ float quantize_packed(const Source* x, int k, int pitch, int width, int8* codes) {
+    __shared__ RowScratch<THREADS, 1> scratch;
+    uint4 raw[VECTORS][1];
+    load_raw<INPUT>(x, pitch, raw);
+    const auto vector = [&](int i, float (&v)[8]) {
+        load8(reinterpret_cast<const Source*>(raw[i]), v);
+        zero_tail(v, column_of<INPUT, VECTORS>(i), k);
+    };
+    float top = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        float v[8];
+        vector(i, v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) top = absmax(top, v[j]);
+    }
+    const RowScale s = row_scale(threads_absmax<THREADS>(top, scratch, 0));
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        uint4& r = raw[i][0];
+        asm volatile("" : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w));  // converted again, not kept in fp32
+        float v[8];
+        vector(i, v);
+        const int column = column_of<INPUT, VECTORS>(i);
+        if (column < width) *reinterpret_cast<uint2*>(codes + column) = quantize8(v, s.ratio);
+    }
+    return s.scale;
+}
+
 // Writes the codes of the normed or rotated input row to shared memory, with zeros up to `width`; returns the scale.
 template <int INPUT, int VECTORS>
 __device__ __forceinline__ float quantize_input(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, int rotation, float rotation_scale,
-    int k, int pitch, int width, int8* codes) {
-    constexpr bool NORM = INPUT == RMS_NORM || INPUT == LAYER_NORM;
-    using Source =
-        typename Conditional<NORM, float, typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, __half>::type>::type;
+    int k, int pitch, int width, int8* codes, const Addend& addend) {
+    constexpr bool NORM = is_normed(INPUT), IS_FLOAT = NORM || INPUT == FLOAT || INPUT == SUM;
+    using Half = typename Conditional<INPUT == BFLOAT16, __nv_bfloat16, __half>::type;
+    using Source = typename Conditional<IS_FLOAT, float, Half>::type;
+    if constexpr (VECTORS > 4 && (INPUT == HALF || INPUT == BFLOAT16))
+        return quantize_packed<INPUT, Source, VECTORS>(static_cast<const Source*>(x), k, pitch, width, codes);
     __shared__ RowScratch<THREADS, VECTORS> scratch;
     float v[VECTORS][8];
     load_input<INPUT>(static_cast<const Source*>(x), k, pitch, v);
     if constexpr (INPUT == ROTATED) rotate_row<true>(v, rotation, rotation_scale);
+    if constexpr (is_sum(INPUT)) add_normed<INPUT>(v, addend, k, pitch, scratch);
     float top;
     if constexpr (NORM)
         top = normalise_row<THREADS, INPUT == LAYER_NORM, true>(v, norm_weight, norm_bias, eps, k, pitch, scratch);
@@ -254,15 +322,16 @@ struct WeightStream {
     }
 };
 
-// INPUT: what is quantized, x, a norm of it, or a rotation in blocks of `rotation` elements (see rotate_row). VECTORS:
-// vectors of eight elements of x per thread. F: the function of GATED and ACTIVATED. U: chunks of a unit. Dynamic
-// shared memory: from 9.0 on the pipelines (WARPS * PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole
-// units); an int32 sum for each row of the weight that the block has.
+// INPUT: what is quantized, x, a norm of it, a rotation in blocks of `rotation` elements (see rotate_row), or a sum
+// with the norm of `addend`, which is written to `sum`. VECTORS: vectors of eight elements of x per thread. F: the
+// function of GATED and ACTIVATED. U: chunks of a unit. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
+// PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the
+// block has.
 template <int INPUT, int VECTORS, int EPILOGUE, int F, int U>
 __global__ void __launch_bounds__(THREADS) gemv(
     const void* x, const float* norm_weight, const float* norm_bias, float eps, int rotation, float rotation_scale,
     const int8* __restrict__ weight, const float* __restrict__ w_scale, const float* __restrict__ bias, void* out,
-    int n, int k, int pitch) {
+    int n, int k, int pitch, const float* addend, const float* addend_weight, float addend_eps, float* sum) {
     extern __shared__ __align__(128) char shared[];
     launch_dependent_grids();
     const BlockRange<EPILOGUE, 1> block(n);
@@ -277,9 +346,17 @@ __global__ void __launch_bounds__(THREADS) gemv(
     int* sums = reinterpret_cast<int*>(codes + width);
     Stream stream(weight, block, pitch, shared, barriers);
     for (int i = threadIdx.x; i < block.groups(); i += THREADS) sums[i] = 0;
+    if constexpr (is_sum(INPUT)) {  // the latency of these loads counts, and the weight stream delays them
+        const int column = (blockIdx.x * THREADS + threadIdx.x) * 32;
+        if (column < k) {
+            prefetch_l2(addend_weight + column);
+            if (is_normed(INPUT)) prefetch_l2(norm_weight + column);
+        }
+    }
     wait_on_dependent_grids();
     const float x_scale = quantize_input<INPUT, VECTORS>(
-        x, norm_weight, norm_bias, eps, rotation, rotation_scale, k, pitch, width, codes);
+        x, norm_weight, norm_bias, eps, rotation, rotation_scale, k, pitch, width, codes,
+        {addend, addend_weight, addend_eps, sum});
     const EpilogueOperands operands = prefetch_epilogue<EPILOGUE>(block, w_scale, bias, out);
     sync_threads<THREADS>();
     for (WarpUnits unit(threadIdx.x / WARP, block.groups(), (pitch + U * CHUNK - 1) / (U * CHUNK)); unit.remaining > 0;

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ....backend.values import Norm
 from ...runtime.driver import shared_memory_per_block
@@ -23,21 +26,43 @@ LARGE_SHARED_MEMORY = 227 << 10
 """From so much shared memory per block on, blocks of two kernels fit an SM with twelve chunks in flight per warp."""
 MAX_FUSED_NORM_WIDTH = 4 * 8 * GEMV_THREADS
 """``gemv`` normalises inputs of up to this many elements; a thread's part of more does not fit its registers."""
+MAX_FUSED_SUM_WIDTH = 2 * 8 * GEMV_THREADS
+"""``gemv`` adds a norm to rows of up to this many elements: two blocks with larger parts do not fit an SM."""
+LONG_CODES = 24 << 10
+"""Rows of more codes leave so little shared memory that two blocks fit an SM only with shorter pipelines."""
 VECTORS = (1, 2, 4, 8)
 MAX_WIDTH = VECTORS[-1] * 8 * GEMV_THREADS
 CODE_ROWS = (1, 2, 3, 4)
 """Rows of a product by ``gemv_codes``."""
 UNITS = (4, 2, 1)
 """Chunks in a unit of ``gemv``."""
-ENGINE_INPUTS = (GemvInput.HALF, GemvInput.RMS_NORM, GemvInput.LAYER_NORM, GemvInput.ROTATED)
+ENGINE_INPUTS = tuple(kind for kind in GemvInput if kind != GemvInput.BFLOAT16)
+SUMS = (GemvInput.SUM, GemvInput.RMS_NORM_OF_SUM)
 TENSOR_EPILOGUES = {GemvInput.HALF: Epilogue.TO_HALF, GemvInput.BFLOAT16: Epilogue.TO_BFLOAT16}
 """The input and the epilogue of rows of other libraries' tensors, whose results have the type of the input."""
 EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.ADD, Epilogue.GATED, Epilogue.ACTIVATED)
 
 
-def pipeline_chunks(shared: int) -> int:
-    """Chunks in flight per warp on a GPU with so much shared memory per block."""
-    return 12 if shared >= LARGE_SHARED_MEMORY else 8
+def pipeline_chunks(shared: int, codes: int = 0) -> int:
+    """Chunks in flight per warp on a GPU with so much shared memory per block, of which a row's codes take a part."""
+    return 12 if shared >= LARGE_SHARED_MEMORY and codes <= LONG_CODES else 8
+
+
+def defines_for(chunks: int) -> tuple[str, ...]:
+    """The macros of a kernel with so many chunks in flight per warp."""
+    return (f"PIPELINE_CHUNKS={chunks}",)
+
+
+@dataclass(frozen=True)
+class Addend:
+    """A row fp32 ``[k]`` whose norm, an RMSNorm, is added to the input, and where the sum is written, fp32 ``[k]``.
+
+    Both are padded. The sum must not lie where the input does.
+    """
+
+    x: cp.ndarray
+    norm: Norm
+    out: cp.ndarray
 
 
 class Gemv:
@@ -47,33 +72,41 @@ class Gemv:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        chunks = pipeline_chunks(launcher.max_shared)
-        self._defines = (f"PIPELINE_CHUNKS={chunks}",)
-        self._pipeline_bytes = WARPS * chunks * GEMV_CHUNK if launcher.has_clusters else 0
         self._plan = functools.lru_cache(KERNEL_CACHE_SIZE)(self._find_plan)
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        chunks = pipeline_chunks(shared_memory_per_block(capability))
+        shared = shared_memory_per_block(capability)
         values = (INPUTS, VECTORS, NUMBERS, ACTIVATION_NUMBERS, UNITS[::-1])
-        tensors = (numbers(GemvInput)[-1:], VECTORS, numbers(TENSOR_EPILOGUES.values())[-1:], (0,), UNITS[::-1])
-        yield KernelFamily(cls.source, "gemv", tensors, defines=(f"PIPELINE_CHUNKS={chunks}",))
-        yield KernelFamily(cls.source, "gemv", values, _possible, (f"PIPELINE_CHUNKS={chunks}",))
+        tensors = (
+            numbers([GemvInput.BFLOAT16]), VECTORS, numbers(TENSOR_EPILOGUES.values())[-1:], (0,), UNITS[::-1],
+        )  # fmt: skip
+        for chunks in sorted({pipeline_chunks(shared), pipeline_chunks(shared, LONG_CODES + 1)}):
+            defines = defines_for(chunks)
+            yield KernelFamily(cls.source, "gemv", tensors, defines=defines)
+            yield KernelFamily(cls.source, "gemv", values, _possible, defines)
 
     def launch(
         self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
-        epilogue: int, activation: int = 0, rotation: int = 1,
+        epilogue: int, activation: int = 0, rotation: int = 1, addend: Addend | None = None,
     ) -> None:  # fmt: skip
         """``out`` from one row ``x``; ``activation`` for a gated or activated epilogue.
 
-        With a ``rotation`` there is no norm, and the row is transformed in blocks of so many elements.
+        ``x`` is fp32 if it is normalised by ``norm`` or has an ``addend``, which is added first; else fp16 or fp32.
+        With a ``rotation`` there is neither, ``x`` is fp16, and it is transformed in blocks of so many elements.
 
         There is one block per SM. Behind a kernel with another number of blocks, two of these blocks could land on one
         SM and leave another idle. In that case a block requests more than half of an SM's shared memory, so that two do
         not fit.
         """
         launcher, (n, pitch) = self._launcher, (weight.out_features, weight.pitch)
-        kind = ROTATED if rotation > 1 else input_of(norm)
+        if addend is not None:
+            assert norm is None or not norm.center
+            kind = SUM if norm is None else RMS_NORM_OF_SUM
+        elif norm is None and x.dtype == np.float32:
+            kind = FLOAT
+        else:
+            kind = ROTATED if rotation > 1 else input_of(norm)
         kernel, grid, shared = self._plan(kind, n, pitch, epilogue, activation)
         norm_weight, norm_bias, eps = norm_arguments(norm)
         if not step.one_block_per_sm and launcher.has_clusters:
@@ -81,8 +114,9 @@ class Gemv:
         args = (
             x.data.ptr, norm_weight, norm_bias, eps, rotation, rotation**-0.5, weight.matrix.data.ptr,
             address(weight.scale), address(weight.bias), out.data.ptr, n, weight.in_features, pitch,
+            *addend_arguments(addend),
         )  # fmt: skip
-        bytes_moved = weight.nbytes + nbytes_of(x, out)
+        bytes_moved = weight.nbytes + nbytes_of(x, out, *((addend.x, addend.out) if addend is not None else ()))
         kernel(grid, GEMV_THREADS, args, shared, launcher.stream, True, None, bytes_moved)
         step.one_block_per_sm = True
 
@@ -94,7 +128,8 @@ class Gemv:
         ``k`` is a multiple of 16, at most :data:`MAX_WIDTH`. Arguments are addresses, aligned to 16 bytes.
         """
         kernel, grid, shared = self._plan(source, n, k, TENSOR_EPILOGUES[source], 0)
-        kernel(grid, GEMV_THREADS, (x, 0, 0, 0.0, 1, 1.0, weight, scale, bias, out, n, k, k), shared, stream)
+        args = (x, 0, 0, 0.0, 1, 1.0, weight, scale, bias, out, n, k, k, *addend_arguments(None))
+        kernel(grid, GEMV_THREADS, args, shared, stream)
 
     def _find_plan(self, source: int, n: int, pitch: int, epilogue: int, activation: int) -> tuple[Kernel, int, int]:
         """The kernel, its number of blocks, and the bytes of shared memory that it needs."""
@@ -103,9 +138,11 @@ class Gemv:
         unit = best_unit(rows, pitch)
         vectors = vectors_for(pitch, GEMV_THREADS)
         expression = f"gemv<{int(source)}, {vectors}, {int(epilogue)}, {int(activation)}, {unit}>"
-        kernel = self._launcher.kernel(self.source, expression, False, self._defines)
-        shared = self._pipeline_bytes + round_up(pitch, GEMV_CHUNK * unit) + 4 * rows
-        return kernel, min(num_sms, n // matrices), shared
+        codes = round_up(pitch, GEMV_CHUNK * unit)
+        chunks = pipeline_chunks(self._launcher.max_shared, codes)
+        kernel = self._launcher.kernel(self.source, expression, False, defines_for(chunks))
+        pipelines = WARPS * chunks * GEMV_CHUNK if self._launcher.has_clusters else 0
+        return kernel, min(num_sms, n // matrices), pipelines + codes + 4 * rows
 
 
 class GemvFloat:
@@ -171,6 +208,13 @@ def input_of(norm: Norm | None) -> int:
     return HALF if norm is None else LAYER_NORM if norm.center else RMS_NORM
 
 
+def addend_arguments(addend: Addend | None) -> tuple[int, int, float, int]:
+    """The row, the norm's weight and epsilon, and the sum."""
+    if addend is None:
+        return 0, 0, 0.0, 0
+    return addend.x.data.ptr, address(addend.norm.weight), addend.norm.eps, addend.out.data.ptr
+
+
 def best_unit(rows: int, pitch: int) -> int:
     """Chunks in a unit of ``gemv``: small units leave fewer warps idle at the end, large ones have less overhead."""
 
@@ -181,16 +225,16 @@ def best_unit(rows: int, pitch: int) -> int:
     return min(UNITS, key=cost)
 
 
-HALF, RMS_NORM, LAYER_NORM, ROTATED = map(int, ENGINE_INPUTS)
+HALF, RMS_NORM, LAYER_NORM, ROTATED, FLOAT, SUM, RMS_NORM_OF_SUM = map(int, ENGINE_INPUTS)
 INPUTS, NUMBERS, ACTIVATION_NUMBERS = numbers(ENGINE_INPUTS), numbers(EPILOGUES), numbers(Activation)
 FLOAT_INPUTS = (HALF, RMS_NORM, LAYER_NORM)
 
 
 def _possible(source: int, vectors: int, epilogue: int, activation: int, unit: int) -> bool:
     has_activation = epilogue in (Epilogue.GATED, Epilogue.ACTIVATED)
-    return (has_activation or activation == 0) and (
-        source in (HALF, ROTATED) or vectors * 8 * GEMV_THREADS <= MAX_FUSED_NORM_WIDTH
-    )
+    widest = {HALF: MAX_WIDTH, ROTATED: MAX_WIDTH, SUM: MAX_FUSED_SUM_WIDTH, RMS_NORM_OF_SUM: MAX_FUSED_SUM_WIDTH}
+    is_wide = vectors * 8 * GEMV_THREADS > widest.get(source, MAX_FUSED_NORM_WIDTH)
+    return (has_activation or activation == 0) and not is_wide
 
 
 def _possible_float(source: int, vectors: int, kind: str, epilogue: int, activation: int) -> bool:

@@ -6,10 +6,10 @@
 //     out = quantize(f(gate) * up)                     (gates: x = [gate, up])
 //     out = quantize(x)                                (identity)
 //
-// or writes fp16 or fp32 instead of codes. Gates and the identity may rotate the values before they are quantized. A
-// row is held in registers by THREADS threads, VECTORS vectors of eight elements each, so that it is read and written
-// once. Rows of few threads share a block. The other kernels here are the embedding, the last row of each sequence, and
-// conversions.
+// or writes fp16 or fp32 instead of codes, or adds a norm to fp32 values. Gates and the identity may rotate the values
+// before they are quantized. A row is held in registers by THREADS threads, VECTORS vectors of eight elements each, so
+// that it is read and written once. Rows of few threads share a block. The other kernels here are the embedding, the
+// last row of each sequence, and conversions.
 #include "common/common.cuh"
 #include "common/layout.cuh"
 #include "common/rotation.cuh"
@@ -171,6 +171,15 @@ __global__ void __launch_bounds__(THREADS > 128 ? THREADS : 128, blocks_of(SOURC
         }
         if constexpr (TARGET == TO_HALF) store_vector(static_cast<__half*>(out) + row * out_ld, column, written, v[i]);
         if constexpr (TARGET == TO_FLOAT) store_vector(static_cast<float*>(out) + row * out_ld, column, written, v[i]);
+        if constexpr (TARGET == ADD_TO_FLOAT) {
+            if (column >= written) continue;
+            float* target = static_cast<float*>(out) + row * out_ld + column;
+            float r[8];
+            load8(target, r);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) r[j] = __fadd_rn(r[j], v[i][j]);
+            store8(target, r);
+        }
     }
 }
 
@@ -213,17 +222,51 @@ __global__ void __launch_bounds__(256) dequantize(
     store8(target, y);
 }
 
-// out[row] = table[tokens[row]]; table: fp16 [vocab, pitch]; out: the residual stream, fp32 [rows, out_pitch]. A block
-// handles one row. It does not call launch_dependent_grids: as the first kernel of a step it guarantees that the
-// kernels after it start when all earlier steps have ended, so they may read the cache and weights before they wait.
-__global__ void __launch_bounds__(256)
-    embed(const int* tokens, const __half* table, long long pitch, float* out, long long out_pitch, int k) {
+// Queries, keys and values side by side, the first two each with an RMSNorm over all heads. data: fp32 [rows, pitch];
+// out: fp16 [rows, out_pitch]; q, k, v: widths, multiples of 8, of at most VECTORS * 8 * blockDim.x elements. A block
+// handles one of the three parts (blockIdx.x) of one row.
+template <int VECTORS>
+__global__ void __launch_bounds__(512) norm_qk(
+    const float* data, long long pitch, const float* q_weight, float q_eps, const float* k_weight, float k_eps,
+    __half* out, long long out_pitch, int q, int k, int v) {
+    __shared__ RowScratch<512, VECTORS> scratch;
+    launch_dependent_grids();
+    const int part = blockIdx.x;
+    const int first = part == 0 ? 0 : part == 1 ? q : q + k, width = part == 0 ? q : part == 1 ? k : v;
+    const float* weight = part == 0 ? q_weight : k_weight;
+    const auto column_of = [](int i) { return (i * 512 + static_cast<int>(threadIdx.x)) * 8; };
+    if (part < 2)
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+            if (column_of(i) < width) prefetch_l2(weight + column_of(i));
+    wait_on_dependent_grids();
+    const float* from = data + blockIdx.y * pitch + first;
+    __half* to = out + blockIdx.y * out_pitch + first;
+    float x[VECTORS][8];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) load_row8(from, column_of(i), width, width, x[i]);
+    if (part < 2)
+        normalise_row<512, false, false>(x, weight, nullptr, part == 0 ? q_eps : k_eps, width, width, scratch);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) store_vector(to, column_of(i), width, x[i]);
+}
+
+// out[row] = table[tokens[row]], with SCALED times `scale`; table: fp16 [vocab, pitch]; out: the residual stream, fp32
+// [rows, out_pitch]. A block handles one row. It does not call launch_dependent_grids: as the first kernel of a step it
+// guarantees that the kernels after it start when all earlier steps have ended, so they may read the cache and weights
+// before they wait.
+template <bool SCALED>
+__global__ void __launch_bounds__(256) embed(
+    const int* tokens, const __half* table, long long pitch, float* out, long long out_pitch, int k, float scale) {
     wait_on_dependent_grids();
     const long long row = blockIdx.x;
     const long long token = tokens[row];
     for (int column = threadIdx.x * 8; column < k; column += blockDim.x * 8) {
         float x[8];
         load8(table + token * pitch + column, x);
+        if constexpr (SCALED)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(x[j], scale);
         store8(out + row * out_pitch + column, x);
     }
 }

@@ -27,6 +27,8 @@ MAX_ROW_WIDTH = 65536
 ROW_THREADS = (8, 32, 128, 256, 512, 1024)
 MAX_NORM_WIDTH = 4 * 8 * 512
 """Elements of a row that one block normalises in its registers."""
+QK_THREADS = 512
+QK_VECTORS = (1, 2, 4)
 WIDE = 4096
 """Above this width, reads of weight and bias from L2 bound a LayerNorm of many rows."""
 ROWS_EACH = 4
@@ -34,7 +36,7 @@ ROWS_EACH = 4
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are kept; beyond that, the least recently used is dropped."""
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = map(int, Source)
-CODES, TO_HALF, TO_FLOAT = map(int, Target)
+CODES, TO_HALF, TO_FLOAT, ADD_TO_FLOAT = map(int, Target)
 IDENTITY, RMS_NORM, LAYER_NORM, GATE = map(int, (RowOp.IDENTITY, RowOp.RMS_NORM, RowOp.LAYER_NORM, RowOp.GATE_SILU))
 ROW = int(Order.ROW)
 HALF_TYPE = np.dtype(np.float16)
@@ -62,6 +64,11 @@ def array_target(x: cp.ndarray) -> RowTarget:
     return (x.data.ptr, 0, x.strides[0] // x.itemsize), TO_HALF if x.dtype == HALF_TYPE else TO_FLOAT, ROW
 
 
+def sum_target(x: cp.ndarray) -> RowTarget:
+    """Rows of fp32 values to which a norm is added."""
+    return (x.data.ptr, 0, x.strides[0] // x.itemsize), ADD_TO_FLOAT, ROW
+
+
 class RowKernels:
     """The kernels over rows that every step needs."""
 
@@ -85,7 +92,9 @@ class RowKernels:
             _possible_transform,
         )
         yield KernelFamily(cls.source, "dequantize", (("int", "float"), orders, BOOLEANS, kinds), _possible_dequantize)
-        yield from (KernelFamily(cls.source, name) for name in ("embed", "gather_rows", "int8_to_half"))
+        yield from (KernelFamily(cls.source, name) for name in ("gather_rows", "int8_to_half"))
+        yield KernelFamily(cls.source, "embed", (BOOLEANS,))
+        yield KernelFamily(cls.source, "norm_qk", (QK_VECTORS,))
         yield KernelFamily(cls.unaligned_source, "norm_multi_pass", (BOOLEANS[::-1],))
         yield KernelFamily(cls.persistent_source, "layer_norm_persistent", (BOOLEANS[::-1], kinds, (512, 1024)))
 
@@ -106,7 +115,7 @@ class RowKernels:
             row_op = IDENTITY if activation is None else GATE + activation
         elif norm.center:
             row_op = LAYER_NORM
-            if source_kind == NONE and target_kind != CODES and self._prefers_persistent(rows, k):
+            if source_kind == NONE and target_kind in (TO_HALF, TO_FLOAT) and self._prefers_persistent(rows, k):
                 assert residual is not None
                 self._layer_norm_persistent(step, residual, norm, target, rows, k, bytes_moved)
                 return
@@ -194,10 +203,35 @@ class RowKernels:
             bytes_moved=nbytes_of(sums, out, out if add else None), cache=rows > self._launcher.num_sms,
         )  # fmt: skip
 
-    def embed(self, step: StepContext, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray) -> None:
-        """Rows of an fp16 table into fp32: the first kernel of a step."""
-        arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1])
-        self._launcher.launch(step, self.source, "embed", len(out), 256, arguments, bytes_moved=2 * nbytes_of(out))
+    def embed(
+        self, step: StepContext, tokens: cp.ndarray, table: cp.ndarray, out: cp.ndarray, scale: float = 1.0
+    ) -> None:
+        """Rows of an fp16 table, multiplied by ``scale``, into fp32: the first kernel of a step."""
+        arguments = (tokens.data.ptr, table.data.ptr, pitch_of(table), out.data.ptr, pitch_of(out), out.shape[1], scale)
+        expression = f"embed<{BOOLEANS[scale != 1]}>"
+        self._launcher.launch(step, self.source, expression, len(out), 256, arguments, bytes_moved=2 * nbytes_of(out))
+
+    @staticmethod
+    def supports_norm_qk(width: int, q_norm: Norm, k_norm: Norm) -> bool:
+        """Whether :meth:`norm_qk` supports rows of ``width`` elements: RMSNorms of whole vectors."""
+        q, k = len(q_norm.weight), len(k_norm.weight)
+        parts = q, k, width - q - k
+        is_rms = not (q_norm.center or k_norm.center)
+        return is_rms and all(part % 8 == 0 for part in parts) and max(parts) <= MAX_NORM_WIDTH
+
+    def norm_qk(
+        self, step: StepContext, x: cp.ndarray, q_norm: Norm, k_norm: Norm, out: cp.ndarray
+    ) -> None:  # fmt: skip
+        """Rows fp32 of queries, keys and values, the first two normalised, as fp16; both arrays are padded."""
+        rows, width = x.shape
+        q, k = len(q_norm.weight), len(k_norm.weight)
+        vectors = vectors_for(max(q, k, width - q - k), QK_THREADS)
+        self._launcher.launch(
+            step, self.source, f"norm_qk<{vectors}>", (3, rows), QK_THREADS,
+            (x.data.ptr, pitch_of(x), address(q_norm.weight), q_norm.eps, address(k_norm.weight), k_norm.eps,
+             out.data.ptr, pitch_of(out), q, k, width - q - k),
+            bytes_moved=nbytes_of(x, out), cache=rows > self._launcher.num_sms,
+        )  # fmt: skip
 
     def gather_rows(self, step: StepContext, rows: cp.ndarray, x: cp.ndarray, out: cp.ndarray, before: int = 0) -> None:
         """The rows ``rows - before`` of ``x``, fp32; ``rows`` is int32."""
@@ -282,6 +316,7 @@ def _possible_transform(
         and (in_order == ROW or source == FROM_INT32)
         and (out_order == ROW or target == CODES)
         and (rotated == "false" or not (is_norm or target == TO_FLOAT))
+        and (target != ADD_TO_FLOAT or (source == NONE and is_norm))
     )
 
 

@@ -1,0 +1,71 @@
+"""The device memory of a key-value cache, in bytes.
+
+Layers with equal windows form a group. A layer has several arrays of as many blocks as the pool of its group: keys,
+values, and in an int8 cache their scales. An array that one page would hold is allocated at once. Pages are mapped to a
+larger one as it grows, so it takes whole pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..backend.values import BLOCK_SIZE
+
+PAGE_BYTES = 2 << 20
+"""The least memory that NVIDIA GPUs map to addresses."""
+
+
+def grows(nbytes: int, page: int = PAGE_BYTES) -> bool:
+    """Whether pages are mapped one after another to an array of up to ``nbytes``."""
+    return nbytes > page
+
+
+def array_bytes(nbytes: int, page: int = PAGE_BYTES) -> int:
+    """The memory of an array of ``nbytes``."""
+    return -(-nbytes // page) * page if grows(nbytes, page) else nbytes
+
+
+def block_bytes(kv_heads: int, head_dim: int, int8: bool, itemsize: int = 2) -> tuple[int, ...]:
+    """Bytes of a block in each array of a layer: keys, values, and for ``int8`` codes the fp16 scales of both.
+
+    ``head_dim`` includes the padding of a head, and ``itemsize`` is that of values that are not int8.
+    """
+    heads = kv_heads * BLOCK_SIZE
+    return (heads * head_dim, heads * head_dim, 2 * heads, 2 * heads) if int8 else (heads * head_dim * itemsize,) * 2
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """``layers`` layers, each with an array for each of ``block_bytes``, which are the bytes of a block in that array.
+
+    The layers see the last ``window`` tokens, or all tokens if it is None. ``max_tokens`` bounds the tokens of a
+    sequence, as the encoder's source of an encoder-decoder has a length of its own; None if nothing but the context
+    does.
+    """
+
+    layers: int
+    block_bytes: tuple[int, ...]
+    window: int | None = None
+    max_tokens: int | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in all layers."""
+        return self.layers * sum(self.block_bytes) // BLOCK_SIZE
+
+    def tokens_read(self, context: int) -> int:
+        """Tokens that the last one of ``context`` tokens sees."""
+        return min(bound for bound in (context, self.window, self.max_tokens) if bound is not None)
+
+    def blocks(self, context: int, piece: int) -> int:
+        """The most blocks that a sequence of ``context`` tokens holds at once.
+
+        Steps compute up to ``piece`` tokens of it, which need their blocks before those that a window has passed are
+        given back.
+        """
+        blocks = -(-min(context, self.max_tokens or context) // BLOCK_SIZE)
+        return blocks if self.window is None else min(blocks, -(-(self.window + piece) // BLOCK_SIZE) + 1)
+
+    def nbytes(self, num_blocks: int) -> int:
+        """The memory of pools of ``num_blocks`` blocks."""
+        return self.layers * sum(array_bytes(num_blocks * nbytes) for nbytes in self.block_bytes)
