@@ -31,6 +31,7 @@ from .checksum import FileRecord
 from .compressed_tensors import quantization_config
 from .conversion import ConversionTask, Converter, Progress, tensor_report
 from .manifest import MANIFEST_FILE, MigrationReport, TensorReport
+from .offline_rotation import rotate_offline
 from .opened_model import OpenedModel, open_model
 from .output_folder import check_target, output_folder
 from .reader import Checkpoint
@@ -45,6 +46,8 @@ COPIED_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*",
 )  # fmt: skip
 EXCLUDED_FILES = ("config.json", "*.index.json", MANIFEST_FILE, ".*")
+ROTATION_SEEDS = (0, 1, 2, 3)
+"""The offline rotations that a calibration tries; without one, the first is taken."""
 COPIED_FOLDER = "additional_chat_templates"
 
 CalibrateFn = Callable[[OpenedModel, Recipe], CalibrationResult]
@@ -94,7 +97,8 @@ def migrate(
             if checkpoint.path.resolve().is_relative_to(target):
                 raise CheckpointError(f"{target}: holds the source, {checkpoint.path}; name another folder")
             check_target(target, force)
-        calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
+        model, calibrated = _calibrated(model, chosen, calibrate if chosen.calibration else None)
+        checkpoint = model.checkpoint
         rewrites = calibrated.rewrites if chosen.calibration else _rotations(model.spec, chosen)
         schemes = SchemeChoice.of(model.spec, chosen, rewrites, portable)
         tasks = _make_tasks(checkpoint, schemes, rewrites)
@@ -122,6 +126,24 @@ def migrate(
                 report = replace(report, cost=verify(folder))
                 write_json(folder / MANIFEST_FILE, report.manifest())
         return report
+
+
+def _calibrated(
+    model: OpenedModel, recipe: Recipe, calibrate: CalibrateFn | None
+) -> tuple[OpenedModel, CalibrationResult]:
+    """The model that is converted, rotated offline if the recipe says so, and the result of its calibration.
+
+    A calibration tries :data:`ROTATION_SEEDS` and keeps the one with the least mean error of products.
+    """
+    if not recipe.offline_rotation:
+        return model, calibrate(model, recipe) if calibrate else CalibrationResult()
+    if calibrate is None:
+        return rotate_offline(model, recipe), CalibrationResult()
+    candidates = [rotate_offline(model, recipe, seed) for seed in ROTATION_SEEDS]
+    results = [calibrate(candidate, recipe) for candidate in candidates]
+    best = min(range(len(results)), key=lambda i: results[i].mean_error)
+    report = {**results[best].report, "rotation_seed": ROTATION_SEEDS[best]}
+    return candidates[best], replace(results[best], report=report)
 
 
 def _rotations(spec: Spec, recipe: Recipe) -> dict[str, WeightRewrite]:

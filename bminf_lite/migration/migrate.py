@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def migrate(
 
     With ``target_divergence``, which needs the recipe ``auto`` and a text, several quantizations are tried instead, the
     fastest first (see :mod:`.budget`), and the first whose divergence is at most the target is kept; the report's
-    ``cost`` lists those that were ``tried`` before. ``offline_only`` leaves out those that other readers may not open.
+    ``cost`` lists those that were ``tried`` before. ``offline_only`` leaves out those that other readers may not open;
+    without a target, it makes a recipe that rotates inputs fold rotations into the weights instead (see
+    :mod:`bminf_lite.checkpoint.offline_rotation`).
 
     ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
     tensor would become. ``portable`` keeps matrices that other readers of the format open only as float, which are
@@ -95,7 +98,12 @@ def migrate(
             "neither max_divergence nor dry_run"
         )
     if offline_only and target_divergence is None:
-        raise UsageError("offline_only says what a target may choose: it needs target_divergence")
+        if recipe.rotation == 1 and not recipe.offline_rotation:
+            raise UsageError(
+                f"offline_only is for a recipe that rotates (w8a8-rotate), or with target_divergence; {recipe.name} "
+                "rotates nothing"
+            )
+        recipe = replace(recipe, name=f"{recipe.name}, offline only", rotation=1, offline_rotation=True)
     write = partial(
         migrate_folder,
         source,
