@@ -31,7 +31,7 @@ from .checksum import FileRecord
 from .compressed_tensors import quantization_config
 from .conversion import ConversionTask, Converter, Progress, tensor_report
 from .manifest import MANIFEST_FILE, MigrationReport, TensorReport
-from .offline_rotation import rotate_offline
+from .offline_rotation import rotate_offline, rotates_offline
 from .opened_model import OpenedModel, open_model
 from .output_folder import check_target, output_folder
 from .reader import Checkpoint
@@ -46,8 +46,10 @@ COPIED_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*",
 )  # fmt: skip
 EXCLUDED_FILES = ("config.json", "*.index.json", MANIFEST_FILE, ".*")
-ROTATION_SEEDS = (0, 1, 2, 3)
-"""The offline rotations that a calibration tries; without one, the first is taken."""
+NO_OFFLINE_ROTATION = (
+    "recipe {}: nothing of a {} can be rotated in its weights alone (its residual stream is read through something else "
+    "than RMSNorms, and its values are part of a fused matrix); choose w8a8-rotate without offline_only, or w8a8"
+)
 COPIED_FOLDER = "additional_chat_templates"
 
 CalibrateFn = Callable[[OpenedModel, Recipe], CalibrationResult]
@@ -97,8 +99,14 @@ def migrate(
             if checkpoint.path.resolve().is_relative_to(target):
                 raise CheckpointError(f"{target}: holds the source, {checkpoint.path}; name another folder")
             check_target(target, force)
-        model, calibrated = _calibrated(model, chosen, calibrate if chosen.calibration else None)
-        checkpoint = model.checkpoint
+        rotated_offline = rotates_offline(model.spec) if chosen.offline_rotation else ()
+        if chosen.offline_rotation and not rotated_offline and chosen.rotation == 1:
+            raise UsageError(NO_OFFLINE_ROTATION.format(chosen.name, model.description.config_json["model_type"]))
+        if rotated_offline:
+            stay_float = [name for name in model.spec.parameters if not _is_quantized(model.spec, chosen, name)]
+            model = rotate_offline(model, stay_float)
+            checkpoint = model.checkpoint
+        calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
         rewrites = calibrated.rewrites if chosen.calibration else _rotations(model.spec, chosen)
         schemes = SchemeChoice.of(model.spec, chosen, rewrites, portable)
         tasks = _make_tasks(checkpoint, schemes, rewrites)
@@ -110,6 +118,7 @@ def migrate(
             chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late, conv1d=schemes.conv1d,
             skipped=tuple(skipped), left_out=tuple(model.left_out()),
             late_rotations={name: block for name, block in late_rotations.items() if block > 1},
+            rotated_offline=rotated_offline,
         )  # fmt: skip
         if dry_run:
             return report
@@ -128,22 +137,9 @@ def migrate(
         return report
 
 
-def _calibrated(
-    model: OpenedModel, recipe: Recipe, calibrate: CalibrateFn | None
-) -> tuple[OpenedModel, CalibrationResult]:
-    """The model that is converted, rotated offline if the recipe says so, and the result of its calibration.
-
-    A calibration tries :data:`ROTATION_SEEDS` and keeps the one with the least mean error of products.
-    """
-    if not recipe.offline_rotation:
-        return model, calibrate(model, recipe) if calibrate else CalibrationResult()
-    if calibrate is None:
-        return rotate_offline(model, recipe), CalibrationResult()
-    candidates = [rotate_offline(model, recipe, seed) for seed in ROTATION_SEEDS]
-    results = [calibrate(candidate, recipe) for candidate in candidates]
-    best = min(range(len(results)), key=lambda i: results[i].mean_error)
-    report = {**results[best].report, "rotation_seed": ROTATION_SEEDS[best]}
-    return candidates[best], replace(results[best], report=report)
+def _is_quantized(spec: Spec, recipe: Recipe, name: str) -> bool:
+    role = spec.parameters[name].role
+    return role in (Role.LINEAR, Role.HEAD) and recipe.scheme_of(name, role is Role.HEAD) is not Scheme.FLOAT
 
 
 def _rotations(spec: Spec, recipe: Recipe) -> dict[str, WeightRewrite]:

@@ -15,30 +15,28 @@ head reads a norm that the embedding does not, so it becomes a matrix of its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..backend.rotation import rotated
-from ..errors import CheckpointError
-from ..models.spec import Fold, Role, Spec
+from ..models.spec import Fold, Spec
 from .derived_tensor import DerivedTensor, Rows, WholeMatrices, info_as
 from .opened_model import OpenedModel
 from .reader import Checkpoint
-from .recipe import Recipe, Scheme
 
 Transform = Callable[[np.ndarray], np.ndarray]
 """Rows fp32 ``[n, features]``, each multiplied by one orthogonal matrix."""
 
 
-def stream_rotation(features: int, seed: int) -> Transform:
-    """Multiplication by an orthogonal matrix of ``features`` = ``m * 2**k`` with odd ``m``, drawn from ``seed``.
+def stream_rotation(features: int) -> Transform:
+    """Multiplication by an orthogonal matrix of ``features`` = ``m * 2**k`` with odd ``m``, always the same.
 
     Each element gets a random sign, each block of ``2**k`` elements is multiplied by Sylvester's Hadamard matrix over
     the root of its size, and a random orthogonal matrix mixes the ``m`` blocks.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     signs = random.choice(np.array([-1, 1], np.float32), features)
     block = features & -features
     mixing = np.linalg.qr(random.standard_normal((features // block,) * 2))[0].astype(np.float32)
@@ -52,25 +50,19 @@ def stream_rotation(features: int, seed: int) -> Transform:
     return transform
 
 
-def rotates_offline(spec: Spec) -> bool:
-    """Whether a model with ``spec`` has anything that can be rotated offline."""
-    return spec.stream is not None or bool(spec.value_heads)
+def rotates_offline(spec: Spec) -> tuple[str, ...]:
+    """What of a model with ``spec`` can be rotated, in words; empty for nothing."""
+    stream = ["residual stream" + (", its tied head stored apart" if spec.tied else "")] if spec.stream else []
+    return (*stream, *(["value heads"] if spec.value_heads else []))
 
 
-def rotate_offline(model: OpenedModel, recipe: Recipe, seed: int = 0) -> OpenedModel:
+def rotate_offline(model: OpenedModel, in_type_of_file: Collection[str] = ()) -> OpenedModel:
     """``model``, an open float checkpoint, with R1 and R2 folded into its tensors as they are read.
 
-    The tensors that ``recipe`` quantizes are fp32; others are rounded to their type in the file. ``seed`` chooses R1.
-    The result owns the files of ``model``. Raises :class:`CheckpointError` for a model that has neither rotation.
+    These are fp32, but for those named ``in_type_of_file``, which are rounded. Both models share the files.
     """
     checkpoint, spec = model.checkpoint, model.spec
-    if not rotates_offline(spec):
-        raise CheckpointError(
-            f"{checkpoint.path}: nothing of a {model.description.config_json.get('model_type')} can be rotated offline "
-            "(no RMSNorm alone reads its residual stream, and its values are part of a fused matrix): choose "
-            "w8a8-rotate without offline_only, or w8a8"
-        )
-    changes = _changes(spec, seed)
+    changes = _changes(spec)
     description = model.description
     tied = spec.tied if spec.stream is not None else {}
     config = checkpoint.config
@@ -80,7 +72,7 @@ def rotate_offline(model: OpenedModel, recipe: Recipe, seed: int = 0) -> OpenedM
         if description.config_json is checkpoint.config:
             config = config_json
         description = replace(description, spec=spec, config_json=config_json)
-    source = checkpoint.with_derived(_derived(checkpoint, spec, changes, tied, recipe), config)
+    source = checkpoint.with_derived(_derived(checkpoint, spec, changes, tied, in_type_of_file), config)
     return OpenedModel(source, description, model.eos_ids)
 
 
@@ -99,7 +91,7 @@ class Change:
     constant: float | None = None
 
 
-def _changes(spec: Spec, seed: int) -> dict[str, Change]:
+def _changes(spec: Spec) -> dict[str, Change]:
     changes: dict[str, Change] = {}
 
     def add(name: str, **properties: object) -> None:
@@ -107,7 +99,7 @@ def _changes(spec: Spec, seed: int) -> dict[str, Change]:
 
     stream = spec.stream
     if stream is not None:
-        rotate = stream_rotation(spec.parameters[stream.tables[0]].shape[-1], seed)
+        rotate = stream_rotation(spec.parameters[stream.tables[0]].shape[-1])
         for name in stream.tables:
             add(name, rows=(rotate,))
         for norm in stream.norms:
@@ -139,17 +131,17 @@ def _is_vector(spec: Spec, name: str) -> bool:
 
 
 def _derived(
-    checkpoint: Checkpoint, spec: Spec, changes: Mapping[str, Change], untied: Mapping[str, str], recipe: Recipe
-) -> dict[str, DerivedTensor]:
+    checkpoint: Checkpoint, spec: Spec, changes: Mapping[str, Change], untied: Mapping[str, str],
+    in_type_of_file: Collection[str],
+) -> dict[str, DerivedTensor]:  # fmt: skip
     """The tensors of ``changes``, computed from those of ``checkpoint``; those of ``untied`` from others'."""
     make: dict[str, Callable[[], np.ndarray]] = {}
     whole = WholeMatrices(make)
     derived = {}
     for name, change in changes.items():
-        parameter, stored = spec.parameters[name], untied.get(name, name)
+        stored = untied.get(name, name)
         info = checkpoint.tensors[stored]
-        quantized = parameter.role in (Role.LINEAR, Role.HEAD)
-        if quantized and recipe.scheme_of(name, parameter.role is Role.HEAD) is not Scheme.FLOAT:
+        if name not in in_type_of_file:
             info = info_as(info, "F32")
         read = _rows(checkpoint, stored, change)
         if change.columns:

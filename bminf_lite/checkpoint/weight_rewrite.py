@@ -45,9 +45,3 @@ class CalibrationResult:
 
     rewrites: Mapping[str, WeightRewrite] = field(default_factory=dict)
     report: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def mean_error(self) -> float:
-        """The mean of the products' errors."""
-        errors = [product["error"] for product in self.report.get("products", [])]
-        return sum(errors) / len(errors) if errors else 0.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from .. import backend
 from ..checkpoint.conversion import Progress
 from ..checkpoint.manifest import MigrationReport
 from ..checkpoint.migrate import migrate as migrate_folder
-from ..checkpoint.opened_model import OpenedModel
+from ..checkpoint.offline_rotation import rotates_offline
+from ..checkpoint.opened_model import OpenedModel, open_model
 from ..checkpoint.recipe import Recipe, load_recipe
 from ..checkpoint.weight_rewrite import CalibrationResult
 from ..checkpoint.writer import SHARD_BYTES
@@ -31,7 +31,7 @@ from ..quantize import calibration
 from ..quantize.decisions import QuantizationSearch
 from ..text.checkpoint_files import load_tokenizer
 from ..text.prompts import validate_token_ids
-from .budget import budget_steps
+from .budget import budget_steps, offline_part
 from .held_out import CalibrationSplit, DivergenceExceeded, check_divergence, measure_cost, split_samples
 
 SAMPLE_TOKENS = 512
@@ -103,7 +103,7 @@ def migrate(
                 f"offline_only is for a recipe that rotates (w8a8-rotate), or with target_divergence; {recipe.name} "
                 "rotates nothing"
             )
-        recipe = replace(recipe, name=f"{recipe.name}, offline only", rotation=1, offline_rotation=True)
+        recipe = offline_part(recipe)
     write = partial(
         migrate_folder,
         source,
@@ -140,7 +140,9 @@ def migrate(
     def verify(folder: Path) -> dict[str, Any]:
         return measure(target_divergence, folder) | {"target": target_divergence, "tried": tried}
 
-    for step in budget_steps(offline_only):
+    with open_model(source) as opened:
+        steps = budget_steps(offline_only, bool(rotates_offline(opened.spec)))
+    for step in steps:
         try:
             return write(step, calibrate=decide, verify=verify)
         except DivergenceExceeded as error:  # noqa: PERF203, a step takes minutes
