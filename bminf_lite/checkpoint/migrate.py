@@ -26,10 +26,11 @@ from typing import Any
 
 from ..errors import CheckpointError, UsageError, checkpoint_error
 from ..files import expand, thread_count
-from ..models.spec import Parameter, Role, Spec
+from ..models.spec import GatedProduct, Parameter, Role, Spec
 from .checksum import FileRecord
 from .compressed_tensors import quantization_config
 from .conversion import ConversionTask, Converter, Progress, tensor_report
+from .fp16_range import limit_gated_products, within_fp16
 from .manifest import MANIFEST_FILE, MigrationReport, TensorReport
 from .offline_rotation import rotate_offline, rotates_offline
 from .opened_model import OpenedModel, open_model
@@ -47,8 +48,8 @@ COPIED_FILES = (
 )  # fmt: skip
 EXCLUDED_FILES = ("config.json", "*.index.json", MANIFEST_FILE, ".*")
 NO_OFFLINE_ROTATION = (
-    "recipe {}: nothing of a {} can be rotated in its weights alone (its residual stream is read through something else "
-    "than RMSNorms, and its values are part of a fused matrix); choose w8a8-rotate without offline_only, or w8a8"
+    "recipe {}: nothing of a {} can be rotated in its weights alone: its residual stream is not read by RMSNorms only, "
+    "and its values are part of a fused matrix. Choose w8a8-rotate without offline_only, or w8a8"
 )
 COPIED_FOLDER = "additional_chat_templates"
 
@@ -106,6 +107,9 @@ def migrate(
             stay_float = [name for name in model.spec.parameters if not _is_quantized(model.spec, chosen, name)]
             model = rotate_offline(model, stay_float)
             checkpoint = model.checkpoint
+        if chosen.calibration:
+            model = within_fp16(model)
+            checkpoint = model.checkpoint
         calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
         rewrites = calibrated.rewrites if chosen.calibration else _rotations(model.spec, chosen)
         schemes = SchemeChoice.of(model.spec, chosen, rewrites, portable)
@@ -129,7 +133,8 @@ def migrate(
             _copy_files(checkpoint.path, copied, folder)
             for name, text in checkpoint.text_files().items():
                 write_text(folder / name, text)
-            report = _convert(checkpoint, tasks, folder, shard_bytes, progress, report)
+            gated = () if chosen.calibration else model.spec.gated
+            report = _convert(checkpoint, tasks, gated, folder, shard_bytes, progress, report)
             write_json(folder / MANIFEST_FILE, report.manifest())
             if verify:
                 report = replace(report, cost=verify(folder))
@@ -249,17 +254,22 @@ def _quantization(schemes: SchemeChoice, rewrites: Mapping[str, WeightRewrite]) 
 def _convert(
     checkpoint: Checkpoint,
     tasks: list[ConversionTask],
+    gated: tuple[GatedProduct, ...],
     folder: Path,
     shard_bytes: int,
     progress: Progress | None,
     report: MigrationReport,
 ) -> MigrationReport:
-    """Write all tensors into ``folder``; returns the report with them, and with the checksums of all files."""
+    """Write all tensors into ``folder``; returns the report with them, and with the checksums of all files.
+
+    ``gated`` are products that get the factors that they need.
+    """
     outputs = {name: declared for task in tasks for name, declared in task.outputs().items()}
     writer = CheckpointWriter(folder, outputs, {task.scale_name for task in tasks}, shard_bytes)
     try:
         with Converter(checkpoint, writer, thread_count(), progress) as converter:
             tensors = converter.run(tasks)
+            limit_gated_products(checkpoint, gated, converter.row_norms, converter.scale_rows)
             writer.finish()
             sources = converter.source_records()
             written = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -155,7 +155,9 @@ def _rows(checkpoint: Checkpoint, stored: str, change: Change) -> Rows:
     """The rows of a tensor after every change but that of its columns."""
     values = checkpoint.stored(stored)
     is_vector = len(values.shape) == 1
-    gain = None if change.gain is None else checkpoint.vector(change.gain).astype(np.float32) + np.float32(change.offset)
+    gain = (
+        None if change.gain is None else checkpoint.vector(change.gain).astype(np.float32) + np.float32(change.offset)
+    )
 
     def rows(first: int, end: int) -> np.ndarray:
         if change.constant is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.values import Array
+from ..checkpoint.fp16_range import within_fp16
 from ..checkpoint.offline_rotation import rotate_offline
 from ..checkpoint.opened_model import open_model
 from ..checkpoint.recipe import Scheme
@@ -78,7 +79,11 @@ class LayerwiseCheckpoint:
         self.ops = ops
         self._observer: Observer | None = None
         model = open_model(path)
-        self._model = rotate_offline(model) if rotated_offline else model
+        if rotated_offline:
+            model = rotate_offline(model)
+        if model.checkpoint.quantization is None and ops.activation_dtype == np.float16:
+            model = within_fp16(model)
+        self._model = model
         self.checkpoint = self._model.checkpoint
         self.config: Any = self._model.config
         self.spec = self._model.spec

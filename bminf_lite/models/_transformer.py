@@ -27,7 +27,20 @@ from ..layers.whole_norms import AttentionWithWholeNorms
 from ._config import ConfigReader, ModelConfig
 from ._decoder import Output
 from ._rotary import Rotary
-from .spec import Fold, ResidualStream, Spec, StreamNorm, Tensors, bias, embedding, head, linear, norm, weights_of
+from .spec import (
+    Fold,
+    GatedProduct,
+    ResidualStream,
+    Spec,
+    StreamNorm,
+    Tensors,
+    bias,
+    embedding,
+    head,
+    linear,
+    norm,
+    weights_of,
+)
 
 
 @dataclass(frozen=True)
@@ -181,6 +194,7 @@ def spec(config: Config) -> Spec:
     folds: list[Fold] = []
     value_heads: list[Fold] = []
     rotatable: list[str] = []
+    gated: list[GatedProduct] = []
     norms_read: list[StreamNorm] = []
     written: list[str] = []
     for layer in range(config.layers):
@@ -201,12 +215,14 @@ def spec(config: Config) -> Spec:
                 tensors |= norm(f"{block}.{name}", count * config.head_dim)
         readers = norm_readers(names, config.parallel, qkv, mlp_in)
         if not config.norm_offset:
-            folds += [
-                Fold(tuple(norm_tensors(f"{block}.{name}", config)), weights_of(*read)) for name, read in readers
-            ]
+            folds += [Fold(tuple(norm_tensors(f"{block}.{name}", config)), weights_of(*read)) for name, read in readers]
         norms_read += [
             StreamNorm(f"{block}.{name}.weight", weights_of(*read), config.norm_offset) for name, read in readers
         ]
+        mlp_norm = next((name for name, read in readers if mlp_in[0] in read), None)
+        if mlp_norm and has_bounded_gate(config):
+            matrices = weights_of(mlp_in[0], mlp_in[-1], mlp_out)
+            gated.append(GatedProduct(*matrices, f"{block}.{mlp_norm}.weight", config.norm_offset))
         written += [*out_tensors, *linear(mlp_out, (hidden, inner), config.mlp_bias)]
         if len(qkv) == 3:
             group = config.heads // config.kv_heads
@@ -222,7 +238,7 @@ def spec(config: Config) -> Spec:
         tensors, tied, names.ignored, tuple(folds + value_heads), names.aliases, rotatable=tuple(rotatable),
         stream=ResidualStream(weights_of(names.embedding), tuple(norms_read), tuple(written))
         if has_rotatable_stream(config) else None,
-        value_heads=tuple(value_heads),
+        value_heads=tuple(value_heads), gated=tuple(gated),
     )  # fmt: skip
 
 
@@ -234,9 +250,13 @@ def has_rotatable_stream(config: Config) -> bool:
     return config.norm_kind is NormKind.RMS and has_norms and not has_others
 
 
-def norm_readers(
-    names: TensorNames, parallel: bool, qkv: list[str], mlp_in: list[str]
-) -> list[tuple[str, list[str]]]:
+def has_bounded_gate(config: Config) -> bool:
+    """Whether the feed-forward layer is a :class:`.spec.GatedProduct`."""
+    is_bounded = config.gated and config.activation != "relu_squared"
+    return is_bounded and not config.mlp_bias and config.norm_kind is not NormKind.LAYER
+
+
+def norm_readers(names: TensorNames, parallel: bool, qkv: list[str], mlp_in: list[str]) -> list[tuple[str, list[str]]]:
     """The norms of the residual stream in a layer, and the matrices that read each."""
     readers = [(names.attention_norm, qkv), (names.mlp_norm, mlp_in)]
     if parallel and names.mlp_norm is None:

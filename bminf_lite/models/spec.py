@@ -77,6 +77,21 @@ class ResidualStream:
 
 
 @dataclass(frozen=True)
+class GatedProduct:
+    """``f(gate) * up``, the input of the matrix ``down``, with ``|f(y)| <= |y|`` and without biases.
+
+    ``gate`` and ``up`` are matrices, or one with gate in its first half. They read an RMSNorm, or a LayerNorm without a
+    bias, with the weight ``norm``, to which ``offset`` is added.
+    """
+
+    gate: str
+    up: str
+    down: str
+    norm: str
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
 class Spec:
     """All tensors of one model.
 
@@ -90,7 +105,7 @@ class Spec:
     ``tied``, but for tensors that a file may also hold with values of their own.
     ``rotatable`` are the matrices whose input a recipe may rotate: the second of each feed-forward layer.
     ``stream`` is the residual stream if it may be rotated, and ``value_heads`` are the folds of value heads, of
-    ``block`` channels each, whose channels may be rotated.
+    ``block`` channels each, whose channels may be rotated. ``gated`` are the gated products with a known bound.
     """
 
     parameters: Mapping[str, Parameter]
@@ -103,6 +118,7 @@ class Spec:
     rotatable: tuple[str, ...] = ()
     stream: ResidualStream | None = None
     value_heads: tuple[Fold, ...] = ()
+    gated: tuple[GatedProduct, ...] = ()
 
 
 Tensors = dict[str, Parameter]
