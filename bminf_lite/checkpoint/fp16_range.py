@@ -26,13 +26,13 @@ LARGEST = 2.0**15
 """The largest bound that needs no factor: half of fp16's range, for the errors of quantization come on top."""
 
 MAX_SHIFT = 10
-"""Factors are at most ``2**MAX_SHIFT``. A larger one would cost small values bits, because bounds are far from tight."""
+"""Factors are at most ``2**MAX_SHIFT``. A larger one would cost small values bits, and bounds are far from tight."""
 
 
 def shift_for(features: int, gate: np.ndarray, up: np.ndarray) -> int:
-    """The power of two, 0 or more, for rows of gate and up with the norms ``gate`` and ``up`` ``[n]``, weights ``d`` in.
+    """The power of two, 0 or more, for rows of gate and up that read ``features`` elements.
 
-    They read ``features`` elements.
+    ``gate`` and ``up`` are ``|w * d|`` of each row, fp32 ``[n]``.
     """
     peak = max(math.sqrt(features) * float(up.max(initial=0)), features * float((gate * up).max(initial=0)))
     if not LARGEST < peak < math.inf:
@@ -75,7 +75,8 @@ def row_norms(matrix: np.ndarray, gain: np.ndarray) -> np.ndarray:
 
     with ThreadPoolExecutor(thread_count()) as pool:
         parts = list(pool.map(of_block, range(0, matrix.shape[0], step)))
-    return np.sqrt(np.concatenate(parts))
+    norms: np.ndarray = np.sqrt(np.concatenate(parts))
+    return norms
 
 
 def within_fp16(model: OpenedModel) -> OpenedModel:

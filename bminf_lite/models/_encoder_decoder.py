@@ -160,8 +160,8 @@ def spec(config: Config) -> Spec:
             folds += _block_folds(config, stack, block)
             rotatable += weights_of(f"{block}.{stack.mlp}.wo")
             if config.gated and config.activation != "relu_squared":
-                mlp = [f"{block}.{stack.mlp}.{name}" for name in (*config.inner, "wo")]
-                gated.append(GatedProduct(*weights_of(*mlp), f"{block}.{stack.mlp_norm}.weight"))
+                gate, up, down = weights_of(*(f"{block}.{stack.mlp}.{name}" for name in (*config.inner, "wo")))
+                gated.append(GatedProduct(gate, up, down, f"{block}.{stack.mlp_norm}.weight"))
             if stack.cross:
                 source_readers += [f"{block}.{name}" for name in stack.cross.kv]
         tensors |= norm(stack.final_norm, hidden)

@@ -221,8 +221,8 @@ def spec(config: Config) -> Spec:
         ]
         mlp_norm = next((name for name, read in readers if mlp_in[0] in read), None)
         if mlp_norm and has_bounded_gate(config):
-            matrices = weights_of(mlp_in[0], mlp_in[-1], mlp_out)
-            gated.append(GatedProduct(*matrices, f"{block}.{mlp_norm}.weight", config.norm_offset))
+            gate, up, down = weights_of(mlp_in[0], mlp_in[-1], mlp_out)
+            gated.append(GatedProduct(gate, up, down, f"{block}.{mlp_norm}.weight", config.norm_offset))
         written += [*out_tensors, *linear(mlp_out, (hidden, inner), config.mlp_bias)]
         if len(qkv) == 3:
             group = config.heads // config.kv_heads
