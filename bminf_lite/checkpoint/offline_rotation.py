@@ -45,7 +45,8 @@ def stream_rotation(features: int) -> Transform:
         blocks = rotated(rows * signs, block)
         if features == block:
             return blocks
-        return np.matmul(mixing, blocks.reshape(-1, features // block, block)).reshape(rows.shape)
+        mixed: np.ndarray = np.matmul(mixing, blocks.reshape(-1, features // block, block))
+        return mixed.reshape(rows.shape)
 
     return transform
 

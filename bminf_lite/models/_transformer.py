@@ -40,7 +40,7 @@ from .spec import (
     linear,
     norm,
     weights_of,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
