@@ -2,6 +2,9 @@
 
     python tools/train_demo_model.py collect corpus.jsonl
     python tools/train_demo_model.py train corpus.jsonl bminf_lite/demo_model
+    python tools/train_demo_model.py train corpus.jsonl OPT --architecture opt
+
+The third command trains an OPT on the same text instead, to measure quantization on another architecture.
 
 The first command gathers the text (see ``demo_corpus.py``); the second trains a byte-level BPE tokenizer and the
 model, and writes a Hugging Face folder: ``config.json``, ``generation_config.json``, ``tokenizer.json``,
@@ -28,7 +31,7 @@ import demo_corpus
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn import functional
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 END = "<|endoftext|>"  # before, between and after documents: both bos and eos
 END_ID = 0
@@ -48,6 +51,7 @@ class Training:
     weight_decay: float
     dropout: float
     seed: int
+    window: int = CONTEXT
     warmup: int = 100
     evaluations: int = 40
 
@@ -70,8 +74,34 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
+def make_model(architecture: str, dropout: float) -> PreTrainedModel:
+    """An untrained model of 3.3 (``llama``) or 3.9 million parameters (``opt``) with dropout.
+
+    Every dimension is a multiple of 64, which suits int8 kernels.
+    """
+    if architecture == "opt":
+        return OPTForCausalLM(
+            OPTConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=256,
+                ffn_dim=1024,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                max_position_embeddings=CONTEXT,
+                dropout=dropout,
+                bos_token_id=END_ID,
+                eos_token_id=END_ID,
+                pad_token_id=None,
+                dtype="float32",
+            )
+        )
+    model = LlamaForCausalLM(configuration())
+    add_dropout(model, dropout)
+    return model
+
+
 def configuration() -> LlamaConfig:
-    """About 3.3 million parameters; every dimension is a multiple of 64, which suits int8 kernels."""
+    """The configuration of the demo model."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -105,7 +135,7 @@ def stream(tokenizer: Tokenizer, texts: list[str], device: torch.device) -> torc
     return torch.tensor([*ids, END_ID], device=device)
 
 
-def loss_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy, in nats per token, of each token of ``tokens`` ``[batch, length]`` but the first."""
     amp = torch.autocast("cuda", torch.bfloat16) if tokens.is_cuda and model.training else nullcontext()
     with amp:
@@ -114,7 +144,7 @@ def loss_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: LlamaForCausalLM, row: torch.Tensor, batch: int = 16) -> float:
+def evaluate(model: PreTrainedModel, row: torch.Tensor, batch: int = 16) -> float:
     """Mean loss over ``row`` ``[length]`` in nats per token, in fp32, over windows that each begin with ``END``."""
     model.eval()
     row = row[1:] if row[0] == END_ID else row
@@ -128,26 +158,26 @@ def evaluate(model: LlamaForCausalLM, row: torch.Tensor, batch: int = 16) -> flo
     return total / len(row)
 
 
-def random_windows(row: torch.Tensor, batch: int, seed: int) -> Iterator[torch.Tensor]:
-    """Batches ``[batch, CONTEXT + 1]`` of windows that start anywhere in ``row``."""
+def random_windows(row: torch.Tensor, batch: int, window: int, seed: int) -> Iterator[torch.Tensor]:
+    """Batches ``[batch, window + 1]`` of windows that start anywhere in ``row``."""
     generator = torch.Generator().manual_seed(seed)
-    span = torch.arange(CONTEXT + 1, device=row.device)
+    span = torch.arange(window + 1, device=row.device)
     while True:
-        starts = torch.randint(len(row) - CONTEXT - 1, (batch, 1), generator=generator)
+        starts = torch.randint(len(row) - window - 1, (batch, 1), generator=generator)
         yield row[starts.to(row.device) + span]
 
 
-def optimizer_for(model: LlamaForCausalLM, training: Training) -> torch.optim.AdamW:
+def optimizer_for(model: PreTrainedModel, training: Training) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     gains = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": training.weight_decay}, {"params": gains, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=matrices[0].is_cuda)
 
 
-def fit(model: LlamaForCausalLM, train: torch.Tensor, validation: torch.Tensor, training: Training) -> float:
+def fit(model: PreTrainedModel, train: torch.Tensor, validation: torch.Tensor, training: Training) -> float:
     """Train in place and return the lowest validation loss, whose weights the model then holds."""
     optimizer = optimizer_for(model, training)
-    windows = random_windows(train, training.batch, training.seed)
+    windows = random_windows(train, training.batch, training.window, training.seed)
     best, best_weights = math.inf, model.state_dict()
     running = torch.full((), math.log(VOCABULARY), device=train.device)
     start, step, evaluated = time.monotonic(), 0, 0
@@ -180,7 +210,7 @@ def fit(model: LlamaForCausalLM, train: torch.Tensor, validation: torch.Tensor, 
 
 
 @torch.no_grad()
-def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
+def sample(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
     model.eval()
     torch.manual_seed(seed)
     ids = torch.tensor([tokenizer.encode(prompt).ids], device=model.device)
@@ -188,7 +218,7 @@ def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, seed: int
     return tokenizer.decode(output[0].tolist())
 
 
-def write(model: LlamaForCausalLM, tokenizer: Tokenizer, heldout: str, folder: Path) -> None:
+def write(model: PreTrainedModel, tokenizer: Tokenizer, heldout: str, folder: Path) -> None:
     model.generation_config = GenerationConfig(
         bos_token_id=END_ID, eos_token_id=END_ID, do_sample=True, temperature=0.7, top_p=0.9, max_new_tokens=128
     )
@@ -228,15 +258,18 @@ def collect(corpus: Path, stdlib: Path | None) -> None:
 @main.command()
 @click.argument("corpus", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("output", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--architecture", type=click.Choice(("llama", "opt")), default="llama", show_default=True)
 @click.option("--steps", default=4500, show_default=True)
 @click.option("--seconds", default=math.inf, help="End sooner, learning-rate schedule included.")
-@click.option("--batch", default=24, show_default=True, help=f"Windows of {CONTEXT} tokens per step.")
+@click.option("--batch", default=24, show_default=True, help="Windows per step.")
+@click.option("--window", default=CONTEXT, show_default=True, help="Tokens of a window.")
 @click.option("--learning-rate", default=3e-3, show_default=True)
 @click.option("--weight-decay", default=0.5, show_default=True)
 @click.option("--dropout", default=0.3, show_default=True)
+@click.option("--evaluations", default=40, show_default=True, help="How often the validation text is scored.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
-def train(corpus: Path, output: Path, device: str, **options: float) -> None:
+def train(corpus: Path, output: Path, architecture: str, device: str, **options: float) -> None:
     """Train on CORPUS and write the model folder OUTPUT."""
     training = Training(**options)
     torch.manual_seed(training.seed)
@@ -246,8 +279,7 @@ def train(corpus: Path, output: Path, device: str, **options: float) -> None:
         texts[document["split"]].append(document["text"])
     tokenizer = train_tokenizer(texts["train"])
     rows = {name: stream(tokenizer, texts[name], torch.device(device)) for name in ("train", "validation")}
-    model = LlamaForCausalLM(configuration()).to(device)
-    add_dropout(model, training.dropout)
+    model = make_model(architecture, training.dropout).to(device)
     click.echo(f"{model.num_parameters():,} parameters, {len(rows['train']):,} training tokens, {training}", err=True)
     loss = fit(model, rows["train"], rows["validation"], training)
 

@@ -144,6 +144,7 @@ class Converter:
     """Converts the tensors of ``source`` and writes them with ``writer``. A context manager that ends its threads.
 
     ``checksums`` gets the checksums of the scales and of small tensors that are copied, by the names of the results.
+    ``row_norms`` gets the norm of each row of int8 matrices, fp32 ``[out]``, by name.
     """
 
     def __init__(self, source: Checkpoint, writer: CheckpointWriter, workers: int, progress: Progress | None = None):
@@ -152,6 +153,8 @@ class Converter:
         self.workers = workers
         self.progress = progress
         self.checksums: dict[str, str] = {}
+        self.row_norms: dict[str, np.ndarray] = {}
+        self._scales: dict[str, np.ndarray] = {}
         self._pool = ThreadPoolExecutor(workers, "convert")
         self._scratch = threading.local()
         self._sources = FileChecksums(source.files(), source.path, self._pool)
@@ -189,6 +192,16 @@ class Converter:
             raise checkpoint_error(self.source.path, bad, "such a model computes nothing: export the checkpoint again")
         return reports
 
+    def scale_rows(self, name: str, factors: np.ndarray) -> None:
+        """Multiply the scales of a matrix by powers of two, fp32 ``[out]``, after :meth:`run`; they are fp32 then."""
+        self._write_scale(name, self._scales[name].astype(np.float32) * factors)
+
+    def _write_scale(self, name: str, scale: np.ndarray) -> None:
+        tensor = f"{name.removesuffix('.weight')}.weight_scale"
+        self._scales[name] = scale
+        self.writer.write_late(tensor, scale[:, None])
+        self.checksums[tensor] = array_checksum(scale)
+
     def source_records(self) -> list[FileRecord]:
         """The checksums of the source's files, after :meth:`run`."""
         return self._sources.records()
@@ -206,8 +219,8 @@ class Converter:
         if any(part.needs_fp32_scale for part in parts):
             parts = [part for _, part in self._convert_all(_blocks(task, fp32_scale=True))]
         scale, signal, noise = (np.concatenate([getattr(p, f) for p in parts]) for f in ("scale", "signal", "noise"))
-        self.writer.write_late(task.scale_name, scale[:, None])
-        self.checksums[task.scale_name] = array_checksum(scale)
+        self.row_norms[task.name] = scale.astype(np.float32) * np.sqrt(signal)
+        self._write_scale(task.name, scale)
         if task.packed:
             self.writer.write(f"{task.module}.weight_shape", np.array(task.shape, np.int64))
         if task.rewrite.outliers is not None:

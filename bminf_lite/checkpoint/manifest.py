@@ -6,6 +6,7 @@
 - ``tied_head``, the scheme for a head without a tensor of its own, or null;
 - ``quantized_when_loaded``, by name the schemes of matrices that stay float and ``[in, out]`` in the file, and
   ``rotated_when_loaded``, the blocks in which these rotate their input;
+- ``rotated_offline``, what was rotated in the weights (see :mod:`.offline_rotation`);
 - ``left_out``, the parts of a multimodal source that are not its text model;
 - ``only_bminf_lite``: why other readers of the format do not open the checkpoint, or null;
 - ``sources`` and ``files``, the files of the source and of the result with sizes and checksums (see :mod:`.checksum`);
@@ -59,7 +60,8 @@ class MigrationReport:
 
     ``tied_head`` is the scheme for a head without a tensor of its own, or None; ``late`` holds the schemes, by name, of
     matrices that are stored ``[in, out]``. Both stay float in the file and are quantized when they are loaded.
-    ``late_rotations`` are the blocks in which those rotate their input. ``conv1d`` are such matrices that are stored as
+    ``late_rotations`` are the blocks in which those rotate their input, and ``rotated_offline`` says what is rotated in
+    the weights. ``conv1d`` are such matrices that are stored as
     int8 instead. ``calibration`` holds a calibration's decisions, and ``cost`` the measured distance from the source.
     ``skipped`` lists the source's files that were not carried along, each with the reason. ``left_out`` names the parts
     of a multimodal model, such as ``vision_tower``, that are not in the result. Prints as a summary of two to four
@@ -79,6 +81,7 @@ class MigrationReport:
     skipped: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     late_rotations: Mapping[str, int] = field(default_factory=dict)
+    rotated_offline: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         before, after = self.bytes_before, self.bytes_after
@@ -95,6 +98,8 @@ class MigrationReport:
             )
         if self.tied_head is not None:
             lines.append(f"the output head shares the embedding's float tensor and runs as {self.tied_head.value}")
+        if self.rotated_offline:
+            lines.append(f"rotated in the weights: {', '.join(self.rotated_offline)}")
         if self.left_out:
             lines.append(f"only the text model was migrated; left out: {', '.join(self.left_out)}")
         if self.late:
@@ -138,6 +143,7 @@ class MigrationReport:
             **({"quantized_when_loaded": {n: scheme.value for n, scheme in self.late.items()}} if self.late else {}),
             "only_bminf_lite": self.only_bminf_lite,
             **({"left_out": list(self.left_out)} if self.left_out else {}),
+            **({"rotated_offline": list(self.rotated_offline)} if self.rotated_offline else {}),
             **({"rotated_when_loaded": dict(self.late_rotations)} if self.late_rotations else {}),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,

@@ -26,11 +26,13 @@ from typing import Any
 
 from ..errors import CheckpointError, UsageError, checkpoint_error
 from ..files import expand, thread_count
-from ..models.spec import Parameter, Role, Spec
+from ..models.spec import GatedProduct, Parameter, Role, Spec
 from .checksum import FileRecord
 from .compressed_tensors import quantization_config
 from .conversion import ConversionTask, Converter, Progress, tensor_report
+from .fp16_range import limit_gated_products, within_fp16
 from .manifest import MANIFEST_FILE, MigrationReport, TensorReport
+from .offline_rotation import rotate_offline, rotates_offline
 from .opened_model import OpenedModel, open_model
 from .output_folder import check_target, output_folder
 from .reader import Checkpoint
@@ -45,6 +47,10 @@ COPIED_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*",
 )  # fmt: skip
 EXCLUDED_FILES = ("config.json", "*.index.json", MANIFEST_FILE, ".*")
+NO_OFFLINE_ROTATION = (
+    "recipe {}: nothing of a {} can be rotated in its weights alone: its residual stream is not read by RMSNorms only, "
+    "and its values are part of a fused matrix. Choose w8a8-rotate without offline_only, or w8a8"
+)
 COPIED_FOLDER = "additional_chat_templates"
 
 CalibrateFn = Callable[[OpenedModel, Recipe], CalibrationResult]
@@ -94,6 +100,16 @@ def migrate(
             if checkpoint.path.resolve().is_relative_to(target):
                 raise CheckpointError(f"{target}: holds the source, {checkpoint.path}; name another folder")
             check_target(target, force)
+        rotated_offline = rotates_offline(model.spec) if chosen.offline_rotation else ()
+        if chosen.offline_rotation and not rotated_offline and chosen.rotation == 1:
+            raise UsageError(NO_OFFLINE_ROTATION.format(chosen.name, model.description.config_json["model_type"]))
+        if rotated_offline:
+            stay_float = [name for name in model.spec.parameters if not _is_quantized(model.spec, chosen, name)]
+            model = rotate_offline(model, stay_float)
+            checkpoint = model.checkpoint
+        if chosen.calibration:
+            model = within_fp16(model)
+            checkpoint = model.checkpoint
         calibrated = calibrate(model, chosen) if calibrate and chosen.calibration else CalibrationResult()
         rewrites = calibrated.rewrites if chosen.calibration else _rotations(model.spec, chosen)
         schemes = SchemeChoice.of(model.spec, chosen, rewrites, portable)
@@ -106,6 +122,7 @@ def migrate(
             chosen, schemes.tied_head, estimated, files, calibrated.report, schemes.late, conv1d=schemes.conv1d,
             skipped=tuple(skipped), left_out=tuple(model.left_out()),
             late_rotations={name: block for name, block in late_rotations.items() if block > 1},
+            rotated_offline=rotated_offline,
         )  # fmt: skip
         if dry_run:
             return report
@@ -116,12 +133,18 @@ def migrate(
             _copy_files(checkpoint.path, copied, folder)
             for name, text in checkpoint.text_files().items():
                 write_text(folder / name, text)
-            report = _convert(checkpoint, tasks, folder, shard_bytes, progress, report)
+            gated = () if chosen.calibration else model.spec.gated
+            report = _convert(checkpoint, tasks, gated, folder, shard_bytes, progress, report)
             write_json(folder / MANIFEST_FILE, report.manifest())
             if verify:
                 report = replace(report, cost=verify(folder))
                 write_json(folder / MANIFEST_FILE, report.manifest())
         return report
+
+
+def _is_quantized(spec: Spec, recipe: Recipe, name: str) -> bool:
+    role = spec.parameters[name].role
+    return role in (Role.LINEAR, Role.HEAD) and recipe.scheme_of(name, role is Role.HEAD) is not Scheme.FLOAT
 
 
 def _rotations(spec: Spec, recipe: Recipe) -> dict[str, WeightRewrite]:
@@ -231,17 +254,22 @@ def _quantization(schemes: SchemeChoice, rewrites: Mapping[str, WeightRewrite]) 
 def _convert(
     checkpoint: Checkpoint,
     tasks: list[ConversionTask],
+    gated: tuple[GatedProduct, ...],
     folder: Path,
     shard_bytes: int,
     progress: Progress | None,
     report: MigrationReport,
 ) -> MigrationReport:
-    """Write all tensors into ``folder``; returns the report with them, and with the checksums of all files."""
+    """Write all tensors into ``folder``; returns the report with them, and with the checksums of all files.
+
+    ``gated`` are products that get the factors that they need.
+    """
     outputs = {name: declared for task in tasks for name, declared in task.outputs().items()}
     writer = CheckpointWriter(folder, outputs, {task.scale_name for task in tasks}, shard_bytes)
     try:
         with Converter(checkpoint, writer, thread_count(), progress) as converter:
             tensors = converter.run(tasks)
+            limit_gated_products(checkpoint, gated, converter.row_norms, converter.scale_rows)
             writer.finish()
             sources = converter.source_records()
             written = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -11,6 +11,7 @@ the files' headers alone, so it takes milliseconds whatever the size.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from ..files import expand, read_small_file
 from ..gguf_files.header import find_gguf
 from .checksum import array_checksum
 from .compressed_tensors import packed_width, parse_quantization, unpack
+from .derived_tensor import DerivedTensor
 from .gguf_file import open_gguf
 from .manifest import FORMAT_VERSIONS, MANIFEST_FILE
 from .safetensors_file import SafetensorsFile
@@ -66,6 +68,7 @@ class Checkpoint:
         self.manifest = _read_optional(path / MANIFEST_FILE)
         _check_manifest(path, self.manifest, files)
         self._checksums = self.manifest.get("checked_when_loaded") or {}
+        self._derived: dict[str, DerivedTensor] = {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -106,12 +109,30 @@ class Checkpoint:
         self.tensors = {new if name == old else name: info for name, info in self.tensors.items()}
         self._name_in_file[new] = self._name_in_file.pop(old)
 
+    def with_derived(self, tensors: Mapping[str, DerivedTensor], config: dict[str, Any] | None = None) -> Checkpoint:
+        """A checkpoint with the same files, in which ``tensors`` are computed, and with another ``config`` if given.
+
+        Both share the files, which one of them closes.
+        """
+        other = copy.copy(self)
+        other._derived = {**self._derived, **tensors}
+        other.tensors = {**self.tensors, **{name: tensor.info for name, tensor in tensors.items()}}
+        other.config = self.config if config is None else config
+        return other
+
     def read(self, name: str) -> np.ndarray:
-        """A tensor as it is stored, in new memory. bf16 comes as ``ml_dtypes.bfloat16``."""
-        return self._files[self._info(name).file].read(self._name_in_file[name])
+        """A tensor as it is stored or computed, in new memory. bf16 comes as ``ml_dtypes.bfloat16``."""
+        info = self._info(name)
+        values = np.empty(info.shape, DTYPES[info.dtype])
+        if values.size:
+            self.read_into(name, values.reshape(-1).view(np.uint8).data)
+        return values
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> None:
         """Fill ``buffer`` with a tensor's bytes from ``offset`` on."""
+        if name in self._derived:
+            self._derived[name].read_into(buffer, offset)
+            return
         self._files[self._info(name).file].read_tensor(self._name_in_file[name], buffer, offset)
 
     def stored(self, name: str) -> np.ndarray:

@@ -12,7 +12,8 @@ A tied head has no tensor of its own; it is quantized with ``head``'s scheme whe
 
 ``rotation = N``, a power of two up to 256, makes the second matrices of feed-forward layers rotate their input in
 blocks of up to N elements where they are w8a8 (see :mod:`bminf_lite.backend.rotation`). Other readers must apply the
-result's ``transform_config``.
+result's ``transform_config``. ``offline_rotation = true`` folds rotations of the residual stream and of value heads
+into the weights (see :mod:`.offline_rotation`), which other readers do not notice.
 
 A recipe with a table ``[calibration]`` needs a text to calibrate on; the keys of the table are the fields of
 :class:`CalibrationSettings`.
@@ -42,7 +43,7 @@ else:
 
 OPTIONAL_KEYS: dict[str, tuple[type, str]] = {
     "name": (str, "text"), "description": (str, "text"), "rules": (dict, "a table"), "calibration": (dict, "a table"),
-    "rotation": (int, "a whole number"),
+    "rotation": (int, "a whole number"), "offline_rotation": (bool, "true or false"),
 }  # fmt: skip
 """The keys of a recipe beside ``linear`` and ``head``, and the types of their values."""
 
@@ -77,7 +78,7 @@ class Recipe:
     """Decisions for every weight matrix. ``rules`` maps patterns of tensor names to schemes, first match first.
 
     ``calibration`` is None for a recipe that needs no text. ``rotation`` is the largest block in which inputs are
-    rotated; 1 is none.
+    rotated; 1 is none. ``offline_rotation`` rotates the residual stream and value heads in the weights.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Recipe:
     description: str = ""
     calibration: CalibrationSettings | None = None
     rotation: int = 1
+    offline_rotation: bool = False
 
     def scheme_of(self, tensor: str, is_head: bool = False) -> Scheme:
         """The decision for a tensor, by its full name (``model.layers.0.mlp.up_proj.weight``)."""
@@ -121,6 +123,7 @@ class Recipe:
             "rules": rules,
         }
         result |= {"rotation": self.rotation} if self.rotation > 1 else {}
+        result |= {"offline_rotation": True} if self.offline_rotation else {}
         return result | ({"calibration": asdict(self.calibration)} if self.calibration else {})
 
 
@@ -183,6 +186,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
         raw.get("description", ""),
         CalibrationSettings(**calibration) if "calibration" in raw else None,
         raw.get("rotation", 1),
+        raw.get("offline_rotation", False),
     )
 
 

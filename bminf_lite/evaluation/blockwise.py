@@ -17,6 +17,8 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.quantization import HostWeight, Int8Weight
 from ..backend.values import Array
+from ..checkpoint.fp16_range import within_fp16
+from ..checkpoint.offline_rotation import rotate_offline
 from ..checkpoint.opened_model import open_model
 from ..checkpoint.recipe import Scheme
 from ..layers.loading import Weights
@@ -67,15 +69,21 @@ def batch_windows(windows: Iterable[Window], tokens: int = BATCH_TOKENS) -> list
 class LayerwiseCheckpoint:
     """The checkpoint in a folder, run on ``ops`` layer by layer. Close it, or use it as a context manager.
 
+    ``rotated_offline`` rotates a float model as a migration does, see :mod:`..checkpoint.offline_rotation`.
     ``schemes`` holds the quantization of each matrix that was read so far, see :func:`scheme_of`. Raises
     ``CheckpointError`` for a folder that holds no model of a known architecture.
     """
 
-    def __init__(self, path: Path, ops: Backend):
+    def __init__(self, path: Path, ops: Backend, rotated_offline: bool = False):
         self.path = path
         self.ops = ops
         self._observer: Observer | None = None
-        self._model = open_model(path)
+        model = open_model(path)
+        if rotated_offline:
+            model = rotate_offline(model)
+        if model.checkpoint.quantization is None and ops.activation_dtype == np.float16:
+            model = within_fp16(model)
+        self._model = model
         self.checkpoint = self._model.checkpoint
         self.config: Any = self._model.config
         self.spec = self._model.spec

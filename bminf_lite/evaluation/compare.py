@@ -141,7 +141,7 @@ def compare(
     with (
         closing(backend.create(device, memory_limit)) as ops,
         LayerwiseCheckpoint(model, ops) as ours,
-        LayerwiseCheckpoint(reference, ops) as theirs,
+        _open_reference(reference, ops, ours if layers else None) as theirs,
     ):
         their_states, our_states = theirs.start(batches), ours.start(batches)
         (_, x), (_, y) = (states[0].residual.shape for states in (our_states, their_states))
@@ -160,6 +160,18 @@ def compare(
         divergence, head = _compare_head(ours, theirs, batches, our_states, their_states, layers)
         progress(len(parts), len(parts), "done")
         return Comparison(divergence, tuple(blocks), head, ops.name)
+
+
+def _open_reference(reference: Path, ops: Backend, model: LayerwiseCheckpoint | None) -> LayerwiseCheckpoint:
+    """The reference, whose layers are compared with those of ``model`` if given.
+
+    A float reference is rotated as the model was, so that the values between two layers mean the same.
+    """
+    opened = LayerwiseCheckpoint(reference, ops)
+    if model is None or opened.checkpoint.quantization or not model.checkpoint.manifest.get("rotated_offline"):
+        return opened
+    opened.__exit__()
+    return LayerwiseCheckpoint(reference, ops, rotated_offline=True)
 
 
 def _advance(layer: int, checkpoint: LayerwiseCheckpoint, batches: Sequence[Batch], states: list[HiddenState]) -> None:

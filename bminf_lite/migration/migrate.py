@@ -19,7 +19,8 @@ from .. import backend
 from ..checkpoint.conversion import Progress
 from ..checkpoint.manifest import MigrationReport
 from ..checkpoint.migrate import migrate as migrate_folder
-from ..checkpoint.opened_model import OpenedModel
+from ..checkpoint.offline_rotation import rotates_offline
+from ..checkpoint.opened_model import OpenedModel, open_model
 from ..checkpoint.recipe import Recipe, load_recipe
 from ..checkpoint.weight_rewrite import CalibrationResult
 from ..checkpoint.writer import SHARD_BYTES
@@ -30,7 +31,7 @@ from ..quantize import calibration
 from ..quantize.decisions import QuantizationSearch
 from ..text.checkpoint_files import load_tokenizer
 from ..text.prompts import validate_token_ids
-from .budget import budget_steps
+from .budget import budget_steps, offline_part
 from .held_out import CalibrationSplit, DivergenceExceeded, check_divergence, measure_cost, split_samples
 
 SAMPLE_TOKENS = 512
@@ -70,7 +71,9 @@ def migrate(
 
     With ``target_divergence``, which needs the recipe ``auto`` and a text, several quantizations are tried instead, the
     fastest first (see :mod:`.budget`), and the first whose divergence is at most the target is kept; the report's
-    ``cost`` lists those that were ``tried`` before. ``offline_only`` leaves out those that other readers may not open.
+    ``cost`` lists those that were ``tried`` before. ``offline_only`` leaves out those that other readers may not open;
+    without a target, it makes a recipe that rotates inputs fold rotations into the weights instead (see
+    :mod:`bminf_lite.checkpoint.offline_rotation`).
 
     ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
     tensor would become. ``portable`` keeps matrices that other readers of the format open only as float, which are
@@ -95,7 +98,12 @@ def migrate(
             "neither max_divergence nor dry_run"
         )
     if offline_only and target_divergence is None:
-        raise UsageError("offline_only says what a target may choose: it needs target_divergence")
+        if recipe.rotation == 1 and not recipe.offline_rotation:
+            raise UsageError(
+                f"offline_only is for a recipe that rotates (w8a8-rotate), or with target_divergence; {recipe.name} "
+                "rotates nothing"
+            )
+        recipe = offline_part(recipe)
     write = partial(
         migrate_folder,
         source,
@@ -132,7 +140,9 @@ def migrate(
     def verify(folder: Path) -> dict[str, Any]:
         return measure(target_divergence, folder) | {"target": target_divergence, "tried": tried}
 
-    for step in budget_steps(offline_only):
+    with open_model(source) as opened:
+        steps = budget_steps(offline_only, bool(rotates_offline(opened.spec)))
+    for step in steps:
         try:
             return write(step, calibrate=decide, verify=verify)
         except DivergenceExceeded as error:  # noqa: PERF203, a step takes minutes

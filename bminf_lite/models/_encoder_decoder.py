@@ -22,7 +22,7 @@ from ..layers.norm import NormLayer, rms_norm
 from ..layers.relative_bias import load_relative_bias
 from ._config import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader, ModelConfig, integer, number
 from ._decoder import Output
-from .spec import Fold, Parameter, Role, Spec, Tensors, embedding, head, linear, norm, weights_of
+from .spec import Fold, GatedProduct, Parameter, Role, Spec, Tensors, embedding, head, linear, norm, weights_of
 
 KEYS = {
     "vocab_size": integer("vocab_size", 32128),
@@ -147,6 +147,7 @@ def spec(config: Config) -> Spec:
     names, hidden, table = config.names, config.hidden_size, (config.vocab_size, config.hidden_size)
     tensors = embedding(names.embedding, table) | head(names.head, table)
     folds: list[Fold] = []
+    gated: list[GatedProduct] = []
     rotatable: list[str] = []
     source_readers: list[str] = []
     for stack, layers in ((names.encoder, config.encoder_layers), (names.decoder, config.layers)):
@@ -158,6 +159,9 @@ def spec(config: Config) -> Spec:
                 tensors[f"{block}.{stack.bias}.weight"] = bias
             folds += _block_folds(config, stack, block)
             rotatable += weights_of(f"{block}.{stack.mlp}.wo")
+            if config.gated and config.activation != "relu_squared":
+                gate, up, down = weights_of(*(f"{block}.{stack.mlp}.{name}" for name in (*config.inner, "wo")))
+                gated.append(GatedProduct(gate, up, down, f"{block}.{stack.mlp_norm}.weight"))
             if stack.cross:
                 source_readers += [f"{block}.{name}" for name in stack.cross.kv]
         tensors |= norm(stack.final_norm, hidden)
@@ -169,7 +173,8 @@ def spec(config: Config) -> Spec:
     copies = {f"{names.embedding}.weight": names.embedding_copies}
     return Spec(
         tensors, tied, names.ignored, tuple(folds), copies=copies, tied_if_absent=tied_if_absent,
-        rotatable=tuple(rotatable),
+        rotatable=tuple(rotatable), value_heads=tuple(fold for fold in folds if fold.block > 1),
+        gated=tuple(gated),
     )  # fmt: skip
 
 
@@ -195,16 +200,20 @@ def _block_folds(config: Config, stack: StackTensorNames, block: str) -> list[Fo
     readers = {stack.self_norm: stack.qkv, stack.mlp_norm: tuple(f"{stack.mlp}.{part}" for part in config.inner)}
     if cross := stack.cross:
         readers[cross.norm] = (cross.q,)
+    values = {}
     if len(stack.qkv) == 3:
-        readers[stack.qkv[2]] = (stack.self_out,)
+        values[stack.qkv[2]] = (stack.self_out,)
     if cross and len(cross.kv) == 2:
-        readers[cross.kv[1]] = (cross.out,)
+        values[cross.kv[1]] = (cross.out,)
     if config.gated or config.activation == "relu":
         readers[f"{stack.mlp}.{config.inner[-1]}"] = (f"{stack.mlp}.wo",)
     return [
-        Fold(weights_of(f"{block}.{producer}"), weights_of(*(f"{block}.{name}" for name in consumers)))
-        for producer, consumers in readers.items()
-    ]
+        Fold(
+            weights_of(f"{block}.{producer}"), weights_of(*(f"{block}.{name}" for name in consumers)),
+            config.head_dim if producer in values else 1,
+        )
+        for producer, consumers in (readers | values).items()
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ def spec(config: Config) -> Spec:
         tensors |= linear(names.project_in, (hidden, config.embedding_size))
         tensors |= linear(names.project_out, (config.embedding_size, hidden))
     folds: list[Fold] = []
+    value_heads: list[Fold] = []
     rotatable: list[str] = []
     for layer in range(config.layers):
         block = f"{names.layers}.{layer}"
@@ -142,7 +143,7 @@ def spec(config: Config) -> Spec:
             folds.append(Fold(tuple(norms[0]), weights_of(*qkv)))
             folds.append(Fold(tuple(norms[1]), weights_of(up)))
         if len(qkv) == 3:
-            folds.append(Fold(tuple(qkv_tensors[2]), weights_of(attention_out)))
+            value_heads.append(Fold(tuple(qkv_tensors[2]), weights_of(attention_out), config.head_dim))
         if config.activation == "relu":
             folds.append(Fold(tuple(up_tensors), weights_of(down)))
         rotatable += weights_of(down)
@@ -152,7 +153,10 @@ def spec(config: Config) -> Spec:
         if config.affine_norms and (config.is_projected or not config.tied_head):
             folds.append(Fold(tuple(final_norm), weights_of(names.project_out if config.is_projected else names.head)))
     tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
-    return Spec(tensors, tied, names.ignored, tuple(folds), names.aliases, rotatable=tuple(rotatable))
+    return Spec(
+        tensors, tied, names.ignored, tuple(folds + value_heads), names.aliases, rotatable=tuple(rotatable),
+        value_heads=tuple(value_heads),
+    )  # fmt: skip
 
 
 def norm_tensors(name: str, config: Config) -> Tensors:

@@ -27,7 +27,20 @@ from ..layers.whole_norms import AttentionWithWholeNorms
 from ._config import ConfigReader, ModelConfig
 from ._decoder import Output
 from ._rotary import Rotary
-from .spec import Fold, Spec, Tensors, bias, embedding, head, linear, norm, weights_of
+from .spec import (
+    Fold,
+    GatedProduct,
+    ResidualStream,
+    Spec,
+    StreamNorm,
+    Tensors,
+    bias,
+    embedding,
+    head,
+    linear,
+    norm,
+    weights_of,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -179,7 +192,11 @@ def spec(config: Config) -> Spec:
     if config.head_bias:
         tensors |= bias(names.head, table)
     folds: list[Fold] = []
+    value_heads: list[Fold] = []
     rotatable: list[str] = []
+    gated: list[GatedProduct] = []
+    norms_read: list[StreamNorm] = []
+    written: list[str] = []
     for layer in range(config.layers):
         block = f"{names.layers}.{layer}"
         qkv, mlp_in = ([f"{block}.{name}" for name in part] for part in (names.qkv, names.mlp_in))
@@ -196,30 +213,55 @@ def spec(config: Config) -> Spec:
             heads = (config.heads, config.kv_heads) if config.qk_norm is QueryKeyNorm.WHOLE else (1, 1)
             for name, count in zip((names.q_norm, names.k_norm), heads, strict=True):
                 tensors |= norm(f"{block}.{name}", count * config.head_dim)
-        folds += norm_folds(config, block, qkv, mlp_in)
+        readers = norm_readers(names, config.parallel, qkv, mlp_in)
+        if not config.norm_offset:
+            folds += [Fold(tuple(norm_tensors(f"{block}.{name}", config)), weights_of(*read)) for name, read in readers]
+        norms_read += [
+            StreamNorm(f"{block}.{name}.weight", weights_of(*read), config.norm_offset) for name, read in readers
+        ]
+        mlp_norm = next((name for name, read in readers if mlp_in[0] in read), None)
+        if mlp_norm and has_bounded_gate(config):
+            gate, up, down = weights_of(mlp_in[0], mlp_in[-1], mlp_out)
+            gated.append(GatedProduct(gate, up, down, f"{block}.{mlp_norm}.weight", config.norm_offset))
+        written += [*out_tensors, *linear(mlp_out, (hidden, inner), config.mlp_bias)]
         if len(qkv) == 3:
             group = config.heads // config.kv_heads
-            folds.append(Fold(tuple(qkv_tensors[2]), weights_of(attention_out), block=config.head_dim, repeat=group))
+            value_heads.append(Fold(tuple(qkv_tensors[2]), weights_of(attention_out), config.head_dim, group))
         if len(mlp_in) == (2 if config.gated else 1) and (config.gated or config.activation == "relu"):
             folds.append(Fold(tuple(in_tensors[-1]), weights_of(mlp_out)))
         rotatable += weights_of(mlp_out)
     if not config.tied_head and not config.norm_offset:
         folds.append(Fold(tuple(norm_tensors(names.final_norm, config)), weights_of(names.head)))
     tied = {f"{names.head}.weight": f"{names.embedding}.weight"} if config.tied_head else {}
-    return Spec(tensors, tied, names.ignored, tuple(folds), names.aliases, rotatable=tuple(rotatable))
+    norms_read.append(StreamNorm(f"{names.final_norm}.weight", weights_of(names.head), config.norm_offset))
+    return Spec(
+        tensors, tied, names.ignored, tuple(folds + value_heads), names.aliases, rotatable=tuple(rotatable),
+        stream=ResidualStream(weights_of(names.embedding), tuple(norms_read), tuple(written))
+        if has_rotatable_stream(config) else None,
+        value_heads=tuple(value_heads), gated=tuple(gated),
+    )  # fmt: skip
 
 
-def norm_folds(config: Config, block: str, qkv: list[str], mlp_in: list[str]) -> list[Fold]:
-    """The folds of the norms that a layer's matrices read."""
+def has_rotatable_stream(config: Config) -> bool:
+    """Whether the residual stream starts at the embedding, and layers read RMSNorms of it and add to it directly."""
     names = config.names
+    has_norms = names.attention_norm is not None and (names.mlp_norm is not None or config.parallel)
+    has_others = names.embedding_norm or names.attention_post_norm or names.mlp_post_norm
+    return config.norm_kind is NormKind.RMS and has_norms and not has_others
+
+
+def has_bounded_gate(config: Config) -> bool:
+    """Whether the feed-forward layer is a :class:`.spec.GatedProduct`."""
+    is_bounded = config.gated and config.activation != "relu_squared"
+    return is_bounded and not config.mlp_bias and config.norm_kind is not NormKind.LAYER
+
+
+def norm_readers(names: TensorNames, parallel: bool, qkv: list[str], mlp_in: list[str]) -> list[tuple[str, list[str]]]:
+    """The norms of the residual stream in a layer, and the matrices that read each."""
     readers = [(names.attention_norm, qkv), (names.mlp_norm, mlp_in)]
-    if config.parallel and names.mlp_norm is None:
+    if parallel and names.mlp_norm is None:
         readers = [(names.attention_norm, [*qkv, *mlp_in])]
-    return [
-        Fold(tuple(norm_tensors(f"{block}.{name}", config)), weights_of(*matrices))
-        for name, matrices in readers
-        if name is not None and not config.norm_offset
-    ]
+    return [(name, read) for name, read in readers if name is not None]
 
 
 def norm_tensors(name: str, config: Config) -> Tensors:

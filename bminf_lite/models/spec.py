@@ -52,6 +52,46 @@ class Fold:
 
 
 @dataclass(frozen=True)
+class StreamNorm:
+    """An RMSNorm of the residual stream: its ``weight``, to which ``offset`` is added, and the matrices that read it.
+
+    Only they do, and nothing else reads the stream.
+    """
+
+    weight: str
+    readers: tuple[str, ...]
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class ResidualStream:
+    """The tensors around a residual stream that an orthogonal matrix may rotate, for the model stays the same.
+
+    Its start are rows of ``tables``. ``writers`` are the matrices, and their biases, whose output is added to it. It is
+    read through ``norms`` alone.
+    """
+
+    tables: tuple[str, ...]
+    norms: tuple[StreamNorm, ...]
+    writers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GatedProduct:
+    """``f(gate) * up``, the input of the matrix ``down``, with ``|f(y)| <= |y|`` and without biases.
+
+    ``gate`` and ``up`` are matrices, or one with gate in its first half. They read an RMSNorm, or a LayerNorm without a
+    bias, with the weight ``norm``, to which ``offset`` is added.
+    """
+
+    gate: str
+    up: str
+    down: str
+    norm: str
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
 class Spec:
     """All tensors of one model.
 
@@ -64,6 +104,8 @@ class Spec:
     lacks the tensor may hold it under one of them alone. A tied tensor is always a copy. ``tied_if_absent`` is like
     ``tied``, but for tensors that a file may also hold with values of their own.
     ``rotatable`` are the matrices whose input a recipe may rotate: the second of each feed-forward layer.
+    ``stream`` is the residual stream if it may be rotated, and ``value_heads`` are the folds of value heads, of
+    ``block`` channels each, whose channels may be rotated. ``gated`` are the gated products with a known bound.
     """
 
     parameters: Mapping[str, Parameter]
@@ -74,6 +116,9 @@ class Spec:
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tied_if_absent: Mapping[str, str] = field(default_factory=dict)
     rotatable: tuple[str, ...] = ()
+    stream: ResidualStream | None = None
+    value_heads: tuple[Fold, ...] = ()
+    gated: tuple[GatedProduct, ...] = ()
 
 
 Tensors = dict[str, Parameter]

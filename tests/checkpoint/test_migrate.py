@@ -23,6 +23,7 @@ from tiny_checkpoints import CONFIG, MakeCheckpoint
 
 from bminf_lite.backend import quantization
 from bminf_lite.backend.quantization import Int8Weight, quantize_weight
+from bminf_lite.checkpoint.fp16_range import product_shift
 from bminf_lite.checkpoint.migrate import migrate
 from bminf_lite.checkpoint.opened_model import describe_model, open_model
 from bminf_lite.checkpoint.reader import open_checkpoint
@@ -38,12 +39,19 @@ def expect_migrated(source: Path, out: Path, recipe: Recipe) -> None:
     """``out`` holds what the definition makes of ``source``, and everything else bit for bit."""
     with open_checkpoint(source) as before, open_model(out) as after:
         spec = after.spec
-        for name, parameter in spec.parameters.items():
+        schemes = {
+            name: recipe.scheme_of(name, p.role.value == "head") if p.role.value in ("linear", "head") else Scheme.FLOAT
+            for name, p in spec.parameters.items()
+        }
+        factors = {}  # of gated products beyond fp16
+        for product in spec.gated:
+            if Scheme.FLOAT not in {schemes[name] for name in (product.gate, product.up, product.down)}:
+                shift = product_shift(before, product)
+                factors |= {product.up: np.float32(2.0**-shift), product.down: np.float32(2.0**shift)}
+        for name, scheme in schemes.items():
             if name in spec.tied:
                 continue
-            stored, scheme = before.read(name), Scheme.FLOAT
-            if parameter.role.value in ("linear", "head"):
-                scheme = recipe.scheme_of(name, parameter.role.value == "head")
+            stored = before.read(name)
             if scheme is Scheme.FLOAT:
                 got = after.checkpoint.read(name)
                 assert got.dtype == stored.dtype and got.tobytes() == stored.tobytes()
@@ -51,9 +59,10 @@ def expect_migrated(source: Path, out: Path, recipe: Recipe) -> None:
             got = after.checkpoint.weight(name)
             expected = quantize_weight(stored, scheme is Scheme.W8A8)
             assert isinstance(got, Int8Weight) and got.dynamic == expected.dynamic
-            assert got.scale.dtype == expected.scale.dtype
+            factor = factors.get(name, np.float32(1))
+            assert got.scale.dtype == (expected.scale.dtype if factor == 1 else np.float32)
             np.testing.assert_array_equal(got.codes, expected.codes)
-            np.testing.assert_array_equal(got.scale, expected.scale)
+            np.testing.assert_array_equal(got.scale, expected.scale.astype(np.float32) * factor)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

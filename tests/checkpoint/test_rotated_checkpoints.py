@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from bminf_lite.checkpoint.recipe import Recipe, Scheme, load_recipe
 from bminf_lite.cli.inspect import quantization_text
 from bminf_lite.errors import CheckpointError
 
+ONLINE = dataclasses.replace(load_recipe("w8a8-rotate"), offline_rotation=False)
 WIDE = {"intermediate_size": 192}
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -44,7 +46,7 @@ def test_weights_are_transformed_before_they_are_rounded(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, dtype: Any
 ) -> None:
     source = make_checkpoint(tensors=random_tensors(CONFIG | WIDE, dtype=dtype), **WIDE)
-    migrate(source, tmp_path / "out", "w8a8-rotate")
+    migrate(source, tmp_path / "out", ONLINE)
     migrate(source, tmp_path / "plain", "w8a8")
     with open_model(source) as before, open_model(tmp_path / "out") as after, open_model(tmp_path / "plain") as plain:
         for name in before.spec.parameters:
@@ -110,7 +112,7 @@ def test_transforms_that_cannot_be_run(
 
 
 def test_a_tied_head_whose_input_is_transformed(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    migrate(make_checkpoint(tie_word_embeddings=True, **WIDE), tmp_path / "out", "w8a8-rotate")
+    migrate(make_checkpoint(tie_word_embeddings=True, **WIDE), tmp_path / "out", ONLINE)
     edit(tmp_path / "out", transform_config=transform(8, targets=["lm_head"]))
     with pytest.raises(CheckpointError, match="lm_head: stays float"):
         open_model(tmp_path / "out")

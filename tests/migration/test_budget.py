@@ -17,13 +17,15 @@ from bminf_lite.migration.budget import MAX_ERRORS, budget_steps
 
 
 def test_steps_get_slower_and_more_exact() -> None:
-    steps = budget_steps(offline_only=False)
-    assert [step.rotation for step in steps] == [1, 1, *[64] * (2 + len(MAX_ERRORS)), 1]
+    steps = budget_steps(offline_only=False, rotates_offline=True)
+    assert [step.rotation for step in steps] == [1, 1, 1, *[64] * (2 + len(MAX_ERRORS)), 1]
+    assert [step.offline_rotation for step in steps] == [False, False, *[True] * (3 + len(MAX_ERRORS)), False]
     assert steps[0].linear is Scheme.W8A8 and steps[-1].linear is Scheme.W8A16
     allowed = [step.calibration.max_error for step in steps if step.calibration and step.calibration.max_error]
     assert allowed == sorted(allowed, reverse=True) == list(MAX_ERRORS)
     assert len({step.name for step in steps}) == len(steps)
-    assert all(step.rotation == 1 for step in budget_steps(offline_only=True))
+    assert all(step.rotation == 1 for step in budget_steps(offline_only=True, rotates_offline=True))
+    assert not any(step.offline_rotation for step in budget_steps(offline_only=True, rotates_offline=False))
 
 
 @pytest.mark.slow
@@ -42,7 +44,7 @@ def test_the_first_that_meets_the_target_is_kept(source: Path, text: Path, tmp_p
     tried = report.cost["tried"]
     assert report.cost["kl"] <= target and tried[0] == {"recipe": "w8a8", "kl": easy.cost["kl"]}
     assert all(attempt["kl"] > target for attempt in tried)
-    names = [step.name for step in budget_steps(offline_only)]
+    names = [step.name for step in budget_steps(offline_only, True)]
     assert [attempt["recipe"] for attempt in tried] + [report.recipe.name] == names[: len(tried) + 1]
     assert json.loads((tmp_path / "out" / "bminf_lite.json").read_text())["cost"]["tried"] == tried
     lines = tried_lines(report.cost, report.recipe.name)
@@ -65,5 +67,5 @@ def test_mistakes_are_told_before_any_work(source: Path, text: Path, tmp_path: P
         bminf_lite.migrate(source, out, "w8a8", calibrate=text, target_divergence=1)
     with pytest.raises(UsageError, match="neither max_divergence nor dry_run"):
         bminf_lite.migrate(source, out, "auto", calibrate=text, target_divergence=1, dry_run=True)
-    with pytest.raises(UsageError, match="needs target_divergence"):
+    with pytest.raises(UsageError, match="auto rotates nothing"):
         bminf_lite.migrate(source, out, "auto", calibrate=text, offline_only=True)

@@ -1,0 +1,57 @@
+"""Tensors that are computed from others of a checkpoint while they are read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from .tensor_file import DTYPES, TensorInfo
+
+Rows = Callable[[int, int], np.ndarray]
+"""The rows from the first number up to the second of a tensor, fp32. A vector is one row."""
+
+
+@dataclass(frozen=True)
+class DerivedTensor:
+    """A tensor of type and shape ``info``, whose file and offset are those of the tensor that it is made from."""
+
+    info: TensorInfo
+    rows: Rows
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill ``buffer`` with the tensor's bytes from ``offset`` on."""
+        dtype, columns = DTYPES[self.info.dtype], self.info.shape[-1]
+        row_bytes = max(columns * dtype.itemsize, 1)
+        first, end = offset // row_bytes, -(-(offset + len(buffer)) // row_bytes)
+        with np.errstate(over="ignore"):
+            values = np.ascontiguousarray(self.rows(first, end).astype(dtype, copy=False))
+        begin = offset - first * row_bytes
+        buffer[:] = values.reshape(-1).view(np.uint8)[begin : begin + len(buffer)].data
+
+
+def info_as(info: TensorInfo, dtype: str) -> TensorInfo:
+    """``info`` with another type of values."""
+    nbytes = int(np.prod(info.shape)) * DTYPES[dtype].itemsize
+    return replace(info, dtype=dtype, nbytes=nbytes, stored_as=info.stored_as or info.dtype)
+
+
+@dataclass
+class WholeMatrices:
+    """Matrices that are computed whole and kept while their rows are read; threads that read wait for the first."""
+
+    make: Mapping[str, Callable[[], np.ndarray]]
+    kept: int = 2
+    _made: dict[str, np.ndarray] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def rows(self, name: str, first: int, end: int) -> np.ndarray:
+        """Rows of the matrix ``name``."""
+        with self._lock:
+            if name not in self._made:
+                while len(self._made) >= self.kept:
+                    del self._made[next(iter(self._made))]
+                self._made[name] = self.make[name]()
+            return self._made[name][first:end]

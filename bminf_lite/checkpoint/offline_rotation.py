@@ -1,0 +1,188 @@
+"""Rotations that are folded into a model's weights before it is quantized: R1 and R2 of QuaRot.
+
+An orthogonal matrix spreads a large channel over many, so that one scale per token suits all of them
+(https://arxiv.org/abs/2404.00456). Two places need nothing at run time, so every reader opens the result:
+
+- R1, the residual stream. An RMSNorm without its gain commutes with an orthogonal matrix ``Q``. So the gains move into
+  the matrices that read the norms, which then multiply their input by ``Q``, and whatever is added to the stream is
+  multiplied by ``Q`` too. A LayerNorm, or a norm of what a layer adds to the stream, rules it out.
+- R2, the value heads. Attention's mean of values commutes with a matrix, so each value head is transformed, and the
+  output projection undoes it.
+
+The architecture says what is possible (``stream`` and ``value_heads`` of :class:`~bminf_lite.models.spec.Spec`). A tied
+head reads a norm that the embedding does not, so it becomes a matrix of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..backend.rotation import rotated
+from ..models.spec import Fold, Spec
+from .derived_tensor import DerivedTensor, Rows, WholeMatrices, info_as
+from .opened_model import OpenedModel
+from .reader import Checkpoint
+
+Transform = Callable[[np.ndarray], np.ndarray]
+"""Rows fp32 ``[n, features]``, each multiplied by one orthogonal matrix."""
+
+
+def stream_rotation(features: int) -> Transform:
+    """Multiplication by an orthogonal matrix of ``features`` = ``m * 2**k`` with odd ``m``, always the same.
+
+    Each element gets a random sign, each block of ``2**k`` elements is multiplied by Sylvester's Hadamard matrix over
+    the root of its size, and a random orthogonal matrix mixes the ``m`` blocks.
+    """
+    random = np.random.default_rng(0)
+    signs = random.choice(np.array([-1, 1], np.float32), features)
+    block = features & -features
+    mixing = np.linalg.qr(random.standard_normal((features // block,) * 2))[0].astype(np.float32)
+
+    def transform(rows: np.ndarray) -> np.ndarray:
+        blocks = rotated(rows * signs, block)
+        if features == block:
+            return blocks
+        mixed: np.ndarray = np.matmul(mixing, blocks.reshape(-1, features // block, block))
+        return mixed.reshape(rows.shape)
+
+    return transform
+
+
+def rotates_offline(spec: Spec) -> tuple[str, ...]:
+    """What of a model with ``spec`` can be rotated, in words; empty for nothing."""
+    stream = ["residual stream" + (", its tied head stored apart" if spec.tied else "")] if spec.stream else []
+    return (*stream, *(["value heads"] if spec.value_heads else []))
+
+
+def rotate_offline(model: OpenedModel, in_type_of_file: Collection[str] = ()) -> OpenedModel:
+    """``model``, an open float checkpoint, with R1 and R2 folded into its tensors as they are read.
+
+    These are fp32, but for those named ``in_type_of_file``, which are rounded. Both models share the files.
+    """
+    checkpoint, spec = model.checkpoint, model.spec
+    changes = _changes(spec)
+    description = model.description
+    tied = spec.tied if spec.stream is not None else {}
+    config = checkpoint.config
+    if tied:
+        spec = replace(spec, tied={})
+        config_json = {**description.config_json, "tie_word_embeddings": False}
+        if description.config_json is checkpoint.config:
+            config = config_json
+        description = replace(description, spec=spec, config_json=config_json)
+    source = checkpoint.with_derived(_derived(checkpoint, spec, changes, tied, in_type_of_file), config)
+    return OpenedModel(source, description, model.eos_ids)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The change of one tensor ``[out, in]``, as it is stored; a vector is one row.
+
+    Its columns are multiplied by the norm weight ``gain``, plus ``offset``; then each row goes through ``rows`` and
+    each column through ``columns``. A norm's weight becomes ``constant``.
+    """
+
+    gain: str | None = None
+    offset: float = 0.0
+    rows: tuple[Transform, ...] = ()
+    columns: tuple[Transform, ...] = ()
+    constant: float | None = None
+
+
+def _changes(spec: Spec) -> dict[str, Change]:
+    changes: dict[str, Change] = {}
+
+    def add(name: str, **properties: object) -> None:
+        changes[name] = replace(changes.get(name, Change()), **properties)  # type: ignore[arg-type]
+
+    stream = spec.stream
+    if stream is not None:
+        rotate = stream_rotation(spec.parameters[stream.tables[0]].shape[-1])
+        for name in stream.tables:
+            add(name, rows=(rotate,))
+        for norm in stream.norms:
+            add(norm.weight, constant=1 - norm.offset)
+            for name in norm.readers:
+                add(name, gain=norm.weight, offset=norm.offset, rows=(rotate,))
+        for name in stream.writers:
+            add(name, **({"rows": (rotate,)} if _is_vector(spec, name) else {"columns": (rotate,)}))
+    for fold in spec.value_heads:
+        rotate = _head_rotation(fold)
+        for name in fold.producers:
+            before = changes.get(name, Change())
+            if _is_vector(spec, name):
+                add(name, rows=(*before.rows, rotate))
+            else:
+                add(name, columns=(*before.columns, rotate))
+        for name in fold.consumers:
+            add(name, rows=(*changes.get(name, Change()).rows, rotate))
+    return changes
+
+
+def _head_rotation(fold: Fold) -> Transform:
+    """The transform of each value head by itself, in the largest block that divides it."""
+    return lambda rows: rotated(rows, fold.block & -fold.block)
+
+
+def _is_vector(spec: Spec, name: str) -> bool:
+    return len(spec.parameters[name].shape) == 1
+
+
+def _derived(
+    checkpoint: Checkpoint, spec: Spec, changes: Mapping[str, Change], untied: Mapping[str, str],
+    in_type_of_file: Collection[str],
+) -> dict[str, DerivedTensor]:  # fmt: skip
+    """The tensors of ``changes``, computed from those of ``checkpoint``; those of ``untied`` from others'."""
+    make: dict[str, Callable[[], np.ndarray]] = {}
+    whole = WholeMatrices(make)
+    derived = {}
+    for name, change in changes.items():
+        stored = untied.get(name, name)
+        info = checkpoint.tensors[stored]
+        if name not in in_type_of_file:
+            info = info_as(info, "F32")
+        read = _rows(checkpoint, stored, change)
+        if change.columns:
+            make[name] = _whole(read, info.shape[0], change.columns)
+            read = _part(whole, name)
+        derived[name] = DerivedTensor(info, read)
+    return derived
+
+
+def _rows(checkpoint: Checkpoint, stored: str, change: Change) -> Rows:
+    """The rows of a tensor after every change but that of its columns."""
+    values = checkpoint.stored(stored)
+    is_vector = len(values.shape) == 1
+    gain = (
+        None if change.gain is None else checkpoint.vector(change.gain).astype(np.float32) + np.float32(change.offset)
+    )
+
+    def rows(first: int, end: int) -> np.ndarray:
+        if change.constant is not None:
+            return np.full((1, *values.shape), change.constant, np.float32)
+        part = np.asarray(values if is_vector else values[first:end]).astype(np.float32)
+        part = part[None] if is_vector else part
+        if gain is not None:
+            part = part * gain
+        for transform in change.rows:
+            part = transform(part)
+        return part
+
+    return rows
+
+
+def _whole(read: Rows, rows: int, columns: tuple[Transform, ...]) -> Callable[[], np.ndarray]:
+    def make() -> np.ndarray:
+        values = read(0, rows).T
+        for transform in columns:
+            values = transform(values)
+        return np.ascontiguousarray(values.T)
+
+    return make
+
+
+def _part(whole: WholeMatrices, name: str) -> Rows:
+    return lambda first, end: whole.rows(name, first, end)
