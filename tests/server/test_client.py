@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -45,6 +47,31 @@ def test_every_token_arrives_once_and_in_order():
         assert client.num_running == 0
 
     run(test)
+
+
+def test_what_has_ended_is_freed_at_once(monkeypatch):
+    """Without the garbage collector: a grammar's lexer counts the completions that it serves."""
+    submit, requests = FakeEngine.submit, []
+
+    def submit_and_remember(engine, submitted):
+        requests.extend(map(weakref.ref, submitted))
+        submit(engine, submitted)
+
+    monkeypatch.setattr(FakeEngine, "submit", submit_and_remember)
+
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        assert len(await read(await client.generate(wanted(5, 3)))) == 3
+        async with await client.generate(wanted(1000)):
+            pass
+        await until(lambda: not any(request() for request in requests))
+        assert len(requests) == 4
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(test)
+    finally:
+        gc.enable()
 
 
 def test_requests_of_one_generation_are_numbered_on():

@@ -18,9 +18,10 @@ from enum import Enum
 from pathlib import Path
 
 import httpx
-import numpy as np
+import lm_eval_kit
 import pytest
 import tool_templates
+from lm_eval_kit import MULTIPLE_CHOICE, QUESTIONS, TOLERANCE, logprobs
 from server_process import DEMO, NAME, ServerProcess, demo_folder
 
 pytest.importorskip("starlette", reason="the server needs the extra serve")
@@ -235,103 +236,42 @@ def test_langchain(server):
 
 # -- lm-eval ----------------------------------------------------------------------------------------------------------
 
-QUESTIONS = [
-    {"question": "The opposite of hot is", "choices": ["cold", "a terminal", "the file system"], "answer": 0},
-    {"question": "Programs are run in a", "choices": ["river", "shell window", "cloud"], "answer": 1},
-    {"question": "If the file is not", "choices": ["empty", "found", "a regular file"], "answer": 2},
-    {"question": "é 🙂 \n", "choices": ["yes", "no é", "maybe so it is"], "answer": 2},
-]
-
-
-def task(folder: Path, **config: object) -> dict[str, object]:
-    """A task of lm-eval over questions in a local file."""
-    path = folder / "questions.jsonl"
-    path.write_text("\n".join(json.dumps(question) for question in QUESTIONS))
-    return {
-        "task": "local",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(path)}},
-        "test_split": "test",
-        "doc_to_text": "{{question}}",
-        **config,
-    }
-
 
 @pytest.fixture
-def evaluate(server, monkeypatch, tmp_path):
-    """Run a task of lm-eval against the server, offline."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    lm_eval = pytest.importorskip("lm_eval")
-    tasks = importlib.import_module("lm_eval.tasks").TaskManager(include_defaults=False)  # its own are 14,000 files
-
-    def run(model, path, config, **options):
-        arguments = {"model": NAME, "base_url": f"{server.url}{path}", "max_length": 1024, "num_concurrent": 2}
-        found = lm_eval.simple_evaluate(
-            model=model,
-            model_args=arguments,
-            tasks=[task(tmp_path, **config)],
-            log_samples=True,
-            bootstrap_iters=0,
-            task_manager=tasks,
-            **options,
-        )
-        return sorted(found["samples"]["local"], key=lambda sample: sample["doc_id"])
-
-    return run
-
-
-TOLERANCE = 2e-3
-"""Of a sum of log-probabilities: the server computes several prompts in a step, the model here one."""
-
-
-def logprobs(model, token_ids):
-    """The log-probability of each token after those before it, float64 ``[tokens]``, and whether it is the likeliest.
-
-    For the first token they are 0 and true.
-    """
-    logits = np.asarray(model.logits(token_ids), np.float64)
-    logits -= logits.max(1, keepdims=True)
-    scores = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    found = scores[np.arange(len(token_ids) - 1), token_ids[1:]]
-    return np.concatenate([[0.0], found]), np.concatenate([[True], found == scores[:-1].max(1)])
+def lm_eval(server, tmp_path):
+    """Run a task of lm-eval against the server."""
+    with lm_eval_kit.offline(tmp_path):
+        yield lambda config, *model, **options: lm_eval_kit.evaluate(tmp_path, server.url, config, *model, **options)
 
 
 @pytest.mark.slow
-def test_lm_eval_scores_as_the_model_does(evaluate):
+def test_lm_eval_scores_as_the_model_does(lm_eval):
     """Log-likelihoods of continuations, with the server's own tokenizer, equal those of the model in this process."""
     from bminf_lite import load
 
-    config = {
-        "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}],
-    }  # fmt: skip
-    samples = evaluate("local-completions", "/v1/completions", config)
-    assert len(samples) == len(QUESTIONS)
+    samples = lm_eval(MULTIPLE_CHOICE)
     with load(DEMO, device="cpu") as model:
         for question, sample in zip(QUESTIONS, samples, strict=True):
             for choice, (response,) in zip(question["choices"], sample["resps"], strict=True):
                 context = model.encode(question["question"].rstrip(), add_special_tokens=False).token_ids
                 whole = model.encode(f"{question['question']} {choice}", add_special_tokens=False).token_ids
-                scores, is_greedy = logprobs(model, whole)
+                scores, is_greedy = logprobs(model.logits(whole), whole)
                 assert float(response[0]) == pytest.approx(scores[len(context) :].sum(), abs=TOLERANCE)
                 assert (str(response[1]) == "True") == is_greedy[len(context) :].all()
 
 
 @pytest.mark.slow
-def test_lm_eval_rolling_perplexity_is_that_of_the_model(evaluate):
+def test_lm_eval_rolling_perplexity_is_that_of_the_model(lm_eval):
     from bminf_lite import load
 
     config = {"output_type": "loglikelihood_rolling", "doc_to_target": "{{question}}", "doc_to_text": "",
               "metric_list": [{"metric": "word_perplexity"}]}  # fmt: skip
-    samples = evaluate("local-completions", "/v1/completions", config)
+    samples = lm_eval(config)
     with load(DEMO, device="cpu") as model:
         for question, sample in zip(QUESTIONS, samples, strict=True):
-            scores, _ = logprobs(
-                model, [model.tokenizer.bos_id, *model.encode(question["question"], add_special_tokens=False).token_ids]
-            )
+            ids = model.encode(question["question"], add_special_tokens=False).token_ids
+            whole = [model.tokenizer.bos_id, *ids]
+            scores, _ = logprobs(model.logits(whole), whole)
             assert float(sample["resps"][0][0]) == pytest.approx(scores[1:].sum(), abs=TOLERANCE)
 
 
@@ -343,12 +283,12 @@ def test_lm_eval_rolling_perplexity_is_that_of_the_model(evaluate):
         ("local-chat-completions", "/v1/chat/completions", {"apply_chat_template": True}),
     ],
 )
-def test_lm_eval_generates(evaluate, model, path, options):
+def test_lm_eval_generates(lm_eval, model, path, options):
     config = {
         "output_type": "generate_until", "doc_to_target": "answer", "metric_list": [{"metric": "exact_match"}],
         "generation_kwargs": {"until": ["\n\n", " the"], "max_gen_toks": 12},
     }  # fmt: skip
-    for sample in evaluate(model, path, config, **options):
+    for sample in lm_eval(config, model, path, **options):
         assert isinstance(sample["resps"][0][0], str) and " the" not in sample["resps"][0][0]
 
 

@@ -1,0 +1,44 @@
+"""The tools that measure a server run, and what they print adds up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server_process import DEMO
+
+pytest.importorskip("starlette", reason="the server needs the extra serve")
+pytestmark = pytest.mark.slow
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def run(tool: str, *arguments: str) -> str:
+    """What a tool prints."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(TOOLS / tool), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=200, env=environment).stdout
+
+
+def test_a_server_beside_its_engine():
+    """On a tiny model on the CPU, with the bundled model's vocabulary."""
+    options = ("--shape", "llama-tiny", "--device", "cpu", "--context", "2048", "--clients", "1", "--runs", "1")
+    case = "1 stream of 128/128"
+    lines = run("measure_server.py", *options, "--tokenizer", str(DEMO), case).splitlines()
+    facts, found = map(json.loads, lines)
+    assert facts["http processes"] >= 1 and found["case"] == case
+    for side in ("engine", "http"):
+        rate, step_ms = found[side]["decode_tokens_per_s"], found[side]["step_ms"]
+        assert 0 < rate < 2 * 1000 / step_ms, "a token takes a step"
+        assert 0 < found[side]["first_token_ms"] < 128_000 / found[side]["tokens_per_s"]
+    assert found["http"]["http_cpu_us"] >= 0  # in units of 10 ms for all tokens
+
+
+def test_the_http_path_with_a_fake_engine():
+    found = json.loads(run("bench_http.py", "--streams", "4", "--rate", "2000", "--tokens", "50"))
+    assert 0 < found["tokens_per_s"] < 3000 and found["tokens_per_event"] >= 1
+    assert 0 < found["first_event_ms_median"] <= found["first_event_ms_last"]
