@@ -251,3 +251,18 @@ def test_growing_memory_keeps_its_addresses_and_counts_towards_the_limit(functio
     memory.free()
     assert taken(device) == arena.reserved == arena.used == 0
     arena.close()
+
+
+def test_lanes_that_a_page_would_hold_are_blocks_of_the_arena(functions: SimpleNamespace) -> None:
+    device = Device(0)
+    arena = device_arena(device, "64MiB")
+    memory = GrowingMemory(device, arena, [MIB, 1024], 40)
+    assert arena.used == 40 * 1024 and arena.reserved == taken(device) == 2 * MIB
+    memory.grow(3)
+    assert arena.used == 40 * 1024 + 4 * MIB and taken(device) == 6 * MIB
+    address = memory.address(1)
+    memory.free()
+    memory.free()
+    assert arena.used == 0
+    assert arena.allocate(40 * 1024).address == address
+    arena.close()

@@ -17,12 +17,16 @@ from model_kit import CONFIG, make_model, prompt_of, request, run
 
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.values import Placement
+from bminf_lite.backend.values import BLOCK_SIZE, Placement
 from bminf_lite.bench.model import random_model
+from bminf_lite.checkpoint.opened_model import describe_model
+from bminf_lite.checkpoint.recipe import load_recipe
 from bminf_lite.cuda.runtime.driver import Device
 from bminf_lite.errors import OutOfMemory
+from bminf_lite.memory.cache_memory import PAGE_BYTES
 from bminf_lite.memory.device import measure_speeds
-from bminf_lite.memory.planner import MemoryPlan, evenly_spaced
+from bminf_lite.memory.planner import Machine, MemoryPlan, evenly_spaced, plan_memory
+from bminf_lite.placement import recipe_schemes, requirements
 
 pytestmark = pytest.mark.gpu
 
@@ -126,6 +130,34 @@ def test_a_plan_holds_what_it_promises() -> None:
         streamed.append(len(bench_model.plan.streamed))
         model.close()
     assert streamed == [8, 5]
+
+
+WINDOWS = {
+    "model_type": "gemma3_text", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "head_dim": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128, "max_position_embeddings": 4096,
+    "sliding_window": 64, "sliding_window_pattern": 2,
+}  # fmt: skip
+"""A layer with a window, and one without."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache", ["fp16", "int8"])
+def test_a_plan_counts_the_pages_of_the_cache_and_its_windows(kv_cache: str) -> None:
+    """Under the least limit at which nothing is streamed, a sequence of the whole context has room."""
+    shape = CONFIG | WINDOWS
+    needed = requirements(
+        described := describe_model(shape), recipe_schemes(described.spec, load_recipe("w8a8")), kv_cache
+    )
+    limit = plan_memory(needed, Machine(1 << 34)).total_bytes
+    backend = open_backend(-(-limit // PAGE_BYTES) * PAGE_BYTES)
+    bench_model = random_model("windows", shape, backend, kv_cache)
+    plan = bench_model.plan
+    assert plan is not None and plan.context == 4096 and not plan.streamed
+    without_windows = sum(group.nbytes(1 + plan.context // BLOCK_SIZE) for group in needed.cache)
+    assert plan.cache_bytes < 0.9 * without_windows
+    with Model(bench_model.network, bench_model.engine_config) as model:
+        model.generate(prompt_of(4080), max_new_tokens=16, seed=1, ignore_eos=True)
+        assert backend.memory()["peak_reserved"] <= backend.memory()["limit"]
 
 
 def wide_model(memory_limit: int) -> tuple[Model, MemoryPlan]:

@@ -28,7 +28,7 @@ MAX_FUSED_NORM_WIDTH = 4 * 8 * GEMV_THREADS
 """``gemv`` normalises inputs of up to this many elements; a thread's part of more does not fit its registers."""
 MAX_FUSED_SUM_WIDTH = 2 * 8 * GEMV_THREADS
 """``gemv`` adds a norm to rows of up to this many elements: two blocks with larger parts do not fit an SM."""
-LONG_CODES = 24 << 10
+LONG_CODES = 20 << 10
 """Rows of more codes leave so little shared memory that two blocks fit an SM only with shorter pipelines."""
 VECTORS = (1, 2, 4, 8)
 MAX_WIDTH = VECTORS[-1] * 8 * GEMV_THREADS
@@ -36,6 +36,8 @@ CODE_ROWS = (1, 2, 3, 4)
 """Rows of a product by ``gemv_codes``."""
 UNITS = (4, 2, 1)
 """Chunks in a unit of ``gemv``."""
+UNIT_OVERHEAD = 1.6
+"""The time that a unit takes beside its chunks, in times of a chunk."""
 ENGINE_INPUTS = tuple(kind for kind in GemvInput if kind != GemvInput.BFLOAT16)
 SUMS = (GemvInput.SUM, GemvInput.RMS_NORM_OF_SUM)
 TENSOR_EPILOGUES = {GemvInput.HALF: Epilogue.TO_HALF, GemvInput.BFLOAT16: Epilogue.TO_BFLOAT16}
@@ -220,7 +222,7 @@ def best_unit(rows: int, pitch: int) -> int:
 
     def cost(unit: int) -> float:
         units = rows * ceil_div(ceil_div(pitch, GEMV_CHUNK), unit)
-        return ceil_div(units, WARPS) * (unit + 0.7)
+        return ceil_div(units, WARPS) * (unit + UNIT_OVERHEAD)
 
     return min(UNITS, key=cost)
 

@@ -1,0 +1,52 @@
+"""The memory of a key-value cache: whole pages, and as many blocks as a sequence may hold."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bminf_lite.engine.block_manager import BlockManager
+from bminf_lite.memory.cache_memory import PAGE_BYTES, CacheGroup, array_bytes
+from bminf_lite.placement import cache_blocks
+
+windows = st.none() | st.integers(1, 4096)
+groups = st.builds(
+    CacheGroup,
+    layers=st.integers(1, 40),
+    block_bytes=st.lists(st.integers(1, 1 << 18), min_size=2, max_size=4).map(tuple),
+    window=windows,
+    max_tokens=st.none() | st.integers(1, 4096),
+)
+
+
+@given(st.integers(0, 10 * PAGE_BYTES))
+def test_an_array_takes_what_it_needs_up_to_a_page_and_whole_pages_beyond(nbytes: int) -> None:
+    taken = array_bytes(nbytes)
+    assert nbytes <= taken < nbytes + PAGE_BYTES
+    assert taken == nbytes if nbytes <= PAGE_BYTES else taken % PAGE_BYTES == 0
+
+
+@given(windows, st.integers(1, 10_000), st.integers(1, 2048))
+def test_a_sequence_fits_into_the_blocks_of_its_group_and_into_no_fewer(
+    window: int | None, tokens: int, piece: int
+) -> None:
+    blocks = CacheGroup(1, (1,), window).blocks(tokens, piece)
+    assert BlockManager([window], [1 + blocks], max_piece=piece).shortage(tokens) is None
+    assert BlockManager([window], [blocks], max_piece=piece).shortage(tokens) is not None
+
+
+@given(st.lists(groups, min_size=1, max_size=3), st.integers(1, 10_000), st.integers(1, 2048), st.integers(0, 1 << 36))
+def test_the_blocks_fit_in_the_room_unless_one_sequence_needs_more(
+    groups: list[CacheGroup], context: int, piece: int, room: int
+) -> None:
+    blocks = cache_blocks(groups, context, piece, room, 50)
+    least = [1 + group.blocks(context, piece) for group in groups]
+    assert all(least[i] <= count <= 50 * (least[i] - 1) + 1 for i, count in enumerate(blocks))
+    if list(blocks) != least:
+        assert sum(group.nbytes(count) for group, count in zip(groups, blocks, strict=True)) <= room
+
+
+@pytest.mark.parametrize(("window", "most", "expected"), [(None, None, 100), (30, None, 30), (None, 7, 7), (30, 7, 7)])
+def test_a_token_reads_no_more_than_its_window(window: int | None, most: int | None, expected: int) -> None:
+    assert CacheGroup(1, (1,), window, most).tokens_read(100) == expected
