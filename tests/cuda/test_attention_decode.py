@@ -199,8 +199,8 @@ class Problem:
         return replace(self, cache=cache, tables=to[self.tables].astype(np.int32))
 
     def short(self) -> Problem:
-        """The same of the sequences that have one segment."""
-        found = self.of(np.flatnonzero(self.context_lens < SEGMENT))
+        """The same of the sequences that have one segment, which are the first ones."""
+        found = self.of(slice(np.searchsorted(self.context_lens, SEGMENT)))
         return replace(found, tables=found.tables[:, : SEGMENT // BLOCK_SIZE])
 
     def grids(self, capability: tuple[int, int]) -> list[DecodeGrid]:
@@ -223,7 +223,7 @@ class Problem:
         spec, count, longest = self.spec, len(self.context_lens), self.tables.shape[1] * BLOCK_SIZE
         elements = decode.record_elements(spec, count, longest) if records is None else records * record_size(spec)
         arrivals = decode.arrival_elements(spec, count)
-        if grid is not None and grid.work is DecodeWork.ONE_SEGMENT:  # more units than the launcher would choose
+        if grid is not None and grid.work is not DecodeWork.ITEMS:  # more units than the launcher would choose
             elements = max(elements, grid.units * record_size(spec))
             arrivals = max(arrivals, count * pair_groups(spec) * grid.unit)
         scratch = cp.full(elements, cp.nan, cp.float32)
@@ -309,7 +309,7 @@ def test_bits_depend_on_the_sequence_alone(device: Device, shape: Shape) -> None
     assert (problem.copied().run(device, few, records=4) == bits).all()
     short = problem.short()
     for grid in short.grids(capability):
-        assert (short.copied().run(device, grid) == bits[problem.context_lens < SEGMENT]).all(), grid
+        assert (short.copied().run(device, grid) == bits[: len(short.context_lens)]).all(), grid
     assert (problem.moved(2).run(device) == bits).all()
     some = np.random.default_rng(3).permutation(len(bits))[: len(bits) // 2]
     assert (problem.of(some).copied().run(device) == bits[some]).all()

@@ -112,7 +112,7 @@ def attention_decode(call: Call) -> None:
     max_segments = 1 if work is DecodeWork.ONE_PAIR else call.max_segments
     call.require((call.launch.cluster or 1) == unit, "a unit is not a cluster")
     if work is DecodeWork.ITEMS:
-        call.require(unit == 1 and call.record_capacity >= call.launch.grid[0], "too few records")
+        call.require(unit == 1, "a unit of several blocks finds no items")
     else:
         call.require(call.launch.grid[0] == count * groups * max_segments * unit, "not a unit for each segment")
         call.require(work is DecodeWork.ONE_PAIR or call.record_capacity >= count * groups * max_segments,

@@ -123,8 +123,8 @@ __device__ __forceinline__ unsigned opaque(unsigned x) {
     return x;
 }
 
-// The bytes 0 and 2 of four codes as fp16(scale * code). A byte with its top bit flipped is code + 128, and the fp16 with
-// bits 0x64xx is 1024 + xx.
+// The bytes 0 and 2 of four codes as fp16(scale * code). A byte with its top bit flipped is code + 128, and the fp16
+// with bits 0x64xx is 1024 + xx.
 __device__ __forceinline__ unsigned dequantize_even(unsigned codes, __half2 scales) {
     const unsigned bias = 0x64806480u;
     unsigned biased;  // (codes & 0x00ff00ff) ^ bias; the compiler would take two instructions
