@@ -29,8 +29,9 @@ import numpy as np
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CASES = (
-    (1, 512, 1024), (1, 2048, 4096), (1, 32768, 33792), (1, 32768, 131072), (16, 512, 1024), (16, 512, 4096),
-    (16, 2048, 4096), (64, 500, 1024), (64, 2048, 4096), (256, 300, 1024), (256, 2048, 4096), (1024, 200, 1024),
+    (1, 512, 1024), (1, 2048, 4096), (1, 2048, 131072), (1, 32768, 33792), (1, 32768, 131072), (8, 8192, 16384),
+    (16, 512, 1024), (16, 512, 4096), (16, 2048, 4096), (32, 2048, 4096), (64, 500, 1024), (64, 2048, 4096),
+    (256, 300, 1024), (256, 2048, 4096), (1024, 200, 1024),
 )  # fmt: skip
 """Sequences, the tokens in the cache of each, and the bound of the tokens of a sequence that the launch gets."""
 CHECKED = (
@@ -102,9 +103,7 @@ class Attention:
         self.stream = cp.cuda.Stream(non_blocking=True)
         self.decode = AttentionDecode(Launcher(Device(0), self.stream.ptr))
         rope = Rope(cp.asarray(5e5 ** -np.linspace(0, 1, HEAD_DIM // 2), cp.float32)) if rotated else None
-        self.spec = AttentionSpec(
-            heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5, rope=rope
-        )
+        self.spec = AttentionSpec(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5, rope=rope)
         counts = [length // BLOCK_SIZE + 1 for length in context_lens]
         rng, count = cp.random.default_rng(7), len(context_lens)
         order = np.random.default_rng(3).permutation(sum(counts)) + 1

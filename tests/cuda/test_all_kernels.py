@@ -42,7 +42,7 @@ nothing is said.
 TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/decode.cu")
 """Each tiling is a family of its own, of which an architecture compiles its share too."""
 NEVER_SPILL = ("sampling/sample.cu", "gemm/dp4a.cu")
-DECODE_SPILL = 384
+DECODE_SPILL = 64
 """Bytes that decode attention may spill where two blocks share an SM, all of them outside the loops over the cache."""
 PREFILL_SPILL = {"attention/prefill.cu": 96, "attention/prefill_hopper.cu": 144}
 """Bytes that prefill attention may spill: the accumulators of heads of 128 and 256 leave few registers for the rest."""

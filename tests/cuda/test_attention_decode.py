@@ -12,19 +12,28 @@ import pytest
 from bminf_lite.backend.attention import biases
 from bminf_lite.backend.values import AttentionSpec, LayerCache, LinearBias, Norm, RelativeBias, Rope
 from bminf_lite.cuda.kernels.arrays import address
-from bminf_lite.cuda.kernels.attention import decode as decode_module
 from bminf_lite.cuda.kernels.attention.decode import (
     UNITS,
     AttentionDecode,
+    DecodeGrid,
     decode_config,
     max_unit,
     padded_head_dim,
+    pair_groups,
     record_size,
 )
 from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, MAX_HEAD_DIM, scores_of
 from bminf_lite.cuda.kernels.attention.prefill import COUNTERS, PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
-from bminf_lite.cuda.kernels.constants import BLOCK_SIZE, SEGMENT, AttentionMask, DecodeMask, ScoreKind, attention_tile
+from bminf_lite.cuda.kernels.constants import (
+    BLOCK_SIZE,
+    SEGMENT,
+    AttentionMask,
+    DecodeMask,
+    DecodeWork,
+    ScoreKind,
+    attention_tile,
+)
 from bminf_lite.cuda.kernels.launcher import Launcher, StepContext
 from bminf_lite.cuda.kernels.rowwise.rows import array_source
 from bminf_lite.cuda.runtime.driver import Device
@@ -38,8 +47,8 @@ SMALL_STATIC = 7 << 10
 CONTEXT_LENS = sorted(
     {max(0, edge + d) for edge in (0, 16, 64, 128, 256, 512, 1024, 1152, 2048, 3072, 4999) for d in (-2, -1, 0, 1)}
 )
-GRIDS = ((128, 8), (128, 4), (256, 2), (264, 1), (24, 1), (16, 8), (1, 1))
-"""Blocks, and blocks per cluster."""
+ITEM_BLOCKS = (264, 24, 1)
+"""Blocks that find their items."""
 
 
 @pytest.mark.parametrize("capability", MOST_SHARED)
@@ -48,9 +57,10 @@ def test_shared_memory_fits(capability: tuple[int, int]) -> None:
         for kind in map(int, DecodeMask):
             config = decode_config(capability, head_dim, kind)
             for element in ELEMENTS:
+                shared = config.shared(element, max_unit(capability, config.depth))
                 static = SMALL_STATIC if config.depth <= 128 else STATIC
-                assert config.shared(element) + static <= MOST_SHARED[capability] << 10, config
-                assert config.blocks * (config.shared(element) + static + 1024) <= (MOST_SHARED[capability] + 1) << 10
+                assert shared + static <= MOST_SHARED[capability] << 10, config
+                assert config.blocks * (shared + static + 1024) <= (MOST_SHARED[capability] + 1) << 10
 
 
 @pytest.mark.parametrize("capability", MOST_SHARED)
@@ -64,20 +74,35 @@ def test_tiles_divide_segments(capability: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("capability", MOST_SHARED)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_pairs_alone_run_at_the_same_time(
-    capability: tuple[int, int], head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The blocks of all pairs fit the SMs, and long contexts are shared among all blocks."""
-    monkeypatch.setattr(decode_module, "LONGEST_ALONE", 2 * SEGMENT)
+def test_every_segment_has_a_unit(capability: tuple[int, int]) -> None:
+    """The units of a grid suffice for all contexts beneath the bound, and the scratch memory for all units."""
     decode = AttentionDecode(SimpleNamespace(num_sms=132, device=SimpleNamespace(compute_capability=capability)))  # type: ignore[arg-type]
-    spec = AttentionSpec(heads=32, kv_heads=8, head_dim=head_dim, scale=1.0)
-    for batch_size in (1, 2, 3, 4, 8, 16, 17, 33, 34, 100):
-        unit = decode.unit(spec, batch_size, 2 * SEGMENT)
-        assert unit <= max_unit(capability, head_dim)
-        assert 8 * batch_size * unit <= decode_config(capability, head_dim, 0).blocks * 132
-        assert decode.unit(spec, batch_size, 2 * SEGMENT + 1) == 0
-    assert decode.unit(spec, 1, SEGMENT) == max_unit(capability, head_dim)
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        spec = AttentionSpec(
+            heads=32, kv_heads=int(rng.choice([1, 8, 32])), head_dim=int(rng.choice([64, 80, 256])), scale=1.0,
+            window=int(rng.integers(1, 5000)) if rng.random() < 0.5 else None,
+        )  # fmt: skip
+        batch_size, bound = int(rng.choice([1, 2, 3, 16, 17, 64, 1000])), int(2 ** rng.uniform(0, 17))
+        config = decode_config(capability, spec.head_dim, 0)
+        grid = decode.grid(spec, batch_size, bound)
+        pairs, places = batch_size * pair_groups(spec), config.blocks * 132
+        assert 1 <= grid.unit <= max_unit(capability, config.depth)
+        assert grid.unit == 1 or grid.units * grid.unit <= places  # all run at the same time
+        assert decode.arrival_elements(spec, batch_size) >= pairs * grid.unit
+        records = decode.record_elements(spec, batch_size, bound) // record_size(spec)
+        if grid.work is DecodeWork.ITEMS:
+            assert (grid.unit, grid.units) == (1, places)
+            assert records >= places
+            continue
+        assert grid.units == pairs * grid.max_segments
+        if grid.work is DecodeWork.ONE_PAIR:
+            assert bound <= SEGMENT
+            continue
+        assert records >= grid.units
+        for context_len in rng.integers(1, bound + 1, 20):
+            begin = max(0, context_len - (spec.window or context_len))
+            assert (context_len - 1) // SEGMENT - begin // SEGMENT < grid.max_segments
 
 
 @dataclass(frozen=True)
@@ -174,24 +199,35 @@ class Problem:
         return replace(self, cache=cache, tables=to[self.tables].astype(np.int32))
 
     def short(self) -> Problem:
-        """The same of the sequences that have one segment."""
-        found = self.of(np.flatnonzero(self.context_lens < SEGMENT))
+        """The same of the sequences that have one segment, which are the first ones."""
+        found = self.of(slice(np.searchsorted(self.context_lens, SEGMENT)))
         return replace(found, tables=found.tables[:, : SEGMENT // BLOCK_SIZE])
 
-    def run(
-        self, device: Device, grid: tuple[int, int] | None = None, records: int | None = None, unit: int = 0
-    ) -> np.ndarray:
+    def grids(self, capability: tuple[int, int]) -> list[DecodeGrid]:
+        """Everything that may be launched."""
+        count, longest = len(self.context_lens) * pair_groups(self.spec), int(self.context_lens.max()) + 1
+        units = [unit for unit in UNITS if unit <= max_unit(capability, padded_head_dim(self.spec))]
+        segments = -(-longest // SEGMENT)
+        works = [(DecodeWork.ONE_SEGMENT, n) for n in (segments, segments + 1)]
+        works += [(DecodeWork.ONE_PAIR, 1)] * (longest <= SEGMENT)
+        grids = [DecodeGrid(work, unit, count * n, n) for unit in units for work, n in works]
+        return grids + [DecodeGrid(DecodeWork.ITEMS, 1, blocks, segments) for blocks in ITEM_BLOCKS]
+
+    def run(self, device: Device, grid: DecodeGrid | None = None, records: int | None = None) -> np.ndarray:
         """The bits of the output, uint16 ``[B, heads * head_dim]``; writes the new tokens into the cache."""
         import cupy as cp
 
         decode = AttentionDecode(Launcher(device, 0))
         if grid is not None:
             decode.grid = lambda *_: grid  # type: ignore[method-assign]
-        decode.unit = lambda *_: unit  # type: ignore[method-assign]
         spec, count, longest = self.spec, len(self.context_lens), self.tables.shape[1] * BLOCK_SIZE
         elements = decode.record_elements(spec, count, longest) if records is None else records * record_size(spec)
+        arrivals = decode.arrival_elements(spec, count)
+        if grid is not None and grid.work is not DecodeWork.ITEMS:  # more units than the launcher would choose
+            elements = max(elements, grid.units * record_size(spec))
+            arrivals = max(arrivals, count * pair_groups(spec) * grid.unit)
         scratch = cp.full(elements, cp.nan, cp.float32)
-        arrival_counts = cp.zeros(decode.arrival_elements(spec, count), cp.int32)
+        arrival_counts = cp.zeros(arrivals, cp.int32)
         out = cp.full((count, spec.heads * spec.head_dim), cp.nan, cp.float16)
         context_lens = cp.asarray(self.context_lens)
         decode.launch(
@@ -222,8 +258,8 @@ class Problem:
             heads = q.reshape(shape.kv_heads, group, shape.head_dim)
             scores = np.einsum("kgd,kld->kgl", heads, keys.astype(np.float64)) * self.spec.scale
             if self.spec.bias is not None:
-                values = {name: x.get() if hasattr(x, "get") else x for name, x in vars(self.spec.bias).items()}
-                bias = biases(type(self.spec.bias)(**values), np.arange(length)[None] - (length - 1))
+                fields = {name: x.get() if hasattr(x, "get") else x for name, x in vars(self.spec.bias).items()}
+                bias = biases(type(self.spec.bias)(**fields), np.arange(length)[None] - (length - 1))
                 scores += bias.reshape(shape.kv_heads, group, -1)
             if self.spec.softcap is not None:
                 scores = self.spec.softcap * np.tanh(scores / self.spec.softcap)
@@ -266,14 +302,14 @@ def test_bits_depend_on_the_sequence_alone(device: Device, shape: Shape) -> None
     # A weight is rounded to fp16 once, and so is the output: each by 2^-11 of itself at most.
     errors = np.linalg.norm(found - expected, axis=1)
     assert (errors <= 2**-10 * np.linalg.norm(expected, axis=1)).all()
-    for grid in GRIDS:
+    capability = device.compute_capability
+    for grid in problem.grids(capability):
         assert (problem.copied().run(device, grid) == bits).all(), grid
-    assert (problem.copied().run(device, (264, 1), records=4) == bits).all()
+    few = DecodeGrid(DecodeWork.ITEMS, 1, 264, 1)
+    assert (problem.copied().run(device, few, records=4) == bits).all()
     short = problem.short()
-    for unit in UNITS:
-        if unit <= max_unit(device.compute_capability, padded_head_dim(problem.spec)):
-            assert (problem.copied().run(device, unit=unit) == bits).all(), unit
-            assert (short.copied().run(device, unit=unit) == bits[problem.context_lens < SEGMENT]).all(), unit
+    for grid in short.grids(capability):
+        assert (short.copied().run(device, grid) == bits[: len(short.context_lens)]).all(), grid
     assert (problem.moved(2).run(device) == bits).all()
     some = np.random.default_rng(3).permutation(len(bits))[: len(bits) // 2]
     assert (problem.of(some).copied().run(device) == bits[some]).all()
@@ -326,5 +362,6 @@ def test_prepared_heads_have_the_same_bits(device: Device, int8: bool) -> None:
         spec, prepared.cache, cp.arange(count + 1, dtype=cp.int32), cp.asarray(problem.context_lens),
         cp.asarray(problem.tables), q, count,
     )  # fmt: skip
-    for a, b in zip(vars(decoded.cache).values(), vars(prepared.cache).values(), strict=True):
+    arrays = [(c.keys, c.values, c.key_scales, c.value_scales) for c in (decoded.cache, prepared.cache)]
+    for a, b in zip(*arrays, strict=True):
         assert a is None or (a.view(cp.uint8) == b.view(cp.uint8)).all()

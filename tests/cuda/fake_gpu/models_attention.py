@@ -12,7 +12,7 @@ from bminf_lite.backend.functions import normalise, rotate
 from bminf_lite.backend.quantization import quantize_heads
 from bminf_lite.backend.values import BLOCK_SIZE, LayerCache, LinearBias, Norm, RelativeBias, Rope
 from bminf_lite.cuda.kernels.attention.heads import LOG2_E
-from bminf_lite.cuda.kernels.constants import DECODE_HEADS, SEGMENT, DecodeMask, ScoreKind
+from bminf_lite.cuda.kernels.constants import DECODE_HEADS, SEGMENT, DecodeMask, DecodeWork, ScoreKind
 
 from .launching import Call, model
 from .models_rows import product_values, rounded
@@ -102,22 +102,29 @@ def attention_decode(call: Call) -> None:
     scores = ScoreKind[kind.name] if kind.name in ScoreKind.__members__ else ScoreKind.PLAIN
     depth, int8 = call.number("D"), call.template["CACHE"] == "bminf::int8"
     keys = call.number("CHUNK") // (depth * (1 if int8 else 2))
-    stage = call.number("CHUNK") + (keys * 8 * 2 if int8 else 0)
+    stage = call.number("CHUNK") + (keys * call.number("UNIT") * 2 if int8 else 0)
     call.require(depth >= call.head_pitch, "the instantiation is too small")
-    call.require(call.launch.shared >= SEGMENT * DECODE_HEADS * 4 + call.number("STAGES") * stage // (2 if int8 else 1),
+    call.require(call.launch.shared >= SEGMENT * DECODE_HEADS * 4 + call.number("STAGES") * stage,
                  "too little shared memory")  # fmt: skip
     call.require(call.launch.grid[0] % (call.launch.cluster or 1) == 0, "a part of a cluster")
-    unit, one_segment = call.number("UNIT"), call.template["ONE_SEGMENT"] == "true"
+    work, unit = DecodeWork(call.number("WORK")), call.number("UNIT")
     count, groups = call.sequences, call.kv_heads * -(-(call.heads // call.kv_heads) // DECODE_HEADS)
-    if unit:
-        expected = count * groups * unit, unit
-        call.require((call.launch.grid[0], call.launch.cluster or 1) == expected, "not a cluster for each pair")
+    max_segments = 1 if work is DecodeWork.ONE_PAIR else call.max_segments
+    call.require((call.launch.cluster or 1) == unit, "a unit is not a cluster")
+    if work is DecodeWork.ITEMS:
+        call.require(unit == 1, "a unit of several blocks finds no items")
+    else:
+        call.require(call.launch.grid[0] == count * groups * max_segments * unit, "not a unit for each segment")
+        call.require(work is DecodeWork.ONE_PAIR or call.record_capacity >= count * groups * max_segments,
+                     "too few records")  # fmt: skip
     call.vector("records", call.record_capacity * DECODE_HEADS * depth, F32)
-    counters = call.vector("arrival_counts", max(call.launch.grid[0], count * groups), np.int32)
+    counters = call.vector("arrival_counts", count * groups * unit, np.int32)
     call.require(not counters.any(), "the counters are not zero")
     before = call.vector("lengths" if from_source else "context_lens", count, np.int32).astype(np.int64)
     positions = before - 1 if from_source else np.minimum(before, call.table_pitch * BLOCK_SIZE - 1)
-    call.require(not one_segment or positions.max(initial=0) < SEGMENT, "a context has more than one segment")
+    firsts = np.maximum(positions + 1 - (call.window or positions + 1), 0) // SEGMENT
+    call.require(work is DecodeWork.ITEMS or (positions // SEGMENT - firsts).max(initial=0) < max_segments,
+                 "a context has too many segments")  # fmt: skip
     width = (call.heads + (0 if from_source else 2 * call.kv_heads)) * call.head_dim
     q, k, v = split(call, call.rows("qkv", count, call.pitch, width, F16, align=0).astype(F32), positions)
     out = call.rows("out", count, call.out_pitch, call.heads * call.head_dim, F16, align=0)

@@ -20,8 +20,8 @@
 // ahead across phases and items.
 //
 // There is a unit for each pair, or for each segment of each pair, or each block computes a range of items: DecodeWork.
-// Whoever computes all segments of a pair writes its output; else each segment leaves a record, and the last unit of
-// the pair to arrive merges them.
+// A unit that computes all segments of a pair writes its output. Otherwise each segment leaves a record, and the last
+// unit of the pair to arrive merges them.
 #include "attention/decode.cuh"
 #include "attention/scores.cuh"
 #include "attention/stages.cuh"
@@ -132,8 +132,8 @@ struct Task {
 
 // A segment of the keys in `range`. newest: if the unit computes the new token's segment too.
 template <int KIND, int SUB>
-__device__ __forceinline__ Task segment_task(
-    int sequence, int pair, int segment, const HeadRange& heads, const KeyRange& range, bool newest) {
+__device__ __forceinline__ Task
+segment_task(int sequence, int pair, int segment, const HeadRange& heads, const KeyRange& range, bool newest) {
     const int start = segment * SEGMENT;
     Task task = {sequence, pair, segment, heads, range.end - 1};
     task.begin = max(0, range.begin - start), task.stop = min(SEGMENT, range.end - start);
@@ -168,16 +168,16 @@ struct OutputStep {
 __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTING) : "memory"); }
 
 // D: head_dim rounded up to a power of two. CHUNK: bytes of a chunk; STAGES: chunks in shared memory. UNIT: blocks of a
-// unit, which are a cluster; 1 for ITEMS. WORK: a DecodeWork. For ONE_PAIR there is a unit for each pair, in order, and no
-// context has more than one segment. For ONE_SEGMENT there are units for max_segments segments of each pair, which no pair
-// exceeds. context_lens: int32 [B], the new tokens' positions. lengths: int32 [B], the lengths of the sources, for
-// CROSS. bias: fp32 [heads, 2 * max_distance + 1] by the distance key - query, for BIASED; fp32 [heads], the slopes, for
-// ALIBI. window: the number of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for CAPPED it and
-// softcap are the factor and the cap of capped_score. records: fp32 [record_capacity, Records<D>::FLOATS];
-// record_capacity is at least the number of blocks for ITEMS, of units for ONE_SEGMENT. arrival_counts: int32, for each
-// pair, or for each block of a unit of each pair; zero before and after. Dynamic shared memory: STAGES chunks with their
-// scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may be read together with
-// what follows.
+// unit, which are a cluster; 1 for ITEMS. WORK: a DecodeWork. For ONE_PAIR there is a unit for each pair, in order, and
+// no context has more than one segment. For ONE_SEGMENT there are units for max_segments segments of each pair, which
+// no pair exceeds. context_lens: int32 [B], the new tokens' positions. lengths: int32 [B], the lengths of the sources,
+// for CROSS. bias: fp32 [heads, 2 * max_distance + 1] by the distance key - query, for BIASED; fp32 [heads], the
+// slopes, for ALIBI. window: the number of tokens that are seen, 0 for all. scale: of the scores, times log2(e); for
+// CAPPED it and softcap are the factor and the cap of capped_score. records: fp32 [record_capacity,
+// Records<D>::FLOATS]; record_capacity is at least the number of blocks for ITEMS, of units for ONE_SEGMENT.
+// arrival_counts: int32, for each pair, or for each block of a unit of each pair; zero before and after. Dynamic shared
+// memory: STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of
+// weights may be read together with what follows.
 template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int WORK, int KIND, class CACHE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
@@ -200,7 +200,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     constexpr int ELEMENT_TILES = RANK_ELEMENTS / GROUP, VALUE_ROW = ROW / UNIT;
     constexpr int PARTS = ELEMENT_TILES > WARPS ? ELEMENT_TILES / WARPS : 1;  // tiles of a warp
     static_assert(sizeof(MergeScratch) <= SEGMENT * 32, "it takes the place of scores");
-    static_assert(ELEMENT_TILES > 0 && (WORK != ITEMS || UNIT == 1), "a block has elements, and items are of one block");
+    static_assert(
+        ELEMENT_TILES > 0 && (WORK != ITEMS || UNIT == 1), "a block has elements, and items are of one block");
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     __shared__ struct {
@@ -230,7 +231,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     // The one item of this unit, unless WORK is ITEMS.
     Task only;
     if constexpr (WORK != ITEMS) {
-        const int unit = blockIdx.x / UNIT, pair = WORK == ONE_PAIR ? unit : unit / max_segments, sequence = pair / groups;
+        const int unit = blockIdx.x / UNIT, pair = WORK == ONE_PAIR ? unit : unit / max_segments;
+        const int sequence = pair / groups;
         const KeyRange range = contexts.range<KIND>(sequence);
         const int segment = WORK == ONE_PAIR ? 0 : range.first + unit - pair * max_segments;
         if (segment > range.last) return;
@@ -248,7 +250,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             for (int i = 0; i < TASKS; ++i) barrier_init(published + 8 * i, 1);
         }
 #if __CUDA_ARCH__ >= 900
-        if constexpr (UNIT > 1) {  // the scores of all blocks and the largest one of each group, of HEADS heads or half as many
+        // The scores of all blocks and the largest one of each group, of HEADS heads or half as many.
+        if constexpr (UNIT > 1) {
             const int received = only.heads.count > HEADS / 2 ? HEADS : HEADS / 2;
             barrier_init(exchanged, 1);
             fence_mbarrier_init();
@@ -380,7 +383,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 const unsigned chunk = stages.address();
                 stages.wait_full();
 #pragma unroll 1
-                for (int i = (warp - turn) & (WARPS - 1); i < KEYS / GROUP; i += WARPS) {
+                for (int i = KEYS / GROUP % WARPS ? (warp - turn) & (WARPS - 1) : warp; i < KEYS / GROUP; i += WARPS) {
                     const int granule = from + i / (SUB / GROUP) * UNIT;
                     if (granule >= end) break;
                     const int key = granule * SUB + i % (SUB / GROUP) * GROUP;
@@ -604,8 +607,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                         }
                     };
                     if constexpr (UNIT == 1) {
-#pragma unroll 2
-                        for (int i = 0; i < count; ++i) {
+#pragma unroll
+                        for (int i = 0; i < SUBS; ++i) {
+                            if (i == count) break;
                             Operands operands;
                             load(i, operands);
                             multiply(i, operands);

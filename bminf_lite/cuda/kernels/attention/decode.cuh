@@ -1,8 +1,8 @@
 // The work of decode attention: which blocks compute which segments, and the merge of the segments' records.
 //
 // An item is one segment of the context of one pair (sequence, group of query heads). Items are in order of sequence,
-// group and segment. Either a unit (1, 2, 4 or 8 blocks of a cluster) computes one item, which its index names, or every
-// block finds a range of items from the lengths of the contexts. The distribution changes no bit of a result.
+// group and segment. Either a unit (1, 2, 4 or 8 blocks of a cluster) computes one item, which its index names, or
+// every block finds a range of items from the lengths of the contexts. The distribution changes no bit of a result.
 #pragma once
 #include "attention/softmax.cuh"
 #include "common/cluster.cuh"

@@ -43,8 +43,8 @@ WORK = (
     *(Together((unit, int(work))) for unit in UNITS for work in (DecodeWork.ONE_SEGMENT, DecodeWork.ONE_PAIR)),
 )
 """The template arguments ``UNIT`` and ``WORK``."""
-PAIR_WAVES = 1
-SEGMENT_WAVES = 1
+SEGMENT_WAVES = 2
+"""Units of one segment that a launch may have for each one that runs at the same time."""
 CAUSAL, BIASED, CROSS = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS))
 
 
@@ -142,8 +142,7 @@ class AttentionDecode:
             if unit <= max_unit(self._launcher.device.compute_capability, config.depth) and units * unit <= places:
                 return DecodeGrid(work, unit, units, max_segments)
         blocks = config.blocks * num_sms
-        waves = PAIR_WAVES if work is DecodeWork.ONE_PAIR else SEGMENT_WAVES
-        if units <= waves * blocks and (work is DecodeWork.ONE_PAIR or units <= MAX_RECORDS):
+        if work is DecodeWork.ONE_PAIR or units <= min(SEGMENT_WAVES * blocks, MAX_RECORDS):
             return DecodeGrid(work, 1, units, max_segments)
         return DecodeGrid(DecodeWork.ITEMS, 1, blocks, max_segments)
 

@@ -88,8 +88,8 @@ struct ChunkSource {
 
 // On 9.0 the order of the 16 products of an instruction changes no bit of their sum. (Seen on an H200: none of 65,536
 // sums of 128 products differs. Most differ if 32 products change their order.) There ldmatrix may take two int8 codes
-// for one fp16 element: it gives a lane four neighbouring codes of 16, not the two pairs of the natural order.
-// Elsewhere codes are read in the natural order.
+// for one fp16 element: it gives a lane four neighbouring codes of 16, not the two pairs of the natural order. Of these
+// the even ones make one pair and the odd ones the other. Elsewhere codes are read in the natural order.
 template <class CACHE>
 constexpr bool PERMUTED = IS_INT8<CACHE> && __CUDA_ARCH__ == 900;
 
@@ -104,7 +104,7 @@ struct QueryFragments {
 #pragma unroll
             for (int i = 0; i < D / 16; ++i) {
                 const uint2 x = *reinterpret_cast<const uint2*>(&query[lane / 4][16 * i + lane % 4 * 4]);
-                b[i][0] = x.x, b[i][1] = x.y;
+                b[i][0] = __byte_perm(x.x, x.y, 0x5410), b[i][1] = __byte_perm(x.x, x.y, 0x7632);
             }
         } else {
 #pragma unroll
@@ -117,19 +117,26 @@ struct QueryFragments {
     }
 };
 
-// Two codes plus 128 each, bytes of a register chosen by `selector` (see __byte_perm; 4 stands for the byte 0x64), as
-// fp16(scale * code). high: four bytes 0x64, in a register so that the selector is the instruction's constant.
-__device__ __forceinline__ unsigned dequantize_pair(unsigned bytes, unsigned high, unsigned selector, __half2 scales) {
-    const unsigned bias = 0x64806480u, pair = __byte_perm(bytes, high, selector);
-    const __half2 x =
-        __hmul2(__hsub2(*reinterpret_cast<const __half2*>(&pair), *reinterpret_cast<const __half2*>(&bias)), scales);
-    return *reinterpret_cast<const unsigned*>(&x);
-}
-
 // A value that the compiler keeps in a register instead of computing it again.
 __device__ __forceinline__ unsigned opaque(unsigned x) {
     asm volatile("" : "+r"(x));
     return x;
+}
+
+// The bytes 0 and 2 of four codes as fp16(scale * code). A byte with its top bit flipped is code + 128, and the fp16
+// with bits 0x64xx is 1024 + xx.
+__device__ __forceinline__ unsigned dequantize_even(unsigned codes, __half2 scales) {
+    const unsigned bias = 0x64806480u;
+    unsigned biased;  // (codes & 0x00ff00ff) ^ bias; the compiler would take two instructions
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(biased) : "r"(codes), "r"(0x00ff00ffu), "r"(bias));
+    const __half2 x =
+        __hmul2(__hsub2(*reinterpret_cast<const __half2*>(&biased), *reinterpret_cast<const __half2*>(&bias)), scales);
+    return *reinterpret_cast<const unsigned*>(&x);
+}
+
+// The bytes 1 and 3.
+__device__ __forceinline__ unsigned dequantize_odd(unsigned codes, __half2 scales) {
+    return dequantize_even(codes >> 8, scales);
 }
 
 // The dot products of 16 keys, the rows from `row` on of a chunk of whole heads, with the queries: the fragment of S^T.
@@ -143,7 +150,6 @@ __device__ __forceinline__ void mma_qk(
 #pragma unroll
     for (int i = 0; i < 4; ++i) dots[i] = 0;
     if constexpr (IS_INT8<CACHE>) {
-        const unsigned high = opaque(0x64646464u);
         const __half2 scale[2] = {
             __half2half2(__ushort_as_half(ld_shared_u16(scales + lane / 4 * 2))),
             __half2half2(__ushort_as_half(ld_shared_u16(scales + lane / 4 * 2 + 16)))};
@@ -158,8 +164,8 @@ __device__ __forceinline__ void mma_qk(
                     unsigned k[4];
 #pragma unroll
                     for (int m = 0; m < 4; ++m)
-                        k[m] = dequantize_pair(
-                            as_bytes(codes[2 * n + m % 2]), high, m / 2 ? 0x4342 : 0x4140, scale[m % 2]);
+                        k[m] = m / 2 ? dequantize_odd(codes[2 * n + m % 2], scale[m % 2])
+                                     : dequantize_even(codes[2 * n + m % 2], scale[m % 2]);
                     mma_m16n8k16(dots, k, query.b[2 * i + n][0], query.b[2 * i + n][1]);
                 }
             }
@@ -172,7 +178,7 @@ __device__ __forceinline__ void mma_qk(
                 for (int m = 0; m < 4; ++m) {
                     const unsigned codes = ld_shared_u16(
                         (start ^ i % 8 * 16) + i / 8 * 128 + lane % 4 * 2 + m / 2 * 8 + m % 2 * 8 * layout.row_bytes());
-                    k[m] = dequantize_pair(as_bytes(codes), high, 0x4140, scale[m % 2]);
+                    k[m] = dequantize_even(__byte_perm(codes, 0, 0x4140), scale[m % 2]);
                 }
                 mma_m16n8k16(dots, k, query.b[i][0], query.b[i][1]);
             }
@@ -226,12 +232,11 @@ struct ValueFragments<int8> {
         ldmatrix_x4(this->scales, scales + threadIdx.x % WARP / 8 * 16);
     }
     __device__ __forceinline__ void get(int step, unsigned (&v)[4]) const {
-        const unsigned high = opaque(0x64646464u);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            const unsigned x = as_bytes(codes[2 * step + m]);
+            const unsigned x = codes[2 * step + m];
             const __half2 scale = *reinterpret_cast<const __half2*>(&scales[2 * step + m]);
-            v[2 * m] = dequantize_pair(x, high, 0x4240, scale), v[2 * m + 1] = dequantize_pair(x, high, 0x4341, scale);
+            v[2 * m] = dequantize_even(x, scale), v[2 * m + 1] = dequantize_odd(x, scale);
         }
     }
     __device__ __forceinline__ static int element(int which) { return threadIdx.x % WARP / 4 * 2 + which; }
