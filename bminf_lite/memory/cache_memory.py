@@ -1,28 +1,36 @@
 """The device memory of a key-value cache, in bytes.
 
 Layers with equal windows form a group. A layer has several arrays of as many blocks as the pool of its group: keys,
-values, and in an int8 cache their scales. An array that one page would hold is allocated at once. Pages are mapped to a
-larger one as it grows, so it takes whole pages.
+values, and in an int8 cache their scales. They lie one behind the other. If one page would hold them, they are
+allocated at once; otherwise pages are mapped as they grow, so a layer takes whole pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..backend.values import BLOCK_SIZE
+from .arena import ALIGNMENT
 
 PAGE_BYTES = 2 << 20
 """The least memory that NVIDIA GPUs map to addresses."""
 
 
 def grows(nbytes: int, page: int = PAGE_BYTES) -> bool:
-    """Whether pages are mapped one after another to an array of up to ``nbytes``."""
+    """Whether pages are mapped one after another to arrays of up to ``nbytes`` together."""
     return nbytes > page
 
 
-def array_bytes(nbytes: int, page: int = PAGE_BYTES) -> int:
-    """The memory of an array of ``nbytes``."""
-    return -(-nbytes // page) * page if grows(nbytes, page) else nbytes
+def lane_bytes(item_bytes: int, count: int) -> int:
+    """Addresses that an array of ``count`` items takes: the next one is aligned."""
+    return -(-item_bytes * count // ALIGNMENT) * ALIGNMENT
+
+
+def layer_bytes(item_bytes: Sequence[int], count: int) -> int:
+    """The memory of the arrays of a layer, with ``count`` items each."""
+    nbytes = sum(lane_bytes(item, count) for item in item_bytes)
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES if grows(nbytes) else nbytes
 
 
 def block_bytes(kv_heads: int, head_dim: int, int8: bool, itemsize: int = 2) -> tuple[int, ...]:
@@ -68,4 +76,4 @@ class CacheGroup:
 
     def nbytes(self, num_blocks: int) -> int:
         """The memory of pools of ``num_blocks`` blocks."""
-        return self.layers * sum(array_bytes(num_blocks * nbytes) for nbytes in self.block_bytes)
+        return self.layers * layer_bytes(self.block_bytes, num_blocks)

@@ -15,8 +15,8 @@ from ..cuda.runtime import driver
 from ..cuda.runtime.bindings import LibraryError
 from ..cuda.runtime.driver import AccessDescription, AllocationProperties, Device, DeviceAttribute, Location, Status
 from ..errors import OutOfMemory, UsageError
-from .arena import Arena, Pages
-from .cache_memory import array_bytes, grows
+from .arena import Arena, Block, Pages
+from .cache_memory import grows, lane_bytes
 from .sizes import format_size, parse_size
 
 CHUNK_BYTES = 64 << 20
@@ -134,27 +134,30 @@ class MappedPages:
 class GrowingMemory:
     """Ranges of addresses ("lanes") for arrays that grow together and stay where they are.
 
-    Lane ``i`` holds up to ``most`` items of ``item_bytes[i]`` bytes. Memory is mapped to it from its start on, in whole
-    pages, and counts towards the limit of ``arena``. A lane that a page would hold is a block of ``arena``, and so is
-    every lane on a device that cannot map memory. Raises ``OutOfMemory`` if there is no room for these.
+    Lane ``i`` holds up to ``most`` items of ``item_bytes[i]`` bytes. The lanes lie one behind the other. Memory is
+    mapped to the start of each lane, in whole pages, and counts towards the limit of ``arena``. If a page would hold
+    all lanes, and on a device that cannot map memory, they are one block of ``arena``. Raises ``OutOfMemory`` if there
+    is no room for it.
     """
 
     def __init__(self, device: Device, arena: Arena, item_bytes: Sequence[int], most: int) -> None:
         self._arena = arena
         self._item_bytes = tuple(item_bytes)
         self.most = most
+        sizes = [lane_bytes(nbytes, most) for nbytes in self._item_bytes]
+        self._offsets = [sum(sizes[:lane]) for lane in range(len(sizes))]
         maps = device.attribute(DeviceAttribute.VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)
         self._page = page_bytes(device) if maps else 0
-        sizes = [most * nbytes for nbytes in self._item_bytes]
-        mapped = [maps and grows(size, self._page) for size in sizes]
-        self._blocks = [None if own else arena.allocate(size) for size, own in zip(sizes, mapped, strict=True)]
-        reserved = [array_bytes(size, self._page) if own else 0 for size, own in zip(sizes, mapped, strict=True)]
-        self._offsets = [sum(reserved[:lane]) for lane in range(len(sizes))]
-        self._mapped = [0] * len(sizes)
-        self._pages = MappedPages(device, sum(reserved)) if any(reserved) else None
-        if self._pages is not None:
+        self._mapped: set[int] = set()  # numbers of pages
+        self._count = 0
+        self._pages: MappedPages | None = None
+        self._block: Block | None = None
+        if maps and grows(sum(sizes), self._page):
+            self._pages = MappedPages(device, sum(sizes))
             self._finalizer = weakref.finalize(self, self._pages.close)
             self._finalizer.atexit = False  # the end of the process frees everything
+        else:
+            self._block = arena.allocate(sum(sizes))
 
     @property
     def lanes(self) -> int:
@@ -162,15 +165,14 @@ class GrowingMemory:
         return len(self._item_bytes)
 
     @property
-    def mapped(self) -> dict[int, int]:
-        """Bytes that are mapped to each lane that is not a block of the arena."""
-        return {lane: self._mapped[lane] for lane, block in enumerate(self._blocks) if block is None}
+    def mapped(self) -> list[int]:
+        """Bytes of each lane that can be used; an empty list if the lanes are a block of the arena."""
+        return [] if self._pages is None else [self._count * nbytes for nbytes in self._item_bytes]
 
     def address(self, lane: int) -> int:
         """The first address of a lane."""
-        block = self._blocks[lane]
-        if block is not None:
-            return block.address
+        if self._block is not None:
+            return self._block.address + self._offsets[lane]
         assert self._pages is not None
         return self._pages.base + self._offsets[lane]
 
@@ -178,36 +180,49 @@ class GrowingMemory:
         """Map memory for ``count`` items or more in each lane. Raises ``OutOfMemory`` with nothing changed."""
         if count > self.most:
             raise ValueError(f"{count} items, but addresses were reserved for {self.most}")
-        if self._pages is None:
+        if self._pages is None or count <= self._count:
             return
-        sizes = list(self._mapped)
-        for lane, mapped in self.mapped.items():
-            sizes[lane] = max(mapped, -(-count * self._item_bytes[lane] // self._page) * self._page)
-        more = sum(sizes) - sum(self._mapped)
-        if more == 0:
-            return
-        self._arena.charge(more)
+        missing = sorted(self._pages_of(count) - self._mapped)
+        self._arena.charge(len(missing) * self._page)
         done: list[tuple[int, int]] = []
         try:
-            for offset, before, size in zip(self._offsets, self._mapped, sizes, strict=True):
-                if size > before:
-                    self._pages.map(offset + before, size - before)
-                    done.append((offset + before, size - before))
+            for first, last in runs(missing):
+                offset, nbytes = first * self._page, (last + 1 - first) * self._page
+                self._pages.map(offset, nbytes)
+                done.append((offset, nbytes))
         except BaseException:
             for offset, nbytes in done:
                 self._pages.unmap(offset, nbytes)
-            self._arena.charge(-more)
+            self._arena.charge(-len(missing) * self._page)
             raise
-        self._mapped = sizes
+        self._mapped.update(missing)
+        self._count = count
 
     def free(self) -> None:
         """Give the memory back. The device must have finished with it; twice is harmless."""
-        for block in self._blocks:
-            if block is not None:
-                block.free()
-        if self._pages is not None and self._finalizer.alive:
+        if self._block is not None:
+            self._block.free()
+        elif self._finalizer.alive:
             self._finalizer()
-            self._arena.charge(-sum(self._mapped))
+            self._arena.charge(-len(self._mapped) * self._page)
+
+    def _pages_of(self, count: int) -> set[int]:
+        """The pages that ``count`` items in each lane lie in."""
+        pages: set[int] = set()
+        for offset, nbytes in zip(self._offsets, self._item_bytes, strict=True):
+            pages.update(range(offset // self._page, -(-(offset + count * nbytes) // self._page)))
+        return pages
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and last of each run of successive numbers, which are sorted."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] + 1 == number:
+            found[-1] = found[-1][0], number
+        else:
+            found.append((number, number))
+    return found
 
 
 class WholePages:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bminf_lite.engine.block_manager import BlockManager
-from bminf_lite.memory.cache_memory import PAGE_BYTES, CacheGroup, array_bytes
+from bminf_lite.memory.cache_memory import PAGE_BYTES, CacheGroup, layer_bytes
 from bminf_lite.placement import cache_blocks
 
 windows = st.none() | st.integers(1, 4096)
@@ -20,11 +20,11 @@ groups = st.builds(
 )
 
 
-@given(st.integers(0, 10 * PAGE_BYTES))
-def test_an_array_takes_what_it_needs_up_to_a_page_and_whole_pages_beyond(nbytes: int) -> None:
-    taken = array_bytes(nbytes)
-    assert nbytes <= taken < nbytes + PAGE_BYTES
-    assert taken == nbytes if nbytes <= PAGE_BYTES else taken % PAGE_BYTES == 0
+@given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4), st.integers(1, 100))
+def test_a_layer_takes_what_it_needs_up_to_a_page_and_whole_pages_beyond(items: list[int], count: int) -> None:
+    taken, needed = layer_bytes(items, count), sum(items) * count
+    assert needed <= taken < needed + PAGE_BYTES + 512 * len(items)
+    assert taken <= PAGE_BYTES or taken % PAGE_BYTES == 0
 
 
 @given(windows, st.integers(1, 10_000), st.integers(1, 2048))

@@ -17,6 +17,7 @@ from bminf_lite.cuda.runtime.bindings import LibraryError, bind
 from bminf_lite.cuda.runtime.driver import Device
 from bminf_lite.errors import OutOfMemory, UsageError
 from bminf_lite.memory.arena import Arena
+from bminf_lite.memory.cache_memory import layer_bytes
 from bminf_lite.memory.device import (
     CHUNK_BYTES,
     MARGIN,
@@ -253,16 +254,34 @@ def test_growing_memory_keeps_its_addresses_and_counts_towards_the_limit(functio
     arena.close()
 
 
-def test_lanes_that_a_page_would_hold_are_blocks_of_the_arena(functions: SimpleNamespace) -> None:
+def test_lanes_that_a_page_would_hold_are_a_block_of_the_arena(functions: SimpleNamespace) -> None:
     device = Device(0)
     arena = device_arena(device, "64MiB")
-    memory = GrowingMemory(device, arena, [MIB, 1024], 40)
-    assert arena.used == 40 * 1024 and arena.reserved == taken(device) == 2 * MIB
-    memory.grow(3)
-    assert arena.used == 40 * 1024 + 4 * MIB and taken(device) == 6 * MIB
-    address = memory.address(1)
+    memory = GrowingMemory(device, arena, [1024, 100], 40)
+    memory.grow(40)
+    assert arena.used == 40 * 1024 + 4096 and arena.reserved == taken(device) == 2 * MIB
+    address = memory.address(0)
+    assert memory.address(1) - address == 40 * 1024
     memory.free()
     memory.free()
     assert arena.used == 0
-    assert arena.allocate(40 * 1024).address == address
+    assert arena.allocate(40 * 1024 + 4096).address == address
+    arena.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_lanes_take_what_a_plan_counts(functions: SimpleNamespace, seed: int) -> None:
+    """However they grow."""
+    rng = np.random.default_rng(seed)
+    device = Device(0)
+    arena = device_arena(device, "512MiB")
+    item_bytes = [int(n) for n in rng.integers(1, MIB, rng.integers(1, 5))]
+    most = int(rng.integers(3, 40))
+    memory = GrowingMemory(device, arena, item_bytes, most)
+    for count in [*sorted(rng.integers(0, most, 5).tolist()), most]:
+        memory.grow(count)
+        assert sum(item_bytes) * count <= arena.used == arena.reserved == taken(device)
+    assert arena.used == layer_bytes(item_bytes, most)
+    memory.free()
+    assert arena.used == taken(device) == 0
     arena.close()

@@ -177,7 +177,7 @@ class Memory:
 
         def watched_free_lanes(lanes: GrowingMemory) -> None:
             if (known := memory()) is not None:
-                for lane in lanes.mapped:
+                for lane in range(len(lanes.mapped)):
                     known.remove(lanes.address(lane))
             free_lanes(lanes)
 
@@ -189,7 +189,7 @@ class Memory:
     @locked
     def _lanes_grown(self, lanes: GrowingMemory) -> None:
         """What is mapped to each lane is in use."""
-        for lane, nbytes in lanes.mapped.items():
+        for lane, nbytes in enumerate(lanes.mapped):
             address = lanes.address(lane)
             if address in self._pieces:
                 self._pieces[address].nbytes = nbytes
