@@ -11,20 +11,28 @@ An orthogonal matrix spreads a large channel over many, so that one scale per to
 
 The architecture says what is possible (``stream`` and ``value_heads`` of :class:`~bminf_lite.models.spec.Spec`). A tied
 head reads a norm that the embedding does not, so it becomes a matrix of its own.
+
+Rows are computed while they are read. Matrices that add to the stream, and those of values, are computed whole, so two
+of these are in memory in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..backend.rotation import rotated
+from ..files import thread_count
 from ..models.spec import Fold, Spec
 from .derived_tensor import DerivedTensor, Rows, WholeMatrices, info_as
 from .opened_model import OpenedModel
 from .reader import Checkpoint
+
+STRIP_COLUMNS = 64
+"""Columns of a matrix that are transformed at once: their strip fits the cache of a core."""
 
 Transform = Callable[[np.ndarray], np.ndarray]
 """Rows fp32 ``[n, features]``, each multiplied by one orthogonal matrix."""
@@ -175,11 +183,20 @@ def _rows(checkpoint: Checkpoint, stored: str, change: Change) -> Rows:
 
 
 def _whole(read: Rows, rows: int, columns: tuple[Transform, ...]) -> Callable[[], np.ndarray]:
+    """The whole matrix, its columns transformed too, on all threads."""
+
     def make() -> np.ndarray:
-        values = read(0, rows).T
-        for transform in columns:
-            values = transform(values)
-        return np.ascontiguousarray(values.T)
+        values = read(0, rows)
+
+        def transform_strip(first: int) -> None:
+            strip = np.ascontiguousarray(values[:, first : first + STRIP_COLUMNS].T)
+            for transform in columns:
+                strip = transform(strip)
+            values[:, first : first + STRIP_COLUMNS] = strip.T
+
+        with ThreadPoolExecutor(thread_count()) as pool:
+            list(pool.map(transform_strip, range(0, values.shape[1], STRIP_COLUMNS)))
+        return values
 
     return make
 
