@@ -48,13 +48,18 @@ def stream_rotation(features: int) -> Transform:
     signs = random.choice(np.array([-1, 1], np.float32), features)
     block = features & -features
     mixing = np.linalg.qr(random.standard_normal((features // block,) * 2))[0].astype(np.float32)
+    inner = 1 << (block.bit_length() // 2)
+    outer = block // inner
+    outer_matrix, inner_matrix = (rotated(np.eye(n, dtype=np.float32), n) for n in (outer, inner))
 
     def transform(rows: np.ndarray) -> np.ndarray:
-        blocks = rotated(rows * signs, block)
-        if features == block:
-            return blocks
-        mixed: np.ndarray = np.matmul(mixing, blocks.reshape(-1, features // block, block))
-        return mixed.reshape(rows.shape)
+        # Sylvester's matrix is the Kronecker product of two smaller ones, which BLAS multiplies by
+        signed = (rows * signs).reshape(-1, inner) @ inner_matrix
+        blocks = np.matmul(outer_matrix, signed.reshape(-1, outer, inner))
+        if features > block:
+            blocks = np.matmul(mixing, blocks.reshape(-1, features // block, block))
+        turned: np.ndarray = blocks.reshape(rows.shape)
+        return turned
 
     return transform
 
