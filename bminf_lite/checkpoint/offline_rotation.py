@@ -66,7 +66,7 @@ def stream_rotation(features: int) -> Transform:
 
 def rotates_offline(spec: Spec) -> tuple[str, ...]:
     """What of a model with ``spec`` can be rotated, in words; empty for nothing."""
-    stream = ["residual stream" + (", its tied head stored apart" if spec.tied else "")] if spec.stream else []
+    stream = ["residual stream" + (" (its tied head is stored apart)" if spec.tied else "")] if spec.stream else []
     return (*stream, *(["value heads"] if spec.value_heads else []))
 
 
